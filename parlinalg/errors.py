@@ -1,0 +1,27 @@
+"""The errors users meet.  Each message gives the values at fault and says what would be right."""
+
+from __future__ import annotations
+
+
+class ParlinalgError(Exception):
+    """Base of all errors raised on purpose by parlinalg."""
+
+
+class LayoutError(ParlinalgError, ValueError):
+    """A layout does not fit an operation, an array or a grid."""
+
+
+class GridError(ParlinalgError, ValueError):
+    """A processor grid does not fit the ranks, or arrays live on different grids."""
+
+
+class PlanError(ParlinalgError, ValueError):
+    """A plan of a product contradicts itself, its operands or a memory limit."""
+
+
+class CommError(ParlinalgError, RuntimeError):
+    """Ranks disagree about a communication, or one cannot be carried out."""
+
+
+class ConfigError(ParlinalgError, ValueError):
+    """A configuration has unknown keys, or values that contradict each other or the ranks."""
