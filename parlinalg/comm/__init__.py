@@ -1,0 +1,62 @@
+"""Ranks talking: one protocol (`Comm`) over MPI, over one rank without MPI, and over NCCL.
+
+`import parlinalg.comm` neither needs nor starts MPI; `open_comm` does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from parlinalg.comm.base import Comm
+from parlinalg.comm.handle import Handle
+from parlinalg.comm.ledger import Book, ledger
+from parlinalg.comm.single import SingleComm
+from parlinalg.errors import CommError
+
+__all__ = ["Book", "Comm", "Handle", "SingleComm", "ledger", "open_comm"]
+
+_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
+
+
+def open_comm(comm: Any = None) -> Comm:
+    """The communicator to build on.
+
+    Parameters
+    ----------
+    comm : None, mpi4py.MPI.Comm or Comm
+        None: a duplicate of `MPI.COMM_WORLD`, or a single rank where mpi4py is not installed or `PARLINALG_MPI=0`.  An mpi4py
+        communicator: a duplicate of it.  A `Comm` is returned as it is.
+
+    Raises
+    ------
+    CommError
+        If the process was started among several by an mpiexec whose MPI this process does not have.
+    """
+    if isinstance(comm, Comm):
+        return comm
+    if comm is None and os.environ.get("PARLINALG_MPI") == "0":
+        return SingleComm()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        _check_launcher(1, f"mpi4py cannot be used here ({error})")
+        return SingleComm()
+    from parlinalg.comm.mpi import MpiComm, nodes_of
+
+    if comm is None:
+        comm = MPI.COMM_WORLD
+        _check_launcher(comm.size, f"mpi4py uses {MPI.Get_library_version().splitlines()[0]!r}")
+    if comm.size == 1:
+        return SingleComm()
+    own = comm.Dup()
+    return MpiComm(own, (), nodes_of(own), [], os.environ.get("PARLINALG_CHECK", "0") not in ("", "0"))
+
+
+def _check_launcher(size: int, why: str) -> None:
+    """Raise if a launcher started several processes that would not see one another."""
+    started = max(int(os.environ.get(name, "1") or 1) for name in _LAUNCHED)
+    if size == 1 and started > 1:
+        raise CommError(
+            f"{started} processes were started together, but each sees only itself: {why}; use the mpiexec of the MPI that mpi4py loads"
+        )

@@ -1,0 +1,374 @@
+"""The protocol of ranks talking.
+
+`Comm` checks, counts and watches every operation once, for all transports; a transport implements the `_…` primitives.
+Blocks are C-contiguous arrays of any shape, read and written in flat order; counts are numbers of elements.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.watch import slot
+from parlinalg.errors import CommError
+
+if TYPE_CHECKING:
+    from parlinalg.comm.ledger import Book
+
+Block = Any
+"""A C-contiguous NumPy or CuPy array."""
+
+
+class Comm(ABC):
+    """A group of ranks that exchange blocks.
+
+    Every operation is collective over the group unless it says otherwise: all ranks call the same operations in the same
+    order.  With `wait=False` an operation returns at once and its `Handle` says when it is done.
+
+    Attributes
+    ----------
+    size, rank : int
+        The number of ranks, and which of them this process is.
+    axes : tuple of str
+        The grid axes the group spans; the label of its operations in the ledger and in messages.
+    world_ranks : tuple of int
+        The members' ranks in the world of all processes started together.
+    local_rank, local_size : int
+        Which of the members on this node this process is, and how many they are.
+    books : list of Book
+        The open ledgers; one list shared by all communicators made from one by `sub` and `cartesian`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        rank: int,
+        axes: tuple[str, ...],
+        world_ranks: tuple[int, ...],
+        nodes: tuple[int, ...],
+        books: list[Book],
+        checked: bool,
+    ) -> None:
+        self.size = size
+        self.rank = rank
+        self.axes = axes
+        self.world_ranks = world_ranks
+        self.nodes = nodes
+        """For each member the least world rank on its node."""
+        self.books = books
+        self.checked = checked
+        self._calls = 0
+        self._parcels: dict[int, list[Block]] = {}
+        here = nodes[rank]
+        self.local_rank = nodes[:rank].count(here)
+        self.local_size = nodes.count(here)
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    def all_gather(self, send: Block, recv: Block, counts: Sequence[int], *, wait: bool = True) -> Handle:
+        """Concatenate every rank's `send` (counts[i] elements from rank i) in `recv`, on every rank."""
+        self._check_counts("all_gather", "recv", recv, counts)
+        if send.size != counts[self.rank]:
+            raise CommError(
+                f"all_gather over {self.axes}: rank {self.rank} sends {send.size} elements, but counts[{self.rank}] = {counts[self.rank]}"
+            )
+        self._check_pair("all_gather", send, recv)
+        if self.size == 1:
+            recv.reshape(-1)[:] = send.reshape(-1)
+            return DONE
+        if self.books:
+            self._note("all_gather", recv.size - send.size, send.itemsize)
+        if self.checked:
+            self._agree("all_gather", send.dtype, counts)
+        self._calls += 1
+        slot.state = (monotonic(), self, "all_gather", self._calls)
+        try:
+            return self._all_gather(send, recv, counts, wait)
+        finally:
+            slot.state = None
+
+    def reduce_scatter(
+        self, send: Block, recv: Block, counts: Sequence[int], *, op: str = "sum", wait: bool = True
+    ) -> Handle:
+        """Reduce all ranks' `send` elementwise and leave the i-th run of counts[i] elements in rank i's `recv`."""
+        self._check_counts("reduce_scatter", "send", send, counts)
+        if recv.size != counts[self.rank]:
+            raise CommError(
+                f"reduce_scatter over {self.axes}: rank {self.rank} receives {recv.size} elements, but counts[{self.rank}] = {counts[self.rank]}"
+            )
+        self._check_pair("reduce_scatter", send, recv)
+        self._check_reduction("reduce_scatter", op, send)
+        if self.size == 1:
+            recv.reshape(-1)[:] = send.reshape(-1)
+            return DONE
+        if self.books:
+            self._note("reduce_scatter", send.size - recv.size, send.itemsize)
+        if self.checked:
+            self._agree("reduce_scatter", send.dtype, counts, op=op)
+        self._calls += 1
+        slot.state = (monotonic(), self, "reduce_scatter", self._calls)
+        try:
+            return self._reduce_scatter(send, recv, counts, op, wait)
+        finally:
+            slot.state = None
+
+    def all_reduce(self, buffer: Block, *, op: str = "sum", wait: bool = True) -> Handle:
+        """Replace every rank's `buffer` by the elementwise sum, max or min over all ranks."""
+        self._check_contiguous("all_reduce", buffer)
+        self._check_reduction("all_reduce", op, buffer)
+        if self.size == 1:
+            return DONE
+        if self.books:
+            n = buffer.size
+            own = n // self.size + (self.rank < n % self.size)
+            self._note("all_reduce", 2 * (n - own), buffer.itemsize)
+        if self.checked:
+            self._agree("all_reduce", buffer.dtype, buffer.size, op=op)
+        self._calls += 1
+        slot.state = (monotonic(), self, "all_reduce", self._calls)
+        try:
+            return self._all_reduce(buffer, op, wait)
+        finally:
+            slot.state = None
+
+    def broadcast(self, buffer: Block, root: int, *, wait: bool = True) -> Handle:
+        """Replace every rank's `buffer` by that of rank `root`."""
+        self._check_contiguous("broadcast", buffer)
+        self._check_peer("broadcast", "root", root)
+        if self.size == 1:
+            return DONE
+        if self.books:
+            self._note("broadcast", 0 if self.rank == root else buffer.size, buffer.itemsize)
+        if self.checked:
+            self._agree("broadcast", buffer.dtype, buffer.size, root=root)
+        self._calls += 1
+        slot.state = (monotonic(), self, "broadcast", self._calls)
+        try:
+            return self._broadcast(buffer, root, wait)
+        finally:
+            slot.state = None
+
+    def all_to_all(
+        self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], *, wait: bool = True
+    ) -> Handle:
+        """Send the i-th run of send_counts[i] elements to rank i; `recv` holds the runs received, in rank order."""
+        self._check_counts("all_to_all", "send", send, send_counts)
+        self._check_counts("all_to_all", "recv", recv, recv_counts)
+        self._check_pair("all_to_all", send, recv)
+        if self.size == 1:
+            if send.size != recv.size:
+                raise CommError(
+                    f"all_to_all over {self.axes}: one rank sends itself {send.size} elements but expects {recv.size}"
+                )
+            recv.reshape(-1)[:] = send.reshape(-1)
+            return DONE
+        if self.books:
+            self._note("all_to_all", recv.size - recv_counts[self.rank], recv.itemsize)
+        if self.checked:
+            self._agree("all_to_all", send.dtype, send_counts, receives=recv_counts)
+        self._calls += 1
+        slot.state = (monotonic(), self, "all_to_all", self._calls)
+        try:
+            return self._all_to_all(send, send_counts, recv, recv_counts, wait)
+        finally:
+            slot.state = None
+
+    # ------------------------------------------------------------------------------------------------ one to one
+
+    def send(self, buffer: Block, to: int, *, tag: int = 0, wait: bool = True) -> Handle:
+        """Send `buffer` to rank `to`, which receives it with the same tag.  Not collective."""
+        self._check_contiguous("send", buffer)
+        self._check_peer("send", "to", to)
+        if to == self.rank:
+            self._parcels.setdefault(tag, []).append(buffer.copy())
+            return DONE
+        if self.books:
+            self._note("send", 0, buffer.itemsize)
+        slot.state = (monotonic(), self, f"send to {to}", self._calls)
+        try:
+            return self._send(buffer, to, tag, wait)
+        finally:
+            slot.state = None
+
+    def receive(self, buffer: Block, source: int, *, tag: int = 0, wait: bool = True) -> Handle:
+        """Fill `buffer` with the block that rank `source` sends with the same tag.  Not collective."""
+        self._check_contiguous("receive", buffer)
+        self._check_peer("receive", "source", source)
+        if source == self.rank:
+            return _Parcel(self, buffer, tag, wait)
+        if self.books:
+            self._note("receive", buffer.size, buffer.itemsize)
+        slot.state = (monotonic(), self, f"receive from {source}", self._calls)
+        try:
+            return self._receive(buffer, source, tag, wait)
+        finally:
+            slot.state = None
+
+    # ------------------------------------------------------------------------------------------------ agreement
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        if self.size > 1:
+            if self.checked:
+                self._agree("barrier", None, 0)
+            self._calls += 1
+            slot.state = (monotonic(), self, "barrier", self._calls)
+            try:
+                self._barrier()
+            finally:
+                slot.state = None
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank.
+
+        For agreement on setup and errors: values are anything JSON can carry (tuples arrive as lists), and the ledger does not count them.
+        """
+        payload = json.dumps(value)
+        if self.size == 1:
+            return [json.loads(payload)]
+        if self.checked:
+            self._agree("share", None, 0)
+        self._calls += 1
+        slot.state = (monotonic(), self, "share", self._calls)
+        try:
+            return [json.loads(part) for part in self._exchange(payload.encode())]
+        finally:
+            slot.state = None
+
+    # ------------------------------------------------------------------------------------------------ groups
+
+    @abstractmethod
+    def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
+        """A communicator of these ranks of this one, numbered in this order.  Called by its members only."""
+
+    @abstractmethod
+    def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
+        """A communicator of the first ∏ sizes ranks, row-major over the axes; None on the ranks left over.
+
+        Raises
+        ------
+        CommError
+            If there are fewer ranks than the axes need.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give the communicator back to MPI (which has about 2,000); it cannot be used any more."""
+
+    # ------------------------------------------------------------------------------------------------ transports
+
+    @abstractmethod
+    def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle: ...
+
+    @abstractmethod
+    def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, buffer: Block, root: int, wait: bool) -> Handle: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], wait: bool
+    ) -> Handle: ...
+
+    @abstractmethod
+    def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle: ...
+
+    @abstractmethod
+    def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order, on every rank."""
+
+    # ------------------------------------------------------------------------------------------------ checks
+
+    def _note(self, op: str, words: int, itemsize: int) -> None:
+        for book in self.books:
+            book.note(op, self.axes, words, words * itemsize)
+
+    def _agree(self, op: str, dtype: Any, counts: int | Sequence[int], **more: Any) -> None:
+        """Checked mode: raise on all ranks unless all are about to make the same call."""
+        from parlinalg.comm.check import agree
+
+        agree(self, op, dtype, counts, more)
+
+    def _check_contiguous(self, op: str, block: Block) -> None:
+        if not block.flags.c_contiguous:
+            raise CommError(
+                f"{op} over {self.axes}: the block of shape {block.shape} is not C-contiguous (strides {block.strides}); pass numpy.ascontiguousarray of it"
+            )
+
+    def _check_counts(self, op: str, name: str, block: Block, counts: Sequence[int]) -> None:
+        if len(counts) != self.size or block.size != sum(counts):
+            raise CommError(
+                f"{op} over {self.axes}: {name} has {block.size} elements and there are {self.size} ranks, but the counts are {list(counts)}, "
+                f"{len(counts)} of them, {sum(counts)} in all; there should be one count a rank, adding up to {name}.size"
+            )
+
+    def _check_pair(self, op: str, send: Block, recv: Block) -> None:
+        if send.dtype is not recv.dtype and send.dtype != recv.dtype:
+            raise CommError(
+                f"{op} over {self.axes}: send has dtype {send.dtype} but recv {recv.dtype}; they should be the same"
+            )
+        self._check_contiguous(op, send)
+        self._check_contiguous(op, recv)
+
+    def _check_peer(self, op: str, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise CommError(f"{op} over {self.axes}: {name}={rank}, but the ranks are 0 to {self.size - 1}")
+
+    def _check_reduction(self, op: str, reduction: str, block: Block) -> None:
+        if reduction == "sum":
+            if block.dtype.kind == "b":
+                raise CommError(
+                    f"{op} over {self.axes}: booleans have no sum; use op='max' (any) or op='min' (all), or send integers"
+                )
+        elif reduction not in ("max", "min"):
+            raise CommError(f"{op} over {self.axes}: op={reduction!r}, but the reductions are 'sum', 'max' and 'min'")
+        elif block.dtype.kind == "c":
+            raise CommError(
+                f"{op} over {self.axes}: complex numbers have no {reduction}; the only reduction of {block.dtype} is 'sum'"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size}, axes={self.axes})"
+
+
+class _Parcel(Handle):
+    """A block that a rank receives from itself."""
+
+    __slots__ = ("_comm", "_buffer", "_tag", "_done")
+
+    def __init__(self, comm: Comm, buffer: Block, tag: int, wait: bool) -> None:
+        self._comm, self._buffer, self._tag, self._done = comm, buffer, tag, False
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        if not self.test():
+            raise CommError(
+                f"receive from itself: rank {self._comm.rank} has sent itself nothing with tag {self._tag}; send first"
+            )
+
+    def test(self) -> bool:
+        waiting = self._comm._parcels.get(self._tag)
+        if not self._done and waiting:
+            parcel = waiting.pop(0)
+            if parcel.size != self._buffer.size or parcel.dtype != self._buffer.dtype:
+                raise CommError(
+                    f"receive from itself: {self._buffer.size} {self._buffer.dtype} expected, {parcel.size} {parcel.dtype} sent"
+                )
+            self._buffer.reshape(-1)[:] = parcel.reshape(-1)
+            self._done = True
+        return self._done

@@ -1,0 +1,283 @@
+"""MPI through mpi4py: buffer calls only, every count and datatype spelled out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from parlinalg.comm.base import Block, Comm
+from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.ledger import Book
+from parlinalg.comm.single import SingleComm
+from parlinalg.comm.watch import slot
+from parlinalg.errors import CommError
+
+CARRIERS: dict[int, MPI.Datatype] = {
+    1: MPI.UINT8_T,
+    2: MPI.UINT16_T,
+    4: MPI.UINT32_T,
+    8: MPI.UINT64_T,
+    16: MPI.C_DOUBLE_COMPLEX,
+}
+"""By item size, the datatype that moves elements of any dtype."""
+
+NUMBERS: dict[str, MPI.Datatype] = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "complex64": MPI.C_FLOAT_COMPLEX,
+    "complex128": MPI.C_DOUBLE_COMPLEX,
+    "int8": MPI.INT8_T,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+    "uint32": MPI.UINT32_T,
+    "uint64": MPI.UINT64_T,
+    "bool": MPI.UINT8_T,
+}
+"""The dtypes MPI can reduce; booleans have max and min only."""
+
+REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+_HEAD = 256
+_number_of: dict[Any, MPI.Datatype] = {}
+
+
+def number(dtype: Any) -> MPI.Datatype:
+    """The MPI datatype that reduces `dtype`."""
+    known = _number_of.get(dtype)
+    if known is None:
+        if dtype.name not in NUMBERS:
+            raise CommError(
+                f"MPI cannot reduce arrays of dtype {dtype}; it can reduce {', '.join(NUMBERS)}, float16 and bfloat16"
+            )
+        known = _number_of[dtype] = NUMBERS[dtype.name]
+    return known
+
+
+def carrier(block: Block) -> MPI.Datatype:
+    """The MPI datatype that moves the elements of `block`."""
+    if block.dtype.hasobject or block.itemsize not in CARRIERS:
+        raise CommError(
+            f"arrays of dtype {block.dtype} cannot be sent; convert to a number type of 1, 2, 4, 8 or 16 bytes"
+        )
+    return CARRIERS[block.itemsize]
+
+
+class MpiHandle(Handle):
+    """A nonblocking MPI operation; the request keeps hold of the buffers."""
+
+    __slots__ = ("_comm", "_op", "_request", "_finish", "_number")
+
+    def __init__(self, comm: MpiComm, op: str, request: MPI.Request, finish: Callable[[], None] | None = None) -> None:
+        self._comm = comm
+        self._op = op
+        self._number = comm._calls
+        self._request: MPI.Request | None = request
+        self._finish = finish
+        comm._under_way.add(self)
+
+    def wait(self) -> None:
+        request = self._request
+        if request is not None:
+            slot.state = (monotonic(), self._comm, self._op, self._number)
+            try:
+                request.Wait()
+            finally:
+                slot.state = None
+            self._done()
+
+    def test(self) -> bool:
+        request = self._request
+        if request is not None:
+            if not request.Test():
+                return False
+            self._done()
+        return True
+
+    def _done(self) -> None:
+        self._request = None
+        self._comm._under_way.discard(self)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class MpiComm(Comm):
+    """Ranks that talk through an MPI communicator, which this object owns."""
+
+    def __init__(
+        self, mpi: MPI.Comm, axes: tuple[str, ...], nodes: tuple[int, ...], books: list[Book], checked: bool
+    ) -> None:
+        super().__init__(mpi.size, mpi.rank, axes, world_ranks_of(mpi), nodes, books, checked)
+        self.mpi = mpi
+        self._under_way: set[MpiHandle] = set()
+
+    def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
+        ranks = tuple(ranks)
+        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+            raise CommError(
+                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: they should be distinct, in range, and include it"
+            )
+        if len(ranks) == 1:
+            return SingleComm(axes, self.world_ranks[self.rank], self.nodes[self.rank], self.books)
+        whole = self.mpi.Get_group()
+        group = whole.Incl(ranks)
+        slot.state = (monotonic(), self, f"sub{axes}", self._calls)
+        try:
+            made = self.mpi.Create_group(group)
+        finally:
+            slot.state = None
+            group.Free()
+            whole.Free()
+        return MpiComm(made, axes, tuple(self.nodes[r] for r in ranks), self.books, self.checked)
+
+    def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
+        need = math.prod(sizes.values())
+        if need > self.size:
+            raise CommError(
+                f"the axes {dict(sizes)} need {need} ranks, but there are {self.size}; start with mpiexec -n {need}"
+            )
+        if self.rank >= need:
+            return None
+        return self.sub(range(need), tuple(sizes))
+
+    def free(self) -> None:
+        if isinstance(self.mpi, MPI.Comm):
+            for handle in list(self._under_way):
+                handle.wait()
+            self.mpi.Free()
+            self.mpi = _Freed(self.axes)  # type: ignore[assignment]
+
+    # ------------------------------------------------------------------------------------------------ primitives
+
+    def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
+        kind = carrier(send)
+        if counts.count(counts[0]) == self.size:
+            one = (send, send.size, kind)
+            all_ = (recv, send.size, kind)
+            if wait:
+                self.mpi.Allgather(one, all_)
+                return DONE
+            return MpiHandle(self, "all_gather", self.mpi.Iallgather(one, all_))
+        if wait:
+            self.mpi.Allgatherv((send, send.size, kind), (recv, counts, None, kind))
+            return DONE
+        return MpiHandle(self, "all_gather", self.mpi.Iallgatherv((send, send.size, kind), (recv, counts, None, kind)))
+
+    def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
+        kind = number(send.dtype)
+        whole, own = (send, send.size, kind), (recv, recv.size, kind)
+        if counts.count(counts[0]) == self.size:
+            if wait:
+                self.mpi.Reduce_scatter_block(whole, own, REDUCTIONS[op])
+                return DONE
+            return MpiHandle(self, "reduce_scatter", self.mpi.Ireduce_scatter_block(whole, own, REDUCTIONS[op]))
+        if wait:
+            self.mpi.Reduce_scatter(whole, own, counts, REDUCTIONS[op])
+            return DONE
+        return MpiHandle(self, "reduce_scatter", self.mpi.Ireduce_scatter(whole, own, counts, REDUCTIONS[op]))
+
+    def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
+        spec = (buffer, buffer.size, number(buffer.dtype))
+        if wait:
+            self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
+            return DONE
+        return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]))
+
+    def _broadcast(self, buffer: Block, root: int, wait: bool) -> Handle:
+        spec = (buffer, buffer.size, carrier(buffer))
+        if wait:
+            self.mpi.Bcast(spec, root)
+            return DONE
+        return MpiHandle(self, "broadcast", self.mpi.Ibcast(spec, root))
+
+    def _all_to_all(
+        self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], wait: bool
+    ) -> Handle:
+        kind = carrier(send)
+        gives, gets = (send, send_counts, None, kind), (recv, recv_counts, None, kind)
+        if wait:
+            self.mpi.Alltoallv(gives, gets)
+            return DONE
+        return MpiHandle(self, "all_to_all", self.mpi.Ialltoallv(gives, gets))
+
+    def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
+        spec = (buffer, buffer.size, carrier(buffer))
+        if wait:
+            self.mpi.Send(spec, to, tag)
+            return DONE
+        return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag))
+
+    def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
+        spec = (buffer, buffer.size, carrier(buffer))
+        if wait:
+            self.mpi.Recv(spec, source, tag)
+            return DONE
+        return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag))
+
+    def _barrier(self) -> None:
+        self.mpi.Barrier()
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        return exchange(self.mpi, payload)
+
+
+class _Freed:
+    """Stands where the MPI communicator was, so that use after `free` is an error with words, at no cost before."""
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        self._axes = axes
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommError(
+            f"{name} on the communicator over {self._axes}, which was freed; make its Grid again, or keep it open longer"
+        )
+
+
+def exchange(mpi: MPI.Comm, payload: bytes) -> list[bytes]:
+    """Every rank's payload: one all-gather of 256 bytes a rank, and a second one if some payload is longer."""
+    mine = np.zeros(_HEAD, np.uint8)
+    mine[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), np.uint8)
+    head = min(len(payload), _HEAD - 8)
+    mine[8 : 8 + head] = np.frombuffer(payload, np.uint8, head)
+    everyone = np.empty((mpi.size, _HEAD), np.uint8)
+    mpi.Allgather((mine, _HEAD, MPI.UINT8_T), (everyone, _HEAD, MPI.UINT8_T))
+    lengths = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
+    rests = [max(0, n - (_HEAD - 8)) for n in lengths]
+    tails = np.empty(sum(rests), np.uint8)
+    if tails.size:
+        mpi.Allgatherv(
+            (np.frombuffer(payload, np.uint8)[head:], rests[mpi.rank], MPI.UINT8_T), (tails, rests, None, MPI.UINT8_T)
+        )
+    parts, at = [], 0
+    for row, length, rest in zip(everyone, lengths, rests, strict=True):
+        parts.append(row[8 : 8 + min(length, _HEAD - 8)].tobytes() + tails[at : at + rest].tobytes())
+        at += rest
+    return parts
+
+
+def world_ranks_of(mpi: MPI.Comm) -> tuple[int, ...]:
+    """The members' ranks in COMM_WORLD (-1 for a process that another job started)."""
+    group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
+    group.Free()
+    world.Free()
+    return tuple(r if r >= 0 else -1 for r in ranks)
+
+
+def nodes_of(mpi: MPI.Comm) -> tuple[int, ...]:
+    """For each member the least rank on its node: ranks that share memory share a node."""
+    local = mpi.Split_type(MPI.COMM_TYPE_SHARED, key=mpi.rank)
+    least = np.array([mpi.rank], np.int64)
+    local.Bcast(least, 0)
+    local.Free()
+    everyone = np.empty(mpi.size, np.int64)
+    mpi.Allgather(least, everyone)
+    return tuple(int(n) for n in everyone)
