@@ -1,0 +1,137 @@
+"""Arrays: where blocks live and how they are made, NumPy's in host memory or CuPy's on a GPU.
+
+Code above this layer computes in the namespace of its blocks (`namespace(block)`), and asks the grid's `Backend` for
+new blocks and for copies between the host and the device.  Besides this package only the NCCL transport imports CuPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.backend.numpy import NUMPY
+from parlinalg.errors import ConfigError
+
+__all__ = ["NAMES", "Array", "Backend", "backend_of", "namespace", "select"]
+
+Array = Any  # a block: an array of one of the backends
+NAMES = ("auto", "numpy", "cupy")
+
+
+class Backend(Protocol):
+    """Where the blocks of a grid live.
+
+    Attributes
+    ----------
+    name : str
+        "numpy" or "cupy".
+    xp : module
+        The namespace that computes on the blocks.
+    device : str
+        The device, for people to read.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def xp(self) -> Any: ...
+    @property
+    def device(self) -> str: ...
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
+        """A new C-contiguous block with arbitrary values."""
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
+        """A new C-contiguous block of zeros."""
+
+    def from_host(self, array: np.ndarray) -> Array:
+        """The block with an array's values: the array itself where blocks are host arrays."""
+
+    def to_host(self, block: Array) -> np.ndarray:
+        """The host array with a block's values, complete on return: the block itself where it is a host array."""
+
+    def synchronize(self) -> None:
+        """Wait until all work issued on this thread's stream is done."""
+
+    def staging(self, n: int, dtype: DTypeLike) -> np.ndarray:
+        """A flat host array of n elements through which blocks travel: page-locked where that makes copies faster."""
+
+    def copy_to_host(self, block: Array, out: np.ndarray) -> None:
+        """Copy a block into a C-contiguous host array of as many elements of the same dtype; complete on return."""
+
+    def copy_from_host(self, array: np.ndarray, out: Array) -> None:
+        """Copy a C-contiguous host array into a block of as many elements of the same dtype; complete on return."""
+
+    def memory_used(self) -> int:
+        """Bytes in use: by this process's resident pages for host blocks, by live blocks on a GPU."""
+
+
+def namespace(block: Array) -> Any:
+    """The module whose functions compute on a block: `numpy`, or `cupy`.
+
+    >>> namespace(np.ones(3)).__name__
+    'numpy'
+
+    Raises
+    ------
+    TypeError
+        If it is no array of a backend.
+    """
+    if isinstance(block, (np.ndarray, np.generic)):
+        return np
+    return backend_of(block).xp
+
+
+def backend_of(block: Array) -> Backend:
+    """The backend on which a block lives.
+
+    Raises
+    ------
+    TypeError
+        If it is no array of a backend.
+    """
+    if isinstance(block, (np.ndarray, np.generic)):
+        return NUMPY
+    if type(block).__module__.partition(".")[0] == "cupy":
+        from parlinalg.backend.cupy import on_device
+
+        return on_device(block.device.id)
+    raise TypeError(f"a block is a NumPy or a CuPy array, not {type(block).__module__}.{type(block).__qualname__}")
+
+
+def select(name: str, local_rank: int = 0) -> Backend:
+    """The backend called `name` for the rank that is number `local_rank` on its machine.
+
+    Parameters
+    ----------
+    name : {"auto", "numpy", "cupy"}
+        "auto" is "cupy" where it can be imported and a GPU answers, else "numpy".
+    local_rank : int
+        Ranks on one machine take its GPUs in turn: rank i takes GPU i modulo the number of those that CUDA shows, which
+        CUDA_VISIBLE_DEVICES chooses and orders.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such backend, or "cupy" is asked for and cannot be used; the message says why.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"there is no backend {name!r}; a grid's backend is one of {', '.join(map(repr, NAMES))}")
+    if name == "numpy":
+        return NUMPY
+    from importlib.util import find_spec
+
+    if find_spec("cupy") is None:
+        problem = "CuPy is not installed (for CUDA 13: pip install 'parlinalg[cupy13]')"
+    else:
+        from parlinalg.backend.cupy import for_local_rank
+
+        found = for_local_rank(local_rank)
+        if not isinstance(found, str):
+            return found
+        problem = found
+    if name == "cupy":
+        raise ConfigError(f"backend 'cupy' cannot be used: {problem}; backend='numpy' always can")
+    return NUMPY

@@ -1,0 +1,93 @@
+"""Blocks on a GPU.  Imported only where CuPy is asked for or found."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.backend.numpy import flat_view
+
+
+class CupyBackend:
+    """CuPy arrays on one GPU, which becomes this thread's current one.
+
+    Kernels run on CuPy's current stream; every copy to or from the host waits for that stream, so that MPI never reads
+    values that are still being computed, and never overwrites a page-locked buffer that is still being read.
+    """
+
+    name = "cupy"
+    xp: Any = cupy
+
+    def __init__(self, device: int) -> None:
+        self.id = device
+        self._device = cupy.cuda.Device(device)
+        self._device.use()
+        properties = cupy.cuda.runtime.getDeviceProperties(device)
+        self.device = f"GPU {device} ({properties['name'].decode()})"
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
+        return cupy.empty(shape, dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Any:
+        return cupy.zeros(shape, dtype)
+
+    def from_host(self, array: np.ndarray) -> Any:
+        block = cupy.asarray(array)
+        self.synchronize()
+        return block
+
+    def to_host(self, block: Any) -> np.ndarray:
+        return cupy.asnumpy(block, order="C", blocking=True)
+
+    def synchronize(self) -> None:
+        cupy.cuda.get_current_stream().synchronize()
+
+    def staging(self, n: int, dtype: DTypeLike) -> np.ndarray:
+        kind = np.dtype(dtype)
+        memory = cupy.cuda.alloc_pinned_memory(max(1, n * kind.itemsize))
+        return np.frombuffer(memory, np.uint8, n * kind.itemsize).view(kind)
+
+    def copy_to_host(self, block: Any, out: np.ndarray) -> None:
+        if block.dtype != out.dtype or block.size != out.size:
+            raise ValueError(f"cannot copy {block.size} × {block.dtype} into {out.size} × {out.dtype}")
+        if block.size:
+            block.get(out=flat_view(out).reshape(block.shape), blocking=True)
+
+    def copy_from_host(self, array: np.ndarray, out: Any) -> None:
+        if array.dtype != out.dtype or array.size != out.size:
+            raise ValueError(f"cannot copy {array.size} × {array.dtype} into {out.size} × {out.dtype}")
+        if not out.size:
+            return
+        host = flat_view(array).reshape(out.shape)
+        if out.flags.c_contiguous:
+            out.set(host)
+        else:
+            out[...] = cupy.asarray(host)
+        self.synchronize()
+
+    def memory_used(self) -> int:
+        return int(cupy.get_default_memory_pool().used_bytes())
+
+    def __repr__(self) -> str:
+        return f"CupyBackend({self.id})"
+
+
+@cache
+def on_device(device: int) -> CupyBackend:
+    """The backend of one GPU, by its number among the visible ones."""
+    return CupyBackend(device)
+
+
+def for_local_rank(local_rank: int) -> CupyBackend | str:
+    """The backend for a rank, or why there is none."""
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:  # CuPy imports without a driver, and says so only when used
+        return f"CUDA answers {error}"
+    if devices == 0:
+        return "CUDA shows no GPU (CUDA_VISIBLE_DEVICES hides them, or there is none)"
+    return on_device(local_rank % devices)

@@ -1,0 +1,65 @@
+"""Blocks in host memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+
+class NumpyBackend:
+    """NumPy arrays: host and device are one, so that copies between them are no copies."""
+
+    name = "numpy"
+    xp: Any = np
+    device = "CPU"
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def from_host(self, array: np.ndarray) -> np.ndarray:
+        return np.asarray(array)
+
+    def to_host(self, block: np.ndarray) -> np.ndarray:
+        return np.asarray(block)
+
+    def synchronize(self) -> None:
+        pass
+
+    def staging(self, n: int, dtype: DTypeLike) -> np.ndarray:
+        return np.empty(n, dtype)
+
+    def copy_to_host(self, block: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(flat_view(out), block.reshape(-1), casting="no")
+
+    def copy_from_host(self, array: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out, array.reshape(out.shape), casting="no")
+
+    def memory_used(self) -> int:
+        try:
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # not Linux: the peak is the nearest thing the standard library knows
+            import resource
+            import sys
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+
+    def __repr__(self) -> str:
+        return "NumpyBackend()"
+
+
+def flat_view(array: np.ndarray) -> np.ndarray:
+    """A contiguous array as one dim, never a copy."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"not C-contiguous: a host array of shape {array.shape}, strides {array.strides}")
+    return array.reshape(-1)
+
+
+NUMPY = NumpyBackend()
