@@ -25,8 +25,8 @@ def open_comm(comm: Any = None) -> Comm:
     Parameters
     ----------
     comm : None, mpi4py.MPI.Comm or Comm
-        None: a duplicate of `MPI.COMM_WORLD`, or a single rank where mpi4py is not installed or `PARLINALG_MPI=0`.  An mpi4py
-        communicator: a duplicate of it.  A `Comm` is returned as it is.
+        None: a duplicate of `MPI.COMM_WORLD`, or a single rank where there is one, mpi4py is not installed or
+        `PARLINALG_MPI=0`.  An mpi4py communicator: a duplicate of it.  A `Comm` is returned as it is.
 
     Raises
     ------
@@ -58,5 +58,6 @@ def _check_launcher(size: int, why: str) -> None:
     started = max(int(os.environ.get(name, "1") or 1) for name in _LAUNCHED)
     if size == 1 and started > 1:
         raise CommError(
-            f"{started} processes were started together, but each sees only itself: {why}; use the mpiexec of the MPI that mpi4py loads"
+            f"{started} processes were started together, but each sees only itself: {why}; "
+            "use the mpiexec of the MPI that mpi4py loads"
         )

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from parlinalg.comm.arguments import alike, contiguous, counts_fit, own_fits, peer, reduction
 from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.watch import slot
 from parlinalg.errors import CommError
@@ -26,7 +27,7 @@ Block = Any
 class Comm(ABC):
     """A group of ranks that exchange blocks.
 
-    Every operation is collective over the group unless it says otherwise: all ranks call the same operations in the same
+    Every operation is collective over the group unless it says otherwise: all ranks call the same ones in the same
     order.  With `wait=False` an operation returns at once and its `Handle` says when it is done.
 
     Attributes
@@ -71,12 +72,9 @@ class Comm(ABC):
 
     def all_gather(self, send: Block, recv: Block, counts: Sequence[int], *, wait: bool = True) -> Handle:
         """Concatenate every rank's `send` (counts[i] elements from rank i) in `recv`, on every rank."""
-        self._check_counts("all_gather", "recv", recv, counts)
-        if send.size != counts[self.rank]:
-            raise CommError(
-                f"all_gather over {self.axes}: rank {self.rank} sends {send.size} elements, but counts[{self.rank}] = {counts[self.rank]}"
-            )
-        self._check_pair("all_gather", send, recv)
+        counts_fit(self, "all_gather", "recv", recv, counts)
+        own_fits(self, "all_gather", "send", send, counts)
+        alike(self, "all_gather", send, recv)
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
@@ -95,20 +93,17 @@ class Comm(ABC):
         self, send: Block, recv: Block, counts: Sequence[int], *, op: str = "sum", wait: bool = True
     ) -> Handle:
         """Reduce all ranks' `send` elementwise and leave the i-th run of counts[i] elements in rank i's `recv`."""
-        self._check_counts("reduce_scatter", "send", send, counts)
-        if recv.size != counts[self.rank]:
-            raise CommError(
-                f"reduce_scatter over {self.axes}: rank {self.rank} receives {recv.size} elements, but counts[{self.rank}] = {counts[self.rank]}"
-            )
-        self._check_pair("reduce_scatter", send, recv)
-        self._check_reduction("reduce_scatter", op, send)
+        counts_fit(self, "reduce_scatter", "send", send, counts)
+        own_fits(self, "reduce_scatter", "recv", recv, counts)
+        alike(self, "reduce_scatter", send, recv)
+        reduction(self, "reduce_scatter", op, send)
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
         if self.books:
             self._note("reduce_scatter", send.size - recv.size, send.itemsize)
         if self.checked:
-            self._agree("reduce_scatter", send.dtype, counts, op=op)
+            self._agree("reduce_scatter", send.dtype, counts, reduction=op)
         self._calls += 1
         slot.state = (monotonic(), self, "reduce_scatter", self._calls)
         try:
@@ -118,8 +113,8 @@ class Comm(ABC):
 
     def all_reduce(self, buffer: Block, *, op: str = "sum", wait: bool = True) -> Handle:
         """Replace every rank's `buffer` by the elementwise sum, max or min over all ranks."""
-        self._check_contiguous("all_reduce", buffer)
-        self._check_reduction("all_reduce", op, buffer)
+        contiguous(self, "all_reduce", buffer)
+        reduction(self, "all_reduce", op, buffer)
         if self.size == 1:
             return DONE
         if self.books:
@@ -127,7 +122,7 @@ class Comm(ABC):
             own = n // self.size + (self.rank < n % self.size)
             self._note("all_reduce", 2 * (n - own), buffer.itemsize)
         if self.checked:
-            self._agree("all_reduce", buffer.dtype, buffer.size, op=op)
+            self._agree("all_reduce", buffer.dtype, buffer.size, reduction=op)
         self._calls += 1
         slot.state = (monotonic(), self, "all_reduce", self._calls)
         try:
@@ -137,8 +132,8 @@ class Comm(ABC):
 
     def broadcast(self, buffer: Block, root: int, *, wait: bool = True) -> Handle:
         """Replace every rank's `buffer` by that of rank `root`."""
-        self._check_contiguous("broadcast", buffer)
-        self._check_peer("broadcast", "root", root)
+        contiguous(self, "broadcast", buffer)
+        peer(self, "broadcast", "root", root)
         if self.size == 1:
             return DONE
         if self.books:
@@ -156,9 +151,9 @@ class Comm(ABC):
         self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], *, wait: bool = True
     ) -> Handle:
         """Send the i-th run of send_counts[i] elements to rank i; `recv` holds the runs received, in rank order."""
-        self._check_counts("all_to_all", "send", send, send_counts)
-        self._check_counts("all_to_all", "recv", recv, recv_counts)
-        self._check_pair("all_to_all", send, recv)
+        counts_fit(self, "all_to_all", "send", send, send_counts)
+        counts_fit(self, "all_to_all", "recv", recv, recv_counts)
+        alike(self, "all_to_all", send, recv)
         if self.size == 1:
             if send.size != recv.size:
                 raise CommError(
@@ -181,8 +176,8 @@ class Comm(ABC):
 
     def send(self, buffer: Block, to: int, *, tag: int = 0, wait: bool = True) -> Handle:
         """Send `buffer` to rank `to`, which receives it with the same tag.  Not collective."""
-        self._check_contiguous("send", buffer)
-        self._check_peer("send", "to", to)
+        contiguous(self, "send", buffer)
+        peer(self, "send", "to", to)
         if to == self.rank:
             self._parcels.setdefault(tag, []).append(buffer.copy())
             return DONE
@@ -196,8 +191,8 @@ class Comm(ABC):
 
     def receive(self, buffer: Block, source: int, *, tag: int = 0, wait: bool = True) -> Handle:
         """Fill `buffer` with the block that rank `source` sends with the same tag.  Not collective."""
-        self._check_contiguous("receive", buffer)
-        self._check_peer("receive", "source", source)
+        contiguous(self, "receive", buffer)
+        peer(self, "receive", "source", source)
         if source == self.rank:
             return _Parcel(self, buffer, tag, wait)
         if self.books:
@@ -225,7 +220,8 @@ class Comm(ABC):
     def share(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank.
 
-        For agreement on setup and errors: values are anything JSON can carry (tuples arrive as lists), and the ledger does not count them.
+        For agreement on setup and errors: values are anything JSON can carry (tuples arrive as lists), and the ledger
+        does not count them.
         """
         payload = json.dumps(value)
         if self.size == 1:
@@ -303,44 +299,6 @@ class Comm(ABC):
 
         agree(self, op, dtype, counts, more)
 
-    def _check_contiguous(self, op: str, block: Block) -> None:
-        if not block.flags.c_contiguous:
-            raise CommError(
-                f"{op} over {self.axes}: the block of shape {block.shape} is not C-contiguous (strides {block.strides}); pass numpy.ascontiguousarray of it"
-            )
-
-    def _check_counts(self, op: str, name: str, block: Block, counts: Sequence[int]) -> None:
-        if len(counts) != self.size or block.size != sum(counts):
-            raise CommError(
-                f"{op} over {self.axes}: {name} has {block.size} elements and there are {self.size} ranks, but the counts are {list(counts)}, "
-                f"{len(counts)} of them, {sum(counts)} in all; there should be one count a rank, adding up to {name}.size"
-            )
-
-    def _check_pair(self, op: str, send: Block, recv: Block) -> None:
-        if send.dtype is not recv.dtype and send.dtype != recv.dtype:
-            raise CommError(
-                f"{op} over {self.axes}: send has dtype {send.dtype} but recv {recv.dtype}; they should be the same"
-            )
-        self._check_contiguous(op, send)
-        self._check_contiguous(op, recv)
-
-    def _check_peer(self, op: str, name: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise CommError(f"{op} over {self.axes}: {name}={rank}, but the ranks are 0 to {self.size - 1}")
-
-    def _check_reduction(self, op: str, reduction: str, block: Block) -> None:
-        if reduction == "sum":
-            if block.dtype.kind == "b":
-                raise CommError(
-                    f"{op} over {self.axes}: booleans have no sum; use op='max' (any) or op='min' (all), or send integers"
-                )
-        elif reduction not in ("max", "min"):
-            raise CommError(f"{op} over {self.axes}: op={reduction!r}, but the reductions are 'sum', 'max' and 'min'")
-        elif block.dtype.kind == "c":
-            raise CommError(
-                f"{op} over {self.axes}: complex numbers have no {reduction}; the only reduction of {block.dtype} is 'sum'"
-            )
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, axes={self.axes})"
 
@@ -367,7 +325,8 @@ class _Parcel(Handle):
             parcel = waiting.pop(0)
             if parcel.size != self._buffer.size or parcel.dtype != self._buffer.dtype:
                 raise CommError(
-                    f"receive from itself: {self._buffer.size} {self._buffer.dtype} expected, {parcel.size} {parcel.dtype} sent"
+                    f"receive from itself: {parcel.size} {parcel.dtype} were sent, "
+                    f"but the buffer has {self._buffer.size} {self._buffer.dtype}"
                 )
             self._buffer.reshape(-1)[:] = parcel.reshape(-1)
             self._done = True

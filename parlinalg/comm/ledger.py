@@ -13,8 +13,8 @@ Key = tuple[str, tuple[str, ...]]
 class Book:
     """Counts of what this rank received.
 
-    Words are elements: an all-gather or reduce-scatter of n elements receives n − own, an all-reduce 2(n − own) (`own` is this rank's
-    piece), a broadcast n (0 at its root), an all-to-all what comes from others, a receive n, a send 0.
+    Words are elements: an all-gather or reduce-scatter of n elements receives n − own, an all-reduce 2(n − own) (`own`
+    is this rank's piece), a broadcast n (0 at its root), an all-to-all what comes from others, a receive n, a send 0.
 
     Attributes
     ----------

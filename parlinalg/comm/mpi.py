@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from parlinalg.backend import backend_of
+from parlinalg.comm import half, limits, split, staging
 from parlinalg.comm.base import Block, Comm
+from parlinalg.comm.half import is_half
 from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.ledger import Book
 from parlinalg.comm.single import SingleComm
+from parlinalg.comm.staging import through_host
 from parlinalg.comm.watch import slot
 from parlinalg.errors import CommError
 
@@ -44,6 +49,9 @@ NUMBERS: dict[str, MPI.Datatype] = {
 """The dtypes MPI can reduce; booleans have max and min only."""
 
 REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+Runs = tuple[Sequence[int], Sequence[int] | None]
+"""The counts of the runs of a block, and where each begins (None: one after the other)."""
 
 _HEAD = 256
 _number_of: dict[Any, MPI.Datatype] = {}
@@ -113,17 +121,21 @@ class MpiComm(Comm):
     """Ranks that talk through an MPI communicator, which this object owns."""
 
     def __init__(
-        self, mpi: MPI.Comm, axes: tuple[str, ...], nodes: tuple[int, ...], books: list[Book], checked: bool
+        self, mpi: MPI.Intracomm, axes: tuple[str, ...], nodes: tuple[int, ...], books: list[Book], checked: bool
     ) -> None:
         super().__init__(mpi.size, mpi.rank, axes, world_ranks_of(mpi), nodes, books, checked)
         self.mpi = mpi
         self._under_way: set[MpiHandle] = set()
+        self.first_phases: deque[half.TwoPhase] = deque()
+        """16-bit all-reduces whose second phase has not begun, oldest first."""
+        self._shadow: MpiComm | None = None
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         ranks = tuple(ranks)
         if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
             raise CommError(
-                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: they should be distinct, in range, and include it"
+                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: "
+                "they should be distinct, in range, and include it"
             )
         if len(ranks) == 1:
             return SingleComm(axes, self.world_ranks[self.rank], self.nodes[self.rank], self.books)
@@ -148,30 +160,50 @@ class MpiComm(Comm):
             return None
         return self.sub(range(need), tuple(sizes))
 
+    def open_shadow(self) -> MpiComm:
+        """A second communicator of the same ranks, for the second phases of nonblocking 16-bit all-reduces."""
+        if self._shadow is None:
+            self._shadow = MpiComm(self.mpi.Dup(), self.axes, self.nodes, [], False)
+        return self._shadow
+
     def free(self) -> None:
         if isinstance(self.mpi, MPI.Comm):
             for handle in list(self._under_way):
                 handle.wait()
+            if self._shadow is not None:
+                self._shadow.free()
             self.mpi.Free()
             self.mpi = _Freed(self.axes)  # type: ignore[assignment]
 
     # ------------------------------------------------------------------------------------------------ primitives
+    # Each begins with its exceptions: blocks on a GPU, 16-bit floats to be reduced, messages that are too long.
 
     def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
+        if not isinstance(send, np.ndarray) and not self._takes(send):
+            return through_host(send, recv, lambda s, r: self._all_gather(s, r, counts, wait), wait)
+        if recv.size > limits.max_count:
+            return split.all_gather(self, send, recv, counts, wait)
         kind = carrier(send)
+        own = (send, send.size, kind)
         if counts.count(counts[0]) == self.size:
-            one = (send, send.size, kind)
-            all_ = (recv, send.size, kind)
+            whole = (recv, send.size, kind)
             if wait:
-                self.mpi.Allgather(one, all_)
+                self.mpi.Allgather(own, whole)
                 return DONE
-            return MpiHandle(self, "all_gather", self.mpi.Iallgather(one, all_))
+            return MpiHandle(self, "all_gather", self.mpi.Iallgather(own, whole))
+        runs = (recv, counts, None, kind)
         if wait:
-            self.mpi.Allgatherv((send, send.size, kind), (recv, counts, None, kind))
+            self.mpi.Allgatherv(own, runs)
             return DONE
-        return MpiHandle(self, "all_gather", self.mpi.Iallgatherv((send, send.size, kind), (recv, counts, None, kind)))
+        return MpiHandle(self, "all_gather", self.mpi.Iallgatherv(own, runs))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
+        if not isinstance(send, np.ndarray) and (is_half(send.dtype) or not self._takes(send)):
+            return through_host(send, recv, lambda s, r: self._reduce_scatter(s, r, counts, op, wait), wait)
+        if is_half(send.dtype):
+            return half.reduce_scatter(self, send, recv, counts, op, wait)
+        if send.size > limits.max_count:
+            return split.reduce_scatter(self, send, recv, counts, op, wait)
         kind = number(send.dtype)
         whole, own = (send, send.size, kind), (recv, recv.size, kind)
         if counts.count(counts[0]) == self.size:
@@ -185,13 +217,33 @@ class MpiComm(Comm):
         return MpiHandle(self, "reduce_scatter", self.mpi.Ireduce_scatter(whole, own, counts, REDUCTIONS[op]))
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
+        if not isinstance(buffer, np.ndarray) and (is_half(buffer.dtype) or not self._takes(buffer)):
+            return through_host(buffer, buffer, lambda _, b: self._all_reduce(b, op, wait), wait)
+        if is_half(buffer.dtype):
+            return half.all_reduce(self, buffer, op, wait)
+        if buffer.size > limits.max_count:
+            return split.all_reduce(self, buffer, op, wait)
         spec = (buffer, buffer.size, number(buffer.dtype))
         if wait:
             self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
             return DONE
         return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]))
 
+    def _reduce(self, send: Block, recv: Block, root: int, op: str, wait: bool) -> Handle:
+        kind = number(send.dtype)
+        own = (recv, recv.size, kind) if self.rank == root else None
+        if wait:
+            self.mpi.Reduce((send, send.size, kind), own, REDUCTIONS[op], root)
+            return DONE
+        return MpiHandle(self, "reduce", self.mpi.Ireduce((send, send.size, kind), own, REDUCTIONS[op], root))
+
     def _broadcast(self, buffer: Block, root: int, wait: bool) -> Handle:
+        if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
+            if self.rank == root:
+                return through_host(buffer, None, lambda b, _: self._broadcast(b, root, wait), wait)
+            return through_host(None, buffer, lambda _, b: self._broadcast(b, root, wait), wait)
+        if buffer.size > limits.max_count:
+            return split.broadcast(self, buffer, root, wait)
         spec = (buffer, buffer.size, carrier(buffer))
         if wait:
             self.mpi.Bcast(spec, root)
@@ -201,14 +253,25 @@ class MpiComm(Comm):
     def _all_to_all(
         self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], wait: bool
     ) -> Handle:
+        if not isinstance(send, np.ndarray) and not self._takes(send):
+            return through_host(send, recv, lambda s, r: self._all_to_all(s, send_counts, r, recv_counts, wait), wait)
+        if send.size > limits.max_count or recv.size > limits.max_count:
+            return split.all_to_all(self, send, send_counts, recv, recv_counts, wait)
+        return self._exchange_runs(send, (send_counts, None), recv, (recv_counts, None), wait)
+
+    def _exchange_runs(self, send: Block, gives: Runs, recv: Block, gets: Runs, wait: bool) -> Handle:
         kind = carrier(send)
-        gives, gets = (send, send_counts, None, kind), (recv, recv_counts, None, kind)
+        out, into = (send, *gives, kind), (recv, *gets, kind)
         if wait:
-            self.mpi.Alltoallv(gives, gets)
+            self.mpi.Alltoallv(out, into)
             return DONE
-        return MpiHandle(self, "all_to_all", self.mpi.Ialltoallv(gives, gets))
+        return MpiHandle(self, "all_to_all", self.mpi.Ialltoallv(out, into))
 
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
+        if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
+            return through_host(buffer, None, lambda b, _: self._send(b, to, tag, wait), wait)
+        if buffer.size > limits.max_count:
+            return split.send(self, buffer, to, tag, wait)
         spec = (buffer, buffer.size, carrier(buffer))
         if wait:
             self.mpi.Send(spec, to, tag)
@@ -216,11 +279,22 @@ class MpiComm(Comm):
         return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag))
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
+        if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
+            return through_host(None, buffer, lambda _, b: self._receive(b, source, tag, wait), wait)
+        if buffer.size > limits.max_count:
+            return split.receive(self, buffer, source, tag, wait)
         spec = (buffer, buffer.size, carrier(buffer))
         if wait:
             self.mpi.Recv(spec, source, tag)
             return DONE
         return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag))
+
+    def _takes(self, block: Block) -> bool:
+        """Whether MPI may read and write this GPU block itself; makes sure that it is ready."""
+        if not staging.direct:
+            return False
+        backend_of(block).synchronize()
+        return True
 
     def _barrier(self) -> None:
         self.mpi.Barrier()
@@ -237,7 +311,7 @@ class _Freed:
 
     def __getattr__(self, name: str) -> Any:
         raise CommError(
-            f"{name} on the communicator over {self._axes}, which was freed; make its Grid again, or keep it open longer"
+            f"{name} on the communicator over {self._axes}, which was freed; keep its Grid open while it is used"
         )
 
 

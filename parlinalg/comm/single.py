@@ -25,10 +25,9 @@ class SingleComm(Comm):
         return SingleComm(axes, self.world_ranks[0], self.nodes[0], self.books)
 
     def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
-        if math.prod(sizes.values()) != 1:
-            raise CommError(
-                f"the axes {dict(sizes)} need {math.prod(sizes.values())} ranks, but there is one; start with mpiexec -n {math.prod(sizes.values())}"
-            )
+        need = math.prod(sizes.values())
+        if need != 1:
+            raise CommError(f"the axes {dict(sizes)} need {need} ranks, but there is one; start with mpiexec -n {need}")
         return self.sub((0,), tuple(sizes))
 
     def free(self) -> None:

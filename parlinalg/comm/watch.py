@@ -20,7 +20,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 class Slot:
     """One wait: set to a tuple before each call that may block, and to None after it.
 
-    One assignment a call is all the monitoring costs; the line of the user's program is looked up only when a report is asked for.
+    One assignment a call is all the monitoring costs; the line of the user's program is looked up only when a report is
+    asked for.
     """
 
     __slots__ = ("state",)

@@ -1,0 +1,89 @@
+"""The checked mode (`PARLINALG_CHECK=1`): ranks compare what they are about to do before they do it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from parlinalg.backend import backend_of
+from parlinalg.comm.watch import slot, user_line
+from parlinalg.errors import CommError
+
+if TYPE_CHECKING:
+    from parlinalg.comm.base import Comm
+
+
+def agree(comm: Comm, op: str, dtype: Any, counts: int | Sequence[int], more: Mapping[str, Any]) -> None:
+    """Raise a CommError on every rank of `comm` unless all are about to make the same call.
+
+    The calls are the same if operation, dtype, count or counts, root and reduction are; in an all-to-all what rank i
+    sends to rank j is what rank j expects from rank i.
+    """
+    listed = counts if isinstance(counts, int) else [int(n) for n in counts]
+    call = {"op": op, "dtype": str(dtype), "counts": listed, **more, "line": user_line(sys._getframe(2))}
+    slot.state = (monotonic(), comm, op, comm._calls + 1)
+    try:
+        calls = [json.loads(part) for part in comm._exchange(json.dumps(call, default=int).encode())]
+    finally:
+        slot.state = None
+    if len({_key(c) for c in calls}) > 1:
+        raise CommError(_sentence(comm, calls))
+    if op == "all_to_all":
+        for i, giver in enumerate(calls):
+            for j, taker in enumerate(calls):
+                if giver["counts"][j] != taker["receives"][i]:
+                    raise CommError(
+                        f"all_to_all over {comm.axes}: rank {i} sends rank {j} {giver['counts'][j]} elements "
+                        f"(at {giver['line']}), but rank {j} expects {taker['receives'][i]} (at {taker['line']})"
+                    )
+
+
+def check_replicas(comm: Comm, block: Any, what: str) -> None:
+    """In the checked mode, raise a CommError on every rank unless all hold the same bits in `block`.
+
+    Parameters
+    ----------
+    comm : Comm
+        The ranks that should hold replicas.
+    block : array
+        This rank's block, of any dtype.
+    what : str
+        What it is, for the message: "the weights of layer 2".
+    """
+    if not comm.checked or comm.size == 1:
+        return
+    host = backend_of(block).to_host(block)
+    sums = comm.share([zlib.crc32(host.reshape(-1).view("u1").data), list(block.shape), str(block.dtype)])
+    if any(one != sums[0] for one in sums):
+        groups = _groups([f"checksum {crc:08x} of shape {tuple(shape)} {dtype}" for crc, shape, dtype in sums])
+        raise CommError(f"{what} should be the same on all ranks over {comm.axes}, but it is not: {groups}")
+
+
+def _key(call: Mapping[str, Any]) -> str:
+    own = ("line", "receives") if call["op"] != "all_to_all" else ("line", "receives", "counts")
+    return json.dumps({name: value for name, value in call.items() if name not in own}, sort_keys=True)
+
+
+def _sentence(comm: Comm, calls: Sequence[Mapping[str, Any]]) -> str:
+    texts = []
+    for call in calls:
+        args = [f"{name}={call[name]}" for name in ("root", "reduction") if name in call]
+        if call["op"] not in ("barrier", "share"):
+            args = [call["dtype"], f"counts {call['counts']}", *args]
+        texts.append(f"{call['op']}({', '.join(args)}) at {call['line']}")
+    return (
+        f"the ranks of the communicator over {comm.axes} are about to make different calls: {_groups(texts)}; "
+        "all should make the same call with the same dtype, counts, root and reduction"
+    )
+
+
+def _groups(texts: Sequence[str]) -> str:
+    """`ranks 0, 2: this; rank 1: that`."""
+    of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        of.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in of.items())

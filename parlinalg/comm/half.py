@@ -1,0 +1,120 @@
+"""Sums of 16-bit floats: they travel in 16 bits and are added in 32.
+
+A reduce-scatter is an all-to-all of the terms, a sum in float32 in the order of the ranks and one rounding; an
+all-reduce adds an all-gather.  The words are those of a plain reduction, the bytes half of float32's, and the result
+does not depend on how the MPI library combines terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parlinalg.comm.handle import DONE, Handle
+
+if TYPE_CHECKING:
+    from parlinalg.comm.mpi import MpiComm
+
+_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_SLICE = 1 << 16  # elements added at a time, so that the float32 sums stay in cache
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether these are 16-bit floats."""
+    return bool(dtype.itemsize == 2 and dtype.name in ("float16", "bfloat16"))
+
+
+def combine(terms: Any, out: Any, op: str) -> None:
+    """Reduce `terms[ranks, n]` over the ranks, in order and in float32, to `out[n]`."""
+    for at in range(0, out.size, _SLICE):
+        part = slice(at, at + _SLICE)
+        total = terms[0, part].astype(np.float32)
+        for term in terms[1:]:
+            _COMBINE[op](total, term[part].astype(np.float32), out=total)
+        out[part] = total.astype(out.dtype)
+
+
+class _Scattered(Handle):
+    """An all-to-all of terms whose sum is formed when they have arrived."""
+
+    __slots__ = ("_inner", "_op", "_out", "_terms")
+
+    def __init__(self, inner: Handle, terms: Any, out: Any, op: str) -> None:
+        self._inner: Handle | None = inner
+        self._terms, self._out, self._op = terms, out, op
+
+    def wait(self) -> None:
+        if self._inner is not None:
+            self._inner.wait()
+            self._finish()
+
+    def test(self) -> bool:
+        if self._inner is not None:
+            if not self._inner.test():
+                return False
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        combine(self._terms, self._out, self._op)
+        self._inner = self._terms = self._out = None
+
+
+def reduce_scatter(comm: MpiComm, send: Any, recv: Any, counts: Sequence[int], op: str, wait: bool) -> Handle:
+    own = counts[comm.rank]
+    terms = np.empty((comm.size, own), send.dtype)
+    inner = comm._all_to_all(send, counts, terms, [own] * comm.size, wait)
+    handle = _Scattered(inner, terms, recv.reshape(-1), op)
+    if wait:
+        handle.wait()
+        return DONE
+    return handle
+
+
+def all_reduce(comm: MpiComm, buffer: Any, op: str, wait: bool) -> Handle:
+    n, size = buffer.size, comm.size
+    counts = [n // size + (r < n % size) for r in range(size)]
+    own = np.empty(counts[comm.rank], buffer.dtype)
+    if not wait:
+        return TwoPhase(comm, buffer, own, counts, op)
+    reduce_scatter(comm, buffer, own, counts, op, True)
+    return comm._all_gather(own, buffer, counts, True)
+
+
+class TwoPhase(Handle):
+    """A nonblocking all-reduce: a reduce-scatter, then an all-gather that starts when the first is done.
+
+    When that is differs from rank to rank, so the second phases have a communicator of their own, on which they start
+    in the order of the first ones: then no rank can pair one with another operation.
+    """
+
+    __slots__ = ("_buffer", "_comm", "_counts", "_own", "_phase", "_second")
+
+    def __init__(self, comm: MpiComm, buffer: Any, own: Any, counts: list[int], op: str) -> None:
+        self._comm, self._buffer, self._own, self._counts = comm, buffer, own, counts
+        comm.open_shadow()
+        self._phase = reduce_scatter(comm, buffer, own, counts, op, False)
+        self._second = False
+        comm.first_phases.append(self)
+
+    def wait(self) -> None:
+        while not self._second:
+            first = self._comm.first_phases[0]
+            first._phase.wait()
+            first._start_second()
+        self._phase.wait()
+
+    def test(self) -> bool:
+        while not self._second:
+            first = self._comm.first_phases[0]
+            if not first._phase.test():
+                return False
+            first._start_second()
+        return self._phase.test()
+
+    def _start_second(self) -> None:
+        self._comm.first_phases.popleft()
+        self._second = True
+        self._phase = self._comm.open_shadow()._all_gather(self._own, self._buffer, self._counts, False)
