@@ -1,0 +1,138 @@
+"""Why a plan of a product was chosen, as text.  Pure."""
+
+from __future__ import annotations
+
+import heapq
+
+from parlinalg.matmul.needs import Needs, least_words
+from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Problem, messages
+from parlinalg.units import format_bytes
+
+RUNNERS_UP = 3
+_NAMES = {"x": "A", "w": "B", "y": "C"}
+_STREAMED = {"x": "n", "w": "m", "y": "k"}
+
+
+def explain(plan: MatmulPlan) -> str:
+    """The plan's grid, words, bound, memory and kernel, and the grids that lost, one a line with the reason."""
+    problem = Problem(plan.m, plan.n, plan.k, plan.ranks, plan.dtype, plan.limit)
+    least = problem.least_block()
+    rows = [
+        ("product", f"A[{plan.m}, {plan.k}] · B[{plan.k}, {plan.n}] in {plan.dtype} over {_count(plan.ranks, 'rank')}"),
+        ("grid", f"{_shape(plan.factors)} (parts of m × n × k); {_idle(plan)}"),
+        ("block", _block(problem, plan.factors, least)),
+        ("words", _words(plan)),
+        ("bound", _bound(plan)),
+        ("messages", f"{plan.messages} blocks received a rank"),
+        ("memory", _memory(plan, problem)),
+        ("kernel", _kernel(plan)),
+    ]
+    lines = [f"{name:<10}{text}" for name, text in rows]
+    others = _others(problem, least, plan.factors)
+    lines.append("runners-up" if others else "runners-up: none, no other grid can be formed")
+    lines += [f"  {_shape(f):<14} {_lost(problem, least, f, plan.factors)}" for f in others]
+    return "\n".join(lines)
+
+
+def _others(problem: Problem, least: int, chosen: Factors) -> list[Factors]:
+    """The next best grids, then those people would think of: one rank, one dim cut, the squarest 2D.
+
+    Where the memory forbids the best grid it comes first.
+    """
+    limit = problem.limit
+    balanced = [(pm, pn, pk) for pm, pn, pks in problem.balanced(least) for pk in pks]
+    best = heapq.nsmallest(RUNNERS_UP + 1, balanced, key=problem.order)
+    if limit is not None and least_words(problem.needs(best[0])) > limit:
+        fitting = [f for f in balanced if least_words(problem.needs(f)) <= limit]
+        best = [best[0], *heapq.nsmallest(RUNNERS_UP, fitting, key=problem.order)]
+    p = problem.ranks
+    side = max(d for d in range(1, int(p**0.5) + 2) if p % d == 0 and d * d <= p)
+    plain: list[Factors] = [(1, 1, 1), (p, 1, 1), (1, p, 1), (1, 1, p), (side, p // side, 1)]
+    others = [f for f in best if f != chosen][:RUNNERS_UP]
+    return list(dict.fromkeys(f for f in [*others, *plain] if f != chosen))
+
+
+def _lost(problem: Problem, least: int, factors: Factors, chosen: Factors) -> str:
+    """Why `factors` lost against `chosen`: the first of the rule's criteria in which it is worse."""
+    words, won = problem.words(factors), problem.words(chosen)
+    moved = f"moves {float(words):,.0f} words"
+    block = problem.block(factors)
+    need = least_words(problem.needs(factors))
+    if block > MARGIN * least:
+        more = f"{block / least:.1f} times" if block >= 2 * least else f"{100 * (block / least - 1):.0f}% above"
+        return f"{moved}, but its largest block product is {more} the least possible, more than 10%"
+    if problem.limit is not None and need > problem.limit:
+        return f"{moved}, but needs at least {format_bytes(need * problem.itemsize)} a rank"
+    if words != won:
+        return f"{moved}, {100 * float(words / won - 1):.1f}% more" if won else f"{moved}, where none need move"
+    if messages(factors) != messages(chosen):
+        return f"{moved}, as few, but in {messages(factors)} messages instead of {messages(chosen)}"
+    if block != problem.block(chosen):
+        return f"{moved}, as few, but its largest block product is larger"
+    return f"{moved}, as few: a tie, broken towards fewer ranks along k, then n, then m"
+
+
+def _idle(plan: MatmulPlan) -> str:
+    working, idle = plan.working_ranks, plan.ranks - plan.working_ranks
+    text = f"{_count(working, 'rank')} in the grid, "
+    if idle == 0:
+        text += "none idle"
+    elif idle == 1:
+        text += f"rank {working} is idle"
+    else:
+        text += f"ranks {working} to {plan.ranks - 1} are idle"
+    parts = zip(plan.factors, (plan.m, plan.n, plan.k), strict=True)
+    busy = 1
+    for p, extent in parts:
+        busy *= min(p, extent)
+    return text + (f"; {working - busy} of the grid have empty blocks" if busy < working else "")
+
+
+def _block(problem: Problem, factors: Factors, least: int) -> str:
+    sizes = zip((problem.m, problem.n, problem.k), factors, strict=True)
+    shape = " × ".join(str(-(-extent // p)) for extent, p in sizes)
+    block = problem.block(factors)
+    over = "the least possible" if block == least else f"{100 * (block / least - 1):.1f}% above the least possible"
+    return f"{shape}, the busiest rank's {block:,} multiplications: {over}"
+
+
+def _words(plan: MatmulPlan) -> str:
+    pm, pn, pk = plan.factors
+    m, n, k = plan.m, plan.n, plan.k
+    p = pm * pn * pk
+    parts = (("A", m * k * (pn - 1)), ("B", k * n * (pm - 1)), ("C", m * n * (pk - 1)))
+    moved = ", ".join(f"{name} {total / p:,.1f}" for name, total in parts if total)
+    return f"{plan.words:,.1f} received a rank" + (f" ({moved})" if moved else "")
+
+
+def _bound(plan: MatmulPlan) -> str:
+    text = f"{plan.bound:,.1f} (whatever the memory), ratio {_ratio(plan.words, plan.bound)}"
+    if plan.limited_bound is not None:
+        text += f"; {plan.limited_bound:,.1f} within this memory, ratio {_ratio(plan.words, plan.limited_bound)}"
+    return text
+
+
+def _ratio(words: float, bound: float) -> str:
+    return f"{words / bound:.3f}" if bound else "1 (nothing to move)" if not words else "infinite"
+
+
+def _memory(plan: MatmulPlan, problem: Problem) -> str:
+    needs: Needs = problem.needs(plan.factors)
+    rest = needs.rest * problem.itemsize
+    buffers = format_bytes(plan.memory - rest)
+    text = f"{format_bytes(plan.memory)} a rank: {format_bytes(rest)} at rest, {buffers} buffers"
+    return text if plan.limit is None else f"{text}; {format_bytes(plan.limit)} allowed"
+
+
+def _kernel(plan: MatmulPlan) -> str:
+    if plan.kernel == "gather" or plan.stationary is None:
+        return "gather: what a rank lacks is gathered whole"
+    return f"stream: {_NAMES[plan.stationary]} is kept whole, panels of {plan.panel} along {_STREAMED[plan.stationary]}"
+
+
+def _shape(factors: Factors) -> str:
+    return "×".join(map(str, factors))
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -1,0 +1,294 @@
+"""Which grid and which kernel for a product `C[m, n] = A[m, k] B[k, n]` over a number of ranks.  Pure: no MPI.
+
+On a pm×pn×pk grid whose ranks all hold an even share of A, B and C, a rank receives
+W = (mk/(pm·pk))(1−1/pn) + (kn/(pk·pn))(1−1/pm) + (mn/(pm·pn))(1−1/pk) words: A is gathered along n, B along m, and C is
+reduce-scattered along k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+
+from parlinalg.errors import PlanError
+from parlinalg.layout import Layout
+from parlinalg.matmul import bounds
+from parlinalg.matmul.needs import Needs, kernel_for, least_words
+from parlinalg.plan import Plan
+from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from parlinalg.grid import Grid
+
+Factors = tuple[int, int, int]
+MARGIN = Fraction(11, 10)  # a grid may give a rank at most this times the least possible largest block product
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Problem(NamedTuple):
+    """A product to plan: its sizes, the ranks there are, the dtype and the bytes a rank may use (None: any)."""
+
+    m: int
+    n: int
+    k: int
+    ranks: int
+    dtype: str
+    memory: int | None
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def limit(self) -> int | None:
+        """The elements a rank may hold."""
+        return None if self.memory is None else self.memory // self.itemsize
+
+    def words(self, factors: Factors) -> Fraction:
+        """W, exactly: with p = pm·pn·pk ranks, W·p = mk(pn−1) + kn(pm−1) + mn(pk−1)."""
+        pm, pn, pk = factors
+        return Fraction(self.words_of_all(pm, pn, pk), pm * pn * pk)
+
+    def words_of_all(self, pm: int, pn: int, pk: int) -> int:
+        m, n, k = self.m, self.n, self.k
+        return m * k * (pn - 1) + k * n * (pm - 1) + m * n * (pk - 1)
+
+    def block(self, factors: Factors) -> int:
+        """The largest block product: multiplications of the busiest rank."""
+        pm, pn, pk = factors
+        return ceil_div(self.m, pm) * ceil_div(self.n, pn) * ceil_div(self.k, pk)
+
+    def least_block(self) -> int:
+        """The least largest block product over all grids; it is had with the most ranks along k for each pm×pn."""
+        return min(self.block((pm, pn, self.ranks // (pm * pn))) for pm, pn in self._pairs())
+
+    def balanced(self, least: int) -> Iterator[tuple[int, int, range]]:
+        """All pm, pn and the range of pk for which the block product is within the margin of the least."""
+        allowed = least * MARGIN.numerator // MARGIN.denominator
+        for pm, pn in self._pairs():
+            face = ceil_div(self.m, pm) * ceil_div(self.n, pn)
+            most = self.ranks // (pm * pn)
+            if face * self.k == 0:
+                yield pm, pn, range(1, most + 1)
+            elif allowed // face and (fewest := ceil_div(self.k, allowed // face)) <= most:
+                yield pm, pn, range(fewest, most + 1)
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        for pm in range(1, self.ranks + 1):
+            for pn in range(1, self.ranks // pm + 1):
+                yield pm, pn
+
+    def order(self, factors: Factors) -> tuple[Fraction, int, int, int, int, int]:
+        """What the search minimises: words, then messages; ties by balance, then few ranks along k, n and m."""
+        pm, pn, pk = factors
+        return self.words(factors), messages(factors), self.block(factors), pk, pn, pm
+
+    def needs(self, factors: Factors) -> Needs:
+        return Needs.of(self.m, self.n, self.k, *factors)
+
+
+def messages(factors: Factors) -> int:
+    """Blocks a rank receives: one from each other rank that shares its A, its B or its C."""
+    return sum(factors) - 3
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """A grid and a kernel for `C[m, n] = A[m, k] B[k, n]`, as `plan_matmul` finds them.
+
+    Attributes
+    ----------
+    m, n, k : int
+        The sizes of the product.
+    ranks : int
+        The ranks there are; the grid takes the first pm·pn·pk of them, the others are idle.
+    dtype : str
+    limit : int or None
+        The bytes a rank may use, as asked for.
+    factors : tuple of int
+        (pm, pn, pk): into how many parts m, n and k are cut.
+    kernel : {"gather", "stream"}
+        Whether a rank gathers the operands whole, or in panels of bounded width.
+    panel : int or None
+        Streamed: the widest panel, in rows or columns of the dim that is streamed.
+    stationary : {"x", "w", "y"} or None
+        Streamed: the matrix a rank keeps whole at work (x is A, w is B, y is C).  The panels run over the dim it lacks:
+        n, m or k.
+    memory : int
+        Bytes a rank needs: its blocks of A, B and C and the kernel's buffers.
+    """
+
+    m: int
+    n: int
+    k: int
+    ranks: int
+    dtype: str
+    limit: int | None
+    factors: Factors
+    kernel: str
+    panel: int | None
+    stationary: str | None
+    memory: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes of the grid and their sizes."""
+        return dict(zip("mnk", self.factors, strict=True))
+
+    @property
+    def words(self) -> float:
+        """Elements a rank receives in the product, with blocks cut evenly (the mean over the ranks)."""
+        return float(self._problem.words(self.factors))
+
+    @property
+    def messages(self) -> int:
+        """Blocks a rank receives: (pm − 1) + (pn − 1) + (pk − 1); a streamed kernel cuts each into its panels."""
+        return messages(self.factors)
+
+    @property
+    def working_ranks(self) -> int:
+        """The ranks in the grid, pm·pn·pk."""
+        pm, pn, pk = self.factors
+        return pm * pn * pk
+
+    @property
+    def bound(self) -> float:
+        """The least words a rank can receive if the working ranks share data and work evenly, whatever their memory."""
+        return bounds.memory_independent(self.m, self.n, self.k, self.working_ranks)
+
+    @property
+    def limited_bound(self) -> float | None:
+        """The same with the memory limit taken into account; None without a limit."""
+        limit = self._problem.limit
+        return None if limit is None else bounds.memory_limited(self.m, self.n, self.k, self.working_ranks, limit)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the product on axes "m", "n", "k", with A, B and C cut evenly over all ranks at rest."""
+        return Plan(
+            m=(("m",),), n=(("n",),), k=(("k",),),
+            x=Layout("m", ("k", "n")), w=Layout(("k", "m"), "n"), y=Layout("m", ("n", "k")),
+        )  # fmt: skip
+
+    def make_grid(self, comm: object = None, backend: str = "auto") -> Grid:
+        """The grid on the first pm·pn·pk ranks of `comm`; collective over all of them.
+
+        The remaining ranks hold blocks of size zero and may make every call.
+        """
+        from parlinalg.grid import Grid
+
+        return Grid(self.sizes, comm, backend, idle=True)
+
+    def explain(self) -> str:
+        """Why this plan: words, lower bound, ratio, memory, who is idle, and the runners-up with why they lost."""
+        from parlinalg.matmul.explain import explain
+
+        return explain(self)
+
+    @property
+    def _problem(self) -> Problem:
+        return Problem(self.m, self.n, self.k, self.ranks, self.dtype, self.limit)
+
+
+def plan_matmul(
+    m: SupportsIndex,
+    n: SupportsIndex,
+    k: SupportsIndex,
+    ranks: SupportsIndex,
+    dtype: object = "float64",
+    memory: SupportsIndex | str | None = None,
+) -> MatmulPlan:
+    """The grid and the kernel for `C[m, n] = A[m, k] B[k, n]` over `ranks` ranks.
+
+    Among all pm×pn×pk ≤ ranks whose largest block product ⌈m/pm⌉⌈n/pn⌉⌈k/pk⌉ is within 10% of the least possible, and
+    that fit the memory limit, it is the grid that moves the fewest words, then the one with the fewest messages
+    (pm + pn + pk − 3).  What is still equal is decided by the smaller largest block product, then by fewer ranks along
+    k (no sums to reduce), along n, and along m.
+
+    Parameters
+    ----------
+    m, n, k : int
+        Sizes of the product, zero allowed.
+    ranks : int
+        Ranks there are; the plan may leave some idle (65 ranks for a cube: 4×4×4).
+    dtype : str or dtype
+        Of A, B and C.
+    memory : int or str, optional
+        Bytes a rank may use for its blocks of A, B and C and for the kernel's buffers, or text such as "4GiB".  Whole
+        gathered copies are preferred; where they do not fit, the operands are streamed in the widest panels that do.
+
+    Raises
+    ------
+    PlanError
+        If a size is negative or no number, there is no rank, the dtype or the memory is not understood, or no grid
+        fits the memory; then the message says the least memory that would do.
+
+    Examples
+    --------
+    >>> plan_matmul(4096, 4096, 4096, ranks=65).factors
+    (4, 4, 4)
+    """
+    name, limit = _understood(dtype, memory)
+    problem = Problem(
+        _number("m", m, 0), _number("n", n, 0), _number("k", k, 0), _number("ranks", ranks, 1), name, limit
+    )  # fmt: skip
+    least = problem.least_block()
+    factors = _best(problem, least)
+    if factors is None:
+        raise PlanError(_too_little(problem, least))
+    chosen = kernel_for(problem.needs(factors), problem.limit)
+    if chosen is None:
+        raise RuntimeError(f"{factors} was found to fit, but has no kernel")  # a bug of ours
+    return MatmulPlan(
+        *problem[:5], limit=problem.memory, factors=factors, kernel=chosen.kernel, panel=chosen.panel,
+        stationary=chosen.stationary, memory=chosen.words * problem.itemsize,
+    )  # fmt: skip
+
+
+def _best(problem: Problem, least: int) -> Factors | None:
+    """The first grid in the problem's order that is balanced and fits the memory."""
+    m, n, k, limit = problem.m, problem.n, problem.k, problem.limit
+    best: Factors | None = None
+    best_words = float("inf")
+    for pm, pn, pks in problem.balanced(least):
+        # W·pm·pn = mn + (mk(pn−1) + kn(pm−1) − mn)/pk goes one way with pk: the first that fits is this pair's best
+        falls = m * k * (pn - 1) + k * n * (pm - 1) > m * n
+        for pk in reversed(pks) if falls else pks:
+            words = problem.words_of_all(pm, pn, pk) / (pm * pn * pk)  # rounded correctly: never reverses an order
+            if words > best_words:
+                break
+            factors = (pm, pn, pk)
+            if limit is None or least_words(problem.needs(factors)) <= limit:
+                if best is None or problem.order(factors) < problem.order(best):
+                    best, best_words = factors, words
+                break
+    return best
+
+
+def _too_little(problem: Problem, least: int) -> str:
+    grids = ((pm, pn, pk) for pm, pn, pks in problem.balanced(least) for pk in pks)
+    words, factors = min((least_words(problem.needs(f)), f) for f in grids)
+    need = words * problem.itemsize
+    m, n, k, ranks, dtype, memory = problem
+    return (
+        f"{m}×{n}×{k} in {dtype} over {ranks} ranks does not fit {memory} bytes a rank: the least that would do is "
+        f"{need} bytes ({format_bytes(need)}), for a {'×'.join(map(str, factors))} grid; give that or more ranks"
+    )
+
+
+def _number(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
+        raise PlanError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value.__index__()
+
+
+def _understood(dtype: object, memory: SupportsIndex | str | None) -> tuple[str, int | None]:
+    try:
+        return dtype_name(dtype), None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
