@@ -1,0 +1,32 @@
+"""Numerical linear algebra and model training on MPI processor grids."""
+
+from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
+from parlinalg.comm import ledger
+from parlinalg.errors import CommError, ConfigError, GridError, LayoutError, ParlinalgError, PlanError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommError",
+    "ConfigError",
+    "DistArray",
+    "Grid",
+    "GridError",
+    "Layout",
+    "LayoutError",
+    "ParlinalgError",
+    "Plan",
+    "PlanError",
+    "distribute",
+    "empty",
+    "eye",
+    "from_blocks",
+    "from_function",
+    "full",
+    "ledger",
+    "ones",
+    "zeros",
+]

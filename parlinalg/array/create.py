@@ -1,0 +1,164 @@
+"""Making distributed arrays: from a global array, a function, blocks, or a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import transfer
+from parlinalg.array.core import DistArray
+from parlinalg.errors import LayoutError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout, cut_lengths, index_of
+from parlinalg.redistribute import fitting, redistribute
+
+Shape = int | Sequence[int]
+
+
+def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) -> DistArray:
+    """Cut a global array into blocks over a grid.
+
+    Parameters
+    ----------
+    array : array_like
+        The global array: the same on every rank, of which each keeps a copy of its own part; or, with `root`, on that rank
+        alone (the others pass None), which sends every rank its part.
+    grid : Grid
+    layout : Layout
+        How the array is cut.  Over partial axes the value stays at coordinate 0, with zeros elsewhere.
+    root : int, optional
+        A rank of the communicator the grid was made from.
+
+    Raises
+    ------
+    LayoutError
+        If the layout does not fit the array or the grid, on all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np, parlinalg as pla
+    >>> grid = pla.Grid({"r": 1, "c": 1})
+    >>> pla.distribute(np.ones((4, 3)), grid, pla.Layout("r", "c"))
+    DistArray(shape=(4, 3), dtype=float64, layout=Layout('r', 'c'), grid=Grid({'r': 1, 'c': 1}, backend='numpy'))
+    """
+    holds = root is None or grid.world.rank == root
+    if isinstance(array, DistArray):
+        raise TypeError("distribute takes a global array; this is a DistArray already: use .redistribute(layout) or .to_grid(grid, layout)")
+    host = _host(array, grid) if holds else None
+    if holds and host.dtype.kind in "OSUMmV" and host.dtype.name != "bfloat16":
+        raise TypeError(f"an array of dtype {host.dtype} cannot be distributed; use a float, complex, integer or bool dtype")
+    facts = grid.world.share([list(host.shape), host.dtype.name] if holds else None)
+    if root is not None and not 0 <= root < grid.world.size:
+        raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks")
+    first = facts[root or 0]
+    if root is None and (odd := next((r for r, fact in enumerate(facts) if fact != first), None)) is not None:
+        raise LayoutError(f"ranks pass different arrays to distribute: rank 0 {first[1]}{tuple(first[0])}, rank {odd} {facts[odd][1]}{tuple(facts[odd][0])}; pass the same global array, or root= where one rank alone holds it")
+    shape, dtype = tuple(first[0]), np.dtype(first[1])
+    fitting(layout, shape, grid)
+    cut = layout.with_partial(())
+    if root is not None:
+        block = transfer.scatter(host, shape, dtype, cut, grid, root)
+    else:
+        part = tuple(slice(r.start, r.stop) for r in grid.block(cut, shape))
+        block = grid.backend.from_host(np.array(host[part], order="C"))
+    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+
+
+def _host(array: Any, grid: Grid) -> Any:
+    if isinstance(array, np.ndarray | np.generic | int | float | complex | list | tuple):
+        return np.asarray(array)
+    return grid.backend.to_host(array) if hasattr(array, "__cuda_array_interface__") else np.asarray(array)
+
+
+def from_function(function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any = None) -> DistArray:
+    """The array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block alone.
+
+    Parameters
+    ----------
+    function : callable
+        Called once with one NumPy index array a dim, open (shaped to broadcast), and must work elementwise.
+    """
+    shape = _shape(shape)
+    fitting(layout, shape, grid)
+    cut = layout.with_partial(())
+    indices = np.ix_(*(np.arange(r.start, r.stop) for r in grid.block(cut, shape)))
+    values = np.asarray(function(*indices), dtype=dtype)
+    block = grid.backend.from_host(np.array(np.broadcast_to(values, grid.block_shape(cut, shape)), order="C"))
+    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+
+
+def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = None) -> DistArray:
+    """An array from the blocks the ranks hold already; nothing is copied.
+
+    Parameters
+    ----------
+    block : array
+        This rank's block, of the shape the layout gives it: balanced pieces of every cut dim, replicas equal.
+    shape : tuple of int, optional
+        The global shape; by default found from the blocks (collective).
+
+    Raises
+    ------
+    LayoutError
+        On all ranks, if a rank's block has another shape than the layout gives it.
+    """
+    if not hasattr(block, "flags") or (grid.backend.name == "numpy") != isinstance(block, np.ndarray):
+        block = grid.backend.from_host(np.asarray(block))
+    layout.check(block.shape, grid.sizes)
+    at = [index_of(cut, grid.sizes, grid.coords) if grid.inside else -1 for cut in layout.dims]
+    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside])
+    if shape is None:
+        lengths: list[dict[int, int]] = [{} for _ in layout.dims]
+        for theirs, where, _, inside in facts:
+            if inside:
+                for dim, (index, length) in enumerate(zip(where, theirs, strict=True)):
+                    lengths[dim][index] = length
+        shape = tuple(sum(d.values()) for d in lengths)
+    shape = _shape(shape)
+    for rank, (theirs, _, dtype, inside) in enumerate(facts):
+        want = list(layout.block_shape(shape, grid.sizes, grid.coords_of(rank))) if inside else theirs
+        if theirs != want:
+            pieces = [cut_lengths(n, cut, grid.sizes) for n, cut in zip(shape, layout.dims, strict=True)]
+            raise LayoutError(f"rank {rank} gives a block of shape {tuple(theirs)}; {layout!r} of a global shape {shape} gives it {tuple(want)} (pieces of the dims: {pieces})")
+        if inside and dtype != facts[0][2]:
+            raise LayoutError(f"rank {rank} gives a block of dtype {dtype}, rank 0 one of {facts[0][2]}; all blocks need one dtype")
+    return DistArray(block, shape, layout, grid)
+
+
+def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None) -> DistArray:
+    """An array of one value everywhere."""
+    dtype = np.asarray(value).dtype if dtype is None else dtype
+    return from_function(lambda *_: np.asarray(value), shape, grid, layout, dtype)
+
+
+def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
+    """An array of zeros."""
+    shape = _shape(shape)
+    block = grid.backend.zeros(grid.block_shape(fitting(layout, shape, grid), shape), np.dtype(dtype))
+    return DistArray(block, shape, layout, grid)
+
+
+def ones(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
+    """An array of ones."""
+    return full(shape, 1, grid, layout, dtype)
+
+
+def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
+    """An array whose elements are yet to be written."""
+    shape = _shape(shape)
+    block = grid.backend.empty(grid.block_shape(fitting(layout, shape, grid), shape), np.dtype(dtype))
+    return DistArray(block, shape, layout, grid)
+
+
+def eye(n: int, grid: Grid, layout: Layout, m: int | None = None, dtype: Any = np.float64) -> DistArray:
+    """Ones on the main diagonal of an n × m matrix (m = n by default), zeros elsewhere."""
+    return from_function(lambda i, j: i == j, (n, n if m is None else m), grid, layout, dtype)
+
+
+def _shape(shape: Shape) -> tuple[int, ...]:
+    dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    if any(n < 0 for n in dims):
+        raise ValueError(f"a shape has no negative sizes: {dims}")
+    return dims

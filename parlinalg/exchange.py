@@ -1,0 +1,112 @@
+"""Exchange of rectangles: every rank sends each peer the part of its block that the peer wants, in bounded pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from parlinalg.backend import Backend
+from parlinalg.comm import Comm, Handle
+
+Block = Any  # an array of the grid's backend
+Rect = tuple[range, ...]
+
+
+def volume(rect: Rect) -> int:
+    return math.prod(len(r) for r in rect)
+
+
+def meet(want: Rect, have: Rect) -> Rect:
+    """The part of `want` (ranges of any positive step) inside `have` (ranges of step 1)."""
+    return tuple(_meet(w, h) for w, h in zip(want, have, strict=True))
+
+
+def _meet(want: range, have: range) -> range:
+    first = max(0, -((want.start - have.start) // want.step))
+    last = max(0, -((want.start - have.stop) // want.step))
+    return want[first:last]
+
+
+def local(part: Rect, block: Rect) -> tuple[slice, ...]:
+    """Where `part` lies in the array that holds `block`; both ranges of a dim have steps that divide evenly."""
+    return tuple(
+        slice((p.start - b.start) // b.step, (p.start - b.start) // b.step + (len(p) - 1) * (p.step // b.step) + 1, p.step // b.step) if len(p) else slice(0, 0)
+        for p, b in zip(part, block, strict=True)
+    )  # fmt: skip
+
+
+def exchange(
+    block: Block, have: Rect, want: Rect, sends: Sequence[Rect], receives: Sequence[Rect], dtype: Any, comm: Comm, backend: Backend,
+    biggest: int, limit: int, *, wait: bool = True,
+) -> Iterator[Handle]:
+    """Fill a new block of `want` from the blocks of the ranks of `comm`; a generator that yields handles and returns the block.
+
+    sends[i] is the part of `have` that rank i gets, receives[i] the part of `want` that rank i sends.  `biggest` is the
+    largest block involved on any rank of `comm`: up to `limit` elements all goes in one all-to-all, above it pair by pair in
+    pieces of at most `limit` elements, so that no more than source, target and two pieces are ever held.
+    """
+    out = backend.empty(tuple(len(r) for r in want), dtype)
+    if comm.size == 1:
+        out[local(receives[0], want)] = block[local(sends[0], have)]
+        return out
+    if biggest <= limit:
+        counts = [volume(r) for r in sends]
+        send = backend.empty((sum(counts),), dtype)
+        _pack(send, block, have, sends)
+        get = [volume(r) for r in receives]
+        got = backend.empty((sum(get),), dtype)
+        handle = comm.all_to_all(send, counts, got, get, wait=wait)
+        if not wait:
+            yield handle
+        start = 0
+        for rect, n in zip(receives, get, strict=True):
+            if n:
+                out[local(rect, want)] = got[start : start + n].reshape(tuple(len(r) for r in rect))
+            start += n
+        return out
+    me = comm.rank
+    if volume(sends[me]):
+        out[local(receives[me], want)] = block[local(sends[me], have)]
+    for shift in range(1, comm.size):
+        to, source = (me + shift) % comm.size, (me - shift) % comm.size
+        outgoing, incoming = list(_split(sends[to], limit)), list(_split(receives[source], limit))
+        for i in range(max(len(outgoing), len(incoming))):
+            handles = []
+            if i < len(incoming):
+                got = backend.empty(tuple(len(r) for r in incoming[i]), dtype)
+                handles.append(comm.receive(got, source, wait=False))
+            if i < len(outgoing):
+                sent = backend.empty(tuple(len(r) for r in outgoing[i]), dtype)
+                sent[...] = block[local(outgoing[i], have)]
+                handles.append(comm.send(sent, to, wait=False))
+            for handle in handles:
+                if wait:
+                    handle.wait()
+                else:
+                    yield handle
+            if i < len(incoming):
+                out[local(incoming[i], want)] = got
+    return out
+
+
+def _pack(send: Block, block: Block, have: Rect, rects: Sequence[Rect]) -> None:
+    start = 0
+    for rect in rects:
+        if n := volume(rect):
+            send[start : start + n].reshape(tuple(len(r) for r in rect))[...] = block[local(rect, have)]
+            start += n
+
+
+def _split(rect: Rect, limit: int) -> Iterator[Rect]:
+    """Cut a rectangle into parts of at most `limit` elements, along its longest dims; the same on both sides of a message."""
+    n = volume(rect)
+    if n == 0:
+        return
+    if n <= limit:
+        yield rect
+        return
+    dim = max(range(len(rect)), key=lambda d: len(rect[d]))
+    rows = max(1, len(rect[dim]) * limit // n)
+    for start in range(0, len(rect[dim]), rows):
+        yield from _split((*rect[:dim], rect[dim][start : start + rows], *rect[dim + 1 :]), limit)

@@ -1,0 +1,214 @@
+"""Processor grids: Cartesian communicators whose axes have names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import TracebackType
+
+from parlinalg.backend import Backend, select
+from parlinalg.backend.blas import set_blas_threads
+from parlinalg.comm import Comm, open_comm
+from parlinalg.comm.single import SingleComm
+from parlinalg.errors import GridError
+from parlinalg.layout import Cut, Layout, coordinates
+
+
+class Grid:
+    """A Cartesian processor grid with named axes, and the backend of the arrays on it.
+
+    Parameters
+    ----------
+    sizes : dict of str to int
+        The axes' names and sizes, outermost first; the ranks are numbered in row-major order of their coordinates.
+    comm : mpi4py communicator, Comm or None
+        The ranks that form the grid, by default all of `MPI.COMM_WORLD` (one rank where MPI is not installed).  It is
+        duplicated, never used itself.
+    backend : {"auto", "numpy", "cupy"}
+        Where blocks live; "auto" is CuPy where every rank has a GPU, else NumPy.
+    idle : bool
+        Allow fewer ranks in the grid than in `comm`: the first ones form the grid, the others hold blocks of size zero and
+        may make every call.
+
+    Making a grid is collective over `comm`, and sets the number of BLAS threads of this process.
+
+    Attributes
+    ----------
+    sizes : dict of str to int
+    size : int
+        The number of ranks in the grid.
+    rank : int
+        This rank's number in `comm`.
+    inside : bool
+        Whether this rank is in the grid.
+    coords : dict of str to int
+        This rank's coordinates, by axis (empty outside the grid).
+    backend : Backend
+    world : Comm
+        All ranks of `comm`, also those outside the grid.
+
+    Raises
+    ------
+    GridError
+        If the sizes do not fit the ranks (the message lists the shapes that would), or ranks disagree about them.
+
+    Examples
+    --------
+    >>> with Grid({"r": 1, "c": 1}) as grid:
+    ...     print(grid)
+    Grid({'r': 1, 'c': 1}, backend='numpy')
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], comm: object = None, backend: str = "auto", *, idle: bool = False
+    ) -> None:
+        self.world: Comm = open_comm(comm)
+        self._owns_world = self.world is not comm
+        self._subs: dict[Cut, Comm] = {}
+        self._closed = False
+        try:
+            self.sizes = self._agreed(sizes, backend, idle)
+            self.size = math.prod(self.sizes.values())
+            self.rank = self.world.rank
+            self.inside = self.rank < self.size
+            self.backend = self._agreed_backend(backend)
+        except BaseException:
+            if self._owns_world:
+                self.world.free()
+            raise
+        self.coords = self.coords_of(self.rank) if self.inside else {}
+        cart = self.world.cartesian(self.sizes)
+        self._cart: Comm = SingleComm() if cart is None else cart
+        self.threads = set_blas_threads(self.world.local_size)
+
+    def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
+        """The sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
+        problem = _problem(sizes, self.world.size, idle)
+        mine = [problem, {} if problem else {a: int(n) for a, n in sizes.items()}, str(backend)]
+        for rank, theirs in enumerate(self.world.share(mine)):
+            if theirs[0]:
+                raise GridError(theirs[0])
+            if theirs[1:] != mine[1:] or list(theirs[1]) != list(mine[1]):
+                raise GridError(f"rank {rank} makes a grid {theirs[1]} with backend {theirs[2]!r}, rank {self.world.rank} one of {mine[1]} with backend {backend!r}; all ranks must make the same grid")
+        return {a: int(n) for a, n in sizes.items()}
+
+    def _agreed_backend(self, name: str) -> Backend:
+        try:
+            chosen, problem = select(name, self.world.local_rank), ""
+        except Exception as error:  # told to all ranks below
+            chosen, problem = None, f"rank {self.rank}: {error}"
+        replies = self.world.share([problem, chosen.name if chosen else ""])
+        for theirs, _ in replies:
+            if theirs:
+                raise GridError(f"backend {name!r} cannot be used: {theirs}")
+        if chosen is None or any(theirs != chosen.name for _, theirs in replies):
+            chosen = select("numpy", self.world.local_rank)  # "auto" where only some ranks have a GPU
+        return chosen
+
+    @property
+    def axes(self) -> Cut:
+        return tuple(self.sizes)
+
+    def coords_of(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank of the grid."""
+        if not 0 <= rank < self.size:
+            raise GridError(f"rank {rank} is not in {self!r}, which has {self.size} ranks")
+        coords = {}
+        for axis in reversed(self.axes):
+            rank, coords[axis] = divmod(rank, self.sizes[axis])
+        return {axis: coords[axis] for axis in self.axes}
+
+    def rank_of(self, coords: Mapping[str, int]) -> int:
+        """The rank at these coordinates."""
+        rank = 0
+        for axis, n in self.sizes.items():
+            rank = rank * n + coords[axis]
+        return rank
+
+    def comm(self, axes: Cut) -> Comm:
+        """The communicator of the ranks that differ from this one only along `axes`, in the row-major order of `axes`.
+
+        Its first use is collective over those ranks; it is kept until the grid is closed.
+        """
+        if self._closed:
+            raise GridError("this grid is closed; make arrays and products before close() or inside `with`")
+        if (found := self._subs.get(axes)) is not None:
+            return found
+        for axis in axes:
+            if axis not in self.sizes:
+                raise GridError(f"no axis {axis!r} in the grid, which has {self.sizes}")
+        key = tuple(a for a in axes if self.sizes[a] > 1)
+        if key not in self._subs:
+            self._subs[key] = self._make_comm(key)
+        self._subs[axes] = self._subs[key]
+        return self._subs[key]
+
+    def _make_comm(self, axes: Cut) -> Comm:
+        if not axes or not self.inside:
+            return SingleComm()
+        if axes == tuple(a for a, n in self.sizes.items() if n > 1):
+            return self._cart
+        ranks = [self.rank_of({**self.coords, **at}) for at in coordinates(axes, self.sizes)]
+        return self._cart.sub(ranks, axes)
+
+    @property
+    def everyone(self) -> Comm:
+        """The communicator of all ranks in the grid, in row-major order."""
+        return self.comm(self.axes)
+
+    def block(self, layout: Layout, shape: tuple[int, ...]) -> tuple[range, ...]:
+        """For each dim the range of global indices in this rank's block (empty ranges outside the grid)."""
+        return layout.block(shape, self.sizes, self.coords) if self.inside else tuple(range(0) for _ in shape)
+
+    def block_shape(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(len(r) for r in self.block(layout, shape))
+
+    def close(self) -> None:
+        """Free the communicators.  Collective over the grid's ranks; arrays on the grid cannot communicate afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        for comm in {id(c): c for c in self._subs.values() if c is not self._cart}.values():
+            comm.free()
+        self._subs.clear()
+        self._cart.free()
+        if self._owns_world:
+            self.world.free()
+
+    def __enter__(self) -> Grid:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:  # an error on this rank must not wait for the others
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"Grid({self.sizes}, backend={self.backend.name!r})"
+
+
+def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:
+    """What is wrong with the sizes of a grid over so many ranks, or an empty string."""
+    if not isinstance(sizes, Mapping) or not sizes:
+        return f'a grid takes a dict of axis names and sizes, such as {{"r": 2, "c": 2}}, not {sizes!r}'
+    for axis, n in sizes.items():
+        if not isinstance(axis, str) or not axis:
+            return f"a grid's axes have names, such as 'r'; {axis!r} is none"
+        if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 1:
+            return f"axis {axis!r} of a grid needs a size of at least 1, not {n!r}"
+    total = math.prod(int(n) for n in sizes.values())
+    if total == ranks or (idle and total < ranks):
+        return ""
+    shapes = factorizations(ranks, len(sizes))
+    fitting = ", ".join(str(dict(zip(sizes, s, strict=True))) for s in shapes[:24]) + (", …" if len(shapes) > 24 else "")
+    return f"a grid {dict(sizes)} takes {total} ranks, but there are {ranks}; shapes that fit: {fitting}"
+
+
+def factorizations(n: int, parts: int) -> list[tuple[int, ...]]:
+    """All ordered ways to write n as a product of `parts` positive integers.
+
+    >>> factorizations(4, 2)
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    if parts == 1:
+        return [(n,)]
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in factorizations(n // d, parts - 1)]

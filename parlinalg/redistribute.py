@@ -1,0 +1,270 @@
+"""The one place where a change of layout becomes communication.
+
+`parlinalg.moves` says which steps lead from one layout to another; here each step is a generator that communicates and
+yields its handles, so that the same code runs to the end at once, or starts now and finishes later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from parlinalg.comm import Handle
+from parlinalg.errors import LayoutError
+from parlinalg.exchange import Rect, exchange, meet, volume
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout, coordinates, cut_lengths, index_of
+from parlinalg.moves import Step, moves
+
+Block = Any
+Shape = tuple[int, ...]
+Work = Generator[Handle, None, Block]
+Order = tuple[int, ...] | None
+
+#: Elements that a move may hold beside its source and its target (send and receive pieces).
+BUFFER = 1 << 22
+
+
+class Move:
+    """A redistribution under way.  `wait()` finishes it and returns the new block; `test()` drives it on and tells."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._handle: Handle | None = None
+        self._block: Block = None
+        self._next()
+
+    def _next(self) -> None:
+        try:
+            self._handle = next(self._work)
+        except StopIteration as end:
+            self._handle, self._block = None, end.value
+
+    def test(self) -> bool:
+        """Whether the move is finished; goes on with it if its pending step is."""
+        while self._handle is not None and self._handle.test():
+            self._next()
+        return self._handle is None
+
+    def wait(self) -> Block:
+        """The new block."""
+        while self._handle is not None:
+            self._handle.wait()
+            self._next()
+        return self._block
+
+
+def redistribute(
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None
+) -> Block:
+    """The block of an array of global `shape` in layout `dst`, from its block in layout `src`.
+
+    No rank receives more elements than its target block lacks (sums: reduce-scatter n - own, all-reduce 2 (n - own)).
+    Where nothing moves the result may share memory with `block`.  Collective over the axes the layouts differ in.
+
+    Parameters
+    ----------
+    block : array
+        This rank's block in layout `src`; it is not changed, unless `owned` says that nobody else needs it.
+    order : tuple of int, optional
+        The permutation of dims under which the blocks of all ranks lie in C order: they travel so, and are not copied to
+        another order first.  A transposed matrix has (1, 0).
+    """
+    if src == dst or not grid.inside:
+        return block
+    return Move(_ordered(block, src, dst, shape, grid, True, owned, order)).wait()
+
+
+def start(
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None
+) -> Move:
+    """As `redistribute`, but only started: the first communication is posted, and `Move.wait()` finishes it."""
+    return Move(_ordered(block, src, dst, shape, grid, False, owned, order))
+
+
+def _ordered(
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order
+) -> Work:
+    if order is None:
+        return (yield from _carry(block, src, dst, shape, grid, wait, owned))
+    stored = tuple(shape[d] for d in order)
+    work = _carry(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, wait, owned)
+    out = yield from work
+    return out.transpose(tuple(order.index(d) for d in range(len(order))))
+
+
+def _carry(block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    src.check(shape, grid.sizes)
+    dst.check(shape, grid.sizes)
+    if not grid.inside:
+        return block
+    if grid.world.checked:
+        check_replicas(block, src, grid)
+    for step in moves(src, dst, grid.sizes):
+        if step.op in _COLLECTIVE and not math.prod(shape):
+            block, owned = grid.backend.zeros(grid.block_shape(step.dst, shape), block.dtype), True
+            continue
+        before = block
+        block = yield from _STEPS[step.op](block, step, shape, grid, wait, owned)
+        owned = owned or (block is not before and step.op != "slice")
+    return block
+
+
+def check_replicas(block: Block, layout: Layout, grid: Grid) -> None:
+    """Checked mode: raise a CommError on all ranks if blocks that should be replicas differ."""
+    axes = tuple(a for a in grid.axes if a not in layout.axes and grid.sizes[a] > 1)
+    if axes and grid.inside:
+        from parlinalg.comm import checks
+
+        checks.check_replicas(grid.comm(axes), block, f"the blocks of an array in {layout!r}")
+
+
+def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    if any(grid.coords[a] for a in step.axes):
+        return grid.backend.zeros(block.shape, block.dtype)
+    return block
+    yield  # a generator, like the steps that communicate
+
+
+def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    before, after = grid.block(step.src, shape), grid.block(step.dst, shape)
+    out = grid.backend.zeros(tuple(len(r) for r in after), block.dtype)
+    out[_inside(before, after)] = block
+    return out
+    yield
+
+
+def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    return block[_inside(grid.block(step.dst, shape), grid.block(step.src, shape))]
+    yield
+
+
+def _inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
+    return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
+
+
+def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    if not (owned and block.flags.c_contiguous):
+        block = block.copy(order="C")
+    handle = grid.comm(step.axes).all_reduce(block, wait=wait)
+    if not wait:
+        yield handle
+    return block
+
+
+def _lengths(step: Step, longer: Layout, shape: Shape, grid: Grid) -> list[int]:
+    """The lengths of the pieces of the step's dim, where `longer` leaves it uncut by the step's axes."""
+    return cut_lengths(len(grid.block(longer, shape)[step.dim]), step.axes, grid.sizes)
+
+
+def _flat(block: Block) -> Block:
+    """The block in C order, copied only if it is not: what travels must not depend on how one rank's block lies in memory."""
+    return block if block.flags.c_contiguous else block.copy(order="C")
+
+
+def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    lengths, dim = _lengths(step, step.dst, shape, grid), step.dim
+    n, comm, backend = sum(lengths), grid.comm(step.axes), grid.backend
+    out = backend.empty((*block.shape[:dim], n, *block.shape[dim + 1 :]), block.dtype)
+    if math.prod(block.shape[:dim]) == 1:  # the pieces lie one after the other in memory
+        width = math.prod(block.shape[dim + 1 :])
+        handle = comm.all_gather(_flat(block), out, [length * width for length in lengths], wait=wait)
+        if not wait:
+            yield handle
+        return out
+    for part in _chunks(block.shape, dim, n):
+        mine = block[part]
+        rows = mine.shape[:dim] + mine.shape[dim + 1 :]
+        width = math.prod(rows)
+        got = backend.empty((n * width,), block.dtype)
+        handle = comm.all_gather(_flat(mine), got, [length * width for length in lengths], wait=wait)
+        if not wait:
+            yield handle
+        _spread(out[part], got, lengths, dim)
+    return out
+
+
+def _spread(out: Block, flat: Block, lengths: list[int], dim: int) -> None:
+    """Write pieces that lie one after the other in `flat` to their places along `dim` of `out`."""
+    width, start = math.prod(out.shape) // max(1, out.shape[dim]), 0
+    lead = (slice(None),) * dim
+    for length in lengths:
+        shape = (*out.shape[:dim], length, *out.shape[dim + 1 :])
+        out[(*lead, slice(start, start + length))] = flat[start * width : (start + length) * width].reshape(shape)
+        start += length
+
+
+def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    lengths, dim = _lengths(step, step.src, shape, grid), step.dim
+    comm, backend = grid.comm(step.axes), grid.backend
+    own = lengths[index_of(step.axes, grid.sizes, grid.coords)]
+    out = backend.empty((*block.shape[:dim], own, *block.shape[dim + 1 :]), block.dtype)
+    if math.prod(block.shape[:dim]) == 1:
+        width = math.prod(block.shape[dim + 1 :])
+        handle = comm.reduce_scatter(_flat(block), out, [length * width for length in lengths], wait=wait)
+        if not wait:
+            yield handle
+        return out
+    lead = (slice(None),) * dim
+    for part in _chunks(block.shape, dim, sum(lengths)):
+        mine = block[part]
+        width = math.prod(mine.shape) // max(1, mine.shape[dim])
+        send = backend.empty((sum(lengths) * width,), block.dtype)
+        start = 0
+        for length in lengths:
+            piece = mine[(*lead, slice(start, start + length))]
+            send[start * width : (start + length) * width].reshape(piece.shape)[...] = piece
+            start += length
+        got = backend.empty((*mine.shape[:dim], own, *mine.shape[dim + 1 :]), block.dtype)
+        handle = comm.reduce_scatter(send, got, [length * width for length in lengths], wait=wait)
+        if not wait:
+            yield handle
+        out[part] = got
+    return out
+
+
+def _chunks(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
+    """Cut all dims but `dim` so that a part, with `dim` grown to n, has at most BUFFER elements where that is possible."""
+    others = [d for d in range(len(shape)) if d != dim]
+    size = n * math.prod(shape[d] for d in others)
+    along = max(others, key=lambda d: shape[d])
+    rows = max(1, shape[along] * BUFFER // max(1, size))
+    for at in range(0, shape[along], rows):
+        yield tuple(slice(at, min(shape[along], at + rows)) if d == along else slice(None) for d in range(len(shape)))
+
+
+def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    sizes = grid.sizes
+    peers = [{**grid.coords, **at} for at in coordinates(step.axes, sizes)]
+    haves = [step.src.block(shape, sizes, at) for at in peers]
+    wants = [step.dst.block(shape, sizes, at) for at in peers]
+    have, want = grid.block(step.src, shape), grid.block(step.dst, shape)
+    biggest = max(map(volume, (*haves, *wants)))
+    return (
+        yield from exchange(
+            block, have, want, [meet(w, have) for w in wants], [meet(want, h) for h in haves],
+            block.dtype, grid.comm(step.axes), grid.backend, biggest, BUFFER, wait=wait,
+        )
+    )  # fmt: skip
+
+
+_STEPS: dict[str, Callable[[Block, Step, Shape, Grid, bool, bool], Work]] = {
+    "mask": _mask,
+    "embed": _embed,
+    "slice": _slice,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _exchange,
+    "exchange": _exchange,
+}
+_COLLECTIVE = frozenset(_STEPS) - {"mask", "embed", "slice"}
+
+
+def fitting(layout: Layout, shape: Shape, grid: Grid) -> Layout:
+    """The layout, once checked against the shape and the grid."""
+    if not isinstance(layout, Layout):
+        raise LayoutError(f'a layout is a Layout, such as Layout("r", None), not {layout!r}')
+    layout.check(shape, grid.sizes)
+    return layout
