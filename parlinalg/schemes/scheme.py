@@ -1,0 +1,187 @@
+"""What a model needs of a scheme: the residual stream's layout and the plans into and out of a block.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from parlinalg.errors import PlanError
+from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
+from parlinalg.plan import Plan
+
+
+def table(
+    m: tuple[AxisSpec, AxisSpec], n: AxisSpec, k: AxisSpec, x: Layout, w: Layout, y: Layout
+) -> Plan:  # fmt: skip
+    """The plan of a product of x[batch, sequence, k] and w[k, n]: the cuts at work and the layouts at rest."""
+    return Plan(m=tuple(as_cut(c) for c in m), n=(as_cut(n),), k=(as_cut(k),), x=x, w=w, y=y)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A parallel scheme: two tables from which every layer follows.
+
+    Attributes
+    ----------
+    name : str
+    axes : tuple of str
+        The grid's axes, outermost first.
+    expand : Plan
+        Of products into a block: from the residual stream [batch, sequence, hidden] to its inside.
+    contract : Plan
+        Of products out of a block: from its inside back to the residual stream.
+
+    A scheme as its file defines it has two leading dims, batch and sequence, and one dim in each of k and n.  `leading`
+    and `wide` adapt it to other numbers of dims.
+    """
+
+    name: str
+    axes: Cut
+    expand: Plan
+    contract: Plan
+
+    def __post_init__(self) -> None:
+        for what, here, there in (
+            ("the layout between the products", self.expand.y, self.contract.x),
+            ("the residual stream's layout", self.contract.y, self.expand.x),
+        ):
+            if here != there:
+                raise PlanError(
+                    f"scheme {self.name!r}: {what} is {here!r} as written and {there!r} as read; they must agree"
+                )
+        named = {a for p in (self.expand, self.contract) for q in (p.x, p.w, p.y, p.x_work, p.w_work) for a in q.axes}
+        if not named <= set(self.axes):
+            raise PlanError(f"scheme {self.name!r} has the axes {self.axes}, but its plans name {sorted(named)}")
+
+    @property
+    def residual(self) -> Layout:
+        """The layout of the residual stream, [batch, sequence, hidden]."""
+        return self.expand.x
+
+    @property
+    def inner(self) -> Layout:
+        """The layout between the two products, [batch, sequence, inner]."""
+        return self.expand.y
+
+    @property
+    def tokens(self) -> Layout:
+        """The layout of what has no features, such as ids and labels: [batch, sequence]."""
+        return Layout(*self.expand.x.dims[: len(self.expand.m)])
+
+    def leading(self, dims: int) -> Scheme:
+        """The scheme for arrays with `dims` leading dims, of a scheme with two.
+
+        With one, [tokens, features], tokens are cut by the axes of batch and sequence; dims after the second are
+        whole; with none, a single vector, these axes repeat the work.
+        """
+        return replace(self, expand=adapted(self.expand, dims), contract=adapted(self.contract, dims))
+
+    def for_dims(self, ndim: int) -> Scheme:
+        """The scheme for arrays of `ndim` dims, the last of which are features."""
+        return self.leading(ndim - 1)
+
+    def wide(self, outer: int, inner: int) -> Scheme:
+        """The scheme for a block whose residual stream has `outer` dims of features and whose inside has `inner`.
+
+        A group of dims is cut on its first one: attention's [batch, sequence, heads, head_dim] on its heads.
+        """
+        dims = len(self.expand.m)
+        return replace(
+            self,
+            expand=adapted(self.expand, dims, k=outer, n=inner),
+            contract=adapted(self.contract, dims, k=inner, n=outer),
+        )
+
+    def plan(self, kind: str, *, leading: int = 2, k: int = 1, n: int = 1) -> Plan:
+        """The plan of one product, "expand" or "contract", with so many dims leading, contracted and put out."""
+        if kind not in ("expand", "contract"):
+            raise PlanError(f"a scheme has the plans 'expand' and 'contract', not {kind!r}")
+        return adapted(self.expand if kind == "expand" else self.contract, leading, k=k, n=n)
+
+    def with_data(self, axis: str) -> Scheme:
+        """The scheme with a further axis, outermost, that cuts the batch everywhere: data parallel around it."""
+        return self._cut_also(axis, 0)
+
+    def with_sequence(self, axis: str) -> Scheme:
+        """The scheme with a further axis, outermost, that cuts the sequence everywhere: sequence parallel around it."""
+        return self._cut_also(axis, 1)
+
+    def with_weights_cut(self, axis: str) -> Scheme:
+        """The scheme with weights that rest cut by one of its axes too (ZeRO-3, over the data axis).
+
+        The axis cuts the first dim of each weight innermost; it must be one that replicates the weights.
+        """
+
+        def cut(plan: Plan) -> Plan:
+            return replace(plan, w=plan.w.with_dim(len(plan.b), (*plan.w.dims[len(plan.b)], axis)))
+
+        return replace(
+            self, name=f"{self.name} with weights cut over {axis}", expand=cut(self.expand), contract=cut(self.contract)
+        )
+
+    def _cut_also(self, axis: str, dim: int) -> Scheme:
+        def cut(plan: Plan) -> Plan:
+            def more(layout: Layout) -> Layout:
+                return layout.with_dim(dim, (axis, *layout.dims[dim]))
+
+            m = tuple((axis, *c) if d == dim else c for d, c in enumerate(plan.m))
+            return replace(plan, m=m, x=more(plan.x), y=more(plan.y))
+
+        if len(self.expand.m) < 2:
+            raise PlanError(
+                f"scheme {self.name!r} is already adapted to {len(self.expand.m)} leading dims; add {axis!r} first"
+            )
+        return Scheme(f"{axis} × {self.name}", (axis, *self.axes), cut(self.expand), cut(self.contract))
+
+
+def bias(plan: Plan) -> Layout:
+    """The layout of a bias: that of the dims the product puts out, as y rests."""
+    return Layout(*plan.y.dims[len(plan.b) + len(plan.m) :])
+
+
+@lru_cache(maxsize=4096)
+def adapted(plan: Plan, leading: int = 2, *, k: int = 1, n: int = 1) -> Plan:
+    """A plan over [batch, sequence, k] and [k, n] for other numbers of leading dims, and of dims in k and n.
+
+    Parameters
+    ----------
+    plan : Plan
+        With two entries in m and one in n and k; others are returned as they are if they fit the numbers asked for.
+    leading, k, n : int
+        The number of dims in m, k and n.
+
+    Raises
+    ------
+    PlanError
+        If k or n is 0, or the plan is neither over batch and sequence nor as asked for.
+    """
+    have = (len(plan.m), len(plan.k), len(plan.n))
+    if have == (leading, k, n):
+        return plan
+    if have != (2, 1, 1) or plan.b or leading < 0 or k < 1 or n < 1:
+        raise PlanError(
+            f"a plan with {have[0]} leading dims, {have[1]} contracted and {have[2]} put out cannot be adapted to "
+            f"{leading}, {k} and {n}: adapt the scheme's own plan (2, 1 and 1) to at least 0, 1 and 1"
+        )
+
+    def lead(dims: tuple[Cut, ...]) -> tuple[Cut, ...]:
+        if leading == 0:
+            return ()
+        if leading == 1:  # what cuts at work comes first, so that the way to work is a gather
+            axes = [a for cut in dims for a in cut]
+            return (tuple(sorted(axes, key=lambda a: a not in working)),)
+        return (*dims, *((),) * (leading - 2))
+
+    def group(cut: Cut, dims: int) -> tuple[Cut, ...]:
+        return (cut, *((),) * (dims - 1))
+
+    working = {a for cut in plan.m for a in cut}
+    (*x_lead, x_k), (w_k, w_n), (*y_lead, y_n) = plan.x.dims, plan.w.dims, plan.y.dims
+    return Plan(
+        m=lead(plan.m),
+        n=group(plan.n[0], n),
+        k=group(plan.k[0], k),
+        x=Layout(*lead(tuple(x_lead)), *group(x_k, k)),
+        w=Layout(*group(w_k, k), *group(w_n, n)),
+        y=Layout(*lead(tuple(y_lead)), *group(y_n, n), partial=plan.y.partial),
+    )
