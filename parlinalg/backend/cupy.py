@@ -13,7 +13,7 @@ from parlinalg.backend.numpy import flat_view
 
 
 class CupyBackend:
-    """CuPy arrays on one GPU, which becomes this thread's current one.
+    """CuPy arrays on one GPU, the current one of the threads that use it.
 
     Kernels run on CuPy's current stream; every copy to or from the host waits for that stream, so that MPI never reads
     values that are still being computed, and never overwrites a page-locked buffer that is still being read.
@@ -24,8 +24,6 @@ class CupyBackend:
 
     def __init__(self, device: int) -> None:
         self.id = device
-        self._device = cupy.cuda.Device(device)
-        self._device.use()
         properties = cupy.cuda.runtime.getDeviceProperties(device)
         self.device = f"GPU {device} ({properties['name'].decode()})"
 
@@ -90,4 +88,6 @@ def for_local_rank(local_rank: int) -> CupyBackend | str:
         return f"CUDA answers {error}"
     if devices == 0:
         return "CUDA shows no GPU (CUDA_VISIBLE_DEVICES hides them, or there is none)"
-    return on_device(local_rank % devices)
+    device = local_rank % devices
+    cupy.cuda.Device(device).use()
+    return on_device(device)

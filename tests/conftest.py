@@ -1,0 +1,218 @@
+"""How the tests run.
+
+`python -m pytest` starts no MPI itself: it runs every test once on a single rank without MPI, and `test_runs.py`
+starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy.
+`mpiexec -n 4 python -m pytest tests/grid` runs some of them on 4 ranks directly.  Marks:
+
+- none: the test runs on any number of ranks;
+- `serial`: it does not communicate, or starts its own ranks, and runs in the one-rank run without MPI only;
+- `ranks(2, 4)`: it runs on these numbers of ranks only (12 ranks run only tests that name 12);
+- `mpi(min_size=2)`: it needs at least so many.
+
+Under mpiexec the outcome of every test is agreed by all ranks, and rank 0 alone prints.  A skipped test fails the run,
+unless its reason begins with "cannot be had here:".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STANDIN = Path(__file__).parent / "standin"
+BACKEND = os.environ.get("PARLINALG_TEST_BACKEND", "numpy")  # cupy: the stand-in; gpu: CuPy itself
+if BACKEND == "cupy":
+    sys.path.insert(0, str(STANDIN))
+
+from tests.agreement import agree, keep_stderr, launched_ranks, told, verdict_comm  # noqa: E402
+
+RANKS = launched_ranks()
+if RANKS is None:
+    os.environ["PARLINALG_MPI"] = "0"  # MPI started here would be inherited by the mpiexec runs
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+os.environ.setdefault("MPLBACKEND", "Agg")
+SIZE = RANKS or 1
+RARE = {12}  # numbers of ranks at which only the tests run that name them
+UNAVAILABLE = "cannot be had here:"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("parlinalg")
+    group.addoption("--full", action="store_true", help="run the full sweeps, not samples of them")
+    group.addoption("--with-mpi", action="store_true", help="accepted, and not needed: mpiexec is noticed")
+    group.addoption("--runs", default="", help="which runs to start, as 2,4,4:cupy (default: all in test_runs.py)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    for mark in (
+        "serial: runs once, on one rank without MPI",
+        "ranks(*sizes): runs on these numbers of ranks only",
+        "mpi(min_size=2): needs at least so many ranks",
+    ):
+        config.addinivalue_line("markers", mark)
+    _hypothesis_profiles(config.getoption("--full"))
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        keep_stderr(os.dup(2))
+    comm = verdict_comm()
+    if comm is not None and comm.rank != 0:
+        config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")
+
+
+def _hypothesis_profiles(full: bool) -> None:
+    from hypothesis import HealthCheck, Phase, settings
+
+    examples = 500 if full else 25
+    settings.register_profile(
+        "mpi",
+        derandomize=True, database=None, deadline=None, print_blob=False, max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        # Shrinking on one rank would call the body out of step with the others.
+        phases=[Phase.explicit, Phase.generate] if SIZE > 1 else tuple(Phase),
+    )  # fmt: skip
+    settings.load_profile("mpi")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted, unwanted = [], []
+    for item in items:
+        (wanted if _runs_here(item) else unwanted).append(item)
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = wanted
+
+
+def _runs_here(item: pytest.Item) -> bool:
+    if item.get_closest_marker("serial"):
+        return RANKS is None and BACKEND == "numpy"
+    if mark := item.get_closest_marker("ranks"):
+        return SIZE in mark.args
+    if mark := item.get_closest_marker("mpi"):
+        return RANKS is not None and mark.kwargs.get("min_size", 1) <= SIZE and SIZE not in RARE
+    return SIZE not in RARE
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    comm = verdict_comm()
+    if comm is not None:
+        names = comm.allgather([item.nodeid for item in session.items])
+        if any(theirs != names[0] for theirs in names):
+            raise pytest.UsageError("the ranks collected different tests; parametrise over no set")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    _refuse_skip(report)
+    failures = agree(report.longreprtext or "failed" if report.failed else "")
+    if any(failures):
+        if SIZE > 1:
+            report.outcome, report.longrepr = "failed", told(failures)
+        if not all(failures):
+            item.session.shouldstop = "the ranks may be out of step after a failure on some of them"
+    item.stash.setdefault(_OUTCOMES, {})[report.when] = report.passed
+    return report
+
+
+_OUTCOMES = pytest.StashKey[dict[str, bool]]()
+
+
+def _refuse_skip(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if UNAVAILABLE not in reason:
+            report.outcome = "failed"
+            report.longrepr = f"skipped: {reason!r}; a test may be skipped only for a reason '{UNAVAILABLE} …'"
+
+
+class Counts:
+    """What became of the tests, for the launcher."""
+
+    def __init__(self) -> None:
+        self.collected = 0
+        self.outcomes: dict[str, str] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collected = len(session.items)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self.outcomes[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        path = os.environ.get("PARLINALG_TEST_REPORT")
+        comm = verdict_comm()
+        if path and (comm is None or comm.rank == 0):
+            Path(path).write_text(json.dumps({"collected": self.collected, "outcomes": self.outcomes}))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.pluginmanager.register(Counts(), "parlinalg-counts")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash.get(RUNS_DONE, []):
+        terminalreporter.write_line(line)
+
+
+RUNS_DONE = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def runs_done(request: pytest.FixtureRequest) -> list[str]:
+    """Lines about the runs under mpiexec, printed at the end."""
+    return request.config.stash.setdefault(RUNS_DONE, [])
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether to run full sweeps (`--full`)."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def backend() -> str:
+    """The backend of this run: "numpy", or "cupy" (its stand-in, unless PARLINALG_TEST_BACKEND=gpu)."""
+    return "numpy" if BACKEND == "numpy" else "cupy"
+
+
+@pytest.fixture(scope="session")
+def xp(backend: str) -> Any:
+    """The array module of this run."""
+    from parlinalg.backend import select
+
+    return select(backend).xp
+
+
+@pytest.fixture(scope="session")
+def world() -> Any:
+    """parlinalg's communicator over all ranks of this run."""
+    from parlinalg.comm import open_comm
+
+    return open_comm()
+
+
+@pytest.fixture
+def make_grid(request: pytest.FixtureRequest, world: Any, backend: str) -> Iterator[Callable[..., Any]]:
+    """`make_grid({"r": 2, "c": 2})`: a grid over all ranks of this run, closed after the test.
+
+    With fewer ranks in the grid than in the run, the others idle, and may make every call.
+    """
+    from parlinalg.grid import Grid
+
+    made: list[Any] = []
+
+    def make(sizes: Mapping[str, int], **options: Any) -> Any:
+        made.append(Grid(sizes, **{"comm": world, "backend": backend, "idle": True, **options}))
+        return made[-1]
+
+    yield make
+    if request.node.stash[_OUTCOMES].get("call", False):
+        for grid in reversed(made):
+            grid.close()

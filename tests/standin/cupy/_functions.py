@@ -1,0 +1,127 @@
+"""The stand-in's functions: NumPy's, with CuPy's names and parameters only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import _api, cuda
+from ._array import call, ndarray, wrap
+
+
+class ufunc:
+    """An elementwise function; operands are device arrays and scalars."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.name = name
+        self.nin, self.nout, self._dtypes = _api.UFUNCS[name]
+        self._numpy: Any = getattr(np, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_keywords(self.name, kwargs, {"out", "where", "dtype", "casting"})
+        self._check(args)
+        if isinstance(kwargs.get("where", True), bool):
+            kwargs.pop("where", None)
+        return call(self._numpy, args, kwargs)
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        for arg in args:
+            if not isinstance(arg, (ndarray, np.generic, int, float, complex, type(None))):
+                raise TypeError(f"Unsupported type {type(arg)}")
+            if isinstance(arg, ndarray) and arg.dtype.char == "E" and "E" not in self._dtypes:
+                raise TypeError(f"Wrong type ({arg.dtype}) of arguments for cupy_{self.name}")
+
+    def _method(self, method: str, allowed: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.name not in allowed:
+            raise NotImplementedError(f"`{method}` is not supported for `cupy_{self.name}`")
+        self._check(args[:1])
+        return call(getattr(self._numpy, method), args, kwargs)
+
+    def reduce(self, array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:
+        return self._method("reduce", ("add", "multiply"), (array, axis, dtype, out, keepdims), {})
+
+    def accumulate(self, array: Any, axis: int = 0, dtype: Any = None, out: Any = None) -> Any:
+        return self._method("accumulate", ("add", "multiply"), (array, axis, dtype, out), {})
+
+    def reduceat(self, array: Any, indices: Any, axis: int = 0, dtype: Any = None, out: Any = None) -> Any:
+        return self._method("reduceat", ("add",), (array, indices, axis, dtype, out), {})
+
+    def outer(self, a: Any, b: Any, **kwargs: Any) -> Any:
+        return call(self._numpy.outer, (a, b), kwargs)
+
+    def at(self, a: Any, indices: Any, b: Any = None) -> None:
+        args = (a, indices) if b is None else (a, indices, b)
+        self._method(
+            "at", ("add", "subtract", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor"), args, {}
+        )
+
+    def __repr__(self) -> str:
+        return f"<ufunc 'cupy_{self.name}'>"
+
+
+def _refuse_keywords(name: str, kwargs: dict[str, Any], allowed: set[str]) -> None:
+    if unknown := set(kwargs) - allowed:
+        raise TypeError(f"Wrong arguments {sorted(unknown)} for cupy_{name}")
+
+
+def function(name: str) -> Any:
+    """The device function of a dotted name such as `linalg.norm`."""
+    place: Any = np
+    for part in name.split("."):
+        place = getattr(place, part)
+    signature = _api.FUNCTIONS[name]
+
+    def device_function(*args: Any, **kwargs: Any) -> Any:
+        _api.check_call(name, signature, args, kwargs)
+        return call(place, args, kwargs)
+
+    device_function.__name__ = name
+    return device_function
+
+
+def array(
+    obj: Any, dtype: Any = None, copy: bool = True, order: str = "K", subok: bool = False, ndmin: int = 0, *,
+    blocking: bool = False,
+) -> ndarray:  # fmt: skip
+    """A new device array from host or device values."""
+    if isinstance(obj, ndarray):
+        obj._reachable()
+        source = obj._a
+    elif isinstance(obj, (list, tuple)) and _holds_device_arrays(obj):
+        source = np.array(_strip(obj))
+    else:
+        source = np.array(obj)
+    made = np.array(source, dtype, copy=True if copy else None, order=order, ndmin=ndmin)  # type: ignore[call-overload]
+    cuda.issued()
+    if isinstance(obj, ndarray) and made is obj._a:
+        return obj
+    return wrap(made)  # type: ignore[no-any-return]
+
+
+def _holds_device_arrays(obj: Any) -> bool:
+    return any(isinstance(o, ndarray) or (isinstance(o, (list, tuple)) and _holds_device_arrays(o)) for o in obj)
+
+
+def _strip(obj: Any) -> Any:
+    return [o._a if isinstance(o, ndarray) else _strip(o) if isinstance(o, (list, tuple)) else o for o in obj]
+
+
+def asarray(
+    a: Any, dtype: Any = None, order: Any = None, *, copy: bool | None = None, blocking: bool = False
+) -> ndarray:
+    return array(a, dtype, bool(copy), order or "K", blocking=blocking)
+
+
+def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
+    return array(a, dtype, False, "C")
+
+
+def asfortranarray(a: Any, dtype: Any = None) -> ndarray:
+    return array(a, dtype, False, "F")
+
+
+def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> np.ndarray:
+    if isinstance(a, ndarray):
+        return a.get(stream, order, out, blocking)
+    return np.asarray(a, order=order)  # type: ignore[call-overload, no-any-return]

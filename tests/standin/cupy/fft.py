@@ -1,0 +1,13 @@
+"""`cupy.fft`: NumPy's functions, with CuPy's names and parameters only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _api, _functions
+
+
+def __getattr__(name: str) -> Any:
+    if f"fft.{name}" not in _api.FUNCTIONS:
+        raise AttributeError(f"module 'cupy.fft' has no attribute {name!r}")
+    return _functions.function(f"fft.{name}")
