@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -79,16 +79,16 @@ def carrier(block: Block) -> MPI.Datatype:
 
 
 class MpiHandle(Handle):
-    """A nonblocking MPI operation; the request keeps hold of the buffers."""
+    """A nonblocking MPI operation and its blocks (mpi4py lets go of those of an Iallreduce in place)."""
 
-    __slots__ = ("_comm", "_op", "_request", "_finish", "_number")
+    __slots__ = ("_blocks", "_comm", "_number", "_op", "_request")
 
-    def __init__(self, comm: MpiComm, op: str, request: MPI.Request, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, comm: MpiComm, op: str, request: MPI.Request, blocks: Any) -> None:
         self._comm = comm
         self._op = op
         self._number = comm._calls
         self._request: MPI.Request | None = request
-        self._finish = finish
+        self._blocks = blocks
         comm._under_way.add(self)
 
     def wait(self) -> None:
@@ -112,9 +112,7 @@ class MpiHandle(Handle):
     def _done(self) -> None:
         self._request = None
         self._comm._under_way.discard(self)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        self._blocks = None
 
 
 class MpiComm(Comm):
@@ -190,12 +188,12 @@ class MpiComm(Comm):
             if wait:
                 self.mpi.Allgather(own, whole)
                 return DONE
-            return MpiHandle(self, "all_gather", self.mpi.Iallgather(own, whole))
+            return MpiHandle(self, "all_gather", self.mpi.Iallgather(own, whole), (send, recv))
         runs = (recv, counts, None, kind)
         if wait:
             self.mpi.Allgatherv(own, runs)
             return DONE
-        return MpiHandle(self, "all_gather", self.mpi.Iallgatherv(own, runs))
+        return MpiHandle(self, "all_gather", self.mpi.Iallgatherv(own, runs), (send, recv))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
         if not isinstance(send, np.ndarray) and (is_half(send.dtype) or not self._takes(send)):
@@ -205,16 +203,22 @@ class MpiComm(Comm):
         if send.size > limits.max_count:
             return split.reduce_scatter(self, send, recv, counts, op, wait)
         kind = number(send.dtype)
-        whole, own = (send, send.size, kind), (recv, recv.size, kind)
+        own = (recv, recv.size, kind)
         if counts.count(counts[0]) == self.size:
+            whole = (send, recv.size, kind)
             if wait:
                 self.mpi.Reduce_scatter_block(whole, own, REDUCTIONS[op])
                 return DONE
-            return MpiHandle(self, "reduce_scatter", self.mpi.Ireduce_scatter_block(whole, own, REDUCTIONS[op]))
+            return MpiHandle(
+                self, "reduce_scatter", self.mpi.Ireduce_scatter_block(whole, own, REDUCTIONS[op]), (send, recv)
+            )
+        whole = (send, send.size, kind)
         if wait:
             self.mpi.Reduce_scatter(whole, own, counts, REDUCTIONS[op])
             return DONE
-        return MpiHandle(self, "reduce_scatter", self.mpi.Ireduce_scatter(whole, own, counts, REDUCTIONS[op]))
+        return MpiHandle(
+            self, "reduce_scatter", self.mpi.Ireduce_scatter(whole, own, counts, REDUCTIONS[op]), (send, recv)
+        )
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and (is_half(buffer.dtype) or not self._takes(buffer)):
@@ -227,7 +231,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
             return DONE
-        return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]))
+        return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]), buffer)
 
     def _reduce(self, send: Block, recv: Block, root: int, op: str, wait: bool) -> Handle:
         kind = number(send.dtype)
@@ -235,7 +239,9 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Reduce((send, send.size, kind), own, REDUCTIONS[op], root)
             return DONE
-        return MpiHandle(self, "reduce", self.mpi.Ireduce((send, send.size, kind), own, REDUCTIONS[op], root))
+        return MpiHandle(
+            self, "reduce", self.mpi.Ireduce((send, send.size, kind), own, REDUCTIONS[op], root), (send, recv)
+        )
 
     def _broadcast(self, buffer: Block, root: int, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
@@ -248,7 +254,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Bcast(spec, root)
             return DONE
-        return MpiHandle(self, "broadcast", self.mpi.Ibcast(spec, root))
+        return MpiHandle(self, "broadcast", self.mpi.Ibcast(spec, root), buffer)
 
     def _all_to_all(
         self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], wait: bool
@@ -265,7 +271,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Alltoallv(out, into)
             return DONE
-        return MpiHandle(self, "all_to_all", self.mpi.Ialltoallv(out, into))
+        return MpiHandle(self, "all_to_all", self.mpi.Ialltoallv(out, into), (send, recv))
 
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
@@ -276,7 +282,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Send(spec, to, tag)
             return DONE
-        return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag))
+        return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag), buffer)
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
@@ -287,7 +293,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Recv(spec, source, tag)
             return DONE
-        return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag))
+        return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag), buffer)
 
     def _takes(self, block: Block) -> bool:
         """Whether MPI may read and write this GPU block itself; makes sure that it is ready."""
