@@ -39,6 +39,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
 RARE = {12}  # numbers of ranks at which only the tests run that name them
 UNAVAILABLE = "cannot be had here:"
+collect_ignore = [] if BACKEND == "cupy" else ["backend/test_standin.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="run the full sweeps, not samples of them")
     group.addoption("--with-mpi", action="store_true", help="accepted, and not needed: mpiexec is noticed")
     group.addoption("--runs", default="", help="which runs to start, as 2,4,4:cupy (default: all in test_runs.py)")
+    group.addoption("--run-paths", default="tests", help="what those runs run: paths, separated by spaces")
 
 
 @pytest.hookimpl(trylast=True)

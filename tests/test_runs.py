@@ -31,7 +31,8 @@ def test_on_ranks(
     ranks: int, backend: str, full: bool, runs_done: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     report = tmp_path / "report.json"
-    arguments = ["-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--tb=short"]
+    paths = request.config.getoption("--run-paths").split()
+    arguments = ["-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--tb=short"]
     if expression := request.config.getoption("-m"):
         arguments += ["-m", expression]
     if full:
