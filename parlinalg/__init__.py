@@ -1,10 +1,12 @@
 """Numerical linear algebra and model training on MPI processor grids."""
 
+from parlinalg import random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
 from parlinalg.comm import ledger
 from parlinalg.errors import CommError, ConfigError, GridError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+from parlinalg.matmul import matmul, plan_matmul
 from parlinalg.plan import Plan
 
 __version__ = "0.1.0"
@@ -27,6 +29,9 @@ __all__ = [
     "from_function",
     "full",
     "ledger",
+    "matmul",
     "ones",
+    "plan_matmul",
+    "random",
     "zeros",
 ]

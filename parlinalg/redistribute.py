@@ -87,14 +87,17 @@ def _ordered(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order
 ) -> Work:
     if order is None:
-        return (yield from _carry(block, src, dst, shape, grid, wait, owned))
+        return (yield from carry(block, src, dst, shape, grid, wait, owned))
     stored = tuple(shape[d] for d in order)
-    work = _carry(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, wait, owned)
+    work = carry(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, wait, owned)
     out = yield from work
     return out.transpose(tuple(order.index(d) for d in range(len(order))))
 
 
-def _carry(block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def carry(
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool = False
+) -> Work:
+    """The generator behind `redistribute`: yields the handle of each communication, and returns the new block."""
     src.check(shape, grid.sizes)
     dst.check(shape, grid.sizes)
     if not grid.inside:

@@ -1,0 +1,45 @@
+"""The local part of a product: one GEMM on this rank's blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from parlinalg.backend import namespace
+
+Block = Any
+
+
+def as_matrix(block: Block, batch: int, rows: int) -> Block:
+    """The block as [*batch, M, K]: its dims merged in two groups, after `batch` dims, `rows` of them in the first.
+
+    A view wherever the groups lie evenly in memory, as they do for contiguous blocks and for transposes of such.
+    """
+    shape = block.shape
+    if len(shape) == batch + 2 and rows == 1:
+        return block
+    return block.reshape((*shape[:batch], math.prod(shape[batch : batch + rows]), math.prod(shape[batch + rows :])))
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether the dtype is a 16-bit float: its products are summed in float32."""
+    return dtype.itemsize == 2 and dtype.kind not in "iub"
+
+
+def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
+    """`x @ w` of matrices (with leading batch dims) in `dtype`; 16-bit floats are multiplied and summed in float32.
+
+    With `out`, its float32 (or `dtype`) elements receive the product.
+    """
+    xp = namespace(x)
+    work = np.dtype(np.float32) if is_half(dtype) else dtype
+    if x.dtype != work:
+        x = x.astype(work)
+    if w.dtype != work:
+        w = w.astype(work)
+    if out is not None:
+        return xp.matmul(x, w, out=out)
+    y = xp.matmul(x, w)
+    return y if work == dtype else y.astype(dtype)
