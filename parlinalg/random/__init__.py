@@ -1,0 +1,166 @@
+"""Random arrays that are the same on every grid and backend, bit for bit.
+
+An element depends on the seed, a name, the number of a call, a step, and its index in the global array, and on nothing
+else: not on how the array is cut, nor on what was drawn before.  Nothing is kept to draw the same numbers again.
+
+The numbers are made on the host, and copied where blocks live elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.array import DistArray
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.random.counter import Stream, Words, block_words, key
+from parlinalg.random.quantile import normal_quantile
+from parlinalg.redistribute import fitting, redistribute
+
+__all__ = ["bernoulli", "integers", "normal", "permutation", "uniform"]
+
+
+def uniform(
+    shape: int | Sequence[int], grid: Grid, layout: Layout, *, low: float = 0.0, high: float = 1.0,
+    dtype: DTypeLike = np.float64, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
+) -> DistArray:  # fmt: skip
+    """Numbers between `low` and `high` (which rounding may reach), all equally likely.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+        The global shape.
+    layout : Layout
+        How the array is cut.
+    dtype : float dtype
+        The numbers are made in float64 and rounded to it.
+    seed, name, call, step
+        What the numbers depend on, beside their index: such as a parameter's or layer's qualified name, the number of
+        the call within a step, and the training step.
+    start : int
+        The index along the first dim that the array begins at, where it is a part of a longer one: a microbatch at its
+        place in the step's batch draws what the whole batch would.
+
+    Raises
+    ------
+    TypeError
+        If dtype is not a float dtype.
+    LayoutError
+        If the layout does not fit the shape or the grid.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> with pla.Grid({"r": 1}) as grid:
+    ...     print(pla.random.uniform((2, 2), grid, pla.Layout("r", None), seed=1, name="w").gather().round(3))
+    [[0.921 0.317]
+     [0.946 0.871]]
+    """
+    width = high - low
+
+    def convert(words: Words) -> np.ndarray:
+        u = (words >> np.uint64(11)).astype(np.float64)
+        u *= 2.0**-53 * width
+        u += low
+        return u
+
+    return _draw(convert, 64, shape, grid, layout, _float(dtype, "uniform"), key(seed, name, call, step), start)
+
+
+def normal(
+    shape: int | Sequence[int], grid: Grid, layout: Layout, *, mean: float = 0.0, std: float = 1.0,
+    dtype: DTypeLike = np.float64, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
+) -> DistArray:  # fmt: skip
+    """Normally distributed numbers; arguments and errors as of `uniform`."""
+
+    def convert(words: Words) -> np.ndarray:
+        u = (words >> np.uint64(12)).astype(np.float64)
+        u += 0.5
+        u *= 2.0**-52  # exact, and so is 1 - u: the two tails are alike
+        z = normal_quantile(u)
+        z *= std
+        z += mean
+        return z
+
+    return _draw(convert, 64, shape, grid, layout, _float(dtype, "normal"), key(seed, name, call, step), start)
+
+
+def bernoulli(
+    shape: int | Sequence[int], grid: Grid, layout: Layout, p: float, *,
+    seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
+) -> DistArray:  # fmt: skip
+    """True with probability p (to 2⁻³²), else False; arguments as of `uniform`.
+
+    Raises
+    ------
+    ValueError
+        If p is not a probability.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"a probability is between 0 and 1, not {p}")
+    limit = round(p * 2**32)
+
+    def convert(words: Words) -> np.ndarray:
+        return np.ones(words.shape, np.bool_) if limit > 0xFFFFFFFF else words < np.uint32(limit)
+
+    return _draw(convert, 32, shape, grid, layout, np.dtype(np.bool_), key(seed, name, call, step), start)
+
+
+def integers(
+    shape: int | Sequence[int], grid: Grid, layout: Layout, low: int, high: int, *,
+    seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
+) -> DistArray:  # fmt: skip
+    """Integers (int64) from low to high - 1, equally likely to (high - low) / 2³²; arguments as of `uniform`.
+
+    Raises
+    ------
+    ValueError
+        If there is no integer in the range, or more than 2³².
+    """
+    if not 0 < high - low <= 2**32:
+        raise ValueError(f"integers from {low} to below {high}: the range must hold 1 to 2**32 integers")
+
+    def convert(words: Words) -> np.ndarray:
+        wide = words.astype(np.uint64) * np.uint64(high - low)
+        return (wide >> np.uint64(32)).astype(np.int64) + low
+
+    return _draw(convert, 32, shape, grid, layout, np.dtype(np.int64), key(seed, name, call, step), start)
+
+
+def permutation(n: int, *, seed: int = 0, epoch: int = 0, name: str = "permutation") -> np.ndarray:
+    """0 to n - 1 in random order, a host array of int64, the same on every rank: the order of an epoch's samples.
+
+    >>> permutation(5, seed=0, epoch=1)
+    array([1, 0, 3, 2, 4])
+    """
+    words = Stream(key(seed, name, 0, epoch)).take(0, n)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def _draw(
+    convert: Callable[[Words], np.ndarray], bits: int, shape: int | Sequence[int], grid: Grid, layout: Layout,
+    dtype: np.dtype[Any], stream: np.ndarray, start: int,
+) -> DistArray:  # fmt: skip
+    """The array of the elements that `convert` makes of their words, chunk by chunk."""
+    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    cut = fitting(layout, shape, grid).with_partial(())
+    ranges = grid.block(cut, shape)
+    lengths = tuple(len(r) for r in ranges)
+    flat = np.empty(math.prod(lengths), dtype)
+    if grid.inside:
+        for place, words in block_words(Stream(stream, bits), shape, ranges, start):
+            flat[place : place + len(words)] = convert(words)
+    block = grid.backend.from_host(flat.reshape(lengths))
+    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+
+
+def _float(dtype: DTypeLike, what: str) -> np.dtype[Any]:
+    dtype = np.dtype(dtype)
+    if dtype.kind != "f" and dtype.name != "bfloat16":
+        raise TypeError(f"random.{what} makes float16, bfloat16, float32 or float64, not {dtype}")
+    return dtype

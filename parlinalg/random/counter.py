@@ -1,0 +1,107 @@
+"""Random words by counting: word i of a stream depends on the stream's key and on i alone.
+
+The generator is Philox 4×64 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2,
+3", 2011).  Every element of a global array takes its own word, numbered by its flat index in C order, so that a rank
+computes exactly its block and no cut changes a bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import pairwise
+
+import numpy as np
+
+Words = np.ndarray
+
+#: Words made at a time: few enough to stay in the cache with what is computed from them.
+CHUNK = 1 << 15
+#: Words left out between two runs that cost less to make and drop than to jump over.
+JUMP = 1 << 10
+
+
+def key(seed: int, name: str = "", call: int = 0, step: int = 0) -> np.ndarray:
+    """The key of the stream for this seed, name, number of call and step: 128 bits of a hash, as two uint64."""
+    label = json.dumps([int(seed), str(name), int(call), int(step)])
+    return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=16).digest(), "<u8").astype(np.uint64)
+
+
+class Stream:
+    """The words of one key.
+
+    Parameters
+    ----------
+    key : array of two uint64
+    bits : {64, 32}
+        The width of a word.
+    """
+
+    def __init__(self, key: np.ndarray, bits: int = 64) -> None:
+        self._philox = np.random.Philox(key=key, counter=0)
+        self._dtype = np.dtype(f"<u{bits // 8}")
+        self._each = 256 // bits  # words a count
+        self._at = 0
+
+    def take(self, start: int, n: int) -> Words:
+        """Words start to start + n - 1."""
+        first, last = start // self._each, -(-(start + n) // self._each)
+        if first != self._at:
+            self._philox.advance(first - self._at)
+        raw: np.ndarray = self._philox.random_raw(4 * (last - first))
+        self._at = last
+        skip = start - first * self._each
+        return raw.astype("<u8", copy=False).view(self._dtype)[skip : skip + n]
+
+
+def block_words(
+    stream: Stream, shape: Sequence[int], block: Sequence[range], start: int = 0
+) -> Iterator[tuple[int, Words]]:
+    """The words of the elements of a block, in C order, a chunk at a time: (place of the first in the block, words).
+
+    Parameters
+    ----------
+    shape : sequence of int
+        The global shape.
+    block : sequence of range
+        For each dim the global indices in the block.
+    start : int
+        What the indices along the first dim are counted from, where the array is itself a part of a longer one.
+    """
+    if not math.prod(len(r) for r in block):
+        return
+    shift = start * math.prod(shape[1:])
+    cut = max((d for d, r in enumerate(block) if len(r) != shape[d]), default=0)
+    width = math.prod(shape[cut + 1 :])
+    row = width * (shape[cut] if shape else 1)
+    run, inside = (width * len(block[cut]), width * block[cut].start) if shape else (1, 0)
+    if row == run:
+        yield from _line(stream, shift, row, 0)
+        return
+    rows = _rows(shape[:cut], block[:cut])
+    if row - run > JUMP or row > CHUNK:
+        for i, r in enumerate(rows.tolist()):
+            yield from _line(stream, shift + r * row + inside, run, i * run)
+        return
+    most = max(1, CHUNK // row)
+    edges = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    for first, stop in pairwise(edges):  # rows that lie one after the other in the global array
+        for i in range(first, stop, most):
+            n = min(most, stop - i)
+            words = stream.take(shift + int(rows[i]) * row, n * row).reshape(n, row)
+            yield i * run, np.ascontiguousarray(words[:, inside : inside + run]).reshape(-1)
+
+
+def _line(stream: Stream, start: int, n: int, place: int) -> Iterator[tuple[int, Words]]:
+    for at in range(0, n, CHUNK):
+        yield place + at, stream.take(start + at, min(CHUNK, n - at))
+
+
+def _rows(shape: Sequence[int], block: Sequence[range]) -> np.ndarray:
+    """The flat indices of the block's elements in an array of this shape, ascending."""
+    indices = (np.arange(r.start, r.stop, dtype=np.int64) for r in block)
+    pairs = zip(indices, shape, strict=True)
+    return reduce(lambda flat, pair: (flat[:, None] * pair[1] + pair[0]).reshape(-1), pairs, np.zeros(1, np.int64))
