@@ -1,0 +1,119 @@
+"""Batches of a data set as distributed arrays: every rank cuts its own block, and nothing is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout, piece
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch, or one microbatch of it.
+
+    Attributes
+    ----------
+    x : DistArray
+        [samples, features].
+    y : DistArray
+        [samples], labels.
+    offset : int
+        The place of its first sample in the step's whole batch.
+    """
+
+    x: DistArray
+    y: DistArray
+    offset: int = 0
+
+    def __len__(self) -> int:
+        return self.x.shape[0]
+
+
+class Loader:
+    """Global batches in an order that depends on the seed and the epoch alone: the same on every grid.
+
+    Parameters
+    ----------
+    x, y : ndarray
+        Samples [samples, …] and labels [samples], the same on every rank.
+    batch_size : int
+        Samples a batch over all ranks; the last one may be smaller.
+    grid : Grid
+    x_layout, y_layout : Layout
+        Of a batch of x, with one entry a dim, and of y.
+    dtype : dtype
+        Of x in the batches.
+    seed : int
+    shuffle : bool
+        Whether every epoch takes the samples in another order.
+    """
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        batch_size: int,
+        grid: Grid,
+        x_layout: Layout,
+        y_layout: Layout,
+        *,
+        dtype: Any = np.float32,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if len(x) != len(y):
+            raise ConfigError(f"x has {len(x)} samples and y {len(y)}; the lengths must agree")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
+        x_layout.check(x.shape, grid.sizes)
+        y_layout.check(y.shape, grid.sizes)
+        self.x, self.y = x, y
+        self.batch_size = batch_size
+        self.grid = grid
+        self.x_layout, self.y_layout = x_layout, y_layout
+        self.dtype = np.dtype(dtype)
+        self.seed, self.shuffle = seed, shuffle
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return (len(self.x) + self.batch_size - 1) // self.batch_size
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The order in which an epoch takes the samples."""
+        if not self.shuffle:
+            return np.arange(len(self.x))
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch + 1])).permutation(len(self.x))
+
+    def epoch(self, epoch: int, parts: int = 1) -> Iterator[list[Batch]]:
+        """The batches of an epoch, each as a list of at most `parts` microbatches of nearly equal size."""
+        order = self.order(epoch)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            cuts = (piece(len(rows), parts, i) for i in range(parts))
+            yield [self.batch(rows[c.start : c.stop], c.start) for c in cuts if c]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the first epoch."""
+        for (batch,) in self.epoch(0):
+            yield batch
+
+    def batch(self, rows: np.ndarray, offset: int = 0) -> Batch:
+        """The samples with these numbers as a batch."""
+        x = self._cut(self.x, rows, self.x_layout, self.dtype)
+        y = self._cut(self.y, rows, self.y_layout, self.y.dtype)
+        return Batch(x, y, offset)
+
+    def _cut(self, array: np.ndarray, rows: np.ndarray, layout: Layout, dtype: np.dtype[Any]) -> DistArray:
+        """The block of `array[rows]` that the layout gives this rank."""
+        shape = (len(rows), *array.shape[1:])
+        mine, *rest = self.grid.block(layout, shape)
+        part = array[rows[mine.start : mine.stop]][:, *(slice(r.start, r.stop) for r in rest)]
+        block = self.grid.backend.from_host(np.array(part, dtype=dtype, order="C"))
+        return DistArray(block, shape, layout, self.grid)

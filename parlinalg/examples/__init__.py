@@ -1,0 +1,1 @@
+"""Configurations that come with parlinalg: `parlinalg train NAME` runs them."""

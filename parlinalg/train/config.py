@@ -1,0 +1,243 @@
+"""Configurations: what may stand in one, its defaults, and how it is read.  Pure: no MPI.
+
+A configuration is a Python file whose variables are the keys, a dict of them, or the name of a shipped example.  Every
+key is optional.
+"""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from parlinalg.errors import ConfigError
+from parlinalg.train.keys import (
+    Check,
+    Choice,
+    check_keys,
+    choice,
+    flag,
+    missing,
+    one_of,
+    optional,
+    real,
+    refuse,
+    section,
+    several,
+    text,
+    whole,
+)
+from parlinalg.train.overrides import override
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+_share = real(0, 1, above=True, below=True)
+
+
+def _hidden(where: str, value: Any) -> Any:
+    return several(whole(1))(where, [value] if isinstance(value, int) else value)
+
+
+DATASETS: dict[str, dict[str, Check]] = {
+    "digits": {"test": _share},
+    "npz": {"path": text, "test": _share},
+}
+MODELS: dict[str, dict[str, Check]] = {
+    "mlp": {
+        "hidden": _hidden,
+        "activation": one_of("relu", "gelu", "tanh", "sigmoid"),
+        "dropout": real(0, 1, below=True),
+        "bias": flag,
+    },
+}
+_betas = several(real(0, 1, below=True), length=2)
+_adam: dict[str, Check] = {
+    "lr": real(0), "betas": _betas, "eps": real(0, above=True), "weight_decay": real(0),
+}  # fmt: skip
+OPTIMIZERS: dict[str, dict[str, Check]] = {
+    "sgd": {"lr": real(0), "momentum": real(0, 1, below=True), "nesterov": flag, "weight_decay": real(0)},
+    "adam": _adam,
+    "adamw": _adam,
+}
+LR_SCHEDULES: dict[str, dict[str, Check]] = {
+    "constant": {"warmup": whole(0)},
+    "cosine": {"warmup": whole(0), "final": real(0, 1)},
+    "linear": {"warmup": whole(0), "final": real(0, 1)},
+    "step": {"warmup": whole(0), "every": whole(1), "factor": real(0, 1, above=True)},
+}
+CRITERIA: dict[str, dict[str, Check]] = {
+    "cross_entropy": {"label_smoothing": real(0, 1, below=True)},
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration.
+
+    Attributes
+    ----------
+    parallel : dict
+        See `parlinalg.train.parallel.share_out`, which checks it against the number of ranks.
+    backend : {"auto", "numpy", "cupy"}
+    dtype : {"float32", "float64"}
+        Of the parameters and the arithmetic.
+    seed : int
+        Of the weights, the order of the data, dropout, and the split into training and test data.
+    model, data, optimizer, lr_schedule, criterion : Choice
+        A name and options; the tables of this module list them.
+    epochs : int
+        Passes over the training data, unless `steps` is given.
+    steps : int or None
+        Optimizer steps.
+    batch_size : int
+        Samples a step, over all ranks and microbatches; the last batch of an epoch may be smaller.
+    gradient_accumulation : int
+        Microbatches into which a step's batch is cut.
+    clip_grad_norm : float or None
+        The largest 2-norm of the gradient of the whole model.
+    """
+
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+    model: Choice = field(default_factory=lambda: Choice("mlp", {}))
+    data: Choice = field(default_factory=lambda: Choice("digits", {}))
+    optimizer: Choice = field(default_factory=lambda: Choice("adamw", {}))
+    lr_schedule: Choice = field(default_factory=lambda: Choice("constant", {}))
+    criterion: Choice = field(default_factory=lambda: Choice("cross_entropy", {}))
+    epochs: int = 10
+    steps: int | None = None
+    batch_size: int = 64
+    gradient_accumulation: int = 1
+    clip_grad_norm: float | None = None
+
+
+def _parallel(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise refuse(where, value, "a dict with the keys data, pipeline, sequence, tensor")
+    return value
+
+
+def _data(where: str, value: Any) -> Choice:
+    if isinstance(value, Mapping) and "path" in value and "name" not in value:
+        value = {"name": "npz", **value}
+    if isinstance(value, str) and value.endswith(".npz"):
+        value = {"name": "npz", "path": value}
+    chosen: Choice = choice(DATASETS)(where, value)
+    if chosen.name == "npz" and "path" not in chosen.options:
+        raise ConfigError(f"{where} (npz) needs a path: data=dict(path='FILE.npz') of a file with arrays x and y")
+    return chosen
+
+
+_ONE_PROGRAM = "leave it out"
+CHECKS: dict[str, Check] = {
+    "parallel": _parallel,
+    "backend": one_of("auto", "numpy", "cupy"),
+    "dtype": one_of("float32", "float64"),
+    "seed": whole(0),
+    "model": choice(MODELS, default="mlp"),
+    "data": _data,
+    "optimizer": choice(OPTIMIZERS, default="adamw"),
+    "lr_schedule": choice(LR_SCHEDULES),
+    "criterion": choice(CRITERIA, default="cross_entropy"),
+    "epochs": whole(1),
+    "steps": optional(whole(1)),
+    "batch_size": whole(1),
+    "gradient_accumulation": whole(1),
+    "clip_grad_norm": optional(real(0, above=True)),
+    "precision": missing("mixed precision", "use dtype='float32'"),
+    "zero": missing("ZeRO", "use zero=dict(stage=0), or leave it out", {}, {"stage": 0}, 0),
+    "schedule": missing("a pipeline schedule", _ONE_PROGRAM),
+    "offload": missing("offloading", _ONE_PROGRAM),
+    "gradient_handler": missing(
+        "choosing a gradient handler", "gradients are summed over all ranks that need it; leave it out",
+        [], [{"type": "DataParallel"}],
+    ),
+}  # fmt: skip
+
+
+def check(values: Mapping[str, Any]) -> Config:
+    """A configuration from a dict of its keys.
+
+    Raises
+    ------
+    ConfigError
+        If a key is unknown at any level (the message names the nearest right one), a value is out of range, or asks for
+        what is not there yet.
+    """
+    if not isinstance(values, Mapping):
+        raise refuse("a configuration", values, "a dict, or the path of a Python file")
+    for key in values:
+        if key in ("pipeline", "sequence", "tensor"):
+            raise ConfigError(f"the configuration has an unknown key {key!r}: write it inside parallel=dict({key}=…)")
+    check_keys("the configuration", values, CHECKS)
+    checked = section("", values, {k: _bare(c) for k, c in CHECKS.items()})
+    return Config(**{k: v for k, v in checked.items() if k in Config.__dataclass_fields__})
+
+
+def _bare(check: Check) -> Check:
+    return lambda where, value: check(where.lstrip("."), value)
+
+
+def load(source: Any, settings: Sequence[str] = ()) -> Config:
+    """Read and check a configuration.
+
+    Parameters
+    ----------
+    source : Config, dict, str or Path
+        The configuration itself, the path of a Python file, or the name of a shipped example such as "digits".
+    settings : sequence of str
+        Values to replace, such as "parallel.tensor.mode=2d", as on the command line.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing or fails, or the configuration does not pass `check`.
+    """
+    if isinstance(source, Config):
+        if settings:
+            raise ConfigError("settings replace values of a dict or a file, not of a Config that is checked already")
+        return source
+    values = source if isinstance(source, Mapping) else read(source)
+    return check(override(values, settings))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The variables of a Python file; modules, functions, classes and names with an underscore are its own affair."""
+    file = _found(path)
+    try:
+        variables = runpy.run_path(str(file), run_name="parlinalg_config")
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno if error.__traceback__ else 0
+        line = error.lineno or line if isinstance(error, SyntaxError) else line
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the configuration {file} fails near line {line}: {what}") from error
+    return {name: value for name, value in variables.items() if not _aside(name, value)}
+
+
+def _aside(name: str, value: object) -> bool:
+    return name.startswith("_") or isinstance(value, ModuleType) or inspect.isroutine(value) or inspect.isclass(value)
+
+
+def _found(path: str | Path) -> Path:
+    if not isinstance(path, str | Path):
+        raise refuse("a configuration", path, "a dict, or the path of a Python file")
+    shipped = examples()
+    if str(path) in shipped and not Path(path).is_file():
+        return shipped[str(path)]
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"there is no configuration {str(path)!r}: give a Python file, or a shipped example ({', '.join(shipped)})"
+        )
+    return Path(path)
+
+
+def examples() -> dict[str, Path]:
+    """The shipped examples, by name."""
+    return {file.stem: file for file in sorted(EXAMPLES.glob("[a-z]*.py"))}

@@ -1,0 +1,145 @@
+"""From a configuration to the mesh of ranks it asks for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from parlinalg.comm import Comm, open_comm
+from parlinalg.errors import ConfigError, ParlinalgError
+from parlinalg.grid import Grid
+from parlinalg.layout import index_of
+from parlinalg.schemes import Scheme
+from parlinalg.train.config import Config, load
+from parlinalg.train.keys import listed
+from parlinalg.train.parallel import DATA, Parallel, share_out
+
+
+class Mesh:
+    """The ranks as a configuration shares them out.
+
+    Attributes
+    ----------
+    grid : Grid
+        Its axes: "data" where data parallelism has ranks (or there is no other axis), then the tensor axes.
+    scheme : Scheme
+        The parallel scheme on these axes.
+    config : Config
+    parallel : Parallel
+        The sizes.
+    """
+
+    def __init__(self, grid: Grid, config: Config, parallel: Parallel) -> None:
+        self.grid = grid
+        self.config = config
+        self.parallel = parallel
+        self.scheme: Scheme = parallel.scheme
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The axes of the grid that a dimension of the configuration, or an axis, spans.
+
+        Parameters
+        ----------
+        name : str
+            "data", "tensor", "pipeline", "sequence", or an axis of the grid.
+
+        Raises
+        ------
+        ConfigError
+            If it is neither.
+        """
+        if name in (DATA, "pipeline", "sequence"):
+            return (name,) if name in self.grid.axes else ()
+        if name == "tensor":
+            return tuple(a for a in self.grid.axes if a != DATA)
+        if name in self.grid.axes:
+            return (name,)
+        known = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *self.grid.axes))
+        raise ConfigError(f"the mesh has no {name!r}; it has {listed(known)}")
+
+    def size(self, name: str) -> int:
+        """How many ranks a dimension ("data", "tensor", …) or an axis spans."""
+        size = 1
+        for axis in self.axes(name):
+            size *= self.grid.sizes[axis]
+        return size
+
+    def rank(self, name: str) -> int:
+        """This rank's number along a dimension or an axis; over several axes in row-major order."""
+        return index_of(self.axes(name), self.grid.sizes, self.grid.coords)
+
+    def comm(self, name: str) -> Comm:
+        """The communicator of the ranks that differ from this one along a dimension or an axis only."""
+        return self.grid.comm(self.axes(name))
+
+    def close(self) -> None:
+        """Free the communicators.  Collective."""
+        self.grid.close()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.grid.__exit__(kind, value, trace)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{n}={self.size(n)}" for n in ("data", "pipeline", "sequence", "tensor"))
+        return f"Mesh({sizes}, scheme={self.scheme.name!r}, grid={self.grid!r})"
+
+
+def launch(
+    config: Config | Mapping[str, object] | str | Path | None = None,
+    comm: object = None,
+    backend: str | None = None,
+    *,
+    settings: Sequence[str] = (),
+) -> Mesh:
+    """Share out the ranks as a configuration says.  Collective.
+
+    Parameters
+    ----------
+    config : dict, str, Path or Config, optional
+        A configuration (its `parallel`, if any, matters here; all of it is checked), the path of one, or the name of a
+        shipped example.  By default every rank is data parallel.
+    comm : mpi4py communicator, Comm or None
+        The ranks, by default all of `MPI.COMM_WORLD`.
+    backend : {"auto", "numpy", "cupy"}, optional
+        Where blocks live, by default as the configuration says.
+    settings : sequence of str
+        Values to replace, such as "parallel.tensor.mode=2d".
+
+    Returns
+    -------
+    Mesh
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if the configuration is wrong on any of them, does not fit the ranks, or differs between them.
+
+    Examples
+    --------
+    >>> mesh = launch(dict(parallel=dict(tensor=dict(size=1, mode="2d"))))
+    >>> mesh.size("tensor"), mesh.rank("data"), mesh.grid.sizes
+    (1, 0, {'r': 1, 'c': 1})
+    """
+    world = open_comm(comm)
+    problem, checked, parallel = "", Config(), None
+    try:
+        checked = load({} if config is None else config, settings)
+        parallel = share_out(checked.parallel, world.size)
+    except ParlinalgError as error:
+        problem = str(error)
+    digest = hashlib.sha256(repr(checked).encode()).hexdigest()
+    facts = world.share([problem, digest])
+    if first := next((theirs for theirs, _ in facts if theirs), ""):
+        raise ConfigError(first)
+    if (odd := next((r for r, fact in enumerate(facts) if fact[1] != facts[0][1]), None)) is not None:
+        raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
+    if parallel is None:
+        raise ConfigError("this rank has no configuration")
+    return Mesh(Grid(parallel.axes, world, backend or checked.backend), checked, parallel)
