@@ -9,6 +9,7 @@ from types import TracebackType
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import set_blas_threads
 from parlinalg.comm import Comm, open_comm
+from parlinalg.comm.place import place_on_node
 from parlinalg.comm.single import SingleComm
 from parlinalg.errors import GridError
 from parlinalg.layout import Cut, Layout, coordinates
@@ -79,7 +80,7 @@ class Grid:
         self.coords = self.coords_of(self.rank) if self.inside else {}
         cart = self.world.cartesian(self.sizes)
         self._cart: Comm = SingleComm() if cart is None else cart
-        self.threads = set_blas_threads(self.world.local_size)
+        self.threads = set_blas_threads(place_on_node(self.world)[1])
 
     def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
         """The sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
@@ -89,12 +90,15 @@ class Grid:
             if theirs[0]:
                 raise GridError(theirs[0])
             if theirs[1:] != mine[1:] or list(theirs[1]) != list(mine[1]):
-                raise GridError(f"rank {rank} makes a grid {theirs[1]} with backend {theirs[2]!r}, rank {self.world.rank} one of {mine[1]} with backend {backend!r}; all ranks must make the same grid")
+                raise GridError(
+                    f"rank {rank} makes a grid {theirs[1]} with backend {theirs[2]!r}, rank {self.world.rank} one of {mine[1]} with backend {backend!r}; all ranks must make the same grid"
+                )
         return {a: int(n) for a, n in sizes.items()}
 
     def _agreed_backend(self, name: str) -> Backend:
+        local_rank = place_on_node(self.world)[0]
         try:
-            chosen, problem = select(name, self.world.local_rank), ""
+            chosen, problem = select(name, local_rank), ""
         except Exception as error:  # told to all ranks below
             chosen, problem = None, f"rank {self.rank}: {error}"
         replies = self.world.share([problem, chosen.name if chosen else ""])
@@ -102,7 +106,7 @@ class Grid:
             if theirs:
                 raise GridError(f"backend {name!r} cannot be used: {theirs}")
         if chosen is None or any(theirs != chosen.name for _, theirs in replies):
-            chosen = select("numpy", self.world.local_rank)  # "auto" where only some ranks have a GPU
+            chosen = select("numpy", local_rank)  # "auto" where only some ranks have a GPU
         return chosen
 
     @property
@@ -178,7 +182,9 @@ class Grid:
     def __enter__(self) -> Grid:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:  # an error on this rank must not wait for the others
             self.close()
 
@@ -199,7 +205,9 @@ def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:
     if total == ranks or (idle and total < ranks):
         return ""
     shapes = factorizations(ranks, len(sizes))
-    fitting = ", ".join(str(dict(zip(sizes, s, strict=True))) for s in shapes[:24]) + (", …" if len(shapes) > 24 else "")
+    fitting = ", ".join(str(dict(zip(sizes, s, strict=True))) for s in shapes[:24]) + (
+        ", …" if len(shapes) > 24 else ""
+    )
     return f"a grid {dict(sizes)} takes {total} ranks, but there are {ranks}; shapes that fit: {fitting}"
 
 
