@@ -11,10 +11,11 @@ from typing import Any
 from parlinalg.comm.base import Comm
 from parlinalg.comm.handle import Handle
 from parlinalg.comm.ledger import Book, ledger
+from parlinalg.comm.places import ranks_map
 from parlinalg.comm.single import SingleComm
 from parlinalg.errors import CommError
 
-__all__ = ["Book", "Comm", "Handle", "SingleComm", "ledger", "open_comm"]
+__all__ = ["Book", "Comm", "Handle", "SingleComm", "ledger", "open_comm", "ranks_map"]
 
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
@@ -50,7 +51,11 @@ def open_comm(comm: Any = None) -> Comm:
     if comm.size == 1:
         return SingleComm()
     own = comm.Dup()
-    return MpiComm(own, (), nodes_of(own), [], os.environ.get("PARLINALG_CHECK", "0") not in ("", "0"))
+    made = MpiComm(own, (), nodes_of(own), [], os.environ.get("PARLINALG_CHECK", "0") not in ("", "0"))
+    from parlinalg.comm.guard import guard
+
+    guard(made)
+    return made
 
 
 def _check_launcher(size: int, why: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from parlinalg.comm.arguments import alike, contiguous, counts_fit, own_fits, peer, reduction
 from parlinalg.comm.handle import DONE, Handle
-from parlinalg.comm.watch import slot
+from parlinalg.comm.watch import enrol, slot
 from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class Comm(ABC):
         self.books = books
         self.checked = checked
         self._calls = 0
+        self._under_way: set[Handle] = set()
+        """The handles of nonblocking operations not known to be done, so that dropping one does not drop its blocks."""
+        self.key = enrol(self) if size > 1 else "self"
+        """The same on all members, different from other communicators; for the monitor."""
         self._parcels: dict[int, list[Block]] = {}
         here = nodes[rank]
         self.local_rank = nodes[:rank].count(here)
@@ -183,7 +187,7 @@ class Comm(ABC):
             return DONE
         if self.books:
             self._note("send", 0, buffer.itemsize)
-        slot.state = (monotonic(), self, f"send to {to}", self._calls)
+        slot.state = (monotonic(), self, f"send to {to}", -1 - to)
         try:
             return self._send(buffer, to, tag, wait)
         finally:
@@ -197,7 +201,7 @@ class Comm(ABC):
             return _Parcel(self, buffer, tag, wait)
         if self.books:
             self._note("receive", buffer.size, buffer.itemsize)
-        slot.state = (monotonic(), self, f"receive from {source}", self._calls)
+        slot.state = (monotonic(), self, f"receive from {source}", -1 - source)
         try:
             return self._receive(buffer, source, tag, wait)
         finally:

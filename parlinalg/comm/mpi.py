@@ -19,7 +19,7 @@ from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.ledger import Book
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.staging import through_host
-from parlinalg.comm.watch import slot
+from parlinalg.comm.watch import Forming, slot, strike
 from parlinalg.errors import CommError
 
 CARRIERS: dict[int, MPI.Datatype] = {
@@ -83,10 +83,10 @@ class MpiHandle(Handle):
 
     __slots__ = ("_blocks", "_comm", "_number", "_op", "_request")
 
-    def __init__(self, comm: MpiComm, op: str, request: MPI.Request, blocks: Any) -> None:
+    def __init__(self, comm: MpiComm, op: str, request: MPI.Request, blocks: Any, number: int = 0) -> None:
         self._comm = comm
         self._op = op
-        self._number = comm._calls
+        self._number = number or comm._calls
         self._request: MPI.Request | None = request
         self._blocks = blocks
         comm._under_way.add(self)
@@ -123,7 +123,6 @@ class MpiComm(Comm):
     ) -> None:
         super().__init__(mpi.size, mpi.rank, axes, world_ranks_of(mpi), nodes, books, checked)
         self.mpi = mpi
-        self._under_way: set[MpiHandle] = set()
         self.first_phases: deque[half.TwoPhase] = deque()
         """16-bit all-reduces whose second phase has not begun, oldest first."""
         self._shadow: MpiComm | None = None
@@ -139,7 +138,7 @@ class MpiComm(Comm):
             return SingleComm(axes, self.world_ranks[self.rank], self.nodes[self.rank], self.books)
         whole = self.mpi.Get_group()
         group = whole.Incl(ranks)
-        slot.state = (monotonic(), self, f"sub{axes}", self._calls)
+        slot.state = (monotonic(), Forming(axes, tuple(self.world_ranks[r] for r in ranks)), "making a communicator", 0)
         try:
             made = self.mpi.Create_group(group)
         finally:
@@ -171,6 +170,7 @@ class MpiComm(Comm):
             if self._shadow is not None:
                 self._shadow.free()
             self.mpi.Free()
+            strike(self)
             self.mpi = _Freed(self.axes)  # type: ignore[assignment]
 
     # ------------------------------------------------------------------------------------------------ primitives
@@ -282,7 +282,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Send(spec, to, tag)
             return DONE
-        return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag), buffer)
+        return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag), buffer, -1 - to)
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
@@ -293,7 +293,7 @@ class MpiComm(Comm):
         if wait:
             self.mpi.Recv(spec, source, tag)
             return DONE
-        return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag), buffer)
+        return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag), buffer, -1 - source)
 
     def _takes(self, block: Block) -> bool:
         """Whether MPI may read and write this GPU block itself; makes sure that it is ready."""

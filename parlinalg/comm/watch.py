@@ -1,18 +1,34 @@
-"""What this process is waiting for, as its monitor thread reports it when a run hangs."""
+"""What this process is waiting for, as its monitor thread tells it when a run hangs."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from parlinalg.comm.base import Comm
 
-State = tuple[float, "Comm", str, int]
-"""When the wait began (time.monotonic), on which communicator, in which operation, and its number there."""
+
+class Forming(NamedTuple):
+    """A communicator that does not exist yet: its members wait for each other to make it."""
+
+    axes: tuple[str, ...]
+    world_ranks: tuple[int, ...]
+    key: str = "new"
+
+
+State = tuple[float, "Comm | Forming", str, int]
+"""When the wait began (time.monotonic), on which communicator, in which operation, and which of the operations on it
+that is, counted from 1; 0 if it is the making of a communicator, and −1 − rank if the wait is for that rank of it
+alone."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -24,22 +40,78 @@ class Slot:
     asked for.
     """
 
-    __slots__ = ("state",)
+    __slots__ = ("left", "state")
 
     def __init__(self) -> None:
         self.state: State | None = None
+        self.left: str | None = None
+        """How the process left its program, once it has."""
 
 
 slot = Slot()
 """The wait of this process (a process takes part in one collective at a time)."""
 
+_alive: WeakValueDictionary[str, Comm] = WeakValueDictionary()
+_made: Counter[str] = Counter()
+_freed: dict[str, int] = {}
+
+
+def enrol(comm: Comm) -> str:
+    """The name of a new communicator, the same on all its members: axes, ranks, and how many like it came before."""
+    like = f"{comm.axes}/{zlib.crc32(repr(comm.world_ranks).encode()):08x}"
+    _made[like] += 1
+    key = f"{like}/{_made[like]}"
+    _alive[key] = comm
+    return key
+
+
+def strike(comm: Comm) -> None:
+    """Remember how many operations began on a communicator that is being freed."""
+    _freed[comm.key] = comm._calls
+
+
+def calls_on(key: str) -> int | None:
+    """How many operations this process has begun on the communicator of that name; None if it has none of that name."""
+    comm = _alive.get(key)
+    return _freed.get(key) if comm is None else comm._calls
+
+
+def under_way() -> bool:
+    """Whether operations that this process began without waiting for them are still going on."""
+    return any(not handle.test() for comm in list(_alive.values()) for handle in list(comm._under_way))
+
+
+def describe(asker: int, key: str | None) -> dict[str, Any]:
+    """What this process is doing, for the monitor of the world's rank `asker`.
+
+    Returns
+    -------
+    dict
+        `line`: where the main thread is.  `left`: how the process ended its program, if it has.  If it waits in an
+        operation, `op`, `axes`, `number` and `key` say which, `since` for how many seconds, and `for_you` whether for
+        `asker` too.  `calls`: the operations begun on the communicator `key`.
+    """
+    told: dict[str, Any] = {"line": main_line()}
+    state = slot.state
+    if slot.left is not None:
+        told["left"] = slot.left
+    elif state is not None:
+        start, comm, op, number = state
+        ranks: Sequence[int] = comm.world_ranks if number >= 0 else (comm.world_ranks[-1 - number],)
+        told |= {"op": op, "axes": comm.axes, "number": number, "key": comm.key}
+        told |= {"since": monotonic() - start, "for_you": asker in ranks}
+    if key is not None:
+        told["calls"] = calls_on(key)
+    return told
+
 
 def user_line(frame: FrameType | None) -> str:
     """`file:line` of the innermost frame outside parlinalg, or of the outermost frame if all are inside."""
     last = "an unknown line"
+    here = os.getcwd() + os.sep
     while frame is not None:
         name = frame.f_code.co_filename
-        last = f"{os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name}:{frame.f_lineno}"
+        last = f"{name.removeprefix(here)}:{frame.f_lineno}"
         if not name.startswith((_PACKAGE, "<frozen ")):
             return last
         frame = frame.f_back

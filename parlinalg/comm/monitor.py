@@ -1,0 +1,178 @@
+"""The monitor: a thread of every process that says what the process waits for, and ends a run that hangs.
+
+It polls slowly on communicators of its own and costs the main thread nothing measurable.  A watchdog of nonblocking
+collectives would slow every collective a hundredfold on crowded cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from parlinalg.comm.report import stalled
+from parlinalg.comm.watch import State, describe, slot
+from parlinalg.errors import ConfigError
+
+POLL = 0.05
+"""Seconds between two looks at the mail."""
+
+PATIENCE = 0.5
+"""Seconds within which the others answer, unless they cannot."""
+
+_ASK, _ANSWER = 1, 2
+
+
+def time_limit() -> float:
+    """Seconds that a wait may take (PARLINALG_TIMEOUT); infinite if that is 0."""
+    text = os.environ.get("PARLINALG_TIMEOUT", "1800")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"PARLINALG_TIMEOUT={text!r} should be a number of seconds, or 0 for no limit")
+    return seconds or float("inf")
+
+
+class Circle:
+    """The ranks of one opened communicator, over which their monitors talk.
+
+    Attributes
+    ----------
+    mpi : mpi4py.MPI.Intracomm
+    ranks : tuple of int
+        The members' ranks in COMM_WORLD.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self.mpi = mpi
+        self.ranks = ranks
+        self._asked = 0
+        self._sent: list[tuple[MPI.Request, Any]] = []
+        self._lock = threading.Lock()
+
+    def answer(self) -> None:
+        """Answer the questions that have come."""
+        while (got := self._receive(_ASK)) is not None:
+            source, question = got
+            told = describe(self.ranks[source], question["key"])
+            self._send(told | {"nonce": question["nonce"]}, source, _ANSWER)
+        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+
+    def ask(self, ranks: Iterable[int], key: str | None = None) -> dict[int, dict[str, Any]]:
+        """What these ranks of COMM_WORLD are doing; those that do not answer within PATIENCE are missing."""
+        with self._lock:
+            self._asked += 1
+            nonce = f"{self.mpi.rank}.{self._asked}"
+            wanted = {r for r in ranks if r != self.ranks[self.mpi.rank]}
+            for rank in wanted:
+                self._send({"nonce": nonce, "key": key}, self.ranks.index(rank), _ASK)
+            told: dict[int, dict[str, Any]] = {}
+            end = time.monotonic() + PATIENCE
+            while len(told) < len(wanted) and time.monotonic() < end:
+                if (got := self._receive(_ANSWER)) is None:
+                    self.answer()
+                    time.sleep(0.005)
+                elif got[1].pop("nonce") == nonce:
+                    told[self.ranks[got[0]]] = got[1]
+            return told
+
+    def _send(self, message: dict[str, Any], to: int, tag: int) -> None:
+        data = np.frombuffer(json.dumps(message).encode(), np.uint8)
+        self._sent.append((self.mpi.Isend((data, data.size, MPI.UINT8_T), to, tag), data))
+
+    def _receive(self, tag: int) -> tuple[int, dict[str, Any]] | None:
+        status = MPI.Status()
+        message = self.mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+        if message is None:
+            return None
+        data = np.empty(status.Get_count(MPI.UINT8_T), np.uint8)
+        message.Recv((data, data.size, MPI.UINT8_T))
+        return status.Get_source(), json.loads(data.tobytes())
+
+
+class Monitor:
+    """The monitor thread of this process.
+
+    Parameters
+    ----------
+    limit : float
+        Seconds after which a wait ends the run.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.circles: list[Circle] = []
+        self.places: dict[int, str] = {}
+        """For each rank of COMM_WORLD in a circle its host and process, such as "host a, pid 12"."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="parlinalg monitor", daemon=True)
+
+    def add(self, mpi: MPI.Intracomm, ranks: tuple[int, ...], places: Iterable[str]) -> None:
+        """Serve the members of `mpi`, unless a circle of the same ranks is there already.  Collective over them."""
+        self.places.update(zip(ranks, places, strict=True))
+        if any(circle.ranks == ranks for circle in self.circles):
+            return
+        group = mpi.Get_group()
+        own = mpi.Create_group(group)
+        group.Free()
+        self.circles.append(Circle(own, ranks))
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(2)
+
+    def _run(self) -> None:
+        pid = os.getpid()
+        while not self._stop.wait(POLL) and os.getpid() == pid and not MPI.Is_finalized():
+            for circle in self.circles:
+                circle.answer()
+            state = slot.state
+            if state is not None and time.monotonic() - state[0] > self.limit:
+                self._give_up(state)
+
+    def _give_up(self, state: State) -> None:
+        """Report the wait and end the run, unless it ends in the meantime or a lower rank, stuck likewise, reports."""
+        start, comm, _, _ = state
+        me = MPI.COMM_WORLD.rank
+        circle = next((c for c in self.circles if set(comm.world_ranks) <= set(c.ranks)), None)
+        if circle is None:
+            return
+        asked = circle.ranks if len(circle.ranks) <= 64 else comm.world_ranks
+        told = circle.ask(asked, comm.key)
+        if slot.state is not state:
+            return
+        lower = any(rank < me and t.get("since", 0) > self.limit for rank, t in told.items())
+        if lower and time.monotonic() - start < self.limit + 4 * PATIENCE:
+            return
+        told[me] = describe(me, comm.key)
+        say(stalled(me, state, asked, told, self.places, self.limit))
+        MPI.COMM_WORLD.Abort(1)
+
+
+def say(text: str) -> None:
+    """Write to standard error in one piece, so that ranks do not interleave."""
+    os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+
+
+def warn_without_threads() -> None:
+    """MPI was started without thread support: say once what will be missing."""
+    if MPI.COMM_WORLD.rank == 0:
+        warnings.warn(
+            "MPI was started without MPI_THREAD_MULTIPLE, so no monitor can end this run if it hangs; "
+            "leave mpi4py.rc.thread_level at 'multiple'",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,77 @@
+"""The sentences about ranks that wait, never came, or left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from parlinalg.comm.watch import State
+
+Told = Mapping[str, Any]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def wait_text(told: Told) -> str:
+    """`all_reduce over ('r',) at train.py:12`."""
+    return f"{told['op']} over {tuple(told['axes'])} at {told['line']}"
+
+
+def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """The ranks of each different text, in the order of the lowest ranks."""
+    of: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        of.setdefault(texts[rank], []).append(rank)
+    return [(ranks, text) for text, ranks in of.items()]
+
+
+def stalled(
+    me: int, state: State, asked: Iterable[int], told: Mapping[int, Told], places: Mapping[int, str], limit: float
+) -> str:
+    """What the watchdog of rank `me` says about a wait of more than `limit` seconds."""
+    _, comm, op, number = state
+    members = set(comm.world_ranks) if number >= 0 else {me, comm.world_ranks[-1 - number]}
+    waiting, absent = {}, {}
+    for rank in asked:
+        answer = told.get(rank)
+        place = f" ({places[rank]})" if rank in places else ""
+        if answer is None:
+            absent[rank] = f"did not answer{place}: it is stopped, or in a call that does not let other threads run"
+        elif answer.get("key") == comm.key and answer.get("number") == number:
+            waiting[rank] = f"wait in {wait_text(answer)}"
+        elif rank not in members:
+            if "op" in answer:
+                absent[rank] = f"waits elsewhere, in {wait_text(answer)}"
+        else:
+            calls = answer.get("calls")
+            came = number > 0 and calls is not None and calls >= number
+            before = "took part and went on" if came else "never came"
+            absent[rank] = f"{before}: it {_doing(answer)}{place}"
+    lines = [f"parlinalg: rank {me} gives up after {limit:g} s in {op} over {comm.axes} (PARLINALG_TIMEOUT={limit:g}):"]
+    lines += [f"  {ranks_text(ranks)} {_verb(text, ranks)}" for ranks, text in grouped(waiting)]
+    lines += [f"  {ranks_text(ranks)} {text}" for ranks, text in grouped(absent)]
+    if not absent:
+        lines.append("  all ranks are there: the transfer itself is slow or stuck")
+    return "\n".join(lines)
+
+
+def _verb(text: str, ranks: Sequence[int]) -> str:
+    return text if len(ranks) > 1 else "waits" + text.removeprefix("wait")
+
+
+def _doing(told: Told) -> str:
+    if "left" in told:
+        return f"left early ({told['left']})"
+    if "op" in told:
+        return f"waits in {wait_text(told)}"
+    return f"is at {told['line']}, in no collective"
+
+
+def left_early(me: int, how: str, waiting: Mapping[int, Told]) -> str:
+    """What the exit hook of rank `me` says when others wait for it in vain."""
+    texts = {rank: f"in {wait_text(told)}" for rank, told in waiting.items()}
+    parts = [f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {text}" for ranks, text in grouped(texts)]
+    return f"parlinalg: rank {me} left early ({how}) while {', '.join(parts)}"
