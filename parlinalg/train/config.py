@@ -66,8 +66,8 @@ OPTIMIZERS: dict[str, dict[str, Check]] = {
 }
 LR_SCHEDULES: dict[str, dict[str, Check]] = {
     "constant": {"warmup": whole(0)},
-    "cosine": {"warmup": whole(0), "final": real(0, 1)},
-    "linear": {"warmup": whole(0), "final": real(0, 1)},
+    "cosine": {"warmup": whole(0), "end": real(0, 1)},
+    "linear": {"warmup": whole(0), "end": real(0, 1)},
     "step": {"warmup": whole(0), "every": whole(1), "factor": real(0, 1, above=True)},
 }
 CRITERIA: dict[str, dict[str, Check]] = {

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import TracebackType
 
 from parlinalg.comm import Comm, open_comm
-from parlinalg.errors import ConfigError, ParlinalgError
+from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
 from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
 from parlinalg.train.parallel import DATA, Parallel, share_out
+from parlinalg.train.together import together
 
 
 class Mesh:
@@ -128,18 +129,13 @@ def launch(
     (1, 0, {'r': 1, 'c': 1})
     """
     world = open_comm(comm)
-    problem, checked, parallel = "", Config(), None
-    try:
+
+    def read() -> tuple[Config, Parallel]:
         checked = load({} if config is None else config, settings)
-        parallel = share_out(checked.parallel, world.size)
-    except ParlinalgError as error:
-        problem = str(error)
-    digest = hashlib.sha256(repr(checked).encode()).hexdigest()
-    facts = world.share([problem, digest])
-    if first := next((theirs for theirs, _ in facts if theirs), ""):
-        raise ConfigError(first)
-    if (odd := next((r for r, fact in enumerate(facts) if fact[1] != facts[0][1]), None)) is not None:
+        return checked, share_out(checked.parallel, world.size)
+
+    checked, parallel = together(world, read, "reading the configuration")
+    digests = world.share(hashlib.sha256(repr(checked).encode()).hexdigest())
+    if (odd := next((r for r, theirs in enumerate(digests) if theirs != digests[0]), None)) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
-    if parallel is None:
-        raise ConfigError("this rank has no configuration")
     return Mesh(Grid(parallel.axes, world, backend or checked.backend), checked, parallel)

@@ -1,0 +1,43 @@
+"""The command line: `parlinalg COMMAND …`, alone or under mpiexec."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from parlinalg.cli import doctor, plan, train
+from parlinalg.cli.parser import Parser, speaks
+from parlinalg.errors import ParlinalgError
+
+COMMANDS = (train, plan, doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns
+    -------
+    int
+        The exit code: 0; 2 for a wrong command line or configuration; 128 + the signal's number after a signal.
+    """
+    args = parser().parse_args(arguments)
+    try:
+        code: int = args.run(args)
+    except ParlinalgError as error:
+        if speaks():
+            print(f"parlinalg: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    from parlinalg import __version__
+
+    top = Parser(prog="parlinalg", description="Distributed linear algebra and training on processor grids.")
+    top.add_argument("--version", action="version", version=f"parlinalg {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return top

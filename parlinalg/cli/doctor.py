@@ -1,0 +1,154 @@
+"""`parlinalg doctor`: what this machine gives, in a page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from parlinalg.backend import Backend, select
+from parlinalg.backend.blas import cores, set_blas_threads
+from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives, gemm_rate
+from parlinalg.cli.parser import Commands, speaks
+from parlinalg.comm import Comm, open_comm
+from parlinalg.comm.about import about_mpi
+from parlinalg.errors import ConfigError
+from parlinalg.units import format_bytes
+
+EXTRAS = (
+    ("mpi4py", "ranks that talk", "pip install mpi4py"),
+    ("threadpoolctl", "BLAS threads set for every BLAS", "pip install 'parlinalg[train]'"),
+    ("sklearn", "the digits example", "pip install 'parlinalg[train]'"),
+    ("matplotlib", "plots of training", "pip install 'parlinalg[train]'"),
+    ("tqdm", "the progress bar", "pip install 'parlinalg[train]'"),
+    ("ml_dtypes", "bfloat16", "pip install 'parlinalg[train]'"),
+    ("cupy", "GPUs (CUDA 13)", "pip install 'parlinalg[cupy13]'"),
+)
+TRIAL_SECONDS = 60
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the parser."""
+    doctor = commands.add_parser(
+        "doctor", help="say what this machine gives", description="Say what this machine gives; also under mpiexec."
+    )
+    doctor.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, and print the page on rank 0."""
+    mpi = about_mpi()
+    comm = open_comm()
+    backend = select("auto", comm.local_rank)
+    threads = set_blas_threads(comm.local_size)
+    hosts = comm.share(platform.node())
+    rates = comm.share([gemm_rate(backend, dtype) for dtype in ("float32", "float64")])
+    same = len(set(comm.share(backend.name))) == 1
+    measured = collectives(comm, backend) if comm.size > 1 and same else []
+    if speaks():
+        print("\n".join(_page(mpi, comm, backend, threads, hosts, rates, measured)), flush=True)
+    comm.free()
+    return 0
+
+
+def _page(
+    mpi: dict[str, str],
+    comm: Comm,
+    backend: Backend,
+    threads: int,
+    hosts: list[str],
+    rates: list[list[float]],
+    measured: list[tuple[str, float, float]],
+) -> list[str]:
+    from parlinalg import __version__
+
+    lines = [f"parlinalg {__version__}, Python {platform.python_version()}, NumPy {np.__version__}", ""]
+    lines += _rows("MPI", _mpi(mpi))
+    by_host = ", ".join(f"{hosts.count(h)} on {h}" for h in dict.fromkeys(hosts))
+    lines += _rows("ranks", [f"{comm.size} ({by_host})", *([] if comm.size > 1 else [_how_to_start()])])
+    shared = "" if comm.local_size == 1 else f", shared with {comm.local_size - 1} others on its host"
+    lines += _rows("cores", [f"{cores()} for this rank{shared}"])
+    lines += _rows("BLAS", [f"{_blas()}, {threads} thread{'s' * (threads > 1)} a rank"])
+    lines += _rows("backends", _backends(backend))
+    lines += _rows("GEMM", [_rate(name, [r[i] for r in rates]) for i, name in enumerate(("float32", "float64"))])
+    if measured:
+        lines += ["", f"collectives over {comm.size} ranks ({backend.device}), the slowest rank's time:"]
+        size = format_bytes(BANDWIDTH_BYTES)
+        lines.append(f"  {'operation':<16}{'8 B a rank':>14}{size + ': received a rank':>28}")
+        for name, seconds, rate in measured:
+            lines.append(f"  {name:<16}{seconds * 1e6:>11.1f} µs{rate / 1e9:>23.2f} GB/s")
+    missing = [(what, how) for name, what, how in EXTRAS if find_spec(name) is None]
+    lines += ["", "missing: nothing" if not missing else "missing:"]
+    lines += [f"  {what}: {how}" for what, how in missing]
+    return lines
+
+
+def _rows(head: str, texts: list[str]) -> list[str]:
+    return [f"{head if i == 0 else '':<10}{text}" for i, text in enumerate(texts)]
+
+
+def _mpi(mpi: dict[str, str]) -> list[str]:
+    if "problem" in mpi:
+        return [f"none: {mpi['problem']}", "install one: pip install mpi4py mpich"]
+    texts = [f"{mpi['library']} (standard {mpi['standard']}), mpi4py {mpi['mpi4py']}, threads: {mpi['threads']}"]
+    if mpi["threads"] != "multiple":
+        texts.append("the watchdog needs threads 'multiple': it is off")
+    return texts
+
+
+def _how_to_start() -> str:
+    beside = Path(sys.executable).parent / "mpiexec"
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if program is None:
+        return "there is no mpiexec on PATH: pip install mpich"
+    return f"several: {program} -n 4 parlinalg doctor (measures the collectives too)"
+
+
+def _blas() -> str:
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        blas = np.show_config("dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload,index]
+        return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
+    found = [i for i in threadpool_info() if i["user_api"] == "blas"]
+    texts = (f"{i['internal_api']} {i.get('version') or ''} ({i.get('architecture', 'unknown')})" for i in found)
+    return "; ".join(dict.fromkeys(texts)) or "unknown"
+
+
+def _backends(backend: Backend) -> list[str]:
+    try:
+        gpu = select("cupy")
+    except ConfigError as error:
+        return [f"numpy; {error}"]
+    chosen = f"{backend.name} is chosen ({backend.device}); the first GPU is {gpu.device}"
+    return [chosen, f"GPU buffers to MPI: {_gpu_buffers()}"]
+
+
+def _gpu_buffers() -> str:
+    """Whether MPI takes GPU memory, tried in a child process, which an MPI that does not may end."""
+    if "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        return "tried by `parlinalg doctor` without mpiexec; staged through the host unless PARLINALG_CUDA_AWARE_MPI=1"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "parlinalg.comm.about"],
+            capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "no (the trial hangs); they are staged through the host"
+    if done.stdout.strip() == "yes":
+        return "yes: PARLINALG_CUDA_AWARE_MPI=1 hands them over; by default they are staged through the host"
+    return f"no (the trial ends with code {done.returncode}); they are staged through the host"
+
+
+def _rate(dtype: str, rates: list[float]) -> str:
+    mean = sum(rates) / len(rates)
+    spread = f"({min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f})"
+    each = "" if len(rates) == 1 else f" a rank, all {len(rates)} at work {spread}"
+    return f"{dtype} {mean / 1e9:.1f} GFLOP/s{each}"

@@ -1,0 +1,75 @@
+"""How fast this machine multiplies and communicates, in a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from parlinalg.backend import Backend
+from parlinalg.comm import Comm
+
+LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
+
+
+def gemm_rate(backend: Backend, dtype: str, n: int = 768, seconds: float = 0.3) -> float:
+    """Floating-point operations a second of one rank's n×n product: the best of the calls made in so many seconds."""
+    a = backend.from_host(np.random.default_rng(0).random((n, n)).astype(dtype))
+    b, best, end = a.copy(), float("inf"), perf_counter() + seconds
+    a @ b
+    while True:
+        backend.synchronize()
+        start = perf_counter()
+        a @ b
+        backend.synchronize()
+        now = perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return 2 * n**3 / best
+
+
+def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:
+    """For each operation its name, the seconds of a call of 8 bytes a rank, and the bytes a rank receives a second.
+
+    Collective; the slowest rank's time counts.
+    """
+    rows = []
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+        short = _timed(comm, *_call(comm, backend, name, LATENCY_BYTES), calls=50)
+        call, received = _call(comm, backend, name, BANDWIDTH_BYTES)
+        rows.append((name, short, received / _timed(comm, call, received, calls=4)))
+    return rows
+
+
+def _call(comm: Comm, backend: Backend, name: str, size: int) -> tuple[Callable[[], Any], int]:
+    """A call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
+    p = comm.size
+    each = max(1, size // 8 // p)
+    whole, own = (backend.zeros(n, np.float64) for n in (each * p, each))
+    counts = [each] * p
+    received = 8 * each * (p - 1)
+    if name == "all_gather":
+        return lambda: comm.all_gather(own, whole, counts), received
+    if name == "reduce_scatter":
+        return lambda: comm.reduce_scatter(whole, own, counts), received
+    if name == "all_reduce":
+        return lambda: comm.all_reduce(whole), 2 * received
+    if name == "broadcast":
+        return lambda: comm.broadcast(whole, 0), 8 * each * p
+    out = backend.zeros(each * p, np.float64)
+    return lambda: comm.all_to_all(whole, counts, out, counts), received
+
+
+def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> float:
+    """Seconds a call, on the slowest rank: the best of three rounds."""
+    call()
+    best = float("inf")
+    for _ in range(3):
+        comm.barrier()
+        start = perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, max(comm.share((perf_counter() - start) / calls)))
+    return best

@@ -1,0 +1,25 @@
+"""A parser of command lines that speaks once, not once a rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import IO, Any
+
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+Commands = Any  # what ArgumentParser.add_subparsers returns
+
+
+def speaks() -> bool:
+    """Whether this process tells the user what all ranks have to say; known before MPI is started."""
+    told = next((os.environ[name] for name in RANK if name in os.environ), "0")
+    return told == "0"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose usage and errors come from rank 0 alone."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if speaks():
+            super()._print_message(message, file)

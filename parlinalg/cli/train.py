@@ -1,0 +1,40 @@
+"""`parlinalg train`: the main job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parlinalg.cli.parser import Commands
+from parlinalg.errors import ConfigError
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the parser."""
+    train = commands.add_parser(
+        "train",
+        help="train a model as a configuration says",
+        description="Train a model as a configuration says: `mpiexec -n 4 parlinalg train digits`.",
+    )
+    train.add_argument("config", help="a Python file of settings, or a shipped example: digits")
+    train.add_argument(
+        "--out", type=Path, metavar="DIR", help="where metrics.jsonl, metrics.png and ranks.json go (runs/NAME)"
+    )
+    train.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of the configuration's")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="replace a value of the configuration, such as parallel.tensor.mode=2d; may be repeated",
+    )  # fmt: skip
+    train.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and return the exit code."""
+    if args.resume:
+        raise ConfigError("--resume: checkpoints are not there yet; leave it out to train from the start")
+    from parlinalg.train.job import train
+
+    settings = [*args.settings, *([] if args.steps is None else [f"steps={args.steps}"])]
+    out = args.out or Path("runs") / Path(args.config).stem
+    return train(args.config, out, settings)

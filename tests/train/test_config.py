@@ -1,0 +1,183 @@
+"""Configurations: what is refused, and that the message says what would be right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parlinalg.errors import ConfigError
+from parlinalg.train.config import Config, check, examples, load
+from parlinalg.train.overrides import override, value_of
+from parlinalg.train.parallel import share_out
+
+pytestmark = pytest.mark.serial
+
+
+def refused(call: Any, *parts: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is missing in: {caught.value}"
+
+
+SHARED = [
+    (None, 4, {"data": 4}, "data × serial"),
+    ({"tensor": 1}, 3, {"data": 3}, "data × serial"),
+    ({"tensor": {"size": 1, "mode": "2d"}}, 1, {"r": 1, "c": 1}, "2d"),
+    ({"data": {"size": 1}, "pipeline": 1, "sequence": {"size": 1, "ulysses": 1}}, 1, {"data": 1}, "data × serial"),
+    ({"tensor": {"size": 4, "mode": "1d"}}, 4, {"t": 4}, "1d"),
+    ({"tensor": {"mode": "1d", "sequence_parallel": True}}, 4, {"t": 4}, "1d with sequence cuts"),
+    ({"tensor": {"size": 4, "mode": "1d", "sequence_parallel": False}}, 4, {"t": 4}, "1d"),
+    ({"tensor": {"size": 4, "mode": "2d"}}, 8, {"data": 2, "r": 2, "c": 2}, "data × 2d"),
+    ({"tensor": {"mode": "2d", "shape": (1, 3)}}, 3, {"r": 1, "c": 3}, "2d"),
+    ({"tensor": {"mode": "2d", "shape": [1, 3]}}, 6, {"data": 2, "r": 1, "c": 3}, "data × 2d"),
+    ({"tensor": {"mode": "2d"}}, 6, {"r": 2, "c": 3}, "2d"),
+    ({"data": 4, "tensor": {"mode": "2d"}}, 4, {"data": 4, "r": 1, "c": 1}, "data × 2d"),
+    ({"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, 8, {"d": 2, "r": 2, "c": 2}, "2.5d, depth on the batch"),
+    ({"tensor": {"mode": "2.5d", "depth": 2, "depth_on": "k"}}, 8, {"d": 2, "r": 2, "c": 2}, "2.5d, depth on k"),
+    ({"tensor": {"mode": "2.5d", "shape": (3, 1, 2)}}, 6, {"d": 3, "r": 1, "c": 2}, "2.5d, depth on the batch"),
+    ({"tensor": {"mode": "3d", "shape": (1, 2, 3)}}, 6, {"i": 1, "j": 2, "l": 3}, "3d"),
+    ({"tensor": {"size": 8, "mode": "3d"}}, 8, {"i": 2, "j": 2, "l": 2}, "3d"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "ranks", "axes", "scheme"), SHARED)
+def test_ranks_are_shared_out(parallel: Any, ranks: int, axes: dict[str, int], scheme: str) -> None:
+    found = share_out(parallel, ranks)
+    assert (found.axes, found.scheme.name) == (axes, scheme)
+    assert found.data * found.pipeline * found.sequence * found.tensor == ranks
+    assert set(found.scheme.axes) == set(found.axes)
+
+
+WRONG_SHARES = [
+    ({"tensor": 4}, 4, ("no mode", "4 ranks allow the modes '1d'", "'2d'", "'3d' (with a shape")),
+    ({"tensor": 4}, 1, ("no mode",)),
+    ({"tensor": 6}, 6, ("'2d' (with a shape: (1, 6), (2, 3), (3, 2) or (6, 1))",)),
+    ({"tensor": {"size": 6, "mode": "2d"}}, 6, ("needs a shape: (1, 6), (2, 3), (3, 2) or (6, 1)",)),
+    ({"tensor": {"size": 4, "mode": "2.5d"}}, 4, ("needs a depth: 1 or 4",)),
+    ({"tensor": {"size": 4, "mode": "2d", "shape": (4, 4)}}, 4, ("(4, 4)", "(2, 2)")),
+    ({"tensor": {"size": 4, "mode": "4d"}}, 4, ("parallel.tensor.mode", "'2.5d'", "not '4d'")),
+    ({"tensor": {"mode": "2d", "depth": 2}}, 4, ("depth=2 is for mode '2.5d'",)),
+    ({"tensor": {"mode": "2d", "sequence_parallel": True}}, 4, ("sequence_parallel=True", "leave it out")),
+    ({"tensor": {"shape": (1, 1)}}, 1, ("shape", "needs a mode")),
+    ({"tensor": {"sequence_parallel": True}}, 1, ("needs mode='1d'",)),
+    ({"tensor": {"siez": 4}}, 4, ("parallel.tensor", "'siez'", "did you mean 'size'", "depth_on")),
+    ({"tensr": 4}, 4, ("parallel", "'tensr'", "did you mean 'tensor'", "data, pipeline, sequence, tensor")),
+    ({"data": {"sise": 4}}, 4, ("parallel.data", "did you mean 'size'")),
+    ({"data": 3}, 4, ("there are 4 ranks", "use data=4 or leave it out", "mpiexec -n 3")),
+    ({"data": 2, "tensor": {"size": 4, "mode": "1d"}}, 4, ("2 × 1 × 4 = 8", "4 ranks", "use data=1")),
+    ({"tensor": {"size": 3, "mode": "1d"}}, 4, ("does not divide the 4 ranks", "1, 2 or 4")),
+    ({"data": 0}, 1, ("parallel.data.size", "at least 1", "0")),
+    ({"data": True}, 1, ("parallel.data", "True")),
+    ({"tensor": "4"}, 4, ("parallel.tensor", "'4'")),
+    ({"pipeline": 2}, 2, ("pipeline parallelism is not there yet", "use pipeline=1")),
+    ({"sequence": {"size": 2, "ulysses": 2}}, 2, ("sequence parallelism is not there yet", "use sequence=1")),
+    ([4], 4, ("parallel must be a dict",)),
+]
+
+
+@pytest.mark.parametrize(("parallel", "ranks", "parts"), WRONG_SHARES)
+def test_wrong_shares_say_what_would_be_right(parallel: Any, ranks: int, parts: tuple[str, ...]) -> None:
+    refused(lambda: share_out(parallel, ranks), *parts)
+
+
+WRONG = [
+    ({"modle": {}}, ("unknown key 'modle'", "did you mean 'model'", "optimizer")),
+    ({"xyzzy": 1}, ("unknown key 'xyzzy'", "The known ones are parallel")),
+    ({"tensor": 2}, ("parallel=dict(tensor=…)",)),
+    ({"model": {"name": "mlp", "hiden": 3}}, ("model (mlp)", "did you mean 'hidden'")),
+    ({"model": {"name": "mlpp"}}, ("model.name", "'mlp'")),
+    ({"model": {"hidden": (3, 0)}}, ("model.hidden[1]", "at least 1", "0")),
+    ({"model": {"dropout": 1.0}}, ("model.dropout", "below 1")),
+    ({"optimizer": "adamx"}, ("optimizer.name", "'sgd', 'adam' or 'adamw'")),
+    ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ("optimizer (adamw)", "'momentum'", "betas")),
+    ({"optimizer": {"lr": float("nan")}}, ("optimizer.lr", "nan")),
+    ({"optimizer": {"lr": -1}}, ("optimizer.lr", "at least 0")),
+    ({"lr_schedule": {"warmup": 3}}, ("lr_schedule needs a name", "'cosine'")),
+    ({"data": {"name": "npz"}}, ("needs a path",)),
+    ({"data": {"name": "digits", "test": 0}}, ("data.test", "above 0")),
+    ({"data": 2}, ("data must be a dict",)),
+    ({"dtype": "int8"}, ("dtype", "'float32' or 'float64'")),
+    ({"backend": "torch"}, ("backend", "'numpy'")),
+    ({"batch_size": 0}, ("batch_size", "at least 1")),
+    ({"batch_size": 1.5}, ("batch_size", "whole number")),
+    ({"steps": 0}, ("steps", "at least 1")),
+    ({"zero": {"stage": 1}}, ("ZeRO is not there yet",)),
+    ({"precision": "bf16"}, ("mixed precision is not there yet", "float32")),
+    ({"schedule": {"name": "1f1b"}}, ("pipeline schedule is not there yet",)),
+    ({"offload": {"optimizer": "disk"}}, ("offloading is not there yet",)),
+    ({"gradient_handler": [{"type": "Moe"}]}, ("gradient handler is not there yet",)),
+    ({"parallel": 4}, ("parallel must be a dict",)),
+]
+
+
+@pytest.mark.parametrize(("values", "parts"), WRONG)
+def test_wrong_values_say_what_would_be_right(values: Any, parts: tuple[str, ...]) -> None:
+    refused(lambda: check(values), *parts)
+
+
+def test_every_key_is_optional_and_what_means_off_passes() -> None:
+    assert check({}) == Config()
+    off = {"zero": {"stage": 0}, "precision": None, "gradient_handler": [{"type": "DataParallel"}]}
+    assert check(off) == Config()
+
+
+def test_examples_are_right() -> None:
+    assert "digits" in examples()
+    for name in examples():
+        config = load(name)
+        for ranks in range(1, 13):
+            assert share_out(config.parallel, ranks).tensor == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4", 4), ("2.5d", "2.5d"), ("2d", "2d"), ("1e-3", 1e-3), ("(1, 3)", (1, 3)), ("None", None), ("True", True),
+     ("dict(a=dict(b=1))", {"a": {"b": 1}}), ("a b", "a b"), ("", ""), ("f(1)", "f(1)"), ("dict(1)", "dict(1)")],
+)  # fmt: skip
+def test_values_of_the_command_line(text: str, value: object) -> None:
+    assert value_of(text) == value
+
+
+def test_settings_replace_values_and_leave_the_original_alone() -> None:
+    config = {"parallel": {"tensor": 4}, "optimizer": "sgd"}
+    settings = ["parallel.tensor.mode=2.5d", "parallel.tensor.depth=1", "optimizer.lr=0.1", "model.hidden=(3,)"]
+    assert override(config, settings) == {
+        "parallel": {"tensor": {"size": 4, "mode": "2.5d", "depth": 1}},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "model": {"hidden": (3,)},
+    }
+    assert config == {"parallel": {"tensor": 4}, "optimizer": "sgd"}
+
+
+@pytest.mark.parametrize("setting", ["a", "=1", "a..b=1", ".a=1"])
+def test_settings_without_key_or_value_are_refused(setting: str) -> None:
+    refused(lambda: override({}, [setting]), "KEY=VALUE", setting)
+
+
+def test_settings_are_checked_as_the_file_is(tmp_path: Path) -> None:
+    file = tmp_path / "config.py"
+    file.write_text("import math\nfrom os import path\n_width = 7\nmodel = dict(hidden=[_width])\ndef f(): pass\n")
+    assert load(file).model.options == {"hidden": (7,)}
+    assert load(file, ["seed=3"]).seed == 3
+    refused(lambda: load(file, ["sed=3"]), "did you mean 'seed'")
+    refused(lambda: load(file, ["model.hidden.x=3"]), "without keys")
+
+
+def test_files_that_are_missing_or_fail_are_named(tmp_path: Path) -> None:
+    refused(lambda: load("dgits"), "'dgits'", "shipped example", "digits")
+    file = tmp_path / "config.py"
+    file.write_text("seed = 1\nseed = seed / 0\n")
+    refused(lambda: load(file), "config.py", "line 2", "ZeroDivisionError")
+    file.write_text("seed = = 1\n")
+    refused(lambda: load(file), "line 1", "SyntaxError")
+
+
+def test_messages_have_no_traces_of_code() -> None:
+    for values, _ in WRONG:
+        with pytest.raises(ConfigError) as caught:
+            check(values)
+        assert not re.search(r"<function|<class|object at 0x", str(caught.value))
