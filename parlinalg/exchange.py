@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from parlinalg.backend import Backend
@@ -30,21 +30,35 @@ def _meet(want: range, have: range) -> range:
 
 def local(part: Rect, block: Rect) -> tuple[slice, ...]:
     """Where `part` lies in the array that holds `block`; both ranges of a dim have steps that divide evenly."""
-    return tuple(
-        slice((p.start - b.start) // b.step, (p.start - b.start) // b.step + (len(p) - 1) * (p.step // b.step) + 1, p.step // b.step) if len(p) else slice(0, 0)
-        for p, b in zip(part, block, strict=True)
-    )  # fmt: skip
+    return tuple(_local(p, b) for p, b in zip(part, block, strict=True))
+
+
+def _local(part: range, block: range) -> slice:
+    if not len(part):
+        return slice(0, 0)
+    start, step = (part.start - block.start) // block.step, part.step // block.step
+    return slice(start, start + (len(part) - 1) * step + 1, step)
 
 
 def exchange(
-    block: Block, have: Rect, want: Rect, sends: Sequence[Rect], receives: Sequence[Rect], dtype: Any, comm: Comm, backend: Backend,
-    biggest: int, limit: int, *, wait: bool = True,
-) -> Iterator[Handle]:
-    """Fill a new block of `want` from the blocks of the ranks of `comm`; a generator that yields handles and returns the block.
+    block: Block,
+    have: Rect,
+    want: Rect,
+    sends: Sequence[Rect],
+    receives: Sequence[Rect],
+    dtype: Any,
+    comm: Comm,
+    backend: Backend,
+    biggest: int,
+    limit: int,
+    *,
+    wait: bool = True,
+) -> Generator[Handle, None, Block]:
+    """Fill a new block of `want` from the blocks of the ranks of `comm`; a generator of handles that returns the block.
 
     sends[i] is the part of `have` that rank i gets, receives[i] the part of `want` that rank i sends.  `biggest` is the
-    largest block involved on any rank of `comm`: up to `limit` elements all goes in one all-to-all, above it pair by pair in
-    pieces of at most `limit` elements, so that no more than source, target and two pieces are ever held.
+    largest block involved on any rank of `comm`: up to `limit` elements all goes in one all-to-all, above it pair by
+    pair in pieces of at most `limit` elements, so that no more than source, target and two pieces are ever held.
     """
     out = backend.empty(tuple(len(r) for r in want), dtype)
     if comm.size == 1:
@@ -99,7 +113,7 @@ def _pack(send: Block, block: Block, have: Rect, rects: Sequence[Rect]) -> None:
 
 
 def _split(rect: Rect, limit: int) -> Iterator[Rect]:
-    """Cut a rectangle into parts of at most `limit` elements, along its longest dims; the same on both sides of a message."""
+    """Cut a rectangle into parts of at most `limit` elements along its longest dims, alike for both sides."""
     n = volume(rect)
     if n == 0:
         return

@@ -28,8 +28,8 @@ class Grid:
     backend : {"auto", "numpy", "cupy"}
         Where blocks live; "auto" is CuPy where every rank has a GPU, else NumPy.
     idle : bool
-        Allow fewer ranks in the grid than in `comm`: the first ones form the grid, the others hold blocks of size zero and
-        may make every call.
+        Allow fewer ranks in the grid than in `comm`: the first ones form the grid, the others hold blocks of size zero
+        and may make every call.
 
     Making a grid is collective over `comm`, and sets the number of BLAS threads of this process.
 
@@ -91,7 +91,8 @@ class Grid:
                 raise GridError(theirs[0])
             if theirs[1:] != mine[1:] or list(theirs[1]) != list(mine[1]):
                 raise GridError(
-                    f"rank {rank} makes a grid {theirs[1]} with backend {theirs[2]!r}, rank {self.world.rank} one of {mine[1]} with backend {backend!r}; all ranks must make the same grid"
+                    f"rank {rank} makes a grid {theirs[1]} with backend {theirs[2]!r}, rank {self.world.rank} one of "
+                    f"{mine[1]} with backend {backend!r}; all ranks must make the same grid"
                 )
         return {a: int(n) for a, n in sizes.items()}
 
@@ -168,7 +169,7 @@ class Grid:
         return tuple(len(r) for r in self.block(layout, shape))
 
     def close(self) -> None:
-        """Free the communicators.  Collective over the grid's ranks; arrays on the grid cannot communicate afterwards."""
+        """Free the communicators.  Collective over the grid's ranks; its arrays cannot communicate afterwards."""
         if self._closed:
             return
         self._closed = True

@@ -66,7 +66,9 @@ class Layout:
         seen: set[str] = set()
         for axis in chain(*self.dims, self.partial):
             if axis in seen:
-                raise LayoutError(f"{self!r} names axis {axis!r} twice; an axis cuts at most one dim, once, and is then not partial")
+                raise LayoutError(
+                    f"{self!r} names axis {axis!r} twice; an axis cuts at most one dim, once, and is then not partial"
+                )
             seen.add(axis)
 
     @classmethod
@@ -113,16 +115,24 @@ class Layout:
     def without(self, axes: Iterable[str]) -> Layout:
         """The same layout with these axes removed wherever they stand."""
         drop = set(axes)
-        return Layout(*([a for a in cut if a not in drop] for cut in self.dims), partial=[a for a in self.partial if a not in drop])
+        return Layout(
+            *([a for a in cut if a not in drop] for cut in self.dims),
+            partial=[a for a in self.partial if a not in drop],
+        )
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
         """The same layout with axes renamed by `names`; axes not in it keep their names."""
-        return Layout(*([names.get(a, a) for a in cut] for cut in self.dims), partial=[names.get(a, a) for a in self.partial])
+        return Layout(
+            *([names.get(a, a) for a in cut] for cut in self.dims), partial=[names.get(a, a) for a in self.partial]
+        )
 
     def check(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
         """Raise a LayoutError unless this layout fits an array of `shape` on a grid with these axes."""
         if len(shape) != self.ndim:
-            raise LayoutError(f"{self!r} describes {self.ndim} dims, but the array has shape {shape}: give one entry a dim, None for a whole one")
+            raise LayoutError(
+                f"{self!r} describes {self.ndim} dims, but the array has shape {shape}: give one entry a dim, None for "
+                "a whole one"
+            )
         for axis in self.axes:
             if axis not in sizes:
                 raise LayoutError(f"{self!r} names axis {axis!r}, but the grid has the axes {dict(sizes)}")
@@ -131,7 +141,9 @@ class Layout:
         """For each dim the range of global indices held by the rank at `coords`."""
         return tuple(span(n, cut, sizes, coords) for n, cut in zip(shape, self.dims, strict=True))
 
-    def block_shape(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> tuple[int, ...]:
+    def block_shape(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]
+    ) -> tuple[int, ...]:
         """The shape of the block held by the rank at `coords`."""
         return tuple(len(r) for r in self.block(shape, sizes, coords))
 

@@ -90,7 +90,7 @@ class _Walk:
         return tuple(sorted(axes, key=self.order.__getitem__))
 
     def make_partial(self) -> None:
-        """Axes that become partial: a whole value stays at coordinate 0 only, a block is embedded in zeros where it stands."""
+        """Axes that become partial: a whole value stays at coordinate 0, a block goes into zeros where it stands."""
         for axis in self.sorted(set(self.goal.partial) - set(self.now.partial)):
             dim = self.now.where(axis)
             partial = (*self.now.partial, axis)
@@ -106,7 +106,9 @@ class _Walk:
         while self.slice_next() or self.scatter_next():
             pass
         pending = set(self.now.partial) - set(self.goal.partial)
-        for dim, cut in enumerate(self.goal.dims):  # a cut of the goal that stands behind one not made yet: scatter here, exchange later
+        for dim, cut in enumerate(
+            self.goal.dims
+        ):  # a cut of the goal that stands behind one not made yet: scatter here, exchange later
             if axes := tuple(a for a in cut if a in pending):
                 self.scatter(dim, axes)
                 pending -= set(axes)
@@ -154,7 +156,10 @@ class _Walk:
         have, want = self.now.dims, self.goal.dims
         if have == want:
             return
-        common = [next((i for i, (a, b) in enumerate(zip(h, w, strict=False)) if a != b), min(len(h), len(w))) for h, w in zip(have, want, strict=True)]
+        common = [
+            next((i for i, (a, b) in enumerate(zip(h, w, strict=False)) if a != b), min(len(h), len(w)))
+            for h, w in zip(have, want, strict=True)
+        ]
         removed = [h[c:] for h, c in zip(have, common, strict=True)]
         added = [w[c:] for w, c in zip(want, common, strict=True)]
         gains = [d for d, cut in enumerate(added) if cut]
@@ -166,13 +171,15 @@ class _Walk:
             if dim is None or removed[dim][-len(axes) :] != axes:
                 return self.exchange(self.goal)
             kept = have[dim][: -len(axes)]
-            self.take("all_to_all", axes, self.now.with_dim(dim, kept).with_dim(to_dim, have[to_dim] + axes), dim, to_dim)
+            self.take(
+                "all_to_all", axes, self.now.with_dim(dim, kept).with_dim(to_dim, have[to_dim] + axes), dim, to_dim
+            )
         for dim, cut in enumerate(self.goal.dims):
             if axes := self.now.dims[dim][len(cut) :]:
                 self.take("all_gather", axes, self.now.with_dim(dim, cut), dim)
 
     def exchange(self, goal: Layout) -> None:
-        """Rectangles of source and target intersect; the senders to a rank differ from it only along axes that cut the source."""
+        """Rectangles of source and target meet; a rank's senders differ from it only along axes that cut the source."""
         target = goal.with_partial(self.now.partial)
         changed = {a for h, w in zip(self.now.dims, target.dims, strict=True) if h != w for a in h}
         self.take("exchange", self.sorted(changed), target)

@@ -56,18 +56,27 @@ class Plan:
         for name in "bmnk":
             for axis in chain(*getattr(self, name)):
                 if axis in seen:
-                    raise PlanError(f"axis {axis!r} cuts both {seen[axis]} and {name} at work; an axis cuts at most one of b, m, n, k, once")
+                    raise PlanError(
+                        f"axis {axis!r} cuts both {seen[axis]} and {name} at work; an axis cuts at most one of b, m, "
+                        "n, k, once"
+                    )
                 seen[axis] = name
         for name, groups in (("x", "bmk"), ("w", "bkn"), ("y", "bmn")):
             layout: Layout = getattr(self, name)
             dims = sum(len(getattr(self, g)) for g in groups)
             if layout.ndim != dims:
-                raise PlanError(f"{name} = {layout!r} has {layout.ndim} dims, but this plan's {name}[{', '.join(groups)}] has {dims}")
+                raise PlanError(
+                    f"{name} = {layout!r} has {layout.ndim} dims, but this plan's {name}[{', '.join(groups)}] has "
+                    f"{dims}"
+                )
         for name in ("x", "w"):
             if getattr(self, name).partial:
                 raise PlanError(f"{name} = {getattr(self, name)!r} rests unsummed; a product takes summed operands")
         if stray := set(self.y.partial) - set(chain(*self.k)):
-            raise PlanError(f"y = {self.y!r} is partial over {sorted(stray)}, which do not cut k at work: only a sum over k leaves terms")
+            raise PlanError(
+                f"y = {self.y!r} is partial over {sorted(stray)}, which do not cut k at work: only a sum over k leaves "
+                "terms"
+            )
 
     @property
     def x_work(self) -> Layout:
@@ -85,7 +94,7 @@ class Plan:
 
     @property
     def grad_x(self) -> Plan:
-        """The plan of `dx = dy wᵀ`: n and k exchange roles, and so do x and y.  Its w is the transposed one, `w[*b, *n, *k]`."""
+        """The plan of `dx = dy wᵀ`: n and k exchange roles, and so do x and y.  Its w is wᵀ, `w[*b, *n, *k]`."""
         nb, nk = len(self.b), len(self.k)
         order = (*range(nb), *range(nb + nk, self.w.ndim), *range(nb, nb + nk))
         return Plan(m=self.m, n=self.k, k=self.n, x=self.y, w=self.w.permuted(order), y=self.x, b=self.b)

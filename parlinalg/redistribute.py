@@ -68,8 +68,8 @@ def redistribute(
     block : array
         This rank's block in layout `src`; it is not changed, unless `owned` says that nobody else needs it.
     order : tuple of int, optional
-        The permutation of dims under which the blocks of all ranks lie in C order: they travel so, and are not copied to
-        another order first.  A transposed matrix has (1, 0).
+        The permutation of dims under which the blocks of all ranks lie in C order: they travel so, and are not copied
+        to another order first.  A transposed matrix has (1, 0).
     """
     if src == dst or not grid.inside:
         return block
@@ -94,9 +94,7 @@ def _ordered(
     return out.transpose(tuple(order.index(d) for d in range(len(order))))
 
 
-def carry(
-    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool = False
-) -> Work:
+def carry(block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool = False) -> Work:
     """The generator behind `redistribute`: yields the handle of each communication, and returns the new block."""
     src.check(shape, grid.sizes)
     dst.check(shape, grid.sizes)
@@ -118,29 +116,27 @@ def check_replicas(block: Block, layout: Layout, grid: Grid) -> None:
     """Checked mode: raise a CommError on all ranks if blocks that should be replicas differ."""
     axes = tuple(a for a in grid.axes if a not in layout.axes and grid.sizes[a] > 1)
     if axes and grid.inside:
-        from parlinalg.comm import checks
+        from parlinalg.comm.check import check_replicas as compare
 
-        checks.check_replicas(grid.comm(axes), block, f"the blocks of an array in {layout!r}")
+        compare(grid.comm(axes), block, f"the blocks of an array in {layout!r}")
 
 
 def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
-    if any(grid.coords[a] for a in step.axes):
-        return grid.backend.zeros(block.shape, block.dtype)
-    return block
-    yield  # a generator, like the steps that communicate
+    yield from ()  # a generator, like the steps that communicate
+    return grid.backend.zeros(block.shape, block.dtype) if any(grid.coords[a] for a in step.axes) else block
 
 
 def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
     before, after = grid.block(step.src, shape), grid.block(step.dst, shape)
     out = grid.backend.zeros(tuple(len(r) for r in after), block.dtype)
     out[_inside(before, after)] = block
+    yield from ()
     return out
-    yield
 
 
 def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+    yield from ()
     return block[_inside(grid.block(step.dst, shape), grid.block(step.src, shape))]
-    yield
 
 
 def _inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
@@ -162,7 +158,7 @@ def _lengths(step: Step, longer: Layout, shape: Shape, grid: Grid) -> list[int]:
 
 
 def _flat(block: Block) -> Block:
-    """The block in C order, copied only if it is not: what travels must not depend on how one rank's block lies in memory."""
+    """The block in C order, copied only if it is not: what travels must not depend on one rank's memory layout."""
     return block if block.flags.c_contiguous else block.copy(order="C")
 
 
@@ -228,7 +224,7 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
 
 
 def _chunks(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
-    """Cut all dims but `dim` so that a part, with `dim` grown to n, has at most BUFFER elements where that is possible."""
+    """Cut the dims but `dim` so that a part, with `dim` grown to n, has at most BUFFER elements where possible."""
     others = [d for d in range(len(shape)) if d != dim]
     size = n * math.prod(shape[d] for d in others)
     along = max(others, key=lambda d: shape[d])

@@ -23,9 +23,9 @@ Axis = int | tuple[int, ...] | None
 class DistArray(NDArrayOperatorsMixin):
     """A global array of which every rank of a grid holds one block.
 
-    Made by `parlinalg.distribute`, `from_function`, `from_blocks`, `zeros` and the like.  Elementwise ufuncs work block by
-    block on equal layouts (see `parlinalg.array.ufuncs`); the functions of NumPy listed in `parlinalg.array.functions` work
-    too; everything else is refused, never computed on one rank's block by accident.
+    Made by `parlinalg.distribute`, `from_function`, `from_blocks`, `zeros` and the like.  Elementwise ufuncs work block
+    by block on equal layouts (see `parlinalg.array.ufuncs`); the functions of NumPy listed in
+    `parlinalg.array.functions` work too; everything else is refused, never computed on one rank's block by accident.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class DistArray(NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.block.dtype  # type: ignore[no-any-return]
+        return self.block.dtype
 
     @property
     def ndim(self) -> int:
@@ -69,9 +69,11 @@ class DistArray(NDArrayOperatorsMixin):
 
     def like(self, block: Block, layout: Layout | None = None, shape: Sequence[int] | None = None) -> DistArray:
         """An array on the same grid, with the same layout and shape unless given."""
-        if not hasattr(block, "flags"):  # a NumPy scalar, from an operation on 0-d blocks
+        if isinstance(block, np.generic):  # from an operation on 0-d blocks; it could not be written in place
             block = np.asarray(block)
-        return DistArray(block, self.shape if shape is None else shape, self.layout if layout is None else layout, self.grid)
+        return DistArray(
+            block, self.shape if shape is None else shape, self.layout if layout is None else layout, self.grid
+        )
 
     # ------------------------------------------------------------------ movement
     def redistribute(self, layout: Layout) -> DistArray:
@@ -110,13 +112,15 @@ class DistArray(NDArrayOperatorsMixin):
             dims = range(self.ndim)[::-1]
         dims = [d % self.ndim if -self.ndim <= d < self.ndim else d for d in dims]
         if sorted(dims) != list(range(self.ndim)):
-            raise ValueError(f"transpose of an array of {self.ndim} dims takes each of 0 to {self.ndim - 1} once, not {tuple(dims)}")
+            raise ValueError(
+                f"transpose of an array of {self.ndim} dims takes each of 0 to {self.ndim - 1} once, not {tuple(dims)}"
+            )
         old = self.order or range(self.ndim)
-        order: tuple[int, ...] | None = tuple(list(dims).index(d) for d in old)
-        if order == tuple(range(self.ndim)):
-            order = None
+        stored: tuple[int, ...] | None = tuple(list(dims).index(d) for d in old)
+        if stored == tuple(range(self.ndim)):
+            stored = None
         shape = [self.shape[d] for d in dims]
-        return DistArray(self.block.transpose(tuple(dims)), shape, self.layout.permuted(dims), self.grid, order)
+        return DistArray(self.block.transpose(tuple(dims)), shape, self.layout.permuted(dims), self.grid, stored)
 
     @property
     def T(self) -> DistArray:
@@ -165,7 +169,10 @@ class DistArray(NDArrayOperatorsMixin):
         return getitem(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise TypeError("a DistArray's elements are not assigned one by one; build it by parlinalg.from_function or where(), or write to its block")
+        raise TypeError(
+            "a DistArray's elements are not assigned one by one; build it by parlinalg.from_function or where(), or "
+            "write to its block"
+        )
 
     def __len__(self) -> int:
         if not self.shape:
@@ -176,7 +183,8 @@ class DistArray(NDArrayOperatorsMixin):
     def sum(self, axis: Axis = None, dtype: Any = None, keepdims: bool = False, *, partial: bool = False) -> DistArray:
         """The sum over `axis` (default: all dims).
 
-        Over a cut dim the blocks' sums are summed over the axes that cut it: at once, or, with `partial`, left for later.
+        Over a cut dim the blocks' sums are summed over the axes that cut it: at once, or, with `partial`, left for
+        later.
         """
         from parlinalg.array.reductions import total
 
@@ -222,13 +230,13 @@ class DistArray(NDArrayOperatorsMixin):
         return kind(self.item())
 
     def __float__(self) -> float:
-        return self._scalar(float)  # type: ignore[no-any-return]
+        return self._scalar(float)
 
     def __int__(self) -> int:
-        return self._scalar(int)  # type: ignore[no-any-return]
+        return self._scalar(int)
 
     def __complex__(self) -> complex:
-        return self._scalar(complex)  # type: ignore[no-any-return]
+        return self._scalar(complex)
 
     def __bool__(self) -> bool:
         if self.size != 1:
@@ -237,7 +245,10 @@ class DistArray(NDArrayOperatorsMixin):
 
     # ------------------------------------------------------------------ NumPy protocols
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        raise TypeError("a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use .gather() for the global array, .block for this rank's part")
+        raise TypeError(
+            "a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use .gather() for "
+            "the global array, .block for this rank's part"
+        )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         from parlinalg.array.ufuncs import apply
@@ -259,7 +270,7 @@ class DistArray(NDArrayOperatorsMixin):
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}, grid={self.grid!r})"
 
     def __str__(self) -> str:
-        """`repr` and a summary of the values, the same on every rank.  Collective: all ranks must print, or use `repr`."""
+        """`repr` and a summary of the values, alike on every rank.  Collective: all ranks must print, or use `repr`."""
         from parlinalg.array.show import summary
 
         return f"{self!r}\n{summary(self)}"
@@ -272,7 +283,9 @@ def same_grid(arrays: Sequence[DistArray]) -> Grid:
         if other.grid is not grid:
             from parlinalg.errors import GridError
 
-            raise GridError(f"arrays on different grids meet: {grid!r} and {other.grid!r}; move one by to_grid(grid, layout)")
+            raise GridError(
+                f"arrays on different grids meet: {grid!r} and {other.grid!r}; move one by to_grid(grid, layout)"
+            )
     return grid
 
 
@@ -282,4 +295,6 @@ def effective(layout: Layout, grid: Grid) -> Layout:
 
 
 def mismatch(what: str, have: Layout, want: Layout) -> LayoutError:
-    return LayoutError(f"{what}: {have!r} meets {want!r}; nothing is redistributed implicitly, mend it by .redistribute({want!r})")
+    return LayoutError(
+        f"{what}: {have!r} meets {want!r}; nothing is redistributed implicitly, mend it by .redistribute({want!r})"
+    )

@@ -13,6 +13,7 @@ from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, cut_lengths, index_of
 from parlinalg.redistribute import fitting, redistribute
+from parlinalg.units import ITEMSIZE
 
 Shape = int | Sequence[int]
 
@@ -23,8 +24,8 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     Parameters
     ----------
     array : array_like
-        The global array: the same on every rank, of which each keeps a copy of its own part; or, with `root`, on that rank
-        alone (the others pass None), which sends every rank its part.
+        The global array: the same on every rank, of which each keeps a copy of its own part; or, with `root`, on that
+        rank alone (the others pass None), which sends every rank its part.
     grid : Grid
     layout : Layout
         How the array is cut.  Over partial axes the value stays at coordinate 0, with zeros elsewhere.
@@ -45,17 +46,23 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     """
     holds = root is None or grid.world.rank == root
     if isinstance(array, DistArray):
-        raise TypeError("distribute takes a global array; this is a DistArray already: use .redistribute(layout) or .to_grid(grid, layout)")
-    host = _host(array, grid) if holds else None
-    if holds and host.dtype.kind in "OSUMmV" and host.dtype.name != "bfloat16":
-        raise TypeError(f"an array of dtype {host.dtype} cannot be distributed; use a float, complex, integer or bool dtype")
-    facts = grid.world.share([list(host.shape), host.dtype.name] if holds else None)
+        raise TypeError(
+            "distribute takes a global array; this is a DistArray already: use .redistribute(layout) or .to_grid(grid, "
+            "layout)"
+        )
     if root is not None and not 0 <= root < grid.world.size:
-        raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks")
+        raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
+    host: Any = _host(array, grid) if holds else None
+    facts = grid.world.share([list(host.shape), host.dtype.name] if holds else None)
     first = facts[root or 0]
     if root is None and (odd := next((r for r, fact in enumerate(facts) if fact != first), None)) is not None:
-        raise LayoutError(f"ranks pass different arrays to distribute: rank 0 {first[1]}{tuple(first[0])}, rank {odd} {facts[odd][1]}{tuple(facts[odd][0])}; pass the same global array, or root= where one rank alone holds it")
-    shape, dtype = tuple(first[0]), np.dtype(first[1])
+        raise LayoutError(
+            f"ranks pass different arrays to distribute: rank 0 {first[1]}{tuple(first[0])}, rank {odd} "
+            f"{facts[odd][1]}{tuple(facts[odd][0])}; pass the same global array, or root= where one rank alone holds it"
+        )
+    if first[1] not in ITEMSIZE:
+        raise TypeError(f"an array of dtype {first[1]} cannot be distributed; it may be one of {', '.join(ITEMSIZE)}")
+    shape, dtype = tuple(first[0]), _dtype(first[1])
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
     if root is not None:
@@ -66,13 +73,23 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
 def _host(array: Any, grid: Grid) -> Any:
     if isinstance(array, np.ndarray | np.generic | int | float | complex | list | tuple):
         return np.asarray(array)
     return grid.backend.to_host(array) if hasattr(array, "__cuda_array_interface__") else np.asarray(array)
 
 
-def from_function(function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any = None) -> DistArray:
+def from_function(
+    function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any = None
+) -> DistArray:
     """The array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block alone.
 
     Parameters
@@ -121,9 +138,14 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
         want = list(layout.block_shape(shape, grid.sizes, grid.coords_of(rank))) if inside else theirs
         if theirs != want:
             pieces = [cut_lengths(n, cut, grid.sizes) for n, cut in zip(shape, layout.dims, strict=True)]
-            raise LayoutError(f"rank {rank} gives a block of shape {tuple(theirs)}; {layout!r} of a global shape {shape} gives it {tuple(want)} (pieces of the dims: {pieces})")
+            raise LayoutError(
+                f"rank {rank} gives a block of shape {tuple(theirs)}; {layout!r} of a global shape {shape} gives it "
+                f"{tuple(want)} (pieces of the dims: {pieces})"
+            )
         if inside and dtype != facts[0][2]:
-            raise LayoutError(f"rank {rank} gives a block of dtype {dtype}, rank 0 one of {facts[0][2]}; all blocks need one dtype")
+            raise LayoutError(
+                f"rank {rank} gives a block of dtype {dtype}, rank 0 one of {facts[0][2]}; all blocks need one dtype"
+            )
     return DistArray(block, shape, layout, grid)
 
 

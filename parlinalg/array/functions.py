@@ -1,4 +1,4 @@
-"""The functions of NumPy that work on distributed arrays, through `__array_function__`.  All others are refused by name."""
+"""The functions of NumPy that work on distributed arrays, through `__array_function__`.  Others are refused by name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from parlinalg.array import create, reductions, shapes
 from parlinalg.array.core import Axis, DistArray, same_grid
 from parlinalg.array.ufuncs import PRODUCT, operand, together
+from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.redistribute import fitting
 
@@ -20,7 +21,10 @@ HANDLED: dict[Callable[..., Any], Callable[..., Any]] = {}
 def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run the distributed version of a NumPy function, or refuse it."""
     if function not in HANDLED:
-        raise TypeError(f"np.{function.__name__} is not defined on distributed arrays; those that are: {', '.join(names())}. Or take the global array by gather()")
+        raise TypeError(
+            f"np.{function.__name__} is not defined on distributed arrays; those that are: {', '.join(names())}. Or "
+            "take the global array by gather()"
+        )
     return HANDLED[function](*args, **kwargs)
 
 
@@ -71,15 +75,17 @@ for _name in ("max", "min", "any", "all", "prod"):
 
 @_handles(np.count_nonzero)
 def _count_nonzero(a: DistArray, axis: Axis = None, *, keepdims: bool = False) -> DistArray:
-    return (a != 0).sum(axis, np.int64, keepdims)  # type: ignore[no-any-return, attr-defined]
+    return (a != 0).sum(axis, np.int64, keepdims)
 
 
 @_handles(np.linalg.norm)
 def _norm(x: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> DistArray:
     if ord not in (None, 2, "fro") or (ord == 2 and x.ndim != 1 and not isinstance(axis, int)):
-        raise TypeError(f"np.linalg.norm(ord={ord!r}) is not defined on distributed arrays; the Euclidean and Frobenius norms are")
+        raise TypeError(
+            f"np.linalg.norm(ord={ord!r}) is not defined on distributed arrays; the Euclidean and Frobenius norms are"
+        )
     squares = (x * x.conj()).real if x.dtype.kind == "c" else x * x
-    return np.sqrt(squares.sum(axis, None, keepdims))  # type: ignore[return-value]
+    return np.sqrt(squares.sum(axis, None, keepdims))
 
 
 @_handles(np.transpose)
@@ -140,8 +146,8 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> DistArray:
 @_handles(np.clip)
 def _clip(a: DistArray, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> DistArray:
     low, high = (a_min if min is None else min), (a_max if max is None else max)
-    a = a if low is None else np.maximum(a, low)  # type: ignore[assignment]
-    return a if high is None else np.minimum(a, high)  # type: ignore[return-value]
+    a = a if low is None else np.maximum(a, low)
+    return a if high is None else np.minimum(a, high)
 
 
 @_handles(np.concatenate)
@@ -150,10 +156,16 @@ def _concatenate(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
     dim = axis % first.ndim
     for a in arrays:
         if a.layout.dims[dim]:
-            raise create.LayoutError(f"concatenate along dim {dim}, which {a.layout!r} cuts; redistribute to {a.layout.with_dim(dim, None)!r} first")
+            raise LayoutError(
+                f"concatenate along dim {dim}, which {a.layout!r} cuts; redistribute to "
+                f"{a.layout.with_dim(dim, None)!r} first"
+            )
         rest = [n for d, n in enumerate(a.shape) if d != dim]
         if a.layout != first.layout or rest != [n for d, n in enumerate(first.shape) if d != dim]:
-            raise create.LayoutError(f"concatenate takes equal layouts and shapes but for dim {dim}: {a.layout!r} {a.shape} meets {first.layout!r} {first.shape}")
+            raise LayoutError(
+                f"concatenate takes equal layouts and shapes but for dim {dim}: {a.layout!r} {a.shape} meets "
+                f"{first.layout!r} {first.shape}"
+            )
     shape = tuple(sum(a.shape[dim] for a in arrays) if d == dim else n for d, n in enumerate(first.shape))
     del grid
     return first.like(first.xp.concatenate([a.block for a in arrays], axis=dim), shape=shape)
@@ -161,7 +173,7 @@ def _concatenate(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
 
 @_handles(np.dot)
 def _dot(a: DistArray, b: DistArray) -> DistArray:
-    return a * b if not a.ndim or not b.ndim else PRODUCT[0](a, b)  # type: ignore[no-any-return, operator]
+    return a * b if not a.ndim or not b.ndim else PRODUCT[0](a, b)
 
 
 @_handles(np.vdot)
@@ -174,14 +186,14 @@ def _trace(a: DistArray) -> DistArray:
     if a.ndim != 2:
         raise ValueError(f"trace takes a matrix, not an array of shape {a.shape}")
     mask = create.from_function(lambda i, j: i == j, a.shape, a.grid, a.layout.with_partial(()), np.bool_)
-    return (np.where(mask, a, a.dtype.type(0))).sum()  # type: ignore[call-overload, no-any-return]
+    return (np.where(mask, a, a.dtype.type(0))).sum()
 
 
 @_handles(np.isclose)
 def _isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> DistArray:
     near = abs(a - b) <= atol + rtol * abs(b)
     same = near | (a == b)
-    return same | ((a != a) & (b != b)) if equal_nan else same  # type: ignore[no-any-return]
+    return same | (np.isnan(a) & np.isnan(b)) if equal_nan else same
 
 
 @_handles(np.allclose)

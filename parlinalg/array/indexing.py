@@ -6,8 +6,11 @@ now belong; an integer on a cut dim leaves the result whole along its axes.
 
 from __future__ import annotations
 
+import operator
 from types import EllipsisType
 from typing import Any
+
+import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.exchange import exchange, meet, volume
@@ -21,11 +24,11 @@ def getitem(a: DistArray, key: Any) -> DistArray:
     """The elements chosen by `key`; collective where a cut dim is sliced."""
     items = _expand(key, a)
     ranges, dims, picked = [], [], []
-    for item, n in zip((i for i in items if i is not None), a.shape, strict=True):
-        if isinstance(item, slice):
-            ranges.append(range(*item.indices(n)))
+    for chosen, n in zip((i for i in items if i is not None), a.shape, strict=True):
+        if isinstance(chosen, slice):
+            ranges.append(range(*chosen.indices(n)))
         else:
-            index = item.__index__()  # type: ignore[union-attr]
+            index = operator.index(chosen)
             if not -n <= index < n:
                 raise IndexError(f"index {index} is out of bounds for dim {len(ranges)} of size {n}")
             picked.append(len(ranges))
@@ -39,14 +42,20 @@ def getitem(a: DistArray, key: Any) -> DistArray:
             dims.append(d)
     shape = tuple(1 if d < 0 else sliced.shape[d] for d in dims)
     layout = Layout(*(() if d < 0 else sliced.layout.dims[d] for d in dims), partial=a.layout.partial)
-    return sliced.like(sliced.block.reshape(a.grid.block_shape(layout, shape)) if dims else sliced.block.reshape(()), layout, shape) if a.grid.inside else sliced.like(a.grid.backend.empty((0,) * len(shape), a.dtype), layout, shape)
+    held = a.grid.block_shape(layout, shape)
+    block = sliced.block.reshape(held) if a.grid.inside else a.grid.backend.zeros(held, a.dtype)
+    return sliced.like(block, layout, shape)
 
 
 def _expand(key: Any, a: DistArray) -> list[_Item]:
     items = list(key) if isinstance(key, tuple) else [key]
     for item in items:
-        if not (item is None or isinstance(item, slice | EllipsisType | int) or hasattr(item, "__index__")) or isinstance(item, bool) or getattr(item, "ndim", 0):
-            raise TypeError(f"a DistArray is indexed by integers, slices, ... and None, not by {type(item).__name__}; gather() first, or use np.where")
+        plain = item is None or isinstance(item, slice | EllipsisType) or hasattr(item, "__index__")
+        if not plain or isinstance(item, bool | np.bool_) or bool(getattr(item, "ndim", False)):
+            raise TypeError(
+                f"a DistArray is indexed by integers, slices, ... and None, not by {type(item).__name__}; gather() "
+                "first, or use np.where"
+            )
     given = sum(i is not None and i is not ... for i in items)
     if given > a.ndim or items.count(...) > 1:
         raise IndexError(f"{given} indices for an array of {a.ndim} dims")
@@ -57,12 +66,22 @@ def _expand(key: Any, a: DistArray) -> list[_Item]:
 def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
     """The sub-array of these global indices, same number of dims; `picked` dims become whole."""
     shape = tuple(len(r) for r in ranges)
-    moved = [d for d, (r, n, cut) in enumerate(zip(ranges, a.shape, a.layout.dims, strict=True)) if r != range(n) and _cut(a, cut)]
+    moved = [
+        d
+        for d, (r, n, cut) in enumerate(zip(ranges, a.shape, a.layout.dims, strict=True))
+        if r != range(n) and _cut(a, cut)
+    ]
     for d in moved:
         if ranges[d].step < 0:
-            raise IndexError(f"a negative step on dim {d}, which {a.layout!r} cuts; redistribute to {a.layout.with_dim(d, None)!r} first")
+            raise IndexError(
+                f"a negative step on dim {d}, which {a.layout!r} cuts; redistribute to {a.layout.with_dim(d, None)!r} "
+                "first"
+            )
     layout = Layout(*(() if d in picked else cut for d, cut in enumerate(a.layout.dims)), partial=a.layout.partial)
-    local = tuple(slice(None) if d in moved or r == range(n) else _slice(r) for d, (r, n) in enumerate(zip(ranges, a.shape, strict=True)))
+    local = tuple(
+        slice(None) if d in moved or r == range(n) else _slice(r)
+        for d, (r, n) in enumerate(zip(ranges, a.shape, strict=True))
+    )
     block = a.block[local] if a.grid.inside else a.block
     if not moved or not a.grid.inside:
         return a.like(block, layout, shape)
@@ -84,7 +103,9 @@ def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
     mine, goal = (*have(a.grid.coords), *rest), (*want(a.grid.coords), *rest)
     sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
     biggest = max(map(volume, (*haves, *wants)))
-    out = Move(exchange(front, mine, goal, sends, receives, a.dtype, a.grid.comm(axes), a.grid.backend, biggest, BUFFER)).wait()
+    out = Move(
+        exchange(front, mine, goal, sends, receives, a.dtype, a.grid.comm(axes), a.grid.backend, biggest, BUFFER)
+    ).wait()
     back = tuple(order.index(d) for d in range(a.ndim))
     return a.like(out.transpose(back), layout, shape)
 

@@ -1,8 +1,9 @@
-"""Reductions over dims of a distributed array; over a cut dim they communicate, since their meaning is a sum over it."""
+"""Reductions over dims of a distributed array; over a cut dim they communicate: their meaning is a sum over it."""
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ def dims_of(axis: Axis, ndim: int) -> tuple[int, ...]:
     """The dims meant by NumPy's `axis` argument, sorted."""
     if axis is None:
         return tuple(range(ndim))
-    dims = (axis,) if isinstance(axis, int) or hasattr(axis, "__index__") else tuple(axis)
+    dims = tuple(axis) if isinstance(axis, tuple | list) else (operator.index(axis),)
     for d in dims:
         if not -ndim <= d < ndim:
             raise ValueError(f"axis {d} is out of bounds for an array of {ndim} dims")
@@ -55,12 +56,18 @@ def total(a: DistArray, axis: Axis, dtype: Any, keepdims: bool, partial: bool) -
 
 def _outside(a: DistArray, block: Any, shape: tuple[int, ...]) -> Any:
     """Ranks outside the grid keep blocks of size zero where the shape has dims."""
-    return block if a.grid.inside else a.grid.backend.zeros(a.grid.block_shape(Layout.whole(len(shape)), shape), block.dtype)
+    return (
+        block
+        if a.grid.inside
+        else a.grid.backend.zeros(a.grid.block_shape(Layout.whole(len(shape)), shape), block.dtype)
+    )
 
 
 def summed(a: DistArray, name: str) -> DistArray:
     if a.layout.partial:
-        raise LayoutError(f"{name} of {a.layout!r}, which is not summed yet; sum it by .redistribute({a.layout.with_partial(())!r})")
+        raise LayoutError(
+            f"{name} of {a.layout!r}, which is not summed yet; sum it by .redistribute({a.layout.with_partial(())!r})"
+        )
     return a
 
 
@@ -94,7 +101,10 @@ def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
     if math.prod(a.block.shape[d] for d in dims):
         block = a.xp.asarray(getattr(a.block, name)(axis=dims, keepdims=keepdims))
     else:
-        block = a.xp.full(tuple(1 if d in dims else n for d, n in enumerate(a.block.shape) if keepdims or d not in dims), _identity(name, a.dtype))
+        block = a.xp.full(
+            tuple(1 if d in dims else n for d, n in enumerate(a.block.shape) if keepdims or d not in dims),
+            _identity(name, a.dtype),
+        )
     block = _outside(a, block, shape)
     over = tuple(axis for axis in a.grid.axes if axis in over and a.grid.sizes[axis] > 1)
     if not over or not a.grid.inside or not math.prod(shape):
@@ -106,9 +116,11 @@ def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
         return a.like(a.xp.asarray(every.prod(axis=0, dtype=every.dtype)), layout, shape)
     comm, op = a.grid.comm(over), {"any": "max", "all": "min"}.get(name, name)
     if block.dtype.kind in "fV":  # MPI's max and min may lose a NaN: a second row says where one is
-        nan = block != block
+        nan = a.xp.isnan(block)
         sign = 1 if op == "max" else -1
-        rows = a.xp.stack([a.xp.where(nan, a.xp.asarray(-sign * np.inf, dtype=block.dtype), block), (sign * nan).astype(block.dtype)])
+        rows = a.xp.stack(
+            [a.xp.where(nan, a.xp.asarray(-sign * np.inf, dtype=block.dtype), block), (sign * nan).astype(block.dtype)]
+        )
         comm.all_reduce(rows, op=op)
         return a.like(a.xp.where(rows[1] == sign, a.xp.asarray(np.nan, dtype=block.dtype), rows[0]), layout, shape)
     out = (block.astype(np.uint8) if block.dtype.kind == "b" else block).copy(order="C")
@@ -132,13 +144,24 @@ _BY_UFUNC = {
 }  # fmt: skip
 
 
-def reduce_ufunc(ufunc: np.ufunc, a: DistArray, axis: Axis = 0, dtype: Any = None, out: Any = None, keepdims: bool = False, **other: Any) -> DistArray:
+def reduce_ufunc(
+    ufunc: np.ufunc,
+    a: DistArray,
+    axis: Axis = 0,
+    dtype: Any = None,
+    out: Any = None,
+    keepdims: bool = False,
+    **other: Any,
+) -> DistArray:
     """`ufunc.reduce` for sums, products, extremes and logical and/or."""
     if out is not None and out != (None,):
         raise TypeError(f"np.{ufunc.__name__}.reduce(out=) is not defined on distributed arrays; assign the result")
-    unknown = [k for k, v in other.items() if v is not True and v is not np._NoValue]  # type: ignore[attr-defined]
+    unknown = [k for k, v in other.items() if v is not True and v is not np._NoValue]
     if unknown or not (ufunc is np.add or ufunc in _BY_UFUNC):
-        raise TypeError(f"np.{ufunc.__name__}.reduce{f'({unknown[0]}=)' if unknown else ''} is not defined on distributed arrays; gather() first")
+        raise TypeError(
+            f"np.{ufunc.__name__}.reduce{f'({unknown[0]}=)' if unknown else ''} is not defined on distributed arrays; "
+            "gather() first"
+        )
     if ufunc is np.add:
         return total(a, axis, dtype, keepdims, False)
     return extreme(a if dtype is None else a.astype(dtype), _BY_UFUNC[ufunc], axis, keepdims)

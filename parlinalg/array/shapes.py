@@ -54,14 +54,20 @@ def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int], grid: Grid)
             for d in cut_dims:
                 if d != first or target is not None:
                     whole = whole.with_dim(d, None)
-            raise LayoutError(f"reshape {tuple(old)} to {tuple(new)}: {layout!r} cuts dims {cut_dims}, whose pieces are not pieces of the new dims; redistribute to {whole!r} first")
+            raise LayoutError(
+                f"reshape {tuple(old)} to {tuple(new)}: {layout!r} cuts dims {cut_dims}, whose pieces are not pieces "
+                f"of the new dims; redistribute to {whole!r} first"
+            )
         cuts[target] = cut  # type: ignore[index]
     return Layout(*cuts, partial=layout.partial)
 
 
 def _aligned(old: int, new: int, cut: Cut, grid: Grid) -> bool:
     """Whether balanced pieces of `old` items are, each item being split or merged, balanced pieces of `new` ones."""
-    return all(a * new == b * old for a, b in zip(cut_lengths(old, cut, grid.sizes), cut_lengths(new, cut, grid.sizes), strict=True))
+    return all(
+        a * new == b * old
+        for a, b in zip(cut_lengths(old, cut, grid.sizes), cut_lengths(new, cut, grid.sizes), strict=True)
+    )
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

@@ -68,8 +68,9 @@ def to_grid(block: Block, shape: Shape, src: Layout, old: Grid, dst: Layout, new
     comm = next((g.world for g in (new, old) if set(g.world.world_ranks) == ranks), None)
     if comm is None:
         raise GridError(
-            f"no communicator covers both grids: {old!r} is made from ranks {list(old.world.world_ranks)}, {new!r} from "
-            f"{list(new.world.world_ranks)}; make both from the same communicator (idle=True leaves some ranks out)"
+            f"no communicator covers both grids: {old!r} is made from ranks {list(old.world.world_ranks)}, "
+            f"{new!r} from {list(new.world.world_ranks)}; make both from the same communicator (idle=True leaves some "
+            "ranks out)"
         )
     haves = _blocks(src, shape, old, comm.world_ranks)
     target = dst.with_partial(())
@@ -89,7 +90,7 @@ def _blocks(layout: Layout, shape: Shape, grid: Grid, order: tuple[int, ...] | N
 
 
 def _between(block: Block, haves: list[Rect], wants: list[Rect], comm: Any, grid: Grid) -> Block:
-    """Exchange where several ranks may hold the same rectangle: the receiver itself if it does, else they take turns."""
+    """Exchange where several ranks may hold the same rectangle: a receiver serves itself, else they take turns."""
     me = comm.rank
     holders: dict[Rect, list[int]] = {}
     for rank, have in enumerate(haves):
@@ -104,4 +105,6 @@ def _between(block: Block, haves: list[Rect], wants: list[Rect], comm: Any, grid
     sends = [meet(wants[r], haves[me]) if serves(me, r) else nothing for r in range(comm.size)]
     receives = [meet(wants[me], haves[r]) if serves(r, me) else nothing for r in range(comm.size)]
     biggest = max(map(volume, (*haves, *wants)))
-    return Move(exchange(block, haves[me], wants[me], sends, receives, block.dtype, comm, grid.backend, biggest, BUFFER)).wait()
+    return Move(
+        exchange(block, haves[me], wants[me], sends, receives, block.dtype, comm, grid.backend, biggest, BUFFER)
+    ).wait()

@@ -1,8 +1,8 @@
 """Elementwise operations on distributed arrays, through NumPy's `__array_ufunc__`.
 
 Operands have equal layouts, dim by dim; a dim that is broadcast (of size 1, or missing) is whole.  Scalars go with
-everything.  Partial arrays, whose terms are not summed yet, take linear operations only: + and - of two with equal layouts,
-sign change, conjugation, and multiplication or division by a scalar.
+everything.  Partial arrays, whose terms are not summed yet, take linear operations only: + and - of two with equal
+layouts, sign change, conjugation, and multiplication or division by a scalar.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
 
         return reduce_ufunc(ufunc, inputs[0], **kwargs)
     if method != "__call__":
-        raise TypeError(f"np.{ufunc.__name__}.{method} is not defined on distributed arrays; gather() first, or use a plain call or reduce")
+        raise TypeError(
+            f"np.{ufunc.__name__}.{method} is not defined on distributed arrays; gather() first, or use a plain call "
+            "or reduce"
+        )
     if ufunc is np.matmul:
         return PRODUCT[0](*inputs, **{k: v[0] if k == "out" else v for k, v in kwargs.items()})
     if kwargs.get("where", True) is not True:
@@ -49,8 +52,14 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     blocks = [o.block if isinstance(o, DistArray) else o for o in operands]
     if out is not None:
         for target in out:
-            if not isinstance(target, DistArray) or effective(target.layout, grid) != effective(layout, grid) or target.shape != shape:
-                raise mismatch(f"out= of np.{ufunc.__name__} (shape {shape})", getattr(target, "layout", Layout()), layout)
+            if (
+                not isinstance(target, DistArray)
+                or effective(target.layout, grid) != effective(layout, grid)
+                or target.shape != shape
+            ):
+                raise mismatch(
+                    f"out= of np.{ufunc.__name__} (shape {shape})", getattr(target, "layout", Layout()), layout
+                )
         kwargs["out"] = tuple(target.block for target in out)
     result = ufunc(*blocks, **kwargs)
     if out is not None:
@@ -65,9 +74,12 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
     if isinstance(value, DistArray | int | float | complex | np.generic):
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0:
-        return value[()]  # type: ignore[no-any-return]
+        return value.dtype.type(value[()])
     if hasattr(value, "shape"):
-        raise TypeError(f"{name}: an array of shape {value.shape} of this rank alone meets a DistArray; distribute it first: parlinalg.distribute(array, grid, layout)")
+        raise TypeError(
+            f"{name}: an array of shape {value.shape} of this rank alone meets a DistArray; distribute it first: "
+            "parlinalg.distribute(array, grid, layout)"
+        )
     raise TypeError(f"{name}: a DistArray takes DistArrays and scalars, not {type(value).__name__}")
 
 
@@ -79,17 +91,25 @@ def together(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], L
     try:
         shape = np.broadcast_shapes(*(a.shape for a in arrays))
     except ValueError:
-        raise ValueError(f"{name}: shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast together") from None
+        raise ValueError(
+            f"{name}: shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast together"
+        ) from None
     dims: list[Cut] = []
     for d in range(len(shape)):
         back = d - len(shape)
-        cuts = {effective(a.layout, grid).dims[back]: a for a in arrays if -back <= a.ndim and a.shape[back] == shape[back]}
+        cuts = {
+            effective(a.layout, grid).dims[back]: a for a in arrays if -back <= a.ndim and a.shape[back] == shape[back]
+        }
         if len(cuts) > 1:
             raise _uneven(name, cuts, arrays, shape)
         dims.append(next(iter(cuts)))
         for a in arrays:
             if -back <= a.ndim and a.shape[back] != shape[back] and effective(a.layout, grid).dims[back]:
-                raise mismatch(f"{name}: dim {d} is broadcast to size {shape[d]}, and must be whole", a.layout, a.layout.with_dim(back % a.ndim, None))
+                raise mismatch(
+                    f"{name}: dim {d} is broadcast to size {shape[d]}, and must be whole",
+                    a.layout,
+                    a.layout.with_dim(back % a.ndim, None),
+                )
     partial = max((effective(a.layout, grid).partial for a in arrays), key=len)
     return shape, Layout(*dims, partial=partial)
 
@@ -99,7 +119,11 @@ def _uneven(name: str, cuts: dict[Cut, DistArray], arrays: Sequence[DistArray], 
     if a.ndim == b.ndim:
         return mismatch(f"{name}: layouts differ", b.layout, a.layout)
     small, large = sorted((a, b), key=lambda x: x.ndim)
-    return mismatch(f"{name}: layouts differ on shapes {a.shape} and {b.shape}", small.layout, Layout(*large.layout.dims[large.ndim - small.ndim :]))
+    return mismatch(
+        f"{name}: layouts differ on shapes {a.shape} and {b.shape}",
+        small.layout,
+        Layout(*large.layout.dims[large.ndim - small.ndim :]),
+    )
 
 
 def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], layout: Layout) -> None:
@@ -119,4 +143,7 @@ def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], layout: Layout) -> 
     if scalar and (ufunc is np.multiply or (ufunc is np.true_divide and operands[0] is partial[0])):
         return
     whole = partial[0].layout.with_partial(())
-    raise LayoutError(f"{ufunc.__name__}: an operand is {partial[0].layout!r}, not summed yet, and only linear operations on equal layouts take that; sum it by .redistribute({whole!r})")
+    raise LayoutError(
+        f"{ufunc.__name__}: an operand is {partial[0].layout!r}, not summed yet, and only linear operations on equal "
+        f"layouts take that; sum it by .redistribute({whole!r})"
+    )

@@ -32,8 +32,8 @@ def matmul(
     b : DistArray
         Shape [k, n] or [k]; or [*lead, k, n] with the same leading dims as `a`; or with leading dims that `a` lacks.
     plan : Plan, optional
-        Which axes cut b, m, n and k at work.  By default each axis of the grid is assigned so that the work is balanced to
-        within 10%, and then so that the fewest words move, those that bring a and b from where they rest included
+        Which axes cut b, m, n and k at work.  By default each axis of the grid is assigned so that the work is balanced
+        to within 10%, and then so that the fewest words move, those that bring a and b from where they rest included
         (`parlinalg.matmul.assign`).
     alpha, beta : number
         With `beta`, `out` must be given.
@@ -41,11 +41,11 @@ def matmul(
         Receives the result, in its own layout; it is returned.
     layout : Layout, optional
         Where the result rests.  By default an axis that cuts m or n (or a batch dim) at work cuts the same dim of the
-        result, and the sum over axes that cut k is scattered over m or n (over whichever has the larger local piece), so
-        that nothing is held twice.
+        result, and the sum over axes that cut k is scattered over m or n (over whichever has the larger local piece),
+        so that nothing is held twice.
     memory : int or str, optional
-        Bytes a rank may use beside its blocks of a, b and the result, such as `"64MiB"`.  Where the gathered panels would
-        take more, panels are streamed instead (SUMMA); a PlanError says the least that would do.
+        Bytes a rank may use beside its blocks of a, b and the result, such as `"64MiB"`.  Where the gathered panels
+        would take more, panels are streamed instead (SUMMA); a PlanError says the least that would do.
 
     Returns
     -------
@@ -63,7 +63,10 @@ def matmul(
     grid = same_grid([a, b])
     for name, x in (("a", a), ("b", b)):
         if effective(x.layout, grid).partial:
-            raise LayoutError(f"matmul: {name} is {x.layout!r}, not summed yet; sum it by .redistribute({x.layout.with_partial(())!r})")
+            raise LayoutError(
+                f"matmul: {name} is {x.layout!r}, not summed yet; sum it by "
+                f".redistribute({x.layout.with_partial(())!r})"
+            )
     if beta and out is None:
         raise ValueError(f"matmul: beta = {beta} needs out=, the array it multiplies")
     if out is not None:
@@ -88,17 +91,20 @@ def matmul(
     return out
 
 
-
-
 def _array(value: Any, name: str) -> DistArray:
     if not isinstance(value, DistArray):
-        raise TypeError(f"matmul: {name} is a {type(value).__name__}, not a DistArray; distribute it first: parlinalg.distribute(array, grid, layout)")
+        raise TypeError(
+            f"matmul: {name} is a {type(value).__name__}, not a DistArray; distribute it first: "
+            "parlinalg.distribute(array, grid, layout)"
+        )
     if not value.ndim:
         raise ValueError(f"matmul: {name} has no dims; multiply by a scalar with *")
     return value
 
 
-def _product(a: DistArray, b: DistArray, plan: Plan | None, layout: Layout | None, memory: int | str | None) -> DistArray:
+def _product(
+    a: DistArray, b: DistArray, plan: Plan | None, layout: Layout | None, memory: int | str | None
+) -> DistArray:
     if plan is not None:
         if layout is not None and layout != plan.y:
             plan = replace(plan, y=layout)
@@ -110,9 +116,13 @@ def _product(a: DistArray, b: DistArray, plan: Plan | None, layout: Layout | Non
         return _product(b.mT, a.T, None, turned, memory).mT
     shared = b.ndim - 2
     if shared and (a.ndim != b.ndim or a.shape[:shared] != b.shape[:shared]):
-        raise ValueError(f"matmul: leading dims of shapes {a.shape} and {b.shape} differ; they must be equal, or missing in one")
+        raise ValueError(
+            f"matmul: leading dims of shapes {a.shape} and {b.shape} differ; they must be equal, or missing in one"
+        )
     if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not multiply: {a.shape[-1]} columns meet {b.shape[-2]} rows")
+        raise ValueError(
+            f"matmul: shapes {a.shape} and {b.shape} do not multiply: {a.shape[-1]} columns meet {b.shape[-2]} rows"
+        )
     chosen = assign(a.layout, b.layout, a.shape, b.shape, tuple(a.grid.sizes.items()), layout, shared)
     return within(memory, chosen, a, b)
 

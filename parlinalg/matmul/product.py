@@ -26,9 +26,15 @@ def result_shape(plan: Plan, x: Shape, w: Shape) -> Shape:
     """The global shape of y; a ValueError if b or k differ in x and w."""
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     if len(x) != nb + nm + nk or len(w) != nb + nk + len(plan.n):
-        raise ValueError(f"a product of shapes {x} and {w} does not fit a plan of {nb} batch dims, {nm} m, {nk} k and {len(plan.n)} n")
+        raise ValueError(
+            f"a product of shapes {x} and {w} does not fit a plan of {nb} batch dims, {nm} m, {nk} k and {len(plan.n)} "
+            "n"
+        )
     if x[:nb] != w[:nb] or x[nb + nm :] != w[nb : nb + nk]:
-        raise ValueError(f"shapes {x} and {w} do not multiply: batch dims {x[:nb]} and {w[:nb]}, contracted dims {x[nb + nm :]} and {w[nb : nb + nk]}")
+        raise ValueError(
+            f"shapes {x} and {w} do not multiply: batch dims {x[:nb]} and {w[:nb]}, contracted dims {x[nb + nm :]} and "
+            f"{w[nb : nb + nk]}"
+        )
     return (*x[: nb + nm], *w[nb + nk :])
 
 
@@ -38,7 +44,9 @@ def check_operands(plan: Plan, x: DistArray, w: DistArray) -> Grid:
     for name, array, want in (("x", x, plan.x), ("w", w, plan.w)):
         want.check(array.shape, grid.sizes)
         if effective(array.layout, grid) != effective(want, grid):
-            raise LayoutError(f"matmul: {name} has {array.layout!r}, the plan takes {want!r}; mend it by .redistribute({want!r})")
+            raise LayoutError(
+                f"matmul: {name} has {array.layout!r}, the plan takes {want!r}; mend it by .redistribute({want!r})"
+            )
     plan.y.check(result_shape(plan, x.shape, w.shape), grid.sizes)
     return grid
 

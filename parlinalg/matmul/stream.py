@@ -2,8 +2,8 @@
 
 One matrix stays where the local product needs it; the other two are taken in panels of the dim they share.  With a
 stationary y the panels run over k: whoever owns a panel of x broadcasts it along the axes that cut k at rest only, and
-likewise for w (van de Geijn and Watts, SUMMA, 1997).  With a stationary x (or w) they run over n (or m), and each panel of
-y is reduced to where it rests.  Broadcasts are nonblocking and one panel ahead.
+likewise for w (van de Geijn and Watts, SUMMA, 1997).  With a stationary x (or w) they run over n (or m), and each panel
+of y is reduced to where it rests.  Broadcasts are nonblocking and one panel ahead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ TILE = 1 << 16
 
 
 def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray) -> DistArray:
-    """The product by the fastest kernel that takes at most `memory` bytes a rank beside the blocks of x, w and y at rest."""
+    """The product by the fastest kernel that takes at most `memory` bytes a rank beside the blocks at rest."""
     if memory is None:
         return product(plan, x, w)
     limit = parse_bytes(memory)
@@ -45,7 +46,9 @@ def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray) -> 
     fitting = [k for k in kernels if k.elements(1) * itemsize <= limit]
     if not fitting:
         least = min(k.elements(1) for k in kernels) * itemsize
-        raise PlanError(f"this product needs at least {least} bytes a rank beside its blocks at rest; memory={memory!r} is {limit}")
+        raise PlanError(
+            f"this product needs at least {least} bytes a rank beside its blocks at rest; memory={memory!r} is {limit}"
+        )
     best = min(fitting, key=lambda k: (k.panels(limit // itemsize), kernels.index(k)))
     if best.stationary is None:
         return product(plan, x, w)
@@ -54,7 +57,7 @@ def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray) -> 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a kernel holds on the fullest rank beside the blocks at rest: `whole` elements and `line` a unit of panel width.
+    """What a kernel holds on the fullest rank beside the blocks at rest: `whole` elements, and `line` a unit of width.
 
     stationary : "x", "w", "y" or None for gathered panels
     extent : the length of the streamed dim
@@ -79,7 +82,7 @@ class Buffers:
 def buffers(plan: Plan, x: tuple[int, ...], w: tuple[int, ...], grid: Grid) -> list[Buffers]:
     """The kernels for a product, the preferred first; the same on all ranks."""
     shape = result_shape(plan, x, w)
-    fullest = {a: 0 for a in grid.sizes}  # the first rank's pieces are the longest of every dim
+    fullest = dict.fromkeys(grid.sizes, 0)  # the first rank's pieces are the longest of every dim
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
 
     def volume(layout: Layout, of: tuple[int, ...]) -> int:
@@ -107,12 +110,16 @@ def buffers(plan: Plan, x: tuple[int, ...], w: tuple[int, ...], grid: Grid) -> l
                 whole += full[name]
             elif full[name] and length:
                 line += 2 * full[name] // length
-        found.append(Buffers(stationary, length, whole + (min(TILE, volume(plan.y_work, shape)) if stationary == "y" else 0), line))
+        found.append(
+            Buffers(
+                stationary, length, whole + (min(TILE, volume(plan.y_work, shape)) if stationary == "y" else 0), line
+            )
+        )
     return found
 
 
 def _nested(rest: Layout, work: Layout, dim: int, grid: Grid) -> bool:
-    """Whether the pieces of `dim` at rest are pieces of its pieces at work, cut by axes that cut nothing else at work."""
+    """Whether the pieces of `dim` at rest are pieces of its pieces at work, by axes that cut nothing else at work."""
     rest, work = effective(rest, grid), effective(work, grid)
     have, want = rest.dims[dim], work.dims[dim]
     return have[: len(want)] == want and not set(have[len(want) :]) & set(work.cut_axes)
@@ -159,11 +166,7 @@ class Operand:
 
     def _fetch(self, panel: range) -> Generator[Handle, None, Block]:
         grid, dim = self.grid, self.dim
-        owner, start = 0, 0
-        for owner, length in enumerate(self.owned_lengths()):
-            if panel.start < start + length:
-                break
-            start += length
+        owner, start = owner_of(panel, self.owned_lengths())
         shape = (*self.shape[:dim], len(panel), *self.shape[dim + 1 :])
         rest, work = self.rest.with_dim(dim, None), self.work.with_dim(dim, None)
         if index_of(self.outer, grid.sizes, grid.coords) == owner:
@@ -177,6 +180,12 @@ class Operand:
         if self.outer:
             yield grid.comm(self.outer).broadcast(out, owner, wait=False)
         return out if self.order is None else out.transpose(tuple(self.order.index(d) for d in range(out.ndim)))
+
+
+def owner_of(panel: range, lengths: list[int]) -> tuple[int, int]:
+    """Which of these pieces of a stretch a panel lies in, and where that piece starts."""
+    starts = accumulate(lengths, initial=0)
+    return next((i, start) for i, (start, n) in enumerate(zip(starts, lengths)) if panel.start < start + n)
 
 
 def panels(width: int, *lengths: list[int]) -> Iterator[range]:
@@ -210,7 +219,9 @@ def stream(plan: Plan, x: DistArray, w: DistArray, stationary: str, width: int) 
     return DistArray(run(plan, x, w, shape, dtype, grid, width), shape, plan.y, grid)
 
 
-def _over_k(plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int) -> Block:
+def _over_k(
+    plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int
+) -> Block:
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     left, right = Operand.of(x, plan.x_work, nb + nm), Operand.of(w, plan.w_work, nb)
     local = grid.block_shape(plan.y_work, shape)
@@ -243,14 +254,18 @@ def _accumulate(y: Block, x: Block, w: Block) -> None:
         y[part] += gemm(x[part], w, y.dtype)
 
 
-def _over_n(plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int) -> Block:
+def _over_n(
+    plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int
+) -> Block:
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     xs = as_matrix(at_work(x, plan.x_work), nb, nm)
     right = Operand.of(w, plan.w_work, nb + nk)
     return _streamed(plan, shape, dtype, grid, width, right, nb + nm, lambda ws: gemm(xs, as_matrix(ws, nb, nk), dtype))
 
 
-def _over_m(plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int) -> Block:
+def _over_m(
+    plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int
+) -> Block:
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     ws = as_matrix(at_work(w, plan.w_work), nb, nk)
     left = Operand.of(x, plan.x_work, nb)
@@ -274,7 +289,7 @@ def _streamed(
     for panel, (block,) in zip(ranges, _ahead(iter(ranges), operand), strict=True):
         local[dim] = len(panel)
         term = multiply(block).reshape(local)
-        owner, start = next((i, sum(lengths[:i])) for i in range(len(lengths)) if panel.start < sum(lengths[: i + 1]))
+        owner, start = owner_of(panel, lengths)
         term = _reduce_to(term, work, goal, outer, owner, (*shape[:dim], len(panel), *shape[dim + 1 :]), dim, grid)
         if owner == mine:
             y[(*lead, slice(panel.start - start, panel.stop - start))] = term
