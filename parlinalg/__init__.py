@@ -1,7 +1,8 @@
 """Numerical linear algebra and model training on MPI processor grids."""
 
-from parlinalg import random
+from parlinalg import autograd, random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
+from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync
 from parlinalg.comm import ledger
 from parlinalg.errors import CommError, ConfigError, GridError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import Grid
@@ -19,9 +20,13 @@ __all__ = [
     "GridError",
     "Layout",
     "LayoutError",
+    "Parameter",
     "ParlinalgError",
     "Plan",
     "PlanError",
+    "Tensor",
+    "autograd",
+    "check_gradients",
     "distribute",
     "empty",
     "eye",
@@ -30,6 +35,8 @@ __all__ = [
     "full",
     "ledger",
     "matmul",
+    "no_grad",
+    "no_sync",
     "ones",
     "plan_matmul",
     "random",

@@ -1,0 +1,16 @@
+"""Operations on tensors, each with its derivative."""
+
+from parlinalg.autograd.ops.arithmetic import add, divide, maximum, minimum, multiply, negative, power, subtract, where
+from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, relu, sigmoid, silu, sin, sqrt, tanh
+from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
+from parlinalg.autograd.ops.product import matmul
+from parlinalg.autograd.ops.reductions import max, mean, sum
+from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpose
+from parlinalg.autograd.ops.softmax import log_softmax, softmax
+
+__all__ = [
+    "abs", "add", "astype", "cos", "count_targets", "cross_entropy", "cross_entropy_sum", "divide", "erf", "exp",
+    "gelu", "log", "log_softmax", "matmul", "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply",
+    "negative", "power", "redistribute", "relu", "reshape", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract",
+    "sum", "tanh", "transpose", "where",
+]  # fmt: skip

@@ -1,0 +1,158 @@
+"""Arithmetic with broadcasting: operands have equal layouts dim by dim, and a dim that is broadcast is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.tape import Part
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import namespace
+from parlinalg.layout import Layout
+from parlinalg.matmul.local import is_half
+
+Block = Any
+Scalar = int | float
+
+
+def operand(value: Any, name: str) -> Tensor | Scalar:
+    """A tensor, or a Python number, which takes the dtype of what it meets."""
+    if isinstance(value, Tensor | DistArray):
+        return as_tensor(value)
+    if isinstance(value, int | float) and not isinstance(value, np.generic):
+        return value
+    if isinstance(value, np.generic | np.ndarray) and not value.ndim and value.dtype.kind in "biuf":
+        return value.item()
+    raise TypeError(
+        f"{name}: a tensor takes tensors, DistArrays and real numbers, not {type(value).__name__}; an array of this "
+        "rank alone becomes one by parlinalg.distribute(array, grid, layout)"
+    )
+
+
+def value_of(x: Tensor | Scalar) -> Any:
+    """What ufuncs of distributed arrays take."""
+    return x.data if isinstance(x, Tensor) else x
+
+
+def block_of(x: Tensor | Scalar) -> Any:
+    return x.block if isinstance(x, Tensor) else x
+
+
+def block_sum(block: Block, axes: tuple[int, ...], keepdims: bool = False) -> Block:
+    """The sum over dims of a block; 16-bit floats are summed in float32."""
+    xp = namespace(block)
+    if is_half(block.dtype):
+        return xp.asarray(block.sum(axis=axes, dtype=np.float32, keepdims=keepdims)).astype(block.dtype)
+    return xp.asarray(block.sum(axis=axes, keepdims=keepdims))
+
+
+def to_input(grad: Block, y: DistArray, x: Tensor) -> Term:
+    """The term of x's gradient from that of y, to whose shape x was broadcast: summed over the dims x lacks.
+
+    The sum over cut dims is left partial over the axes that cut them.
+    """
+    rest = y.layout.with_partial(())
+    if x.shape == y.shape:
+        return grad, rest
+    lead = y.ndim - x.ndim
+    stretched = [d for d in range(x.ndim) if x.shape[d] == 1 and y.shape[lead + d] != 1]
+    dims = (*range(lead), *(lead + d for d in stretched))
+    over = [a for d in dims for a in rest.dims[d] if y.grid.sizes[a] > 1]
+    layout = Layout(*(() if d in stretched else rest.dims[lead + d] for d in range(x.ndim)), partial=over)
+    shape = tuple(1 if d in stretched else n for d, n in enumerate(grad.shape[lead:]))
+    return block_sum(grad, dims).reshape(shape), layout
+
+
+def _combined(y: DistArray, *pairs: tuple[Tensor | Scalar, Any]) -> Tensor:
+    """The result y of operands, each with its derivative: from the gradient of y, as a block of y's shape."""
+
+    def part(x: Tensor, derivative: Any) -> Part:
+        return lambda g: to_input(derivative(g), y, x)
+
+    tensors = [(x, derivative) for x, derivative in pairs if isinstance(x, Tensor)]
+    return record(y, [x for x, _ in tensors], [part(x, derivative) for x, derivative in tensors])
+
+
+def _two(a: Any, b: Any, name: str) -> tuple[Tensor | Scalar, Tensor | Scalar]:
+    a, b = operand(a, name), operand(b, name)
+    if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
+        raise TypeError(f"{name} of two numbers; at least one operand is a tensor")
+    return a, b
+
+
+def add(a: Any, b: Any) -> Tensor:
+    """`a + b`."""
+    a, b = _two(a, b, "add")
+    return _combined(value_of(a) + value_of(b), (a, lambda g: g), (b, lambda g: g))
+
+
+def subtract(a: Any, b: Any) -> Tensor:
+    """`a - b`."""
+    a, b = _two(a, b, "subtract")
+    return _combined(value_of(a) - value_of(b), (a, lambda g: g), (b, lambda g: -g))
+
+
+def multiply(a: Any, b: Any) -> Tensor:
+    """`a * b`, elementwise."""
+    a, b = _two(a, b, "multiply")
+    p, q = block_of(a), block_of(b)
+    return _combined(value_of(a) * value_of(b), (a, lambda g: g * q), (b, lambda g: g * p))
+
+
+def divide(a: Any, b: Any) -> Tensor:
+    """`a / b`, elementwise."""
+    a, b = _two(a, b, "divide")
+    p, q = block_of(a), block_of(b)
+    return _combined(value_of(a) / value_of(b), (a, lambda g: g / q), (b, lambda g: -(g * p) / (q * q)))
+
+
+def negative(a: Any) -> Tensor:
+    """`-a`."""
+    a = as_tensor(a)
+    return _combined(-a.data, (a, lambda g: -g))
+
+
+def power(a: Any, exponent: Any) -> Tensor:
+    """`a ** p` for a number p."""
+    a = as_tensor(a)
+    p = operand(exponent, "power")
+    if isinstance(p, Tensor):
+        raise TypeError("power: the exponent is a number; for a tensor b take exp(b * log(a))")
+    if p == 1:
+        return _combined(a.data * 1, (a, lambda g: g))
+    x = a.block
+    return _combined(summed(a.data, "power") ** p, (a, lambda g: g * (p * x ** (p - 1))))
+
+
+def maximum(a: Any, b: Any) -> Tensor:
+    """The larger of a and b, elementwise; where they are equal the gradient is a's."""
+    a, b = _two(a, b, "maximum")
+    p, q = block_of(a), block_of(b)
+    return _combined(np.maximum(value_of(a), value_of(b)), (a, lambda g: g * (p >= q)), (b, lambda g: g * (p < q)))
+
+
+def minimum(a: Any, b: Any) -> Tensor:
+    """The smaller of a and b, elementwise; where they are equal the gradient is a's."""
+    a, b = _two(a, b, "minimum")
+    p, q = block_of(a), block_of(b)
+    return _combined(np.minimum(value_of(a), value_of(b)), (a, lambda g: g * (p <= q)), (b, lambda g: g * (p > q)))
+
+
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    """a where the condition holds, b elsewhere.
+
+    Parameters
+    ----------
+    condition : DistArray or Tensor
+        Of bools, with the layout of a and b.
+    a, b : Tensor or number
+    """
+    a, b = _two(a, b, "where")
+    mask = as_tensor(condition).data
+    y: DistArray = np.where(mask, value_of(a), value_of(b))
+    keep = mask.block
+    return _combined(y, (a, lambda g: g * keep), (b, lambda g: g * ~keep))

@@ -1,0 +1,110 @@
+"""Functions of one tensor, element by element; each derivative beside its function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import kernels, namespace
+from parlinalg.errors import ConfigError
+
+Block = Any
+
+
+def _of_value(
+    name: str, x: Any, forward: Callable[[Block], Block], derivative: Callable[[Block, Block], Block]
+) -> Tensor:
+    """y = forward(x) with a derivative in terms of the value, `derivative(g, y)`; x is not kept.  Partial x is "
+    "refused."""
+    x = as_tensor(x)
+    data = summed(x.data, name)
+    y = data.like(forward(data.block))
+    q, rest = y.block, data.layout
+    return record(y, [x], [lambda g: (derivative(g, q), rest)])
+
+
+def _of_argument(
+    name: str, x: Any, forward: Callable[[Block], Block], derivative: Callable[[Block, Block], Block]
+) -> Tensor:
+    """y = forward(x) with a derivative in terms of the argument, `derivative(g, x)`; y is not kept."""
+    x = as_tensor(x)
+    data = summed(x.data, name)
+    p, rest = data.block, data.layout
+    return record(data.like(forward(p)), [x], [lambda g: (derivative(g, p), rest)])
+
+
+def exp(x: Any) -> Tensor:
+    """e to the power x."""
+    return _of_value("exp", x, lambda b: namespace(b).exp(b), lambda g, y: g * y)
+
+
+def log(x: Any) -> Tensor:
+    """The natural logarithm."""
+    return _of_argument("log", x, lambda b: namespace(b).log(b), lambda g, x: g / x)
+
+
+def sqrt(x: Any) -> Tensor:
+    """The square root."""
+    return _of_value("sqrt", x, lambda b: namespace(b).sqrt(b), lambda g, y: g / (2 * y))
+
+
+def abs(x: Any) -> Tensor:
+    """The absolute value; its derivative at 0 is taken as 0."""
+    return _of_argument("abs", x, lambda b: namespace(b).abs(b), lambda g, x: g * namespace(x).sign(x))
+
+
+def sin(x: Any) -> Tensor:
+    """The sine."""
+    return _of_argument("sin", x, lambda b: namespace(b).sin(b), lambda g, x: g * namespace(x).cos(x))
+
+
+def cos(x: Any) -> Tensor:
+    """The cosine."""
+    return _of_argument("cos", x, lambda b: namespace(b).cos(b), lambda g, x: -g * namespace(x).sin(x))
+
+
+def tanh(x: Any) -> Tensor:
+    """The hyperbolic tangent."""
+    return _of_value("tanh", x, lambda b: namespace(b).tanh(b), lambda g, y: kernels.tanh_grad(y, g))
+
+
+def sigmoid(x: Any) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return _of_value("sigmoid", x, kernels.sigmoid, lambda g, y: kernels.sigmoid_grad(y, g))
+
+
+def silu(x: Any) -> Tensor:
+    """x sigmoid(x) (Elfwing et al., 2018; also called swish)."""
+
+    def derivative(g: Block, x: Block) -> Block:
+        s = kernels.sigmoid(x)
+        return g * (s * (1 + x * (1 - s)))
+
+    return _of_argument("silu", x, lambda b: b * kernels.sigmoid(b), derivative)
+
+
+def relu(x: Any) -> Tensor:
+    """max(x, 0)."""
+    return _of_value("relu", x, kernels.relu, lambda g, y: kernels.relu_grad(y, g))
+
+
+def erf(x: Any) -> Tensor:
+    """The error function."""
+    c = 1.1283791670955126  # 2/√π
+    return _of_argument("erf", x, kernels.erf, lambda g, x: g * (c * namespace(x).exp(-x * x)))
+
+
+def gelu(x: Any, approximate: str = "none") -> Tensor:
+    """x Φ(x), with Φ the distribution function of the standard normal (Hendrycks and Gimpel, 2016).
+
+    Parameters
+    ----------
+    approximate : {"none", "tanh"}
+        "tanh" is 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), as in GPT-2.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ConfigError(f"gelu: approximate is 'none' or 'tanh', not {approximate!r}")
+    fast = approximate == "tanh"
+    return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))

@@ -1,0 +1,133 @@
+"""Products by a plan.  One gather of the gradient of y serves both derivatives."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.errors import LayoutError, PlanError
+from parlinalg.layout import Layout
+from parlinalg.matmul.local import as_matrix, gemm
+from parlinalg.matmul.product import at_work, check_operands, local_product, result_shape
+from parlinalg.plan import Plan
+from parlinalg.redistribute import redistribute
+
+Block = Any
+
+
+def matmul(x: Any, w: Any, plan: Plan | None = None, *, keep: str = "xw") -> Tensor:
+    """`y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]`.
+
+    Parameters
+    ----------
+    x, w : Tensor
+    plan : Plan, optional
+        Which axes cut b, m, n and k at work, and the layouts at rest; its groups b, m, n and k may have any number of
+        dims.  By default shapes follow NumPy's `@`, the axes are assigned so that the fewest words move
+        (`parlinalg.matmul.assign`), and y rests as `A @ B` of distributed arrays does.
+    keep : {"xw", "x", "w", ""}
+        Which operands stay gathered for the backward pass; the others are gathered again in it, which moves their words
+        once more and saves the memory.  Of operands that rest as they work nothing is held twice.
+
+    In the backward pass the gradient of y is brought to work once.  That of x is partial over the axes that cut n at
+    work, that of w over those that cut m, until they settle.
+
+    Raises
+    ------
+    LayoutError
+        If an operand does not rest as the plan says; the message names the `redistribute` that mends it.
+    """
+    x, w = as_tensor(x), as_tensor(w)
+    if set(keep) - set("xw"):
+        raise PlanError(f"matmul: keep = {keep!r} names operands to keep gathered: 'xw', 'x', 'w' or ''")
+    return _assigned(x, w, keep) if plan is None else _planned(x, w, plan, keep)
+
+
+def _assigned(x: Tensor, w: Tensor, keep: str) -> Tensor:
+    """The product with NumPy's rules for shapes."""
+    from parlinalg.matmul.assign import assign
+
+    if not x.ndim or not w.ndim:
+        raise ValueError(f"matmul of shapes {x.shape} and {w.shape}: an operand without dims multiplies by *")
+    if x.ndim == 1 or w.ndim == 1:
+        return _with_vector(x, w, keep)
+    for name, t in (("x", x), ("w", w)):
+        if effective(t.layout, t.grid).partial:
+            raise LayoutError(
+                f"matmul: {name} is {t.layout!r}, not summed yet; sum it by "
+                f".redistribute({t.layout.with_partial(())!r})"
+            )
+    if w.ndim > 2 and x.ndim == 2:  # transposed, the batch is the left operand's alone
+        return _assigned(w.mT, x.T, keep.translate(str.maketrans("xw", "wx"))).mT
+    shared = w.ndim - 2
+    if shared and (x.ndim != w.ndim or x.shape[:shared] != w.shape[:shared]):
+        raise ValueError(
+            f"matmul: leading dims of shapes {x.shape} and {w.shape} differ; they must be equal, or missing in one"
+        )
+    if x.shape[-1] != w.shape[-2]:
+        raise ValueError(
+            f"matmul: shapes {x.shape} and {w.shape} do not multiply: {x.shape[-1]} columns meet {w.shape[-2]} rows"
+        )
+    plan = assign(x.layout, w.layout, x.shape, w.shape, tuple(x.grid.sizes.items()), None, shared)
+    return _planned(x, w, plan, keep)
+
+
+def _with_vector(x: Tensor, w: Tensor, keep: str) -> Tensor:
+    """A vector is a matrix of one row (left) or one column (right), whose dim is dropped from the result."""
+    left = x.reshape(1, *x.shape) if x.ndim == 1 else x
+    right = w.reshape(*w.shape, 1) if w.ndim == 1 else w
+    y = _assigned(left, right, keep)
+    drop = ([y.ndim - 2] if x.ndim == 1 else []) + ([y.ndim - 1] if w.ndim == 1 else [])
+    layout = y.layout
+    for d in drop:
+        layout = layout.with_dim(d, None)
+    return y.redistribute(layout).reshape(tuple(n for d, n in enumerate(y.shape) if d not in drop))
+
+
+def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str) -> Tensor:
+    grid = check_operands(plan, x.data, w.data)
+    shape = result_shape(plan, x.shape, w.shape)
+    dtype = np.result_type(x.dtype, w.dtype)
+    if not grid.inside:
+        block = grid.backend.zeros((0,) * len(shape), dtype)
+        nothing = [_nothing(x), _nothing(w)]
+        return record(DistArray(block, shape, plan.y, grid), [x, w], nothing)
+    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
+    x_work, w_work = plan.x_work, plan.w_work
+    xs, ws = at_work(x.data, x_work), at_work(w.data, w_work)
+    y = redistribute(local_product(plan, xs, ws, dtype), plan.y_work, plan.y, shape, grid, owned=True)
+    kept_x, kept_w = (xs if "x" in keep else None), (ws if "w" in keep else None)
+    rest, work = plan.y.with_partial(()), Layout(*plan.b, *plan.m, *plan.n)
+    dx_layout = x_work.with_partial(tuple(chain(*plan.n)))
+    dw_layout = w_work.with_partial(tuple(chain(*plan.m)))
+    xdata, wdata = x.data, w.data
+
+    def gathered(g: Block) -> Block:
+        # dy[b, m, n] at work, for both products
+        return redistribute(g, rest, work, shape, grid)
+
+    def dx(dy: Block) -> Term:
+        # dx[b, m, k] = dy[b, m, n] wᵀ[b, n, k], partial over the axes that cut n
+        ws = at_work(wdata, w_work) if kept_w is None else kept_w
+        d = gemm(as_matrix(dy, nb, nm), as_matrix(ws, nb, nk).swapaxes(-1, -2), dtype)
+        return d.reshape((*dy.shape[: nb + nm], *ws.shape[nb : nb + nk])), dx_layout
+
+    def dw(dy: Block) -> Term:
+        # dw[b, k, n] = xᵀ[b, k, m] dy[b, m, n], partial over the axes that cut m
+        xs = at_work(xdata, x_work) if kept_x is None else kept_x
+        d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
+        return d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), dw_layout
+
+    return record(DistArray(y, shape, plan.y, grid), [x, w], [dx, dw], gathered)
+
+
+def _nothing(x: Tensor) -> Any:
+    """The part of the rule on a rank outside the grid."""
+    block = x.block
+    return lambda _: (block * 0, x.layout.with_partial(()))

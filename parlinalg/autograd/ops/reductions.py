@@ -1,0 +1,82 @@
+"""Sums, means and maxima over dims; over a cut dim they communicate, since their meaning is a sum over it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from parlinalg.array.core import Axis, DistArray
+from parlinalg.array.reductions import dims_of
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.ops.arithmetic import block_sum
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.redistribute import redistribute
+
+Block = Any
+
+
+def _spread(grad: Block, x: Tensor, dims: tuple[int, ...], scale: float | None = None) -> Term:
+    """The gradient of a sum over `dims`, for every element summed."""
+    xp = x.data.xp
+    kept = tuple(1 if d in dims else n for d, n in enumerate(x.block.shape))
+    g = xp.asarray(grad).reshape(kept) if math.prod(kept) == grad.size else xp.zeros(kept, grad.dtype)
+    if scale is not None:
+        g = g * scale
+    return xp.ascontiguousarray(xp.broadcast_to(g, x.block.shape)), x.layout.with_partial(())
+
+
+def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = False) -> Tensor:
+    """The sum over dims (default: all).
+
+    Parameters
+    ----------
+    partial : bool
+        Leave the sum over cut dims partial over the axes that cut them.
+    """
+    x = as_tensor(x)
+    dims = dims_of(axis, x.ndim)
+    y = x.data.sum(dims, None, keepdims, partial=partial)
+    return record(y, [x], [lambda g: _spread(g, x, dims)])
+
+
+def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The mean over dims (default: all)."""
+    x = as_tensor(x)
+    dims = dims_of(axis, x.ndim)
+    count = math.prod(x.shape[d] for d in dims)
+    if not count:
+        raise ValueError(f"mean over dims {dims} of a tensor of shape {x.shape}, which has no elements there")
+    scale = 1 / count
+    return record(x.data.sum(dims, None, keepdims) * scale, [x], [lambda g: _spread(g, x, dims, scale)])
+
+
+def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The largest elements over dims (default: all); equal ones share the gradient evenly."""
+    x = as_tensor(x)
+    dims = dims_of(axis, x.ndim)
+    y = x.data.max(dims, keepdims)
+
+    def part(g: Block) -> Term:
+        largest, _ = _spread(y.block, x, dims)
+        found = (x.block == largest).astype(x.dtype)
+        count = _total(found, x, dims)
+        share, rest = _spread(g, x, dims)
+        return share * found / count, rest
+
+    return record(y, [x], [part])
+
+
+def _total(block: Block, x: Tensor, dims: tuple[int, ...]) -> Block:
+    """The sum over dims of a block that lies as x's, complete over the axes that cut them; dims are kept."""
+    layout = x.layout.with_partial(())
+    shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+    over = tuple(a for d in dims for a in layout.dims[d])
+    for d in dims:
+        layout = layout.with_dim(d, None)
+    terms = layout.with_partial(over)
+    return redistribute(block_sum(block, dims, keepdims=True), terms, layout, shape, x.grid, owned=True)
+
+
+def complete(block: Block, x: DistArray, dims: tuple[int, ...]) -> Block:
+    """As `_total`, for rules of other operations."""
+    return _total(block, Tensor(x), dims)

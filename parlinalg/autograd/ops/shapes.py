@@ -1,0 +1,108 @@
+"""Operations that change where elements lie or how they are stored, and not their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.core import effective
+from parlinalg.array.indexing import _expand
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.errors import LayoutError
+from parlinalg.layout import Layout
+
+Key = int | slice | EllipsisType | None
+
+
+def redistribute(x: Tensor, layout: Layout) -> Tensor:
+    """The same value in another layout; the gradient goes back to the old one.  Collective."""
+    x = as_tensor(x)
+    y = x.data.redistribute(layout)
+    rest = layout.with_partial(())
+    return x if y is x.data else record(y, [x], [lambda g: (g, rest)])
+
+
+def astype(x: Tensor, dtype: Any) -> Tensor:
+    """The same value in another floating dtype; the gradient is converted back."""
+    x = as_tensor(x)
+    if x.dtype == np.dtype(dtype):
+        return x
+    rest = x.layout.with_partial(())
+    return record(x.data.astype(dtype), [x], [lambda g: (g, rest)])
+
+
+def reshape(x: Tensor, shape: Any) -> Tensor:
+    """The same elements in another shape.
+
+    Dims are matched in groups of equal products; within a group only the first dim may be cut, and its pieces must be
+    whole pieces of the group's new first dim too.  Nothing moves.
+
+    Raises
+    ------
+    LayoutError
+        If the pieces of a cut dim are no pieces of the new dims; the message names the layout that would do.
+    """
+    x = as_tensor(x)
+    y = x.data.reshape(shape)
+    rest, local = x.layout.with_partial(()), x.block.shape
+    return x if y is x.data else record(y, [x], [lambda g: (g.reshape(local), rest)])
+
+
+def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
+    """Dims permuted, by default reversed; a view."""
+    x = as_tensor(x)
+    dims = tuple(range(x.ndim))[::-1] if order is None else tuple(d % x.ndim for d in order)
+    y = x.data.transpose(dims)
+    back = tuple(dims.index(d) for d in range(x.ndim))
+    rest = x.layout.with_partial(())
+    return record(y, [x], [lambda g: (g.transpose(back), rest)])
+
+
+def getitem(x: Tensor, key: Any) -> Tensor:
+    """The elements chosen by integers, slices, `...` and `None`, on dims that are not cut.
+
+    Raises
+    ------
+    LayoutError
+        If a cut dim is sliced; the message names the layout that would do.
+    """
+    x = as_tensor(x)
+    grid = x.grid
+    items = _expand(key, x.data)
+    picks = [item for item in items if item is not None]
+    layout = effective(x.layout, grid)
+    cut = [
+        d
+        for d, (item, n) in enumerate(zip(picks, x.shape, strict=True))
+        if layout.dims[d]
+        and item != slice(None)
+        and not (isinstance(item, slice) and range(*item.indices(n)) == range(n))
+    ]
+    if cut:
+        mended = x.layout
+        for d in cut:
+            mended = mended.with_dim(d, None)
+        raise LayoutError(
+            f"a tensor of shape {x.shape} is sliced along dims {cut}, which {x.layout!r} cuts; mend it by "
+            f".redistribute({mended!r})"
+        )
+    y = x.data[key]
+    rest, local, dtype = x.layout.with_partial(()), x.block.shape, x.dtype
+    # a slice of a whole dim means the same in the block as in the array; cut dims are taken whole
+    inside = tuple(slice(None) if d is not None and layout.dims[d] else item for item, d in _with_dims(items))
+
+    def part(g: Any) -> Any:
+        out = grid.backend.zeros(local, dtype)
+        if grid.inside:
+            out[inside] = g
+        return out, rest
+
+    return record(y, [x], [part])
+
+
+def _with_dims(items: Sequence[Any]) -> list[tuple[Any, int | None]]:
+    dims = iter(range(len(items)))
+    return [(item, None if item is None else next(dims)) for item in items]

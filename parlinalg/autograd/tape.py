@@ -1,0 +1,268 @@
+"""The tape: values in the order of their creation, and the walk back over them.
+
+A rule has one part for each input that wants a gradient.  A part takes the gradient of the value, in its layout, and
+returns a term of its input's gradient: (block, layout).  What several parts need (a gathered gradient) is prepared
+once and shared.  Parts are kept apart, so that those of parameters can run later than those of inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
+
+from parlinalg.array import DistArray
+from parlinalg.autograd.arrivals import Arrivals, Term
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+
+if TYPE_CHECKING:
+    from parlinalg.autograd.tensor import Parameter
+
+Block = Any
+Part = Callable[[Any], Term]
+Prepare = Callable[[Block], Any]
+
+_recording: ContextVar[bool] = ContextVar("recording", default=True)
+_syncing: ContextVar[bool] = ContextVar("syncing", default=True)
+_ages = itertools.count()
+
+
+class Reducer(Protocol):
+    """What settles the gradients of parameters over axes that do not cut them, in buckets, during the walk."""
+
+    def ready(self, parameter: Parameter, block: Block, layout: Layout) -> None:
+        """Take the gradient of a parameter whose last term has arrived; `layout` may be partial, and has its cuts.
+
+        Unsettled terms that `parameter.grad` held from `no_sync` are in it, and `parameter.grad` is then None.  A
+        settled `parameter.grad` stays, and the new gradient is to be added to it: `parameter.deposit(block)`.
+        """
+
+    def poll(self) -> None:
+        """Called between nodes: drive pending communication on."""
+
+    def finish(self) -> None:
+        """Called after the walk: settle all gradients, those of parameters that were not reached as zeros."""
+
+
+class Node:
+    """A value on the tape.
+
+    Attributes
+    ----------
+    age : int
+        Values are numbered in the order of their creation.
+    shape, layout, dtype, grid
+        Those of the value, to which its gradient settles.
+    sources : tuple of Node
+        The inputs that want a gradient; none in a leaf.
+    parts : tuple of callable or None
+        The rule, one part a source.  None once a walk has used it.
+    prepare : callable or None
+        What the parts are given, from the gradient; by default the gradient itself.
+    grad : DistArray or None
+        The gradient of a leaf.
+    owner : weak reference to a Parameter, or None
+    """
+
+    __slots__ = ("age", "dtype", "grad", "grid", "layout", "owner", "parts", "prepare", "shape", "sources")
+
+    def __init__(
+        self,
+        data: DistArray,
+        sources: tuple[Node, ...] = (),
+        parts: tuple[Part, ...] = (),
+        prepare: Prepare | None = None,
+    ) -> None:
+        self.age = next(_ages)
+        self.shape = data.shape
+        self.layout = data.layout
+        self.dtype = data.dtype
+        self.grid: Grid = data.grid
+        self.sources = sources
+        self.parts: tuple[Part, ...] | None = parts
+        self.prepare = prepare
+        self.grad: DistArray | None = None
+        self.owner: weakref.ref[Parameter] | None = None
+
+    def arrivals(self) -> Arrivals:
+        """An empty sum for this value's gradient."""
+        return Arrivals(self.shape, self.layout, self.dtype, self.grid)
+
+    def array(self, term: Term) -> DistArray:
+        """A term of this value's gradient as an array."""
+        return DistArray(term[0], self.shape, term[1], self.grid)
+
+    def deposit(self, block: Block) -> None:
+        """Add a settled gradient, whose block is nobody else's, to that of a leaf."""
+        new = self.array((block, self.layout.with_partial(())))
+        if self.grad is None:
+            self.grad = new
+        elif self.grad.layout.partial:
+            both = self.arrivals()
+            both.add((self.grad.block, self.grad.layout), owned=True)
+            both.add((block, new.layout), owned=True)
+            self.grad = self.array(both.settled())
+        else:
+            self.grad = self.array((self.grad.block + block, new.layout))
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Within it no operation is recorded: results want no gradient, and keep nothing for a backward pass."""
+    token = _recording.set(False)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Within it a backward pass leaves the gradients of parameters unsummed over axes that do not cut them.
+
+    They add up in `parameter.grad`, in a partial layout; the next backward pass outside settles the sum, so that
+    several microbatches share one all-reduce.
+    """
+    token = _syncing.set(False)
+    try:
+        yield
+    finally:
+        _syncing.reset(token)
+
+
+def recording() -> bool:
+    """Whether operations are recorded: not within `no_grad`."""
+    return _recording.get()
+
+
+def reachable(root: Node) -> list[Node]:
+    """The root and all it was made from, the youngest first: no node comes before one made from it."""
+    found: dict[int, Node] = {}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node.age not in found:
+            found[node.age] = node
+            stack.extend(node.sources)
+    return [found[age] for age in sorted(found, reverse=True)]
+
+
+class Walk:
+    """A backward pass from `root`, whose gradient is `term`.  `run()` is all of it.
+
+    With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
+    parameters, from what `run()` prepared and kept.
+    """
+
+    def __init__(self, root: Node, term: Term, *, retain: bool = False, later: bool = False) -> None:
+        self.nodes = reachable(root)
+        self.retain = retain
+        self.later = later
+        self.deferred: list[tuple[Node, Part, Any, Block]] = []
+        self.sync = _syncing.get()
+        self.arrived: dict[int, Arrivals] = {}
+        self.edges: dict[int, int] = {}
+        """For each parameter the terms that have not arrived yet."""
+        for source in (root, *(s for node in self.nodes for s in node.sources)):
+            if source.owner is not None:
+                self.edges[source.age] = self.edges.get(source.age, 0) + 1
+        self.reducers = self._reducers()
+        self.arrive(root, term, None)
+
+    def _reducers(self) -> list[Reducer]:
+        """The reducers of the parameters reached, once each, the oldest parameter's first."""
+        found: dict[int, Reducer] = {}
+        for node in reversed(self.nodes):
+            owner = node.owner() if node.owner is not None else None
+            if self.sync and owner is not None and owner.reducer is not None:
+                found.setdefault(id(owner.reducer), owner.reducer)
+        return list(found.values())
+
+    def run(self) -> None:
+        """Walk from the youngest value to the oldest; every rank issues the same collectives in the same order."""
+        for node in self.nodes:
+            if node.owner is None:
+                self.visit(node)
+                for reducer in self.reducers:
+                    reducer.poll()
+        if not self.later:
+            self.finish()
+
+    def visit(self, node: Node) -> None:
+        """Settle a value's gradient and send its parts on; into a leaf's, add it."""
+        got = self.arrived.pop(node.age, None)
+        if not node.sources:
+            if got is not None:
+                block, _ = got.settled()
+                node.deposit(got.own(block))
+            return
+        if node.parts is None:
+            raise RuntimeError(
+                "backward() meets values that an earlier backward() has used up; pass retain=True to that one, or "
+                "compute them again"
+            )
+        if got is None:
+            for source in node.sources:
+                self.arrive(source, None, None)
+        else:
+            grad, _ = got.settled()
+            shared = grad if node.prepare is None else node.prepare(grad)
+            for source, part in zip(node.sources, node.parts, strict=True):
+                if self.later and source.owner is not None:
+                    self.deferred.append((source, part, shared, grad))
+                else:
+                    self.arrive(source, part(shared), grad)
+        if not self.retain:  # what the rule holds is freed as the walk goes
+            node.parts, node.prepare = None, None
+
+    def run_parameters(self) -> None:
+        """The gradients of the parameters, after a `run()` that left them for later."""
+        deferred, self.deferred = self.deferred, []
+        for source, part, shared, grad in deferred:
+            self.arrive(source, part(shared), grad)
+            for reducer in self.reducers:
+                reducer.poll()
+        self.finish()
+
+    def arrive(self, node: Node, term: Term | None, grad: Block) -> None:
+        """Take a term of a node's gradient, computed from `grad`; None is no term where one was due."""
+        if term is not None:
+            if node.age not in self.arrived:
+                self.arrived[node.age] = node.arrivals()
+            block = term[0]
+            self.arrived[node.age].add(term, owned=grad is not None and block is not grad and block.base is None)
+        if node.owner is not None:
+            self.edges[node.age] -= 1
+            if not self.edges[node.age] and (got := self.arrived.pop(node.age, None)) is not None:
+                self.complete(node, got)
+
+    def complete(self, node: Node, got: Arrivals) -> None:
+        """The last term of a parameter's gradient is here: to the reducer with it."""
+        owner = node.owner() if node.owner is not None else None
+        reducer = owner.reducer if owner is not None else None
+        held = node.grad
+        if held is not None and (held.layout.partial or not self.sync):
+            got.add((held.block, held.layout), owned=True)
+            node.grad = None
+        if not self.sync:
+            block, layout = got.summed()
+            node.grad = node.array((got.own(block), layout))
+        elif reducer is not None and owner is not None:
+            reducer.ready(owner, *got.summed())
+        else:
+            block, _ = got.settled()
+            node.deposit(got.own(block))
+
+    def finish(self) -> None:
+        for reducer in self.reducers:
+            reducer.finish()
+
+
+def live(nodes: Sequence[Node | None], parts: Sequence[Part]) -> tuple[tuple[Node, ...], tuple[Part, ...]]:
+    """The inputs that want a gradient, and their parts of the rule."""
+    pairs = [(n, p) for n, p in zip(nodes, parts, strict=True) if n is not None]
+    return tuple(n for n, _ in pairs), tuple(p for _, p in pairs)

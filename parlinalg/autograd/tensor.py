@@ -1,0 +1,404 @@
+"""Tensors: distributed arrays that remember how they were made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import Axis, effective
+from parlinalg.autograd.tape import Node, Part, Prepare, Reducer, Walk, live, recording
+from parlinalg.errors import LayoutError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+
+Block = Any
+Scalar = int | float
+
+
+class Tensor:
+    """A `DistArray` in a computation whose gradient may be asked for.
+
+    Operations on tensors check layouts and never communicate, except products (by their plan) and operations whose
+    meaning is a sum over a cut dim.  The gradient of a value has its dtype and layout.
+
+    Parameters
+    ----------
+    data : DistArray
+        Of a real dtype.
+    requires_grad : bool
+        Whether `backward()` of what is made from this tensor adds its gradient to `grad`.
+
+    Examples
+    --------
+    >>> import numpy as np, parlinalg as pla
+    >>> grid = pla.Grid({"r": 1})
+    >>> x = pla.Tensor(pla.distribute(np.arange(3.0), grid, pla.Layout("r")), requires_grad=True)
+    >>> (x * x).sum().backward()
+    >>> x.grad.gather()
+    array([0., 2., 4.])
+    """
+
+    __slots__ = ("__weakref__", "_data", "_node")
+    __array_ufunc__ = None  # NumPy's scalars and DistArray leave operators to this class
+
+    def __init__(self, data: DistArray, requires_grad: bool = False) -> None:
+        if not isinstance(data, DistArray):
+            raise TypeError(
+                f"a Tensor takes a DistArray, not {type(data).__name__}; distribute it first: "
+                "parlinalg.distribute(array, grid, layout)"
+            )
+        if data.dtype.kind == "c":
+            raise TypeError(f"a Tensor takes real dtypes, not {data.dtype}; use .real and .imag as two tensors")
+        self._data = data
+        self._node: Node | None = None
+        if requires_grad:
+            self.requires_grad = True
+
+    # ------------------------------------------------------------------ what it is
+    @property
+    def data(self) -> DistArray:
+        """The value.  A leaf's may be replaced by one of the same shape, layout and dtype."""
+        return self._data
+
+    @data.setter
+    def data(self, data: DistArray) -> None:
+        old = self._data
+        if (data.shape, data.dtype, effective(data.layout, data.grid)) != (
+            old.shape,
+            old.dtype,
+            effective(old.layout, old.grid),
+        ):
+            raise LayoutError(
+                f"new data of shape {data.shape}, {data.dtype}, {data.layout!r} for a tensor of shape {old.shape}, "
+                f"{old.dtype}, {old.layout!r}; mend it by .astype({str(old.dtype)!r}) and "
+                f".redistribute({old.layout!r})"
+            )
+        self._data = data
+
+    @property
+    def block(self) -> Block:
+        """This rank's block."""
+        return self._data.block
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._data.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._data.shape)
+
+    @property
+    def size(self) -> int:
+        return self._data.size
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._data.dtype
+
+    @property
+    def layout(self) -> Layout:
+        return self._data.layout
+
+    @property
+    def grid(self) -> Grid:
+        return self._data.grid
+
+    @property
+    def node(self) -> Node | None:
+        """Its place on the tape; None where it wants no gradient."""
+        return self._node
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._node is not None
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if not wanted:
+            self._node = None
+        elif self._node is None:
+            if self.dtype.kind in "iub":
+                raise TypeError(f"a tensor of dtype {self.dtype} has no gradient; convert it first: .astype('float32')")
+            self._node = Node(self._data)
+
+    @property
+    def grad(self) -> DistArray | None:
+        """The gradient that backward passes have added up so far in a leaf."""
+        return None if self._node is None else self._node.grad
+
+    @grad.setter
+    def grad(self, value: DistArray | None) -> None:
+        if self._node is None:
+            if value is not None:
+                raise RuntimeError("a tensor that wants no gradient (requires_grad=False) is given one")
+            return
+        self._node.grad = value
+
+    def __repr__(self) -> str:
+        wants = ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}{wants})"
+
+    # ------------------------------------------------------------------ gradients
+    def backward(self, grad: Tensor | DistArray | None = None, *, retain: bool = False) -> None:
+        """Add the gradient of this value to `grad` of every leaf it was made from.  Collective.
+
+        Parameters
+        ----------
+        grad : Tensor or DistArray, optional
+            The gradient of this value, in its layout; by default 1, for a value of one element.
+        retain : bool
+            Keep what another backward pass over the same values needs; by default it is freed on the way.
+
+        Every gradient ends in its value's layout, except that within `no_sync` those of parameters stay partial.
+        """
+        start_walk(self, grad, retain=retain).run()
+
+    def detach(self) -> Tensor:
+        """The same value as a constant."""
+        return Tensor(self._data)
+
+    # ------------------------------------------------------------------ values
+    def item(self) -> Any:
+        """The single element of a tensor of size 1, as a Python scalar, on every rank.  Collective unless whole."""
+        return self._data.item()
+
+    def gather(self, root: int | None = None) -> Any:
+        """The global value as a NumPy array on every rank, or on rank `root` alone.  Collective."""
+        return self._data.gather(root)
+
+    # ------------------------------------------------------------------ operations
+    def redistribute(self, layout: Layout) -> Tensor:
+        """The same value in another layout.  Collective."""
+        from parlinalg.autograd.ops.shapes import redistribute
+
+        return redistribute(self, layout)
+
+    def astype(self, dtype: Any) -> Tensor:
+        """The same value in another floating dtype."""
+        from parlinalg.autograd.ops.shapes import astype
+
+        return astype(self, dtype)
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """The same elements in another shape, where blocks stay blocks."""
+        from parlinalg.autograd.ops.shapes import reshape
+
+        return reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+
+    def transpose(self, *order: Any) -> Tensor:
+        """Dims permuted, by default reversed; a view."""
+        from parlinalg.autograd.ops.shapes import transpose
+
+        return transpose(self, order[0] if len(order) == 1 and not isinstance(order[0], int) else order or None)
+
+    @property
+    def T(self) -> Tensor:
+        """The transposed value, a view."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> Tensor:
+        """The last two dims exchanged, a view."""
+        return self.transpose((*range(self.ndim - 2), self.ndim - 1, self.ndim - 2))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        from parlinalg.autograd.ops.shapes import getitem
+
+        return getitem(self, key)
+
+    def sum(self, axis: Axis = None, keepdims: bool = False, *, partial: bool = False) -> Tensor:
+        """The sum over dims; over cut ones complete, or with `partial` left partial."""
+        from parlinalg.autograd.ops.reductions import sum
+
+        return sum(self, axis, keepdims, partial=partial)
+
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The mean over dims."""
+        from parlinalg.autograd.ops.reductions import mean
+
+        return mean(self, axis, keepdims)
+
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """The largest elements over dims; equal ones share the gradient."""
+        from parlinalg.autograd.ops.reductions import max
+
+        return max(self, axis, keepdims)
+
+    def __add__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import add
+
+        return add(self, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import subtract
+
+        return subtract(self, other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import subtract
+
+        return subtract(other, self)
+
+    def __mul__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import multiply
+
+        return multiply(self, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import divide
+
+        return divide(self, other)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import divide
+
+        return divide(other, self)
+
+    def __pow__(self, exponent: Any) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import power
+
+        return power(self, exponent)
+
+    def __neg__(self) -> Tensor:
+        from parlinalg.autograd.ops.arithmetic import negative
+
+        return negative(self)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.product import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        from parlinalg.autograd.ops.product import matmul
+
+        return matmul(other, self)
+
+    def _refuse(self, other: object) -> Any:
+        raise TypeError(
+            "tensors are not compared: a comparison has no gradient; compare their values: x.data == y.data"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise TypeError("a tensor has no truth value; take its number by .item()")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise TypeError(
+            "a Tensor does not become a NumPy array by itself: this rank holds one block of it. Use .gather() for "
+            "the global array, .block for this rank's part"
+        )
+
+
+class Parameter(Tensor):
+    """A leaf that training changes.
+
+    Its gradient stays partial during a backward pass over axes that do not cut it.  Then its reducer settles it,
+    together with those of other parameters; without a reducer the backward pass does.
+
+    Parameters
+    ----------
+    data : DistArray
+    name : str
+        Its qualified name, unique in a model.
+
+    Attributes
+    ----------
+    reducer : Reducer or None
+    """
+
+    __slots__ = ("name", "reducer")
+
+    def __init__(self, data: DistArray, name: str = "", requires_grad: bool = True) -> None:
+        self.name = name
+        self.reducer: Reducer | None = None
+        super().__init__(data, requires_grad)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._node is not None
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        Tensor.requires_grad.fset(self, wanted)  # type: ignore[attr-defined]
+        if self._node is not None:
+            self._node.owner = weakref.ref(self)
+
+    def deposit(self, block: Block) -> None:
+        """Add a settled gradient, whose block is nobody else's, to `grad`."""
+        if self._node is not None:
+            self._node.deposit(block)
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r}, shape={self.shape}, dtype={self.dtype}, layout={self.layout!r})"
+
+
+def settle(parameters: Sequence[Parameter]) -> None:
+    """Sum gradients that `no_sync` left partial, in the order of the parameters.  Collective.
+
+    For parameters that no later backward pass reaches; `backward()` settles all those it reaches.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout.partial:
+            parameter.grad = parameter.grad.summed()
+
+
+def start_walk(
+    root: Tensor, grad: Tensor | DistArray | None = None, *, retain: bool = False, later: bool = False
+) -> Walk:
+    """The backward pass from `root`, ready to run; with `later`, the parameters' part runs apart (see `Walk`)."""
+    node = root.node
+    if node is None:
+        raise RuntimeError(
+            "backward() of a value that wants no gradient: no tensor with requires_grad=True is in it, or it was "
+            "made within no_grad()"
+        )
+    layout = root.layout.with_partial(())
+    if grad is None:
+        if root.size != 1:
+            raise ValueError(
+                f"backward() of a value of shape {root.shape} needs its gradient: backward(grad), or a sum first"
+            )
+        block = root.data.xp.ones(root.block.shape, root.dtype)
+    else:
+        data = grad.data if isinstance(grad, Tensor) else grad
+        if data.shape != root.shape:
+            raise ValueError(f"backward() of a value of shape {root.shape} is given a gradient of shape {data.shape}")
+        if effective(data.layout, root.grid) != effective(layout, root.grid):
+            raise LayoutError(
+                f"backward(): the gradient has {data.layout!r}, the value {root.layout!r}; mend it by "
+                f".redistribute({layout!r})"
+            )
+        block = data.block
+    return Walk(node, (block, layout), retain=retain, later=later)
+
+
+def record(data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], prepare: Prepare | None = None) -> Tensor:
+    """The result of an operation on `inputs`, with its rule: a part for each input (see `parlinalg.autograd.tape`).
+
+    Nothing is kept of the parts of inputs that want no gradient, nor within `no_grad`.
+    """
+    result = Tensor(data)
+    if recording():
+        sources, kept = live([t.node for t in inputs], parts)
+        if sources:
+            result._node = Node(data, sources, kept, prepare)
+    return result
+
+
+def as_tensor(value: Any) -> Tensor:
+    """The value as a tensor; a DistArray is a constant."""
+    if isinstance(value, Tensor):
+        return value
+    return Tensor(value)
