@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from parlinalg.backend import Backend, select
-from parlinalg.backend.blas import set_blas_threads
+from parlinalg.backend.blas import place, set_blas_threads, sharing
 from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.place import place_on_node
 from parlinalg.comm.single import SingleComm
@@ -80,7 +80,8 @@ class Grid:
         self.coords = self.coords_of(self.rank) if self.inside else {}
         cart = self.world.cartesian(self.sizes)
         self._cart: Comm = SingleComm() if cart is None else cart
-        self.threads = set_blas_threads(place_on_node(self.world)[1])
+        local_ranks = place_on_node(self.world)[1]
+        self.threads = set_blas_threads(sharing(self.world.share(place()), self.rank, local_ranks))
 
     def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
         """The sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""

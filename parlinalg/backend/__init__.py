@@ -126,12 +126,15 @@ def select(name: str, local_rank: int = 0) -> Backend:
     if find_spec("cupy") is None:
         problem = "CuPy is not installed (for CUDA 13: pip install 'parlinalg[cupy13]')"
     else:
-        from parlinalg.backend.cupy import for_local_rank
-
-        found = for_local_rank(local_rank)
-        if not isinstance(found, str):
-            return found
-        problem = found
+        try:
+            from parlinalg.backend.cupy import for_local_rank
+        except ImportError as error:
+            problem = f"CuPy cannot be imported ({error})"
+        else:
+            found = for_local_rank(local_rank)
+            if not isinstance(found, str):
+                return found
+            problem = found
     if name == "cupy":
         raise ConfigError(f"backend 'cupy' cannot be used: {problem}; backend='numpy' always can")
     return NUMPY

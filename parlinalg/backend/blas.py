@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,29 @@ import numpy as np
 LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def cores() -> int:
-    """The number of cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def cores() -> set[int]:
+    """The cores this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def place() -> list[str]:
+    """The host and the cores of this process, as bits of a hexadecimal number, for `sharing` on the other ranks."""
+    return [socket.gethostname(), f"{sum(1 << core for core in cores()):x}"]
+
+
+def sharing(places: Sequence[Sequence[str]], rank: int, local_ranks: int = 0) -> int:
+    """How many ranks run on the cores of rank number `rank`, itself included, by the places of the ranks known here.
+
+    Where the launcher started more on the node than are known, `local_ranks`, the others are taken to be placed alike.
+
+    >>> places = [["a", "3"], ["a", "3"], ["a", "c"], ["b", "3"]]
+    >>> sharing(places, 0), sharing(places, 2), sharing(places, 0, local_ranks=6)
+    (2, 1, 4)
+    """
+    host, own = places[rank]
+    on_host = [int(theirs, 16) for name, theirs in places if name == host]
+    known = sum(bool(int(own, 16) & theirs) for theirs in on_host)
+    return max(known, -(-known * local_ranks // len(on_host)))
 
 
 def set_blas_threads(local_ranks: int) -> int:
@@ -30,7 +50,7 @@ def set_blas_threads(local_ranks: int) -> int:
     never above what OMP_NUM_THREADS (or OpenBLAS's or MKL's own variable) allows.  It is set through threadpoolctl
     where that is installed, which knows every BLAS, else in the OpenBLAS that comes with NumPy.
     """
-    threads = max(1, cores() // max(1, local_ranks))
+    threads = max(1, len(cores()) // max(1, local_ranks))
     threads = min([threads, *(limit for name in LIMITS if (limit := _limit(name)))])
     try:
         from threadpoolctl import threadpool_limits

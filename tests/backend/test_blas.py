@@ -14,7 +14,7 @@ pytestmark = pytest.mark.serial
 
 @pytest.fixture(autouse=True)
 def twelve_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "cores", lambda: 12)
+    monkeypatch.setattr(blas, "cores", lambda: set(range(12)))
     for name in blas.LIMITS:
         monkeypatch.delenv(name, raising=False)
 
@@ -47,3 +47,9 @@ def test_the_library_obeys(monkeypatch: pytest.MonkeyPatch, without: bool) -> No
     finally:
         for library, threads in zip(controller.lib_controllers, before, strict=True):
             library.set_num_threads(threads)
+
+
+def test_only_ranks_on_the_same_cores_share_them() -> None:
+    bound = [["a", "3"], ["a", "c"], ["b", "3"], ["b", "f"]]
+    assert [blas.sharing(bound, rank) for rank in range(4)] == [1, 1, 2, 2]
+    assert blas.sharing([blas.place()], 0) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,4 +50,12 @@ def test_cupy_not_installed_says_what_to_install() -> None:
     )
     done = run(hide + SELECT.format(name="cupy", rank=0), standin=False)
     assert "pip install 'parlinalg[cupy13]'" in done.stderr
+    assert run(hide + SELECT.format(name="auto", rank=0), standin=False).stdout.split() == ["numpy", "CPU"]
+
+
+def test_a_broken_cupy_says_why(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcuda.so.1 is missing')")
+    hide = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    done = run(hide + SELECT.format(name="cupy", rank=0), standin=False)
+    assert "CuPy cannot be imported (libcuda.so.1 is missing)" in done.stderr
     assert run(hide + SELECT.format(name="auto", rank=0), standin=False).stdout.split() == ["numpy", "CPU"]
