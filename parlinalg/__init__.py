@@ -1,6 +1,6 @@
 """Numerical linear algebra and model training on MPI processor grids."""
 
-from parlinalg import autograd, random
+from parlinalg import autograd, nn, optim, parallel, random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync
 from parlinalg.comm import ledger
@@ -35,9 +35,12 @@ __all__ = [
     "full",
     "ledger",
     "matmul",
+    "nn",
     "no_grad",
     "no_sync",
     "ones",
+    "optim",
+    "parallel",
     "plan_matmul",
     "random",
     "zeros",

@@ -1,0 +1,62 @@
+"""Activations as modules."""
+
+from __future__ import annotations
+
+from parlinalg.autograd import Tensor, ops
+from parlinalg.errors import ConfigError
+from parlinalg.nn.module import Module
+
+
+class ReLU(Module):
+    """max(x, 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.relu(x)
+
+
+class GELU(Module):
+    """x Φ(x), with Φ the normal distribution function; `approximate="tanh"` as in GPT-2."""
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.gelu(x, self.approximate)
+
+
+class Tanh(Module):
+    """The hyperbolic tangent."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.tanh(x)
+
+
+class Sigmoid(Module):
+    """1 / (1 + exp(-x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.sigmoid(x)
+
+
+class SiLU(Module):
+    """x sigmoid(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.silu(x)
+
+
+_ACTIVATIONS: dict[str, type[Module]] = {"relu": ReLU, "gelu": GELU, "tanh": Tanh, "sigmoid": Sigmoid, "silu": SiLU}
+
+
+def activation(name: str) -> Module:
+    """The activation called "relu", "gelu", "tanh", "sigmoid" or "silu".
+
+    Raises
+    ------
+    ConfigError
+        If there is none of this name.
+    """
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"there is no activation {name!r}; it is one of {', '.join(map(repr, _ACTIVATIONS))}")
+    return _ACTIVATIONS[name]()

@@ -1,0 +1,51 @@
+"""A parameter that is not made yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a parameter will be, once `Module.initialize` knows its qualified name.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    layout : Layout
+    grid : Grid
+    dtype : dtype
+    init : callable
+        Makes the values: `init(declared, seed, name)`; see `parlinalg.nn.init`.
+    fan_in, fan_out : int
+        How many inputs and outputs the parameter connects, for initializers that scale by them.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    grid: Grid
+    dtype: np.dtype[Any]
+    init: Initializer
+    fan_in: int = 1
+    fan_out: int = 1
+
+    def make(self, seed: int, name: str) -> DistArray:
+        """The values; the same on every grid."""
+        return self.init(self, seed, name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's block."""
+        return math.prod(self.grid.block_shape(self.layout, self.shape)) * self.dtype.itemsize
+
+
+Initializer = Callable[[Declared, int, str], DistArray]

@@ -1,0 +1,50 @@
+"""Dropout by counted random numbers."""
+
+from __future__ import annotations
+
+from parlinalg import random
+from parlinalg.array.reductions import summed
+from parlinalg.autograd import Tensor, record
+from parlinalg.errors import ConfigError
+from parlinalg.nn.module import Module
+from parlinalg.nn.steps import Draws, current
+
+
+class Dropout(Module):
+    """In training, sets elements to zero with probability p and multiplies the others by 1/(1 - p) (Srivastava et al.,
+    2014); else does nothing.
+
+    Which elements depends on the model's seed, this module's qualified name, the step (`training_step`), the call's
+    number within it, and the element's index in the step's whole batch: it is the same on every grid, with any number
+    of microbatches, and when computed again.
+
+    Parameters
+    ----------
+    p : float
+        At least 0 and below 1.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ConfigError(f"dropout's p is at least 0 and below 1, not {p}")
+        self.p = p
+        self._draws = Draws()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if self.name is None:
+            raise ConfigError("dropout draws by its qualified name; call initialize(seed) on the whole model first")
+        draws = current() or self._draws
+        data = summed(x.data, "dropout")
+        keep = random.bernoulli(
+            data.shape, data.grid, data.layout, 1 - self.p, seed=self.seed, name=self.name, call=draws.call(self.name),
+            step=draws.step, start=draws.start,
+        ).block  # fmt: skip
+        scale = x.dtype.type(1 / (1 - self.p))
+        rest = data.layout
+        return record(data.like(data.block * keep * scale), [x], [lambda g: (g * keep * scale, rest)])
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

@@ -1,0 +1,101 @@
+"""Initializers.  Values depend on the seed, the parameter's qualified name and the index in the global array, so that
+every grid starts from the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from parlinalg import random
+from parlinalg.array import DistArray, full
+from parlinalg.errors import ConfigError
+from parlinalg.nn.declared import Declared
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float = 0.0
+
+    def __call__(self, slot: Declared, seed: int, name: str) -> DistArray:
+        return full(slot.shape, self.value, slot.grid, slot.layout, slot.dtype)
+
+
+zeros = Constant(0.0)
+ones = Constant(1.0)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normally distributed with this standard deviation and mean."""
+
+    std: float = 0.02
+    mean: float = 0.0
+
+    def __call__(self, slot: Declared, seed: int, name: str) -> DistArray:
+        return random.normal(
+            slot.shape, slot.grid, slot.layout, mean=self.mean, std=self.std, dtype=slot.dtype, seed=seed, name=name
+        )
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Equally likely between `low` and `high`."""
+
+    low: float = -1.0
+    high: float = 1.0
+
+    def __call__(self, slot: Declared, seed: int, name: str) -> DistArray:
+        return random.uniform(
+            slot.shape, slot.grid, slot.layout, low=self.low, high=self.high, dtype=slot.dtype, seed=seed, name=name
+        )
+
+
+@dataclass(frozen=True)
+class Kaiming:
+    """Standard deviation `gain / √fan_in` (He et al., "Delving deep into rectifiers", 2015).
+
+    Parameters
+    ----------
+    gain : float
+        √2, the default, keeps the scale of what passes a ReLU.
+    distribution : {"uniform", "normal"}
+    """
+
+    gain: float = math.sqrt(2.0)
+    distribution: str = "uniform"
+
+    def __post_init__(self) -> None:
+        _check(self.distribution)
+
+    def __call__(self, slot: Declared, seed: int, name: str) -> DistArray:
+        return _scaled(self.gain / math.sqrt(max(1, slot.fan_in)), self.distribution)(slot, seed, name)
+
+
+@dataclass(frozen=True)
+class Xavier:
+    """Standard deviation `gain √(2 / (fan_in + fan_out))` (Glorot and Bengio, "Understanding the difficulty of training
+    deep feedforward neural networks", 2010).
+    """
+
+    gain: float = 1.0
+    distribution: str = "uniform"
+
+    def __post_init__(self) -> None:
+        _check(self.distribution)
+
+    def __call__(self, slot: Declared, seed: int, name: str) -> DistArray:
+        std = self.gain * math.sqrt(2.0 / max(1, slot.fan_in + slot.fan_out))
+        return _scaled(std, self.distribution)(slot, seed, name)
+
+
+def _scaled(std: float, distribution: str) -> Normal | Uniform:
+    bound = math.sqrt(3.0) * std
+    return Normal(std) if distribution == "normal" else Uniform(-bound, bound)
+
+
+def _check(distribution: str) -> None:
+    if distribution not in ("uniform", "normal"):
+        raise ConfigError(f"an initializer's distribution is 'uniform' or 'normal', not {distribution!r}")

@@ -1,0 +1,97 @@
+"""The one linear layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.autograd import Parameter, Tensor, ops
+from parlinalg.errors import LayoutError
+from parlinalg.grid import Grid
+from parlinalg.nn import init
+from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.module import Module
+from parlinalg.plan import Plan
+from parlinalg.schemes import Scheme
+from parlinalg.schemes import bias as bias_layout
+
+Features = int | tuple[int, ...]
+
+
+class Linear(Module):
+    """`y = x w + b`, by any scheme: its plan says how the three are cut, and what moves.
+
+    Parameters
+    ----------
+    in_features, out_features : int or tuple of int
+        A tuple is a group of dims, cut on the first of them: attention's heads are `(heads, 3 * head_dim)`.
+    scheme : Scheme
+    grid : Grid
+    kind : {"expand", "contract"}
+        Into a block or out of it: which of the scheme's two plans.
+    bias : bool
+    dtype : dtype
+        Of weight and bias.
+    weight_init, bias_init : callable
+        See `parlinalg.nn.init`; by default uniform within ±1/√in_features, and zeros.
+    seed, name : optional
+        With a seed the layer is initialized at once, under this name; else with the model it is in.
+
+    Attributes
+    ----------
+    weight : Parameter
+        Shape [*in_features, *out_features], in the layout in which the plan's w rests.
+    bias : Parameter or None
+        Shape [*out_features], cut as y rests.
+
+    Call it with a tensor of shape [*lead, *in_features], of any number of leading dims, in the layout in which the
+    plan's x rests; the result has shape [*lead, *out_features] and the layout in which its y rests.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+
+    def __init__(
+        self, in_features: Features, out_features: Features, scheme: Scheme, grid: Grid, kind: str = "expand", *,
+        bias: bool = True, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
+        bias_init: Initializer = init.zeros, seed: int | None = None, name: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.inputs, self.outputs = _dims(in_features), _dims(out_features)
+        self.scheme, self.kind = scheme, kind
+        plan = self.plan(2)
+        fans = math.prod(self.inputs), math.prod(self.outputs)
+        made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
+        shape = (*self.inputs, *self.outputs)
+        self.weight = Declared(shape, plan.w, grid, np.dtype(dtype), made, *fans)  # type: ignore[assignment]
+        if bias:
+            self.bias = Declared(self.outputs, bias_layout(plan), grid, np.dtype(dtype), bias_init, *fans)  # type: ignore[assignment]
+        else:
+            self.bias = None
+        if seed is not None:
+            self.initialize(seed, name)
+
+    def plan(self, leading: int) -> Plan:
+        """The product's plan for inputs with this many leading dims."""
+        return self.scheme.plan(self.kind, leading=leading, k=len(self.inputs), n=len(self.outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        leading = x.ndim - len(self.inputs)
+        if leading < 0 or x.shape[leading:] != self.inputs:
+            raise LayoutError(f"this layer takes inputs of shape [..., {_text(self.inputs)}], not {x.shape}")
+        y = ops.matmul(x, self.weight, self.plan(leading))
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{_text(self.inputs)} → {_text(self.outputs)}, {self.scheme.name}: {self.kind}"
+
+
+def _dims(features: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in features) if isinstance(features, tuple) else (int(features),)
+
+
+def _text(dims: tuple[int, ...]) -> str:
+    return ", ".join(map(str, dims))

@@ -1,0 +1,213 @@
+"""Modules: parameters and other modules under names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.errors import ConfigError
+from parlinalg.names import check_names
+from parlinalg.nn.declared import Declared
+
+
+class Module:
+    """A function with parameters.
+
+    A subclass defines `forward`, and assigns its parameters and modules to attributes in `__init__`, after
+    `super().__init__()`; parameters are declared there, and made when `initialize` is called on the whole model, since
+    their values depend on their qualified names, and on nothing else that differs from grid to grid.
+
+    Attributes
+    ----------
+    training : bool
+        Set by `train` and `eval`.
+    name : str or None
+        The qualified name in the model that was initialized, such as "2.dropout"; None before.
+    seed : int
+        The seed the model was initialized with.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> from parlinalg import nn, schemes
+    >>> grid, scheme = pla.Grid({"axis": 1}), schemes.discover()["serial"].SCHEME
+    >>> model = nn.Sequential(nn.Linear(4, 3, scheme, grid), nn.ReLU()).initialize(seed=1)
+    >>> [name for name, _ in model.named_parameters()]
+    ['0.weight', '0.bias']
+    """
+
+    training: bool
+    name: str | None
+    seed: int
+    _parameters: dict[str, Parameter | Declared]
+    _modules: dict[str, Module]
+    _declared: dict[str, Declared]
+
+    def __init__(self) -> None:
+        self._parameters = {}
+        self._modules = {}
+        self._declared = {}
+        self.training = True
+        self.name = None
+        self.seed = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes; called by calling the module."""
+        raise NotImplementedError(f"{type(self).__name__} defines no forward()")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    # ------------------------------------------------------------------ attributes
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Parameter | Declared | Module):
+            if "_modules" not in self.__dict__:
+                raise ConfigError(f"{type(self).__name__}.__init__ calls super().__init__() before it assigns {name!r}")
+            self.__dict__.pop(name, None)
+            for kind in (self._parameters, self._modules, self._declared):
+                kind.pop(name, None)
+            if isinstance(value, Module):
+                self._modules[name] = value
+            else:
+                self._parameters[name] = value
+                if isinstance(value, Declared):
+                    self._declared[name] = value
+        else:
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__
+        if name in held.get("_modules", ()):
+            return held["_modules"][name]
+        if name in held.get("_parameters", ()):
+            return self._made(name, held["_parameters"][name])
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @staticmethod
+    def _made(name: str, parameter: Parameter | Declared) -> Parameter:
+        if isinstance(parameter, Declared):
+            raise ConfigError(
+                f"parameter {name!r} of shape {parameter.shape} has no values yet; "
+                "call initialize(seed) on the whole model"
+            )
+        return parameter
+
+    # ------------------------------------------------------------------ members
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module and all within it, each once, with qualified names."""
+        seen: set[int] = set()
+        stack: list[tuple[str, Module]] = [(prefix, self)]
+        while stack:
+            name, module = stack.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield name, module
+                stack.extend((_join(name, n), m) for n, m in reversed(module._modules.items()))
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all within it, each once."""
+        return (module for _, module in self.named_modules())
+
+    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """All parameters, each once, with qualified names.
+
+        Raises
+        ------
+        ConfigError
+            If the model is not initialized.
+        """
+        seen: set[int] = set()
+        for name, module in self.named_modules(prefix):
+            for own, held in module._parameters.items():
+                parameter = self._made(_join(name, own), held)
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield _join(name, own), parameter
+
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters, each once, in the order of their declaration."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    # ------------------------------------------------------------------ state
+    def initialize(self, seed: int = 0, prefix: str = "") -> Any:
+        """Name all parameters and modules, and make the declared ones' values.  To be called on the whole model.
+
+        Parameters
+        ----------
+        seed : int
+        prefix : str
+            The qualified name of this module, where it is a part (a stage of a pipeline) of a larger model.
+
+        Returns
+        -------
+        Module
+            Itself.  Called again it starts again from new values, in the same parameters.
+        """
+        for name, module in self.named_modules(prefix):
+            module.name, module.seed = name, seed
+            for own, held in module._parameters.items():
+                qualified = _join(name, own)
+                declared = module._declared.get(own)
+                if isinstance(held, Parameter):
+                    held.name = qualified
+                    if declared is not None:
+                        held.data = declared.make(seed, qualified)
+                else:
+                    module._parameters[own] = Parameter(held.make(seed, qualified), qualified)
+        return self
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All parameters by their qualified names as global NumPy arrays, on every rank.  Collective."""
+        return {name: parameter.gather() for name, parameter in self.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the parameters that `state_dict` gave, on any grid: the global arrays, on every rank.
+
+        Raises
+        ------
+        ConfigError
+            Naming all that are missing, unexpected or misshapen; then nothing has changed.
+        """
+        mine = dict(self.named_parameters())
+        want, have = {n: p.shape for n, p in mine.items()}, {n: np.shape(a) for n, a in state.items()}
+        check_names("the model's state", want, have)
+        for name, p in mine.items():
+            part = tuple(slice(r.start, r.stop) for r in p.grid.block(p.layout, p.shape))
+            p.block[...] = p.grid.backend.from_host(np.array(np.asarray(state[name])[part], p.dtype, order="C"))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def train(self, mode: bool = True) -> Any:
+        """Say that the model is trained (or, False, used); returns the module."""
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self) -> Any:
+        """Say that the model is used: dropout does nothing; returns the module."""
+        return self.train(False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters' blocks on this rank; known before they are made."""
+        held = {id(p): p for m in self.modules() for p in m._parameters.values()}
+        return sum(int(p.block.nbytes) if isinstance(p, Parameter) else p.nbytes for p in held.values())
+
+    def extra_repr(self) -> str:
+        """The module's settings, for `repr`."""
+        return ""
+
+    def __repr__(self) -> str:
+        inner = [f"  ({n}): " + repr(m).replace("\n", "\n  ") for n, m in self._modules.items()]
+        lines = "\n".join(["", *inner, ""]) if inner else self.extra_repr()
+        return f"{type(self).__name__}({lines})"
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,65 @@
+"""Where training is, for layers that draw random numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Draws:
+    """What random numbers depend on beside a layer's name and an element's index.
+
+    Attributes
+    ----------
+    step : int
+        The training step.
+    start : int
+        Where in the step's batch the rows of this microbatch begin.
+    calls : Counter
+        How often each layer has drawn already, by name.  A recomputation starts from a copy of what it was.
+    """
+
+    step: int = 0
+    start: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def call(self, name: str) -> int:
+        """The number of this call of the layer, from 0."""
+        self.calls[name] += 1
+        return self.calls[name] - 1
+
+    def copy(self) -> Draws:
+        return Draws(self.step, self.start, Counter(self.calls))
+
+
+_current: ContextVar[Draws | None] = ContextVar("draws", default=None)
+
+
+def current() -> Draws | None:
+    """The draws of the training step under way, if one is."""
+    return _current.get()
+
+
+@contextmanager
+def training_step(step: int, start: int = 0, *, draws: Draws | None = None) -> Iterator[Draws]:
+    """Within it dropout depends on the step's number, and on nothing that came before it.
+
+    Parameters
+    ----------
+    step : int
+    start : int
+        Where in the step's batch the rows of this forward pass begin: a microbatch drops what the whole batch would.
+    draws : Draws, optional
+        Draw from here on instead: a recomputation passes a copy of the draws that its forward pass began with.
+
+    Without it every call of a layer draws anew, and a run that is resumed does not repeat another.
+    """
+    token = _current.set(Draws(step, start) if draws is None else draws)
+    try:
+        yield _current.get() or Draws()
+    finally:
+        _current.reset(token)

@@ -1,0 +1,9 @@
+"""Optimizers over flat buffers, and schedules of their learning rates."""
+
+from parlinalg.optim import schedules
+from parlinalg.optim.adam import Adam, AdamW
+from parlinalg.optim.optimizer import Optimizer
+from parlinalg.optim.schedules import Scheduler
+from parlinalg.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW", "Optimizer", "Scheduler", "schedules"]

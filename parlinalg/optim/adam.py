@@ -1,0 +1,65 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from parlinalg.autograd import Parameter
+from parlinalg.backend import kernels_optim
+from parlinalg.errors import ConfigError
+from parlinalg.optim.flat import Run
+from parlinalg.optim.optimizer import Optimizer, below_one
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, "Adam: a method for stochastic optimization", 2015).
+
+    `m = β₁ m + (1 - β₁) g`; `v = β₂ v + (1 - β₂) g²`; `p -= lr m̂ / (√v̂ + eps)`, where m̂ and v̂ are corrected for their
+    start at zero.  Weight decay is added to the gradient: `g + weight_decay p`.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter
+    lr : float
+    betas : tuple of two floats
+        Each at least 0 and below 1.
+    eps : float
+        Above 0.
+    weight_decay : float
+    """
+
+    STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
+    DECOUPLED: ClassVar[bool] = False
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
+        eps: float = 1e-8, weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, lr, weight_decay)
+        below_one(beta1=betas[0], beta2=betas[1])
+        if not eps > 0:
+            raise ConfigError(f"an optimizer's eps is above 0, not {eps}")
+        self.betas = (float(betas[0]), float(betas[1]))
+        self.eps = eps
+
+    def update(self, run: Run) -> None:
+        kernels_optim.adam(
+            run.p, run.g, run.states["mean"], run.states["square"], lr=self.lr, betas=self.betas, eps=self.eps,
+            weight_decay=self.weight_decay, decoupled=self.DECOUPLED, step=self.steps,
+        )  # fmt: skip
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019).
+
+    Before Adam's step, p is multiplied by `1 - lr weight_decay`.  Parameters as of `Adam`, with a weight decay of 0.01.
+    """
+
+    DECOUPLED: ClassVar[bool] = True
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
+        eps: float = 1e-8, weight_decay: float = 0.01,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, lr, betas, eps=eps, weight_decay=weight_decay)
