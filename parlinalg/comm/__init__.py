@@ -9,13 +9,15 @@ import os
 from typing import Any
 
 from parlinalg.comm.base import Comm
+from parlinalg.comm.check import check_replicas
 from parlinalg.comm.handle import Handle
 from parlinalg.comm.ledger import Book, ledger
 from parlinalg.comm.places import ranks_map
+from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
 from parlinalg.errors import CommError
 
-__all__ = ["Book", "Comm", "Handle", "SingleComm", "ledger", "open_comm", "ranks_map"]
+__all__ = ["Book", "Comm", "Handle", "SingleComm", "StopSignals", "check_replicas", "ledger", "open_comm", "ranks_map"]
 
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from parlinalg.comm.monitor import Circle, Monitor, say
+from parlinalg.comm.monitor import Circle, Monitor, end_run
 from parlinalg.comm.report import left_early
 from parlinalg.comm.watch import calls_on, slot, under_way, user_line
 
@@ -72,15 +72,18 @@ class Exits:
         self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, where: str
     ) -> None:
         rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        # An error that all ranks meet alike is told by the lowest: it ends the others before they come to it.
-        time.sleep(min(0.1 * rank, 0.5))
+        slot.left = f"uncaught {kind.__name__}: {error}"[:200]
+        time.sleep(0.1)
+        for circle in self.monitor.circles:
+            told = circle.ask([r for r in circle.ranks if r < rank][:_WINDOW])
+            if any(answer.get("left") == slot.left for answer in told.values()):
+                time.sleep(2)  # an error that all ranks meet alike is told by the lowest, which now ends this process
         text = "".join(traceback.format_exception(kind, error, trace))
         mark = f"[rank {rank}] "
         place = self.monitor.places.get(rank, f"pid {os.getpid()}")
         head = f"{mark}ended the run of {size} ranks by an uncaught {kind.__name__}{where} ({place}):"
         flush()
-        say("\n".join([head, *(mark + line for line in text.splitlines())]))
-        MPI.COMM_WORLD.Abort(1)
+        end_run("\n".join([head, *(mark + line for line in text.splitlines())]), 1)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or MPI.Is_finalized():
@@ -118,9 +121,9 @@ class Exits:
 
     def _end(self, me: int, vain: dict[int, Any], earlier: int) -> None:
         time.sleep(0.3 * min(earlier, 5))  # a lower rank that has left tells it
-        if not self._interrupted:
-            say(left_early(me, self._how, vain))
-        MPI.COMM_WORLD.Abort(self._code or 1)
+        if self._interrupted:
+            MPI.COMM_WORLD.Abort(self._code)
+        end_run(left_early(me, self._how, vain), self._code or 1)
 
 
 def flush() -> None:

@@ -158,13 +158,19 @@ class Monitor:
         if lower and time.monotonic() - start < self.limit + 4 * PATIENCE:
             return
         told[me] = describe(me, comm.key)
-        say(stalled(me, state, asked, told, self.places, self.limit))
-        MPI.COMM_WORLD.Abort(1)
+        end_run(stalled(me, state, asked, told, self.places, self.limit), 1)
 
 
 def say(text: str) -> None:
     """Write to standard error in one piece, so that ranks do not interleave."""
     os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+
+
+def end_run(text: str, code: int) -> None:
+    """Say why, and end all processes of the run."""
+    say(text)
+    time.sleep(0.2)  # Abort may overtake what was said on its way through the launcher
+    MPI.COMM_WORLD.Abort(code)
 
 
 def warn_without_threads() -> None:

@@ -1,0 +1,249 @@
+"""One rank fails, hangs, leaves or is killed: the whole run ends within seconds and says which rank it was.
+
+Each test starts its own ranks.  A program gets `comm`, a communicator of 3 ranks over the axis `r`, and a block `a`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.launching import launch
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(60)]
+
+START = """
+import os, signal, sys, time
+import numpy as np
+from parlinalg.comm import StopSignals, check_replicas, open_comm, ranks_map
+world = open_comm()
+comm = world.cartesian({"r": world.size})
+a = np.ones(4)
+comm.all_reduce(a)
+"""
+
+
+class Failed:
+    """What came of a program."""
+
+    def __init__(self, done: CompletedProcess[str], seconds: float) -> None:
+        self.code, self.out, self.seconds = done.returncode, done.stdout, seconds
+        self.err = done.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    def start(program: str, ranks: int = 3, limit: float = 30, **env: str) -> Failed:
+        path = tmp_path / "program.py"
+        path.write_text(START + program)
+        begin = time.monotonic()
+        done = launch(ranks, [str(path)], env={"PARLINALG_TIMEOUT": "2", **env}, timeout=limit)
+        failed = Failed(done, time.monotonic() - begin)
+        print(f"exit code {failed.code} after {failed.seconds:.1f} s\n{failed.out}\n{failed.err}")
+        assert failed.code != 124, f"the run did not end within {limit} s"
+        return failed
+
+    return start
+
+
+def line(program: str, text: str) -> str:
+    """`program.py:12`, where `text` stands in the program."""
+    lines = (START + program).splitlines()
+    return f"program.py:{next(i for i, code in enumerate(lines, 1) if text in code)}"
+
+
+def test_all_is_well(run) -> None:
+    done = run("comm.all_reduce(a)\nif comm.rank == 0: time.sleep(1)\n")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_sleeping_rank(run) -> None:
+    program = "if comm.rank == 1:\n    time.sleep(60)\ncomm.all_reduce(a)  # here\n"
+    done = run(program)
+    assert done.code != 0
+    assert done.seconds < 12
+    assert "ranks 0, 2 wait in all_reduce over ('r',)" in done.err
+    assert line(program, "# here") in done.err
+    assert "rank 1 never came" in done.err
+    assert line(program, "time.sleep") in done.err
+    assert done.err.count("gives up") == 1
+
+
+def test_stopped_rank(run) -> None:
+    done = run("if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ncomm.all_reduce(a)\n")
+    assert done.code != 0
+    assert "rank 1 did not answer" in done.err
+    assert "pid" in done.err
+
+
+def test_a_handle_that_waits(run) -> None:
+    done = run("if comm.rank == 2:\n    time.sleep(60)\ncomm.all_reduce(a, wait=False).wait()\n")
+    assert done.code != 0
+    assert "ranks 0, 1 wait in all_reduce" in done.err
+    assert "rank 2 never came" in done.err
+
+
+def test_receive_without_send(run) -> None:
+    done = run("if comm.rank == 0:\n    comm.receive(a, 2)\ntime.sleep(60)\n")
+    assert done.code != 0
+    assert "rank 0 waits in receive from 2" in done.err
+    assert "rank 2 never came" in done.err
+    assert "rank 1" not in done.err
+
+
+def test_no_limit(run) -> None:
+    done = run("if comm.rank == 1:\n    time.sleep(4)\ncomm.all_reduce(a)\n", PARLINALG_TIMEOUT="0")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_raising_rank(run) -> None:
+    program = "print('before')\nif comm.rank == 1:\n    raise ValueError('boom')\ncomm.all_reduce(a)\n"
+    done = run(program)
+    assert done.code != 0
+    assert done.seconds < 12
+    assert "[rank 1] ValueError: boom" in done.err
+    assert f"line {line(program, 'boom').partition(':')[2]}" in done.err
+    assert done.out.count("before") >= 1
+
+
+def test_all_raise(run) -> None:
+    done = run("raise ValueError('boom')\n")
+    assert done.code != 0
+    assert "[rank 0] ValueError: boom" in done.err
+    assert done.err.count("ValueError: boom") < 3
+
+
+def test_raising_thread(run) -> None:
+    done = run(
+        "import threading\nif comm.rank == 1:\n    threading.Thread(target=lambda: 1 / 0).start()\n"
+        "comm.receive(a, (comm.rank + 1) % 3)\n"
+    )
+    assert done.code != 0
+    assert "[rank 1] ZeroDivisionError" in done.err
+
+
+def test_sys_exit(run) -> None:
+    program = "if comm.rank == 1:\n    sys.exit(3)\ncomm.all_reduce(a)\n"
+    done = run(program)
+    assert done.code == 3
+    assert done.seconds < 12
+    assert "rank 1 left early (sys.exit(3) at" in done.err
+    assert line(program, "sys.exit") in done.err
+    assert "ranks 0, 2 wait in all_reduce over ('r',)" in done.err
+
+
+def test_all_exit_alike(run) -> None:
+    done = run("sys.exit(3)\n")
+    assert done.code == 3
+    assert "parlinalg" not in done.err
+    assert "Abort" not in done.err
+
+
+def test_early_return(run) -> None:
+    done = run("if comm.rank != 1:\n    comm.all_reduce(a)\n")
+    assert done.code != 0
+    assert done.seconds < 12
+    assert "rank 1 left early (at the end of its program) while ranks 0, 2 wait in all_reduce" in done.err
+
+
+def test_two_leave_early(run) -> None:
+    done = run("if comm.rank == 1:\n    comm.all_reduce(a)\n")
+    assert done.code != 0
+    assert "rank 0 left early" in done.err
+    assert "rank 1 waits in all_reduce" in done.err
+
+
+def test_left_without_sending(run) -> None:
+    done = run("if comm.rank == 0:\n    comm.receive(a, 2)\n", PARLINALG_TIMEOUT="60")
+    assert done.code != 0
+    assert "rank 2 left early" in done.err
+    assert "rank 0 waits in receive from 2" in done.err
+
+
+def test_a_rank_that_took_part_may_leave(run) -> None:
+    """Its last message is on the way, or read late: that is no reason to end the run."""
+    done = run(
+        "b = np.ones(10)\nif comm.rank == 1:\n    comm.send(b, 0)\n"
+        "if comm.rank == 0:\n    time.sleep(1.5)\n    comm.receive(b, 1)\n"
+    )
+    assert (done.code, done.err) == (0, "")
+
+
+def test_killed_rank(run) -> None:
+    program = """
+where = ranks_map(comm)
+if comm.rank == 0:
+    print(where, flush=True)
+comm.barrier()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.all_reduce(a)
+"""
+    done = run(program)
+    assert done.code != 0
+    assert done.seconds < 12
+    assert "'rank': 1, 'host'" in done.out
+
+
+def test_another_collective(run) -> None:
+    program = "if comm.rank == 1:\n    comm.broadcast(a, 0)\nelse:\n    comm.all_reduce(a)\n"
+    done = run(program, PARLINALG_CHECK="1")
+    assert done.code != 0
+    assert "CommError" in done.err
+    assert "ranks 0, 2: all_reduce(float64, counts 4, reduction=sum) at" in done.err
+    assert "rank 1: broadcast(float64, counts 4, root=0) at" in done.err
+    assert line(program, "broadcast") in done.err
+
+
+def test_another_collective_unchecked(run) -> None:
+    done = run(
+        "if comm.rank == 1:\n    comm.barrier()\nelse:\n"
+        "    comm.all_gather(np.ones(1000), np.ones(3000), [1000] * 3)\ntime.sleep(60)\n"
+    )
+    assert done.code != 0
+
+
+def test_interrupt(run) -> None:
+    """Ctrl-C reaches one rank only, while the others wait for it."""
+    done = run("if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\ncomm.all_reduce(a)\n")
+    assert done.code != 0
+    assert "Traceback" not in done.err
+
+
+def test_a_stop_is_agreed(run) -> None:
+    program = """
+with StopSignals() as stop:
+    for step in range(1000):
+        if step == 3 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if name := stop.requested(comm):
+            break
+        time.sleep(0.01)
+assert step < 200
+assert all(there == [step, "SIGTERM"] for there in comm.share([step, name]))
+"""
+    done = run(program)
+    assert (done.code, done.err) == (0, "")
+
+
+def test_a_second_signal_ends_the_run_inside_a_collective(run) -> None:
+    program = """
+import threading
+with StopSignals() as stop:
+    if comm.rank == 1:
+        def kick():
+            for _ in range(2):
+                time.sleep(1.2)
+                os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=kick).start()
+    if comm.rank == 2:
+        time.sleep(30)
+    comm.all_reduce(a)
+"""
+    done = run(program, PARLINALG_TIMEOUT="0")
+    assert done.code != 0
+    assert "a second SIGTERM ends the run at once" in done.err
+    assert done.seconds < 15
