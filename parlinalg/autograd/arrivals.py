@@ -87,7 +87,7 @@ class Arrivals:
         for layouts in alike.values():
             block, layout, owned = self._together(layouts)
             moved = redistribute(block, layout, goal, self.shape, self.grid, owned=owned)
-            owned = owned or moved is not block
+            owned = owned or (moved is not block and moved.base is None)  # a slice is a view of the block
             total, mine = (moved, owned) if total is None else (_sum(total, moved, mine), True)
         return total
 

@@ -20,7 +20,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
 if TYPE_CHECKING:
-    from parlinalg.autograd.tensor import Parameter
+    from parlinalg.autograd.parameter import Parameter
 
 Block = Any
 Part = Callable[[Any], Term]
@@ -171,7 +171,7 @@ class Walk:
             if source.owner is not None:
                 self.edges[source.age] = self.edges.get(source.age, 0) + 1
         self.reducers = self._reducers()
-        self.arrive(root, term, None)
+        self.arrive(root, term)
 
     def _reducers(self) -> list[Reducer]:
         """The reducers of the parameters reached, once each, the oldest parameter's first."""
@@ -207,7 +207,7 @@ class Walk:
             )
         if got is None:
             for source in node.sources:
-                self.arrive(source, None, None)
+                self.arrive(source, None)
         else:
             grad, _ = got.settled()
             shared = grad if node.prepare is None else node.prepare(grad)
@@ -215,7 +215,7 @@ class Walk:
                 if self.later and source.owner is not None:
                     self.deferred.append((source, part, shared, grad))
                 else:
-                    self.arrive(source, part(shared), grad)
+                    self.arrive(source, part(shared), shared, grad)
         if not self.retain:  # what the rule holds is freed as the walk goes
             node.parts, node.prepare = None, None
 
@@ -223,18 +223,19 @@ class Walk:
         """The gradients of the parameters, after a `run()` that left them for later."""
         deferred, self.deferred = self.deferred, []
         for source, part, shared, grad in deferred:
-            self.arrive(source, part(shared), grad)
+            self.arrive(source, part(shared), shared, grad)
             for reducer in self.reducers:
                 reducer.poll()
         self.finish()
 
-    def arrive(self, node: Node, term: Term | None, grad: Block) -> None:
-        """Take a term of a node's gradient, computed from `grad`; None is no term where one was due."""
+    def arrive(self, node: Node, term: Term | None, *others: Any) -> None:
+        """Take a term of a node's gradient, computed from what `others` hold; None is no term where one was due."""
         if term is not None:
             if node.age not in self.arrived:
                 self.arrived[node.age] = node.arrivals()
             block = term[0]
-            self.arrived[node.age].add(term, owned=grad is not None and block is not grad and block.base is None)
+            ours = bool(others) and block.base is None and not any(block is other for other in others)
+            self.arrived[node.age].add(term, owned=ours)
         if node.owner is not None:
             self.edges[node.age] -= 1
             if not self.edges[node.age] and (got := self.arrived.pop(node.age, None)) is not None:

@@ -24,32 +24,36 @@ _SPLIT = 0.46875
 _FAR = 6.0  # erf is 1 in double precision beyond 5.93
 
 
-def erf_into(xp: Any, x: Block, out: Block) -> None:
-    """Write erf(x) to `out`; x and out are flat and differ."""
-    y = xp.minimum(xp.abs(x), _FAR)
-    near = y <= _SPLIT
-    far = xp.flatnonzero(~near)
-    square = xp.multiply(y, y)
-    # all by the first formula, those beyond its range again by the second
-    top = xp.multiply(square, _A0)
-    bottom = square.copy()
-    _climb(xp, top, square, _A)
-    _climb(xp, bottom, square, _B)
+def erf_into(xp: Any, x: Block, out: Block, s: Block, t: Block, *, relative: bool = True) -> None:
+    """Write erf(x) to `out`; s and t are scratch, and all four differ.
+
+    Without `relative` the second formula serves everywhere: near 0 it is then right to 5e-12 only.
+    """
+    xp.abs(x, out=s)
+    xp.minimum(s, _FAR, out=s)
+    xp.multiply(s, _C0, out=out)
+    _climb(xp, out, s, _C)
+    t[...] = s
+    _climb(xp, t, s, _D)
+    xp.divide(out, t, out=out)
+    xp.multiply(s, s, out=t)
+    xp.negative(t, out=t)
+    xp.exp(t, out=t)
+    xp.multiply(out, t, out=out)
+    xp.subtract(1, out, out=out)
+    xp.copysign(out, x, out=out)
+    if not relative:
+        return
+    near = s <= _SPLIT
+    xp.minimum(s, _SPLIT, out=s)
+    xp.multiply(s, s, out=s)
+    top, bottom = xp.multiply(s, _A0), t
+    bottom[...] = s
+    _climb(xp, top, s, _A)
+    _climb(xp, bottom, s, _B)
     xp.divide(top, bottom, out=top)
-    xp.multiply(top, x, out=out)
-    if far.size:
-        y, sign = y[far], xp.copysign(xp.asarray(1, dtype=x.dtype), x[far])
-        top, bottom = y * _C0, y.copy()
-        _climb(xp, top, y, _C)
-        _climb(xp, bottom, y, _D)
-        xp.divide(top, bottom, out=top)
-        xp.multiply(y, y, out=y)
-        xp.negative(y, out=y)
-        xp.exp(y, out=y)
-        xp.multiply(top, y, out=top)
-        xp.subtract(1, top, out=top)
-        xp.multiply(top, sign, out=top)
-        out[far] = top
+    xp.multiply(top, x, out=top)
+    out[...] = xp.where(near, top, out)
 
 
 def _climb(xp: Any, value: Block, x: Block, coefficients: tuple[float, ...]) -> None:

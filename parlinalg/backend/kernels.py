@@ -56,18 +56,17 @@ def fused(kernel: Callable[..., None], *blocks: Block, scratch: int = 0) -> Bloc
     return out
 
 
-def _sigmoid(xp: Any, x: Block, out: Block, s: Block) -> None:
-    xp.abs(x, out=out)
-    xp.negative(out, out=out)
-    xp.exp(out, out=out)  # of -|x|: never overflows
-    xp.add(out, 1, out=s)
-    xp.copyto(out, 1, where=x >= 0)
-    xp.divide(out, s, out=out)
+def _sigmoid(xp: Any, x: Block, out: Block) -> None:
+    xp.negative(x, out=out)
+    xp.minimum(out, 700 if x.dtype.itemsize == 8 else 85, out=out)  # exp must not overflow
+    xp.exp(out, out=out)
+    xp.add(out, 1, out=out)
+    xp.divide(1, out, out=out)
 
 
 def sigmoid(x: Block) -> Block:
     """1 / (1 + exp(-x))."""
-    return fused(_sigmoid, x, scratch=1)
+    return fused(_sigmoid, x)
 
 
 def _sigmoid_grad(xp: Any, y: Block, g: Block, out: Block, s: Block) -> None:
@@ -137,21 +136,25 @@ def _gelu_tanh_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block)
     xp.multiply(out, 0.5, out=out)
 
 
-def _gelu_erf(xp: Any, x: Block, out: Block, s: Block) -> None:
-    xp.multiply(x, _R, out=s)
-    erf_into(xp, s, out)
+def _erf(xp: Any, x: Block, out: Block, s: Block, t: Block) -> None:
+    erf_into(xp, x, out, s, t)
+
+
+def _gelu_erf(xp: Any, x: Block, out: Block, s: Block, t: Block, u: Block) -> None:
+    xp.multiply(x, _R, out=u)
+    erf_into(xp, u, out, s, t, relative=x.dtype.itemsize == 8)
     xp.add(out, 1, out=out)
     xp.multiply(out, x, out=out)
     xp.multiply(out, 0.5, out=out)
 
 
-def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block) -> None:
+def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block, u: Block) -> None:
     # d/dx x Φ(x) = Φ(x) + x φ(x)
-    xp.multiply(x, _R, out=s)
-    erf_into(xp, s, out)
+    xp.multiply(x, _R, out=u)
+    erf_into(xp, u, out, s, t, relative=x.dtype.itemsize == 8)
     xp.add(out, 1, out=out)
     xp.multiply(out, 0.5, out=out)
-    xp.multiply(s, s, out=s)
+    xp.multiply(u, u, out=s)
     xp.negative(s, out=s)
     xp.exp(s, out=s)
     xp.multiply(s, x, out=s)
@@ -162,17 +165,17 @@ def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block) -> None:
 
 def gelu(x: Block, approximate: bool) -> Block:
     """x Φ(x), with Φ the normal distribution's, or its approximation by tanh (Hendrycks and Gimpel, 2016)."""
-    return fused(_gelu_tanh if approximate else _gelu_erf, x, scratch=1)
+    return fused(_gelu_tanh, x, scratch=1) if approximate else fused(_gelu_erf, x, scratch=3)
 
 
 def gelu_grad(x: Block, g: Block, approximate: bool) -> Block:
     """The gradient of gelu at x times g."""
-    return fused(_gelu_tanh_grad, x, g, scratch=2) if approximate else fused(_gelu_erf_grad, x, g, scratch=1)
+    return fused(_gelu_tanh_grad, x, g, scratch=2) if approximate else fused(_gelu_erf_grad, x, g, scratch=3)
 
 
 def erf(x: Block) -> Block:
     """The error function, to about 1e-16."""
-    return fused(erf_into, x)
+    return fused(_erf, x, scratch=2)
 
 
 # ------------------------------------------------------------------ rows

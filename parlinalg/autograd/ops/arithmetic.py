@@ -122,10 +122,9 @@ def power(a: Any, exponent: Any) -> Tensor:
     p = operand(exponent, "power")
     if isinstance(p, Tensor):
         raise TypeError("power: the exponent is a number; for a tensor b take exp(b * log(a))")
-    if p == 1:
-        return _combined(a.data * 1, (a, lambda g: g))
     x = a.block
-    return _combined(summed(a.data, "power") ** p, (a, lambda g: g * (p * x ** (p - 1))))
+    slope = (lambda: p * x ** (p - 1)) if p else (lambda: 0)  # x⁻¹ is not defined at 0
+    return _combined(summed(a.data, "power") ** p, (a, lambda g: g * slope()))
 
 
 def maximum(a: Any, b: Any) -> Tensor:
@@ -154,5 +153,5 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     a, b = _two(a, b, "where")
     mask = as_tensor(condition).data
     y: DistArray = np.where(mask, value_of(a), value_of(b))
-    keep = mask.block
-    return _combined(y, (a, lambda g: g * keep), (b, lambda g: g * ~keep))
+    keep, xp, zero = mask.block, y.xp, y.dtype.type(0)
+    return _combined(y, (a, lambda g: xp.where(keep, g, zero)), (b, lambda g: xp.where(keep, zero, g)))

@@ -66,8 +66,8 @@ def cross_entropy_sum(
     counts = ids != ignore_index
     inside = counts & (ids >= here.start) & (ids < here.stop)
     rows = xp.nonzero(inside.reshape(-1))[0]
-    columns = (ids.reshape(-1)[rows] - here.start).astype(np.int64)
-    flat = block.reshape((-1 if block.shape[-1] else ids.size, block.shape[-1]))
+    columns = ids.reshape(-1)[rows].astype(np.int64) - here.start
+    flat = block.reshape((ids.size, block.shape[-1]))
     work = kernels.work_dtype(z.dtype)
 
     top = pieces.max(kernels.row_max(block))

@@ -30,6 +30,10 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
     x = as_tensor(x)
     if x.dtype == np.dtype(dtype):
         return x
+    if x.requires_grad and np.dtype(dtype).kind in "iub":
+        raise TypeError(
+            f"astype: a tensor that wants a gradient stays floating, not {np.dtype(dtype)}; .detach() it first"
+        )
     rest = x.layout.with_partial(())
     return record(x.data.astype(dtype), [x], [lambda g: (g, rest)])
 
