@@ -1,0 +1,163 @@
+"""Write what the pages show of the library's own tables and output: `python docs/generate.py [--check]`.
+
+A part of a page between `<!-- generated: NAME -->` and `<!-- end -->` is replaced by what the function of that name
+returns, so that a page cannot drift from the library; a test runs the check.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from parlinalg.array import functions
+from parlinalg.layout import coordinates
+from parlinalg.schemes import discover, scheme_words, table_of_schemes
+from parlinalg.schemes.scheme import Scheme
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+ORDER = (
+    "serial", "data", "zero3", "sequence", "1d", "1d with sequence cuts", "2d", "2.5d, depth on the batch",
+    "2.5d, depth on k", "3d",
+)  # fmt: skip
+MARK = re.compile(r"(<!-- generated: ([\w .-]+) -->\n).*?(<!-- end -->)", re.S)
+Runner = Callable[[int, list[str]], str]
+
+
+def schemes() -> dict[str, Scheme]:
+    """All schemes, those of the tables first and in their order."""
+    found = {name: file.SCHEME for name, file in discover().items()}
+    names = [n for n in ORDER if n in found] + [n for n in found if n not in ORDER]
+    return {name: found[name] for name in names}
+
+
+def axes(cut: tuple[str, ...]) -> str:
+    return "–" if not cut else cut[0] if len(cut) == 1 else f"({' '.join(cut)})"
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def layouts() -> str:
+    """The layouts at rest of every scheme with two leading dims."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, s in schemes().items():
+            dims = (s.residual.dims, s.expand.w.dims, s.inner.dims, s.contract.w.dims)
+            yield name, *(", ".join(axes(cut) for cut in d) for d in dims)
+
+    return table(("scheme", "x [batch, seq, k]", "w into a block [k, n]", "inside [batch, seq, n]", "w out of it"), rows())
+
+
+EIGHT = {
+    "data": {"data": 8}, "zero3": {"data": 8}, "1d": {"t": 8}, "1d with sequence cuts": {"t": 8},
+    "2d": {"r": 4, "c": 2}, "2.5d, depth on the batch": {"d": 2, "r": 2, "c": 2},
+    "2.5d, depth on k": {"d": 2, "r": 2, "c": 2}, "3d": {"i": 2, "j": 2, "l": 2},
+}  # fmt: skip
+BATCH, SEQUENCE, HIDDEN, INNER = 16, 64, 256, 1024
+
+
+def words() -> str:
+    """The words of a layer into a block and one out of it on eight ranks, and the parameters a rank holds."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, sizes in EIGHT.items():
+            scheme = discover()[name].SCHEME
+            counted = [
+                scheme_words(scheme, (BATCH, SEQUENCE, HIDDEN), INNER, sizes, at)
+                for at in coordinates(tuple(sizes), sizes)
+            ]
+            forward = max(c["x"] + c["w"] + c["y"] for c in counted)
+            backward = max(c["grad y"] + c["dx"] + c["dw"] for c in counted)
+            first = dict.fromkeys(sizes, 0)
+            held = 0
+            for plan, shape in ((scheme.expand, (HIDDEN, INNER)), (scheme.contract, (INNER, HIDDEN))):
+                rows, columns = plan.w.block_shape(shape, sizes, first)
+                held += rows * columns
+            grid = "×".join(str(n) for n in sizes.values())
+            yield name, grid, f"{forward:,}", f"{backward:,}", f"{forward + backward:,}", f"{held:,}"
+
+    return table(("scheme", "grid", "forward", "backward", "together", "weights a rank"), rows())
+
+
+def numpy_functions() -> str:
+    """The functions of NumPy that take distributed arrays."""
+    return ", ".join(f"`{name}`" for name in functions.names()) + "."
+
+
+def run_mpiexec(ranks: int, arguments: list[str]) -> str:
+    """The standard output of `mpiexec -n RANKS python ARGUMENTS`."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    program = str(beside) if beside.exists() else "mpiexec"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [program, "-n", str(ranks), sys.executable, *arguments],
+        check=True, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT,
+    ).stdout  # fmt: skip
+
+
+def example(ranks: int, *arguments: str) -> Callable[[Runner], str]:
+    """The output of a script of docs/examples on several ranks."""
+
+    def output(run: Runner) -> str:
+        text = run(ranks, [str(DOCS / "examples" / arguments[0]), *arguments[1:]])
+        return f"```text\n{text.strip()}\n```"
+
+    return output
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "schemes": lambda: table_of_schemes(schemes()),
+    "layouts": layouts,
+    "words": words,
+    "numpy functions": numpy_functions,
+}
+OUTPUTS: dict[str, Callable[[Runner], str]] = {
+    "blocks data": example(2, "blocks.py", "data", "expand"),
+    "blocks columns": example(2, "blocks.py", "1d", "expand"),
+    "blocks rows": example(2, "blocks.py", "1d", "contract"),
+}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
+
+
+def filled(text: str, run: Runner = run_mpiexec) -> str:
+    """A page with its generated parts as they should be."""
+
+    def part(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in PARTS and name not in OUTPUTS:
+            known = ", ".join([*PARTS, *OUTPUTS])
+            raise SystemExit(f"no generated part is called {name!r}; there are {known}")
+        body = PARTS[name]() if name in PARTS else OUTPUTS[name](run)
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    return MARK.sub(part, text)
+
+
+def main() -> int:
+    stale = []
+    for page in pages():
+        text = page.read_text()
+        right = filled(text)
+        if right != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(right)
+    if "--check" in sys.argv and stale:
+        print(f"out of date: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
+        return 1
+    print(f"{'rewritten' if stale else 'up to date'}: {', '.join(stale) or 'all pages'}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The documentation shows what the library does: its code runs, and its generated parts are up to date.
+
+A Python block whose first line says `mpiexec -n 4` is a program of its own, run on so many ranks; the other blocks of
+a page run one after the other in one process without MPI.  Blocks with `>>>` must print what they show.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.launching import ROOT, launch
+
+pytestmark = pytest.mark.serial
+
+DOCS = ROOT / "docs"
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+RANKS = re.compile(r"# .*mpiexec -n (\d+)")
+
+
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text())
+
+
+def ranks_of(block: str) -> int | None:
+    found = RANKS.match(block)
+    return int(found[1]) if found else None
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(ranks_of(b) is None for b in blocks(p))], ids=name)
+def test_code_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in (b for b in blocks(page) if ranks_of(b) is None):
+        if block.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(block, names, page.name, str(page), 0)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+            said: list[str] = []
+            runner.run(test, out=said.append, clear_globs=False)
+            assert not runner.failures, "".join(said)
+            names.update(test.globs)
+        else:
+            exec(compile(block, str(page), "exec"), names)
+
+
+PROGRAMS = [(p, b) for p in PAGES for b in blocks(p) if ranks_of(b)]
+
+
+@pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[f"{name(p)}-{i}" for i, (p, _) in enumerate(PROGRAMS)])
+def test_program_of_a_page(page: Path, program: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    done = launch(ranks_of(program) or 1, [str(tmp_path / "program.py")], timeout=50, cwd=tmp_path)
+    assert done.returncode == 0, f"{name(page)}:\n{program}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name)
+def test_generated_parts_are_up_to_date(page: Path) -> None:
+    generate = load(DOCS / "generate.py")
+
+    def run(ranks: int, arguments: list[str]) -> str:
+        done = launch(ranks, arguments, timeout=50)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    text = page.read_text()
+    assert generate.filled(text, run) == text, "run python docs/generate.py"
+
+
+def test_figures_are_up_to_date() -> None:
+    figures = load(DOCS / "figures.py")
+    for file in figures.SHOWN:
+        assert (figures.FOLDER / f"{file}.svg").read_text() == figures.draw(file), "run python docs/figures.py"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    used = {v for f in (ROOT / "parlinalg").rglob("*.py") for v in re.findall(r"PARLINALG_[A-Z_]+", f.read_text())}
+    page = (DOCS / "running.md").read_text()
+    assert not {v for v in used if f"`{v}`" not in page}
+
+
+def test_every_key_of_a_configuration_is_documented() -> None:
+    from parlinalg.train import config, parallel
+
+    page = (DOCS / "guide" / "configuration.md").read_text()
+    keys = [*config.CHECKS, *parallel.PARALLEL_KEYS, *parallel.TENSOR_CHECKS]
+    for table in (config.DATASETS, config.MODELS, config.OPTIMIZERS, config.LR_SCHEDULES, config.CRITERIA):
+        keys += [*table, *(key for options in table.values() for key in options)]
+    assert not [key for key in dict.fromkeys(keys) if f"`{key}`" not in page]
+
+
+def test_every_scheme_is_in_the_order_of_the_tables() -> None:
+    generate = load(DOCS / "generate.py")
+    assert set(generate.schemes()) == set(generate.ORDER)
+
+
+def test_links_between_pages() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def test_pages_name_no_place_of_one_machine() -> None:
+    for page in [ROOT / "README.md", *PAGES]:
+        assert not re.search(r"/(work|home|root|tmp)/", page.read_text()), page
