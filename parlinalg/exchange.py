@@ -53,6 +53,7 @@ def exchange(
     limit: int,
     *,
     wait: bool = True,
+    tag: int = 0,
 ) -> Generator[Handle, None, Block]:
     """Fill a new block of `want` from the blocks of the ranks of `comm`; a generator of handles that returns the block.
 
@@ -89,11 +90,11 @@ def exchange(
             handles = []
             if i < len(incoming):
                 got = backend.empty(tuple(len(r) for r in incoming[i]), dtype)
-                handles.append(comm.receive(got, source, wait=False))
+                handles.append(comm.receive(got, source, tag=tag, wait=False))
             if i < len(outgoing):
                 sent = backend.empty(tuple(len(r) for r in outgoing[i]), dtype)
                 sent[...] = block[local(outgoing[i], have)]
-                handles.append(comm.send(sent, to, wait=False))
+                handles.append(comm.send(sent, to, tag=tag, wait=False))
             for handle in handles:
                 if wait:
                     handle.wait()

@@ -14,6 +14,9 @@ from parlinalg.comm.single import SingleComm
 from parlinalg.errors import GridError
 from parlinalg.layout import Cut, Layout, coordinates
 
+#: The largest tag that every MPI takes is 32767.
+MOST_TICKETS = 32000
+
 
 class Grid:
     """A Cartesian processor grid with named axes, and the backend of the arrays on it.
@@ -67,6 +70,7 @@ class Grid:
         self._owns_world = self.world is not comm
         self._subs: dict[Cut, Comm] = {}
         self._closed = False
+        self._tickets = 0
         try:
             self.sizes = self._agreed(sizes, backend, idle)
             self.size = math.prod(self.sizes.values())
@@ -156,6 +160,11 @@ class Grid:
             return self._cart
         ranks = [self.rank_of({**self.coords, **at}) for at in coordinates(axes, self.sizes)]
         return self._cart.sub(ranks, axes)
+
+    def ticket(self) -> int:
+        """The next number to tell apart what this grid's ranks start, in one order, and have under way at once."""
+        self._tickets = self._tickets % MOST_TICKETS + 1
+        return self._tickets
 
     @property
     def everyone(self) -> Comm:

@@ -27,7 +27,11 @@ BUFFER = 1 << 22
 
 
 class Move:
-    """A redistribution under way.  `wait()` finishes it and returns the new block; `test()` drives it on and tells."""
+    """A redistribution under way.  `wait()` finishes it and returns the new block.
+
+    A move may take several steps, of which each is posted when the last one is done.  Only `wait()` posts them, so that
+    ranks which wait for their moves in the same order also communicate in the same order, whatever `test()` told each.
+    """
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -42,10 +46,8 @@ class Move:
             self._handle, self._block = None, end.value
 
     def test(self) -> bool:
-        """Whether the move is finished; goes on with it if its pending step is."""
-        while self._handle is not None and self._handle.test():
-            self._next()
-        return self._handle is None
+        """Whether the step under way is done: `wait()` would return at once, or go on to the next step."""
+        return self._handle is None or self._handle.test()
 
     def wait(self) -> Block:
         """The new block."""
@@ -73,29 +75,37 @@ def redistribute(
     """
     if src == dst or not grid.inside:
         return block
-    return Move(_ordered(block, src, dst, shape, grid, True, owned, order)).wait()
+    return Move(_ordered(block, src, dst, shape, grid, True, owned, order, 0)).wait()
 
 
 def start(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None
 ) -> Move:
-    """As `redistribute`, but only started: the first communication is posted, and `Move.wait()` finishes it."""
-    return Move(_ordered(block, src, dst, shape, grid, False, owned, order))
+    """As `redistribute`, but only started: the first communication is posted, and `Move.wait()` finishes it.
+
+    All ranks of the grid start their moves in one order, and wait for them in one order.
+    """
+    return Move(_ordered(block, src, dst, shape, grid, False, owned, order, grid.ticket()))
 
 
 def _ordered(
-    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order, tag: int
 ) -> Work:
     if order is None:
-        return (yield from carry(block, src, dst, shape, grid, wait, owned))
+        return (yield from carry(block, src, dst, shape, grid, wait, owned, tag))
     stored = tuple(shape[d] for d in order)
-    work = carry(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, wait, owned)
+    work = carry(block.transpose(order), src.permuted(order), dst.permuted(order), stored, grid, wait, owned, tag)
     out = yield from work
     return out.transpose(tuple(order.index(d) for d in range(len(order))))
 
 
-def carry(block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool = False) -> Work:
-    """The generator behind `redistribute`: yields the handle of each communication, and returns the new block."""
+def carry(
+    block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool = False, tag: int = 0
+) -> Work:
+    """The generator behind `redistribute`: yields the handle of each communication, and returns the new block.
+
+    Messages between two ranks carry `tag`: moves under way at the same time need different ones.
+    """
     src.check(shape, grid.sizes)
     dst.check(shape, grid.sizes)
     if not grid.inside:
@@ -107,7 +117,7 @@ def carry(block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait
             block, owned = grid.backend.zeros(grid.block_shape(step.dst, shape), block.dtype), True
             continue
         before = block
-        block = yield from _STEPS[step.op](block, step, shape, grid, wait, owned)
+        block = yield from _STEPS[step.op](block, step, shape, grid, wait, owned, tag)
         owned = owned or (block is not before and step.op != "slice")
     return block
 
@@ -121,12 +131,12 @@ def check_replicas(block: Block, layout: Layout, grid: Grid) -> None:
         compare(grid.comm(axes), block, f"the blocks of an array in {layout!r}")
 
 
-def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     yield from ()  # a generator, like the steps that communicate
     return grid.backend.zeros(block.shape, block.dtype) if any(grid.coords[a] for a in step.axes) else block
 
 
-def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     before, after = grid.block(step.src, shape), grid.block(step.dst, shape)
     out = grid.backend.zeros(tuple(len(r) for r in after), block.dtype)
     out[_inside(before, after)] = block
@@ -134,7 +144,7 @@ def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned
     return out
 
 
-def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     yield from ()
     return block[_inside(grid.block(step.dst, shape), grid.block(step.src, shape))]
 
@@ -143,7 +153,7 @@ def _inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 
-def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     if not (owned and block.flags.c_contiguous):
         block = block.copy(order="C")
     handle = grid.comm(step.axes).all_reduce(block, wait=wait)
@@ -162,7 +172,7 @@ def _flat(block: Block) -> Block:
     return block if block.flags.c_contiguous else block.copy(order="C")
 
 
-def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     lengths, dim = _lengths(step, step.dst, shape, grid), step.dim
     n, comm, backend = sum(lengths), grid.comm(step.axes), grid.backend
     out = backend.empty((*block.shape[:dim], n, *block.shape[dim + 1 :]), block.dtype)
@@ -194,7 +204,7 @@ def _spread(out: Block, flat: Block, lengths: list[int], dim: int) -> None:
         start += length
 
 
-def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     lengths, dim = _lengths(step, step.src, shape, grid), step.dim
     comm, backend = grid.comm(step.axes), grid.backend
     own = lengths[index_of(step.axes, grid.sizes, grid.coords)]
@@ -233,7 +243,7 @@ def _chunks(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
         yield tuple(slice(at, min(shape[along], at + rows)) if d == along else slice(None) for d in range(len(shape)))
 
 
-def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool) -> Work:
+def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     sizes = grid.sizes
     peers = [{**grid.coords, **at} for at in coordinates(step.axes, sizes)]
     haves = [step.src.block(shape, sizes, at) for at in peers]
@@ -243,12 +253,12 @@ def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, ow
     return (
         yield from exchange(
             block, have, want, [meet(w, have) for w in wants], [meet(want, h) for h in haves],
-            block.dtype, grid.comm(step.axes), grid.backend, biggest, BUFFER, wait=wait,
+            block.dtype, grid.comm(step.axes), grid.backend, biggest, BUFFER, wait=wait, tag=tag,
         )
     )  # fmt: skip
 
 
-_STEPS: dict[str, Callable[[Block, Step, Shape, Grid, bool, bool], Work]] = {
+_STEPS: dict[str, Callable[[Block, Step, Shape, Grid, bool, bool, int], Work]] = {
     "mask": _mask,
     "embed": _embed,
     "slice": _slice,

@@ -161,10 +161,14 @@ class Operand:
         return cut_lengths(stretch, self.outer, self.grid.sizes)
 
     def fetch(self, panel: range) -> Move:
-        """Start to bring a panel (indices within this rank's stretch, all of one owner) to work."""
-        return Move(self._fetch(panel))
+        """Start to bring a panel (indices within this rank's stretch, all of one owner) to work.
 
-    def _fetch(self, panel: range) -> Generator[Handle, None, Block]:
+        Its owners first gather it among themselves, and wait for that: they must post the broadcast when the others do,
+        since the next panel's owners may be others.
+        """
+        return Move(self._fetch(panel, self.grid.ticket()))
+
+    def _fetch(self, panel: range, tag: int) -> Generator[Handle, None, Block]:
         grid, dim = self.grid, self.dim
         owner, start = owner_of(panel, self.owned_lengths())
         shape = (*self.shape[:dim], len(panel), *self.shape[dim + 1 :])
@@ -172,7 +176,7 @@ class Operand:
         if index_of(self.outer, grid.sizes, grid.coords) == owner:
             lead = (slice(None),) * dim
             mine = self.block[(*lead, slice(panel.start - start, panel.stop - start))]
-            out = yield from carry(mine, rest, work, shape, grid, wait=False)
+            out = yield from carry(mine, rest, work, shape, grid, wait=bool(self.outer), tag=tag)
             if self.outer and not out.flags.c_contiguous:
                 out = out.copy(order="C")
         else:
