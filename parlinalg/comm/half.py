@@ -17,7 +17,7 @@ from parlinalg.comm.handle import DONE, Handle
 if TYPE_CHECKING:
     from parlinalg.comm.mpi import MpiComm
 
-_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
 _SLICE = 1 << 16  # elements added at a time, so that the float32 sums stay in cache
 
 
@@ -26,13 +26,15 @@ def is_half(dtype: Any) -> bool:
     return bool(dtype.itemsize == 2 and dtype.name in ("float16", "bfloat16"))
 
 
-def combine(terms: Any, out: Any, op: str) -> None:
+def combine(terms: Any, out: Any, op: str, xp: Any = np) -> None:
     """Reduce `terms[ranks, n]` over the ranks, in order and in float32, to `out[n]`."""
-    for at in range(0, out.size, _SLICE):
-        part = slice(at, at + _SLICE)
+    step = _SLICE if xp is np else max(out.size, 1)
+    add = getattr(xp, _COMBINE[op])
+    for at in range(0, out.size, step):
+        part = slice(at, at + step)
         total = terms[0, part].astype(np.float32)
         for term in terms[1:]:
-            _COMBINE[op](total, term[part].astype(np.float32), out=total)
+            add(total, term[part].astype(np.float32), out=total)
         out[part] = total.astype(out.dtype)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from parlinalg.backend import Backend, select
 from parlinalg.comm import Comm, limits, open_comm
+
+BACKEND: Backend = select("numpy" if os.environ.get("PARLINALG_TEST_BACKEND", "numpy") == "numpy" else "cupy")
+put, got, zeros = BACKEND.from_host, BACKEND.to_host, BACKEND.zeros
 
 REAL = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]

@@ -63,17 +63,17 @@ def test_more_communicators_than_mpi_has(comm: Comm) -> None:
         comm.sub(range(comm.size), ("r",)).free()
 
 
-def test_many_small_operations_leave_nothing(comm: Comm) -> None:
+def test_many_small_operations_leave_nothing(comm: Comm, full: bool) -> None:
     block = np.zeros(8, np.float32)
     half = np.zeros(8, np.float16)
     for _ in range(200):
         comm.all_reduce(block)
     gc.collect()
     before = len(gc.get_objects())
-    for _ in range(3000):
+    for _ in range(10_000 if full else 1000):
         comm.all_reduce(block)
         comm.broadcast(block, 0, wait=False).wait()
-    for _ in range(300):
+    for _ in range(200):
         comm.all_reduce(half, wait=False).wait()
     gc.collect()
     assert len(gc.get_objects()) - before < 100

@@ -10,7 +10,7 @@ import pytest
 
 from parlinalg.comm import Comm, Handle
 from parlinalg.errors import CommError
-from tests.comm.conftest import DTYPES, NUMBERS, ORDERED, values
+from tests.comm.conftest import DTYPES, NUMBERS, ORDERED, got, put, values, zeros
 
 pytestmark = pytest.mark.usefixtures("limit")
 
@@ -30,48 +30,48 @@ def run(counts: list[int], rank: int) -> slice:
 
 def test_all_gather(comm: Comm, counts: list[int], wait: bool) -> None:
     for dtype in DTYPES:
-        recv = np.zeros(sum(counts), dtype)
-        finish(comm.all_gather(values(counts[comm.rank], comm.rank, dtype), recv, counts, wait=wait), wait)
-        np.testing.assert_array_equal(recv, np.concatenate([values(n, r, dtype) for r, n in enumerate(counts)]))
+        recv = zeros(sum(counts), dtype)
+        finish(comm.all_gather(put(values(counts[comm.rank], comm.rank, dtype)), recv, counts, wait=wait), wait)
+        np.testing.assert_array_equal(got(recv), np.concatenate([values(n, r, dtype) for r, n in enumerate(counts)]))
 
 
 def test_reduce_scatter(comm: Comm, counts: list[int], wait: bool) -> None:
     for dtype in NUMBERS:
         n = sum(counts)
-        recv = np.zeros(counts[comm.rank], dtype)
-        finish(comm.reduce_scatter(values(n, comm.rank, dtype), recv, counts, wait=wait), wait)
+        recv = zeros(counts[comm.rank], dtype)
+        finish(comm.reduce_scatter(put(values(n, comm.rank, dtype)), recv, counts, wait=wait), wait)
         total = sum(values(n, r, dtype) for r in range(comm.size))
-        np.testing.assert_array_equal(recv, total[run(counts, comm.rank)])
+        np.testing.assert_array_equal(got(recv), total[run(counts, comm.rank)])
 
 
 def test_all_reduce(comm: Comm, wait: bool) -> None:
     for dtype, shape in product(NUMBERS, [(0,), (), (1,), (3, 5)]):
         n = math.prod(shape)
-        buffer = values(n, comm.rank, dtype).reshape(shape)
+        buffer = put(values(n, comm.rank, dtype).reshape(shape))
         finish(comm.all_reduce(buffer, wait=wait), wait)
         total = sum(values(n, r, dtype) for r in range(comm.size))
-        np.testing.assert_array_equal(buffer, total.reshape(shape))
+        np.testing.assert_array_equal(got(buffer), total.reshape(shape))
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_extremes(comm: Comm, op: str, wait: bool) -> None:
     for dtype in ORDERED:
         expected = getattr(np, op)([values(11, r, dtype) for r in range(comm.size)], axis=0)
-        buffer = values(11, comm.rank, dtype)
+        buffer = put(values(11, comm.rank, dtype))
         finish(comm.all_reduce(buffer, op=op, wait=wait), wait)
-        np.testing.assert_array_equal(buffer, expected)
+        np.testing.assert_array_equal(got(buffer), expected)
         counts = [11, *[0] * (comm.size - 1)]
-        recv = np.zeros(counts[comm.rank], dtype)
-        finish(comm.reduce_scatter(values(11, comm.rank, dtype), recv, counts, op=op, wait=wait), wait)
-        np.testing.assert_array_equal(recv, expected[: counts[comm.rank]])
+        recv = zeros(counts[comm.rank], dtype)
+        finish(comm.reduce_scatter(put(values(11, comm.rank, dtype)), recv, counts, op=op, wait=wait), wait)
+        np.testing.assert_array_equal(got(recv), expected[: counts[comm.rank]])
 
 
 def test_broadcast(comm: Comm, wait: bool) -> None:
     for dtype in DTYPES:
         for root in range(comm.size):
-            buffer = values(12, comm.rank, dtype).reshape(3, 4)
+            buffer = put(values(12, comm.rank, dtype).reshape(3, 4))
             finish(comm.broadcast(buffer, root, wait=wait), wait)
-            np.testing.assert_array_equal(buffer.reshape(-1), values(12, root, dtype))
+            np.testing.assert_array_equal(got(buffer).reshape(-1), values(12, root, dtype))
 
 
 def test_all_to_all(comm: Comm, wait: bool) -> None:
@@ -82,36 +82,38 @@ def test_all_to_all(comm: Comm, wait: bool) -> None:
 
         gives = [between(comm.rank, r) for r in range(comm.size)]
         gets = [between(r, comm.rank) for r in range(comm.size)]
-        recv = np.zeros(sum(map(len, gets)), dtype)
-        handle = comm.all_to_all(np.concatenate(gives), list(map(len, gives)), recv, list(map(len, gets)), wait=wait)
+        recv = zeros(sum(map(len, gets)), dtype)
+        handle = comm.all_to_all(
+            put(np.concatenate(gives)), list(map(len, gives)), recv, list(map(len, gets)), wait=wait
+        )
         finish(handle, wait)
-        np.testing.assert_array_equal(recv, np.concatenate(gets))
+        np.testing.assert_array_equal(got(recv), np.concatenate(gets))
 
 
 def test_send_and_receive(comm: Comm, wait: bool) -> None:
     for dtype in DTYPES:
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        first, second = np.zeros(10, dtype), np.zeros((2, 3), dtype)
+        first, second = zeros(10, dtype), zeros((2, 3), dtype)
         handles = [
-            comm.send(values(10, comm.rank, dtype), right, tag=1, wait=False),
-            comm.send(values(6, comm.rank + 1, dtype).reshape(2, 3), right, tag=2, wait=False),
+            comm.send(put(values(10, comm.rank, dtype)), right, tag=1, wait=False),
+            comm.send(put(values(6, comm.rank + 1, dtype).reshape(2, 3)), right, tag=2, wait=False),
             comm.receive(second, left, tag=2, wait=wait),
             comm.receive(first, left, tag=1, wait=wait),
         ]
         for handle in handles:
             handle.wait()
-        np.testing.assert_array_equal(first, values(10, left, dtype))
-        np.testing.assert_array_equal(second.reshape(-1), values(6, left + 1, dtype))
+        np.testing.assert_array_equal(got(first), values(10, left, dtype))
+        np.testing.assert_array_equal(got(second).reshape(-1), values(6, left + 1, dtype))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_blocking_send(comm: Comm) -> None:
     """A token goes round: rank 0 sends first."""
-    token = np.full(20, comm.rank)
+    token = put(np.full(20, comm.rank))
     if comm.rank == 0:
         comm.send(token, 1)
         comm.receive(token, comm.size - 1)
-        np.testing.assert_array_equal(token, 0)
+        np.testing.assert_array_equal(got(token), 0)
     else:
         comm.receive(token, comm.rank - 1)
         comm.send(token, (comm.rank + 1) % comm.size)
@@ -119,8 +121,8 @@ def test_blocking_send(comm: Comm) -> None:
 
 def test_several_under_way(comm: Comm) -> None:
     """Nonblocking operations of all kinds may overlap, and finish in any order."""
-    half = [np.full(20 + i, comm.rank + i, np.float16) for i in range(3)]
-    whole = np.full(8, comm.rank, np.float64)
+    half = [put(np.full(20 + i, comm.rank + i, np.float16)) for i in range(3)]
+    whole = put(np.full(8, comm.rank, np.float64))
     handles = [comm.all_reduce(half[0], wait=False), comm.all_reduce(whole, wait=False)]
     handles += [comm.all_reduce(half[1], wait=False), comm.broadcast(half[2], comm.size - 1, wait=False)]
     if comm.rank % 2:
@@ -129,27 +131,27 @@ def test_several_under_way(comm: Comm) -> None:
     for handle in handles[::-1]:
         handle.wait()
     ranks = sum(range(comm.size))
-    np.testing.assert_array_equal(half[0], ranks)
-    np.testing.assert_array_equal(half[1], ranks + comm.size)
-    np.testing.assert_array_equal(half[2], comm.size + 1)
-    np.testing.assert_array_equal(whole, ranks)
+    np.testing.assert_array_equal(got(half[0]), ranks)
+    np.testing.assert_array_equal(got(half[1]), ranks + comm.size)
+    np.testing.assert_array_equal(got(half[2]), comm.size + 1)
+    np.testing.assert_array_equal(got(whole), ranks)
 
 
 def test_a_forgotten_handle_keeps_its_buffers(comm: Comm) -> None:
     for _ in range(20):
-        comm.all_reduce(np.full(1000, comm.rank, np.float64), wait=False)
-    after = np.full(1000, comm.rank)
+        comm.all_reduce(put(np.full(1000, comm.rank, np.float64)), wait=False)
+    after = put(np.full(1000, comm.rank))
     comm.all_reduce(after)
-    np.testing.assert_array_equal(after, sum(range(comm.size)))
+    np.testing.assert_array_equal(got(after), sum(range(comm.size)))
 
 
 def test_reverse_order(comm: Comm, sub: Comm) -> None:
     assert sub.rank == comm.size - 1 - comm.rank
     assert sub.world_ranks == comm.world_ranks[::-1]
     assert (sub.axes, sub.books is comm.books) == (("r",), True)
-    recv = np.zeros(comm.size, int)
-    sub.all_gather(np.array([comm.rank]), recv, [1] * comm.size)
-    np.testing.assert_array_equal(recv, range(comm.size)[::-1])
+    recv = zeros(comm.size, int)
+    sub.all_gather(put(np.array([comm.rank])), recv, [1] * comm.size)
+    np.testing.assert_array_equal(got(recv), range(comm.size)[::-1])
 
 
 def test_sums_of_16_bits_are_formed_in_32(comm: Comm) -> None:
@@ -158,9 +160,9 @@ def test_sums_of_16_bits_are_formed_in_32(comm: Comm) -> None:
         terms = np.full(7, big if comm.rank == 0 else 1.0).astype(dtype)
         expected = np.float32(big + comm.size - 1).astype(dtype)
         for wait in (True, False):
-            buffer = terms.copy()
+            buffer = put(terms.copy())
             comm.all_reduce(buffer, wait=wait).wait()
-            np.testing.assert_array_equal(buffer, expected)
+            np.testing.assert_array_equal(got(buffer), expected)
 
 
 def test_share(comm: Comm) -> None:
@@ -170,9 +172,9 @@ def test_share(comm: Comm) -> None:
 
 
 def test_a_rank_writes_to_itself(comm: Comm) -> None:
-    block = np.zeros(3)
+    block = zeros(3, float)
     with pytest.raises(CommError, match="send first"):
         comm.receive(block, comm.rank)
-    comm.send(np.arange(3.0), comm.rank)
+    comm.send(put(np.arange(3.0)), comm.rank)
     comm.receive(block, comm.rank)
-    np.testing.assert_array_equal(block, np.arange(3.0))
+    np.testing.assert_array_equal(got(block), np.arange(3.0))
