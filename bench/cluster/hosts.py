@@ -1,0 +1,220 @@
+"""An emulated cluster: network namespaces as hosts on one bridge, every link shaped to a rate, MPICH across them.
+
+    python bench/cluster/hosts.py run --hosts 8 --rate 200mbit -- python script.py     # up, mpiexec, down
+    python bench/cluster/hosts.py up --name lab --hosts 8 --rate 1gbit                 # or one step at a time
+    python bench/cluster/hosts.py exec --name lab --hosts 8 -- python script.py
+    python bench/cluster/hosts.py down --name lab
+
+Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  Each host is one node with one rank (more with
+--per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is there rebuilds
+it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes the cluster down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import harness  # noqa: E402
+
+MOST = 200  # hosts on one /24
+
+
+class Cluster:
+    """Namespaces NAME1, NAME2, … on the bridge NAMEbr, with the addresses 10.A.B.1, …; the bridge has .254."""
+
+    def __init__(self, name: str, hosts: int) -> None:
+        if not (name.isalnum() and name[-1].isalpha() and len(name) <= 8):
+            raise SystemExit(f"the name of a cluster is at most 8 letters and digits and ends with a letter, not {name!r}")
+        if not 1 <= hosts <= MOST:
+            raise SystemExit(f"a cluster has 1 to {MOST} hosts, not {hosts}")
+        self.name, self.hosts, self.bridge = name, hosts, f"{name}br"
+
+    def up(self, rate: str, mtu: int) -> None:
+        """Make the hosts; what is left of a cluster of this name goes first."""
+        self.down()
+        net = free_net()
+        try:
+            ip("link", "add", self.bridge, "mtu", str(mtu), "type", "bridge")
+            ip("addr", "add", f"{net}.254/24", "dev", self.bridge)
+            ip("link", "set", self.bridge, "up")
+            for i in range(1, self.hosts + 1):
+                self._host(i, net, rate, mtu)
+        except BaseException:
+            self.down()
+            raise
+
+    def _host(self, i: int, net: str, rate: str, mtu: int) -> None:
+        host, link = f"{self.name}{i}", f"{self.name}v{i}"
+        ip("netns", "add", host)
+        ip("link", "add", link, "mtu", str(mtu), "type", "veth", "peer", "name", "e0", "mtu", str(mtu), "netns", host)
+        ip("link", "set", link, "master", self.bridge, "up")
+        ip("-n", host, "addr", "add", f"{net}.{i}/24", "dev", "e0")
+        ip("-n", host, "link", "set", "e0", "up")
+        ip("-n", host, "link", "set", "lo", "up")
+        if rate != "none":  # out of the host, and into it
+            shape = ("root", "tbf", "rate", rate, "burst", "256k", "latency", "100ms")
+            command("tc", "-n", host, "qdisc", "add", "dev", "e0", *shape)
+            command("tc", "qdisc", "add", "dev", link, *shape)
+
+    def down(self) -> None:
+        """Remove all that `up` makes, whatever part of it is there."""
+        here = {entry["name"] for entry in json.loads(ip("-j", "netns", "list") or "[]")}
+        for host in sorted(here):
+            if host.startswith(self.name) and host.removeprefix(self.name).isdigit():
+                ip("netns", "del", host)  # its end of the link goes with it, and the other end too
+        for link in json.loads(ip("-j", "link", "show")):
+            if link["ifname"] == self.bridge or link["ifname"].removeprefix(f"{self.name}v").isdigit():
+                subprocess.run(["ip", "link", "del", link["ifname"]], capture_output=True, check=False)
+
+    @property
+    def net(self) -> str:
+        """The first three numbers of the addresses."""
+        shown = json.loads(ip("-j", "addr", "show", "dev", self.bridge))
+        address = next(a["local"] for entry in shown for a in entry["addr_info"] if a["family"] == "inet")
+        return address.rpartition(".")[0]
+
+    def mpiexec(self, program: Sequence[str], per_host: int) -> list[str]:
+        """The command that runs a program across the hosts, a node each."""
+        net = self.net
+        hosts = ",".join(f"{net}.{i}" for i in range(1, self.hosts + 1))
+        return [
+            *harness.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh"), "-localhost", f"{net}.254",
+            "-iface", self.bridge, "-hosts", hosts, "-ppn", str(per_host), "-n", str(self.hosts * per_host), *program,
+        ]  # fmt: skip
+
+    def run(self, program: Sequence[str], per_host: int, timeout: float) -> int:
+        """Run a program across the hosts and return its exit code, 124 when the time is up."""
+        env = {**os.environ, "PARLINALG_CLUSTER": self.name, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+        process = subprocess.Popen(self.mpiexec(program, per_host), env=env, start_new_session=True)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            harness.end(process)
+            self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        """End what still runs on the hosts: their processes are in sessions of their own."""
+        for i in range(1, self.hosts + 1):
+            told = subprocess.run(["ip", "netns", "pids", f"{self.name}{i}"], capture_output=True, text=True, check=False)
+            for pid in told.stdout.split():
+                try:
+                    os.kill(int(pid), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+
+def missing() -> str | None:
+    """Why no cluster can be made here; None if one can."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's"
+    if os.geteuid():
+        return "network namespaces need root"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"no {program}: apt-get install iproute2"
+    probe = f"plp{os.getpid() % 100000}"
+    for attempt in (
+        ("ip", "netns", "add", probe),
+        ("ip", "link", "add", f"{probe}v", "type", "veth", "peer", "name", "e0", "netns", probe),
+        ("tc", "qdisc", "add", "dev", f"{probe}v", "root", "tbf", "rate", "1gbit", "burst", "256k", "latency", "100ms"),
+    ):
+        done = subprocess.run(attempt, capture_output=True, text=True, check=False)
+        if done.returncode:
+            break
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+    if done.returncode:
+        return f"`{' '.join(attempt)}` failed: {done.stderr.strip()}"
+    try:
+        if "Open MPI" in " ".join(harness.mpiexec()) or "--oversubscribe" in harness.mpiexec():
+            return "the launcher is Hydra's: pip install mpich"
+    except harness.Unavailable as reason:
+        return str(reason)
+    return None
+
+
+def ip(*arguments: str) -> str:
+    return command("ip", *arguments)
+
+
+def command(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def free_net() -> str:
+    """Three numbers of a private network that no interface or route of this machine uses."""
+    used = ip("addr", "show") + ip("route", "show", "table", "all")
+    for offset in range(256):
+        net = f"10.77.{(os.getpid() + offset) % 256}"
+        if f"{net}." not in used:
+            return net
+    raise RuntimeError("all networks 10.77.*.0/24 are in use: take down clusters that are left over (ip netns list)")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["up", "down", "exec", "run", "check"])
+    parser.add_argument("--name", help="of the cluster; `run` makes one up")
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--rate", default="200mbit", help="of every link, each way, as tc writes it; none: unshaped")
+    parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--per-host", type=int, default=1, help="ranks on a host")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds the program may take")
+    parser.epilog = "what to run on every rank comes after --"
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:at], argparse.Namespace(program=sys.argv[at + 1 :]))
+    if args.name is None:
+        if args.what in ("up", "down", "exec"):
+            parser.error(f"{args.what} needs --name")
+        args.name = f"pl{os.getpid() % 100000}h"
+    if args.what in ("exec", "run") and not args.program:
+        parser.error("what should run? give it after --")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    if reason := missing():
+        print(f"no emulated hosts here: {reason}", file=sys.stderr)
+        return 77
+    if args.what == "check":
+        return 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    cluster = Cluster(args.name, args.hosts)
+    if args.what == "down":
+        cluster.down()
+        return 0
+    if args.what == "exec":
+        return cluster.run(args.program, args.per_host, args.timeout)
+    cluster.up(args.rate, args.mtu)
+    if args.what == "up":
+        return 0
+    try:
+        return cluster.run(args.program, args.per_host, args.timeout)
+    finally:
+        cluster.down()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Whether the interfaces of emulated hosts receive what the ledger says: collectives, and a product of every scheme.
+
+    python bench/cluster/hosts.py run --hosts 8 --rate 1gbit -- python bench/cluster/received.py [--mb 8] [--json FILE]
+
+Every rank reads its interface's counter of received bytes around an operation, between barriers, and subtracts what the
+barriers alone bring.  Frames carry headers, and acknowledgements come back: a few per cent are theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import harness  # noqa: E402
+import numpy as np  # noqa: E402
+import words  # noqa: E402
+
+import parlinalg as pla  # noqa: E402
+from parlinalg.comm import Comm, open_comm  # noqa: E402
+from parlinalg.schemes import discover  # noqa: E402
+
+COUNTER = Path("/sys/class/net/e0/statistics/rx_bytes")
+SETTLE = 0.05  # seconds in which the last acknowledgements arrive
+
+
+def received() -> int:
+    return int(COUNTER.read_text())
+
+
+def around(comm: Comm, action: Callable[[], Any]) -> tuple[int, float]:
+    """Bytes that this host's interface receives from a barrier before `action` to one after it, and the seconds."""
+    comm.barrier()
+    time.sleep(SETTLE)
+    before, start = received(), time.perf_counter()
+    action()
+    comm.barrier()
+    seconds = time.perf_counter() - start
+    time.sleep(SETTLE)
+    return received() - before, seconds
+
+
+def collectives(comm: Comm, elements: int) -> dict[str, Callable[[], Any]]:
+    """Operations whose whole block has so many float64 elements."""
+    n, p = elements // comm.size, comm.size
+    whole, piece = np.full(n * p, 1.0), np.full(n, 1.0)
+    part = [n // p] * p
+    send, recv = np.full(n // p * p, 1.0), np.empty(n // p * p)
+    return {
+        "all_gather": lambda: comm.all_gather(piece, whole, [n] * p),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole, piece, [n] * p),
+        "all_reduce": lambda: comm.all_reduce(whole),
+        "broadcast": lambda: comm.broadcast(whole, 0),
+        "broadcast, nonblocking": lambda: comm.broadcast(whole, 0, wait=False).wait(),
+        "all_to_all": lambda: comm.all_to_all(send, part, recv, part),
+        "composed all_reduce": lambda: (
+            comm.reduce_scatter(whole, piece, [n] * p), comm.all_gather(piece, whole, [n] * p),
+        ),
+    }  # fmt: skip
+
+
+def products(comm: Comm, side: int) -> dict[str, Callable[[], Any]]:
+    """A product of every scheme and its derivatives, x[4, side / 4, side] w[side, side]; the grids stay open."""
+    found = {}
+    for name, file in discover().items():
+        if file.SCHEME.axes:
+            grid = pla.Grid(words.sizes_for(file, comm.size), comm)
+            plan, x, w = file.SCHEME.expand, (4, side // 4, side), (side, side)
+            found[f"product: {name}"] = lambda plan=plan, x=x, w=w, grid=grid: words.counted(plan, x, w, grid)
+    return found
+
+
+def measure(comm: Comm, actions: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, action in actions.items():
+        action()  # connections and communicators are made on first use
+        null = sorted(around(comm, lambda: None)[0] for _ in range(3))[1]
+        tries = [around(comm, action) for _ in range(repeats)]
+        with pla.ledger(comm) as book:
+            action()
+        mine = {
+            "ledger": book.bytes.total(),
+            "received": sorted(t[0] for t in tries)[repeats // 2] - null,
+            "seconds": sorted(t[1] for t in tries)[repeats // 2],
+        }
+        everyone = comm.share(mine)
+        ledger, real = (sum(e[key] for e in everyone) for key in ("ledger", "received"))
+        rows.append({
+            "operation": name, "ledger": ledger, "received": real, "ratio": real / ledger if ledger else None,
+            "most": max((e["received"] / e["ledger"] for e in everyone if e["ledger"]), default=None),
+            "seconds": max(e["seconds"] for e in everyone),
+            "most_bytes": max(e["received"] for e in everyone),
+        })  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]], ranks: int) -> str:
+    body = [
+        (
+            r["operation"], f"{r['ledger'] / 1e6:.2f}", f"{r['received'] / 1e6:.2f}", f"{r['ratio']:.3f}" if r["ratio"] else "–",
+            f"{r['most']:.3f}" if r["most"] else "–", f"{1e3 * r['seconds']:.0f}",
+        )
+        for r in rows
+    ]  # fmt: skip
+    head = ("operation", "ledger MB", "received MB", "received / ledger", "of the worst host", "ms")
+    return f"Bytes received by {ranks} hosts together\n\n{harness.table(head, body)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=8, help="size of a collective's whole block")
+    parser.add_argument("--side", type=int, default=1024, help="of the products' matrices")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["collectives", "products"])
+    parser.add_argument("--json", help="write the result here")
+    args = parser.parse_args()
+    if not COUNTER.exists():
+        print(f"no {COUNTER}: start this by bench/cluster/hosts.py", file=sys.stderr)
+        return 2
+    comm = open_comm()
+    rows = []
+    if args.only != "products":
+        rows += measure(comm, collectives(comm, int(args.mb * 1e6 / 8)), args.repeats)
+    if args.only != "collectives":
+        rows += measure(comm, products(comm, args.side), args.repeats)
+    if comm.rank == 0:
+        print(show(rows, comm.size), flush=True)
+        if args.json:
+            harness.write_json(args.json, {"ranks": comm.size, "mb": args.mb, "side": args.side, "rows": rows})
+    comm.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

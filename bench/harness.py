@@ -1,0 +1,174 @@
+"""What the benchmarks share: whether the machine is idle, how ranks are started, medians, tables and JSON.
+
+Nothing here imports MPI: the scripts start the ranks of every piece they compare, one piece at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+BUSY = 0.05
+"""The share of the cores that may be in use by others when a measurement begins."""
+LAUNCHER_VARIABLES = ("PMI", "OMPI_", "PRTE_", "HYDRA")
+
+
+class Unavailable(Exception):
+    """A piece that cannot be had here; its text is the reason."""
+
+
+def cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ticks() -> tuple[int, int]:
+    """Clock ticks since boot: (busy, all), over all cores; time stolen by other virtual machines is busy."""
+    fields = [int(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(fields) - fields[3] - fields[4], sum(fields)
+
+
+def busy(seconds: float = 1.0) -> float:
+    """The share of all cores in use during the next `seconds`, from 0 to 1."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    return (after[0] - before[0]) / max(1, after[1] - before[1])
+
+
+def wait_until_idle(limit: float, seconds: float = 1.0) -> float:
+    """Wait at most `limit` seconds until the cores are idle; returns the share last seen in use."""
+    end = time.monotonic() + limit
+    while (share := busy(seconds)) > BUSY and time.monotonic() < end:
+        time.sleep(min(2.0, limit))
+    return share
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the software that a figure belongs to."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    caches = {f: _read(f"/sys/devices/system/cpu/cpu0/cache/index{i}/size") for i, f in ((2, "L2"), (3, "L3"))}
+    memory = next((ln.split()[1] for ln in _read("/proc/meminfo").splitlines() if ln.startswith("MemTotal")), "0")
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": cores(),
+        **{name: size for name, size in caches.items() if size},
+        "memory_gib": round(int(memory) / 2**20, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: found for name in ("numpy", "mpi4py", "mpich", "openmpi") if (found := installed(name))},
+    }
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def mpiexec(python: str = sys.executable) -> list[str]:
+    """The mpiexec beside a Python (that of its MPI from PyPI), else the one on PATH, with what lets ranks share cores."""
+    beside = Path(python).parent / "mpiexec"
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if program is None:
+        raise Unavailable(f"no mpiexec beside {python} or on PATH: pip install mpich")
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    return [program, "--oversubscribe", "--allow-run-as-root"] if "Open MPI" in told else [program]
+
+
+def environment(ranks: int = 1, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a piece: BLAS threads × ranks = cores, this source tree first, no MPI's leftovers."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    threads = str(max(1, cores() // ranks))
+    env.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(BENCH), env.get("PYTHONPATH", "")]))
+    env.update(extra or {})
+    return env
+
+
+def run(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) -> Any:
+    """Run a piece in a session of its own, and return what it tells: JSON on the last line of its output.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails or takes longer than `timeout` seconds; its processes are ended.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=dict(env),
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} took longer than {timeout} s") from None
+    finally:
+        end(process)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{out[-2000:]}\n{err[-2000:]}")
+    return json.loads(out.strip().splitlines()[-1])
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process that leads its session, first by asking (a launcher ends its ranks), then by force."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def stop_cleanly() -> None:
+    """Let SIGTERM raise SystemExit, so that what was started is ended."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, median(values), high
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table whose columns are aligned for reading as text too."""
+    texts = [[str(cell) for cell in row] for row in (head, *rows)]
+    wide = [max(len(row[c]) for row in texts) for c in range(len(head))]
+    lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, wide))} |" for row in texts]
+    return "\n".join([lines[0], f"|{'|'.join('-' * (w + 2) for w in wide)}|", *lines[1:]])
+
+
+def write_json(path: str | os.PathLike[str], result: Mapping[str, Any]) -> None:
+    """Write a result with the machine it belongs to; the file is complete or not there."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f"{target.name}.part")
+    aside.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    aside.replace(target)
