@@ -9,6 +9,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.matmul import matmul, plan_matmul
 from parlinalg.plan import Plan
+from parlinalg.train import Mesh, launch
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "GridError",
     "Layout",
     "LayoutError",
+    "Mesh",
     "Parameter",
     "ParlinalgError",
     "Plan",
@@ -33,6 +35,7 @@ __all__ = [
     "from_blocks",
     "from_function",
     "full",
+    "launch",
     "ledger",
     "matmul",
     "nn",
