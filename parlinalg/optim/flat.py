@@ -89,11 +89,11 @@ def _as_gradients_lie(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 def runs(entries: Sequence[Entry]) -> list[Run]:
-    """The entries that have gradients, joined where they and their gradients lie side by side."""
+    """The entries that have gradients and are not empty, joined where they and their gradients lie side by side."""
     chains: list[list[tuple[Entry, Block]]] = []
     for entry in entries:
         grad = entry.parameter.grad
-        if grad is None:
+        if grad is None or not grad.block.size:
             continue
         last = chains[-1][-1] if chains else None
         if last is not None and follows(last[0].data.block, entry.data.block) and follows(last[1], grad.block):

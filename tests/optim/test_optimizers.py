@@ -1,0 +1,181 @@
+"""Optimizers against their papers, written out plainly."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import optim
+from parlinalg.backend import kernels_optim
+from parlinalg.optim.flat import runs
+
+L = pla.Layout
+SHAPES = [(7, 11), (5,), (3, 2, 4)]
+
+
+def textbook_sgd(p, grads, lr, momentum=0.0, nesterov=False, weight_decay=0.0):
+    m = np.zeros_like(p)
+    for g in grads:
+        d = g + weight_decay * p
+        m = momentum * m + d
+        p = p - lr * (d + momentum * m if nesterov else m)
+    return p
+
+
+def textbook_adam(p, grads, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=False):
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t, g in enumerate(grads, 1):
+        if decoupled:
+            p = p - lr * weight_decay * p
+        else:
+            g = g + weight_decay * p
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        p = p - lr * (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+    return p
+
+
+def textbook_adamw(p, grads, lr, weight_decay=0.01, **options):
+    return textbook_adam(p, grads, lr, weight_decay=weight_decay, decoupled=True, **options)
+
+
+CASES = [
+    (optim.SGD, textbook_sgd, {"lr": 0.1}),
+    (optim.SGD, textbook_sgd, {"lr": 0.1, "weight_decay": 0.1}),
+    (optim.SGD, textbook_sgd, {"lr": 0.1, "momentum": 0.9}),
+    (optim.SGD, textbook_sgd, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    (optim.SGD, textbook_sgd, {"lr": 0.1, "momentum": 0.5, "nesterov": True}),
+    (optim.Adam, textbook_adam, {"lr": 0.01}),
+    (optim.Adam, textbook_adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}),
+    (optim.AdamW, textbook_adamw, {"lr": 0.01}),
+    (optim.AdamW, textbook_adamw, {"lr": 0.01, "weight_decay": 0.2, "betas": (0.8, 0.95)}),
+]
+
+
+def values(seed):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=s) for s in SHAPES]
+
+
+def parameters(grid, dtype=np.float64):
+    layouts = [L("a", None), L("a"), L(None, "a", None)]
+    return [
+        pla.Parameter(pla.distribute(v.astype(dtype), grid, layout), f"p{i}")
+        for i, (v, layout) in enumerate(zip(values(0), layouts, strict=True))
+    ]
+
+
+def give(ps, grads):
+    for p, g in zip(ps, grads, strict=True):
+        p.grad = pla.distribute(g.astype(p.dtype), p.grid, p.layout)
+
+
+@pytest.mark.parametrize(("kind", "textbook", "options"), CASES)
+def test_optimizers_follow_their_papers(kind, textbook, options, make_grid, world, monkeypatch):
+    monkeypatch.setattr(kernels_optim, "CHUNK", 10)
+    monkeypatch.setattr(kernels_optim, "DEVICE_CHUNK", 10)
+    ps = parameters(make_grid({"a": world.size}))
+    optimizer = kind(ps, **options)
+    steps = [values(1 + t) for t in range(5)]
+    for grads in steps:
+        give(ps, grads)
+        optimizer.step()
+    for i, (p, start) in enumerate(zip(ps, values(0), strict=True)):
+        want = textbook(start, [g[i] for g in steps], **options)
+        np.testing.assert_allclose(p.gather(), want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_other_dtypes_keep_theirs(dtype, make_grid, world):
+    ps = parameters(make_grid({"a": world.size}), dtype)
+    optimizer = optim.Adam(ps, 0.01)
+    grads = values(1)
+    give(ps, grads)
+    optimizer.step()
+    tolerance = {"float32": 1e-5, "float16": 2e-3}.get(np.dtype(dtype).name, 1e-2)
+    for i, (p, start) in enumerate(zip(ps, values(0), strict=True)):
+        assert p.dtype == dtype
+        np.testing.assert_allclose(p.gather().astype(float), textbook_adam(start, [grads[i]], 0.01), atol=tolerance)
+    assert optimizer.state_dict()["states"]["p0"]["mean"].dtype == np.float32
+
+
+def test_parameters_that_lie_side_by_side_are_updated_together(make_grid, world):
+    ps = parameters(make_grid({"a": world.size}))
+    grid = ps[0].grid
+    flat = grid.backend.zeros(sum(p.block.size for p in ps), np.float64)
+    at = 0
+    for p in ps:
+        p.grad = pla.DistArray(flat[at : at + p.block.size].reshape(p.block.shape), p.shape, p.layout, grid)
+        at += p.block.size
+    optimizer = optim.SGD(ps, 0.1, 0.9)
+    optimizer.step()
+    joined = runs(optimizer._entries)
+    assert [r.p.size for r in joined] == [flat.size]
+    assert joined[0].g.size == joined[0].states["momentum"].size == flat.size
+    ps[1].grad = None
+    assert len(runs(optimizer._entries)) == (2 if all(p.block.size for p in ps) else 1)
+
+
+def test_a_parameter_without_a_gradient_stays(make_grid, world):
+    ps = parameters(make_grid({"a": world.size}))
+    give(ps[:1], values(1)[:1])
+    before = ps[1].gather()
+    optim.AdamW(ps, 0.1).step()
+    assert np.array_equal(ps[1].gather(), before)
+
+
+def test_new_data_is_taken_and_the_states_stay(make_grid, world):
+    ps = parameters(make_grid({"a": world.size}))
+    optimizer = optim.SGD(ps, 0.1, 0.5)
+    give(ps, values(1))
+    optimizer.step()
+    for p, v in zip(ps, values(7), strict=True):
+        p.data = pla.distribute(v, p.grid, p.layout)
+    give(ps, values(2))
+    optimizer.step()
+    for p, v, g1, g2 in zip(ps, values(7), values(1), values(2), strict=True):
+        np.testing.assert_allclose(p.gather(), v - 0.1 * (0.5 * g1 + g2), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [lambda p: optim.SGD(p, 0.1, 0.9), lambda p: optim.AdamW(p, 0.01)])
+def test_state_moves_from_grid_to_grid(kind, make_grid, world):
+    one, two = make_grid({"a": world.size}), make_grid({"b": 1, "a": 1})
+    first = parameters(one)
+    a = kind(first)
+    give(first, values(1))
+    a.step()
+    state, data = a.state_dict(), [p.gather() for p in first]
+    second = [pla.Parameter(pla.distribute(v, two, L.whole(v.ndim)), f"p{i}") for i, v in enumerate(data)]
+    b = kind(second)
+    b.load_state_dict(state)
+    give(first, values(2))
+    give(second, values(2))
+    a.step()
+    b.step()
+    assert b.steps == 2
+    for p, q in zip(first, second, strict=True):
+        assert np.array_equal(p.gather(), q.gather())
+
+
+def test_what_does_not_fit_is_named(make_grid, world):
+    ps = parameters(make_grid({"a": world.size}))
+    optimizer = optim.Adam(ps)
+    state = optimizer.state_dict()
+    state["states"]["q"] = state["states"].pop("p0")
+    state["states"]["p1"]["mean"] = np.zeros(4)
+    want = r"missing: p0.mean, p0.square; unexpected: q.mean, q.square; misshapen: p1.mean \(4,\) instead of \(5,\)"
+    with pytest.raises(pla.ConfigError, match=want):
+        optimizer.load_state_dict(state)
+    with pytest.raises(pla.ConfigError, match="at least one parameter"):
+        optim.SGD([], 0.1)
+    with pytest.raises(pla.ConfigError, match="below 1, not 1"):
+        optim.SGD(ps, 0.1, 1.0)
+    with pytest.raises(pla.ConfigError, match="momentum above 0"):
+        optim.SGD(ps, 0.1, nesterov=True)
+    with pytest.raises(pla.ConfigError, match="lr is at least 0, not -1"):
+        optim.Adam(ps, -1)
+    ps[0].grad = pla.DistArray(ps[1].block, ps[1].shape, L(None, partial="a"), ps[1].grid)
+    with pytest.raises(pla.LayoutError, match="no_sync"):
+        optimizer.step()
