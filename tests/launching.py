@@ -46,6 +46,7 @@ def child_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "HYDRA"))}
     env.pop("PARLINALG_MPI", None)
     env.update(dict.fromkeys(THREADS, "1"), MPLBACKEND="Agg", PARLINALG_TIMEOUT=env.get("PARLINALG_TIMEOUT", "45"))
+    env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI's waiting ranks would keep the cores they share with others
     paths = [str(ROOT), env.get("PYTHONPATH", "")]
     if env.get("PARLINALG_TEST_BACKEND") == "cupy":
         paths.insert(0, str(ROOT / "tests" / "standin"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, launch, mpiexec
+from tests.launching import launch, mpiexec
 
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (3, "numpy"), (4, "numpy"), (4, "cupy"), (6, "numpy"), (8, "numpy"),
         (12, "numpy")]  # fmt: skip
@@ -32,7 +32,7 @@ def test_on_ranks(
 ) -> None:
     report = tmp_path / "report.json"
     paths = request.config.getoption("--run-paths").split()
-    arguments = ["-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--tb=short"]
+    arguments = ["-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
     if expression := request.config.getoption("-m"):
         arguments += ["-m", expression]
     if full:

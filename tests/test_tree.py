@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lowest layer first; the units of one layer may import each other.
 LAYERS = [
     {"errors"}, {"units", "names"}, {"backend"}, {"comm"}, {"layout", "moves"}, {"plan"}, {"grid"},
-    {"exchange", "redistribute"}, {"array"}, {"random"}, {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel"},
-    {"pipeline"}, {"train"}, {"cli", "__main__"},
+    {"exchange", "redistribute"}, {"array"}, {"random"}, {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"},
+    {"datasets"}, {"parallel"}, {"pipeline"}, {"train"}, {"cli", "__main__"},
 ]  # fmt: skip
 PURE = {"errors", "units", "layout", "moves", "plan", "schemes"}  # neither NumPy nor MPI
 PLACES = {"cupy": ("backend/", "comm/nccl.py"), "cupyx": ("backend/",), "mpi4py": ("comm/",)}

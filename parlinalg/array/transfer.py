@@ -40,7 +40,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
     if grid.size < grid.world.size:
         grid.world.broadcast(block, 0)
     host = grid.backend.to_host(block)
-    return host.copy() if np.may_share_memory(host, block) else host
+    return host.copy() if isinstance(block, np.ndarray) and np.may_share_memory(host, block) else host
 
 
 def scatter(array: Any, shape: Shape, dtype: Any, layout: Layout, grid: Grid, root: int) -> Block:

@@ -13,6 +13,8 @@ from parlinalg.matmul.assign import _spread, assign
 from parlinalg.moves import moves
 from parlinalg.plan import Plan
 
+pytestmark = pytest.mark.serial
+
 N = 64
 SQUARE = ((N, N), (N, N))
 
@@ -156,17 +158,17 @@ def test_everything_returned_can_be_carried_out():
 
 def test_fast():
     sizes = {"a": 2, "b": 2, "c": 2, "d": 2}
-    begin = time.perf_counter()
+    begin = time.process_time()
     for m in range(64, 68):
         assign(Layout(("a", "b"), ("c", "d")), Layout(("c", "d"), ("a", "b")), (m, 64), (64, 64), sizes)
-    assert time.perf_counter() - begin < 4
-    begin = time.perf_counter()
+    assert time.process_time() - begin < 4
+    begin = time.process_time()
     for _ in range(10_000):
         assign(Layout("r", "c"), Layout("r", "c"), *SQUARE, {"r": 2, "c": 2})
-    assert time.perf_counter() - begin < 1
-    begin = time.perf_counter()
+    assert time.process_time() - begin < 1
+    begin = time.process_time()
     assign(Layout("r", ("d", "c")), Layout(("d", "r"), "c"), *SQUARE, {"d": 4, "r": 50, "c": 50})
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 def test_ranks_looked_at():

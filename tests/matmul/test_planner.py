@@ -12,6 +12,8 @@ from parlinalg.layout import Layout, coordinates
 from parlinalg.matmul import bounds
 from parlinalg.matmul.planner import plan_matmul
 
+pytestmark = pytest.mark.serial
+
 
 def brute_force(m, n, k, ranks):
     """The rule as the issue states it, over every grid."""
@@ -234,6 +236,6 @@ def test_explains_itself():
 
 def test_many_ranks_take_no_time():
     for args in ((10**5, 10**4, 10**6, 10**4), (1, 1, 1, 10**4), (50, 50, 50, 10**4, "float32", 10**5)):
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan_matmul(*args)
-        assert time.perf_counter() - begin < 2
+        assert time.process_time() - begin < 2

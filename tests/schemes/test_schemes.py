@@ -23,6 +23,8 @@ from parlinalg.schemes import (
 from parlinalg.schemes.scheme import table
 from parlinalg.schemes.words import steps, transitions
 
+pytestmark = pytest.mark.serial
+
 FILES = discover()
 SCHEMES = {name: file.SCHEME for name, file in FILES.items()}
 every = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
