@@ -1,0 +1,143 @@
+"""Products by plans: every scheme, any groups of dims, and the words of the backward pass."""
+
+from __future__ import annotations
+
+from itertools import product as pairs
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import Grid, Layout, LayoutError, Plan, Tensor
+from parlinalg.autograd import ops
+from parlinalg.schemes.words import product_words
+from tests.autograd.cases import MATRICES, agree, cut, numbers, tensor
+
+A, B = numbers(5, 7), numbers(7, 6, seed=3)
+
+#: Plans on the axes a, b and c: one for each row of the table of schemes, and groups of several dims.
+PLANS = {
+    "nothing cut": Plan((None,), (None,), (None,), Layout(None, None), Layout(None, None), Layout(None, None)),
+    "rows": Plan(("a",), (None,), (None,), Layout("a", None), Layout(None, None), Layout("a", None)),
+    "columns": Plan((None,), ("a",), (None,), Layout(None, None), Layout(None, "a"), Layout(None, "a")),
+    "inner, all-reduce": Plan((None,), (None,), ("a",), Layout(None, "a"), Layout("a", None), Layout(None, None)),
+    "inner, reduce-scatter": Plan((None,), (None,), ("a",), Layout(None, "a"), Layout("a", None), Layout("a", None)),
+    "inner, left partial": Plan(
+        (None,), (None,), ("a",), Layout(None, "a"), Layout("a", None), Layout(None, None, partial="a")
+    ),
+    "weights cut at rest": Plan(("a",), (None,), (None,), Layout("a", None), Layout("a", None), Layout("a", None)),
+    "SUMMA": Plan(("a",), ("b",), (None,), Layout("a", "b"), Layout("a", "b"), Layout("a", "b")),
+    "depth on the batch": Plan(
+        (("c", "a"),), ("b",), (None,), Layout(("c", "a"), "b"), Layout("a", "b"), Layout(("c", "a"), "b")
+    ),
+    "depth on k": Plan(
+        ("a",), ("b",), ("c",), Layout("a", ("c", "b")), Layout(("c", "a"), "b"), Layout("a", ("b", "c"))
+    ),
+    "cube": Plan(("a",), ("b",), ("c",), Layout("a", ("c", "b")), Layout("c", ("b", "a")), Layout(("a", "c"), "b")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(name: str, grid: Grid, serial: Grid) -> None:
+    plan = PLANS[name]
+    for keep in ("xw", ""):
+        agree(
+            lambda x, w: ops.matmul(x, w, plan, keep=keep), [A, B], [plan.x, plan.w], grid, serial,
+            expected=A @ B, numeric=name in ("SUMMA", "cube") and not keep,
+        )  # fmt: skip
+
+
+def test_groups_of_dims(grid: Grid, serial: Grid) -> None:
+    """x[p, s, u, v] w[u, v, h, e], and with a batch dim that both share."""
+    x, w = numbers(2, 3, 4, 2), numbers(4, 2, 3, 2, seed=1)
+    plan = Plan(
+        ("a", None),
+        ("b", None),
+        ("c", None),
+        Layout("a", None, "c", None),
+        Layout("c", None, "b", None),
+        Layout("a", None, "b", None),
+    )
+    known = np.einsum("psuv,uvhe->pshe", x, w)
+    agree(lambda x, w: ops.matmul(x, w, plan), [x, w], [plan.x, plan.w], grid, serial, expected=known)
+    shared = Plan(
+        ("b",), ("c",), (None,), Layout("a", "b", "c"), Layout("a", "b", "c"), Layout("a", "b", "c"), b=("a",)
+    )
+    x, w = numbers(3, 4, 5), numbers(3, 5, 6)
+    agree(lambda x, w: ops.matmul(x, w, shared), [x, w], [shared.x, shared.w], grid, serial, expected=x @ w)
+
+
+def test_assigned(grid: Grid, serial: Grid) -> None:
+    """`x @ w` for any layouts at rest, and transposes."""
+    for first, second in pairs(MATRICES[::2], MATRICES[:2]):
+        agree(lambda x, w: x @ w, [A, B], [first, second], grid, serial, expected=A @ B)
+    agree(lambda x, w: x.T @ w.T, [A.T, B.T], MATRICES[:2], grid, serial, expected=A @ B)
+
+
+def test_vectors_and_leading_dims(grid: Grid, serial: Grid) -> None:
+    agree(lambda x, v: x @ v, [A, B[:, 0]], [Layout("a", "b"), Layout("b")], grid, serial, expected=A @ B[:, 0])
+    agree(lambda v, w: v @ w, [A[0], B], [Layout("b"), Layout("a", "b")], grid, serial, expected=A[0] @ B)
+    agree(lambda v, w: v @ w, [A[0], A[1]], [Layout("a"), Layout("a")], grid, serial, expected=A[0] @ A[1])
+    x, w = numbers(3, 4, 7), numbers(3, 7, 2)
+    agree(lambda x, w: x @ w, [x, w], [Layout("a", "b", None), Layout("a", None, "b")], grid, serial, expected=x @ w)
+    agree(lambda x, w: x @ w, [x, B], [Layout("a", None, "b"), Layout("a", "b")], grid, serial, expected=x @ B)
+    agree(lambda x, w: x @ w, [A, w], [Layout("a", "b"), Layout(None, "a", None)], grid, serial, expected=A @ w)
+
+
+@pytest.mark.parametrize("shapes", [((1, 1), (1, 1)), ((0, 3), (3, 2)), ((2, 0), (0, 3)), ((2, 1), (1, 3))])
+def test_blocks_of_size_zero(shapes: tuple[tuple[int, int], ...], grid: Grid, serial: Grid) -> None:
+    for name in ("SUMMA", "cube", "inner, reduce-scatter"):
+        plan, (x, w) = PLANS[name], (numbers(*s) for s in shapes)
+        agree(lambda x, w: ops.matmul(x, w, plan), [x, w], [plan.x, plan.w], grid, serial, expected=x @ w)
+
+
+@pytest.mark.parametrize("name", [n for n in PLANS if not PLANS[n].y.partial])
+def test_words_are_those_of_the_table(name: str, grid: Grid) -> None:
+    """The gradient of y is gathered once; x and w are gathered again only where they are not kept."""
+    plan = PLANS[name]
+    columns = product_words(plan, A.shape, B.shape, grid.sizes, grid.coords)
+    for keep in ("xw", "x", "w", ""):
+        x, w = tensor(A, grid, plan.x), tensor(B, grid, plan.w)
+        y = ops.matmul(x, w, plan, keep=keep)
+        grad = pla.ones(y.shape, grid, y.layout.with_partial(()))
+        with pla.ledger(grid) as book:
+            y.backward(grad)
+        want = columns["grad y"] + columns["dx"] + columns["dw"]
+        want += sum(columns[operand] for operand in "xw" if operand not in keep)
+        assert book.words.total() == want
+
+
+def test_half_precision_products_are_summed_in_float32(grid: Grid) -> None:
+    import ml_dtypes
+
+    plan = PLANS["SUMMA"]
+    x, w = np.ones((2, 4000)), np.ones((4000, 2))
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        a, b = tensor(x.astype(dtype), grid, plan.x), tensor(w.astype(dtype), grid, plan.w)
+        y = ops.matmul(a, b, plan)
+        y.sum().backward()
+        assert y.dtype == a.grad.dtype == b.grad.dtype == dtype  # type: ignore[union-attr]
+        assert (y.gather() == np.array(4000, dtype)).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_operands_must_rest_as_the_plan_says(widest: Grid) -> None:
+    axis = max(widest.sizes, key=lambda a: widest.sizes[a])
+    plan = Plan((axis,), (None,), (None,), Layout(axis, None), Layout(None, None), Layout(axis, None))
+    x, w = tensor(A, widest, Layout(None, axis)), tensor(B, widest, plan.w)
+    with pytest.raises(LayoutError) as error:
+        ops.matmul(x, w, plan)
+    for part in (repr(x.layout), f".redistribute({plan.x!r})"):
+        assert part in str(error.value)
+    partial = tensor(A, widest, Layout(None, None, partial=axis))
+    with pytest.raises(LayoutError, match="not summed yet"):
+        partial @ w
+
+
+def test_constants_and_distributed_arrays_multiply_too(widest: Grid) -> None:
+    x, w = cut(A, widest, MATRICES[0]), tensor(B, widest, MATRICES[0])
+    y = x @ w
+    assert isinstance(y, Tensor)
+    y.sum().backward()
+    assert w.grad is not None
+    np.testing.assert_allclose(w.grad.gather(), np.outer(A.sum(0), np.ones(6)), rtol=1e-12)
