@@ -23,16 +23,29 @@ pytestmark = pytest.mark.serial
 DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+ALL_PAGES = """
+import pathlib, sys
+for page in sys.argv[1:]:
+    names = {"__name__": "page"}
+    print(page, flush=True)
+    exec(compile(pathlib.Path(page).read_text(), page, "exec"), names)
+"""
 RANKS = re.compile(r"# .*mpiexec -n (\d+)")
 
 
 def blocks(page: Path) -> list[str]:
-    return BLOCK.findall(page.read_text())
+    """The page's Python blocks, each after as many empty lines as there are above it, so that errors name its lines."""
+    text = page.read_text()
+    return [text[: m.start(1)].count("\n") * "\n" + m[1] for m in BLOCK.finditer(text)]
 
 
 def ranks_of(block: str) -> int | None:
-    found = RANKS.match(block)
+    found = RANKS.match(block.lstrip())
     return int(found[1]) if found else None
+
+
+def shows(block: str) -> bool:
+    return block.lstrip().startswith(">>>")
 
 
 def name(path: Path) -> str:
@@ -54,7 +67,7 @@ def test_code_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "page"}
     for block in (b for b in blocks(page) if ranks_of(b) is None):
-        if block.startswith(">>>"):
+        if shows(block):
             test = doctest.DocTestParser().get_doctest(block, names, page.name, str(page), 0)
             runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
             said: list[str] = []
@@ -65,12 +78,25 @@ def test_code_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             exec(compile(block, str(page), "exec"), names)
 
 
+@pytest.mark.timeout(150)
+def test_code_of_all_pages_on_ranks(tmp_path: Path) -> None:
+    for i, page in enumerate(PAGES):
+        plain = [b for b in blocks(page) if ranks_of(b) is None and not shows(b)]
+        merged = ""
+        for block in plain:
+            merged += block[merged.count("\n") :]
+        (tmp_path / f"{i:02}_{page.stem}.py").write_text(merged)
+    files = sorted(p.name for p in tmp_path.glob("*.py"))
+    done = launch(4, ["-c", ALL_PAGES, *files], timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
 PROGRAMS = [(p, b) for p in PAGES for b in blocks(p) if ranks_of(b)]
 
 
 @pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[f"{name(p)}-{i}" for i, (p, _) in enumerate(PROGRAMS)])
 def test_program_of_a_page(page: Path, program: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(program.lstrip())
     done = launch(ranks_of(program) or 1, [str(tmp_path / "program.py")], timeout=50, cwd=tmp_path)
     assert done.returncode == 0, f"{name(page)}:\n{program}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
