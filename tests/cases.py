@@ -116,6 +116,20 @@ def check(array: DistArray, expected: np.ndarray) -> None:
         np.testing.assert_array_equal(held(array), expected[part])
 
 
+def placed(array: np.ndarray, grid: Grid, layout: Layout) -> DistArray:
+    """What `distribute` makes, without its agreement of all ranks."""
+    part = tuple(slice(r.start, r.stop) for r in grid.block(layout, array.shape))
+    return DistArray(grid.backend.from_host(np.array(array[part], order="C")), array.shape, layout, grid)
+
+
+def alike(array: DistArray, expected: np.ndarray, tol: float = 0.0) -> None:
+    """As `same`, for this rank's block alone."""
+    part = tuple(slice(r.start, r.stop) for r in array.grid.block(array.layout, expected.shape))
+    assert array.shape == expected.shape, (array.shape, expected.shape)
+    assert array.dtype == expected.dtype, (array.dtype, expected.dtype)
+    close(held(array), expected[part], tol)
+
+
 def same(array: DistArray, expected: Any, tol: float = 0.0) -> None:
     """Shape, dtype and values are those of NumPy's answer; `tol` is relative to the largest element."""
     expected = np.asarray(expected)
@@ -124,16 +138,21 @@ def same(array: DistArray, expected: Any, tol: float = 0.0) -> None:
     assert array.shape == got.shape == expected.shape, (array.shape, got.shape, expected.shape)
     assert array.dtype == got.dtype == expected.dtype, (array.dtype, got.dtype, expected.dtype)
     assert tuple(array.block.shape) == array.grid.block_shape(array.layout, array.shape) or not expected.ndim
-    if tol:
-        wide = np.complex128 if expected.dtype.kind == "c" else np.float64
-        a, b = got.astype(wide), expected.astype(wide)
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
-        finite = np.isfinite(b)
-        scale = np.abs(b[finite]).max(initial=1.0)
-        error = np.abs(a[finite] - b[finite]).max(initial=0.0)
-        assert error <= tol * scale, (error, tol, scale)
-    else:
+    close(got, expected, tol)
+
+
+def close(got: np.ndarray, expected: np.ndarray, tol: float) -> None:
+    """Equal, or with `tol` equal to that much of the largest element."""
+    if not tol:
         np.testing.assert_array_equal(got, expected)
+        return
+    wide = np.complex128 if expected.dtype.kind == "c" else np.float64
+    a, b = got.astype(wide), expected.astype(wide)
+    finite = np.isfinite(b)
+    np.testing.assert_array_equal(a[~finite], b[~finite])
+    scale = np.abs(b[finite]).max(initial=1.0)
+    error = np.abs(a[finite] - b[finite]).max(initial=0.0)
+    assert error <= tol * scale, (error, tol, scale)
 
 
 def eps(dtype: Any) -> float:

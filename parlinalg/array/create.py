@@ -123,9 +123,14 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
     """
     if not hasattr(block, "flags") or (grid.backend.name == "numpy") != isinstance(block, np.ndarray):
         block = grid.backend.from_host(np.asarray(block))
-    layout.check(block.shape, grid.sizes)
+    layout.check((0,) * layout.ndim, grid.sizes)
     at = [index_of(cut, grid.sizes, grid.coords) if grid.inside else -1 for cut in layout.dims]
     facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside])
+    for rank, (theirs, *_) in enumerate(facts):
+        if len(theirs) != layout.ndim:
+            raise LayoutError(
+                f"rank {rank} gives a block of shape {tuple(theirs)}; {layout!r} describes {layout.ndim} dims"
+            )
     if shape is None:
         lengths: list[dict[int, int]] = [{} for _ in layout.dims]
         for theirs, where, _, inside in facts:

@@ -95,6 +95,7 @@ def together(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], L
             f"{name}: shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast together"
         ) from None
     dims: list[Cut] = []
+    named: dict[str, DistArray] = {}
     for d in range(len(shape)):
         back = d - len(shape)
         cuts = {
@@ -102,7 +103,13 @@ def together(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], L
         }
         if len(cuts) > 1:
             raise _uneven(name, cuts, arrays, shape)
-        dims.append(next(iter(cuts)))
+        cut, source = next(iter(cuts.items()))
+        if clash := next((axis for axis in cut if axis in named), None):
+            whole = source.layout.with_dim(back % source.ndim, None)
+            raise mismatch(f"{name}: axis {clash!r} would cut two dims of the result", source.layout, whole)
+        cut = tuple(axis for axis in source.layout.dims[back] if axis not in named)  # axes of one rank keep their place
+        named |= dict.fromkeys(cut, source)
+        dims.append(cut)
         for a in arrays:
             if -back <= a.ndim and a.shape[back] != shape[back] and effective(a.layout, grid).dims[back]:
                 raise mismatch(

@@ -1,0 +1,144 @@
+"""Making arrays, and taking them apart again: every creation function, on every grid, in every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg.errors import LayoutError
+from parlinalg.layout import Layout
+from tests.cases import DTYPES, check, grids, held, layouts, numbers, pairs, same
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, make_grid, world):
+    return make_grid(grids(world.size)[request.param])
+
+
+def test_constants_and_functions(grid):
+    for shape in ((), (5,), (0,), (4, 7), (2, 0, 3)):
+        for layout, _ in pairs(layouts(grid.axes, len(shape)), [0], 6):
+            check(pla.zeros(shape, grid, layout), np.zeros(shape))
+            check(pla.ones(shape, grid, layout, np.float32), np.ones(shape, np.float32))
+            check(pla.full(shape, 7, grid, layout), np.full(shape, 7))
+            made = pla.from_function(lambda *at: sum((d + 2) * i for d, i in enumerate(at)), shape, grid, layout, float)
+            check(
+                made,
+                np.fromfunction(lambda *at: sum((d + 2) * i for d, i in enumerate(at)), shape)
+                if shape
+                else np.zeros(()),
+            )
+            assert pla.empty(shape, grid, layout, np.int8).dtype == np.int8
+    for layout, _ in pairs(layouts(grid.axes, 2), [0], 8):
+        check(pla.eye(5, grid, layout), np.eye(5))
+        check(pla.eye(3, grid, layout, m=6, dtype=np.complex64), np.eye(3, 6, dtype=np.complex64))
+    assert pla.zeros(4, grid, Layout(None)).shape == (4,)
+    assert pla.full((2,), 1.5, grid, Layout(None)).dtype == np.float64
+    assert pla.full((2,), True, grid, Layout(None)).dtype == np.bool_
+    with pytest.raises(ValueError, match=r"no negative sizes: \(2, -1\)"):
+        pla.zeros((2, -1), grid, Layout(None, None))
+
+
+def test_distribute_from_every_rank_and_from_one(grid, world):
+    for i, dtype in enumerate(DTYPES):
+        shape = ((5, 6), (1, 7), (0, 3), (4,), ())[i % 5]
+        expected = numbers(shape, dtype, seed=i)
+        for layout, _ in pairs(layouts(grid.axes, len(shape), partial=dtype.kind != "b"), [0], 3, seed=i):
+            array = pla.distribute(expected, grid, layout)
+            assert (array.shape, array.dtype, array.layout, array.grid) == (shape, dtype, layout, grid)
+            check(array, expected)
+            root = i % world.size
+            alone = pla.distribute(expected if world.rank == root else None, grid, layout, root=root)
+            assert alone.dtype == dtype
+            check(alone, expected)
+            everywhere, there = array.gather(), array.gather(root=root)
+            np.testing.assert_array_equal(everywhere, expected)
+            assert everywhere.dtype == dtype
+            if world.rank == root:
+                np.testing.assert_array_equal(there, expected)
+            else:
+                assert there is None
+
+
+def test_distribute_copies(make_grid, world):
+    grid = make_grid({"a": world.size})
+    mine = numbers((6,))
+    array = pla.distribute(mine, grid, Layout("a"))
+    mine[:] = 99
+    check(array, numbers((6,)))
+    gathered = pla.distribute(numbers((6,)), grid, Layout(None)).gather()
+    gathered[:] = 5
+    check(array, numbers((6,)))
+
+
+def test_distribute_takes_lists_and_views(make_grid, world):
+    grid = make_grid({"a": world.size})
+    same(pla.distribute([[1, 2, 3], [4, 5, 6]], grid, Layout(None, "a")), np.array([[1, 2, 3], [4, 5, 6]]))
+    same(pla.distribute(2.5, grid, Layout()), np.array(2.5))
+    view = numbers((6, 8))[::2, ::-1].T
+    same(pla.distribute(view, grid, Layout("a", None)), view)
+
+
+def test_distribute_refuses(make_grid, world):
+    grid = make_grid({"a": world.size})
+    with pytest.raises(
+        TypeError, match=r"dtype <U1 cannot|dtype str\d* cannot be distributed; it may be one of bool, int8"
+    ):
+        pla.distribute(np.array(["x"]), grid, Layout("a"))
+    with pytest.raises(TypeError, match="dtype object cannot be distributed"):
+        pla.distribute(np.array([None]) if world.rank == 0 else None, grid, Layout("a"), root=0)
+    with pytest.raises(TypeError, match=r"is a DistArray already: use \.redistribute\(layout\) or \.to_grid"):
+        pla.distribute(pla.zeros((2,), grid, Layout("a")), grid, Layout("a"))
+    with pytest.raises(LayoutError, match=r"describes 1 dims, but the array has shape \(2, 2\)"):
+        pla.distribute(np.zeros((2, 2)), grid, Layout("a"))
+    with pytest.raises(LayoutError, match=r"Layout\('z'\) names axis 'z', but the grid has the axes"):
+        pla.zeros((3,), grid, Layout("z"))
+    with pytest.raises(LayoutError, match=f"root {world.size} is not one of the {world.size} ranks, 0 to"):
+        pla.distribute(np.zeros(2), grid, Layout("a"), root=world.size)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_distribute_finds_that_ranks_pass_different_arrays(make_grid, world):
+    grid = make_grid({"a": world.size})
+    with pytest.raises(
+        LayoutError, match=r"rank 0 float64\(3,\), rank 1 float64\(4,\); pass the same global array, or root="
+    ):
+        pla.distribute(np.zeros(4 if world.rank == 1 else 3), grid, Layout("a"))
+
+
+def test_from_blocks(make_grid, world, xp):
+    grid = make_grid({"a": world.size})
+    n = 2 * world.size + 1
+    expected = numbers((n, 3))
+    whole = pla.distribute(expected, grid, Layout("a", None))
+    check(pla.from_blocks(whole.block, grid, Layout("a", None)), expected)
+    check(pla.from_blocks(whole.block, grid, Layout("a", None), shape=(n, 3)), expected)
+    check(pla.from_blocks(held(whole), grid, Layout("a", None)), expected)  # a host array goes to the grid's backend
+    with pytest.raises(
+        LayoutError,
+        match=rf"rank 0 gives a block of shape .*global shape \({n + world.size}, 3\) gives it \(3, 3\)|gives it",
+    ):
+        pla.from_blocks(whole.block, grid, Layout("a", None), shape=(n + world.size, 3))
+    with pytest.raises(LayoutError, match="describes 1 dims"):
+        pla.from_blocks(whole.block, grid, Layout("a"))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_from_blocks_checks_every_rank(make_grid, world, xp):
+    grid = make_grid({"a": world.size})
+    odd = world.rank == world.size - 1
+    with pytest.raises(LayoutError, match=r"gives a block of shape .* gives it .*pieces of the dims: \[\["):
+        pla.from_blocks(xp.zeros(5 if odd else 2), grid, Layout("a"))  # the longer piece comes last
+    with pytest.raises(
+        LayoutError, match=f"rank {world.size - 1} gives a block of dtype float32, rank 0 one of float64"
+    ):
+        pla.from_blocks(xp.zeros(2, np.float32 if odd else np.float64), grid, Layout("a"))
+    with pytest.raises(LayoutError, match=f"rank {world.size - 1}"):
+        pla.from_blocks(xp.zeros((2, 2) if odd else 2), grid, Layout("a"))
+
+
+def test_from_blocks_copies_nothing(make_grid, world, xp):
+    grid = make_grid({"a": world.size})
+    block = xp.zeros(3)
+    assert pla.from_blocks(block, grid, Layout("a")).block is block
