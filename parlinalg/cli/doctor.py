@@ -16,7 +16,7 @@ import numpy as np
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import cores, set_blas_threads
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives, gemm_rate
-from parlinalg.cli.parser import Commands, speaks
+from parlinalg.cli.parser import Commands
 from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.about import about_mpi
 from parlinalg.errors import ConfigError
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     rates = comm.share([gemm_rate(backend, dtype) for dtype in ("float32", "float64")])
     same = len(set(comm.share(backend.name))) == 1
     measured = collectives(comm, backend) if comm.size > 1 and same else []
-    if speaks():
+    if comm.rank == 0:
         print("\n".join(_page(mpi, comm, backend, threads, hosts, rates, measured)), flush=True)
     comm.free()
     return 0
@@ -115,7 +115,7 @@ def _blas() -> str:
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
-        blas = np.show_config("dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload,index]
+        blas = np.show_config("dicts")["Build Dependencies"]["blas"]
         return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
     found = [i for i in threadpool_info() if i["user_api"] == "blas"]
     texts = (f"{i['internal_api']} {i.get('version') or ''} ({i.get('architecture', 'unknown')})" for i in found)

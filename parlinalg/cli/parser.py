@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import IO, Any
 
-RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 Commands = Any  # what ArgumentParser.add_subparsers returns
 

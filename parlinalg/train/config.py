@@ -50,7 +50,7 @@ DATASETS: dict[str, dict[str, Check]] = {
 MODELS: dict[str, dict[str, Check]] = {
     "mlp": {
         "hidden": _hidden,
-        "activation": one_of("relu", "gelu", "tanh", "sigmoid"),
+        "activation": one_of("relu", "gelu", "tanh", "sigmoid", "silu"),
         "dropout": real(0, 1, below=True),
         "bias": flag,
     },
@@ -119,6 +119,7 @@ class Config:
 
 
 def _parallel(where: str, value: Any) -> Mapping[str, Any]:
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise refuse(where, value, "a dict with the keys data, pipeline, sequence, tensor")
     return value

@@ -121,7 +121,7 @@ def test_wrong_values_say_what_would_be_right(values: Any, parts: tuple[str, ...
 
 def test_every_key_is_optional_and_what_means_off_passes() -> None:
     assert check({}) == Config()
-    off = {"zero": {"stage": 0}, "precision": None, "gradient_handler": [{"type": "DataParallel"}]}
+    off = {"parallel": None, "zero": {"stage": 0}, "precision": None, "gradient_handler": [{"type": "DataParallel"}]}
     assert check(off) == Config()
 
 

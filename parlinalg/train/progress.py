@@ -1,0 +1,75 @@
+"""What a training leaves behind while it runs: a progress bar and `metrics.jsonl`, on rank 0."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+EVERY = 5.0  # seconds between two lines where there is no progress bar
+
+
+class Progress:
+    """Takes the metrics of every step; does nothing on ranks that do not speak.
+
+    Parameters
+    ----------
+    out : Path
+        The directory of `metrics.jsonl`.
+    total : int
+        The steps to come.
+    speaks : bool
+        Whether this rank shows and writes.
+
+    Attributes
+    ----------
+    history : list of dict
+        The metrics so far.
+    """
+
+    def __init__(self, out: Path, total: int, speaks: bool) -> None:
+        self.history: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+        self._bar: Any = None
+        self._said = 0.0
+        self._total = total
+        if speaks:
+            self._file = (out / "metrics.jsonl").open("w")
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=total, unit="step", file=sys.stderr, dynamic_ncols=True)
+
+    def add(self, metrics: dict[str, Any], now: float) -> None:
+        """Take the metrics of one step; `now` is the time in seconds."""
+        if self._file is None:
+            return
+        self.history.append(metrics)
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        shown = {
+            "loss": f"{metrics['loss']:.4f}",
+            "accuracy": f"{metrics['accuracy']:.3f}",
+            "samples/s": f"{metrics['samples_per_s']:.0f}",
+        }
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update()
+        elif now - self._said > EVERY or metrics["step"] == self._total:
+            self._said = now
+            text = ", ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {metrics['step']} of {self._total}: {text}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._file is not None:
+            self._file.close()

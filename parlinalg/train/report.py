@@ -1,0 +1,75 @@
+"""What a training says at its start and at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parlinalg.autograd import Parameter
+from parlinalg.comm.places import ranks_map
+from parlinalg.schemes import table_of_schemes
+from parlinalg.train.launch import Mesh
+from parlinalg.units import format_bytes
+
+SHOWN = 64  # ranks named one by one
+
+
+def places(mesh: Mesh) -> list[dict[str, Any]]:
+    """For every rank its host, pid and coordinates in the grid, on every rank.  Collective."""
+    world = mesh.grid.world
+    return [{**place, "coords": mesh.grid.coords_of(rank)} for rank, place in enumerate(ranks_map(world))]
+
+
+def write_ranks(out: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Write `ranks.json`: when a rank is killed the launcher names its pid, and this says which rank it was."""
+    (out / "ranks.json").write_text(json.dumps(ranks, indent=1) + "\n")
+
+
+def opening(
+    mesh: Mesh, ranks: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter], settings: Mapping[str, object]
+) -> str:
+    """What runs where: scheme, grid, layouts, backend, ranks, and the bytes of parameters a rank holds.  Collective.
+
+    Parameters
+    ----------
+    ranks : list of dict
+        Those of `places`.
+    parameters : dict of str to Parameter
+        By name.
+    settings : dict of str to object
+        Further lines: a head and a text each.
+    """
+    grid = mesh.grid
+    held = grid.world.share(sum(p.block.nbytes for p in parameters.values()))
+    total = sum(p.data.nbytes for p in parameters.values())
+    count = sum(p.size for p in parameters.values())
+    each = format_bytes(min(held)) + (f" to {format_bytes(max(held))}" if max(held) > min(held) else "")
+    axes = " × ".join(f"{a}={n}" for a, n in grid.sizes.items())
+    threads = f"{grid.threads} BLAS thread{'s' * (grid.threads > 1)} a rank"
+    rows = {
+        "grid": f"{axes}: {grid.size} rank{'s' * (grid.size > 1)}",
+        "backend": f"{grid.backend.name} ({grid.backend.device}), {threads}",
+        "scheme": mesh.scheme.name,
+        **settings,
+        "parameters": f"{count:,} ({format_bytes(total)}); a rank holds {each}",
+    }
+    lines = [f"{head:<12}{text}" for head, text in rows.items()]
+    names = [f"{name} {list(p.shape)}" for name, p in parameters.items()]
+    wide = max(map(len, names), default=0)
+    lines += [f"  {name:<{wide}}  {p.layout!r}" for name, p in zip(names, parameters.values(), strict=True)]
+    lines += ["", table_of_schemes({"": mesh.scheme}), ""]
+    lines += _ranks(ranks)
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    hosts: dict[str, list[str]] = {}
+    for rank, place in enumerate(ranks):
+        hosts.setdefault(place["host"], []).append(f"{rank} (pid {place['pid']})")
+    if len(ranks) > SHOWN:
+        return [f"ranks       {len(ranks)} on {len(hosts)} hosts: see ranks.json"]
+    heads = ["ranks", *[""] * (len(hosts) - 1)]
+    lines = [f"on {host}: {', '.join(texts)}" for host, texts in hosts.items()]
+    return [f"{head:<12}{line}" for head, line in zip(heads, lines, strict=True)]

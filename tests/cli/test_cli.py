@@ -1,0 +1,181 @@
+"""The command line, as users start it: alone and under mpiexec."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launching import ROOT, child_environment, launch, mpiexec
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
+
+
+def run(ranks: int, *arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    return launch(ranks, ["-m", "parlinalg", *arguments], cwd=cwd, env=env, timeout=140)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert done.stderr.count(part) == 1, f"{part!r} should be said once in:\n{done.stderr}"
+
+
+def test_version_and_help() -> None:
+    assert re.fullmatch(r"parlinalg \d+\.\d+\.\d+\n", run(0, "--version").stdout)
+    assert all(command in run(0, "--help").stdout for command in ("train", "plan", "doctor"))
+
+
+def test_digits_on_four_ranks(tmp_path: Path) -> None:
+    settings = ["--set", "parallel.tensor.size=4", "--set", "parallel.tensor.mode=2d"]
+    done = run(4, "train", "digits", *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = re.search(r"test accuracy (\d\.\d+) \(359 samples\)", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.96
+    for part in (
+        "r=2 × c=2: 4 ranks", "backend     numpy", "1 BLAS thread a rank", "| 2d | AG c | AG r |", "float32",
+        "x Layout('r', 'c'), labels Layout('r'), logits Layout('r', 'c')", "a rank holds 31.52 KiB to 32.24 KiB",
+        "2.weight [193, 97]  Layout('r', 'c')", "3 (pid ", "all_gather", "reduce_scatter",
+    ):  # fmt: skip
+        assert part in done.stdout
+    assert "192/192" in done.stderr
+    assert "samples/s=" in done.stderr
+    out = tmp_path / "runs" / "digits"
+    found = metrics(out)
+    assert [m["step"] for m in found] == list(range(1, 193))
+    assert all(set(m) == {"step", "loss", "accuracy", "lr", "samples_per_s"} for m in found)
+    assert found[-1]["loss"] < 0.2 < 2 < found[0]["loss"]
+    assert (out / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    ranks = json.loads((out / "ranks.json").read_text())
+    assert [r["rank"] for r in ranks] == [0, 1, 2, 3]
+    assert ranks[2]["coords"] == {"r": 1, "c": 0}
+    assert f"2 (pid {ranks[2]['pid']})" in done.stdout
+
+
+def test_a_file_of_settings_and_data_of_ones_own(tmp_path: Path) -> None:
+    y = np.arange(60) % 3
+    np.savez(tmp_path / "data.npz", x=np.eye(3)[y] + 0.01, y=y)
+    (tmp_path / "mine.py").write_text(
+        "import math\nparallel = dict(data=2)\ndata = dict(path='data.npz', test=0.3)\nmodel = dict(hidden=[5])\n"
+        "optimizer = dict(name='sgd', lr=0.5, momentum=0.9)\nbatch_size = 11\n"
+    )
+    done = run(2, "train", "mine.py", "--steps", "30", "--out", "there/it is", "--set", "seed=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test accuracy 1.0000 (18 samples)" in done.stdout
+    assert "data=2: 2 ranks" in done.stdout
+    assert len(metrics(tmp_path / "there" / "it is")) == 30
+
+
+def test_one_rank_needs_no_mpi(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['mpi4py'] = None; from parlinalg.cli import main; sys.exit(main())"
+    done = launch(0, ["-c", hidden, "train", "digits", "--steps", "3", "--out", str(tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 steps in" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--set", "parallel.tensor=4"], ["has size 4 but no mode", "'2d'"]),
+        (["--set", "parallel.tensor.mode=2.5d", "--set", "parallel.tensor.size=4"], ["needs a depth: 1 or 4"]),
+        (["--set", "parallel.data=3"], ["there are 4 ranks", "mpiexec -n 3"]),
+        (["--set", "optimiser.lr=1"], ["did you mean 'optimizer'"]),
+        (["--set", "data=nothing.npz"], ["no data file 'nothing.npz'"]),
+        (["--set", "parallel.pipeline=2"], ["pipeline parallelism is not there yet"]),
+    ],
+)
+def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
+    refused(run(4, "train", "digits", "--out", str(tmp_path), *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "digist"], ["there is no configuration 'digist'"]),
+        (["train", "digits", "--resume"], ["checkpoints are not there yet"]),
+        (["train", "digits", "--steps", "0"], ["steps must be a whole number of at least 1"]),
+        (["train", "digits", "--set", "seed"], ["KEY=VALUE"]),
+        (["trian"], ["invalid choice: 'trian'"]),
+        (["plan", "matmul", "3", "-1", "3", "--ranks", "2"], ["at least 0, not -1"]),
+        (["plan", "matmul", "999", "999", "999", "--ranks", "2", "--memory", "1KiB"], ["the least that would do is"]),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], parts: list[str]) -> None:
+    refused(run(0, *arguments), *parts)
+
+
+def test_one_rank_that_cannot_read_the_data_ends_all(tmp_path: Path) -> None:
+    y = np.arange(20) % 2
+    np.savez(tmp_path / "data.npz", x=np.ones((20, 3)), y=y)
+    program = (
+        "import os, sys, parlinalg.datasets.sets as sets; from pathlib import Path; from parlinalg.cli import main\n"
+        "if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
+        "    os.chdir('/')\n"
+        "sys.exit(main(['train', 'digits', '--set', 'data=data.npz', '--out', 'out']))"
+    )
+    refused(launch(2, ["-c", program], cwd=tmp_path), "rank 1, reading the data: there is no data file 'data.npz'")
+
+
+def test_nan_in_the_data_is_named(tmp_path: Path) -> None:
+    x = np.ones((20, 3))
+    x[7, 1] = np.nan
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(20) % 2)
+    refused(run(2, "train", "digits", "--set", "data=data.npz", cwd=tmp_path), "x holds nan in sample 7")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signals_end_all_ranks_at_the_next_step(name: str, tmp_path: Path) -> None:
+    command = [*mpiexec(), "-n", "3", sys.executable, "-m", "parlinalg", "train", "digits", "--set", "epochs=9999"]
+    with (tmp_path / "printed").open("w") as printed:
+        process = subprocess.Popen(
+            [*command, "--out", str(tmp_path)], cwd=ROOT, env=child_environment(), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            file, end = tmp_path / "metrics.jsonl", time.monotonic() + 30
+            while not (file.exists() and file.stat().st_size) and time.monotonic() < end:
+                time.sleep(0.05)
+            process.send_signal(signal.Signals[name])
+            code = process.wait(20)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    text = (tmp_path / "printed").read_text()
+    assert code == 128 + signal.Signals[name], text
+    steps = re.search(rf"stopped by {name} after step (\d+) of", text)
+    assert steps is not None, text
+    assert len(metrics(tmp_path)) == int(steps[1])
+    assert (tmp_path / "metrics.png").exists()
+    assert "Traceback" not in text
+
+
+def test_plan_explains_itself() -> None:
+    done = run(0, "plan", "matmul", "4096", "4096", "4096", "--ranks", "65", "--memory", "4GiB", "--dtype", "float32")
+    assert done.returncode == 0
+    assert all(part in done.stdout for part in ("4×4×4", "rank 64 is idle", "float32", "words", "bound", "runners-up"))
+
+
+def test_doctor_examines_one_rank_and_several() -> None:
+    alone, many = run(0, "doctor"), run(2, "doctor")
+    assert (alone.returncode, many.returncode) == (0, 0), alone.stderr + many.stderr
+    for done in (alone, many):
+        assert all(part in done.stdout for part in ("MPI", "BLAS", "backends", "float64", "GFLOP/s", "missing"))
+    assert "mpiexec -n 4 parlinalg doctor" in alone.stdout
+    assert many.stdout.count("ranks     2 (2 on ") == 1
+    assert re.search(r"all_reduce +[\d.]+ µs +[\d.]+ GB/s", many.stdout)

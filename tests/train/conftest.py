@@ -1,0 +1,27 @@
+"""What the tests of training share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="session")
+def seven(world: Any) -> Iterator[Path]:
+    """A file of 200 samples of 13 features in 7 classes, in a directory of its own; one for all ranks."""
+    made = tempfile.mkdtemp(prefix="parlinalg-") if world.rank == 0 else ""
+    path = Path(world.share(made)[0]) / "seven.npz"
+    if world.rank == 0:
+        random = np.random.default_rng(7)
+        y = np.arange(200) % 7
+        np.savez(path, x=random.normal(size=(200, 13)) + 0.5 * random.normal(size=(7, 13))[y], y=y)
+    world.barrier()
+    yield path
+    if made:
+        shutil.rmtree(made, ignore_errors=True)
