@@ -111,7 +111,7 @@ class Arrivals:
 
 
 def _sum(a: Block, b: Block, into: bool) -> Block:
-    if into and a.ndim and a.flags.writeable:
+    if into and a.ndim and getattr(a.flags, "writeable", True):  # CuPy's arrays always are
         a += b
         return a
     return namespace(a).asarray(a + b)

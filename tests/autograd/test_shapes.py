@@ -17,7 +17,7 @@ PARTIAL = [Layout(None, "b", partial="a"), Layout(None, None, partial=("a", "b")
 
 
 def test_redistribution(grid: Grid, serial: Grid) -> None:
-    for src, dst in pairs(MATRICES[:3], [*MATRICES[1:], *PARTIAL]):
+    for src, dst in pairs(MATRICES[:2], [*MATRICES[2:], *PARTIAL]):
         agree(lambda x, to=dst: 2 * x.redistribute(to), [X], [src], grid, serial, expected=2 * X)
     for src in PARTIAL:
         agree(lambda x: x.redistribute(MATRICES[0]) ** 2, [X], [src], grid, serial, expected=X**2, numeric=True)

@@ -103,7 +103,7 @@ class ndarray:
 
     def _view(self, array: np.ndarray) -> ndarray:
         out = wrap(array)
-        if np.shares_memory(out._a, self._a, max_work=1):
+        if np.may_share_memory(out._a, self._a):
             out._base = self if self._base is None else self._base
         return out
 
