@@ -91,7 +91,7 @@ def _read(path: str) -> str:
 
 
 def mpiexec(python: str = sys.executable) -> list[str]:
-    """The mpiexec beside a Python (that of its MPI from PyPI), else the one on PATH, with what lets ranks share cores."""
+    """The mpiexec beside a Python (its MPI from PyPI), else the one on PATH, with what lets ranks share cores."""
     beside = Path(python).parent / "mpiexec"
     program = str(beside) if beside.exists() else shutil.which("mpiexec")
     if program is None:
@@ -118,16 +118,14 @@ def run(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) ->
     RuntimeError
         If it fails or takes longer than `timeout` seconds; its processes are ended.
     """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=dict(env),
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command)} took longer than {timeout} s") from None
-    finally:
-        end(process)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, text=True, env=dict(env), start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{' '.join(command)} took longer than {timeout} s") from None
+        finally:
+            end(process)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{out[-2000:]}\n{err[-2000:]}")
     return json.loads(out.strip().splitlines()[-1])

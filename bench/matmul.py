@@ -67,18 +67,30 @@ class Pieces:
         """ScaLAPACK's program, compiled if it is not there yet."""
         compiler = shutil.which("mpicc.openmpi") or shutil.which("mpicc")
         if compiler is None or shutil.which("mpirun.openmpi") is None:
-            raise Unavailable("no mpicc.openmpi: apt-get install libscalapack-openmpi-dev libopenmpi-dev openmpi-bin gcc")
+            raise Unavailable(
+                "no mpicc.openmpi: apt-get install libscalapack-openmpi-dev libopenmpi-dev openmpi-bin gcc"
+            )
         target = self.build / "pdgemm"
         command = [compiler, "-O2", "-o", str(target), str(BENCH / "pieces" / "pdgemm.c"), "-lscalapack-openmpi", "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
-            raise Unavailable(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}; apt-get install libscalapack-openmpi-dev libopenmpi-dev")
+            raise Unavailable(
+                f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}; "
+                "apt-get install libscalapack-openmpi-dev libopenmpi-dev"
+            )
         return target
 
     def _has_heat(self) -> None:
-        tried = subprocess.run([self.heat, "-c", "import heat, mpi4py"], capture_output=True, text=True, timeout=300, check=False)
+        if shutil.which(self.heat) is None:
+            raise Unavailable(f"{self.heat} is no program; --heat takes a Python that has heat")
+        tried = subprocess.run(
+            [self.heat, "-c", "import heat, mpi4py"], capture_output=True, text=True, timeout=300, check=False
+        )
         if tried.returncode:
-            raise Unavailable(f"{self.heat} cannot import heat ({tried.stderr.strip().splitlines()[-1:]}): make an environment with pip install heat mpich, and give its Python by --heat")
+            raise Unavailable(
+                f"{self.heat} cannot import heat ({tried.stderr.strip().splitlines()[-1:]}): make an environment with "
+                "pip install heat mpich, and give its Python by --heat"
+            )
         harness.mpiexec(self.heat)
 
     def run(self, name: str, shape: tuple[int, int, int], ranks: int, repeats: int) -> Any:
@@ -87,15 +99,39 @@ class Pieces:
         if name == "gemm":
             return harness.run([sys.executable, str(BENCH / "pieces" / "local.py"), *sizes], harness.environment(1))
         if name == "parlinalg":
-            command = [*harness.mpiexec(), "-n", str(ranks), sys.executable, str(BENCH / "pieces" / "product.py"), *sizes]
+            command = [
+                *harness.mpiexec(),
+                "-n",
+                str(ranks),
+                sys.executable,
+                str(BENCH / "pieces" / "product.py"),
+                *sizes,
+            ]
         elif name == "heat":
-            command = [*harness.mpiexec(self.heat), "-n", str(ranks), self.heat, str(BENCH / "pieces" / "heat_product.py"), *sizes]
+            command = [
+                *harness.mpiexec(self.heat),
+                "-n",
+                str(ranks),
+                self.heat,
+                str(BENCH / "pieces" / "heat_product.py"),
+                *sizes,
+            ]
             env["PYTHONPATH"] = ""
         else:
             env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
             yielding = ["--mca", "mpi_yield_when_idle", "1"] if ranks > harness.cores() else []
             bind = ["--bind-to", "core" if ranks == harness.cores() else "none"]
-            command = ["mpirun.openmpi", "--oversubscribe", *bind, *yielding, "-n", str(ranks), str(self.program), *sizes, str(self.block)]
+            command = [
+                "mpirun.openmpi",
+                "--oversubscribe",
+                *bind,
+                *yielding,
+                "-n",
+                str(ranks),
+                str(self.program),
+                *sizes,
+                str(self.block),
+            ]
         return harness.run(command, env)
 
     def turns(self, ranks: list[int]) -> Iterator[tuple[str, int]]:
@@ -105,7 +141,9 @@ class Pieces:
                 yield name, p
 
 
-def measure(pieces: Pieces, shapes: dict[str, tuple[int, int, int]], ranks: list[int], rounds: int, repeats: int) -> dict[str, Any]:
+def measure(
+    pieces: Pieces, shapes: dict[str, tuple[int, int, int]], ranks: list[int], rounds: int, repeats: int
+) -> dict[str, Any]:
     """Seconds of every repeat by shape, piece and ranks, what the pieces told, and how busy others kept the cores."""
     result: dict[str, Any] = {}
     for title, shape in shapes.items():
@@ -119,13 +157,22 @@ def measure(pieces: Pieces, shapes: dict[str, tuple[int, int, int]], ranks: list
                 key = (name, 1) if name == "gemm" else (name, p)
                 seconds.setdefault(key, []).extend(said.pop("seconds"))
                 told[key] = said
-            print(f"{title}: round {turn + 1} of {rounds}, others used {100 * max(others):.0f}% of the cores at most", file=sys.stderr)
+            print(
+                f"{title}: round {turn + 1} of {rounds}, others used {100 * max(others):.0f}% of the cores at most",
+                file=sys.stderr,
+            )
         result[title] = summary(title, shape, seconds, told, others)
         print(f"\n{show(result[title])}\n", flush=True)
     return result
 
 
-def summary(title: str, shape: tuple[int, int, int], seconds: dict[tuple[str, int], list[float]], told: dict[tuple[str, int], Any], others: list[float]) -> dict[str, Any]:
+def summary(
+    title: str,
+    shape: tuple[int, int, int],
+    seconds: dict[tuple[str, int], list[float]],
+    told: dict[tuple[str, int], Any],
+    others: list[float],
+) -> dict[str, Any]:
     flops = 2 * shape[0] * shape[1] * shape[2]
     base = harness.spread(seconds["gemm", 1])[1]
     rows = []
@@ -133,17 +180,24 @@ def summary(title: str, shape: tuple[int, int, int], seconds: dict[tuple[str, in
         low, middle, high = harness.spread(values)
         rows.append({
             "piece": name, "ranks": p, "median_s": middle, "quartiles_s": [low, high], "samples": len(values),
-            "gflops": flops / middle / 1e9, "percent": 100 * base / middle, "goal": GOALS.get((title, p)) if name == "parlinalg" else None,
+            "gflops": flops / middle / 1e9, "percent": 100 * base / middle,
+            "goal": GOALS.get((title, p)) if name == "parlinalg" else None,
             "seconds": values, "told": told[name, p],
         })  # fmt: skip
-    return {"title": title, "shape": shape, "rows": rows, "busy_before": {"median": harness.spread(others)[1], "most": max(others)}}
+    return {
+        "title": title,
+        "shape": shape,
+        "rows": rows,
+        "busy_before": {"median": harness.spread(others)[1], "most": max(others)},
+    }
 
 
 def show(result: dict[str, Any]) -> str:
     m, n, k = result["shape"]
     rows = [
         (
-            r["piece"], r["ranks"], f"{1e3 * r['median_s']:.1f}", f"{1e3 * r['quartiles_s'][0]:.1f}–{1e3 * r['quartiles_s'][1]:.1f}",
+            r["piece"], r["ranks"], f"{1e3 * r['median_s']:.1f}",
+            f"{1e3 * r['quartiles_s'][0]:.1f}–{1e3 * r['quartiles_s'][1]:.1f}",
             f"{r['gflops']:.1f}", f"{r['percent']:.1f}", r["goal"] or "", r["samples"],
         )
         for r in sorted(result["rows"], key=lambda r: (r["piece"] != "gemm", r["ranks"], r["piece"] != "parlinalg"))
@@ -151,7 +205,8 @@ def show(result: dict[str, Any]) -> str:
     head = ("piece", "ranks", "median ms", "quartiles", "GFLOP/s", "% of gemm", "goal", "samples")
     crowd = result["busy_before"]
     title = f"{result['title']}: C[{m}, {n}] = A[{m}, {k}] B[{k}, {n}], float64"
-    return f"{title}\n\n{harness.table(head, rows)}\n\nOthers used {100 * crowd['median']:.0f}% of the cores between pieces (median; most {100 * crowd['most']:.0f}%)."
+    others = f"{100 * crowd['median']:.0f}% of the cores between pieces (median; most {100 * crowd['most']:.0f}%)"
+    return f"{title}\n\n{harness.table(head, rows)}\n\nOthers used {others}."
 
 
 def verdicts(results: dict[str, Any]) -> list[str]:
@@ -163,7 +218,9 @@ def verdicts(results: dict[str, Any]) -> list[str]:
             if name != "parlinalg":
                 continue
             if row["goal"] and not row["percent"] >= row["goal"]:
-                short.append(f"{title} on {p} ranks: {row['percent']:.1f}% of one process's GEMM, the goal is {row['goal']}%")
+                short.append(
+                    f"{title} on {p} ranks: {row['percent']:.1f}% of one process's GEMM, the goal is {row['goal']}%"
+                )
             other = rows.get(("scalapack", p))
             if other and not row["gflops"] >= other["gflops"]:
                 short.append(f"{title} on {p} ranks: {row['gflops']:.1f} GFLOP/s, ScaLAPACK {other['gflops']:.1f}")
@@ -174,11 +231,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help=f"of {', '.join(SHAPES)}, or MxNxK")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS))
-    parser.add_argument("--pieces", nargs="+", default=["gemm", "parlinalg", "scalapack", "heat"], choices=["gemm", "parlinalg", "scalapack", "heat"])
+    parser.add_argument(
+        "--pieces",
+        nargs="+",
+        default=["gemm", "parlinalg", "scalapack", "heat"],
+        choices=["gemm", "parlinalg", "scalapack", "heat"],
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2, help="timed products a piece and round; rounds × repeats ≥ 7")
     parser.add_argument("--block", type=int, default=128, help="ScaLAPACK's block size")
-    parser.add_argument("--heat", default=os.environ.get("BENCH_HEAT_PYTHON", sys.executable), help="a Python that has heat")
+    parser.add_argument(
+        "--heat", default=os.environ.get("BENCH_HEAT_PYTHON", sys.executable), help="a Python that has heat"
+    )
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
     parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
     parser.add_argument("--json", help="write the result here")
@@ -197,7 +261,10 @@ def main() -> int:
     harness.stop_cleanly()
     share = harness.wait_until_idle(0 if args.crowded else args.wait)
     if share > harness.BUSY and not args.crowded:
-        print(f"others use {100 * share:.0f}% of the cores: wait until they are idle, or measure all the same with --crowded", file=sys.stderr)
+        print(
+            f"others use {100 * share:.0f}% of the cores: wait until they are idle, or measure anyway with --crowded",
+            file=sys.stderr,
+        )
         return 1
     with tempfile.TemporaryDirectory() as build:
         pieces = Pieces(["gemm", *(p for p in args.pieces if p != "gemm")], args.heat, args.block, Path(build))
@@ -207,7 +274,9 @@ def main() -> int:
     short = verdicts(results)
     print("\n".join(short) or "All goals are reached, and nothing is below ScaLAPACK.")
     if args.json:
-        harness.write_json(args.json, {"busy_at_start": share, "missing": pieces.missing, "results": results, "short": short})
+        harness.write_json(
+            args.json, {"busy_at_start": share, "missing": pieces.missing, "results": results, "short": short}
+        )
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Words that one rank receives: counted, by the formula, and the lower bound, for every scheme and every planned product.
+"""Words that one rank receives: counted, by the formula, and the lower bound, for every scheme and planned product.
 
     mpiexec -n 8 python bench/words.py [--json FILE]     # any number of ranks; a few seconds
 
 For each scheme found in `parlinalg/schemes` the products into a block and out of it run forward and backward with x, w
 and the gradient of y gathered once each, on uneven sizes, and the ledger counts.  "counted" is the rank that receives
-the most; a row agrees if every rank's count is the formula's exactly.  The bound is that of three matrices that rest cut
-evenly over all ranks (Al Daas et al., SPAA 2022): a scheme with replicas at rest may move fewer words, and pays in memory.
+the most; a row agrees if every rank's count is the formula's exactly.  The bound is that of three matrices that rest
+cut evenly over all ranks (Al Daas et al., SPAA 2022): a scheme with replicas at rest may move fewer, and pays in memory.
 """
 
 from __future__ import annotations
@@ -122,10 +122,14 @@ def plan_row(name: str, shape: tuple[int, int, int], world: Comm) -> dict[str, A
 def show(schemes: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]], ranks: int) -> str:
     batch, sequence, hidden = STREAM
     first = harness.table(
-        ("scheme", "grid", "forward: counted", "formula", "bound", "backward: counted", "formula", "all cut at rest", "agrees"),
+        (
+            "scheme", "grid", "forward: counted", "formula", "bound", "backward: counted", "formula", "all cut at rest",
+            "agrees",
+        ),
         [
             (
-                r["scheme"], " ".join(f"{a}={n}" for a, n in r["grid"].items()), f"{r['forward']:,}", f"{r['forward formula']:,}",
+                r["scheme"], " ".join(f"{a}={n}" for a, n in r["grid"].items()), f"{r['forward']:,}",
+                f"{r['forward formula']:,}",
                 f"{r['bound']:,.0f}", f"{r['backward']:,}", f"{r['backward formula']:,}", "yes" if r["even"] else "no",
                 "exactly" if r["agrees"] else "NO",
             )
@@ -136,14 +140,16 @@ def show(schemes: Sequence[dict[str, Any]], plans: Sequence[dict[str, Any]], ran
         ("product", "m, n, k", "grid", "counted: most", "mean", "formula", "bound", "formula / bound", "agrees"),
         [
             (
-                r["product"], "×".join(map(str, r["m, n, k"])), "×".join(map(str, r["grid"])), f"{r['counted']:,}", f"{r['mean']:,.0f}",
+                r["product"], "×".join(map(str, r["m, n, k"])), "×".join(map(str, r["grid"])), f"{r['counted']:,}",
+                f"{r['mean']:,.0f}",
                 f"{r['formula']:,.0f}", f"{r['bound']:,.0f}", f"{r['ratio']:.3f}", "exactly" if r["agrees"] else "NO",
             )
             for r in plans
         ],
     )  # fmt: skip
     return (
-        f"Words received in one product into a block and one out of it, {ranks} ranks; x[{batch}, {sequence}, {hidden}], "
+        f"Words received in one product into a block and one out of it, {ranks} ranks; "
+        f"x[{batch}, {sequence}, {hidden}], "
         f"w[{hidden}, {INNER}] and w[{INNER}, {hidden}]\n\n{first}\n\nPlanned products, {ranks} ranks\n\n{second}"
     )
 

@@ -5,9 +5,9 @@
     python bench/cluster/hosts.py exec --name lab --hosts 8 -- python script.py
     python bench/cluster/hosts.py down --name lab
 
-Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  Each host is one node with one rank (more with
---per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is there rebuilds
-it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes the cluster down.
+Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  Each host is one node with one rank
+(more with --per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is
+there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes it down.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Cluster:
 
     def __init__(self, name: str, hosts: int) -> None:
         if not (name.isalnum() and name[-1].isalpha() and len(name) <= 8):
-            raise SystemExit(f"the name of a cluster is at most 8 letters and digits and ends with a letter, not {name!r}")
+            raise SystemExit(
+                f"the name of a cluster is at most 8 letters and digits and ends with a letter, not {name!r}"
+            )
         if not 1 <= hosts <= MOST:
             raise SystemExit(f"a cluster has 1 to {MOST} hosts, not {hosts}")
         self.name, self.hosts, self.bridge = name, hosts, f"{name}br"
@@ -90,8 +92,8 @@ class Cluster:
         net = self.net
         hosts = ",".join(f"{net}.{i}" for i in range(1, self.hosts + 1))
         return [
-            *harness.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh"), "-localhost", f"{net}.254",
-            "-iface", self.bridge, "-hosts", hosts, "-ppn", str(per_host), "-n", str(self.hosts * per_host), *program,
+            *harness.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh"),
+            "-localhost", f"{net}.254", "-iface", self.bridge, "-hosts", hosts, "-ppn", str(per_host), "-n", str(self.hosts * per_host), *program,
         ]  # fmt: skip
 
     def run(self, program: Sequence[str], per_host: int, timeout: float) -> int:
@@ -109,7 +111,9 @@ class Cluster:
     def _end_ranks(self) -> None:
         """End what still runs on the hosts: their processes are in sessions of their own."""
         for i in range(1, self.hosts + 1):
-            told = subprocess.run(["ip", "netns", "pids", f"{self.name}{i}"], capture_output=True, text=True, check=False)
+            told = subprocess.run(
+                ["ip", "netns", "pids", f"{self.name}{i}"], capture_output=True, text=True, check=False
+            )
             for pid in told.stdout.split():
                 try:
                     os.kill(int(pid), signal.SIGKILL)

@@ -17,13 +17,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import harness  # noqa: E402
-import numpy as np  # noqa: E402
-import words  # noqa: E402
+import harness
+import numpy as np
+import words
 
-import parlinalg as pla  # noqa: E402
-from parlinalg.comm import Comm, open_comm  # noqa: E402
-from parlinalg.schemes import discover  # noqa: E402
+import parlinalg as pla
+from parlinalg.comm import Comm, open_comm
+from parlinalg.schemes import discover
 
 COUNTER = Path("/sys/class/net/e0/statistics/rx_bytes")
 SETTLE = 0.05  # seconds in which the last acknowledgements arrive
@@ -37,7 +37,9 @@ def around(comm: Comm, action: Callable[[], Any]) -> tuple[int, float]:
     """Bytes that this host's interface receives from a barrier before `action` to one after it, and the seconds."""
     comm.barrier()
     time.sleep(SETTLE)
-    before, start = received(), time.perf_counter()
+    before = received()
+    comm.barrier()  # nobody sends before everybody has read
+    start = time.perf_counter()
     action()
     comm.barrier()
     seconds = time.perf_counter() - start
@@ -102,7 +104,8 @@ def measure(comm: Comm, actions: dict[str, Callable[[], Any]], repeats: int) -> 
 def show(rows: list[dict[str, Any]], ranks: int) -> str:
     body = [
         (
-            r["operation"], f"{r['ledger'] / 1e6:.2f}", f"{r['received'] / 1e6:.2f}", f"{r['ratio']:.3f}" if r["ratio"] else "–",
+            r["operation"], f"{r['ledger'] / 1e6:.2f}", f"{r['received'] / 1e6:.2f}",
+            f"{r['ratio']:.3f}" if r["ratio"] else "–",
             f"{r['most']:.3f}" if r["most"] else "–", f"{1e3 * r['seconds']:.0f}",
         )
         for r in rows

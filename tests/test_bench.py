@@ -1,0 +1,91 @@
+"""Each benchmark runs, on tiny sizes, and tells what it should."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, launch
+
+BENCH = ROOT / "bench"
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import harness
+
+    return harness
+
+
+@pytest.mark.parametrize("ranks", [0, 3, 4])
+def test_words_agree_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    result = tmp_path / "words.json"
+    done = launch(ranks, [str(BENCH / "words.py"), "--json", str(result)], timeout=120, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    assert told["agrees"]
+    assert told["ranks"] == max(1, ranks)
+    assert {row["scheme"] for row in told["schemes"]} >= {"1d", "2d", "3d", "zero3"}
+    for row in told["schemes"]:
+        if row["even"]:
+            assert row["forward"] >= row["bound"] - 1, row
+    assert all(row["formula"] >= row["bound"] * (1 - 1e-12) for row in told["plans"])
+    assert "| scheme" in done.stdout
+
+
+def test_matmul_takes_turns_and_tells_what_is_missing(tmp_path: Path) -> None:
+    result = tmp_path / "matmul.json"
+    options = [
+        "--shapes",
+        "64x48x32",
+        "--ranks",
+        "1",
+        "2",
+        "--rounds",
+        "2",
+        "--repeats",
+        "2",
+        "--crowded",
+        "--json",
+        str(result),
+    ]
+    done = launch(0, [str(BENCH / "matmul.py"), *options, "--heat", "/nowhere/python"], timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    rows = {(row["piece"], row["ranks"]): row for row in told["results"]["64x48x32"]["rows"]}
+    assert {("gemm", 1), ("parlinalg", 1), ("parlinalg", 2)} <= set(rows)
+    assert rows["gemm", 1]["samples"] == 8
+    assert rows["parlinalg", 2]["samples"] == 4
+    assert all(row["median_s"] > 0 for row in rows.values())
+    assert rows["parlinalg", 2]["told"]["residual"] < 1e-12
+    assert "heat" in told["missing"]
+    assert told["machine"]["cores"] >= 1
+
+
+def test_a_crowded_machine_is_refused(
+    harness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import matmul
+
+    monkeypatch.setattr(harness, "busy", lambda seconds=1.0: 0.5)
+    monkeypatch.setattr(sys, "argv", ["matmul.py", "--wait", "0"])
+    assert matmul.main() == 1
+    assert "others use 50% of the cores" in capsys.readouterr().err
+
+
+def test_tables_and_medians(harness) -> None:
+    assert harness.spread([3.0]) == (3.0, 3.0, 3.0)
+    assert harness.spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert harness.table(("a", "b"), [(1, "xyz")]) == "| a | b   |\n|---|-----|\n| 1 | xyz |"
+
+
+def test_a_piece_that_fails_or_hangs_is_an_error(harness) -> None:
+    with pytest.raises(RuntimeError, match="failed with 3"):
+        harness.run([sys.executable, "-c", "raise SystemExit(3)"], harness.environment())
+    with pytest.raises(RuntimeError, match="longer than 1 s"):
+        harness.run([sys.executable, "-c", "import time; time.sleep(60)"], harness.environment(), timeout=1)
