@@ -17,7 +17,7 @@ from parlinalg.backend import namespace
 Array = Any
 
 #: Elements of a chunk on a CPU; a GPU has no such cache, and takes more at a time.
-CHUNK = 1 << 14
+CHUNK = 1 << 15
 DEVICE_CHUNK = 1 << 24
 
 
@@ -63,8 +63,8 @@ def adam(
     """
     xp = namespace(p)
     b1, b2 = betas
-    rate = lr / (1 - b1**step)
-    scale = 1 / math.sqrt(1 - b2**step)
+    root = math.sqrt(1 - b2**step)
+    rate, tiny = lr / (1 - b1**step) * root, eps * root  # the correction of v, taken out of the root
     for part, (s, t) in _chunks(p, 2):
         q, d, mean, square = _read(p[part], s.dtype), _read(g[part], s.dtype), m[part], v[part]
         if weight_decay and not decoupled:
@@ -77,8 +77,7 @@ def adam(
         s *= 1 - b2
         square += s
         xp.sqrt(square, out=s)
-        s *= scale
-        s += eps
+        s += tiny
         xp.divide(mean, s, out=s)
         s *= rate
         if weight_decay and decoupled:
@@ -155,5 +154,5 @@ def joined(blocks: Sequence[Array]) -> Array:
 def address(block: Array) -> int:
     """Where a block begins in its device's memory."""
     if isinstance(block, np.ndarray):
-        return block.__array_interface__["data"][0]  # type: ignore[no-any-return]
+        return block.__array_interface__["data"][0]
     return int(block.data.ptr)

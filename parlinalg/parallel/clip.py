@@ -39,6 +39,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
                 if grid.inside and not any(i for a, i in grid.coords.items() if p.grad.layout.where(a) is None):
                     mine += square_sum(flat(p.grad.block))
         grid.everyone.all_reduce(mine)
+        if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
+            grid.world.broadcast(mine, 0)
         total += float(grid.backend.to_host(mine)[0])
     return math.sqrt(total)
 

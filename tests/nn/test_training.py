@@ -43,6 +43,13 @@ def test_every_grid_starts_from_the_same_weights(name, make_grid, world, referen
         assert all(got[n].tobytes() == a.tobytes() for n, a in want.items())
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_outside_the_grid_make_every_call(make_grid, world, reference):
+    scheme = every_scheme()["data × 2d"]
+    grid = make_grid({"data": 1, "r": 1, "c": world.size - 1})
+    equal(train(grid, scheme, "adam", 3, clip=0.2, dropout=0.1), reference("adam", 3, clip=0.2, dropout=0.1))
+
+
 def test_microbatches_drop_what_the_whole_batch_drops(world, reference):
     whole, parts = (reference("sgd", 3, dropout=0.4, microbatches=n) for n in (1, 3))
     np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)
