@@ -1,0 +1,80 @@
+"""Counting right answers, and what a training leaves behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parlinalg import distribute
+from parlinalg.grid import factorizations
+from parlinalg.layout import Layout
+from parlinalg.train.loop import batches
+from parlinalg.train.metrics import correct
+from parlinalg.train.plots import plot, running_mean
+from parlinalg.train.progress import Progress
+from tests.conftest import SIZE
+
+
+@pytest.mark.parametrize("layout", [Layout("r", "c"), Layout(None, ("c", "r")), Layout(("r", "c"), None)])
+def test_right_answers_are_counted_on_any_grid(layout: Layout, make_grid: Callable[..., Any]) -> None:
+    random = np.random.default_rng(1)
+    for classes in (3, 11):
+        logits, targets = random.normal(size=(17, classes)), random.integers(0, classes, 17)
+        for r, c in factorizations(SIZE, 2):
+            grid = make_grid({"r": r, "c": c})
+            found = correct(
+                distribute(logits, grid, layout), distribute(targets, grid, Layout(layout.dims[0]))
+            )  # fmt: skip
+            assert found == (logits.argmax(1) == targets).sum()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("with_bar", [True, False])
+def test_metrics_are_written_line_by_line(
+    with_bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_bar:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    step = {"loss": 1.5, "accuracy": 0.25, "lr": 0.1, "samples_per_s": 100.0}
+    with Progress(tmp_path, 2, speaks=True) as progress:
+        for number in (1, 2):
+            progress.add({"step": number, **step}, 0.0)
+            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == number
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == progress.history
+    shown = capsys.readouterr().err
+    assert ("2/2" if with_bar else "step 2 of 2: loss 1.5000, accuracy 0.250, samples/s 100") in shown
+
+
+@pytest.mark.serial
+def test_ranks_that_do_not_speak_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(tmp_path, 1, speaks=False) as progress:
+        progress.add({"step": 1}, 0.0)
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.serial
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = [{"step": i, "loss": 1 / i, "accuracy": 1 - 1 / i} for i in range(1, 50)]
+    assert plot(tmp_path / "a.png", history, 0.9, "title") == ""
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "no step" in plot(tmp_path / "b.png", [], None, "title")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert "pip install 'parlinalg[train]'" in plot(tmp_path / "c.png", history, None, "title")
+    assert running_mean([1.0] * 30 + [21.0])[-1] == pytest.approx(2.0)
+
+
+@pytest.mark.serial
+def test_steps_go_on_over_epochs() -> None:
+    class Two:
+        def epoch(self, number: int, parts: int) -> list[tuple[int, int]]:
+            return [(number, i) for i in range(2)]
+
+    assert list(batches(Two(), 5, 1)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]  # type: ignore[arg-type,comparison-overlap]
