@@ -102,19 +102,18 @@ def test_other_dtypes_keep_theirs(dtype, make_grid, world):
 
 
 def test_parameters_that_lie_side_by_side_are_updated_together(make_grid, world):
-    ps = parameters(make_grid({"a": world.size}))
-    grid = ps[0].grid
-    flat = grid.backend.zeros(sum(p.block.size for p in ps), np.float64)
-    at = 0
+    grid = make_grid({"a": world.size})
+    ps = [pla.Parameter(pla.distribute(v, grid, L.whole(v.ndim))) for v in values(0)]
+    flat, at = grid.backend.zeros(sum(p.size for p in ps), np.float64), 0
     for p in ps:
-        p.grad = pla.DistArray(flat[at : at + p.block.size].reshape(p.block.shape), p.shape, p.layout, grid)
-        at += p.block.size
+        p.grad = pla.DistArray(flat[at : at + p.size].reshape(p.shape), p.shape, p.layout, grid)
+        at += p.size
     optimizer = optim.SGD(ps, 0.1, 0.9)
     optimizer.step()
-    joined = runs(optimizer._entries)
-    assert [(r.p.size, r.g.size, r.states["momentum"].size) for r in joined] == [(flat.size,) * 3][: flat.size]
+    (joined,) = runs(optimizer._entries)
+    assert joined.p.size == joined.g.size == joined.states["momentum"].size == flat.size
     ps[1].grad = None
-    assert len(runs(optimizer._entries)) == (2 if all(p.block.size for p in ps) else 1)
+    assert [r.p.size for r in runs(optimizer._entries)] == [ps[0].size, ps[2].size]
 
 
 def test_a_parameter_without_a_gradient_stays(make_grid, world):
