@@ -110,6 +110,8 @@ class Layout:
 
     def with_partial(self, partial: AxisSpec) -> Layout:
         """The same cuts with other partial axes."""
+        if partial == self.partial:
+            return self
         return Layout(*self.dims, partial=partial)
 
     def without(self, axes: Iterable[str]) -> Layout:

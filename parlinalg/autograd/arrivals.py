@@ -6,6 +6,7 @@ axes, which costs nothing (a whole term counts on coordinate 0 only), and then m
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,13 @@ Term = tuple[Block, Layout]
 
 def plain(layout: Layout, grid: Grid) -> Layout:
     """The layout without axes of one rank, so that equal cuts compare equal."""
-    ones = [a for a in layout.axes if grid.sizes[a] == 1]
-    return layout.without(ones) if ones else layout
+    ones = tuple(a for a in layout.axes if grid.sizes[a] == 1)
+    return _without(layout, ones) if ones else layout
+
+
+@lru_cache(maxsize=4096)
+def _without(layout: Layout, axes: Cut) -> Layout:
+    return layout.without(axes)
 
 
 class Arrivals:

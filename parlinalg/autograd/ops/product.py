@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,32 +100,48 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str) -> Tensor:
         nothing = [_nothing(x), _nothing(w)]
         return record(DistArray(block, shape, plan.y, grid), [x, w], nothing)
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    x_work, w_work = plan.x_work, plan.w_work
-    xs, ws = at_work(x.data, x_work), at_work(w.data, w_work)
-    y = redistribute(local_product(plan, xs, ws, dtype), plan.y_work, plan.y, shape, grid, owned=True)
+    at = _Layouts.of(plan)
+    xs, ws = at_work(x.data, at.x), at_work(w.data, at.w)
+    y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
     kept_x, kept_w = (xs if "x" in keep else None), (ws if "w" in keep else None)
-    rest, work = plan.y.with_partial(()), Layout(*plan.b, *plan.m, *plan.n)
-    dx_layout = x_work.with_partial(tuple(chain(*plan.n)))
-    dw_layout = w_work.with_partial(tuple(chain(*plan.m)))
     xdata, wdata = x.data, w.data
 
     def gathered(g: Block) -> Block:
         # dy[b, m, n] at work, for both products
-        return redistribute(g, rest, work, shape, grid)
+        return redistribute(g, at.rest, at.dy, shape, grid)
 
     def dx(dy: Block) -> Term:
         # dx[b, m, k] = dy[b, m, n] wᵀ[b, n, k], partial over the axes that cut n
-        ws = at_work(wdata, w_work) if kept_w is None else kept_w
+        ws = at_work(wdata, at.w) if kept_w is None else kept_w
         d = gemm(as_matrix(dy, nb, nm), as_matrix(ws, nb, nk).swapaxes(-1, -2), dtype)
-        return d.reshape((*dy.shape[: nb + nm], *ws.shape[nb : nb + nk])), dx_layout
+        return d.reshape((*dy.shape[: nb + nm], *ws.shape[nb : nb + nk])), at.dx
 
     def dw(dy: Block) -> Term:
         # dw[b, k, n] = xᵀ[b, k, m] dy[b, m, n], partial over the axes that cut m
-        xs = at_work(xdata, x_work) if kept_x is None else kept_x
+        xs = at_work(xdata, at.x) if kept_x is None else kept_x
         d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
-        return d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), dw_layout
+        return d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
 
     return record(DistArray(y, shape, plan.y, grid), [x, w], [dx, dw], gathered)
+
+
+class _Layouts(NamedTuple):
+    """The layouts at work of a plan: of x, w, y and their gradients; `rest` is that of the gradient of y at rest."""
+
+    x: Layout
+    w: Layout
+    y: Layout
+    rest: Layout
+    dy: Layout
+    dx: Layout
+    dw: Layout
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(plan: Plan) -> _Layouts:
+        x, w, y = plan.x_work, plan.w_work, plan.y_work
+        dx, dw = x.with_partial(tuple(chain(*plan.n))), w.with_partial(tuple(chain(*plan.m)))
+        return _Layouts(x, w, y, plan.y.with_partial(()), y.with_partial(()), dx, dw)
 
 
 def _nothing(x: Tensor) -> Any:
