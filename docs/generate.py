@@ -52,7 +52,9 @@ def layouts() -> str:
             dims = (s.residual.dims, s.expand.w.dims, s.inner.dims, s.contract.w.dims)
             yield name, *(", ".join(axes(cut) for cut in d) for d in dims)
 
-    return table(("scheme", "x [batch, seq, k]", "w into a block [k, n]", "inside [batch, seq, n]", "w out of it"), rows())
+    return table(
+        ("scheme", "x [batch, seq, k]", "w into a block [k, n]", "inside [batch, seq, n]", "w out of it"), rows()
+    )
 
 
 EIGHT = {

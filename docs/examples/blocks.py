@@ -48,9 +48,7 @@ def run(scheme: str, kind: str) -> None:
     with pla.Grid({chosen.axes[0]: 2}) as grid:
         if grid.rank == 0:
             print(f"x {plan.x}, w {plan.w}, y {plan.y}")
-        X, W, DY = (
-            pla.distribute(a, grid, layout) for a, layout in ((x, plan.x), (w, plan.w), (dy, plan.y))
-        )
+        X, W, DY = (pla.distribute(a, grid, layout) for a, layout in ((x, plan.x), (w, plan.w), (dy, plan.y)))
         show("x", X)
         show("w", W)
         # both derivatives are products again, with the plan's roles permuted
