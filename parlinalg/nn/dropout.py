@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from parlinalg import random
 from parlinalg.array.reductions import summed
 from parlinalg.autograd import Tensor, record
+from parlinalg.backend import namespace
 from parlinalg.errors import ConfigError
 from parlinalg.nn.module import Module
 from parlinalg.nn.steps import Draws, current
@@ -42,9 +45,15 @@ class Dropout(Module):
             data.shape, data.grid, data.layout, 1 - self.p, seed=self.seed, name=self.name, call=draws.call(self.name),
             step=draws.step, start=draws.start,
         ).block  # fmt: skip
-        scale = x.dtype.type(1 / (1 - self.p))
-        rest = data.layout
-        return record(data.like(data.block * keep * scale), [x], [lambda g: (g * keep * scale, rest)])
+        scale, rest = x.dtype.type(1 / (1 - self.p)), data.layout
+        return record(data.like(_kept(data.block, keep, scale)), [x], [lambda g: (_kept(g, keep, scale), rest)])
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+def _kept(block: Any, keep: Any, scale: Any) -> Any:
+    """The elements kept, scaled; zeros elsewhere."""
+    out = namespace(block).asarray(block * keep)
+    out *= scale
+    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -98,6 +99,21 @@ def test_dropout_by_calls_steps_and_modes(make_grid, world):
     assert np.array_equal(ones.grad.gather(), first[0])
     assert model.eval()(ones) is ones
     assert model.train()[0].training
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(), (5, 3)])
+def test_dropout_keeps_the_dtype(dtype, shape, make_grid, world):
+    grid = make_grid({"a": world.size})
+    layout = L("a", None) if shape else L()
+    x = pla.Tensor(pla.ones(shape, grid, layout, dtype), requires_grad=True)
+    drop = nn.Dropout(0.5).initialize(3)
+    y = drop(x)
+    assert y.dtype == dtype
+    assert set(np.unique(y.gather().astype(float))) <= {0.0, 2.0}
+    y.backward(pla.ones(shape, grid, layout, dtype))
+    assert x.grad.dtype == dtype
+    assert np.array_equal(x.grad.gather(), y.gather())
 
 
 @pytest.mark.serial

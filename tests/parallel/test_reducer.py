@@ -64,6 +64,17 @@ def test_gradients_are_those_of_one_rank(name, make_grid, world, reference):
         assert all(any(np.may_share_memory(p.grad.block, f) for f in flats) for p in model.parameters() if p.block.size)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_planted_wrong_reduction_is_caught(make_grid, world, reference, monkeypatch):
+    monkeypatch.setattr(GradientReducer, "_start", lambda self, **_: None)
+    grid = make_grid({"data": world.size})
+    model = model_on(grid, DATA)
+    GradientReducer(model.parameters())
+    backward(model, grid, DATA)
+    with pytest.raises(AssertionError):
+        close(gradients(model), reference((0,)))
+
+
 def test_gradients_add_up(make_grid, world, reference):
     grid = make_grid({"data": world.size})
     model = model_on(grid, DATA)
