@@ -36,7 +36,7 @@ class Failed:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def start(program: str, ranks: int = 3, limit: float = 30, **env: str) -> Failed:
+    def start(program: str, ranks: int = 3, limit: float = 45, **env: str) -> Failed:
         path = tmp_path / "program.py"
         path.write_text(START + program)
         begin = time.monotonic()
@@ -64,7 +64,7 @@ def test_sleeping_rank(run) -> None:
     program = "if comm.rank == 1:\n    time.sleep(60)\ncomm.all_reduce(a)  # here\n"
     done = run(program)
     assert done.code != 0
-    assert done.seconds < 12
+    assert done.seconds < 25
     assert "ranks 0, 2 wait in all_reduce over ('r',)" in done.err
     assert line(program, "# here") in done.err
     assert "rank 1 never came" in done.err
@@ -103,7 +103,7 @@ def test_raising_rank(run) -> None:
     program = "print('before')\nif comm.rank == 1:\n    raise ValueError('boom')\ncomm.all_reduce(a)\n"
     done = run(program)
     assert done.code != 0
-    assert done.seconds < 12
+    assert done.seconds < 25
     assert "[rank 1] ValueError: boom" in done.err
     assert f"line {line(program, 'boom').partition(':')[2]}" in done.err
     assert done.out.count("before") >= 1
@@ -129,7 +129,7 @@ def test_sys_exit(run) -> None:
     program = "if comm.rank == 1:\n    sys.exit(3)\ncomm.all_reduce(a)\n"
     done = run(program)
     assert done.code == 3
-    assert done.seconds < 12
+    assert done.seconds < 25
     assert "rank 1 left early (sys.exit(3) at" in done.err
     assert line(program, "sys.exit") in done.err
     assert "ranks 0, 2 wait in all_reduce over ('r',)" in done.err
@@ -145,7 +145,7 @@ def test_all_exit_alike(run) -> None:
 def test_early_return(run) -> None:
     done = run("if comm.rank != 1:\n    comm.all_reduce(a)\n")
     assert done.code != 0
-    assert done.seconds < 12
+    assert done.seconds < 25
     assert "rank 1 left early (at the end of its program) while ranks 0, 2 wait in all_reduce" in done.err
 
 
@@ -184,7 +184,7 @@ comm.all_reduce(a)
 """
     done = run(program)
     assert done.code != 0
-    assert done.seconds < 12
+    assert done.seconds < 25
     assert "'rank': 1, 'host'" in done.out
 
 
@@ -246,4 +246,4 @@ with StopSignals() as stop:
     done = run(program, PARLINALG_TIMEOUT="0")
     assert done.code != 0
     assert "a second SIGTERM ends the run at once" in done.err
-    assert done.seconds < 15
+    assert done.seconds < 25

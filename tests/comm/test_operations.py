@@ -137,6 +137,16 @@ def test_several_under_way(comm: Comm) -> None:
     np.testing.assert_array_equal(got(whole), ranks)
 
 
+def test_ranks_may_wait_in_different_orders(comm: Comm) -> None:
+    """The second phases of 16-bit all-reduces start in one order on all ranks, whatever each waits for first."""
+    blocks = [put(np.full(20, comm.rank + 10 * i, np.float16)) for i in range(4)]
+    handles = [comm.all_reduce(block, wait=False) for block in blocks]
+    for handle in handles[:: -1 if comm.rank % 2 else 1]:
+        handle.wait()
+    for i, block in enumerate(blocks):
+        np.testing.assert_array_equal(got(block), sum(range(comm.size)) + 10 * i * comm.size)
+
+
 def test_a_forgotten_handle_keeps_its_buffers(comm: Comm) -> None:
     for _ in range(20):
         comm.all_reduce(put(np.full(1000, comm.rank, np.float64)), wait=False)
