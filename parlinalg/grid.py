@@ -8,7 +8,7 @@ from types import TracebackType
 
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import place, set_blas_threads, sharing
-from parlinalg.comm import Comm, open_comm
+from parlinalg.comm import Comm, between_gpus, open_comm
 from parlinalg.comm.place import place_on_node
 from parlinalg.comm.single import SingleComm
 from parlinalg.errors import GridError
@@ -83,7 +83,7 @@ class Grid:
             raise
         self.coords = self.coords_of(self.rank) if self.inside else {}
         cart = self.world.cartesian(self.sizes)
-        self._cart: Comm = SingleComm() if cart is None else cart
+        self._cart: Comm = SingleComm() if cart is None else between_gpus(cart, self.backend.name)
         local_ranks = place_on_node(self.world)[1]
         self.threads = set_blas_threads(sharing(self.world.share(place()), self.rank, local_ranks))
 
@@ -91,9 +91,11 @@ class Grid:
         """The sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
         problem = _problem(sizes, self.world.size, idle)
         mine = [problem, {} if problem else {a: int(n) for a, n in sizes.items()}, str(backend)]
-        for rank, theirs in enumerate(self.world.share(mine)):
-            if theirs[0]:
-                raise GridError(theirs[0])
+        everyone = self.world.share(mine)
+        for told, *_ in everyone:
+            if told:
+                raise GridError(told)
+        for rank, theirs in enumerate(everyone):
             if theirs[1:] != mine[1:] or list(theirs[1]) != list(mine[1]):
                 raise GridError(
                     f"rank {rank} makes a grid {theirs[1]} with backend {theirs[2]!r}, rank {self.world.rank} one of "

@@ -17,7 +17,18 @@ from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
 from parlinalg.errors import CommError
 
-__all__ = ["Book", "Comm", "Handle", "SingleComm", "StopSignals", "check_replicas", "ledger", "open_comm", "ranks_map"]
+__all__ = [
+    "Book",
+    "Comm",
+    "Handle",
+    "SingleComm",
+    "StopSignals",
+    "between_gpus",
+    "check_replicas",
+    "ledger",
+    "open_comm",
+    "ranks_map",
+]
 
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
@@ -58,6 +69,34 @@ def open_comm(comm: Any = None) -> Comm:
 
     guard(made)
     return made
+
+
+def between_gpus(comm: Comm, backend: str) -> Comm:
+    """The communicator that moves the blocks of a grid: through NCCL where every rank has a GPU of its own, else `comm`.
+
+    `PARLINALG_NCCL=0` leaves all to MPI; `PARLINALG_NCCL=1` raises a CommError where NCCL cannot be used, which "auto",
+    the default, passes over.  Collective.
+    """
+    wish = os.environ.get("PARLINALG_NCCL", "auto")
+    if wish not in ("auto", "0", "1"):
+        raise CommError(f"PARLINALG_NCCL={wish!r}: use 0 (never), 1 (always) or auto (where every rank has a GPU)")
+    if backend != "cupy" or wish == "0" or comm.size == 1:
+        return comm
+    try:
+        from parlinalg.comm.nccl import nccl_over
+
+        problem = ""
+    except ImportError as error:
+        problem = f"CuPy's NCCL cannot be loaded: {error}"
+    try:
+        for rank, theirs in enumerate(comm.share(problem)):
+            if theirs:
+                raise CommError(f"rank {rank}: {theirs}; PARLINALG_NCCL=0 leaves the blocks to MPI")
+        return nccl_over(comm)
+    except CommError:
+        if wish == "1":
+            raise
+        return comm
 
 
 def _check_launcher(size: int, why: str) -> None:

@@ -155,7 +155,12 @@ class MpiComm(Comm):
             )
         if self.rank >= need:
             return None
-        return self.sub(range(need), tuple(sizes))
+        made = self.sub(range(need), tuple(sizes))
+        if isinstance(made, MpiComm):  # MPI knows the topology too: row-major, not periodic, ranks as they are
+            plain, dims = made.mpi, list(sizes.values())
+            made.mpi = plain.Create_cart(dims, [False] * len(dims), reorder=False)
+            plain.Free()
+        return made
 
     def open_shadow(self) -> MpiComm:
         """A second communicator of the same ranks, for the second phases of nonblocking 16-bit all-reduces."""
