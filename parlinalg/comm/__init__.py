@@ -72,7 +72,7 @@ def open_comm(comm: Any = None) -> Comm:
 
 
 def between_gpus(comm: Comm, backend: str) -> Comm:
-    """The communicator that moves the blocks of a grid: through NCCL where every rank has a GPU of its own, else `comm`.
+    """The communicator that moves a grid's blocks: through NCCL where every rank has a GPU of its own, else `comm`.
 
     `PARLINALG_NCCL=0` leaves all to MPI; `PARLINALG_NCCL=1` raises a CommError where NCCL cannot be used, which "auto",
     the default, passes over.  Collective.
