@@ -86,7 +86,7 @@ def variance(a: DistArray, axis: Axis = None, ddof: int = 0, keepdims: bool = Fa
     return total(squares, dims, None, keepdims, False) / max(0, count - ddof)
 
 
-_IDENTITY = {"max": -math.inf, "min": math.inf, "any": False, "all": True, "prod": 1}
+_IDENTITY = {"max": -math.inf, "min": math.inf, "any": False, "all": True}
 
 
 def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
@@ -136,6 +136,8 @@ def _identity(name: str, dtype: np.dtype[Any]) -> Any:
         return np.bool_(_IDENTITY[name])
     if name in ("max", "min") and dtype.kind == "b":
         return np.bool_(name == "min")
+    if name == "prod":
+        return np.ones(0, dtype).prod()  # in the dtype of a product of items, which is wider for short integers
     return np.asarray(_IDENTITY[name], dtype=dtype)[()]
 
 

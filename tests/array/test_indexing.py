@@ -1,0 +1,180 @@
+"""Slices, transposes, reshapes, scalars and printing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import parlinalg as pla
+import parlinalg.array.indexing as module
+from parlinalg.errors import LayoutError
+from parlinalg.layout import Layout
+from tests.agreement import agreed
+from tests.cases import check, grids, layouts, numbers, pairs, placed, same
+
+KEYS = [
+    np.s_[1:4], np.s_[:, 2], np.s_[-1], np.s_[::2, 1:], np.s_[..., 0], np.s_[None, 2:5], np.s_[:, None, ::3],
+    np.s_[3, 1],
+    np.s_[5:2], np.s_[100:], np.s_[-3:-1, -2:], np.s_[...], np.s_[:], np.s_[np.int64(2), ..., None], np.s_[1::2, ::2],
+]  # fmt: skip
+
+
+@pytest.fixture
+def grid(make_grid, world):
+    return make_grid(grids(world.size)[1])
+
+
+@pytest.mark.parametrize("buffer", [3, 1 << 22])
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_slices(grid, monkeypatch, key, buffer):
+    monkeypatch.setattr(module, "BUFFER", buffer)
+    values = numbers((7, 5), seed=1)
+    for layout, _ in pairs(layouts(grid.axes, 2), [0], 6, seed=len(str(key))):
+        x = pla.distribute(values, grid, layout)
+        result = x[key]
+        assert result.shape == values[key].shape
+        check(result, values[key])
+        kept = [a for a in layout.axes if a in result.layout.axes]
+        assert set(result.layout.axes) == set(kept)
+
+
+def test_negative_steps_of_whole_dims(grid):
+    values = numbers((6, 5))
+    x = placed(values, grid, Layout(grid.axes, None))
+    check(x[:, ::-1], values[:, ::-1])
+    check(x[:, 4:0:-2], values[:, 4:0:-2])
+    check(x[1:5, ::-1], values[1:5, ::-1])
+    if grid.size > 1:
+        with pytest.raises(
+            IndexError, match=r"a negative step on dim 0, which .* cuts; redistribute to Layout\(None, None\) first"
+        ):
+            x[::-1]
+
+
+def test_wrong_keys(grid):
+    x = placed(numbers((6, 5)), grid, Layout(grid.axes, None))
+    for key in ([0, 1], np.array([1, 2]), "name", 1.5, True, x > 0, (slice(None), [1])):
+        with pytest.raises(TypeError, match=r"indexed by integers, slices, \.\.\. and None, not by"):
+            x[key]
+    with pytest.raises(IndexError, match="index 6 is out of bounds for dim 0 of size 6"):
+        x[6]
+    with pytest.raises(IndexError, match="3 indices for an array of 2 dims"):
+        x[1, 2, 3]
+    with pytest.raises(TypeError, match=r"not assigned one by one; build it by parlinalg\.from_function or where"):
+        x[0] = 1
+
+
+@given(st.data())
+@agreed
+def test_any_slice(world, backend, data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=3)))
+    key = tuple(data.draw(st.slices(n).filter(lambda s: (s.step or 1) > 0)) for n in shape)
+    seed = data.draw(st.integers(0, 10**6))
+    with pla.Grid(grids(world.size)[seed % 3], world, backend) as grid:
+        layout, _ = next(pairs(layouts(grid.axes, len(shape)), [0], 1, seed))
+        values = numbers(shape, seed=seed)
+        check(pla.distribute(values, grid, layout)[key], values[key])
+
+
+def test_transposes_are_views(grid, xp):
+    values = numbers((3, 4, 5), complex)
+    x = placed(values, grid, Layout(grid.axes[0], None, grid.axes[1]))
+    same(x.T, values.T)
+    same(x.mT, values.mT)
+    same(x.transpose(1, 2, 0), values.transpose(1, 2, 0))
+    same(x.transpose((2, 0, 1)).T.transpose(0, 2, 1), values.transpose((2, 0, 1)).T.transpose(0, 2, 1))
+    same(x.H, values.conj().T)
+    assert x.T.layout == Layout(grid.axes[1], None, grid.axes[0])
+    x.T.block[...] = 0
+    same(x, np.zeros_like(values))
+    real = placed(numbers((3, 4)), grid, Layout(grid.axes, None))
+    real.H.block[...] = 2
+    same(real, np.full((3, 4), 2.0))
+    with pytest.raises(ValueError, match="takes each of 0 to 2 once, not"):
+        x.transpose(0, 0, 1)
+    with pytest.raises(ValueError, match="mT needs at least two dims"):
+        pla.zeros((3,), grid, Layout(None)).mT
+
+
+def test_astype_copy_real_imag(grid):
+    values = numbers((3, 4), complex)
+    x = placed(values, grid, Layout(grid.axes, None))
+    same(x.real, values.real)
+    same(x.imag, values.imag)
+    same(x.conj(), values.conj())
+    same(x.real.astype(np.int16), values.real.astype(np.int16))
+    same(x.astype("complex64"), values.astype("complex64"))
+    y = x.copy()
+    y.block[...] = 0
+    same(x, values)
+
+
+def test_reshape_keeps_blocks_or_says_what_would(make_grid, world):
+    grid = make_grid({"a": world.size})
+    p = world.size
+    for old, new, layout, then in (
+        ((2 * p, 6), (2 * p, 2, 3), Layout("a", None), Layout("a", None, None)),
+        ((2 * p, 6), (12 * p,), Layout("a", None), Layout("a")),
+        ((12 * p,), (p, 3, 4), Layout("a"), Layout("a", None, None)),
+        ((3, 2 * p), (3, p, 2), Layout(None, "a"), Layout(None, "a", None)),
+        ((1, 2 * p), (2 * p,), Layout(None, "a"), Layout("a")),
+        ((2 * p,), (1, 2 * p, 1), Layout("a"), Layout(None, "a", None)),
+        ((4, 6), (-1,), Layout(None, None), Layout(None)),
+        ((p, 0), (0, 5), Layout(None, None), Layout(None, None)),
+        ((1,), (), Layout(None), Layout()),
+    ):
+        values = numbers(old)
+        result = pla.distribute(values, grid, layout).reshape(new)
+        check(result, values.reshape(new))
+        if p > 1:
+            assert result.layout == then, (old, new)
+    x = pla.distribute(numbers((3, 4 * p)), grid, Layout(None, "a"))
+    same(
+        x.reshape(3, 4, p) if p == 1 else x.reshape(3, 4 * p),
+        numbers((3, 4 * p)).reshape((3, 4, p) if p == 1 else (3, 4 * p)),
+    )
+    if p > 1:
+        with pytest.raises(
+            LayoutError,
+            match=r"cuts dims \[1\], whose pieces are not pieces of the new dims; redistribute to Layout\(None, None\)",
+        ):
+            x.reshape(12 * p)
+        y = pla.distribute(numbers((2 * p + 1, 3)), grid, Layout("a", None))
+        same(y.reshape(2 * p + 1, 1, 3), numbers((2 * p + 1, 3)).reshape(2 * p + 1, 1, 3))
+    with pytest.raises(ValueError, match=r"does not reshape to \(5, -1\)"):
+        pla.zeros((3, 4), grid, Layout(None, None)).reshape(5, -1)
+
+
+def test_scalars(grid):
+    for layout in (Layout(grid.axes, None), Layout(None, None), Layout(None, None, partial=grid.axes)):
+        x = pla.distribute(np.array([[3.0]]), grid, layout)
+        assert x.item() == 3.0
+        assert type(x.item()) is float
+        assert bool(x)
+    total = pla.distribute(np.arange(5), grid, Layout(grid.axes)).sum()
+    assert (int(total), float(total), complex(total), total.item()) == (10, 10.0, 10 + 0j, 10)
+    with pytest.raises(
+        ValueError, match=r"truth value of an array of shape \(2,\) is ambiguous; use any\(\) or all\(\)"
+    ):
+        bool(pla.zeros((2,), grid, Layout(None)))
+    with pytest.raises(ValueError, match=r"item\(\) takes an array of one element; this one has shape \(2,\)"):
+        pla.zeros((2,), grid, Layout(None)).item()
+    with pytest.raises(TypeError, match="only an array without dims becomes a Python scalar"):
+        float(pla.zeros((1,), grid, Layout(None)))
+    with pytest.raises(TypeError, match="without dims"):
+        len(total)
+
+
+def test_printing_is_alike_on_all_ranks(grid, world):
+    for shape in ((), (3,), (4, 5), (40, 100), (3, 500), (0, 3), (7, 8, 30)):
+        values = np.arange(math.prod(shape), dtype=float).reshape(shape)
+        for layout, _ in pairs(layouts(grid.axes, len(shape)), [0], 3, seed=len(shape)):
+            x = placed(values, grid, layout.with_partial(()))
+            text = str(x)
+            assert text == f"{x!r}\n{np.array2string(values)}"
+            assert all(theirs == text for theirs in world.share(text))
+    assert repr(x).startswith(f"DistArray(shape=(7, 8, 30), dtype=float64, layout={x.layout!r}, grid=Grid(")
