@@ -28,7 +28,6 @@ extensions = [
 ]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-suppress_warnings = ["toc.empty_glob"]  # pages that only some checkouts have
 exclude_patterns = ["_build"]
 default_role = "py:obj"
 add_module_names = False
@@ -149,6 +148,13 @@ def escape_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = out
 
 
+def leave_out_missing(app: Any, page: str, source: list[str]) -> None:
+    """Leave the benchmarks out of the contents of a checkout that has not run them."""
+    if page == "index" and not (Path(app.srcdir) / "benchmarks.md").exists():
+        source[0] = source[0].replace("\nbenchmarks\n", "\n")
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", leave_out_missing)
     app.connect("config-inited", write_reference)
     app.connect("autodoc-process-docstring", escape_docstring, priority=100)

@@ -136,6 +136,15 @@ def test_every_key_of_a_configuration_is_documented() -> None:
     assert not [key for key in dict.fromkeys(keys) if f"`{key}`" not in page]
 
 
+def test_the_configuration_shown_is_one(tmp_path: Path) -> None:
+    from parlinalg.train.config import load
+    from parlinalg.train.parallel import share_out
+
+    (shown,) = (b for b in blocks(DOCS / "guide" / "configuration.md") if "# my_config.py" in b)
+    (tmp_path / "my_config.py").write_text(shown)
+    assert share_out(load(tmp_path / "my_config.py").parallel, 4).axes == {"data": 2, "t": 2}
+
+
 def test_every_scheme_is_in_the_order_of_the_tables() -> None:
     generate = load(DOCS / "generate.py")
     assert set(generate.schemes()) == set(generate.ORDER)
