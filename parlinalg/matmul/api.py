@@ -67,6 +67,8 @@ def matmul(
                 f"matmul: {name} is {x.layout!r}, not summed yet; sum it by "
                 f".redistribute({x.layout.with_partial(())!r})"
             )
+    if a.dtype.kind == b.dtype.kind == "b":
+        raise TypeError("matmul: a product of two boolean arrays has no sum over ranks; make one .astype(np.int64)")
     if beta and out is None:
         raise ValueError(f"matmul: beta = {beta} needs out=, the array it multiplies")
     if out is not None:
