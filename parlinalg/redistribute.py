@@ -23,7 +23,7 @@ Work = Generator[Handle, None, Block]
 Order = tuple[int, ...] | None
 
 #: Elements that a move may hold beside its source and its target (send and receive pieces).
-BUFFER = 1 << 22
+BUFFER = 1 << 19
 
 
 class Move:
@@ -139,17 +139,18 @@ def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned:
 def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     before, after = grid.block(step.src, shape), grid.block(step.dst, shape)
     out = grid.backend.zeros(tuple(len(r) for r in after), block.dtype)
-    out[_inside(before, after)] = block
+    out[inside(before, after)] = block
     yield from ()
     return out
 
 
 def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     yield from ()
-    return block[_inside(grid.block(step.dst, shape), grid.block(step.src, shape))]
+    return block[inside(grid.block(step.dst, shape), grid.block(step.src, shape))]
 
 
-def _inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
+def inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
+    """The slices that cut the rectangle `part` out of a block that is the rectangle `whole`."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 

@@ -19,6 +19,7 @@ from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
     from parlinalg.comm.ledger import Book
+    from parlinalg.comm.shared import Common
 
 Block = Any
 """A C-contiguous NumPy or CuPy array."""
@@ -68,6 +69,8 @@ class Comm(ABC):
         self.key = enrol(self) if size > 1 else "self"
         """The same on all members, different from other communicators; for the monitor."""
         self._parcels: dict[int, list[Block]] = {}
+        self.shared: Common | None = None
+        """The memory the members have in common, once they have some (`parlinalg.comm.shared`)."""
         here = nodes[rank]
         self.local_rank = nodes[:rank].count(here)
         self.local_size = nodes.count(here)
@@ -292,6 +295,11 @@ class Comm(ABC):
         """Every rank's payload, in rank order, on every rank."""
 
     # ------------------------------------------------------------------------------------------------ checks
+
+    def count(self, op: str, words: int, itemsize: int) -> None:
+        """Enter a call that was made through common memory in the ledger: `words` as those of the operation `op`."""
+        if self.books:
+            self._note(op, words, itemsize)
 
     def _note(self, op: str, words: int, itemsize: int) -> None:
         for book in self.books:

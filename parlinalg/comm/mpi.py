@@ -174,6 +174,7 @@ class MpiComm(Comm):
                 handle.wait()
             if self._shadow is not None:
                 self._shadow.free()
+            self.shared = None
             self.mpi.Free()
             strike(self)
             self.mpi = _Freed(self.axes)  # type: ignore[assignment]

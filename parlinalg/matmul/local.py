@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.plan import Plan
 
 Block = Any
 
@@ -43,3 +44,12 @@ def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
         return xp.matmul(x, w, out=out)
     y = xp.matmul(x, w)
     return y if work == dtype else y.astype(dtype)
+
+
+def local_product(plan: Plan, xs: Block, ws: Block, dtype: Any, out: Block = None) -> Block:
+    """The local term of y from blocks at work; `out`, contiguous and not of 16-bit floats, receives it."""
+    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
+    left, right = as_matrix(xs, nb, nm), as_matrix(ws, nb, nk)
+    into = None if out is None else out.reshape((*left.shape[:-1], right.shape[-1]))
+    y = gemm(left, right, dtype, into)
+    return y.reshape((*xs.shape[: nb + nm], *ws.shape[nb + nk :]))

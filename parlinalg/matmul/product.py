@@ -14,7 +14,7 @@ from parlinalg.array.core import effective, same_grid
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.matmul.local import as_matrix, gemm
+from parlinalg.matmul.node import at_work_for_now, multiplied
 from parlinalg.plan import Plan
 from parlinalg.redistribute import redistribute
 
@@ -56,13 +56,6 @@ def at_work(array: DistArray, work: Layout) -> Block:
     return redistribute(array.block, array.layout, work, array.shape, array.grid, order=array.order)
 
 
-def local_product(plan: Plan, xs: Block, ws: Block, dtype: Any) -> Block:
-    """The local term of y from blocks at work."""
-    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    y = gemm(as_matrix(xs, nb, nm), as_matrix(ws, nb, nk), dtype)
-    return y.reshape((*xs.shape[: nb + nm], *ws.shape[nb + nk :]))
-
-
 def product(plan: Plan, x: DistArray, w: DistArray) -> DistArray:
     """`y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]` by gathered panels.
 
@@ -78,5 +71,5 @@ def product(plan: Plan, x: DistArray, w: DistArray) -> DistArray:
     dtype = np.result_type(x.dtype, w.dtype)
     if not grid.inside:
         return DistArray(grid.backend.empty((0,) * len(shape), dtype), shape, plan.y, grid)
-    y = local_product(plan, at_work(x, plan.x_work), at_work(w, plan.w_work), dtype)
-    return DistArray(redistribute(y, plan.y_work, plan.y, shape, grid, owned=True), shape, plan.y, grid)
+    with at_work_for_now(x, plan.x_work) as xs, at_work_for_now(w, plan.w_work) as ws:
+        return DistArray(multiplied(plan, xs, ws, shape, dtype, grid), shape, plan.y, grid)

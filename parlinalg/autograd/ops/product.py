@@ -14,8 +14,8 @@ from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.errors import LayoutError, PlanError
 from parlinalg.layout import Layout
-from parlinalg.matmul.local import as_matrix, gemm
-from parlinalg.matmul.product import at_work, check_operands, local_product, result_shape
+from parlinalg.matmul.local import as_matrix, gemm, local_product
+from parlinalg.matmul.product import at_work, check_operands, result_shape
 from parlinalg.plan import Plan
 from parlinalg.redistribute import redistribute
 

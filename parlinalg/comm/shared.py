@@ -1,0 +1,117 @@
+"""Memory that all ranks of a communicator have in common, where they are on one node.
+
+What a rank writes there the others read in place: a gathered block is written once, not once a rank, and the terms of a
+sum are added where they lie.  The memory is kept with the communicator and used again, because new pages cost as much
+as copies.  It is an unlinked file in memory whose pages are reserved before use, so that too little of it (containers
+often allow 64 MB) means None here and not a signal later.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from parlinalg.comm.base import Comm
+
+FOLDER = "/dev/shm"
+SPARE = 2
+"""How many times the bytes asked for must be free: MPI itself lives there too."""
+
+least = 1 << 18
+"""Blocks of fewer bytes travel as messages, which need fewer barriers."""
+
+
+@dataclass
+class Common:
+    """The common memory of one communicator."""
+
+    memory: mmap.mmap | None = None
+    refused: float = math.inf
+    """The least number of bytes that could not be had."""
+    in_use: bool = field(default=False)
+
+
+@contextmanager
+def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
+    """An array that every rank of `comm` sees, for the length of a `with` block; None where it cannot be had.
+
+    Collective: all ranks ask for the same shape.  Its elements are whatever was there before; after writing, a barrier
+    makes them visible.  No rank may write before all have entered, which entering waits for, nor keep a view of it.
+    """
+    held = _held(comm)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if held is None or held.in_use or not least <= size < held.refused:
+        yield None
+        return
+    if held.memory is None or len(held.memory) < size:
+        held.memory = None
+        held.memory = _made(comm, size)
+        if held.memory is None:
+            held.refused = size
+            yield None
+            return
+    else:
+        comm.barrier()  # the others may still read what was there
+    held.in_use = True
+    try:
+        yield np.frombuffer(held.memory, dtype, math.prod(shape)).reshape(shape)
+    finally:
+        held.in_use = False
+
+
+def _held(comm: Comm) -> Common | None:
+    """The communicator's common memory; None where its ranks are not on one node, or every call is checked."""
+    if comm.size == 1 or comm.local_size != comm.size or comm.checked or os.environ.get("PARLINALG_SHARED") == "0":
+        return None
+    if comm.shared is None:
+        comm.shared = Common()
+    return comm.shared
+
+
+def _made(comm: Comm, size: int) -> mmap.mmap | None:
+    """So many bytes that all ranks have mapped, or None on all of them."""
+    path = _reserved(size) if comm.rank == 0 else ""
+    path = comm.share(path)[0]
+    mapped = _mapped(path, size) if path else None
+    everyone = path and all(comm.share(mapped is not None))
+    if path and comm.rank == 0:
+        os.unlink(path)
+    return mapped if everyone else None
+
+
+def _reserved(size: int) -> str:
+    """The path of a new file of so many bytes of memory; empty if there is too little."""
+    try:
+        room = os.statvfs(FOLDER)
+        if room.f_bavail * room.f_frsize < SPARE * size:
+            return ""
+        descriptor, path = tempfile.mkstemp(prefix="parlinalg-", dir=FOLDER)
+    except (OSError, AttributeError):
+        return ""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except (OSError, AttributeError):
+        os.unlink(path)
+        return ""
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _mapped(path: str, size: int) -> mmap.mmap | None:
+    try:
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+    except OSError:
+        return None
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
