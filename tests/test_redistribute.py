@@ -38,7 +38,7 @@ def test_any_layout_to_any_other(make_grid, world, full, monkeypatch, which, ndi
     most = None if full and ndim < 3 else SAMPLE[world.size]
     for t, (src, dst) in enumerate(pairs(every, every, most, seed=ndim)):
         for shape in shapes if full else shapes[t % len(shapes) :][:1]:
-            monkeypatch.setattr(module, "BUFFER", 7 if t % 4 == 0 else 1 << 22)
+            monkeypatch.setattr(module, "BUFFER", 7 if t % 4 == 0 else 1 << 19)
             expected = numbers(shape, seed=3)
             if (src, shape) not in sources:
                 sources[src, shape] = terms(expected, grid, src)
@@ -68,7 +68,7 @@ def test_sums_count_as_the_collectives_do(make_grid, world):
         assert book.words.total() == (expected if world.size > 1 else 0)
 
 
-@pytest.mark.parametrize("buffer", [3, 1 << 22])
+@pytest.mark.parametrize("buffer", [3, 1 << 19])
 def test_started_moves_finish_later(make_grid, world, monkeypatch, buffer):
     monkeypatch.setattr(module, "BUFFER", buffer)
     grid = make_grid(grids(world.size)[1])

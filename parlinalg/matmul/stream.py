@@ -31,7 +31,7 @@ from parlinalg.units import parse_bytes
 
 Block = Any
 
-#: Elements of the tile in which a panel's product is added to a stationary y.
+#: The most elements of the tile in which a panel's product is added to a stationary y, of which it is a sixteenth at most.
 TILE = 1 << 16
 
 
@@ -80,7 +80,11 @@ class Buffers:
 
 
 def buffers(plan: Plan, x: tuple[int, ...], w: tuple[int, ...], grid: Grid) -> list[Buffers]:
-    """The kernels for a product, the preferred first; the same on all ranks."""
+    """The kernels for a product, the preferred first; the same on all ranks.
+
+    For matrices that rest evenly cut this is what `parlinalg.matmul.needs` says of a plan.  Beside it a move
+    holds at most `redistribute.BUFFER` elements, and a stationary y a tile of at most a sixteenth of its size.
+    """
     shape = result_shape(plan, x, w)
     fullest = dict.fromkeys(grid.sizes, 0)  # the first rank's pieces are the longest of every dim
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
@@ -110,11 +114,7 @@ def buffers(plan: Plan, x: tuple[int, ...], w: tuple[int, ...], grid: Grid) -> l
                 whole += full[name]
             elif full[name] and length:
                 line += 2 * full[name] // length
-        found.append(
-            Buffers(
-                stationary, length, whole + (min(TILE, volume(plan.y_work, shape)) if stationary == "y" else 0), line
-            )
-        )
+        found.append(Buffers(stationary, length, whole, line))
     return found
 
 
@@ -251,8 +251,9 @@ def _ahead(over: Iterator[range], *operands: Operand) -> Iterator[list[Block]]:
 
 
 def _accumulate(y: Block, x: Block, w: Block) -> None:
-    """`y += x @ w`, in tiles of rows that stay in cache."""
-    rows = max(1, TILE // max(1, math.prod(y.shape) // max(1, y.shape[-2])))
+    """`y += x @ w`, in tiles of rows that stay in cache and are small beside y."""
+    size = math.prod(y.shape)
+    rows = max(1, min(TILE, size // 16) * y.shape[-2] // max(1, size))
     for start in range(0, y.shape[-2], rows):
         part = (..., slice(start, start + rows), slice(None))
         y[part] += gemm(x[part], w, y.dtype)

@@ -28,7 +28,7 @@ def grid(make_grid, world):
     return make_grid(grids(world.size)[1])
 
 
-@pytest.mark.parametrize("buffer", [3, 1 << 22])
+@pytest.mark.parametrize("buffer", [3, 1 << 19])
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_slices(grid, monkeypatch, key, buffer):
     monkeypatch.setattr(module, "BUFFER", buffer)

@@ -11,7 +11,6 @@ import pytest
 import parlinalg as pla
 from parlinalg.errors import PlanError
 from parlinalg.layout import Layout
-from parlinalg.matmul import stream as module
 from parlinalg.matmul.assign import assign
 from parlinalg.matmul.stream import buffers, panels, stream
 from parlinalg.plan import Plan
@@ -122,7 +121,7 @@ def test_the_memory_given_is_kept_to(make_grid, world, backend, full, monkeypatc
     if backend != "numpy":
         return  # device memory is not traced
     grid = make_grid(grids(world.size)[1])
-    monkeypatch.setattr(module, "TILE", 1 << 12)
+    monkeypatch.setattr("parlinalg.redistribute.BUFFER", 1 << 12)
     side = 1200 if full else 480
     p, q = grid.axes
     a = np.random.default_rng(0).standard_normal((side, side))
