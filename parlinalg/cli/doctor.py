@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from parlinalg.backend import Backend, select
-from parlinalg.backend.blas import cores, set_blas_threads
+from parlinalg.backend.blas import cores, place, sharing
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives, gemm_rate
-from parlinalg.cli.parser import Commands
-from parlinalg.comm import Comm, open_comm
+from parlinalg.cli.parser import Commands, say
+from parlinalg.comm import open_comm
 from parlinalg.comm.about import about_mpi
 from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
 from parlinalg.units import format_bytes
 
 EXTRAS = (
@@ -46,35 +47,33 @@ def run(args: argparse.Namespace) -> int:
     """Examine, and print the page on rank 0."""
     mpi = about_mpi()
     comm = open_comm()
-    backend = select("auto", comm.local_rank)
-    threads = set_blas_threads(comm.local_size)
-    hosts = comm.share(platform.node())
-    rates = comm.share([gemm_rate(backend, dtype) for dtype in ("float32", "float64")])
-    same = len(set(comm.share(backend.name))) == 1
-    measured = collectives(comm, backend) if comm.size > 1 and same else []
-    if comm.rank == 0:
-        print("\n".join(_page(mpi, comm, backend, threads, hosts, rates, measured)), flush=True)
-    comm.free()
+    with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would
+        hosts = comm.share(platform.node())
+        sharers = sharing(comm.share(place()), comm.rank)
+        rates = comm.share([gemm_rate(grid.backend, dtype) for dtype in ("float32", "float64")])
+        measured = collectives(comm, grid.backend) if comm.size > 1 else []
+        if comm.rank == 0:
+            say("\n".join(_page(mpi, grid, hosts, sharers, rates, measured)))
     return 0
 
 
 def _page(
     mpi: dict[str, str],
-    comm: Comm,
-    backend: Backend,
-    threads: int,
+    grid: Grid,
     hosts: list[str],
+    sharers: int,
     rates: list[list[float]],
     measured: list[tuple[str, float, float]],
 ) -> list[str]:
     from parlinalg import __version__
 
+    comm, backend, threads = grid.world, grid.backend, grid.threads
     lines = [f"parlinalg {__version__}, Python {platform.python_version()}, NumPy {np.__version__}", ""]
     lines += _rows("MPI", _mpi(mpi))
     by_host = ", ".join(f"{hosts.count(h)} on {h}" for h in dict.fromkeys(hosts))
     lines += _rows("ranks", [f"{comm.size} ({by_host})", *([] if comm.size > 1 else [_how_to_start()])])
-    shared = "" if comm.local_size == 1 else f", shared with {comm.local_size - 1} others on its host"
-    lines += _rows("cores", [f"{cores()} for this rank{shared}"])
+    shared = "" if sharers == 1 else f", shared by {sharers} ranks"
+    lines += _rows("cores", [f"{len(cores())} for rank 0{shared}"])
     lines += _rows("BLAS", [f"{_blas()}, {threads} thread{'s' * (threads > 1)} a rank"])
     lines += _rows("backends", _backends(backend))
     lines += _rows("GEMM", [_rate(name, [r[i] for r in rates]) for i, name in enumerate(("float32", "float64"))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import IO, Any
 
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -15,6 +16,14 @@ def speaks() -> bool:
     """Whether this process tells the user what all ranks have to say; known before MPI is started."""
     told = next((os.environ[name] for name in RANK if name in os.environ), "0")
     return told == "0"
+
+
+def say(text: str) -> None:
+    """Print a page; a reader who has seen enough (`| head`) may close the pipe."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Parser(argparse.ArgumentParser):

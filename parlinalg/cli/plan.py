@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from parlinalg.cli.parser import Commands, speaks
+from parlinalg.cli.parser import Commands, say, speaks
 
 
 def add(commands: Commands) -> None:
@@ -26,5 +26,5 @@ def run(args: argparse.Namespace) -> int:
 
     plan = plan_matmul(args.M, args.N, args.K, ranks=args.ranks, dtype=args.dtype, memory=args.memory)
     if speaks():
-        print(plan.explain())
+        say(plan.explain())
     return 0

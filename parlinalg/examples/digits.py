@@ -9,7 +9,7 @@ parallel = dict(tensor=dict(mode="2d"))  # without a size: all ranks that parall
 data = dict(name="digits", test=0.2)
 model = dict(name="mlp", hidden=(193, 97), activation="relu")
 criterion = dict(name="cross_entropy")
-optimizer = dict(name="adamw", lr=5e-3, weight_decay=0.01)
+optimizer = dict(name="adamw", lr=8e-3, weight_decay=0.01)
 lr_schedule = dict(name="cosine", warmup=10)
 
 dtype = "float32"
