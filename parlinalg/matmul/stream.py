@@ -31,7 +31,7 @@ from parlinalg.units import parse_bytes
 
 Block = Any
 
-#: The most elements of the tile in which a panel's product is added to a stationary y, of which it is a sixteenth at most.
+#: The most elements of the tile in which a panel's product is added to a stationary y; a sixteenth of y at most.
 TILE = 1 << 16
 
 
