@@ -53,6 +53,9 @@ REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 Runs = tuple[Sequence[int], Sequence[int] | None]
 """The counts of the runs of a block, and where each begins (None: one after the other)."""
 
+LONG = 1 << 20
+"""Bytes from which an all-reduce between nodes goes in two steps."""
+
 _HEAD = 256
 _number_of: dict[Any, MPI.Datatype] = {}
 
@@ -233,11 +236,21 @@ class MpiComm(Comm):
             return half.all_reduce(self, buffer, op, wait)
         if buffer.size > limits.max_count:
             return split.all_reduce(self, buffer, op, wait)
+        if wait and buffer.nbytes >= LONG and self.local_size < self.size:
+            return self._all_reduce_in_two(buffer, op)
         spec = (buffer, buffer.size, number(buffer.dtype))
         if wait:
             self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
             return DONE
         return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]), buffer)
+
+    def _all_reduce_in_two(self, buffer: Block, op: str) -> Handle:
+        """A reduce-scatter and an all-gather: the same words, and faster on a network than MPICH's own all-reduce."""
+        flat, n = buffer.reshape(-1), buffer.size
+        counts = [n // self.size + (r < n % self.size) for r in range(self.size)]
+        own = backend_of(buffer).empty((counts[self.rank],), buffer.dtype)
+        self._reduce_scatter(flat, own, counts, op, True)
+        return self._all_gather(own, flat, counts, True)
 
     def _reduce(self, send: Block, recv: Block, root: int, op: str, wait: bool) -> Handle:
         kind = number(send.dtype)
