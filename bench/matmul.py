@@ -45,8 +45,8 @@ Runner = Callable[[tuple[int, int, int], int], Any]
 class Pieces:
     """How each piece is run: `run(piece, shape, ranks, repeats)` gives what it tells."""
 
-    def __init__(self, names: list[str], heat: str, block: int, build: Path) -> None:
-        self.heat, self.block, self.build = heat, block, build
+    def __init__(self, names: list[str], heat: str, block: int, build: Path, grids: dict[int, list[str]]) -> None:
+        self.heat, self.block, self.build, self.grids = heat, block, build, grids
         self.missing: dict[str, str] = {}
         self.names = [name for name in names if self._there(name)]
 
@@ -99,14 +99,8 @@ class Pieces:
         if name == "gemm":
             return harness.run([sys.executable, str(BENCH / "pieces" / "local.py"), *sizes], harness.environment(1))
         if name == "parlinalg":
-            command = [
-                *harness.mpiexec(),
-                "-n",
-                str(ranks),
-                sys.executable,
-                str(BENCH / "pieces" / "product.py"),
-                *sizes,
-            ]
+            program = [sys.executable, str(BENCH / "pieces" / "product.py"), *sizes, *self.grids.get(ranks, [])]
+            command = [*harness.mpiexec(), "-n", str(ranks), *program]
         elif name == "heat":
             command = [
                 *harness.mpiexec(self.heat),
@@ -239,6 +233,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2, help="timed products a piece and round; rounds × repeats ≥ 7")
+    parser.add_argument(
+        "--grids", nargs="*", default=[], help="parlinalg's, where not the planned one: 8=4x2x1 (m, n, k)"
+    )
     parser.add_argument("--block", type=int, default=128, help="ScaLAPACK's block size")
     parser.add_argument(
         "--heat", default=os.environ.get("BENCH_HEAT_PYTHON", sys.executable), help="a Python that has heat"
@@ -266,8 +263,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
+    grids = {int(p): factors.split("x") for p, _, factors in (text.partition("=") for text in args.grids)}
     with tempfile.TemporaryDirectory() as build:
-        pieces = Pieces(["gemm", *(p for p in args.pieces if p != "gemm")], args.heat, args.block, Path(build))
+        pieces = Pieces(["gemm", *(p for p in args.pieces if p != "gemm")], args.heat, args.block, Path(build), grids)
         for name, reason in pieces.missing.items():
             print(f"without {name}: {reason}", file=sys.stderr)
         results = measure(pieces, {s: shape_of(s) for s in args.shapes}, args.ranks, args.rounds, args.repeats)

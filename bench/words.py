@@ -5,7 +5,7 @@
 For each scheme found in `parlinalg/schemes` the products into a block and out of it run forward and backward with x, w
 and the gradient of y gathered once each, on uneven sizes, and the ledger counts.  "counted" is the rank that receives
 the most; a row agrees if every rank's count is the formula's exactly.  The bound is that of three matrices that rest
-cut evenly over all ranks (Al Daas et al., SPAA 2022): a scheme with replicas at rest may move fewer, and pays in memory.
+cut evenly over all ranks (Al Daas et al., SPAA 2022): a scheme with replicas at rest may move fewer words.
 """
 
 from __future__ import annotations

@@ -91,10 +91,9 @@ class Cluster:
         """The command that runs a program across the hosts, a node each."""
         net = self.net
         hosts = ",".join(f"{net}.{i}" for i in range(1, self.hosts + 1))
-        return [
-            *harness.mpiexec(), "-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh"),
-            "-localhost", f"{net}.254", "-iface", self.bridge, "-hosts", hosts, "-ppn", str(per_host), "-n", str(self.hosts * per_host), *program,
-        ]  # fmt: skip
+        where = ["-localhost", f"{net}.254", "-iface", self.bridge, "-hosts", hosts, "-ppn", str(per_host)]
+        launcher = ["-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh")]
+        return [*harness.mpiexec(), *launcher, *where, "-n", str(self.hosts * per_host), *program]
 
     def run(self, program: Sequence[str], per_host: int, timeout: float) -> int:
         """Run a program across the hosts and return its exit code, 124 when the time is up."""
