@@ -11,9 +11,9 @@ from parlinalg.layout import Layout
 from tests.cases import DTYPES, check, grids, held, layouts, numbers, pairs, same
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
-def grid(request, make_grid, world):
-    return make_grid(grids(world.size)[request.param])
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    return pla.Grid(grids(world.size)[request.param], world, backend, idle=True)
 
 
 def test_constants_and_functions(grid):

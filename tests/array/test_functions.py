@@ -14,9 +14,9 @@ from tests.cases import DTYPES, INTEGERS, check, eps, grids, layouts, numbers, p
 EVERY_AXIS = [None, 0, 1, -1, (0, 2), (1,), (0, 1, 2), ()]
 
 
-@pytest.fixture
-def grid(make_grid, world):
-    return make_grid(grids(world.size)[1])
+@pytest.fixture(scope="module")
+def grid(world, backend):
+    return pla.Grid(grids(world.size)[1], world, backend, idle=True)
 
 
 def sampled(grid, ndim, n, seed=0, partial=False):

@@ -23,9 +23,9 @@ def quiet():
     return np.errstate(all="ignore")
 
 
-@pytest.fixture
-def grid(make_grid, world):
-    return make_grid(grids(world.size)[1])
+@pytest.fixture(scope="module")
+def grid(world, backend):
+    return pla.Grid(grids(world.size)[1], world, backend, idle=True)
 
 
 def both(function, *arrays):

@@ -83,9 +83,9 @@ def turned(array, grid, layout, transpose):
     return placed(np.ascontiguousarray(array.T), grid, layout.T).T if transpose else placed(array, grid, layout)
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
-def grid(request, make_grid, world):
-    return make_grid(grids(world.size)[request.param])
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    return pla.Grid(grids(world.size)[request.param], world, backend, idle=True)
 
 
 @pytest.mark.ranks(*EVERY_SIZE)

@@ -19,9 +19,9 @@ from tests.cases import DTYPES, EVERY_SIZE, eps, grids, layouts, numbers, pairs,
 SAMPLE = {1: 30, 2: 60, 3: 50, 4: 50, 6: 24, 8: 20, 12: 8}
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
-def grid(request, make_grid, world):
-    return make_grid(grids(world.size)[request.param])
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    return pla.Grid(grids(world.size)[request.param], world, backend, idle=True)
 
 
 def turned(array, grid, layout, transpose):
