@@ -64,7 +64,7 @@ class Comm(ABC):
         self.books = books
         self.checked = checked
         self._calls = 0
-        self._under_way: set[Handle] = set()
+        self._under_way: dict[Handle, None] = {}
         """The handles of nonblocking operations not known to be done, so that dropping one does not drop its blocks."""
         self.key = enrol(self) if size > 1 else "self"
         """The same on all members, different from other communicators; for the monitor."""

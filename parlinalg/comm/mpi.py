@@ -14,6 +14,7 @@ from mpi4py import MPI
 from parlinalg.backend import backend_of
 from parlinalg.comm import half, limits, split, staging
 from parlinalg.comm.base import Block, Comm
+from parlinalg.comm.chain import Chain
 from parlinalg.comm.half import is_half
 from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.ledger import Book
@@ -54,7 +55,7 @@ Runs = tuple[Sequence[int], Sequence[int] | None]
 """The counts of the runs of a block, and where each begins (None: one after the other)."""
 
 LONG = 1 << 20
-"""Bytes from which an all-reduce between nodes goes in two steps."""
+"""Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
 
 _HEAD = 256
 _number_of: dict[Any, MPI.Datatype] = {}
@@ -92,7 +93,7 @@ class MpiHandle(Handle):
         self._number = number or comm._calls
         self._request: MPI.Request | None = request
         self._blocks = blocks
-        comm._under_way.add(self)
+        comm._under_way[self] = None
 
     def wait(self) -> None:
         request = self._request
@@ -114,7 +115,7 @@ class MpiHandle(Handle):
 
     def _done(self) -> None:
         self._request = None
-        self._comm._under_way.discard(self)
+        self._comm._under_way.pop(self, None)
         self._blocks = None
 
 
@@ -129,6 +130,8 @@ class MpiComm(Comm):
         self.first_phases: deque[half.TwoPhase] = deque()
         """16-bit all-reduces whose second phase has not begun, oldest first."""
         self._shadow: MpiComm | None = None
+        self.chains = 0
+        """Broadcasts along a chain that have begun: the same number on all ranks."""
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
         ranks = tuple(ranks)
@@ -269,6 +272,11 @@ class MpiComm(Comm):
             return through_host(None, buffer, lambda _, b: self._broadcast(b, root, wait), wait)
         if buffer.size > limits.max_count:
             return split.broadcast(self, buffer, root, wait)
+        if buffer.nbytes >= LONG and self.local_size < self.size > 2 and buffer.flags.c_contiguous:
+            chain = Chain(self, buffer, root)
+            if wait:
+                chain.wait()
+            return chain
         spec = (buffer, buffer.size, carrier(buffer))
         if wait:
             self.mpi.Bcast(spec, root)

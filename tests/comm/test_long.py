@@ -1,4 +1,4 @@
-"""All-reduces of long blocks between nodes, in two steps, are those of MPI."""
+"""All-reduces and broadcasts of long blocks between nodes give what those of MPI give."""
 
 from __future__ import annotations
 
@@ -23,3 +23,28 @@ def test_an_all_reduce_in_two_steps(op: str, n: int, world, monkeypatch: pytest.
     assert np.array_equal(buffer, expected)
     own = n // world.size + (world.rank < n % world.size)
     assert dict(book.words) == {("all_reduce", world.axes): 2 * (n - own)}
+
+
+@pytest.mark.parametrize("n", [1, 5, 1000])
+def test_broadcasts_along_a_chain_overlap(n: int, world, monkeypatch: pytest.MonkeyPatch) -> None:
+    from parlinalg.comm import chain, ledger, mpi
+
+    monkeypatch.setattr(mpi, "LONG", 1)
+    monkeypatch.setattr(chain, "PIECE", 64)
+    monkeypatch.setattr(world, "local_size", 1)
+    roots = list(range(world.size))
+    blocks = [np.arange(n) * 1.5 + root if world.rank == root else np.full(n, np.nan) for root in roots]
+    with ledger(world) as book:
+        handles = [world.broadcast(block, root, wait=False) for root, block in zip(roots, blocks, strict=True)]
+        for handle in handles:
+            while world.rank % 2 and not handle.test():
+                pass
+            handle.wait()
+            handle.wait()
+    for root, block in zip(roots, blocks, strict=True):
+        assert np.array_equal(block, np.arange(n) * 1.5 + root)
+        again = block.copy() if world.rank == root else np.full(n, np.nan)
+        world.broadcast(again, root)
+        assert np.array_equal(again, block)
+    assert book.words.total() == n * (world.size - 1)
+    assert not world._under_way
