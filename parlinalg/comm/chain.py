@@ -1,7 +1,7 @@
 """Broadcast of a long block along a chain of ranks: every rank but the root receives it once, and passes it on.
 
-The block travels in pieces, so that all links are busy at once: the time is that of one block on one link, whatever the
-number of ranks.  MPI libraries scatter and gather long blocks instead, and then their ranks receive more than the block.
+The block travels in pieces, so that all links are busy at once: the time is that of one block on one link, whatever
+the number of ranks.  MPI libraries scatter and gather long blocks instead, and their ranks receive more than the block.
 """
 
 from __future__ import annotations
