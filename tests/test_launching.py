@@ -37,7 +37,8 @@ def _alive(pid: str) -> bool:
 
 
 def test_ranks_get_one_thread_and_their_environment() -> None:
-    code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['GIVEN'], 'PARLINALG_MPI' in os.environ)"
+    told = 'f\'{os.environ["OMP_NUM_THREADS"]} {os.environ["GIVEN"]} {"PARLINALG_MPI" in os.environ}\\n\''
+    code = f"import os; os.write(1, ({told}).encode())"  # one write, which other ranks' lines do not break
     done = launch(2, ["-c", code], env={"GIVEN": "x"})
     assert done.stdout.split() == ["1", "x", "False"] * 2, done.stderr
 

@@ -49,8 +49,8 @@ def test_same_products_and_words_as_by_messages(
     assert counted == expected
 
 
-def test_common_memory_is_used(make_grid, world, monkeypatch: pytest.MonkeyPatch) -> None:
-    if world.size == 1 or world.local_size != world.size:
+def test_common_memory_is_used(make_grid, world, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if world.size == 1 or world.local_size != world.size or backend != "numpy":
         return
     monkeypatch.setattr(shared, "least", 1)
     grid = make_grid(dict(zip("mnk", GRIDS[world.size])))
