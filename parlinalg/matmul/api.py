@@ -76,7 +76,9 @@ def matmul(
             raise mismatch("matmul: layout= and the layout of out differ", layout, out.layout)
         same_grid([a, out])
         layout = out.layout
-    y = _product(a, b, plan, layout, memory)
+    y = _product(a, b, plan, layout, memory, None if beta or alpha != 1 else out)
+    if y is out:
+        return out
     if alpha != 1:
         y = y.like(y.block * alpha)
     if out is None:
@@ -105,12 +107,18 @@ def _array(value: Any, name: str) -> DistArray:
 
 
 def _product(
-    a: DistArray, b: DistArray, plan: Plan | None, layout: Layout | None, memory: int | str | None
+    a: DistArray,
+    b: DistArray,
+    plan: Plan | None,
+    layout: Layout | None,
+    memory: int | str | None,
+    out: DistArray | None = None,
 ) -> DistArray:
+    """The product, in a new array, or in `out` where it can be computed in place."""
     if plan is not None:
         if layout is not None and layout != plan.y:
             plan = replace(plan, y=layout)
-        return within(memory, plan, a, b)
+        return within(memory, plan, a, b, out)
     if a.ndim == 1 or b.ndim == 1:
         return _with_vector(a, b, layout, memory)
     if b.ndim > 2 and a.ndim == 2:  # y[b, m, n] = a[m, k] b[b, k, n]: transposed, the batch is the left operand's alone
@@ -126,7 +134,7 @@ def _product(
             f"matmul: shapes {a.shape} and {b.shape} do not multiply: {a.shape[-1]} columns meet {b.shape[-2]} rows"
         )
     chosen = assign(a.layout, b.layout, a.shape, b.shape, tuple(a.grid.sizes.items()), layout, shared)
-    return within(memory, chosen, a, b)
+    return within(memory, chosen, a, b, out)
 
 
 def _with_vector(a: DistArray, b: DistArray, layout: Layout | None, memory: int | str | None) -> DistArray:

@@ -14,7 +14,9 @@ from parlinalg.array.core import effective, same_grid
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+from parlinalg.matmul.local import is_half, local_product
 from parlinalg.matmul.node import at_work_for_now, multiplied
+from parlinalg.moves import moves
 from parlinalg.plan import Plan
 from parlinalg.redistribute import redistribute
 
@@ -56,10 +58,16 @@ def at_work(array: DistArray, work: Layout) -> Block:
     return redistribute(array.block, array.layout, work, array.shape, array.grid, order=array.order)
 
 
-def product(plan: Plan, x: DistArray, w: DistArray) -> DistArray:
+def product(plan: Plan, x: DistArray, w: DistArray, out: DistArray | None = None) -> DistArray:
     """`y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]` by gathered panels.
 
     Collective over the plan's axes.  Holds the blocks at work of x, w and y beside those at rest.
+
+    Parameters
+    ----------
+    out : DistArray, optional
+        Receives y where it can be computed in place: host memory of y's shape, layout and dtype.  The array that holds
+        y is returned, which is `out` or a new one.
 
     Raises
     ------
@@ -72,4 +80,20 @@ def product(plan: Plan, x: DistArray, w: DistArray) -> DistArray:
     if not grid.inside:
         return DistArray(grid.backend.empty((0,) * len(shape), dtype), shape, plan.y, grid)
     with at_work_for_now(x, plan.x_work) as xs, at_work_for_now(w, plan.w_work) as ws:
+        if out is not None and _fits(out, plan, shape, dtype, grid):
+            local_product(plan, xs, ws, dtype, out=out.block)
+            return out
         return DistArray(multiplied(plan, xs, ws, shape, dtype, grid), shape, plan.y, grid)
+
+
+def _fits(out: DistArray, plan: Plan, shape: Shape, dtype: Any, grid: Grid) -> bool:
+    """Whether the local product is y at rest, and may be written to the block of `out`."""
+    return (
+        grid.backend.name == "numpy"
+        and not moves(plan.y_work, plan.y, grid.sizes)
+        and out.shape == shape
+        and out.dtype == dtype
+        and not is_half(dtype)
+        and effective(out.layout, grid) == effective(plan.y, grid)
+        and out.block.flags.c_contiguous
+    )

@@ -35,10 +35,13 @@ Block = Any
 TILE = 1 << 16
 
 
-def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray) -> DistArray:
-    """The product by the fastest kernel that takes at most `memory` bytes a rank beside the blocks at rest."""
+def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray, out: DistArray | None = None) -> DistArray:
+    """The product by the fastest kernel that takes at most `memory` bytes a rank beside the blocks at rest.
+
+    `out` receives it where it can be computed in place.
+    """
     if memory is None:
-        return product(plan, x, w)
+        return product(plan, x, w, out)
     limit = parse_bytes(memory)
     grid = check_operands(plan, x, w)
     itemsize = np.result_type(x.dtype, w.dtype).itemsize

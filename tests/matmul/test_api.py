@@ -47,6 +47,11 @@ def test_alpha_beta_out(grid):
         narrow = placed(np.full((5, 4), np.nan), grid, rest)
         pla.matmul(x, y, out=narrow, memory="1MiB", alpha=3)
         same(narrow, 3 * (a @ b))
+    d, e = numbers((5, 5), seed=4), numbers((5, 5), seed=5)
+    for one, other in pairs(every, every, 4, seed=2):
+        x, y = placed(d, grid, one), placed(e, grid, other)
+        same(pla.matmul(x, y, out=x), d @ e)  # an operand may be overwritten
+        same(pla.matmul(placed(d, grid, one), y, out=y), d @ e)
     z = pla.matmul(placed(a, grid, one), placed(b, grid, other), alpha=2j)
     same(z, 2j * (a @ b))
     half = pla.matmul(placed(a.astype(np.float32), grid, one), placed(b.astype(np.float32), grid, other), alpha=0.5)
