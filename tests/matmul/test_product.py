@@ -90,10 +90,11 @@ def grid(request, world, backend):
 
 @pytest.mark.ranks(*EVERY_SIZE)
 @pytest.mark.timeout(1200)
-def test_all_pairs_of_resting_layouts(grid, full, world):
+def test_all_pairs_of_resting_layouts(grid, full, world, backend):
     a, b = numbers((5, 7), seed=1), numbers((7, 3), seed=2)
     every = layouts(grid.axes, 2, partial=False)
-    for t, (one, other) in enumerate(pairs(every, every, None if full else PAIRS[world.size])):
+    most = None if full or (backend == "numpy" and world.size <= 8) else PAIRS[world.size]
+    for t, (one, other) in enumerate(pairs(every, every, most)):
         x, y = turned(a, grid, one, t % 2), turned(b, grid, other, t % 4 > 1)
         goal = None if t % 3 else every[(7 * t) % len(every)]
         c = pla.matmul(x, y, layout=goal)
