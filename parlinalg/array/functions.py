@@ -152,7 +152,8 @@ def _clip(a: DistArray, a_min: Any = None, a_max: Any = None, *, min: Any = None
 
 @_handles(np.concatenate)
 def _concatenate(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
-    grid, first = same_grid(list(arrays)), arrays[0]
+    same_grid(list(arrays))
+    first = arrays[0]
     dim = axis % first.ndim
     for a in arrays:
         if a.layout.dims[dim]:
@@ -167,7 +168,6 @@ def _concatenate(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
                 f"{first.layout!r} {first.shape}"
             )
     shape = tuple(sum(a.shape[dim] for a in arrays) if d == dim else n for d, n in enumerate(first.shape))
-    del grid
     return first.like(first.xp.concatenate([a.block for a in arrays], axis=dim), shape=shape)
 
 

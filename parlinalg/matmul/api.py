@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from parlinalg.array.ufuncs import PRODUCT
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.matmul.assign import assign
-from parlinalg.matmul.product import result_shape
 from parlinalg.matmul.stream import within
 from parlinalg.plan import Plan
 
@@ -161,19 +159,6 @@ def _with_vector(a: DistArray, b: DistArray, layout: Layout | None, memory: int 
     shape = tuple(n for d, n in enumerate(y.shape) if d not in drop)
     final = Layout(*(c for d, c in enumerate(cut.dims) if d not in drop), partial=cut.partial)
     return y.like(y.block.reshape(y.grid.block_shape(final, shape)), final, shape)
-
-
-def words_of(plan: Plan, a: DistArray, b: DistArray) -> int:
-    """The words this rank receives in the product of a and b by `plan`."""
-    result_shape(plan, a.shape, b.shape)
-    return plan.words(a.shape, b.shape, a.grid.sizes, a.grid.coords) if a.grid.inside else 0
-
-
-def flops(plan: Plan, a: DistArray, b: DistArray) -> int:
-    """Multiplications and additions of the whole product."""
-    y = result_shape(plan, a.shape, b.shape)
-    nb, nm = len(plan.b), len(plan.m)
-    return 2 * math.prod(y) * math.prod(a.shape[nb + nm :])
 
 
 PRODUCT[:] = [matmul]
