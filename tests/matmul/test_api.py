@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parlinalg as pla
+from parlinalg.comm import watch
 from parlinalg.errors import GridError, LayoutError
 from parlinalg.layout import Layout
 from parlinalg.plan import Plan
@@ -175,11 +176,14 @@ def test_many_products_leak_nothing(world, backend, full):
     with pla.Grid(grids(world.size)[1], world, backend) as grid:
         x = pla.distribute(a, grid, Layout(*grid.axes))
         y = pla.distribute(a, grid, Layout(*grid.axes))
-        used = []
+        used, communicators = [], []
         for _ in range(2):
             for i in range(rounds):
                 c = pla.matmul(x, y, memory=None if i % 16 else 2048)
             gc.collect()
             used.append(resident())
+            communicators.append(len(watch._alive))
+            assert not [handle for comm in watch._alive.values() for handle in comm._under_way]  # MPI's requests
         same(c, a @ a)
         assert used[1] - used[0] < 8 << 20, used
+        assert communicators[1] == communicators[0] < 64, communicators
