@@ -11,6 +11,7 @@ from typing import Any
 from parlinalg import __version__
 from parlinalg.comm import Book, Comm, ledger, open_comm
 from parlinalg.comm.signals import StopSignals
+from parlinalg.comm.together import together
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.parallel import GradientReducer
 from parlinalg.train import build, report
@@ -19,7 +20,6 @@ from parlinalg.train.launch import Mesh, launch
 from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.plots import plot
 from parlinalg.train.progress import Progress
-from parlinalg.train.together import together
 
 
 def train(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from parlinalg.comm import Comm, open_comm
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
@@ -15,7 +16,6 @@ from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
 from parlinalg.train.parallel import DATA, Parallel, share_out
-from parlinalg.train.together import together
 
 
 class Mesh:

@@ -9,7 +9,7 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.train.launch import launch
-from parlinalg.train.together import together
+from parlinalg.comm.together import together
 from tests.conftest import SIZE
 
 

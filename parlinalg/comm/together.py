@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from parlinalg.comm import Comm
+from parlinalg.comm.base import Comm
 from parlinalg.errors import ConfigError, ParlinalgError
 
 Result = TypeVar("Result")
