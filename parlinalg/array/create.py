@@ -62,7 +62,7 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
         )
     if first[1] not in ITEMSIZE:
         raise TypeError(f"an array of dtype {first[1]} cannot be distributed; it may be one of {', '.join(ITEMSIZE)}")
-    shape, dtype = tuple(first[0]), _dtype(first[1])
+    shape, dtype = tuple(first[0]), dtype_named(first[1])
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
     if root is not None:
@@ -73,10 +73,19 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
-        import ml_dtypes
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of this name, "bfloat16" among them.
 
+    Raises
+    ------
+    ImportError
+        If that needs ml_dtypes, and it is not installed.
+    """
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ImportError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
 
