@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from parlinalg.array import DistArray
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 Block = Any
 Part = Callable[[Any], Term]
 Prepare = Callable[[Block], Any]
+Again = Callable[["Walk", Block], None]
 
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 _syncing: ContextVar[bool] = ContextVar("syncing", default=True)
+_used: ContextVar[dict[int, Node] | None] = ContextVar("used", default=None)
 _ages = itertools.count()
 
 
@@ -63,12 +66,15 @@ class Node:
         The rule, one part a source.  None once a walk has used it.
     prepare : callable or None
         What the parts are given, from the gradient; by default the gradient itself.
+    again : callable or None
+        Of a value that is to be computed again instead: does so, and walks back over the tape of that, given the walk
+        and the gradient.  None once a walk has used it.
     grad : DistArray or None
         The gradient of a leaf.
     owner : weak reference to a Parameter, or None
     """
 
-    __slots__ = ("age", "dtype", "grad", "grid", "layout", "owner", "parts", "prepare", "shape", "sources")
+    __slots__ = ("again", "age", "dtype", "grad", "grid", "layout", "owner", "parts", "prepare", "shape", "sources")
 
     def __init__(
         self,
@@ -76,6 +82,7 @@ class Node:
         sources: tuple[Node, ...] = (),
         parts: tuple[Part, ...] = (),
         prepare: Prepare | None = None,
+        again: Again | None = None,
     ) -> None:
         self.age = next(_ages)
         self.shape = data.shape
@@ -85,6 +92,7 @@ class Node:
         self.sources = sources
         self.parts: tuple[Part, ...] | None = parts
         self.prepare = prepare
+        self.again = again
         self.grad: DistArray | None = None
         self.owner: weakref.ref[Parameter] | None = None
 
@@ -139,15 +147,48 @@ def recording() -> bool:
     return _recording.get()
 
 
-def reachable(root: Node) -> list[Node]:
-    """The root and all it was made from, the youngest first: no node comes before one made from it."""
+@contextmanager
+def only_noting(used: dict[int, Node]) -> Iterator[None]:
+    """Within it no operation is recorded, but the inputs that want gradients are noted, by their ages."""
+    tokens = _recording.set(False), _used.set(used)
+    try:
+        yield
+    finally:
+        _recording.reset(tokens[0])
+        _used.reset(tokens[1])
+
+
+@contextmanager
+def recorded() -> Iterator[int]:
+    """Within it operations are recorded, also within `no_grad`; gives an age that all values made in it exceed."""
+    tokens = _recording.set(True), _used.set(None)
+    try:
+        yield next(_ages)
+    finally:
+        _recording.reset(tokens[0])
+        _used.reset(tokens[1])
+
+
+def note(inputs: Iterable[Node | None]) -> None:
+    """Where an operation is not recorded: note which of its inputs want gradients, if that is asked for."""
+    used = _used.get()
+    if used is not None:
+        used.update((node.age, node) for node in inputs if node is not None)
+
+
+def reachable(root: Node, since: int = -1) -> list[Node]:
+    """The root and all it was made from, the youngest first: no node comes before one made from it.
+
+    Of values not made `since` that age none is looked behind.
+    """
     found: dict[int, Node] = {}
     stack = [root]
     while stack:
         node = stack.pop()
         if node.age not in found:
             found[node.age] = node
-            stack.extend(node.sources)
+            if node.age > since:
+                stack.extend(node.sources)
     return [found[age] for age in sorted(found, reverse=True)]
 
 
@@ -155,19 +196,21 @@ class Walk:
     """A backward pass from `root`, whose gradient is `term`.  `run()` is all of it.
 
     With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
-    parameters, from what `run()` prepared and kept.
+    parameters, from what `run()` prepared and kept.  Behind values not made `since` that age the walk does not go.
     """
 
-    def __init__(self, root: Node, term: Term, *, retain: bool = False, later: bool = False) -> None:
-        self.nodes = reachable(root)
+    def __init__(
+        self, root: Node, term: Term, *, retain: bool = False, later: bool = False, since: int = -1
+    ) -> None:  # fmt: skip
+        self.nodes = reachable(root, since)
         self.retain = retain
         self.later = later
-        self.deferred: list[tuple[Node, Part, Any, Block]] = []
+        self.deferred: list[Callable[[], None]] = []
         self.sync = _syncing.get()
         self.arrived: dict[int, Arrivals] = {}
         self.edges: dict[int, int] = {}
         """For each parameter the terms that have not arrived yet."""
-        for source in (root, *(s for node in self.nodes for s in node.sources)):
+        for source in (root, *(s for node in self.nodes if node.age > since for s in node.sources)):
             if source.owner is not None:
                 self.edges[source.age] = self.edges.get(source.age, 0) + 1
         self.reducers = self._reducers()
@@ -200,7 +243,7 @@ class Walk:
                 block, _ = got.settled()
                 node.deposit(got.own(block))
             return
-        if node.parts is None:
+        if node.parts is None and node.again is None:
             raise RuntimeError(
                 "backward() meets values that an earlier backward() has used up; pass retain=True to that one, or "
                 "compute them again"
@@ -208,22 +251,28 @@ class Walk:
         if got is None:
             for source in node.sources:
                 self.arrive(source, None)
+        elif node.again is not None:
+            node.again(self, got.settled()[0])
         else:
             grad, _ = got.settled()
             shared = grad if node.prepare is None else node.prepare(grad)
-            for source, part in zip(node.sources, node.parts, strict=True):
+            for source, part in zip(node.sources, node.parts or (), strict=True):
                 if self.later and source.owner is not None:
-                    self.deferred.append((source, part, shared, grad))
+                    self.deferred.append(partial(self.send, source, part, shared, grad))
                 else:
-                    self.arrive(source, part(shared), shared, grad)
+                    self.send(source, part, shared, grad)
         if not self.retain:  # what the rule holds is freed as the walk goes
-            node.parts, node.prepare = None, None
+            node.parts = node.prepare = node.again = None
+
+    def send(self, source: Node, part: Part, shared: Any, grad: Block) -> None:
+        """A term of a source's gradient, by its part of the rule."""
+        self.arrive(source, part(shared), shared, grad)
 
     def run_parameters(self) -> None:
         """The gradients of the parameters, after a `run()` that left them for later."""
         deferred, self.deferred = self.deferred, []
-        for source, part, shared, grad in deferred:
-            self.arrive(source, part(shared), shared, grad)
+        for send in deferred:
+            send()
             for reducer in self.reducers:
                 reducer.poll()
         self.finish()
@@ -231,18 +280,31 @@ class Walk:
     def arrive(self, node: Node, term: Term | None, *others: Any) -> None:
         """Take a term of a node's gradient, computed from what `others` hold; None is no term where one was due."""
         if term is not None:
-            if node.age not in self.arrived:
-                self.arrived[node.age] = node.arrivals()
             block = term[0]
             ours = bool(others) and block.base is None and not any(block is other for other in others)
-            self.arrived[node.age].add(term, owned=ours)
+            self.sum_of(node).add(term, owned=ours)
         if node.owner is not None:
-            self.edges[node.age] -= 1
-            if not self.edges[node.age] and (got := self.arrived.pop(node.age, None)) is not None:
-                self.complete(node, got)
+            self.count(node)
+
+    def sum_of(self, node: Node) -> Arrivals:
+        """Where the terms of a node's gradient are added up."""
+        if node.age not in self.arrived:
+            self.arrived[node.age] = node.arrivals()
+        return self.arrived[node.age]
+
+    def count(self, node: Node) -> None:
+        """One term less for which a parameter waits."""
+        self.edges[node.age] -= 1
+        if not self.edges[node.age]:
+            self.all_arrived(node)
+
+    def all_arrived(self, node: Node) -> None:
+        """The last term of a parameter's gradient is here."""
+        if (got := self.arrived.pop(node.age, None)) is not None:
+            self.complete(node, got)
 
     def complete(self, node: Node, got: Arrivals) -> None:
-        """The last term of a parameter's gradient is here: to the reducer with it."""
+        """The gradient of a parameter: to the reducer with it."""
         owner = node.owner() if node.owner is not None else None
         reducer = owner.reducer if owner is not None else None
         held = node.grad

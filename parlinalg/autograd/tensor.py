@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import Axis, effective
-from parlinalg.autograd.tape import Node, Part, Prepare, Walk, live, recording
+from parlinalg.autograd.tape import Again, Node, Part, Prepare, Walk, live, note, recording
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -340,6 +340,16 @@ def record(data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], pre
         sources, kept = live([t.node for t in inputs], parts)
         if sources:
             result._node = Node(data, sources, kept, prepare)
+    else:
+        note(t.node for t in inputs)
+    return result
+
+
+def record_again(data: DistArray, sources: Sequence[Node], again: Again) -> Tensor:
+    """The result of operations on `sources` that were not recorded, and are done `again` in the backward pass."""
+    result = Tensor(data)
+    if sources:
+        result._node = Node(data, tuple(sources), again=again)
     return result
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.autograd import Parameter
+from parlinalg.autograd import Parameter, recording
 from parlinalg.errors import ConfigError
 from parlinalg.names import check_names
 from parlinalg.nn.declared import Declared
+from parlinalg.nn.recompute import recomputed
 
 
 class Module:
@@ -28,6 +29,8 @@ class Module:
         The qualified name in the model that was initialized, such as "2.dropout"; None before.
     seed : int
         The seed the model was initialized with.
+    recomputes : bool
+        Whether only its inputs are kept for the backward pass; set by `parlinalg.nn.recompute`.
 
     Examples
     --------
@@ -42,6 +45,7 @@ class Module:
     training: bool
     name: str | None
     seed: int
+    recomputes: bool
     _parameters: dict[str, Parameter | Declared]
     _modules: dict[str, Module]
     _declared: dict[str, Declared]
@@ -53,12 +57,15 @@ class Module:
         self.training = True
         self.name = None
         self.seed = 0
+        self.recomputes = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes; called by calling the module."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.recomputes and recording():
+            return recomputed(self, *args, **kwargs)
         return self.forward(*args, **kwargs)
 
     # ------------------------------------------------------------------ attributes

@@ -45,7 +45,17 @@ def current() -> Draws | None:
 
 
 @contextmanager
-def training_step(step: int, start: int = 0, *, draws: Draws | None = None) -> Iterator[Draws]:
+def drawing(draws: Draws | None) -> Iterator[None]:
+    """Within it layers draw from these; None: each from its own, as outside of any training step."""
+    token = _current.set(draws)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def training_step(step: int, start: int = 0) -> Iterator[Draws]:
     """Within it dropout depends on the step's number, and on nothing that came before it.
 
     Parameters
@@ -53,13 +63,9 @@ def training_step(step: int, start: int = 0, *, draws: Draws | None = None) -> I
     step : int
     start : int
         Where in the step's batch the rows of this forward pass begin: a microbatch drops what the whole batch would.
-    draws : Draws, optional
-        Draw from here on instead: a recomputation passes a copy of the draws that its forward pass began with.
 
     Without it every call of a layer draws anew, and a run that is resumed does not repeat another.
     """
-    token = _current.set(Draws(step, start) if draws is None else draws)
-    try:
-        yield _current.get() or Draws()
-    finally:
-        _current.reset(token)
+    draws = Draws(step, start)
+    with drawing(draws):
+        yield draws
