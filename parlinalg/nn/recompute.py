@@ -49,9 +49,7 @@ class Moment:
     def __init__(self, module: Module) -> None:
         draws = current()
         self.draws = draws.copy() if draws is not None else None
-        self.modules = [
-            (m, m.training, m.__dict__["_draws"].copy() if draws_alone(m) else None) for m in module.modules()
-        ]
+        self.modules = [(m, m.training, own_draws(m)) for m in module.modules()]
 
     @contextmanager
     def again(self) -> Iterator[None]:
