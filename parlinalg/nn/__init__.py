@@ -1,14 +1,19 @@
 """Modules: layers with parameters, one class for all parallel schemes."""
 
 from parlinalg.nn import init
-from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, Tanh, activation
+from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
 from parlinalg.nn.containers import MLP, Sequential
 from parlinalg.nn.dropout import Dropout
+from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
+from parlinalg.nn.norms import LayerNorm, RMSNorm
+from parlinalg.nn.recompute import recompute
 from parlinalg.nn.steps import training_step
+from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
-    "GELU", "MLP", "Dropout", "Linear", "Module", "ReLU", "Sequential", "SiLU", "Sigmoid", "Tanh", "activation", "init",
+    "GELU", "MLP", "Classifier", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "PatchEmbedding", "Positions",
+    "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "activation", "init", "recompute",
     "training_step",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from parlinalg.autograd import Tensor, ops
 from parlinalg.errors import ConfigError
 from parlinalg.nn.module import Module
@@ -46,11 +48,21 @@ class SiLU(Module):
         return ops.silu(x)
 
 
-_ACTIVATIONS: dict[str, type[Module]] = {"relu": ReLU, "gelu": GELU, "tanh": Tanh, "sigmoid": Sigmoid, "silu": SiLU}
+class SwiGLU(Module):
+    """silu(x[..., 0]) x[..., 1]: half as many elements come out as go in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.swiglu(x)
+
+
+_ACTIVATIONS: dict[str, Callable[[], Module]] = {
+    "relu": ReLU, "gelu": GELU, "gelu_tanh": lambda: GELU("tanh"), "tanh": Tanh, "sigmoid": Sigmoid, "silu": SiLU,
+    "swiglu": SwiGLU,
+}  # fmt: skip
 
 
 def activation(name: str) -> Module:
-    """The activation called "relu", "gelu", "tanh", "sigmoid" or "silu".
+    """The activation called "relu", "gelu", "gelu_tanh", "tanh", "sigmoid", "silu" or "swiglu".
 
     Raises
     ------

@@ -52,7 +52,9 @@ class MLP(Sequential):
         The features of the input, of each hidden layer, and of the output.
     scheme : Scheme
     grid : Grid
-    activation : {"relu", "gelu", "tanh", "sigmoid", "silu"}
+    activation : {"relu", "gelu", "gelu_tanh", "tanh", "sigmoid", "silu", "swiglu"}
+        "gelu_tanh" is GPT-2's approximation; with "swiglu" a hidden layer of m features puts out (m, 2): gates and
+        values.
     dropout : float
         The probability of dropping an element after an activation.
     bias : bool
@@ -80,7 +82,8 @@ class MLP(Sequential):
                 if dropout:
                     layers.append(Dropout(dropout))
             kind = "contract" if i % 2 else "expand"
-            layers.append(Linear(n, m, scheme, grid, kind, bias=bias, dtype=dtype, weight_init=weight_init))
+            out = (m, 2) if activation == "swiglu" and i < len(sizes) - 2 else m
+            layers.append(Linear(n, out, scheme, grid, kind, bias=bias, dtype=dtype, weight_init=weight_init))
         super().__init__(*layers)
         self.scheme = scheme
         self.layers = len(sizes) - 1

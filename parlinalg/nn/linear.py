@@ -82,8 +82,7 @@ class Linear(Module):
         leading = x.ndim - len(self.inputs)
         if leading < 0 or x.shape[leading:] != self.inputs:
             raise LayoutError(f"this layer takes inputs of shape [..., {_text(self.inputs)}], not {x.shape}")
-        y = ops.matmul(x, self.weight, self.plan(leading))
-        return y if self.bias is None else y + self.bias
+        return ops.matmul(x, self.weight, self.plan(leading), bias=self.bias)
 
     def extra_repr(self) -> str:
         return f"{_text(self.inputs)} → {_text(self.outputs)}, {self.scheme.name}: {self.kind}"

@@ -2,15 +2,21 @@
 
 from parlinalg.autograd.ops.arithmetic import add, divide, maximum, minimum, multiply, negative, power, subtract, where
 from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, relu, sigmoid, silu, sin, sqrt, tanh
+from parlinalg.autograd.ops.embedding import add_positions, embedding
+from parlinalg.autograd.ops.gates import swiglu
 from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
+from parlinalg.autograd.ops.norms import layer_norm, rms_norm
+from parlinalg.autograd.ops.patches import patches
 from parlinalg.autograd.ops.product import matmul
 from parlinalg.autograd.ops.reductions import max, mean, sum
+from parlinalg.autograd.ops.rows import replace_first, select
 from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpose
 from parlinalg.autograd.ops.softmax import log_softmax, softmax
 
 __all__ = [
-    "abs", "add", "astype", "cos", "count_targets", "cross_entropy", "cross_entropy_sum", "divide", "erf", "exp",
-    "gelu", "log", "log_softmax", "matmul", "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply",
-    "negative", "power", "redistribute", "relu", "reshape", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract",
-    "sum", "tanh", "transpose", "where",
+    "abs", "add", "add_positions", "astype", "cos", "count_targets", "cross_entropy", "cross_entropy_sum", "divide",
+    "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul", "max", "maximum", "mean",
+    "minimum", "mse_loss", "mse_sum", "multiply", "negative", "patches", "power", "redistribute", "relu",
+    "replace_first", "reshape", "rms_norm", "select", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum",
+    "swiglu", "tanh", "transpose", "where",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.array.core import effective
+from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import kernels_rows
 from parlinalg.errors import LayoutError, PlanError
+from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.matmul.local import as_matrix, gemm, local_product
 from parlinalg.matmul.product import at_work, check_operands, result_shape
@@ -22,8 +25,8 @@ from parlinalg.redistribute import redistribute
 Block = Any
 
 
-def matmul(x: Any, w: Any, plan: Plan | None = None, *, keep: str = "xw") -> Tensor:
-    """`y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]`.
+def matmul(x: Any, w: Any, plan: Plan | None = None, *, keep: str = "xw", bias: Any = None) -> Tensor:
+    """`y[*b, *m, *n] = sum over k of x[*b, *m, *k] w[*b, *k, *n]`, and `bias[*n]` added to it.
 
     Parameters
     ----------
@@ -35,9 +38,11 @@ def matmul(x: Any, w: Any, plan: Plan | None = None, *, keep: str = "xw") -> Ten
     keep : {"xw", "x", "w", ""}
         Which operands stay gathered for the backward pass; the others are gathered again in it, which moves their words
         once more and saves the memory.  Of operands that rest as they work nothing is held twice.
+    bias : Tensor, optional
+        Added in place to y as it rests, and cut as it; a product with one takes a plan.
 
     In the backward pass the gradient of y is brought to work once.  That of x is partial over the axes that cut n at
-    work, that of w over those that cut m, until they settle.
+    work, that of w over those that cut m, until they settle; that of the bias over those that cut m in y at rest.
 
     Raises
     ------
@@ -45,9 +50,11 @@ def matmul(x: Any, w: Any, plan: Plan | None = None, *, keep: str = "xw") -> Ten
         If an operand does not rest as the plan says; the message names the `redistribute` that mends it.
     """
     x, w = as_tensor(x), as_tensor(w)
+    if plan is None and bias is not None:
+        return matmul(x, w, keep=keep) + bias
     if set(keep) - set("xw"):
         raise PlanError(f"matmul: keep = {keep!r} names operands to keep gathered: 'xw', 'x', 'w' or ''")
-    return _assigned(x, w, keep) if plan is None else _planned(x, w, plan, keep)
+    return _assigned(x, w, keep) if plan is None else _planned(x, w, plan, keep, bias)
 
 
 def _assigned(x: Tensor, w: Tensor, keep: str) -> Tensor:
@@ -91,38 +98,65 @@ def _with_vector(x: Tensor, w: Tensor, keep: str) -> Tensor:
     return y.redistribute(layout).reshape(tuple(n for d, n in enumerate(y.shape) if d not in drop))
 
 
-def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str) -> Tensor:
+def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> Tensor:
     grid = check_operands(plan, x.data, w.data)
     shape = result_shape(plan, x.shape, w.shape)
     dtype = np.result_type(x.dtype, w.dtype)
+    inputs = [x, w] if bias is None else [x, w, _fitting_bias(bias, plan, w, grid)]
     if not grid.inside:
         block = grid.backend.zeros((0,) * len(shape), dtype)
-        nothing = [_nothing(x), _nothing(w)]
-        return record(DistArray(block, shape, plan.y, grid), [x, w], nothing)
+        return record(DistArray(block, shape, plan.y, grid), inputs, [_nothing(t) for t in inputs])
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     at = _Layouts.of(plan)
     xs, ws = at_work(x.data, at.x), at_work(w.data, at.w)
     y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
+    if bias is not None:
+        y += inputs[2].block.astype(dtype, copy=False)
     kept_x, kept_w = (xs if "x" in keep else None), (ws if "w" in keep else None)
     xdata, wdata = x.data, w.data
 
-    def gathered(g: Block) -> Block:
-        # dy[b, m, n] at work, for both products
-        return redistribute(g, at.rest, at.dy, shape, grid)
+    def gathered(g: Block) -> tuple[Block, Block]:
+        # dy[b, m, n] at work, for both products, and at rest, for the bias
+        return redistribute(g, at.rest, at.dy, shape, grid), g
 
-    def dx(dy: Block) -> Term:
+    def dx(grads: tuple[Block, Block]) -> Term:
         # dx[b, m, k] = dy[b, m, n] wᵀ[b, n, k], partial over the axes that cut n
+        dy, _ = grads
         ws = at_work(wdata, at.w) if kept_w is None else kept_w
         d = gemm(as_matrix(dy, nb, nm), as_matrix(ws, nb, nk).swapaxes(-1, -2), dtype)
         return d.reshape((*dy.shape[: nb + nm], *ws.shape[nb : nb + nk])), at.dx
 
-    def dw(dy: Block) -> Term:
+    def dw(grads: tuple[Block, Block]) -> Term:
         # dw[b, k, n] = xᵀ[b, k, m] dy[b, m, n], partial over the axes that cut m
+        dy, _ = grads
         xs = at_work(xdata, at.x) if kept_x is None else kept_x
         d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
         return d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
 
-    return record(DistArray(y, shape, plan.y, grid), [x, w], [dx, dw], gathered)
+    def db(grads: tuple[Block, Block]) -> Term:
+        # db[n] = sum over m of dy[m, n] at rest, partial over the axes that cut m there
+        dy = grads[1]
+        sums = kernels_rows.row_sums(dy.reshape((math.prod(dy.shape[:nm]), math.prod(dy.shape[nm:]))))
+        terms = Layout(*at.rest.dims[nm:], partial=[a for a in chain(*at.rest.dims[:nm]) if grid.sizes[a] > 1])
+        return sums.reshape(dy.shape[nm:]), terms
+
+    return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
+
+
+def _fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
+    """The bias, once it is known to fit y[*m, *n] at rest."""
+    bias = as_tensor(bias)
+    same_grid([bias.data, w.data])
+    want, shape = Layout(*plan.y.dims[len(plan.m) :]), w.shape[len(plan.k) :]
+    if plan.b:
+        raise PlanError(f"matmul: a bias is added to a product without batch dims; this plan has {len(plan.b)}")
+    if plan.y.partial:
+        raise LayoutError(f"matmul: y = {plan.y!r} rests unsummed, and takes no bias; add it once y is summed")
+    if bias.shape != shape:
+        raise ValueError(f"matmul: a bias of shape {bias.shape} for a result that ends in {shape}; they must be equal")
+    if effective(bias.layout, grid) != effective(want, grid):
+        raise mismatch("matmul: the bias is not cut as y", bias.layout, want)
+    return bias
 
 
 class _Layouts(NamedTuple):

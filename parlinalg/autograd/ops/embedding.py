@@ -1,0 +1,151 @@
+"""Tables of vectors: look-ups by a product's plan, and positions that are added."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import Any
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.ops.arithmetic import block_sum
+from parlinalg.autograd.ops.losses import _first
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import kernels_rows
+from parlinalg.errors import PlanError
+from parlinalg.layout import Layout, span_of
+from parlinalg.matmul.product import at_work
+from parlinalg.plan import Plan
+from parlinalg.redistribute import redistribute
+
+Block = Any
+
+
+def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
+    """`y[*m, *n] = table[ids[*m], *n]`: the plan's product with a one-hot x, which is never built.
+
+    Parameters
+    ----------
+    ids : DistArray or Tensor
+        Integers in 0 to vocabulary - 1, of shape [*m], cut as the leading dims of the plan's x.
+    table : Tensor
+        Shape [vocabulary, *n], in the layout of the plan's w.
+    plan : Plan
+        Of a product over k = vocabulary; a scheme's `plan("contract", leading=ids.ndim)`.
+
+    Returns
+    -------
+    Tensor
+        Shape [*m, *n], in the layout of the plan's y.
+
+    Raises
+    ------
+    ValueError
+        If an id is beyond the vocabulary; it names the id and where it stands.
+    LayoutError
+        If ids or table do not rest as the plan says.
+
+    In the backward pass the gradient is brought to work as that of a product; the table's is partial over the axes that
+    cut m at work (Narayanan et al., Megatron-LM, 2021, for the vocabulary cut).
+    """
+    table = as_tensor(table)
+    tokens, weight = as_tensor(ids).data, summed(table.data, "embedding")
+    grid = same_grid([tokens, weight])
+    if len(plan.k) != 1 or plan.b:
+        raise PlanError(f"embedding: a plan with {len(plan.b)} batch dims and {len(plan.k)} k; a table has one k, no b")
+    _check_ids(tokens, weight, Layout(*plan.x.dims[: len(plan.m)]))
+    if weight.ndim != 1 + len(plan.n):
+        raise ValueError(f"embedding: a table of shape {weight.shape} for a plan with {len(plan.n)} n; right: [k, *n]")
+    if effective(weight.layout, grid) != effective(plan.w, grid):
+        raise mismatch("embedding: the table does not rest as the plan's w", weight.layout, plan.w)
+    shape = (*tokens.shape, *weight.shape[1:])
+    work = plan.y_work.with_partial(())
+    numbers = at_work(tokens, Layout(*plan.m))
+    rows = grid.block(plan.w_work, weight.shape)[0]
+    local = grid.block_shape(plan.w_work, weight.shape)
+    at = at_work(weight, plan.w_work)
+    width = math.prod(at.shape[1:])
+    y = kernels_rows.look_up(
+        at.reshape((at.shape[0], width)), numbers, rows.start, span_of(plan.k[0], grid.sizes) == 1
+    ).reshape((*numbers.shape, *at.shape[1:]))
+    block = redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
+
+    def gathered(g: Block) -> Block:
+        return redistribute(g, plan.y.with_partial(()), work, shape, grid)
+
+    def part(dy: Block) -> Term:
+        d = kernels_rows.look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
+        return d.reshape(local), terms
+
+    terms = plan.w_work.with_partial(tuple(chain(*plan.m)))
+    return record(DistArray(block, shape, plan.y, grid), [table], [part], gathered)
+
+
+def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:
+    """Raise unless the ids are integers within the vocabulary that lie as the plan says."""
+    vocabulary = table.shape[0]
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"embedding: ids are {ids.dtype}; they are integers: convert them by .astype('int64')")
+    if ids.ndim != want.ndim:
+        raise ValueError(f"embedding: ids of shape {ids.shape} for a plan with {want.ndim} leading dims")
+    if effective(ids.layout, ids.grid) != effective(want, ids.grid):
+        raise mismatch("embedding: ids do not rest as the leading dims of the plan's x", ids.layout, want)
+    bad = (ids.block < 0) | (ids.block >= vocabulary)
+    if bool(bad.any()):
+        where, value = _first(ids, bad), int(ids.block[bad][0])
+        raise ValueError(
+            f"embedding: id {value} at {where} (rank {ids.grid.rank}) is beyond the vocabulary of {vocabulary}; ids "
+            f"are in 0 to {vocabulary - 1}"
+        )
+
+
+def add_positions(x: Any, table: Any, start: int = 0) -> Tensor:
+    """`y[b, s, :] = x[b, s, :] + table[start + s, :]`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape [batch, sequence, hidden], in any layout.
+    table : Tensor
+        Shape [positions, hidden], whole in the first dim and cut as x in the second.
+    start : int
+        The position of the sequence's first token.
+
+    Raises
+    ------
+    ValueError
+        If the sequence is longer than the table.
+    LayoutError
+        If the table's hidden dim is not cut as that of x, or its positions are cut.
+    """
+    x, table = as_tensor(x), as_tensor(table)
+    data, weight = summed(x.data, "add_positions"), summed(table.data, "add_positions")
+    grid = same_grid([data, weight])
+    if x.ndim != 3 or table.ndim != 2 or x.shape[2] != table.shape[1]:
+        raise ValueError(
+            f"add_positions: x of shape {x.shape} and a table of shape {table.shape}; right are [batch, sequence, "
+            "hidden] and [positions, hidden]"
+        )
+    positions, length = table.shape[0], x.shape[1]
+    if start < 0 or start + length > positions:
+        raise ValueError(
+            f"a sequence of {length} tokens from position {start} is longer than the {positions} positions there are"
+        )
+    want = Layout(None, data.layout.dims[2])
+    if effective(weight.layout, grid) != effective(want, grid):
+        raise mismatch("add_positions: the table is not whole in positions and cut as x in hidden", weight.layout, want)
+    here = grid.block(data.layout, x.shape)[1]
+    rows = slice(start + here.start, start + here.stop)
+    y = data.block + weight.block[rows] if grid.inside else data.block.copy()
+    rest = data.layout
+    terms = want.with_partial([a for dim in rest.dims[:2] for a in dim if grid.sizes[a] > 1])
+
+    def part(g: Block) -> Term:
+        d = grid.backend.zeros(weight.block.shape, g.dtype)
+        if grid.inside:
+            d[rows] = block_sum(g, (0,))
+        return d, terms
+
+    return record(data.like(y.astype(data.dtype, copy=False)), [x, table], [lambda g: (g, rest), part])

@@ -1,0 +1,36 @@
+"""Gated units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parlinalg.array.core import effective, mismatch
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import kernels_rows
+from parlinalg.layout import Layout
+
+
+def swiglu(x: Any) -> Tensor:
+    """silu(x[..., 0]) x[..., 1]: a gate and what passes it lie side by side in the last dim (Shazeer, "GLU variants
+    improve transformer", 2020).
+
+    Raises
+    ------
+    ValueError, LayoutError
+        If the last dim is not 2, or cut.
+    """
+    x = as_tensor(x)
+    data = summed(x.data, "swiglu")
+    if not x.ndim or x.shape[-1] != 2:
+        raise ValueError(f"swiglu of shape {x.shape}; it takes [..., 2]: a gate and a value for each result")
+    whole = data.layout.with_dim(-1, None)
+    if effective(data.layout, data.grid) != effective(whole, data.grid):
+        raise mismatch("swiglu: gates and values are cut apart", data.layout, whole)
+    z, rest = data.block, data.layout
+    if data.grid.inside:
+        y = kernels_rows.swiglu(z)
+    else:
+        y = data.grid.backend.zeros((0,) * (x.ndim - 1), x.dtype)
+    value = data.like(y, Layout(*rest.dims[:-1]), x.shape[:-1])
+    return record(value, [x], [lambda g: (kernels_rows.swiglu_grad(z, g) if data.grid.inside else z, rest)])

@@ -1,0 +1,91 @@
+"""What token ids and their positions become."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Parameter, Tensor, ops
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.nn import init
+from parlinalg.nn.declared import Declared
+from parlinalg.nn.module import Module
+from parlinalg.schemes import Scheme
+
+
+class Embedding(Module):
+    """A vector for every id of a vocabulary: the scheme's contract plan with a one-hot input that is never built.
+
+    Parameters
+    ----------
+    vocabulary, hidden : int
+    scheme : Scheme
+    grid : Grid
+    std : float
+        Of the normal distribution the weights start from.
+    dtype : dtype
+
+    Attributes
+    ----------
+    weight : Parameter
+        Shape [vocabulary, hidden], in the layout in which the contract plan's w rests.
+
+    Call it with integer ids of shape [batch, sequence], cut as the leading dims of `scheme.inner`; the result has
+    shape [batch, sequence, hidden] and the residual stream's layout.
+    """
+
+    weight: Parameter
+
+    def __init__(
+        self, vocabulary: int, hidden: int, scheme: Scheme, grid: Grid, *, std: float = 0.02,
+        dtype: DTypeLike = np.float32,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
+        self.weight = Declared(  # type: ignore[assignment]
+            (vocabulary, hidden), scheme.plan("contract").w, grid, np.dtype(dtype), init.Normal(std), vocabulary, hidden
+        )
+
+    def forward(self, ids: Tensor | DistArray) -> Tensor:
+        return ops.embedding(ids, self.weight, self.scheme.plan("contract", leading=ids.ndim))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head tied to the table: `x tableᵀ`, from the residual stream [..., hidden] to the inside of a block
+        [..., vocabulary] (Press and Wolf, "Using the output embedding to improve language models", 2017).
+        """
+        return ops.matmul(x, self.weight.T, self.scheme.plan("contract", leading=x.ndim - 1).grad_x)
+
+    def extra_repr(self) -> str:
+        return f"{self.vocabulary} → {self.hidden}, {self.scheme.name}"
+
+
+class Positions(Module):
+    """A learned vector for every position of a sequence, added to the residual stream.
+
+    Attributes
+    ----------
+    weight : Parameter
+        Shape [positions, hidden], cut as the residual stream's last dim.
+
+    A sequence that is longer is refused with a ValueError that names both.
+    """
+
+    weight: Parameter
+
+    def __init__(
+        self, positions: int, hidden: int, scheme: Scheme, grid: Grid, *, std: float = 0.02,
+        dtype: DTypeLike = np.float32,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.positions, self.hidden = positions, hidden
+        layout = Layout(None, scheme.residual.dims[-1])
+        self.weight = Declared((positions, hidden), layout, grid, np.dtype(dtype), init.Normal(std), positions, hidden)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """x with the vectors of positions `start`, `start + 1`, … added."""
+        return ops.add_positions(x, self.weight, start)
+
+    def extra_repr(self) -> str:
+        return f"{self.positions} × {self.hidden}"
