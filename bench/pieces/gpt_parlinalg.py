@@ -1,0 +1,62 @@
+"""One piece of `bench/train.py`: parlinalg's GPT, on the ranks it is started with.
+
+usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS
+
+SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gpt import LEARNING_RATE, Sizes, batches, timed, weights
+
+import parlinalg as pla
+from parlinalg.autograd import ops
+
+
+def main() -> None:
+    mode, sizes = sys.argv[1], Sizes.parse(sys.argv[2])
+    warm, steps = int(sys.argv[3]), int(sys.argv[4])
+    mesh = pla.launch({"parallel": parallel(mode)})
+    grid = mesh.grid
+    model = pla.nn.GPT(
+        vocab_size=sizes.vocab, max_position_embeddings=sizes.seq, hidden_size=sizes.d,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, scheme=mesh.scheme, grid=grid,
+        dtype="float32", seed=0,
+    )  # fmt: skip
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    model.load_state_dict({name: value.reshape(shapes[name]) for name, value in weights(sizes).items()})
+    reducer = pla.parallel.GradientReducer(model.parameters())
+    optimizer = pla.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    data = [tuple(pla.distribute(part, grid, model.ids_layout) for part in batch) for batch in batches(sizes)]
+
+    def step(number: int) -> float:
+        ids, targets = data[number % len(data)]
+        loss = ops.cross_entropy(model(ids), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    timed(
+        step, warm, steps, grid.world.barrier, grid.rank == 0, threads=grid.threads, grid=grid.sizes,
+        buckets=len(reducer.buckets),
+    )  # fmt: skip
+    mesh.close()
+
+
+def parallel(mode: str) -> dict[str, object]:
+    """The configuration of a mode on all ranks."""
+    from parlinalg.comm import open_comm
+
+    comm = open_comm()
+    size = comm.size
+    comm.free()
+    if mode == "serial":
+        return {}
+    return {"data": size} if mode == "data" else {"tensor": {"size": size, "mode": mode}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Training a GPT in float32: parlinalg against PyTorch on the same cores, one BLAS thread a rank, in one run.
+
+PyTorch 2 eager: one core; tensor parallel by DTensor (blocks by columns and rows, embedding and head by vocabulary) on
+2 and 4 ranks; DistributedDataParallel on 2; with fused attention and fused AdamW.  All pieces start from the same
+weights, see the same batches, and must tell the same losses.  They take turns: every round runs each of them once, so
+that a change in the machine's speed meets all alike; figures are medians of steps over all rounds.
+
+    python bench/train.py                           # d 512 × 4 layers, then d 1024 × 2 layers: about 15 minutes
+    python bench/train.py --pieces torch:serial:1 parlinalg:serial:1 --rounds 3
+    python bench/train.py --models 512x4x8x256x8x2048   # d, layers, heads, sequence, batch, vocabulary
+
+Memory is the peak resident set of the slowest rank's process over all steps, less what it was before the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import harness
+from harness import BENCH, Unavailable
+
+sys.path.insert(0, str(BENCH / "pieces"))
+from gpt import Sizes
+
+MODELS = {"d512": "512x4x8x256x8x2048", "d1024": "1024x2x16x256x4x2048"}
+PIECES = [
+    "gemm:-:1", "torch:serial:1", "parlinalg:serial:1", "torch:tensor:2", "parlinalg:1d:2", "torch:tensor:4",
+    "parlinalg:1d:4", "torch:data:2", "parlinalg:data:2",
+]  # fmt: skip
+"""What is run, in turns: library, mode and ranks."""
+
+GOALS = {("parlinalg:serial:1", "torch:serial:1"): 1.05, ("parlinalg:1d:2", "torch:tensor:2"): 1.1,
+         ("parlinalg:1d:4", "torch:tensor:4"): 1.1, ("parlinalg:data:2", "torch:data:2"): 1.0}  # fmt: skip
+"""Least ratios of tokens/s."""
+OF_GEMM = 0.85
+"""The least share of the local GEMM's rate that one core should reach over the model's FLOPs."""
+OF_MEMORY = 1.1
+"""The most memory of a step on one rank, as a multiple of PyTorch's."""
+LOSSES = 1e-3
+"""How far losses may lie apart, relative, in float32 after a few steps."""
+
+
+def command(piece: str, model: str, warm: int, steps: int) -> tuple[list[str], dict[str, str]]:
+    """How a piece is started, and its environment: one BLAS thread a rank."""
+    library, mode, ranks = piece.split(":")
+    env = harness.environment(int(ranks), dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    ))  # fmt: skip
+    program = str(BENCH / "pieces" / {"gemm": "gemm.py", "torch": "gpt_torch.py"}.get(library, "gpt_parlinalg.py"))
+    if library == "gemm":
+        return [sys.executable, program, model, str(max(3, steps))], env
+    said = [program, mode, model, str(warm), str(steps)]
+    if library == "torch" and mode != "serial":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+        run = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-addr", "127.0.0.1"]
+        return [sys.executable, *run, "--master-port", str(free_port()), *said], env
+    if ranks == "1":
+        env["PARLINALG_MPI"] = "0"
+        return [sys.executable, *said], env
+    return [*harness.mpiexec(), "-n", ranks, sys.executable, *said], env
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def missing(pieces: list[str]) -> dict[str, str]:
+    """Pieces that cannot be had here, with the reason."""
+    lacks: dict[str, str] = {}
+    for piece in pieces:
+        library, _, ranks = piece.split(":")
+        if library == "torch" and find_spec("torch") is None:
+            lacks[piece] = "no PyTorch: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        elif library == "parlinalg" and ranks != "1":
+            try:
+                harness.mpiexec()
+            except Unavailable as reason:
+                lacks[piece] = str(reason)
+    return lacks
+
+
+def measure(title: str, model: str, pieces: list[str], rounds: int, warm: int, steps: int) -> dict[str, Any]:
+    """One model: the pieces in turns."""
+    told: dict[str, list[dict[str, Any]]] = {piece: [] for piece in pieces}
+    others = []
+    for turn in range(rounds):
+        for piece in pieces:
+            others.append(harness.busy(0.2))
+            line, env = command(piece, model, warm, steps)
+            told[piece].append(harness.run(line, env, timeout=300 + 30 * (warm + steps)))
+        print(
+            f"{title}: round {turn + 1} of {rounds}, others used {100 * max(others):.0f}% of the cores at most",
+            file=sys.stderr,
+        )
+    result = summary(title, Sizes.parse(model), told, others)
+    print(f"\n{show(result)}\n", flush=True)
+    return result
+
+
+def summary(title: str, sizes: Sizes, told: dict[str, list[dict[str, Any]]], others: list[float]) -> dict[str, Any]:
+    gemm: dict[str, float] = {}
+    rows = []
+    for piece, runs in told.items():
+        if piece.startswith("gemm"):
+            gemm = {name: harness.spread([r[name] for r in runs])[1] for name in ("products_gflops", "square_gflops")}
+            continue
+        low, middle, high = harness.spread([s for r in runs for s in r["seconds"]])
+        cpu = harness.spread([s for r in runs for s in r["cpu"]])[1]
+        rows.append({
+            "piece": piece, "ranks": int(piece.rpartition(":")[2]), "median_s": middle, "quartiles_s": [low, high],
+            "cpu_s": cpu, "tokens_per_s": sizes.tokens / middle, "gflops": sizes.flops / middle / 1e9,
+            "gflops_cpu": sizes.flops / cpu / 1e9, "memory": harness.spread([r["memory"]["peak"] for r in runs])[1],
+            "losses": runs[0]["losses"], "runs": runs,
+        })  # fmt: skip
+    return {
+        "title": title, "sizes": vars(sizes), "tokens": sizes.tokens, "flops": sizes.flops, "gemm": gemm, "rows": rows,
+        "busy_before": {"median": harness.spread(others)[1], "most": max(others)},
+    }  # fmt: skip
+
+
+def partner(piece: str) -> tuple[str, float] | None:
+    """What a piece is compared with, and the goal."""
+    return next(((theirs, goal) for (ours, theirs), goal in GOALS.items() if ours == piece), None)
+
+
+def show(result: dict[str, Any]) -> str:
+    rows = {r["piece"]: r for r in result["rows"]}
+    lines = []
+    for r in result["rows"]:
+        against = partner(r["piece"])
+        theirs = rows.get(against[0]) if against else None
+        ratio = f"{r['tokens_per_s'] / theirs['tokens_per_s']:.2f}" if theirs else ""
+        first, last = r["losses"][0], r["losses"][-1]
+        lines.append((
+            r["piece"], f"{r['tokens_per_s']:.0f}", f"{1e3 * r['median_s']:.0f}",
+            f"{1e3 * r['quartiles_s'][0]:.0f}–{1e3 * r['quartiles_s'][1]:.0f}", f"{1e3 * r['cpu_s']:.0f}",
+            f"{r['gflops']:.1f}", ratio, against[1] if theirs and against else "", f"{r['memory'] / 2**20:.0f}",
+            f"{first:.4f} → {last:.4f}",
+        ))  # fmt: skip
+    head = ("piece", "tokens/s", "median ms", "quartiles", "CPU ms", "GFLOP/s", "ratio", "goal", "MiB", "loss")
+    s, gemm, crowd = result["sizes"], result["gemm"], result["busy_before"]
+    title = (
+        f"{result['title']}: d {s['d']}, {s['layers']} layers, {s['heads']} heads, sequence {s['seq']}, "
+        f"batch {s['batch']}, vocabulary {s['vocab']}; {result['flops'] / 1e9:.1f} GFLOP a step"
+    )
+    rates = (
+        f"One core's GEMM: {gemm['products_gflops']:.1f} GFLOP/s at the model's products, "
+        f"{gemm['square_gflops']:.1f} at 2048³.\n" if gemm else ""
+    )  # fmt: skip
+    others = f"Others used {100 * crowd['median']:.0f}% of the cores between pieces (median)"
+    return f"{title}\n\n{harness.table(head, lines)}\n\n{rates}{others}; most {100 * crowd['most']:.0f}%."
+
+
+def verdicts(results: list[dict[str, Any]]) -> list[str]:
+    """What falls short of the goals, and losses that do not agree."""
+    short = []
+    for result in results:
+        rows, title = {r["piece"]: r for r in result["rows"]}, result["title"]
+        for (ours, theirs), goal in GOALS.items():
+            if ours in rows and theirs in rows:
+                ratio = rows[ours]["tokens_per_s"] / rows[theirs]["tokens_per_s"]
+                if not ratio >= goal:
+                    short.append(f"{title}: {ours} is {ratio:.3f} × {theirs}, the goal is {goal}")
+        alone, torch = rows.get("parlinalg:serial:1"), rows.get("torch:serial:1")
+        if alone and result["gemm"]:
+            share = alone["gflops"] / result["gemm"]["products_gflops"]
+            if not share >= OF_GEMM:
+                short.append(f"{title}: one core reaches {share:.1%} of its GEMM's rate, the goal is {OF_GEMM:.0%}")
+        if alone and torch and not alone["memory"] <= OF_MEMORY * torch["memory"]:
+            short.append(
+                f"{title}: a step takes {alone['memory'] / 2**20:.0f} MiB, PyTorch's {torch['memory'] / 2**20:.0f}; "
+                f"the goal is {OF_MEMORY} ×"
+            )
+        short += disagreements(title, result["rows"])
+    return short
+
+
+def disagreements(title: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Pieces whose losses are not those of the first."""
+    odd = []
+    for row in rows[1:]:
+        if row["piece"].startswith("torch:data"):
+            continue  # tells the loss of its own half of the batch
+        want, have = rows[0]["losses"], row["losses"]
+        worst = max(abs(a - b) / abs(a) for a, b in zip(want, have))
+        if not worst <= LOSSES:
+            odd.append(f"{title}: losses of {row['piece']} and {rows[0]['piece']} differ by {worst:.1e}: {have} {want}")
+    return odd
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(MODELS)}, or dxLxhxsxbxv")
+    parser.add_argument("--pieces", nargs="+", default=PIECES, help="library:mode:ranks, such as parlinalg:2d:4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2, help="steps not counted")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps a piece and round")
+    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
+    parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
+    parser.add_argument("--json", help="write the result here")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    harness.stop_cleanly()
+    share = harness.wait_until_idle(0 if args.crowded else args.wait)
+    if share > harness.BUSY and not args.crowded:
+        print(
+            f"others use {100 * share:.0f}% of the cores: wait until they are idle, or measure anyway with --crowded",
+            file=sys.stderr,
+        )
+        return 1
+    lacks = missing(args.pieces)
+    for piece, reason in lacks.items():
+        print(f"without {piece}: {reason}", file=sys.stderr)
+    pieces = [p for p in args.pieces if p not in lacks]
+    results = [
+        measure(m, MODELS.get(m, m), pieces, args.rounds, args.warm, args.steps) for m in args.models
+    ]  # fmt: skip
+    short = verdicts(results)
+    print("\n".join(short) or "All goals are reached, and all losses agree.")
+    if args.json:
+        harness.write_json(args.json, {"busy_at_start": share, "missing": lacks, "results": results, "short": short})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
