@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.tape import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
+from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.matmul.local import is_half
 
@@ -50,19 +51,32 @@ def block_sum(block: Block, axes: tuple[int, ...], keepdims: bool = False) -> Bl
     return xp.asarray(block.sum(axis=axes, keepdims=keepdims))
 
 
-def to_input(grad: Block, y: DistArray, x: Tensor) -> Term:
+class Frame(NamedTuple):
+    """What a rule needs to know of an array whose elements it does not need, so as not to keep them."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    grid: Grid
+
+    @classmethod
+    def of(cls, x: Tensor | DistArray) -> Frame:
+        return cls(x.shape, x.layout.with_partial(()), x.grid)
+
+
+def to_input(grad: Block, y: Frame, x: Frame) -> Term:
     """The term of x's gradient from that of y, to whose shape x was broadcast: summed over the dims x lacks.
 
     The sum over cut dims is left partial over the axes that cut them.
     """
-    rest = y.layout.with_partial(())
+    rest = y.layout
     if x.shape == y.shape:
         return grad, rest
-    lead = y.ndim - x.ndim
-    stretched = [d for d in range(x.ndim) if x.shape[d] == 1 and y.shape[lead + d] != 1]
+    own = len(x.shape)
+    lead = len(y.shape) - own
+    stretched = [d for d in range(own) if x.shape[d] == 1 and y.shape[lead + d] != 1]
     dims = (*range(lead), *(lead + d for d in stretched))
     over = [a for d in dims for a in rest.dims[d] if y.grid.sizes[a] > 1]
-    layout = Layout(*(() if d in stretched else rest.dims[lead + d] for d in range(x.ndim)), partial=over)
+    layout = Layout(*(() if d in stretched else rest.dims[lead + d] for d in range(own)), partial=over)
     shape = tuple(1 if d in stretched else n for d, n in enumerate(grad.shape[lead:]))
     return block_sum(grad, dims).reshape(shape), layout
 
@@ -70,8 +84,11 @@ def to_input(grad: Block, y: DistArray, x: Tensor) -> Term:
 def _combined(y: DistArray, *pairs: tuple[Tensor | Scalar, Any]) -> Tensor:
     """The result y of operands, each with its derivative: from the gradient of y, as a block of y's shape."""
 
+    frame = Frame.of(y)
+
     def part(x: Tensor, derivative: Any) -> Part:
-        return lambda g: to_input(derivative(g), y, x)
+        shape = Frame.of(x)
+        return lambda g: to_input(derivative(g), frame, shape)
 
     tensors = [(x, derivative) for x, derivative in pairs if isinstance(x, Tensor)]
     return record(y, [x for x, _ in tensors], [part(x, derivative) for x, derivative in tensors])

@@ -10,19 +10,21 @@ from parlinalg.array.reductions import dims_of
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import namespace
+from parlinalg.layout import Layout
 from parlinalg.redistribute import redistribute
 
 Block = Any
 
 
-def _spread(grad: Block, x: Tensor, dims: tuple[int, ...], scale: float | None = None) -> Term:
-    """The gradient of a sum over `dims`, for every element summed."""
-    xp = x.data.xp
-    kept = tuple(1 if d in dims else n for d, n in enumerate(x.block.shape))
+def _spread(grad: Block, local: tuple[int, ...], rest: Layout, dims: tuple[int, ...], scale: float = 1) -> Term:
+    """The gradient of a sum over `dims`, for every element summed, in a block of shape `local`."""
+    xp = namespace(grad)
+    kept = tuple(1 if d in dims else n for d, n in enumerate(local))
     g = xp.asarray(grad).reshape(kept) if math.prod(kept) == grad.size else xp.zeros(kept, grad.dtype)
-    if scale is not None:
+    if scale != 1:
         g = g * scale
-    return xp.ascontiguousarray(xp.broadcast_to(g, x.block.shape)), x.layout.with_partial(())
+    return xp.ascontiguousarray(xp.broadcast_to(g, local)), rest
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = False) -> Tensor:
@@ -36,7 +38,8 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = Fa
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
     y = x.data.sum(dims, None, keepdims, partial=partial)
-    return record(y, [x], [lambda g: _spread(g, x, dims)])
+    local, rest = x.block.shape, x.layout.with_partial(())
+    return record(y, [x], [lambda g: _spread(g, local, rest, dims)])
 
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -47,7 +50,8 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     if not count:
         raise ValueError(f"mean over dims {dims} of a tensor of shape {x.shape}, which has no elements there")
     scale = 1 / count
-    return record(x.data.sum(dims, None, keepdims) * scale, [x], [lambda g: _spread(g, x, dims, scale)])
+    local, rest = x.block.shape, x.layout.with_partial(())
+    return record(x.data.sum(dims, None, keepdims) * scale, [x], [lambda g: _spread(g, local, rest, dims, scale)])
 
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -55,12 +59,13 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
     y = x.data.max(dims, keepdims)
+    local, rest = x.block.shape, x.layout.with_partial(())
 
     def part(g: Block) -> Term:
-        largest, _ = _spread(y.block, x, dims)
+        largest, _ = _spread(y.block, local, rest, dims)
         found = (x.block == largest).astype(x.dtype)
         count = _total(found, x, dims)
-        share, rest = _spread(g, x, dims)
+        share, _ = _spread(g, local, rest, dims)
         return share * found / count, rest
 
     return record(y, [x], [part])
