@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, recording
 from parlinalg.errors import ConfigError
 from parlinalg.names import check_names
@@ -139,7 +140,9 @@ class Module:
         return (parameter for _, parameter in self.named_parameters())
 
     # ------------------------------------------------------------------ state
-    def initialize(self, seed: int = 0, prefix: str = "") -> Any:
+    def initialize(
+        self, seed: int = 0, prefix: str = "", values: Callable[[Declared, str], DistArray] | None = None
+    ) -> Any:
         """Name all parameters and modules, and make the declared ones' values.  To be called on the whole model.
 
         Parameters
@@ -147,12 +150,18 @@ class Module:
         seed : int
         prefix : str
             The qualified name of this module, where it is a part (a stage of a pipeline) of a larger model.
+        values : callable, optional
+            Makes the values of what is declared under a qualified name, instead of its initializer.
 
         Returns
         -------
         Module
             Itself.  Called again it starts again from new values, in the same parameters.
         """
+
+        def made(declared: Declared, name: str) -> DistArray:
+            return declared.make(seed, name) if values is None else values(declared, name)
+
         for name, module in self.named_modules(prefix):
             module.name, module.seed = name, seed
             for own, held in module._parameters.items():
@@ -161,9 +170,9 @@ class Module:
                 if isinstance(held, Parameter):
                     held.name = qualified
                     if declared is not None:
-                        held.data = declared.make(seed, qualified)
+                        held.data = made(declared, qualified)
                 else:
-                    module._parameters[own] = Parameter(held.make(seed, qualified), qualified)
+                    module._parameters[own] = Parameter(made(held, qualified), qualified)
         return self
 
     def state_dict(self) -> dict[str, np.ndarray]:
