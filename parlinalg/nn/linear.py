@@ -46,6 +46,9 @@ class Linear(Module):
         Shape [*in_features, *out_features], in the layout in which the plan's w rests.
     bias : Parameter or None
         Shape [*out_features], cut as y rests.
+    keep : {"xw", "x", "w", ""}
+        Which of input and weight stay gathered for the backward pass (`ops.matmul`): "xw", the default, moves the
+        fewest words; "" keeps both as they rest, the least memory.
 
     Call it with a tensor of shape [*lead, *in_features], of any number of leading dims, in the layout in which the
     plan's x rests; the result has shape [*lead, *out_features] and the layout in which its y rests.
@@ -61,7 +64,7 @@ class Linear(Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.inputs, self.outputs = _dims(in_features), _dims(out_features)
-        self.scheme, self.kind = scheme, kind
+        self.scheme, self.kind, self.keep = scheme, kind, "xw"
         plan = self.plan(2)
         fans = math.prod(self.inputs), math.prod(self.outputs)
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
@@ -82,7 +85,7 @@ class Linear(Module):
         leading = x.ndim - len(self.inputs)
         if leading < 0 or x.shape[leading:] != self.inputs:
             raise LayoutError(f"this layer takes inputs of shape [..., {_text(self.inputs)}], not {x.shape}")
-        return ops.matmul(x, self.weight, self.plan(leading), bias=self.bias)
+        return ops.matmul(x, self.weight, self.plan(leading), bias=self.bias, keep=self.keep)
 
     def extra_repr(self) -> str:
         return f"{_text(self.inputs)} → {_text(self.outputs)}, {self.scheme.name}: {self.kind}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -112,8 +113,8 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
     if bias is not None:
         y += inputs[2].block.astype(dtype, copy=False)
-    kept_x, kept_w = (xs if "x" in keep else None), (ws if "w" in keep else None)
-    xdata, wdata = x.data, w.data
+    x_again = _gatherer(xs, x.data, at.x, "x" in keep)
+    w_again = _gatherer(ws, w.data, at.w, "w" in keep)
 
     def gathered(g: Block) -> tuple[Block, Block]:
         # dy[b, m, n] at work, for both products, and at rest, for the bias
@@ -122,14 +123,14 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     def dx(grads: tuple[Block, Block]) -> Term:
         # dx[b, m, k] = dy[b, m, n] wᵀ[b, n, k], partial over the axes that cut n
         dy, _ = grads
-        ws = at_work(wdata, at.w) if kept_w is None else kept_w
+        ws = w_again()
         d = gemm(as_matrix(dy, nb, nm), as_matrix(ws, nb, nk).swapaxes(-1, -2), dtype)
         return d.reshape((*dy.shape[: nb + nm], *ws.shape[nb : nb + nk])), at.dx
 
     def dw(grads: tuple[Block, Block]) -> Term:
         # dw[b, k, n] = xᵀ[b, k, m] dy[b, m, n], partial over the axes that cut m
         dy, _ = grads
-        xs = at_work(xdata, at.x) if kept_x is None else kept_x
+        xs = x_again()
         d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
         return d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
 
@@ -141,6 +142,11 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         return sums.reshape(dy.shape[nm:]), terms
 
     return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
+
+
+def _gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
+    """What gives the backward pass an operand at work: kept as it is, or gathered again from where it rests."""
+    return (lambda: block) if keep else (lambda: at_work(data, work))
 
 
 def _fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
