@@ -2,6 +2,8 @@
 
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
+from parlinalg.nn.attention import Attention
+from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import MLP, Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
@@ -13,7 +15,7 @@ from parlinalg.nn.steps import training_step
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
-    "GELU", "MLP", "Classifier", "Dropout", "Embedding", "LayerNorm", "Linear", "Module", "PatchEmbedding", "Positions",
-    "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "activation", "init", "recompute",
-    "training_step",
+    "GELU", "MLP", "Attention", "Classifier", "Dropout", "Embedding", "KeyValueCache", "LayerNorm", "Linear",
+    "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh",
+    "activation", "init", "recompute", "training_step",
 ]  # fmt: skip

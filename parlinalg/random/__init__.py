@@ -22,7 +22,7 @@ from parlinalg.random.counter import Stream, Words, block_words, key
 from parlinalg.random.quantile import normal_quantile
 from parlinalg.redistribute import fitting, redistribute
 
-__all__ = ["bernoulli", "integers", "normal", "permutation", "uniform"]
+__all__ = ["Bernoulli", "bernoulli", "integers", "normal", "permutation", "uniform"]
 
 
 def uniform(
@@ -101,14 +101,41 @@ def bernoulli(
     ValueError
         If p is not a probability.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"a probability is between 0 and 1, not {p}")
-    limit = round(p * 2**32)
+    numbers = Bernoulli(p, seed=seed, name=name, call=call, step=step, start=start)
+    return _draw(numbers.convert, 32, shape, grid, layout, np.dtype(np.bool_), numbers.stream, start)
 
-    def convert(words: Words) -> np.ndarray:
-        return np.ones(words.shape, np.bool_) if limit > 0xFFFFFFFF else words < np.uint32(limit)
 
-    return _draw(convert, 32, shape, grid, layout, np.dtype(np.bool_), key(seed, name, call, step), start)
+class Bernoulli:
+    """The numbers of `bernoulli`, of an array that is never whole: a part at a time.
+
+    Parameters
+    ----------
+    p : float
+        The probability of True.
+    seed, name, call, step, start
+        As of `uniform`.
+    """
+
+    def __init__(
+        self, p: float, *, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0
+    ) -> None:  # fmt: skip
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"a probability is between 0 and 1, not {p}")
+        self.limit = round(p * 2**32)
+        self.stream = key(seed, name, call, step)
+        self.start = start
+
+    def part(self, shape: Sequence[int], ranges: Sequence[range]) -> np.ndarray:
+        """The bools of a part of an array of this global shape, on the host: a range of global indices a dim."""
+        lengths = tuple(len(r) for r in ranges)
+        flat = np.empty(math.prod(lengths), np.bool_)
+        for place, words in block_words(Stream(self.stream, 32), shape, ranges, self.start):
+            flat[place : place + len(words)] = self.convert(words)
+        return flat.reshape(lengths)
+
+    def convert(self, words: Words) -> np.ndarray:
+        """The bools of words of 32 bits."""
+        return np.ones(words.shape, np.bool_) if self.limit > 0xFFFFFFFF else words < np.uint32(self.limit)
 
 
 def integers(

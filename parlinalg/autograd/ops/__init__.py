@@ -1,22 +1,25 @@
 """Operations on tensors, each with its derivative."""
 
 from parlinalg.autograd.ops.arithmetic import add, divide, maximum, minimum, multiply, negative, power, subtract, where
+from parlinalg.autograd.ops.attention import attention
 from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, relu, sigmoid, silu, sin, sqrt, tanh
 from parlinalg.autograd.ops.embedding import add_positions, embedding
 from parlinalg.autograd.ops.gates import swiglu
 from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
+from parlinalg.autograd.ops.masks import BlockMask
 from parlinalg.autograd.ops.norms import layer_norm, rms_norm
 from parlinalg.autograd.ops.patches import patches
 from parlinalg.autograd.ops.product import matmul
 from parlinalg.autograd.ops.reductions import max, mean, sum
+from parlinalg.autograd.ops.rotary import rotary, rotary_frequencies
 from parlinalg.autograd.ops.rows import replace_first, select
 from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpose
 from parlinalg.autograd.ops.softmax import log_softmax, softmax
 
 __all__ = [
-    "abs", "add", "add_positions", "astype", "cos", "count_targets", "cross_entropy", "cross_entropy_sum", "divide",
-    "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul", "max", "maximum", "mean",
-    "minimum", "mse_loss", "mse_sum", "multiply", "negative", "patches", "power", "redistribute", "relu",
-    "replace_first", "reshape", "rms_norm", "select", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum",
-    "swiglu", "tanh", "transpose", "where",
+    "BlockMask", "abs", "add", "add_positions", "astype", "attention", "cos", "count_targets", "cross_entropy",
+    "cross_entropy_sum", "divide", "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul",
+    "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "negative", "patches", "power",
+    "redistribute", "relu", "replace_first", "reshape", "rms_norm", "rotary", "rotary_frequencies", "select",
+    "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where",
 ]  # fmt: skip

@@ -1,0 +1,168 @@
+"""Attention: its heads and its batch may be cut, its sequence is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective, same_grid
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
+from parlinalg.autograd.tape import Part
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import attention as kernel
+from parlinalg.errors import LayoutError
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, Layout
+
+Block = Any
+Drop = Callable[[tuple[int, ...], tuple[range, ...]], Block]
+
+
+class Parts(NamedTuple):
+    """Queries [batch, queries, kv heads, g, e], and keys and values [batch, keys, kv heads, e]; views."""
+
+    q: Block
+    k: Block
+    v: Block
+
+    @staticmethod
+    def of(q: Block, kv: Block | None) -> Parts:
+        """Those in one packed block, or in two."""
+        if kv is None:
+            return Parts(q[..., :-2, :], q[..., -2, :], q[..., -1, :])
+        return Parts(q, kv[..., 0, :], kv[..., 1, :])
+
+
+def attention(
+    q: Any, kv: Any = None, *, causal: bool = False, window: int | None = None, mask: Mask | BlockMask | None = None,
+    key_padding: Mask | None = None, start: int = 0, scale: float | None = None, dropout: Drop | None = None,
+    keep_scores: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(scale q kᵀ) v, head by head (Vaswani et al., "Attention is all you need", 2017).
+
+    Parameters
+    ----------
+    q : Tensor
+        Queries, keys and values of all heads, packed: shape [b, s, kv heads, g + 2, e], where each head has g queries,
+        then its key, then its value (g = 1: multi-head attention; else grouped queries, Ainslie et al., 2023).  With
+        `kv`, the queries alone: [b, s, kv heads, g, e].
+    kv : Tensor, optional
+        Keys and values, [b, t, kv heads, 2, e].
+    causal : bool
+        A query sees no key after its own position.
+    window : int, optional
+        It sees only keys less than so many positions away from its own.
+    mask : array of bool or BlockMask, optional
+        Which pairs are seen, broadcastable to [b, heads, s, t] with heads = kv heads × g: a NumPy array that all ranks
+        have alike, or a DistArray whose dims are each whole or cut as those of q.
+    key_padding : array of bool, optional
+        Shape [b, t]: which keys are real, and seen; otherwise as `mask`.
+    start : int
+        The position of the first query among the keys.
+    scale : float, optional
+        By default 1/√e.
+    dropout : callable, optional
+        Draws what probabilities are multiplied by; `parlinalg.nn.Attention` makes it.
+    keep_scores : bool, optional
+        Whether the probabilities are kept for the backward pass, or computed again in it; by default what is faster.
+
+    Returns
+    -------
+    Tensor
+        Shape [b, s, kv heads, g, e].  Queries that see no key give zeros.
+
+    Raises
+    ------
+    LayoutError
+        If a dim other than the batch and the heads is cut; the message names the `redistribute` that mends it.  The g
+        queries of a head may be cut by axes that do not cut its key and value: the gradient of `kv` is partial over
+        them.
+
+    Not more than one block of scores of a few heads is held at a time.
+    """
+    q = as_tensor(q)
+    inputs = [q] if kv is None else [q, as_tensor(kv)]
+    x = summed(q.data, "attention")
+    y = None if kv is None else summed(inputs[1].data, "attention")
+    grid, group = _checked(x, y)
+    shape = (*x.shape[:3], group, x.shape[4])
+    keys = x.shape[1] if y is None else y.shape[1]
+    rest = Layout(*x.layout.dims)
+    if not grid.inside:
+        nothing: list[Part] = [lambda _, t=t: (t.block * 0, t.layout.with_partial(())) for t in inputs]
+        return record(DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid), inputs, nothing)
+    ranges = grid.block(rest, shape)
+    seen = visible(x, shape, keys, causal=causal, window=window, start=start, mask=mask, key_padding=key_padding)
+    factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
+    parts = Parts.of(x.block, None if y is None else y.block)
+    drop = None if dropout is None else dropped(dropout, (*shape, keys), ranges)
+    out, lse = kernel.forward(*parts, seen, factor, drop)
+
+    def prepare(g: Block) -> list[Block]:
+        xp = grid.backend.xp
+        grads = [xp.empty(t.block.shape, x.dtype) for t in inputs]
+        into = Parts.of(grads[0], None if y is None else grads[1])
+        kernel.backward(g, *parts, out, lse, seen, factor, into, drop)
+        return grads
+
+    def part(i: int) -> Part:
+        layout = inputs[i].layout.with_partial(())
+        if i:
+            layout = layout.with_partial(tuple(a for a in x.layout.dims[3] if grid.sizes[a] > 1))
+        return lambda grads: (grads[i], layout)
+
+    return record(DistArray(out, shape, rest, grid), inputs, [part(i) for i in range(len(inputs))], prepare)
+
+
+def _checked(x: DistArray, y: DistArray | None) -> tuple[Grid, int]:
+    """The grid, and how many queries share a key; errors unless shapes and layouts are as attention takes them."""
+    arrays = [x] if y is None else [x, y]
+    grid = same_grid(arrays)
+    form = "q[b, s, kv heads, g + 2, e]" if y is None else "q[b, s, kv heads, g, e] and kv[b, t, kv heads, 2, e]"
+    shapes = " and ".join(str(a.shape) for a in arrays)
+    least = 3 if y is None else 1
+    if x.ndim != 5 or x.shape[3] < least or (y is not None and (y.ndim != 5 or y.shape[3] != 2)):
+        raise ValueError(f"attention takes {form}, not {shapes}")
+    if y is not None and (x.shape[0], x.shape[2], x.shape[4]) != (y.shape[0], y.shape[2], y.shape[4]):
+        raise ValueError(f"attention takes {form}: b, kv heads and e are equal in both; the shapes are {shapes}")
+    group = x.shape[3] - 2 if y is None else x.shape[3]
+    b, _, heads, g, _ = effective(x.layout, grid).dims
+    want = Layout(b, None, heads, None if y is None else g, None)
+    for name, array, right in (("q", x, want), ("kv", y, Layout(b, None, heads, None, None))):
+        if array is not None and effective(array.layout, grid) != right:
+            raise LayoutError(
+                f"attention: {name} of shape {array.shape} is {array.layout!r}; only the batch and the heads are cut, "
+                f"alike in q and kv{', and the queries of a head' if y is not None else ''}: mend it by "
+                f".redistribute({_mended(array.layout, right)!r})"
+            )
+    return grid, group
+
+
+def _mended(have: Layout, right: Layout) -> Layout:
+    """A layout that attention takes: axes that cut the sequence cut the heads instead."""
+    lost: Cut = tuple(a for a in have.dims[1] if a not in right.axes)
+    return right.with_dim(2, (*right.dims[2], *lost))
+
+
+def dropped(draw: Drop, shape: tuple[int, ...], ranges: tuple[range, ...]) -> kernel.Dropped:
+    """The factors of the probabilities of a block, from those of global indices [b, heads, s, t].
+
+    Parameters
+    ----------
+    draw : callable
+        From a global shape [b, kv heads, g, s, t] and the ranges of a part of it, the part's factors.
+    shape : tuple of int
+        (b, s, kv heads, g, e, t).
+    ranges : tuple of range
+        Those of this rank's block of [b, s, kv heads, g, e].
+    """
+    b, s, heads, g, _, t = shape
+
+    def factors(batch: slice, kv: slice, rows: slice, keys: slice) -> Block:
+        part = (ranges[0][batch], ranges[2][kv], ranges[3], ranges[1][rows], range(keys.start, keys.stop))
+        return draw((b, heads, g, s, t), part)
+
+    return factors

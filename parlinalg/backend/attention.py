@@ -1,0 +1,276 @@
+"""Attention in blocks of queries: scores are never held beyond one block of a few heads.
+
+Forward, for a block of queries: scores = q kᵀ over the keys it may see, the softmax in place with a running maximum and
+sum over runs of keys, out = softmax v.  Only out and the logarithm of the sums are kept.  Backward, for the same
+blocks: P = exp(scores - lse), D = the row sums of dout ∘ out, dS = P ∘ (dout vᵀ - D), dq = dS k, dk = dSᵀ q, dv = Pᵀ
+dout (Dao et al., "FlashAttention", 2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+
+Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parlinalg.backend import namespace
+from parlinalg.backend.kernels import work_dtype
+from parlinalg.backend.visible import Visible, row_spans
+
+Block = Any
+Dropped = Callable[[slice, slice, slice, slice], Block]
+"""For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is computed at a time.
+
+    Attributes
+    ----------
+    rows : int
+        Queries of all heads that share a key.
+    keys : int
+        Keys of one run.
+    scores : int
+        Scores of all heads taken together.
+    """
+
+    rows: int
+    keys: int
+    scores: int
+
+
+HOST = Limits(rows=64, keys=1024, scores=1 << 16)
+DEVICE = Limits(rows=1024, keys=1 << 14, scores=1 << 26)
+
+
+class _Room:
+    """Arrays that are used again from block to block."""
+
+    def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
+        self.xp = xp
+        self.dtype = dtype
+        self._held: dict[str, Block] = {}
+
+    def get(self, name: str, *shape: int) -> Block:
+        """An array with arbitrary values, valid until the next one of this name."""
+        n = math.prod(shape)
+        held = self._held.get(name)
+        if held is None or held.size < n:
+            held = self._held[name] = self.xp.empty(n, self.dtype)
+        return held[:n].reshape(shape)
+
+
+class _Task:
+    """What forward and backward have in common: shapes, units of work, and the scores of one block."""
+
+    def __init__(self, q: Block, k: Block, visible: Visible, scale: float, limits: Limits | None) -> None:
+        self.xp = namespace(q)
+        self.batch, self.queries, self.heads, self.group, self.width = q.shape
+        self.keys = k.shape[1]
+        self.visible = visible
+        self.work = work_dtype(q.dtype)
+        self.scale = self.work.type(scale)
+        self.limits = limits or (HOST if self.xp is np else DEVICE)
+        self.room = _Room(self.xp, self.work)
+        rows = max(1, min(self.queries, max(16, self.limits.rows // max(1, self.group))))
+        size = visible.size
+        if size:  # blocks of queries that meet few rows of the table
+            rows = rows // size * size if rows >= size else -(-size // -(-size // rows))
+        self.rows = row_spans(self.queries, rows)
+        self.step = rows
+
+    def units(self) -> Iterator[tuple[slice, slice]]:
+        """Slices of the batch and of the heads that are computed together."""
+        if not (self.batch and self.heads and self.queries and self.group):
+            return
+        each = self.group * self.step * max(1, min(self.keys, self.limits.keys))
+        heads = 1 if self.visible.by_head else max(1, min(self.heads, self.limits.scores // each))
+        most = self.limits.scores // (each * heads) if heads == self.heads else 1
+        items = max(1, min(self.batch, most))
+        for b in row_spans(self.batch, items):
+            for h in row_spans(self.heads, heads):
+                yield b, h
+
+    def by_head(self, name: str, part: Block) -> Block:
+        """[batch, keys, heads, e] as [batch, heads, keys, e] in the working dtype; contiguous where it is used often."""
+        b, n, h, e = part.shape
+        if len(self.rows) == 1 and part.dtype == self.work and part.strides[-1] == part.itemsize:
+            return part.transpose(0, 2, 1, 3)
+        out = self.room.get(name, b, h, n, e)
+        out[...] = part.transpose(0, 2, 1, 3)
+        return out
+
+    def rows_by_head(self, name: str, part: Block, scale: Any = None) -> Block:
+        """[batch, rows, heads, g, e] as contiguous [batch, heads, g * rows, e], in the working dtype, times scale."""
+        b, n, h, g, e = part.shape
+        out = self.room.get(name, b, h, g, n, e)
+        turned = part.transpose(0, 2, 3, 1, 4)
+        if scale is None:
+            out[...] = turned
+        elif part.dtype == self.work:
+            self.xp.multiply(turned, scale, out=out)
+        else:
+            out[...] = turned
+            out *= scale
+        return out.reshape(b, h, g * n, e)
+
+    def product(self, name: str, a: Block, b: Block) -> Block:
+        """a @ b in an array of this name."""
+        return self.xp.matmul(a, b, out=self.room.get(name, *a.shape[:-1], b.shape[-1]))
+
+    def scores(self, qs: Block, kt: Block, b: slice, h: slice, rows: slice, keys: slice) -> Block:
+        """Scaled scores of a block, -inf where a key is not seen: [batch, heads, g * rows, keys]."""
+        s = self.product("scores", qs, kt)
+        self.visible.hide(self.apart(s, rows), b, h, rows, keys)
+        return s
+
+    def apart(self, s: Block, rows: slice) -> Block:
+        """[batch, heads, g * rows, n] as [batch, heads, g, rows, n]."""
+        return s.reshape(*s.shape[:2], self.group, rows.stop - rows.start, s.shape[-1])
+
+    def spans(self, h: slice, rows: slice) -> list[tuple[int, int]]:
+        return self.visible.spans(h, rows, self.keys, self.limits.keys)
+
+
+def forward(
+    q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
+    limits: Limits | None = None,
+) -> tuple[Block, Block]:  # fmt: skip
+    """softmax(scale q kᵀ) v over the keys that each query sees; zeros where it sees none.
+
+    Parameters
+    ----------
+    q : array
+        Shape [batch, queries, kv heads, g, e]: each of g queries a head meets the same keys.
+    k, v : array
+        Shape [batch, keys, kv heads, e].  All three may be views with any strides of the leading dims.
+    visible : Visible
+    scale : float
+    dropped : callable, optional
+        Factors of the probabilities: 0, or one over the probability that they stay.
+
+    Returns
+    -------
+    out : array
+        As q, contiguous.
+    lse : array
+        Shape [batch, kv heads, g, queries], in the working dtype: the logarithms of the sums of exp(scores); -inf where
+        a query sees no key.
+    """
+    task = _Task(q, k, visible, scale, limits)
+    xp, work = task.xp, task.work
+    out = xp.empty(q.shape, q.dtype)
+    lse = xp.empty((task.batch, task.heads, task.group, task.queries), work)
+    least, tiny = xp.finfo(work).min, xp.finfo(work).tiny
+    for b, h in task.units():
+        ks, vs = task.by_head("k", k[b, :, h]), task.by_head("v", v[b, :, h])
+        kt = ks.swapaxes(-1, -2)
+        for rows in task.rows:
+            qs = task.rows_by_head("q", q[b, rows, h], task.scale)
+            top, total, o = None, None, None
+            for at, stop in task.spans(h, rows):
+                keys = slice(at, stop)
+                s = task.scores(qs, kt[..., keys], b, h, rows, keys)
+                new = s.max(axis=-1, keepdims=True)
+                xp.maximum(new, least if top is None else top, out=new)  # finite where nothing is seen
+                s -= new
+                xp.exp(s, out=s)
+                sums = s.sum(axis=-1, keepdims=True)
+                if dropped is not None:
+                    spread = task.apart(s, rows)
+                    spread *= dropped(b, h, rows, keys)
+                if top is None:
+                    o, total = task.product("out", s, vs[..., keys, :]), sums
+                else:
+                    top -= new
+                    xp.exp(top, out=top)
+                    o *= top
+                    o += task.product("more", s, vs[..., keys, :])
+                    total *= top
+                    total += sums
+                top = new
+            target = out[b, rows, h].transpose(0, 2, 3, 1, 4)
+            if top is None or total is None:
+                target[...] = 0
+                lse[b, h, :, rows] = -math.inf
+                continue
+            empty = total == 0
+            xp.maximum(total, tiny, out=total)
+            if out.dtype == work:
+                xp.divide(task.apart(o, rows), task.apart(total, rows), out=target)
+            else:
+                o /= total
+                target[...] = task.apart(o, rows)
+            xp.log(total, out=total)
+            total += top
+            total[empty] = -math.inf
+            lse[b, h, :, rows] = task.apart(total, rows)[..., 0]
+    return out, lse
+
+
+def backward(
+    dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible, scale: float,
+    into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
+) -> None:  # fmt: skip
+    """The gradients of q, k and v from that of out, written to the arrays `into`, which have their shapes.
+
+    Arguments as of `forward`, whose results are `out` and `lse`.
+    """
+    task = _Task(q, k, visible, scale, limits)
+    xp, work = task.xp, task.work
+    dq, dk, dv = into
+    if not (task.queries and task.group):
+        dk[...] = 0
+        dv[...] = 0
+    for b, h in task.units():
+        ks, vs = task.by_head("k", k[b, :, h]), task.by_head("v", v[b, :, h])
+        kt, vt = ks.swapaxes(-1, -2), vs.swapaxes(-1, -2)
+        dks, dvs = task.room.get("dk", *ks.shape), task.room.get("dv", *vs.shape)
+        dks[...] = 0
+        dvs[...] = 0
+        for rows in task.rows:
+            qs = task.rows_by_head("q", q[b, rows, h], task.scale)
+            do = task.rows_by_head("dout", dout[b, rows, h])
+            os = task.rows_by_head("o", out[b, rows, h])
+            shift = lse[b, h, :, rows].reshape(*qs.shape[:-1], 1)
+            shift = xp.where(shift == -math.inf, work.type(math.inf), shift)  # exp(-inf - inf) is 0
+            dot = xp.einsum("bhij,bhij->bhi", do, os)[..., None]
+            dqs = None
+            for at, stop in task.spans(h, rows):
+                keys = slice(at, stop)
+                p = task.scores(qs, kt[..., keys], b, h, rows, keys)
+                p -= shift
+                xp.exp(p, out=p)
+                dp = task.product("dp", do, vt[..., keys])
+                if dropped is None:
+                    dvs[..., keys, :] += task.product("more", p.swapaxes(-1, -2), do)
+                else:
+                    factor = dropped(b, h, rows, keys)
+                    spread = task.apart(dp, rows)
+                    spread *= factor
+                    kept = task.room.get("kept", *p.shape)
+                    xp.multiply(task.apart(p, rows), factor, out=task.apart(kept, rows))
+                    dvs[..., keys, :] += task.product("more", kept.swapaxes(-1, -2), do)
+                dp -= dot
+                dp *= p
+                dks[..., keys, :] += task.product("more", dp.swapaxes(-1, -2), qs)
+                if dqs is None:
+                    dqs = task.product("dq", dp, ks[..., keys, :])
+                else:
+                    dqs += task.product("more", dp, ks[..., keys, :])
+            target = dq[b, rows, h].transpose(0, 2, 3, 1, 4)
+            if dqs is None:
+                target[...] = 0
+            elif dq.dtype == work:
+                xp.multiply(task.apart(dqs, rows), task.scale, out=target)
+            else:
+                dqs *= task.scale
+                target[...] = task.apart(dqs, rows)
+        dk[b, :, h] = dks.transpose(0, 2, 1, 3)
+        dv[b, :, h] = dvs.transpose(0, 2, 1, 3)

@@ -1,0 +1,192 @@
+"""The one attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg import random
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective
+from parlinalg.autograd import Tensor, ops
+from parlinalg.autograd.ops.attention import Drop
+from parlinalg.autograd.ops.masks import BlockMask, Mask
+from parlinalg.autograd.ops.rotary import Frequencies
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.nn.cache import KeyValueCache
+from parlinalg.nn.declared import Initializer
+from parlinalg.nn.linear import Linear
+from parlinalg.nn.module import Module
+from parlinalg.nn.steps import Draws, current
+from parlinalg.schemes import Scheme
+
+
+class Attention(Module):
+    """Multi-head, grouped-query or cross-attention, by any scheme: heads are cut as the scheme cuts the inside of a
+    block, unevenly if need be.
+
+    Where the scheme cuts the sequence inside of a block, that cut is exchanged for one of the heads and back (Jacobs et
+    al., DeepSpeed-Ulysses, 2023).
+
+    Parameters
+    ----------
+    hidden, heads : int
+        The features of the residual stream, and the heads of the queries.
+    scheme : Scheme
+    grid : Grid
+    kv_heads : int, optional
+        The heads of keys and values, each shared by `heads / kv_heads` queries (Ainslie et al., GQA, 2023); by default
+        as many as `heads`.
+    head_dim : int, optional
+        By default `hidden / heads`.
+    bias, out_bias : bool
+        Of the products into the layer and out of it; `out_bias` is by default as `bias`.
+    causal, window
+        As of `ops.attention`.
+    rotary : float or array, optional
+        The base of rotary positions, or the angles a position (see `ops.rotary`); by default none.
+    dropout : float
+        The probability of dropping an attention weight in training.
+    cross : bool
+        Keys and values come from another sequence, `context`.
+    keep_scores : bool, optional
+        As of `ops.attention`: False is selective recomputation.
+    weight_init, out_init : callable, optional
+        Initializers of the weights into the layer and out of it.
+    seed, name : optional
+        As of `Linear`.
+
+    Attributes
+    ----------
+    qkv : Linear
+        To (kv_heads, g + 2, head_dim), with g = heads / kv_heads: the queries of a group, its key, its value.
+    q, kv : Linear
+        In their place in cross-attention: to (kv_heads, g, head_dim) and (kv_heads, 2, head_dim).
+    out : Linear
+        From (kv_heads, g, head_dim) to hidden.
+
+    Call it with x [batch, sequence, hidden] in the scheme's residual layout; the result has the same shape and layout.
+    """
+
+    qkv: Linear
+    q: Linear
+    kv: Linear
+    out: Linear
+
+    def __init__(
+        self, hidden: int, heads: int, scheme: Scheme, grid: Grid, *, kv_heads: int | None = None,
+        head_dim: int | None = None, bias: bool = True, out_bias: bool | None = None, causal: bool = False,
+        window: int | None = None, rotary: Frequencies | None = None, dropout: float = 0.0, cross: bool = False,
+        keep_scores: bool | None = None, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
+        out_init: Initializer | None = None, seed: int | None = None, name: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ConfigError(f"{heads} heads do not share {kv_heads} heads of keys evenly; kv_heads divides heads")
+        if head_dim is None:
+            if hidden % heads:
+                raise ConfigError(f"{hidden} features do not fall into {heads} heads; give a head_dim")
+            head_dim = hidden // heads
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"attention's dropout is at least 0 and below 1, not {dropout}")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.group = heads // kv_heads
+        self.causal, self.window, self.rotary, self.cross = causal, window, rotary, cross
+        self.dropout, self.keep_scores = dropout, keep_scores
+        self._draws = Draws()
+        common: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": dtype}
+        into = {"kind": "expand", "bias": bias, "weight_init": weight_init, **common}
+        if cross:
+            self.q = Linear(hidden, (kv_heads, self.group, head_dim), **into)
+            self.kv = Linear(hidden, (kv_heads, 2, head_dim), **into)
+        else:
+            self.qkv = Linear(hidden, (kv_heads, self.group + 2, head_dim), **into)
+        self.out = Linear(
+            (kv_heads, self.group, head_dim), hidden, kind="contract", bias=bias if out_bias is None else out_bias,
+            weight_init=out_init or weight_init, **common,
+        )  # fmt: skip
+        if seed is not None:
+            self.initialize(seed, name)
+
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, mask: Mask | BlockMask | None = None,
+        key_padding: Mask | None = None, cache: KeyValueCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attend.
+
+        Parameters
+        ----------
+        x : Tensor
+            [batch, sequence, hidden], in the scheme's residual layout.
+        context : Tensor, optional
+            Where keys and values come from in cross-attention: [batch, other sequence, hidden], in the same layout.
+        mask, key_padding
+            Which keys are seen, as of `ops.attention`; `key_padding` may also be cut as the token ids.
+        cache : KeyValueCache, optional
+            Holds the keys and values of earlier tokens; x are the tokens after them.
+        """
+        if (context is not None) != self.cross:
+            raise ConfigError(f"attention with cross={self.cross} takes {'a' if self.cross else 'no'} context")
+        start = 0 if cache is None else cache.length
+        if context is None:
+            z, rest = self._whole(self._turned(self.qkv(x), start))
+            q, kv = z, None
+            if cache is not None:
+                q, kv = self._cached(z, cache)
+        else:
+            q, rest = self._whole(self._turned(self.q(x), 0, self.group))
+            kv, _ = self._whole(self._turned(self.kv(context), 0, 1))
+            if cache is not None:
+                raise ConfigError("cross-attention takes no cache: its keys come from the context")
+        if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
+            key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
+        y = ops.attention(
+            q, kv, causal=self.causal, window=self.window, mask=mask, key_padding=key_padding, start=start,
+            dropout=self._draw(x), keep_scores=self.keep_scores,
+        )  # fmt: skip
+        return self.out(y if rest is None else y.redistribute(rest))
+
+    def _turned(self, z: Tensor, start: int, parts: int | None = None) -> Tensor:
+        return z if self.rotary is None else ops.rotary(z, self.rotary, start=start, parts=parts)
+
+    @staticmethod
+    def _whole(z: Tensor) -> tuple[Tensor, Layout | None]:
+        """z with its sequence whole, its cut exchanged for one of the heads; and the layout to go back to, if any."""
+        b, s, heads, group, e = z.layout.dims
+        if not effective(z.layout, z.grid).dims[1]:
+            return z, None
+        return z.redistribute(Layout(b, (), heads + s, group, e)), z.layout
+
+    def _cached(self, z: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
+        """The queries of z, and its keys and values after those in the cache."""
+        if z.requires_grad:
+            raise ConfigError("a cache is for generation; call the model within no_grad()")
+        b, s, heads, parts, e = z.shape
+        inside = z.grid.inside
+        queries, new = (z.block[..., : self.group, :], z.block[..., self.group :, :]) if inside else (z.block, z.block)
+        kv = cache.append(new, (b, s, heads, parts - self.group, e), z.layout, z.grid)
+        return Tensor(z.data.like(queries, shape=(b, s, heads, self.group, e))), Tensor(kv)
+
+    def _draw(self, x: Tensor) -> Drop | None:
+        """What draws the dropped weights of this call; None where nothing is dropped."""
+        if not self.training or self.dropout == 0:
+            return None
+        if self.name is None:
+            raise ConfigError("dropout draws by its qualified name; call initialize(seed) on the whole model first")
+        draws = current() or self._draws
+        keep = random.Bernoulli(
+            1 - self.dropout, seed=self.seed, name=self.name, call=draws.call(self.name), step=draws.step,
+            start=draws.start,
+        )  # fmt: skip
+        dtype = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+        scale, backend = dtype.type(1 / (1 - self.dropout)), x.grid.backend
+        return lambda shape, part: backend.from_host(keep.part(shape, part) * scale)
+
+    def extra_repr(self) -> str:
+        kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} heads of keys"
+        return f"{self.heads} heads{kv} of {self.head_dim}"
