@@ -15,7 +15,8 @@ import numpy as np
 
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import cores, place, sharing
-from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives, gemm_rate
+from parlinalg.backend.rate import gemm_rate
+from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import Commands, say
 from parlinalg.comm import open_comm
 from parlinalg.comm.about import about_mpi
@@ -30,6 +31,7 @@ EXTRAS = (
     ("matplotlib", "plots of training", "pip install 'parlinalg[train]'"),
     ("tqdm", "the progress bar", "pip install 'parlinalg[train]'"),
     ("ml_dtypes", "bfloat16", "pip install 'parlinalg[train]'"),
+    ("tokenizers", "texts as tokens of a tokenizer.json", "pip install 'parlinalg[text]'"),
     ("cupy", "GPUs (CUDA 13)", "pip install 'parlinalg[cupy13]'"),
 )
 TRIAL_SECONDS = 60

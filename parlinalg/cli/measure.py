@@ -1,4 +1,4 @@
-"""How fast this machine multiplies and communicates, in a few seconds."""
+"""How fast this machine communicates, in a few seconds."""
 
 from __future__ import annotations
 
@@ -12,22 +12,6 @@ from parlinalg.backend import Backend
 from parlinalg.comm import Comm
 
 LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
-
-
-def gemm_rate(backend: Backend, dtype: str, n: int = 768, seconds: float = 0.3) -> float:
-    """Floating-point operations a second of one rank's n×n product: the best of the calls made in so many seconds."""
-    a = backend.from_host(np.random.default_rng(0).random((n, n)).astype(dtype))
-    b, best, end = a.copy(), float("inf"), perf_counter() + seconds
-    a @ b
-    while True:
-        backend.synchronize()
-        start = perf_counter()
-        a @ b
-        backend.synchronize()
-        now = perf_counter()
-        best = min(best, now - start)
-        if now > end:
-            return 2 * n**3 / best
 
 
 def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:

@@ -21,9 +21,9 @@ class Batch:
     Attributes
     ----------
     x : DistArray
-        [samples, features].
+        [samples, features]; of text, ids [windows, positions].
     y : DistArray
-        [samples], labels.
+        What it is to give: [samples] of labels, or [windows, positions] of the next ids.
     offset : int
         The place of its first sample in the step's whole batch.
     """

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
-from parlinalg import nn, optim
+from parlinalg import optim
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.ops import cross_entropy_sum
-from parlinalg.datasets import Dataset, Loader, digits, npz
+from parlinalg.datasets import Dataset, Text, digits, npz, text
 from parlinalg.errors import ConfigError
-from parlinalg.layout import Layout
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
+from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
+from parlinalg.train.language import Language
 from parlinalg.train.launch import Mesh
-from parlinalg.train.loop import Criterion
+from parlinalg.train.task import Batches, Task
 
-DATASETS: dict[str, Callable[..., Dataset]] = {"digits": digits, "npz": npz}
+SETS: dict[str, Callable[..., Dataset]] = {"digits": digits, "npz": npz}
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
-HIDDEN = (128,)
 LR = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
-TEST_BATCH = 256  # samples the test takes at a time, at least
 
 
-def dataset(config: Config) -> Dataset:
+def dataset(config: Config) -> Dataset | Text:
     """The data, whole on every rank; does not communicate."""
-    return DATASETS[config.data.name](seed=config.seed, **config.data.options)
+    options = dict(config.data.options)
+    if config.data.name == "text":
+        options.pop("sequence_length", None)
+        return text(options.pop("path", None), options.pop("tokenizer", None), **options)
+    return SETS[config.data.name](seed=config.seed, **options)
 
 
-def model(config: Config, mesh: Mesh, data: Dataset) -> nn.MLP:
-    """The classifier of the data, with the same weights on every grid."""
-    options = dict(config.model.options)
-    sizes = (data.features, *options.pop("hidden", HIDDEN), data.classes)
-    return nn.MLP(sizes, mesh.scheme, mesh.grid, dtype=config.dtype, seed=config.seed, **options)
+def task(config: Config, mesh: Mesh, data: Dataset | Text) -> Task:
+    """The model of the data, with the same weights on every grid, and what feeds and measures it."""
+    return Language(config, mesh, data) if isinstance(data, Text) else Classify(config, mesh, data)
 
 
 def optimizer(config: Config, parameters: Iterable[Parameter]) -> optim.Optimizer:
@@ -41,7 +40,7 @@ def optimizer(config: Config, parameters: Iterable[Parameter]) -> optim.Optimize
     return OPTIMIZERS[config.optimizer.name](parameters, **options)
 
 
-def steps(config: Config, train: Loader) -> int:
+def steps(config: Config, train: Batches) -> int:
     """The optimizer steps to make."""
     return config.epochs * len(train) if config.steps is None else config.steps
 
@@ -64,21 +63,3 @@ def scheduler(config: Config, optimizer: optim.Optimizer, steps: int) -> Schedul
         case _:
             then = Constant()
     return Scheduler(optimizer, WarmUp(warmup, then) if warmup else then)
-
-
-def criterion(config: Config) -> Criterion:
-    """The sum of the losses and their number, from logits and targets."""
-    return partial(cross_entropy_sum, **config.criterion.options)
-
-
-def loaders(config: Config, mesh: Mesh, data: Dataset, model: nn.MLP) -> tuple[Loader, Loader]:
-    """The loaders of training and test data, cut as the model takes samples and puts out logits."""
-    x_layout, y_layout = model.input_layout(), Layout(model.output_layout().dims[0])
-    train = Loader(
-        data.x, data.y, config.batch_size, mesh.grid, x_layout, y_layout, dtype=config.dtype, seed=config.seed
-    )
-    test = Loader(
-        data.x_test, data.y_test, max(config.batch_size, TEST_BATCH), mesh.grid, x_layout, y_layout,
-        dtype=config.dtype, shuffle=False,
-    )  # fmt: skip
-    return train, test

@@ -22,6 +22,7 @@ from parlinalg.train.keys import (
     check_keys,
     choice,
     flag,
+    listed,
     missing,
     one_of,
     optional,
@@ -46,13 +47,39 @@ def _hidden(where: str, value: Any) -> Any:
 DATASETS: dict[str, dict[str, Check]] = {
     "digits": {"test": _share},
     "npz": {"path": text, "test": _share},
+    "text": {
+        "path": optional(text), "tokenizer": optional(text), "sequence_length": whole(1), "validation": _share,
+    },
+}  # fmt: skip
+_language: dict[str, Check] = {
+    "vocab_size": whole(1),
+    "max_position_embeddings": whole(1),
+    "hidden_size": whole(1),
+    "num_hidden_layers": whole(1),
+    "num_attention_heads": whole(1),
+    "intermediate_size": optional(whole(1)),
 }
+LANGUAGE = ("gpt", "llama")  # models that read text
 MODELS: dict[str, dict[str, Check]] = {
     "mlp": {
         "hidden": _hidden,
         "activation": one_of("relu", "gelu", "tanh", "sigmoid", "silu"),
         "dropout": real(0, 1, below=True),
         "bias": flag,
+    },
+    "gpt": {
+        **_language,
+        "hidden_act": one_of("gelu_new", "gelu", "relu", "silu"),
+        "layer_norm_eps": real(0, above=True),
+        "tie_word_embeddings": flag,
+    },
+    "llama": {
+        **_language,
+        "num_key_value_heads": optional(whole(1)),
+        "head_dim": optional(whole(1)),
+        "rope_theta": real(0, above=True),
+        "rms_norm_eps": real(0, above=True),
+        "tie_word_embeddings": flag,
     },
 }
 _betas = several(real(0, 1, below=True), length=2)
@@ -72,6 +99,14 @@ LR_SCHEDULES: dict[str, dict[str, Check]] = {
 }
 CRITERIA: dict[str, dict[str, Check]] = {
     "cross_entropy": {"label_smoothing": real(0, 1, below=True)},
+}
+SAMPLE: dict[str, Check] = {
+    "prompt": text,
+    "max_new_tokens": whole(0),
+    "temperature": real(0),
+    "top_k": optional(whole(1)),
+    "top_p": optional(real(0, 1, above=True)),
+    "seed": whole(0),
 }
 
 
@@ -100,6 +135,10 @@ class Config:
         Microbatches into which a step's batch is cut.
     clip_grad_norm : float or None
         The largest 2-norm of the gradient of the whole model.
+    validate_every : int or None
+        Steps from one measurement on the data kept out of training to the next; one follows the last step anyway.
+    sample : dict
+        How a language model writes its sample at the end; the keys of `SAMPLE`.
     """
 
     parallel: Mapping[str, Any] = field(default_factory=dict)
@@ -116,6 +155,8 @@ class Config:
     batch_size: int = 64
     gradient_accumulation: int = 1
     clip_grad_norm: float | None = None
+    validate_every: int | None = None
+    sample: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _parallel(where: str, value: Any) -> Mapping[str, Any]:
@@ -126,14 +167,29 @@ def _parallel(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _data(where: str, value: Any) -> Choice:
-    if isinstance(value, Mapping) and "path" in value and "name" not in value:
-        value = {"name": "npz", **value}
-    if isinstance(value, str) and value.endswith(".npz"):
-        value = {"name": "npz", "path": value}
+    path = value if isinstance(value, str) else value.get("path") if isinstance(value, Mapping) else None
+    if isinstance(path, str) and path not in DATASETS and (isinstance(value, Mapping) or Path(path).suffix):
+        name = "npz" if path.endswith(".npz") else "text"
+        value = {"name": name, **(value if isinstance(value, Mapping) else {"path": path})}
     chosen: Choice = choice(DATASETS)(where, value)
     if chosen.name == "npz" and "path" not in chosen.options:
         raise ConfigError(f"{where} (npz) needs a path: data=dict(path='FILE.npz') of a file with arrays x and y")
     return chosen
+
+
+def _matched(checked: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with data and model that go together, each the other's where one is left out."""
+    data, model = checked.get("data"), checked.get("model")
+    if data is None:
+        data = Choice("text" if model is not None and model.name in LANGUAGE else "digits", {})
+    if model is None:
+        model = Choice("gpt" if data.name == "text" else "mlp", {})
+    if (model.name in LANGUAGE) != (data.name == "text"):
+        raise ConfigError(
+            f"the model {model.name!r} does not read the data {data.name!r}: text is for {listed(LANGUAGE)}, digits "
+            "and npz are for 'mlp'"
+        )
+    return {**checked, "data": data, "model": model}
 
 
 _ONE_PROGRAM = "leave it out"
@@ -152,6 +208,8 @@ CHECKS: dict[str, Check] = {
     "batch_size": whole(1),
     "gradient_accumulation": whole(1),
     "clip_grad_norm": optional(real(0, above=True)),
+    "validate_every": optional(whole(1)),
+    "sample": lambda where, value: section(where, {} if value is None else value, SAMPLE),
     "precision": missing("mixed precision", "use dtype='float32'"),
     "zero": missing("ZeRO", "use zero=dict(stage=0), or leave it out", {}, {"stage": 0}, 0),
     "schedule": missing("a pipeline schedule", _ONE_PROGRAM),
@@ -179,7 +237,7 @@ def check(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"the configuration has an unknown key {key!r}: write it inside parallel=dict({key}=…)")
     check_keys("the configuration", values, CHECKS)
     checked = section("", values, {k: _bare(c) for k, c in CHECKS.items()})
-    return Config(**{k: v for k, v in checked.items() if k in Config.__dataclass_fields__})
+    return Config(**_matched({k: v for k, v in checked.items() if k in Config.__dataclass_fields__}))
 
 
 def _bare(check: Check) -> Check:

@@ -67,47 +67,40 @@ class Job:
         self.speaks = world.rank == 0
         self.data = together(world, lambda: build.dataset(config), "reading the data")
         together(world, self._make_out, "making the directory")
-        self.model = build.model(config, mesh, self.data)
-        self.loader, self.test_loader = build.loaders(config, mesh, self.data, self.model)
-        self.steps = build.steps(config, self.loader)
-        parameters = list(self.model.parameters())
+        self.task = build.task(config, mesh, self.data)
+        self.steps = build.steps(config, self.task.loader)
+        parameters = list(self.task.model.parameters())
         GradientReducer(parameters)
         optimizer = build.optimizer(config, parameters)
         scheduler = build.scheduler(config, optimizer, self.steps)
-        self.trainer = Trainer(self.model, optimizer, scheduler, build.criterion(config), config.clip_grad_norm)
+        self.trainer = Trainer(self.task, optimizer, scheduler, config.clip_grad_norm)
 
     def _make_out(self) -> None:
         if self.speaks:
             self.out.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> int:
-        """Train, test, and say how it went; the exit code."""
+        """Train, measure, and say how it went; the exit code."""
         self._open()
         start = perf_counter()
-        with StopSignals() as stop, ledger(self.mesh.grid) as book:
-            with Progress(self.out, self.steps, self.speaks) as progress:
-                name = self._steps(stop, progress)
-            seconds = perf_counter() - start
-            accuracy = None if name else self.trainer.test(self.test_loader)
-        self._close(progress.history, book, seconds, accuracy, name)
+        with StopSignals() as stop, ledger(self.mesh.grid) as book, Progress(self.out, self.steps, self.speaks) as told:
+            name = self._steps(stop, told)
+        self._close(told.history, book, perf_counter() - start, name)
         return 128 + int(getattr(signal, name)) if name else 0
 
     def _steps(self, stop: StopSignals, progress: Progress) -> str | None:
         """Make the steps; the name of the signal that stopped them, if one did."""
+        config, task = self.mesh.config, self.task
         before = perf_counter()
-        parts = self.mesh.config.gradient_accumulation
-        for number, batch in enumerate(batches(self.loader, self.steps, parts), 1):
+        for number, batch in enumerate(batches(task.loader, self.steps, config.gradient_accumulation), 1):
             outcome = self.trainer.step(batch)
-            now = perf_counter()
-            metrics = {
-                "step": number,
-                "loss": outcome.loss,
-                "accuracy": outcome.accuracy,
-                "lr": outcome.lr,
-                "samples_per_s": outcome.samples / (now - before),
-            }
-            progress.add(metrics, now)
-            before = now
+            metrics = {"step": number, **task.metrics(outcome, perf_counter() - before)}
+            if outcome.norm is not None:
+                metrics["gradient_norm"] = outcome.norm
+            if number == self.steps or (config.validate_every and number % config.validate_every == 0):
+                metrics |= task.held_metrics(self.trainer.test(task.held))
+            before = perf_counter()
+            progress.add(metrics, before)
             if name := stop.requested(self.world):
                 return name
         return None
@@ -116,40 +109,37 @@ class Job:
         config = self.mesh.config
         ranks = report.places(self.mesh)
         split = f" in {config.gradient_accumulation} microbatches" * (config.gradient_accumulation > 1)
-        layouts = f"x {self.loader.x_layout!r}, labels {self.loader.y_layout!r}, logits {self.model.output_layout()!r}"
         text = report.opening(
             self.mesh,
             ranks,
-            dict(self.model.named_parameters()),
+            dict(self.task.model.named_parameters()),
             {
-                "layouts": layouts,
+                "layouts": self.task.layouts(),
                 "data": self.data,
                 "model": f"{config.model}, {config.dtype}",
                 "training": f"{self.steps} steps of {config.batch_size} samples{split}, {config.optimizer}, "
                 f"{config.lr_schedule}",
+                **self.task.opening(),
             },
         )
         if self.speaks:
             report.write_ranks(self.out, ranks)
             print(f"parlinalg {__version__}\n{text}\n", flush=True)
 
-    def _close(
-        self,
-        history: Sequence[Mapping[str, Any]],
-        book: Book,
-        seconds: float,
-        accuracy: float | None,
-        stopped: str | None,
-    ) -> None:
+    def _close(self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None) -> None:
+        task = self.task
+        lines, files = task.leave(self.out, self.speaks, done=stopped is None)
         if not self.speaks:
             return
         made = history[-1]["step"] if history else 0
-        why = plot(self.out / "metrics.png", history, accuracy, f"{self.data.name}, {self.mesh.scheme.name}")
+        why = plot(self.out / "metrics.png", history, task.curves, f"{self.data.name}, {self.mesh.scheme.name}")
         if stopped:
             print(f"\nstopped by {stopped} after step {made} of {self.steps} ({seconds:.1f} s)")
         else:
-            print(f"\n{made} steps in {seconds:.1f} s ({made / seconds:.0f} a second)")
-            print(f"test accuracy {accuracy:.4f} ({len(self.data.x_test)} samples)")
+            print(f"\n{made} steps in {seconds:.1f} s ({made / seconds:.3g} a second)")
+            print(task.held_line(history[-1]))
+        for line in (*task.closing(history), *lines):
+            print(line)
         print(f"\ncommunication of rank 0, what it received:\n{book}\n")
-        files = "metrics.jsonl, ranks.json" + ("" if why else ", metrics.png")
-        print(f"written to {self.out}: {files}" + (f"; no picture: {why}" if why else ""), flush=True)
+        names = ", ".join(["metrics.jsonl", "ranks.json", *([] if why else ["metrics.png"]), *files])
+        print(f"written to {self.out}: {names}" + (f"; no picture: {why}" if why else ""), flush=True)

@@ -1,85 +1,83 @@
-"""Steps of training, and the test."""
+"""Steps of training, and measuring on data kept out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor, no_grad, no_sync
-from parlinalg.datasets import Batch, Loader
-from parlinalg.nn import Module, training_step
+from parlinalg.datasets import Batch
+from parlinalg.nn import training_step
 from parlinalg.optim import Optimizer, Scheduler
 from parlinalg.parallel import clip_gradient_norm
-from parlinalg.train.metrics import correct
-
-Criterion = Callable[[Tensor, DistArray], tuple[Tensor, int]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one step gave: the mean loss and the share of right answers over the step's whole batch."""
-
-    loss: float
-    accuracy: float
-    samples: int
-    lr: float
+from parlinalg.train.task import Batches, Outcome, Task
 
 
 @dataclass
 class Trainer:
-    """A model in training.
+    """A task in training.
 
     Attributes
     ----------
-    model : Module
+    task : Task
     optimizer : Optimizer
     scheduler : Scheduler
-    criterion : callable
-        From logits and targets to the sum of the losses and their number.
     clip : float or None
         The largest norm of the gradient of the whole model.
     """
 
-    model: Module
+    task: Task
     optimizer: Optimizer
     scheduler: Scheduler
-    criterion: Criterion
     clip: float | None = None
 
     def step(self, parts: Sequence[Batch]) -> Outcome:
         """One step from the microbatches of one batch.  Collective."""
-        samples = sum(len(part) for part in parts)
-        lr = self.optimizer.lr
-        loss_sum, right = 0.0, 0
+        count = sum(part.y.size for part in parts)  # known before the first backward pass; none is ignored in training
+        lr, norm = self.optimizer.lr, None
+        sums: dict[str, float] = defaultdict(float)
         for i, part in enumerate(parts):
             alone = nullcontext() if i == len(parts) - 1 else no_sync()
             with alone, training_step(self.scheduler.steps, part.offset):
-                logits = self.model(Tensor(part.x))
-                loss, _ = self.criterion(logits, part.y)
-                (loss * (1 / samples)).backward()
-            loss_sum += float(loss.item())
-            right += correct(logits.data, part.y)
+                loss, _, measures = self.task.losses(part)
+                (loss * (1 / count)).backward()
+            _add(sums, loss, measures)
         if self.clip is not None:
-            clip_gradient_norm(self.optimizer.parameters, self.clip)
+            norm = clip_gradient_norm(self.optimizer.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        return Outcome(loss_sum / samples, right / samples, samples, lr)
+        means = _means(sums, count)
+        return Outcome(means.pop("loss"), count, sum(map(len, parts)), lr, norm, means)
 
-    def test(self, loader: Loader) -> float:
-        """The share of right answers over all samples of a loader.  Collective."""
-        self.model.eval()
+    def test(self, held: Iterable[Batch]) -> dict[str, float]:
+        """The means of the loss and the measures over all targets of these batches that count.  Collective."""
+        self.task.model.eval()
+        sums: dict[str, float] = defaultdict(float)
+        total = 0
         try:
             with no_grad():
-                right = sum(correct(self.model(Tensor(batch.x)).data, batch.y) for batch in loader)
+                for batch in held:
+                    loss, count, measures = self.task.losses(batch)
+                    _add(sums, loss, measures)
+                    total += count
         finally:
-            self.model.train()
-        return right / max(1, len(loader.x))
+            self.task.model.train()
+        return _means(sums, total)
 
 
-def batches(loader: Loader, steps: int, parts: int) -> Iterator[list[Batch]]:
+def _add(sums: dict[str, float], loss: Tensor, measures: Mapping[str, float]) -> None:
+    for name, value in {"loss": loss.item(), **measures}.items():
+        sums[name] += float(value)
+
+
+def _means(sums: Mapping[str, float], count: int) -> dict[str, float]:
+    return {name: value / max(1, count) for name, value in sums.items()}
+
+
+def batches(loader: Batches, steps: int, parts: int) -> Iterator[list[Batch]]:
     """The microbatches of so many steps, epoch after epoch."""
     made, epoch = 0, 0
     while True:

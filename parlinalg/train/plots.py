@@ -1,4 +1,4 @@
-"""The picture of a training: loss and accuracy by step."""
+"""The picture of a training: its metrics by step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+COLORS = ("tab:red", "tab:blue")
 WINDOW = 20  # steps whose mean the thick lines show
 
 
-def plot(path: Path, history: Sequence[Mapping[str, Any]], test: float | None, title: str) -> str:
-    """Draw loss and accuracy by step as a PNG.
+def plot(path: Path, history: Sequence[Mapping[str, Any]], curves: Mapping[str, str], title: str) -> str:
+    """Draw metrics by step as a PNG.
+
+    Parameters
+    ----------
+    path : Path
+    history : sequence of dict
+        The metrics of every step.
+    curves : dict of str to str
+        A panel each: the metric of the steps, and the metric of the data kept out, or an empty text.
+    title : str
 
     Returns
     -------
@@ -26,21 +36,26 @@ def plot(path: Path, history: Sequence[Mapping[str, Any]], test: float | None, t
         return "matplotlib is not installed: pip install 'parlinalg[train]'"
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     steps = [h["step"] for h in history]
-    for place, (name, color) in enumerate((("loss", "tab:red"), ("accuracy", "tab:blue"))):
-        axes = figure.add_subplot(1, 2, place + 1)
+    for place, (name, held) in enumerate(curves.items()):
+        axes, color = figure.add_subplot(1, len(curves), place + 1), COLORS[place % len(COLORS)]
         values = [h[name] for h in history]
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
         axes.plot(steps, running_mean(values), color=color, label=f"training, mean of {WINDOW} steps")
-        if name == "accuracy" and test is not None:
-            axes.axhline(test, color="black", linestyle="--", linewidth=0.9, label=f"test: {test:.4f}")
+        if measured := [(h["step"], h[held]) for h in history if held in h]:
+            label = f"{_said(held)}: {measured[-1][1]:.4f}"
+            axes.plot(*zip(*measured), color="black", marker="o", markersize=3, linewidth=0.9, label=label)
         axes.set_xlabel("step")
-        axes.set_ylabel(name)
+        axes.set_ylabel(_said(name))
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
     FigureCanvasAgg(figure)
     figure.savefig(path, format="png")
     return ""
+
+
+def _said(name: str) -> str:
+    return name.removesuffix("_per_s").replace("_", " ") + (" a second" if name.endswith("_per_s") else "")
 
 
 def running_mean(values: Sequence[float]) -> list[float]:

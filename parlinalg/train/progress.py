@@ -8,6 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+SHOWN = {  # of the metrics there are: what they are called here, and how they are written
+    "loss": ("loss", ".4f"),
+    "accuracy": ("accuracy", ".3f"),
+    "perplexity": ("perplexity", ".2f"),
+    "validation_loss": ("validation", ".4f"),
+    "samples_per_s": ("samples/s", ".0f"),
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "mfu": ("of peak", ".0%"),
+}
 EVERY = 5.0  # seconds between two lines where there is no progress bar
 
 
@@ -34,6 +43,7 @@ class Progress:
         self._file: TextIO | None = None
         self._bar: Any = None
         self._said = 0.0
+        self._shown: dict[str, str] = {}
         self._total = total
         if speaks:
             self._file = (out / "metrics.jsonl").open("w")
@@ -50,11 +60,8 @@ class Progress:
         self.history.append(metrics)
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
-        shown = {
-            "loss": f"{metrics['loss']:.4f}",
-            "accuracy": f"{metrics['accuracy']:.3f}",
-            "samples/s": f"{metrics['samples_per_s']:.0f}",
-        }
+        shown = self._shown  # what is not measured at every step stays in sight
+        shown |= {head: format(metrics[name], form) for name, (head, form) in SHOWN.items() if name in metrics}
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()

@@ -58,7 +58,9 @@ def test_digits_on_four_ranks(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "digits"
     found = metrics(out)
     assert [m["step"] for m in found] == list(range(1, 193))
-    assert all(set(m) == {"step", "loss", "accuracy", "lr", "samples_per_s"} for m in found)
+    keys = {"step", "loss", "accuracy", "lr", "samples_per_s"}
+    assert all(set(m) == keys for m in found[:-1])
+    assert set(found[-1]) == {*keys, "test_loss", "test_accuracy"}
     assert found[-1]["loss"] < 0.2 < 2 < found[0]["loss"]
     assert (out / "metrics.png").read_bytes().startswith(b"\x89PNG")
     ranks = json.loads((out / "ranks.json").read_text())

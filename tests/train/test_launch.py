@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.train.launch import launch
-from parlinalg.comm.together import together
 from tests.conftest import SIZE
 
 

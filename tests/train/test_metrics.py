@@ -62,12 +62,14 @@ def test_ranks_that_do_not_speak_write_nothing(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.serial
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = [{"step": i, "loss": 1 / i, "accuracy": 1 - 1 / i} for i in range(1, 50)]
-    assert plot(tmp_path / "a.png", history, 0.9, "title") == ""
+    history: list[dict[str, Any]] = [{"step": i, "loss": 1 / i, "tokens_per_s": 1 - 1 / i} for i in range(1, 50)]
+    history[-1]["test_loss"] = 0.1
+    curves = {"loss": "test_loss", "tokens_per_s": ""}
+    assert plot(tmp_path / "a.png", history, curves, "title") == ""
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert "no step" in plot(tmp_path / "b.png", [], None, "title")
+    assert "no step" in plot(tmp_path / "b.png", [], curves, "title")
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert "pip install 'parlinalg[train]'" in plot(tmp_path / "c.png", history, None, "title")
+    assert "pip install 'parlinalg[train]'" in plot(tmp_path / "c.png", history, curves, "title")
     assert running_mean([1.0] * 30 + [21.0])[-1] == pytest.approx(2.0)
 
 

@@ -1,0 +1,130 @@
+"""Text to train a language model on, read alike by every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from parlinalg.datasets.tokens import Tokenizer, tokenizer
+from parlinalg.datasets.words import words
+from parlinalg.errors import ConfigError
+
+VALIDATION_SHARE = 0.1
+BUILT_IN = "pydoc_data.topics"
+BETWEEN = "\n\n"  # files, and topics of the built-in text
+_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text as token ids, whole on every rank, in host memory.
+
+    Attributes
+    ----------
+    name : str
+    content : str
+        All of it.
+    tokenizer : Tokenizer
+    train, validation : ndarray
+        Ids, [n]: of the text up to a place, and of the rest.
+    validation_bytes : int
+        Bytes of UTF-8 in the rest.
+    """
+
+    name: str
+    content: str = field(repr=False)
+    tokenizer: Tokenizer
+    train: np.ndarray
+    validation: np.ndarray
+    validation_bytes: int
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The words that occur in the text."""
+        return frozenset(words(self.content))
+
+    def __str__(self) -> str:
+        unit = self.tokenizer.unit
+        return (
+            f"{self.name}: {len(self.train):,} {unit}s to train and {len(self.validation):,} to validate, vocabulary "
+            f"{self.tokenizer.vocab_size:,}"
+        )
+
+
+def text(
+    path: str | Path | None = None, tokenizer_path: str | Path | None = None, validation: float = VALIDATION_SHARE
+) -> Text:
+    """A text of one's own, or the one that comes with Python.
+
+    Parameters
+    ----------
+    path : str or Path, optional
+        A file of UTF-8, or a folder of them: all files in it and below, those with hidden names left out, in the order
+        of their names, with an empty line between two.  By default the documentation of the language in
+        `pydoc_data.topics` of Python's standard library: half a megabyte of English, no download.
+    tokenizer_path : str or Path, optional
+        A `tokenizer.json`, or its folder; by default every byte is a token.
+    validation : float
+        The share of the text, from its end, that is kept for validation.
+
+    Raises
+    ------
+    ConfigError
+        If there is nothing to read, a file is not UTF-8 or holds a zero byte (named with its place), or the share
+        leaves one of the two parts without text.
+    """
+    tokens = tokenizer(tokenizer_path)
+    name, content = (BUILT_IN, topics()) if path is None else (Path(path).name or str(path), read_text(path))
+    cut = len(content) - round(validation * len(content))
+    parts = content[:cut], content[cut:]
+    if not all(parts):
+        raise ConfigError(
+            f"{name}: a share of {validation} of {len(content)} characters leaves {len(parts[0])} to train and "
+            f"{len(parts[1])} to validate; both need some"
+        )
+    train, held = (tokens.encode(part) for part in parts)
+    return Text(name, content, tokens, train, held, len(parts[1].encode()))
+
+
+def topics() -> str:
+    """The built-in text: the topics of Python's `help()`, in the order of their names."""
+    try:
+        found: dict[str, str] = import_module(BUILT_IN).topics
+    except ImportError as error:
+        raise ConfigError(
+            f"this Python comes without {BUILT_IN}, the built-in text: give data=dict(name='text', path='FILE')"
+        ) from error
+    return BETWEEN.join(found[name].strip() for name in sorted(found)) + "\n"
+
+
+def read_text(path: str | Path) -> str:
+    """The content of a file of UTF-8, or of all files of a folder; see `text`."""
+    place = Path(path)
+    if place.is_file():
+        return _decoded(place)
+    if not place.is_dir():
+        raise ConfigError(f"there is no text {str(path)!r} (looked in {Path.cwd()}): give a file or a folder")
+    names = sorted(f.relative_to(place) for f in place.rglob("*") if f.is_file())
+    files = [place / n for n in names if not any(part.startswith(".") for part in n.parts)]
+    if not files:
+        raise ConfigError(f"the folder {str(path)!r} holds no files to read text from")
+    return BETWEEN.join(_decoded(file) for file in files)
+
+
+def _decoded(file: Path) -> str:
+    data = file.read_bytes()
+    start = len(_MARK) if data.startswith(_MARK) else 0
+    if (zero := data.find(b"\0")) >= 0:
+        raise ConfigError(f"{file} is no text: it holds a zero byte at offset {zero:,} of {len(data):,}")
+    try:
+        return data[start:].decode()
+    except UnicodeDecodeError as error:
+        at = start + error.start
+        raise ConfigError(
+            f"{file} is not UTF-8: {error.reason} (0x{data[at]:02x}) at byte offset {at:,} of {len(data):,}; leave the "
+            "file out, or write it anew as UTF-8"
+        ) from error

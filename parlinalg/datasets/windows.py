@@ -1,0 +1,108 @@
+"""Windows of a text as distributed arrays: every rank cuts its own block, and nothing is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.datasets.loader import Batch
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout, piece
+
+IGNORED = -100  # a target that does not count
+
+
+class Passages:
+    """Consecutive windows that predict every token of a text but the first once: what validation takes.
+
+    Parameters
+    ----------
+    tokens : ndarray
+        Ids [n], the same on every rank.
+    length : int
+        Positions in a window: it reads so many ids, and predicts for each of them the next.
+    batch_size : int
+        Windows a batch over all ranks; the last one may have fewer.
+    grid : Grid
+    ids_layout, targets_layout : Layout
+        Of [windows, positions].
+
+    The last window is filled up by ids of 0, whose targets do not count (−100).
+    """
+
+    least = 2  # tokens of text that it needs
+
+    def __init__(
+        self, tokens: np.ndarray, length: int, batch_size: int, grid: Grid, ids_layout: Layout, targets_layout: Layout
+    ) -> None:
+        for what, value in (("a window's length", length), ("batch_size", batch_size)):
+            if value < 1:
+                raise ConfigError(f"{what} must be at least 1, not {value}")
+        self.tokens, self.length, self.batch_size = tokens, length, batch_size
+        self.grid, self.ids_layout, self.targets_layout = grid, ids_layout, targets_layout
+        shape = (batch_size, length)
+        ids_layout.check(shape, grid.sizes)
+        targets_layout.check(shape, grid.sizes)
+        if len(tokens) < self.least:
+            raise ConfigError(
+                f"the text has {len(tokens)} tokens, and a window of {length} positions needs {self.least}: give more "
+                "text, or a shorter sequence_length"
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        starts = np.arange(0, len(self.tokens) - 1, self.length)
+        for first in range(0, len(starts), self.batch_size):
+            yield self.batch(starts[first : first + self.batch_size])
+
+    def batch(self, starts: np.ndarray, offset: int = 0) -> Batch:
+        """The windows that begin at these tokens; `offset` is the place of the first in the step's whole batch."""
+        ids, targets = self._cut(starts, 0, self.ids_layout, 0), self._cut(starts, 1, self.targets_layout, IGNORED)
+        return Batch(ids, targets, offset)
+
+    def _cut(self, starts: np.ndarray, shift: int, layout: Layout, fill: int) -> DistArray:
+        """This rank's block of the windows, `shift` tokens on; `fill` where the text gives no next token."""
+        shape = (len(starts), self.length)
+        rows, columns = self.grid.block(layout, shape)
+        places = starts[rows.start : rows.stop, None] + np.arange(columns.start, columns.stop)
+        inside = places < len(self.tokens) - 1
+        found = self.tokens[np.where(inside, places + shift, 0)].astype(np.int64)
+        block = np.where(inside, found, fill)
+        return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
+
+
+class Windows(Passages):
+    """Windows that begin anywhere in a text, drawn by the seed and the step alone: the same on every grid.
+
+    Parameters are those of `Passages`, and `seed`.  The batch of a step needs nothing from the steps before it, so that
+    a training can go on from any step.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, length: int, batch_size: int, grid: Grid, ids_layout: Layout, targets_layout: Layout,
+        *, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.least = length + 1
+        super().__init__(tokens, length, batch_size, grid, ids_layout, targets_layout)
+        self.seed = seed
+
+    def __len__(self) -> int:
+        """Steps that read as many tokens as the text has: what counts as an epoch."""
+        return max(1, len(self.tokens) // (self.batch_size * self.length))
+
+    def starts(self, step: int) -> np.ndarray:
+        """Where the windows of a step begin, [batch_size]; steps count from 0."""
+        random = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        return random.integers(0, len(self.tokens) - self.length, self.batch_size)
+
+    def at(self, step: int, parts: int = 1) -> list[Batch]:
+        """The batch of a step, as at most `parts` microbatches of nearly equal size."""
+        starts = self.starts(step)
+        cuts = (piece(len(starts), parts, i) for i in range(parts))
+        return [self.batch(starts[c.start : c.stop], c.start) for c in cuts if c]
+
+    def epoch(self, epoch: int, parts: int = 1) -> Iterator[list[Batch]]:
+        """The batches of an epoch's steps."""
+        return (self.at(step, parts) for step in range(epoch * len(self), (epoch + 1) * len(self)))

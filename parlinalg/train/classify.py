@@ -1,0 +1,66 @@
+"""Classifiers of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import ClassVar
+
+from parlinalg.autograd import Tensor
+from parlinalg.autograd.ops import cross_entropy_sum
+from parlinalg.datasets import Batch, Dataset, Loader
+from parlinalg.layout import Layout
+from parlinalg.nn import MLP
+from parlinalg.train.config import Config
+from parlinalg.train.launch import Mesh
+from parlinalg.train.metrics import correct
+from parlinalg.train.task import Criterion, Outcome, Task
+
+HIDDEN = (128,)
+TEST_BATCH = 256  # samples the test takes at a time, at least
+
+
+class Classify(Task):
+    """An MLP that tells the class of a sample."""
+
+    data: Dataset
+    model: MLP
+    curves: ClassVar[Mapping[str, str]] = {"loss": "test_loss", "accuracy": "test_accuracy"}
+
+    def __init__(self, config: Config, mesh: Mesh, data: Dataset) -> None:
+        options = dict(config.model.options)
+        sizes = (data.features, *options.pop("hidden", HIDDEN), data.classes)
+        self.data = data
+        self.model = MLP(sizes, mesh.scheme, mesh.grid, dtype=config.dtype, seed=config.seed, **options)
+        self.criterion: Criterion = partial(cross_entropy_sum, **config.criterion.options)
+        x_layout, y_layout = self.model.input_layout(), Layout(self.model.output_layout().dims[0])
+        self.loader: Loader = Loader(
+            data.x, data.y, config.batch_size, mesh.grid, x_layout, y_layout, dtype=config.dtype, seed=config.seed
+        )
+        self.held: Loader = Loader(
+            data.x_test, data.y_test, max(config.batch_size, TEST_BATCH), mesh.grid, x_layout, y_layout,
+            dtype=config.dtype, shuffle=False,
+        )  # fmt: skip
+
+    def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+        logits = self.model(Tensor(batch.x))
+        loss, count = self.criterion(logits, batch.y)
+        return loss, count, {"accuracy": correct(logits.data, batch.y)}
+
+    def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
+        return {
+            "loss": outcome.loss,
+            "accuracy": outcome.means["accuracy"],
+            "lr": outcome.lr,
+            "samples_per_s": outcome.samples / seconds,
+        }
+
+    def held_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        return {"test_loss": means["loss"], "test_accuracy": means["accuracy"]}
+
+    def layouts(self) -> str:
+        loader, model = self.loader, self.model
+        return f"x {loader.x_layout!r}, labels {loader.y_layout!r}, logits {model.output_layout()!r}"
+
+    def held_line(self, metrics: Mapping[str, float]) -> str:
+        return f"test accuracy {metrics['test_accuracy']:.4f} ({len(self.data.x_test)} samples)"

@@ -1,0 +1,147 @@
+"""Language models of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from parlinalg import nn
+from parlinalg.autograd import Tensor
+from parlinalg.autograd.ops import cross_entropy_sum
+from parlinalg.backend.rate import gemm_rate
+from parlinalg.comm.together import together
+from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
+from parlinalg.errors import ConfigError
+from parlinalg.train.config import Config
+from parlinalg.train.launch import Mesh
+from parlinalg.train.sample import continuation, whole_words
+from parlinalg.train.task import Criterion, Outcome, Task
+
+MODELS = {"gpt": "GPT", "llama": "Llama"}
+SEQUENCE = 128
+SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SAMPLE = {"prompt": "\n", "max_new_tokens": 500, "temperature": 0.8}
+GEMM = {"numpy": 768}  # side of the products whose rate is the peak
+GEMM_ELSEWHERE = 4096
+TOP = 700.0  # exp of more is infinite
+
+
+class Language(Task):
+    """A model that tells the next token of a text at every position.
+
+    Attributes
+    ----------
+    peak : float
+        Floating-point operations a second of products on all ranks at once; measured by `opening`.
+    """
+
+    data: Text
+    loader: Windows
+    curves: ClassVar[Mapping[str, str]] = {"loss": "validation_loss", "tokens_per_s": ""}
+
+    def __init__(self, config: Config, mesh: Mesh, data: Text) -> None:
+        self.data, self.mesh = data, mesh
+        self.length = int(config.data.options.get("sequence_length", SEQUENCE))
+        self.model = self._model(config)
+        self.sampling = {**SAMPLE, "seed": config.seed, **config.sample}
+        self.smoothed: Criterion = partial(cross_entropy_sum, **config.criterion.options)
+        self.peak = math.nan
+        cut = (config.batch_size, mesh.grid, self.model.ids_layout, self.model.targets_layout)
+
+        def windows() -> tuple[Windows, Passages]:
+            try:
+                train = Windows(data.train, self.length, *cut, seed=config.seed)
+            except ConfigError as error:
+                raise ConfigError(f"{data.name}, the part to train on: {error}") from error
+            return train, Passages(data.validation, self.length, *cut)
+
+        self.loader, self.held = together(mesh.grid.world, windows, "cutting the text into windows")
+        self.flops = self.model.flops(config.batch_size, self.length)
+
+    def _model(self, config: Config) -> Any:
+        options = {**SIZES, **config.model.options}
+        vocabulary, length = self.data.tokenizer.vocab_size, self.length
+        if options.setdefault("vocab_size", vocabulary) < vocabulary:
+            raise ConfigError(
+                f"model.vocab_size is {options['vocab_size']}, but the tokenizer has {vocabulary} tokens; leave it "
+                f"out, or give at least {vocabulary}"
+            )
+        if options.setdefault("max_position_embeddings", length) < length:
+            raise ConfigError(
+                f"model.max_position_embeddings is {options['max_position_embeddings']}, less than "
+                f"data.sequence_length, {length}; give at least {length}, or leave it out"
+            )
+        made = getattr(nn, MODELS[config.model.name])
+        return made(**options, scheme=self.mesh.scheme, grid=self.mesh.grid, dtype=config.dtype, seed=config.seed)
+
+    def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+        criterion: Criterion = self.smoothed if self.model.training else cross_entropy_sum
+        return *criterion(self.model(batch.x), batch.y), {}
+
+    def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
+        return {
+            "loss": outcome.loss,
+            "perplexity": math.exp(min(outcome.loss, TOP)),
+            "lr": outcome.lr,
+            "tokens_per_s": outcome.count / seconds,
+            "mfu": self.flops / seconds / self.peak,
+        }
+
+    def held_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        loss = means["loss"]
+        found = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, TOP))}
+        if self.data.tokenizer.unit != "byte":
+            found["validation_nats_per_byte"] = loss * len(self.data.validation) / self.data.validation_bytes
+        return found
+
+    def layouts(self) -> str:
+        model = self.model
+        return f"ids {model.ids_layout!r}, targets {model.targets_layout!r}, residual stream {model.scheme.residual!r}"
+
+    def opening(self) -> dict[str, str]:
+        grid = self.mesh.grid
+        n, dtype = GEMM.get(grid.backend.name, GEMM_ELSEWHERE), str(next(self.model.parameters()).dtype)
+        grid.world.barrier()
+        self.peak = sum(grid.world.share(gemm_rate(grid.backend, dtype, n, sustained=True)))
+        return {
+            "step": f"{self.flops / 1e9:.3g} GFLOP of the model",
+            "peak": f"{self.peak / 1e9:.3g} GFLOP/s: {n} × {n} products in {dtype}, on all ranks at once",
+        }
+
+    def held_line(self, metrics: Mapping[str, float]) -> str:
+        unit, loss = self.data.tokenizer.unit, metrics["validation_loss"]
+        each = metrics.get("validation_nats_per_byte")
+        bytes_ = "" if each is None else f", {each:.4f} nats a byte"
+        return (
+            f"validation loss {loss:.4f} nats a {unit}{bytes_}, perplexity {metrics['validation_perplexity']:.2f} "
+            f"({len(self.data.validation) - 1:,} {unit}s)"
+        )
+
+    def closing(self, history: Sequence[Mapping[str, Any]]) -> list[str]:
+        if not history:
+            return []
+        rate = len(history) / sum(1 / h["tokens_per_s"] for h in history)
+        share = len(history) / sum(1 / h["mfu"] for h in history)
+        return [f"{rate:,.0f} tokens a second in the steps, {share:.1%} of the peak"]
+
+    def leave(self, out: Path, speaks: bool, done: bool) -> tuple[list[str], list[str]]:
+        self.model.save_pretrained(out)
+        files = ["config.json", "model.safetensors", "tokenizer.json"]
+        if speaks:
+            self.data.tokenizer.save(out)
+        if not done or not self.sampling["max_new_tokens"]:
+            return [], files
+        options = dict(self.sampling)
+        prompt = options.pop("prompt")
+        text = whole_words(continuation(self.model, self.data.tokenizer, prompt, **options))
+        share, count = known_share(text, self.data.words)
+        if speaks:
+            (out / "sample.txt").write_text(prompt + text)
+        lines = [
+            "", "a sample:", f"{prompt}{text}", "",
+            f"{share:.0%} of the sample's {count} words of three letters or more occur in the text",
+        ]  # fmt: skip
+        return lines, [*files, "sample.txt"]

@@ -1,0 +1,122 @@
+"""What is trained: the part of a training that differs between a classifier and a language model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Tensor
+from parlinalg.datasets import Batch
+from parlinalg.nn import Module
+
+# From logits and targets to the sum of the losses and their number.
+Criterion = Callable[[Tensor, DistArray], tuple[Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step gave.
+
+    Attributes
+    ----------
+    loss : float
+        The mean over all targets of the step's whole batch.
+    count, samples : int
+        The targets, and the rows of the batch.
+    lr : float
+    norm : float or None
+        Of the gradient before clipping, if it is clipped.
+    means : dict of str to float
+        The task's further measures, over all targets.
+    """
+
+    loss: float
+    count: int
+    samples: int
+    lr: float
+    norm: float | None = None
+    means: Mapping[str, float] = field(default_factory=dict)
+
+
+class Batches(Protocol):
+    """Batches in an order of their own for every epoch."""
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, epoch: int, parts: int = 1) -> Iterator[list[Batch]]:
+        """The batches of an epoch, each as a list of at most `parts` microbatches."""
+        ...
+
+
+class Task(ABC):
+    """A model, its data, and the numbers that say how it goes.
+
+    Attributes
+    ----------
+    data : object
+        Printed at the start; has a `name`.
+    model : Module
+    loader : Batches
+        To train on.
+    held : iterable of Batch
+        Kept out of training, to measure on.
+    curves : dict of str to str
+        What the picture shows: the name of a metric of the steps, and of the metric of the data kept out beside it, or
+        an empty text.
+    """
+
+    data: Any
+    model: Module
+    loader: Batches
+    held: Iterable[Batch]
+    curves: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+        """The sum of the losses, their number, and the sums of further measures.  Collective."""
+
+    @abstractmethod
+    def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
+        """The numbers of a step that took so long, for `metrics.jsonl`."""
+
+    @abstractmethod
+    def held_metrics(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of the data kept out, for `metrics.jsonl`, from the means of the loss and of the measures."""
+
+    @abstractmethod
+    def layouts(self) -> str:
+        """How the arrays that go in and out are cut, in a line."""
+
+    @abstractmethod
+    def held_line(self, metrics: Mapping[str, float]) -> str:
+        """What the last measurement on the data kept out says, in a line."""
+
+    def opening(self) -> dict[str, str]:
+        """Further lines to say at the start: a head and a text each.  Collective."""
+        return {}
+
+    def closing(self, history: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Further lines to say of a training's steps at its end."""
+        return []
+
+    def leave(self, out: Path, speaks: bool, done: bool) -> tuple[list[str], list[str]]:
+        """Write what is to be left in `out`, on the rank that speaks.  Collective.
+
+        Parameters
+        ----------
+        out : Path
+        speaks : bool
+            Whether this rank writes what one rank writes.
+        done : bool
+            Whether all steps were made.
+
+        Returns
+        -------
+        lines, files : list of str
+            What to say, and the names of what is in `out`.
+        """
+        return [], []
