@@ -98,7 +98,7 @@ class _Task:
                 yield b, h
 
     def by_head(self, name: str, part: Block) -> Block:
-        """[batch, keys, heads, e] as [batch, heads, keys, e] in the working dtype; contiguous where it is used often."""
+        """[batch, keys, heads, e] as [batch, heads, keys, e], in the working dtype; contiguous if it is used often."""
         b, n, h, e = part.shape
         if len(self.rows) == 1 and part.dtype == self.work and part.strides[-1] == part.itemsize:
             return part.transpose(0, 2, 1, 3)

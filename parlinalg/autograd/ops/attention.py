@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
 from parlinalg.autograd.tape import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
@@ -92,7 +91,7 @@ def attention(
     keys = x.shape[1] if y is None else y.shape[1]
     rest = Layout(*x.layout.dims)
     if not grid.inside:
-        nothing: list[Part] = [lambda _, t=t: (t.block * 0, t.layout.with_partial(())) for t in inputs]
+        nothing = [_nothing(t) for t in inputs]
         return record(DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid), inputs, nothing)
     ranges = grid.block(rest, shape)
     seen = visible(x, shape, keys, causal=causal, window=window, start=start, mask=mask, key_padding=key_padding)
@@ -115,6 +114,12 @@ def attention(
         return lambda grads: (grads[i], layout)
 
     return record(DistArray(out, shape, rest, grid), inputs, [part(i) for i in range(len(inputs))], prepare)
+
+
+def _nothing(x: Tensor) -> Part:
+    """The part of the rule on a rank outside the grid."""
+    term = x.block * 0, x.layout.with_partial(())
+    return lambda _: term
 
 
 def _checked(x: DistArray, y: DistArray | None) -> tuple[Grid, int]:

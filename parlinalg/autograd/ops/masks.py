@@ -9,7 +9,6 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
-from parlinalg.autograd.tensor import Tensor
 from parlinalg.backend.visible import Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout
@@ -63,16 +62,15 @@ def visible(
     keys : int
         t.
     """
-    b, s, heads, g, _ = shape
     if window is not None and window < 1:
         raise ValueError(f"attention's window is at least 1 (the query's own position), not {window}")
-    dims = x.layout.dims
     keep = None
     if key_padding is not None:
-        if tuple(key_padding.shape) != (b, keys):
-            raise ValueError(f"attention: key_padding has shape {tuple(key_padding.shape)}, not [b, t] = {(b, keys)}")
-        here = _here(x, key_padding, (dims[0], ()), "key_padding")
-        keep = here[:, None, None, None, :]
+        if tuple(key_padding.shape) != (shape[0], keys):
+            raise ValueError(
+                f"attention: key_padding has shape {tuple(key_padding.shape)}, not [b, t] = {(shape[0], keys)}"
+            )
+        keep = _part(x, key_padding, (x.layout.dims[0], ()), "key_padding")[:, None, None, None, :]
     table, size = None, 0
     if isinstance(mask, BlockMask):
         table, size = _table(x, mask, shape, keys), mask.size
@@ -85,67 +83,43 @@ def visible(
 def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block:
     """A mask of [b, heads, s, t] as this rank's part of [b, kv heads, g, s, t]."""
     b, s, heads, g, _ = shape
-    full = (b, heads * g, s, keys)
-    given = tuple(mask.shape)
+    full, given = (b, heads * g, s, keys), tuple(mask.shape)
     if len(given) > 4 or any(n not in (1, f) for n, f in zip(given[::-1], full[::-1])):
         raise ValueError(
             f"attention: the mask has shape {given}, which does not broadcast to [b, heads, s, t] = {full}"
         )
-    dims = x.layout.dims
-    block = mask.block if isinstance(mask, DistArray) else mask
-    if isinstance(mask, DistArray):
-        if mask.ndim != 4:
-            raise ValueError(f"attention: a distributed mask has 4 dims, [b, heads, s, t], not the shape {given}")
-        head = mask.layout.dims[1]
-        if head and (head != dims[2] or dims[3]):
-            raise _unlike(x, "mask", mask.layout, Layout(mask.layout.dims[0], None, None, None))
-        cuts = (mask.layout.dims[0], head)
-        if mask.layout.dims[2] or mask.layout.dims[3] or mask.layout.partial or cuts[0] not in ((), dims[0]):
-            raise _unlike(x, "mask", mask.layout, Layout(dims[0], head, None, None))
-    else:
-        block = np.asarray(mask).reshape((1,) * (4 - len(given)) + given)
-        cuts = ((), ())
-    if block.dtype != np.bool_:
-        raise TypeError(f"attention: a mask has bools, True where a key is seen, not {block.dtype}")
-    ranges = x.grid.block(Layout(*dims), x.shape[:3] + (g, x.shape[4]))
-    if not cuts[0] and block.shape[0] > 1:
-        block = block[ranges[0].start : ranges[0].stop]
-    if block.shape[1] > 1 or (heads * g == 1 and not cuts[1]):
-        if cuts[1]:
-            block = block.reshape(block.shape[0], -1, g, *block.shape[2:])
-        else:
-            block = block.reshape(block.shape[0], heads, g, *block.shape[2:])
-            block = block[:, ranges[2].start : ranges[2].stop, ranges[3].start : ranges[3].stop]
-    else:
-        block = block[:, :, None]
-    return x.grid.backend.from_host(np.ascontiguousarray(block)) if isinstance(block, np.ndarray) else block
+    if isinstance(mask, DistArray) and mask.ndim != 4:
+        raise ValueError(f"attention: a distributed mask has 4 dims, [b, heads, s, t], not the shape {given}")
+    cuts = (x.layout.dims[0], x.layout.dims[2] if g == 1 else (), (), ())
+    if isinstance(mask, np.ndarray):
+        mask = mask.reshape((1,) * (4 - len(given)) + given)
+    block = _part(x, mask, cuts, "mask")
+    if g == 1 or mask.shape[1] == 1:
+        return block[:, :, None]
+    here = x.grid.block(Layout(*x.layout.dims), (*x.shape[:3], g, x.shape[4]))
+    apart = block.reshape((block.shape[0], heads, g, *block.shape[2:]))
+    return apart[:, here[2].start : here[2].stop, here[3].start : here[3].stop]
 
 
-def _here(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], name: str) -> Block:
-    """This rank's part of a mask whose dims are to be cut so."""
-    if isinstance(mask, Tensor):
-        mask = mask.data
+def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], name: str) -> Block:
+    """This rank's part of a mask that is to be cut so; dims of size 1 stay whole."""
     if mask.dtype != np.bool_:
         raise TypeError(f"attention: {name} has bools, True where a key is seen, not {mask.dtype}")
+    grid = x.grid
+    want = effective(Layout(*(c if n > 1 else () for c, n in zip(cuts, mask.shape, strict=True))), grid)
+    have = Layout.whole(len(cuts))
     if isinstance(mask, DistArray):
-        have, want = effective(mask.layout, x.grid), effective(Layout(*cuts), x.grid)
-        if have == want:
-            return mask.block
-        if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims)):
-            raise _unlike(x, name, mask.layout, Layout(*cuts))
-        block, cuts = mask.block, tuple(() if h else w for h, w in zip(have.dims, want.dims))
-    else:
-        block = np.asarray(mask)
-    part = x.grid.block(Layout(*cuts), mask.shape)
-    block = block[tuple(slice(r.start, r.stop) for r in part)]
-    return x.grid.backend.from_host(np.ascontiguousarray(block)) if isinstance(block, np.ndarray) else block
-
-
-def _unlike(x: DistArray, name: str, have: Layout, want: Layout) -> LayoutError:
-    return LayoutError(
-        f"attention: the {name} is {have!r}, and q is {x.layout!r}; each dim is whole or cut as that of q: mend it by "
-        f".redistribute({want!r})"
-    )
+        have = effective(mask.layout, grid)
+        if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims, strict=True)):
+            raise LayoutError(
+                f"attention: the {name} is {mask.layout!r}, and q is {x.layout!r}; each dim is whole or cut as that of "
+                f"q: mend it by .redistribute({Layout(*want.dims)!r})"
+            )
+    lacking = Layout(*(() if h else w for h, w in zip(have.dims, want.dims, strict=True)))
+    part = tuple(slice(r.start, r.stop) for r in grid.block(lacking, mask.shape))
+    if isinstance(mask, DistArray):
+        return mask.block[tuple(slice(None) if h else p for h, p in zip(have.dims, part, strict=True))]
+    return grid.backend.from_host(np.ascontiguousarray(mask[part]))
 
 
 def _table(x: DistArray, mask: BlockMask, shape: tuple[int, ...], keys: int) -> np.ndarray:
@@ -160,6 +134,5 @@ def _table(x: DistArray, mask: BlockMask, shape: tuple[int, ...], keys: int) -> 
         )
     if table.shape[0] == 1:
         return table[None]
-    ranges = x.grid.block(Layout(*x.layout.dims), (*x.shape[:3], g, x.shape[4]))
-    by_head = table.reshape(heads, g, *want)
-    return by_head[ranges[2].start : ranges[2].stop, ranges[3].start : ranges[3].stop]
+    here = x.grid.block(Layout(*x.layout.dims), (*x.shape[:3], g, x.shape[4]))
+    return table.reshape(heads, g, *want)[here[2].start : here[2].stop, here[3].start : here[3].stop]
