@@ -3,11 +3,13 @@
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
 from parlinalg.nn.attention import Attention
+from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import MLP, Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.linear import Linear
+from parlinalg.nn.models import GPT, BertEncoder, Llama, ViT
 from parlinalg.nn.module import Module
 from parlinalg.nn.norms import LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute
@@ -15,7 +17,7 @@ from parlinalg.nn.steps import training_step
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
-    "GELU", "MLP", "Attention", "Classifier", "Dropout", "Embedding", "KeyValueCache", "LayerNorm", "Linear",
-    "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh",
-    "activation", "init", "recompute", "training_step",
+    "GELU", "GPT", "MLP", "Attention", "BertEncoder", "Classifier", "Dropout", "Embedding", "KeyValueCache",
+    "LayerNorm", "Linear", "Llama", "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU",
+    "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "init", "recompute", "training_step",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, recording
 from parlinalg.errors import ConfigError
 from parlinalg.names import check_names
-from parlinalg.nn.declared import Declared
+from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.recompute import recomputed
 
 
@@ -140,6 +141,21 @@ class Module:
         return (parameter for _, parameter in self.named_parameters())
 
     # ------------------------------------------------------------------ state
+    def start_from(self, rule: Callable[[str, Declared], Initializer | None]) -> None:
+        """Choose other initializers, before `initialize`.
+
+        Parameters
+        ----------
+        rule : callable
+            From a declared parameter's qualified name and itself, its initializer; None leaves it.
+        """
+        for name, module in self.named_modules():
+            for own, declared in module._declared.items():
+                if (init := rule(_join(name, own), declared)) is not None:
+                    module._declared[own] = replace(declared, init=init)
+                    if module._parameters[own] is declared:
+                        module._parameters[own] = module._declared[own]
+
     def initialize(
         self, seed: int = 0, prefix: str = "", values: Callable[[Declared, str], DistArray] | None = None
     ) -> Any:

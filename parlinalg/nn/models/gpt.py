@@ -1,0 +1,83 @@
+"""GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.grid import Grid
+from parlinalg.nn.block import TransformerBlock
+from parlinalg.nn.models.causal import CausalModel
+from parlinalg.nn.models.transformer import activation
+from parlinalg.nn.norms import LayerNorm
+from parlinalg.schemes import Scheme
+
+
+class GPT(CausalModel):
+    """A language model of GPT-2's shape, on every grid.
+
+    Parameters
+    ----------
+    vocab_size, max_position_embeddings, hidden_size, num_hidden_layers, num_attention_heads : int
+        As in `transformers.GPT2Config`; the defaults are GPT-2's.
+    intermediate_size : int, optional
+        Inside of the perceptrons; by default four times `hidden_size`.
+    hidden_act : str
+        "gelu_tanh" (Hugging Face's "gelu_new"), "gelu", "relu", "silu" or "tanh".
+    embd_pdrop, resid_pdrop, attn_pdrop : float
+        The probabilities of dropout: after the embedding, of what is added to the residual stream, of attention's
+        weights.  GPT-2 was trained with 0.1.
+    layer_norm_eps, initializer_range : float
+        The residual stream's projections start from `initializer_range` / √(2 layers).
+    tie_word_embeddings : bool
+        Whether the head is the embedding's table.
+    scheme : Scheme
+    grid : Grid
+    dtype : dtype
+    seed : int, optional
+        With a seed the model is initialized at once; else by `initialize(seed)`.
+    recompute : {None, "attention", "block"}
+        As of `TransformerBlock`.
+
+    Members, calls and what they give are those of `CausalModel`.
+
+    Examples
+    --------
+    >>> import numpy as np, parlinalg as pla
+    >>> from parlinalg import nn, schemes
+    >>> grid, scheme = pla.Grid({"r": 1, "c": 1}), schemes.for_mode("2d").SCHEME
+    >>> model = nn.GPT(vocab_size=11, max_position_embeddings=8, hidden_size=12, num_hidden_layers=2,
+    ...                num_attention_heads=4, scheme=scheme, grid=grid, seed=0)
+    >>> ids = pla.distribute(np.zeros((5, 7), int), grid, model.ids_layout)
+    >>> model(ids).shape
+    (5, 7, 11)
+    """
+
+    def __init__(
+        self, *, vocab_size: int = 50257, max_position_embeddings: int = 1024, hidden_size: int = 768,
+        num_hidden_layers: int = 12, num_attention_heads: int = 12, intermediate_size: int | None = None,
+        hidden_act: str = "gelu_tanh", embd_pdrop: float = 0.0, resid_pdrop: float = 0.0, attn_pdrop: float = 0.0,
+        layer_norm_eps: float = 1e-5, initializer_range: float = 0.02, tie_word_embeddings: bool = True,
+        scheme: Scheme, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
+        recompute: str | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
+        config = {
+            "vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings, "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
+            "intermediate_size": 4 * hidden_size if intermediate_size is None else intermediate_size,
+            "hidden_act": activation("GPT", hidden_act), "embd_pdrop": embd_pdrop, "resid_pdrop": resid_pdrop,
+            "attn_pdrop": attn_pdrop, "layer_norm_eps": layer_norm_eps, "initializer_range": initializer_range,
+            "tie_word_embeddings": tie_word_embeddings,
+        }  # fmt: skip
+        super().__init__(config, unknown, scheme, grid, dtype, learned_positions=True)
+        blocks = [
+            TransformerBlock(
+                hidden_size, num_attention_heads, self.config["intermediate_size"], scheme, grid, eps=layer_norm_eps,
+                activation=self.config["hidden_act"], causal=True, attention_dropout=attn_pdrop, dropout=resid_pdrop,
+                recompute=recompute, dtype=self.dtype,
+            )
+            for _ in range(num_hidden_layers)
+        ]  # fmt: skip
+        self.finish(blocks, LayerNorm(hidden_size, scheme, grid, layer_norm_eps, dtype=self.dtype), seed, divided=True)

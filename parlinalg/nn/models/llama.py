@@ -1,0 +1,115 @@
+"""Llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023, and its successors)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.autograd.ops.rotary import rotary_frequencies
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.nn.block import TransformerBlock
+from parlinalg.nn.models.causal import CausalModel
+from parlinalg.nn.norms import RMSNorm
+from parlinalg.schemes import Scheme
+
+
+class Llama(CausalModel):
+    """A language model of Llama's shape, on every grid: RMS norms, rotary positions, SwiGLU, grouped queries.
+
+    Parameters
+    ----------
+    vocab_size, max_position_embeddings, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size : int
+        As in `transformers.LlamaConfig`; the defaults are those of Llama 7B.
+    num_key_value_heads : int, optional
+        How many groups the heads fall into, each with one key and value; by default as many as heads.
+    head_dim : int, optional
+        By default `hidden_size / num_attention_heads`.
+    rms_norm_eps, initializer_range : float
+    rope_theta : float
+        The base of the rotary positions.
+    rope_scaling : dict, optional
+        How they are scaled for longer sequences: {"rope_type": "linear" or "llama3", "factor": …, …}.
+    attention_bias, mlp_bias : bool
+    attention_dropout : float
+        The probability of dropping an attention weight.
+    resid_pdrop, embd_pdrop : float
+        Of what is added to the residual stream, and after the embedding, as in GPT-2; Llama was trained with none.
+    tie_word_embeddings : bool
+        Whether the head is the embedding's table.
+    scheme, grid, dtype, seed, recompute
+        As of `GPT`.
+
+    Members, calls and what they give are those of `CausalModel`.
+    """
+
+    def __init__(
+        self, *, vocab_size: int = 32000, max_position_embeddings: int = 2048, hidden_size: int = 4096,
+        num_hidden_layers: int = 32, num_attention_heads: int = 32, num_key_value_heads: int | None = None,
+        intermediate_size: int = 11008, head_dim: int | None = None, rms_norm_eps: float = 1e-6,
+        rope_theta: float = 10000.0, rope_scaling: Mapping[str, Any] | None = None, attention_bias: bool = False,
+        mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0, embd_pdrop: float = 0.0,
+        initializer_range: float = 0.02, tie_word_embeddings: bool = False, scheme: Scheme, grid: Grid,
+        dtype: DTypeLike = np.float32, seed: int | None = None, recompute: str | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
+        config: dict[str, Any] = {
+            "vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings, "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_attention_heads if num_key_value_heads is None else num_key_value_heads,
+            "intermediate_size": intermediate_size, "rms_norm_eps": rms_norm_eps, "rope_theta": rope_theta,
+            "rope_scaling": None if rope_scaling is None else dict(rope_scaling), "attention_bias": attention_bias,
+            "mlp_bias": mlp_bias, "attention_dropout": attention_dropout, "resid_pdrop": resid_pdrop,
+            "embd_pdrop": embd_pdrop, "initializer_range": initializer_range,
+            "tie_word_embeddings": tie_word_embeddings,
+        }  # fmt: skip
+        if head_dim is not None:
+            config["head_dim"] = head_dim
+        super().__init__(config, unknown, scheme, grid, dtype, learned_positions=False)
+        width = self.config.setdefault("head_dim", self.head_dim)
+        rotary = frequencies(width, rope_theta, rope_scaling)
+        blocks = [
+            TransformerBlock(
+                hidden_size, num_attention_heads, intermediate_size, scheme, grid,
+                kv_heads=self.config["num_key_value_heads"], head_dim=width, norm="rms", eps=rms_norm_eps,
+                activation="swiglu", bias=mlp_bias, attention_bias=attention_bias, causal=True, rotary=rotary,
+                attention_dropout=attention_dropout, dropout=resid_pdrop, recompute=recompute, dtype=self.dtype,
+            )
+            for _ in range(num_hidden_layers)
+        ]  # fmt: skip
+        self.finish(blocks, RMSNorm(hidden_size, scheme, grid, rms_norm_eps, dtype=self.dtype), seed, divided=False)
+
+
+def frequencies(width: int, base: float, scaling: Mapping[str, Any] | None) -> np.ndarray:
+    """The angles a position of a head's pairs of features, scaled for sequences longer than those of the training.
+
+    Parameters
+    ----------
+    scaling : dict, optional
+        "rope_type" "linear" divides all by "factor".  "llama3" (Grattafiori et al., "The Llama 3 herd of models", 2024)
+        divides those that turn less than "low_freq_factor" times in "original_max_position_embeddings" positions,
+        leaves those that turn more than "high_freq_factor" times, and goes from one to the other between.
+    """
+    angles = rotary_frequencies(width, base)
+    kind = scaling.get("rope_type", "default") if scaling else "default"
+    if scaling is None or kind == "default":
+        return angles
+    keys = {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in keys or any(key not in scaling for key in keys[kind]):
+        raise ConfigError(
+            f"Llama: rope_scaling has a rope_type of 'default', 'linear' or 'llama3', with "
+            f"{', '.join(keys.get(kind, ('factor',)))}; not {dict(scaling)}"
+        )
+    slow = angles / scaling["factor"]
+    if kind == "linear":
+        return slow
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return share * angles + (1 - share) * slow

@@ -1,0 +1,179 @@
+"""What all models have: settings under Hugging Face's names, layouts of their inputs, layers, and a count of FLOPs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from parlinalg.array.create import dtype_named
+from parlinalg.autograd import Tensor
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.nn import init
+from parlinalg.nn.containers import Sequential
+from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.linear import Linear
+from parlinalg.nn.module import Module
+from parlinalg.schemes import Scheme
+
+#: Names of activations, Hugging Face's and ours.
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "gelu": "gelu",
+               "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """A layer of a model, as a pipeline cuts it.
+
+    Attributes
+    ----------
+    name : str
+        "embedding", "blocks.0", …, "head".
+    forward : callable
+        From what the layer before gave (the first: the model's inputs).
+    modules : tuple of Module
+        All that it uses; a tied table is in the first and the last layer's.
+    """
+
+    name: str
+    forward: Callable[..., Tensor]
+    modules: tuple[Module, ...]
+
+
+class Transformer(Module):
+    """A model: something that embeds its inputs, blocks, and what is made of the residual stream after them.
+
+    Attributes
+    ----------
+    scheme : Scheme
+    grid : Grid
+    config : dict
+        The model's arguments, under Hugging Face's names.
+    blocks : Sequential
+        The blocks, named "blocks.0", "blocks.1", …
+    ids_layout : Layout
+        In which token ids, [batch, sequence], are to rest.
+    targets_layout : Layout
+        In which targets are to rest: as the leading dims of what the model gives.
+    """
+
+    scheme: Scheme
+    grid: Grid
+    config: dict[str, Any]
+    blocks: Sequential
+    dtype: np.dtype[Any]
+
+    def __init__(
+        self, config: Mapping[str, Any], unknown: Mapping[str, Any], scheme: Scheme, grid: Grid, dtype: DTypeLike
+    ) -> None:  # fmt: skip
+        super().__init__()
+        refuse(type(self), unknown)
+        self.config = dict(config)
+        self.scheme, self.grid = scheme, grid
+        self.dtype = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        self.ids_layout = Layout(*scheme.inner.dims[:2])
+        self.targets_layout = self.ids_layout
+        check_sizes(type(self).__name__, self.config)
+
+    # ------------------------------------------------------------------ layers
+    def layers(self) -> list[Layer]:
+        """The layers in their order: the model is one after the other."""
+        first, last = self.ends()
+        blocks = [Layer(f"blocks.{i}", block, (block,)) for i, block in enumerate(self.blocks)]
+        return [first, *blocks, last]
+
+    def ends(self) -> tuple[Layer, Layer]:
+        """The layers before and after the blocks."""
+        raise NotImplementedError(f"{type(self).__name__} defines no ends()")
+
+    # ------------------------------------------------------------------ counts
+    def flops(self, batch: int, sequence: int) -> int:
+        """Floating-point operations of one forward and backward pass over a whole batch, on all ranks together.
+
+        Those of the products, and of all pairs of queries and keys, masked or not, as is usual (Chowdhery et al.,
+        "PaLM", 2022, appendix B); what is computed again does not count.
+        """
+        linear = sum(_weights(m) for m in self.blocks.modules() if isinstance(m, Linear))
+        heads, width = self.config["num_attention_heads"], self.head_dim
+        pairs = len(self.blocks) * 2 * sequence * heads * width
+        return 6 * (batch * sequence * (linear + pairs) + self.outside(batch, sequence))
+
+    def outside(self, batch: int, sequence: int) -> int:
+        """Multiplications of the forward pass outside of the blocks: of the head."""
+        return batch * sequence * int(self.config["vocab_size"] * self.config["hidden_size"])
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        config = self.config
+        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in self.config.items())
+
+
+def _weights(layer: Linear) -> int:
+    return math.prod(layer.inputs) * math.prod(layer.outputs)
+
+
+# ------------------------------------------------------------------ initial values
+def spread(std: float, layers: int = 0) -> Callable[[str, Declared], Initializer | None]:
+    """The rule of GPT-2's initial weights: normal with this standard deviation.
+
+    With `layers`, what is added to the residual stream is divided by √(2 layers), so that its variance does not grow
+    with them (Radford et al., "Language models are unsupervised multitask learners", 2019).  Biases and norms stay.
+    """
+
+    def rule(name: str, declared: Declared) -> Initializer | None:
+        if isinstance(declared.init, init.Constant):
+            return None
+        added = layers and name.endswith(("attention.out.weight", "mlp.2.weight"))
+        return init.Normal(std / math.sqrt(2 * layers) if added else std)
+
+    return rule
+
+
+# ------------------------------------------------------------------ errors
+def refuse(model: type[Module], unknown: Mapping[str, Any]) -> None:
+    """Raise a ConfigError about arguments that the model does not have."""
+    if unknown:
+        has = [p for p in inspect.signature(model).parameters if p != "unknown"]
+        near = {u: difflib.get_close_matches(u, has, 1) for u in unknown}
+        meant = [f"{u}: {n[0]} perhaps" for u, n in near.items() if n]
+        raise ConfigError(
+            f"{model.__name__} has no argument {', '.join(map(repr, unknown))}"
+            f"{f' ({chr(44).join(meant)})' if meant else ''}; it has {', '.join(has)}"
+        )
+
+
+def check_sizes(model: str, config: Mapping[str, Any]) -> None:
+    """Raise a ConfigError unless the sizes are whole numbers above 0, and heads divide what they are to divide."""
+    for name, value in config.items():
+        size = name.startswith("num_") or name.endswith(("_size", "position_embeddings", "head_dim"))
+        if size and not all(isinstance(n, int) and n >= 1 for n in (value if isinstance(value, tuple) else (value,))):
+            raise ConfigError(f"{model}: {name} is a whole number of at least 1, not {value!r}")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "head_dim" not in config and hidden % heads:
+        raise ConfigError(
+            f"{model}: hidden_size={hidden} does not fall into num_attention_heads={heads} heads; their number may be "
+            f"{', '.join(str(n) for n in range(1, hidden + 1) if hidden % n == 0)}"
+        )
+    groups = config.get("num_key_value_heads", heads)
+    if heads % groups:
+        raise ConfigError(
+            f"{model}: num_attention_heads={heads} does not fall into num_key_value_heads={groups} groups; their "
+            f"number may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+        )
+
+
+def activation(model: str, name: str) -> str:
+    """Our name of an activation."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{model}: hidden_act is one of {', '.join(map(repr, ACTIVATIONS))}, not {name!r}")
+    return ACTIVATIONS[name]
