@@ -46,6 +46,36 @@ def test_plans(name: str, grid: Grid, serial: Grid) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_biases(name: str, grid: Grid, serial: Grid) -> None:
+    plan, bias = PLANS[name], numbers(6)
+    rest = Layout(plan.y.dims[1])
+
+    def biased(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return ops.matmul(x, w, plan, bias=b)
+
+    if plan.y.partial:
+        with pytest.raises(LayoutError, match="unsummed"):
+            biased(tensor(A, grid, plan.x), tensor(B, grid, plan.w), tensor(bias, grid, rest))
+        return
+    agree(
+        biased, [A, B, bias], [plan.x, plan.w, rest], grid, serial, expected=A @ B + bias, numeric=name == "cube"
+    )  # fmt: skip
+
+
+def test_biases_must_fit(serial: Grid, widest: Grid) -> None:
+    plan = PLANS["nothing cut"]
+    x, w = tensor(A, serial, plan.x), tensor(B, serial, plan.w)
+    with pytest.raises(ValueError, match=r"bias of shape \(5,\).*\(6,\)"):
+        ops.matmul(x, w, plan, bias=tensor(numbers(5), serial, Layout(None)))
+    agree(lambda x, w, b: ops.matmul(x, w, bias=b), [A, B, A[0, :6]], [plan.x, plan.w, Layout(None)], serial, serial)
+    axis = max(widest.sizes, key=lambda a: widest.sizes[a])
+    if widest.sizes[axis] > 1:
+        bias = tensor(numbers(6), widest, Layout(axis))
+        with pytest.raises(LayoutError, match=r"bias is not cut as y.*\.redistribute"):
+            ops.matmul(tensor(A, widest, plan.x), tensor(B, widest, plan.w), plan, bias=bias)
+
+
 @pytest.mark.parametrize("keep", ["x", "w", ""])
 def test_operands_gathered_again(keep: str, grid: Grid, serial: Grid) -> None:
     plan = PLANS["cube"]

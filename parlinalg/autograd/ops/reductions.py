@@ -24,7 +24,9 @@ def _spread(grad: Block, local: tuple[int, ...], rest: Layout, dims: tuple[int, 
     g = xp.asarray(grad).reshape(kept) if math.prod(kept) == grad.size else xp.zeros(kept, grad.dtype)
     if scale != 1:
         g = g * scale
-    return xp.ascontiguousarray(xp.broadcast_to(g, local)), rest
+    out = xp.empty(local, g.dtype)  # a broadcast view of one item would be the gradient itself
+    out[...] = g
+    return out, rest
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = False) -> Tensor:

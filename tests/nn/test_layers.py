@@ -1,0 +1,117 @@
+"""Embeddings, norms, gated units, patches and classifiers: the same under every scheme as on one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import Layout, nn, schemes
+from parlinalg.autograd import ops
+from parlinalg.comm.single import SingleComm
+from parlinalg.grid import Grid
+from tests.training import every_scheme, sizes_for
+
+SERIAL = schemes.for_mode(None).SCHEME
+VOCABULARY, HIDDEN, BATCH, SEQUENCE = 11, 6, 5, 7
+
+
+class Everything(nn.Module):
+    """All the layers on one residual stream, and those of images."""
+
+    def __init__(self, scheme, grid):
+        super().__init__()
+        wide, here = {"dtype": "float64", "std": 1.0}, (scheme, grid)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, *here, **wide)
+        self.positions = nn.Positions(9, HIDDEN, *here, **wide)
+        self.norm = nn.LayerNorm(HIDDEN, *here, dtype="float64")
+        self.rms = nn.RMSNorm(HIDDEN, *here, dtype="float64")
+        self.gated = nn.MLP((HIDDEN, 7, HIDDEN), *here, "swiglu", dtype="float64")
+        self.gelu = nn.MLP((HIDDEN, 7, HIDDEN), *here, "gelu_tanh", dtype="float64")
+        self.patches = nn.PatchEmbedding((4, 6), 2, 3, HIDDEN, *here, **wide)
+        self.first = nn.Classifier(HIDDEN, 5, *here, dtype="float64")
+        self.mean = nn.Classifier(HIDDEN, 5, *here, "mean", dtype="float64")
+        self.initialize(1)
+
+    def losses(self, ids, targets, images, labels):
+        x = self.positions(self.embedding(ids), 1)
+        x = x + self.gated(self.norm(x))
+        x = x + self.gelu(self.rms(x))
+        of_text = ops.cross_entropy(self.embedding.logits(x), targets)
+        y = self.norm(self.patches(images))
+        of_images = ops.cross_entropy(self.first(y), labels) + ops.cross_entropy(self.mean(y), labels)
+        return of_text, of_images
+
+
+def values_and_gradients(scheme, grid):
+    random = np.random.default_rng(0)
+    model, tokens = Everything(scheme, grid), Layout(*scheme.inner.dims[:2])
+    given = [
+        (random.integers(0, VOCABULARY, (BATCH, SEQUENCE)), tokens),
+        (random.integers(0, VOCABULARY, (BATCH, SEQUENCE)), tokens),
+        (random.normal(size=(BATCH, 3, 4, 6)), model.patches.images_layout),
+        (random.integers(0, 5, BATCH), model.first.targets_layout),
+    ]
+    text, images = model.losses(*(pla.distribute(a, grid, layout) for a, layout in given))
+    (text + images).backward()
+    return {"text": text.item(), "images": images.item()} | {
+        name: p.grad.gather() for name, p in model.named_parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def serial(backend):
+    """What one rank finds."""
+    return values_and_gradients(SERIAL, Grid({"axis": 1}, comm=SingleComm(), backend=backend))
+
+
+@pytest.mark.parametrize("name", every_scheme())
+def test_every_scheme_gives_what_one_rank_does(name, make_grid, world, serial, full):
+    scheme = every_scheme()[name]
+    for sizes in sizes_for(scheme, world.size, 99 if full else 1):
+        found = values_and_gradients(scheme, make_grid(sizes))
+        for what, right in serial.items():
+            error = np.abs(found[what] - right).max() / np.abs(right).max()
+            assert error <= 1e-12, f"{what}: a relative difference of {error:.2g}"
+
+
+def test_ranks_outside_the_grid_make_every_call(make_grid, world, serial):
+    found = values_and_gradients(every_scheme()["2d"], make_grid({"r": 1, "c": max(1, world.size - 1)}))
+    assert abs(found["text"] - serial["text"]) <= 1e-12 * abs(serial["text"])
+
+
+@pytest.mark.serial
+def test_swiglu_and_gelu_are_those_of_their_papers():
+    with Grid({"axis": 1}) as grid:
+        x = np.random.default_rng(1).normal(size=(4, 3))
+        given = pla.Tensor(pla.distribute(x, grid, Layout(None, None)))
+        for activation in ("swiglu", "gelu_tanh"):
+            mlp = nn.MLP((3, 5, 2), SERIAL, grid, activation, dtype="float64", seed=1)
+            state = mlp.state_dict()
+            z = np.tensordot(x, state["0.weight"], 1) + state["0.bias"]
+            if activation == "swiglu":
+                z = z[..., 0] / (1 + np.exp(-z[..., 0])) * z[..., 1]
+            else:
+                z = z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+            np.testing.assert_allclose(mlp(given).gather(), z @ state["2.weight"] + state["2.bias"], rtol=1e-12)
+
+
+@pytest.mark.serial
+def test_what_is_wrong_is_said():
+    with Grid({"axis": 1}) as grid:
+        here, ids = (SERIAL, grid), pla.distribute(np.array([[0, 4]]), grid, Layout(None, None))
+        embedding = nn.Embedding(4, 6, *here).initialize(1)
+        with pytest.raises(ValueError, match=r"id 4 at \(0, 1\).*vocabulary of 4"):
+            embedding(ids)
+        x = pla.Tensor(pla.zeros((1, 5, 6), grid, Layout(None, None, None)))
+        with pytest.raises(ValueError, match="5 tokens from position 0 is longer than the 4 positions"):
+            nn.Positions(4, 6, *here).initialize(1)(x)
+        with pytest.raises(pla.ConfigError, match="10 × 8 do not fall into patches of 4 × 4"):
+            nn.PatchEmbedding((10, 8), 4, 3, 6, *here)
+        images = pla.zeros((2, 3, 8, 4), grid, Layout(None, None, None, None))
+        with pytest.raises(ValueError, match=r"\[batch, 3, 8, 8\], not \(2, 3, 8, 4\)"):
+            nn.PatchEmbedding(8, 4, 3, 6, *here).initialize(1)(images)
+        with pytest.raises(pla.ConfigError, match="'first' or 'mean', not 'max'"):
+            nn.Classifier(6, 5, *here, "max")
+        with pytest.raises(pla.LayoutError, match=r"\[batch, sequence, hidden\]"):
+            nn.Classifier(6, 5, *here).initialize(1)(pla.Tensor(pla.zeros((2, 6), grid, Layout(None, None))))
