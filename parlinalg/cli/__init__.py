@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from parlinalg.cli import doctor, plan, train
+from parlinalg.cli import doctor, generate, plan, train
 from parlinalg.cli.parser import Parser, speaks
 from parlinalg.errors import ParlinalgError
 
-COMMANDS = (train, plan, doctor)
+COMMANDS = (train, generate, plan, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

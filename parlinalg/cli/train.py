@@ -14,11 +14,14 @@ def add(commands: Commands) -> None:
     train = commands.add_parser(
         "train",
         help="train a model as a configuration says",
-        description="Train a model as a configuration says: `mpiexec -n 4 parlinalg train digits`.",
+        description="Train a model as a configuration says: `mpiexec -n 4 parlinalg train text`.",
     )
-    train.add_argument("config", help="a Python file of settings, or a shipped example: digits")
+    train.add_argument("config", help="a Python file of settings, or a shipped example: digits or text")
     train.add_argument(
-        "--out", type=Path, metavar="DIR", help="where metrics.jsonl, metrics.png and ranks.json go (runs/NAME)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where metrics.jsonl, metrics.png, ranks.json and the trained model of a text go (runs/NAME)",
     )
     train.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of the configuration's")
     train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR")

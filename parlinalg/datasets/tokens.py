@@ -28,12 +28,12 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, [n]."""
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """The ids of a text, [n]; with `special` those that the tokenizer sets around a text too."""
         ...
 
     def decode(self, ids: Any) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids, without special ones; bytes that are no UTF-8 become U+FFFD."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -47,18 +47,23 @@ class Bytes:
     unit = "byte"
     vocab_size = 256
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Any) -> str:
         return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        (folder / TOKENIZER_FILE).write_text(json.dumps(byte_file(), indent=1, ensure_ascii=False) + "\n")
+        (folder / TOKENIZER_FILE).write_text(
+            json.dumps(byte_file(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 class FromFile:
-    """The tokenizer of a `tokenizer.json`, by Hugging Face's `tokenizers`; it adds no tokens of its own to a text."""
+    """The tokenizer of a `tokenizer.json`, by Hugging Face's `tokenizers`.
+
+    What it saves sets no special tokens around a text, since the model saved with it has seen none.
+    """
 
     unit = "token"
 
@@ -78,14 +83,15 @@ class FromFile:
     def vocab_size(self) -> int:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
 
     def decode(self, ids: Any) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        self._tokenizer.save(str(folder / TOKENIZER_FILE))
+        content = {**json.loads(self._tokenizer.to_str()), "post_processor": None}
+        (folder / TOKENIZER_FILE).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tokenizer(path: str | Path | None = None) -> Tokenizer:

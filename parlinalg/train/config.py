@@ -37,6 +37,7 @@ from parlinalg.train.overrides import override
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
+_dropout = real(0, 1, below=True)
 _share = real(0, 1, above=True, below=True)
 
 
@@ -57,29 +58,34 @@ _language: dict[str, Check] = {
     "hidden_size": whole(1),
     "num_hidden_layers": whole(1),
     "num_attention_heads": whole(1),
-    "intermediate_size": optional(whole(1)),
+    "intermediate_size": whole(1),
+    "tie_word_embeddings": flag,
+    "initializer_range": real(0, above=True),
+    "embd_pdrop": _dropout,
+    "resid_pdrop": _dropout,
+    "recompute": one_of(None, "attention", "block"),
 }
 LANGUAGE = ("gpt", "llama")  # models that read text
 MODELS: dict[str, dict[str, Check]] = {
     "mlp": {
         "hidden": _hidden,
         "activation": one_of("relu", "gelu", "tanh", "sigmoid", "silu"),
-        "dropout": real(0, 1, below=True),
+        "dropout": _dropout,
         "bias": flag,
     },
     "gpt": {
         **_language,
-        "hidden_act": one_of("gelu_new", "gelu", "relu", "silu"),
+        "hidden_act": text,
+        "attn_pdrop": _dropout,
         "layer_norm_eps": real(0, above=True),
-        "tie_word_embeddings": flag,
     },
     "llama": {
         **_language,
-        "num_key_value_heads": optional(whole(1)),
-        "head_dim": optional(whole(1)),
+        "num_key_value_heads": whole(1),
+        "head_dim": whole(1),
         "rope_theta": real(0, above=True),
         "rms_norm_eps": real(0, above=True),
-        "tie_word_embeddings": flag,
+        "attention_dropout": _dropout,
     },
 }
 _betas = several(real(0, 1, below=True), length=2)

@@ -8,19 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parlinalg import nn
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.backend.rate import gemm_rate
 from parlinalg.comm.together import together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError
+from parlinalg.nn import GPT, Llama
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
 from parlinalg.train.sample import continuation, whole_words
 from parlinalg.train.task import Criterion, Outcome, Task
 
-MODELS = {"gpt": "GPT", "llama": "Llama"}
+MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 SEQUENCE = 128
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 SAMPLE = {"prompt": "\n", "max_new_tokens": 500, "temperature": 0.8}
@@ -74,8 +74,13 @@ class Language(Task):
                 f"model.max_position_embeddings is {options['max_position_embeddings']}, less than "
                 f"data.sequence_length, {length}; give at least {length}, or leave it out"
             )
-        made = getattr(nn, MODELS[config.model.name])
-        return made(**options, scheme=self.mesh.scheme, grid=self.mesh.grid, dtype=config.dtype, seed=config.seed)
+        if config.model.name == "llama":
+            options.setdefault("intermediate_size", 8 * options["hidden_size"] // 3)
+        place = {"scheme": self.mesh.scheme, "grid": self.mesh.grid, "dtype": config.dtype, "seed": config.seed}
+        try:
+            return MODELS[config.model.name](**options, **place)
+        except ValueError as error:
+            raise ConfigError(f"model: {error}") from error
 
     def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
         criterion: Criterion = self.smoothed if self.model.training else cross_entropy_sum

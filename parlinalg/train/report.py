@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from parlinalg.schemes import table_of_schemes
 from parlinalg.train.launch import Mesh
 from parlinalg.units import format_bytes
 
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")  # of a block
 SHOWN = 64  # ranks named one by one
 
 
@@ -56,12 +58,21 @@ def opening(
         "parameters": f"{count:,} ({format_bytes(total)}); a rank holds {each}",
     }
     lines = [f"{head:<12}{text}" for head, text in rows.items()]
-    names = [f"{name} {list(p.shape)}" for name, p in parameters.items()]
-    wide = max(map(len, names), default=0)
-    lines += [f"  {name:<{wide}}  {p.layout!r}" for name, p in zip(names, parameters.values(), strict=True)]
+    lines += _parameters(parameters)
     lines += ["", table_of_schemes({"": mesh.scheme}), ""]
     lines += _ranks(ranks)
     return "\n".join(lines)
+
+
+def _parameters(parameters: Mapping[str, Parameter]) -> list[str]:
+    """A line for each parameter; for those of like blocks one line for all."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, p in parameters.items():
+        before, number, after = (*_NUMBER.split(name, maxsplit=1), "", "")[:3]
+        alike.setdefault((f"{before}{{}}{after} {list(p.shape)}", repr(p.layout)), []).append(number)
+    heads = [name.format("…".join(dict.fromkeys((i[0], i[-1])))) for (name, _), i in alike.items()]
+    wide = max(map(len, heads), default=0)
+    return [f"  {head:<{wide}}  {layout}" for head, (_, layout) in zip(heads, alike, strict=True)]
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.train.config import Config, check, examples, load
+from parlinalg.train.keys import Choice
 from parlinalg.train.overrides import override, value_of
 from parlinalg.train.parallel import share_out
 
@@ -111,6 +112,12 @@ WRONG = [
     ({"offload": {"optimizer": "disk"}}, ("offloading is not there yet",)),
     ({"gradient_handler": [{"type": "Moe"}]}, ("gradient handler is not there yet",)),
     ({"parallel": 4}, ("parallel must be a dict",)),
+    ({"data": "text", "model": "mlp"}, ("'mlp' does not read the data 'text'", "'gpt' or 'llama'")),
+    ({"model": "llama", "data": "digits"}, ("'llama' does not read the data 'digits'",)),
+    ({"model": {"name": "gpt", "hiden_size": 3}}, ("model (gpt)", "did you mean 'hidden_size'")),
+    ({"data": {"name": "text", "sequence_length": 0}}, ("data.sequence_length", "at least 1")),
+    ({"sample": {"temprature": 1}}, ("sample", "did you mean 'temperature'")),
+    ({"validate_every": 0}, ("validate_every", "at least 1")),
 ]
 
 
@@ -125,8 +132,16 @@ def test_every_key_is_optional_and_what_means_off_passes() -> None:
     assert check(off) == Config()
 
 
+def test_data_and_model_follow_from_each_other() -> None:
+    assert check({"model": {"name": "llama"}}).data == Choice("text", {})
+    assert check({"data": "notes.txt"}).model == Choice("gpt", {})
+    assert check({"data": {"path": "notes"}}).data == Choice("text", {"path": "notes"})
+    assert check({"data": {"path": "x.npz"}}) == check({"data": "x.npz"})
+    assert check({"data": "x.npz"}).model == Choice("mlp", {})
+
+
 def test_examples_are_right() -> None:
-    assert "digits" in examples()
+    assert {"digits", "text"} <= set(examples())
     for name in examples():
         config = load(name)
         for ranks in range(1, 13):

@@ -1,0 +1,102 @@
+"""`parlinalg generate`: a model in a folder writes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parlinalg.cli.parser import Commands, say
+from parlinalg.errors import CommError, ConfigError
+
+KEYS = ("parallel", "backend", "dtype")  # of a configuration, that matter here
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the parser."""
+    generate = commands.add_parser(
+        "generate",
+        help="let a trained model write",
+        description="Let a model write on after a prompt: `parlinalg generate runs/text --prompt 'The '`.",
+    )
+    generate.add_argument(
+        "folder", type=Path, metavar="DIR",
+        help="what `parlinalg train text` left, or a folder of Hugging Face's: config.json, model.safetensors and "
+        "tokenizer.json",
+    )  # fmt: skip
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="what it writes on from")
+    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="the most tokens (%(default)s)")
+    generate.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T",
+        help="above 0: draw tokens from the probabilities' power 1/T (%(default)s); 0: take the likeliest",
+    )  # fmt: skip
+    generate.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    generate.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that sum to P only")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (%(default)s)")
+    generate.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+        help="where it runs: parallel (by default tensor parallel in mode 1d over all ranks), backend, and dtype (that "
+        "of the weights); may be repeated",
+    )  # fmt: skip
+    generate.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate, and print the text on rank 0."""
+    from parlinalg.comm import open_comm
+    from parlinalg.comm.together import together
+    from parlinalg.datasets import tokenizer
+    from parlinalg.train.launch import launch
+    from parlinalg.train.sample import continuation
+
+    _check(args)
+    try:
+        world = open_comm()
+    except CommError as error:
+        raise ConfigError(str(error)) from error
+    settings = [s for s in args.settings if not s.startswith("dtype=")]
+    dtype = next((s.partition("=")[2] for s in reversed(args.settings) if s not in settings), None)
+    with launch({"parallel": {"tensor": {"mode": "1d"}}}, world, settings=settings) as mesh:
+        tokens = together(world, lambda: tokenizer(args.folder), "reading the tokenizer")
+        kind = together(world, lambda: model_class(args.folder), "reading the model")
+        model = kind.from_pretrained(args.folder, mesh.scheme, mesh.grid, dtype)
+        text = continuation(
+            model, tokens, args.prompt, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
+            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=ends(args.folder),
+        )  # fmt: skip
+        if world.rank == 0:
+            say(args.prompt + text)
+    return 0
+
+
+def model_class(folder: Path) -> Any:
+    """The model that a folder holds, by the `model_type` of its `config.json`."""
+    from parlinalg import nn
+    from parlinalg.nn.pretrained import ARCHITECTURES
+    from parlinalg.nn.pretrained.settings import Settings
+
+    config = Settings.read(folder)
+    return getattr(nn, config.one_of("model_type", ARCHITECTURES, "missing"))
+
+
+def ends(folder: Path) -> int | Sequence[int] | None:
+    """The tokens that end a text, as the folder's files have them."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        found: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def _check(args: argparse.Namespace) -> None:
+    for setting in args.settings:
+        if setting.partition("=")[0].partition(".")[0].strip() not in KEYS:
+            raise ConfigError(f"--set {setting}: generate takes settings of {', '.join(KEYS)} only")
+    for name, value, least in (("max-new-tokens", args.max_new_tokens, 0), ("temperature", args.temperature, 0)):
+        if not value >= least:
+            raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    if not args.prompt:
+        raise ConfigError("--prompt must have at least one character")
