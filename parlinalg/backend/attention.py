@@ -5,6 +5,9 @@ sum over runs of keys, out = softmax v.  Only out and the logarithm of the sums 
 blocks: P = exp(scores - lse), D = the row sums of dout ∘ out, dS = P ∘ (dout vᵀ - D), dq = dS k, dk = dSᵀ q, dv = Pᵀ
 dout (Dao et al., "FlashAttention", 2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 
+Where no score can exceed `CALM`, since |q| |k| does not, exponentials are taken of the scores as they are: no maximum is
+sought, and in the backward pass dout is divided by the sums, in place of the scores' block.
+
 Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
 """
 
@@ -45,6 +48,9 @@ class Limits:
     scores: int
 
 
+#: Scores up to this are exponentiated as they are: e^±40 and sums of them are far from the ends of float32.
+CALM = 40.0
+
 HOST = Limits(rows=64, keys=1024, scores=1 << 16)
 DEVICE = Limits(rows=1024, keys=1 << 14, scores=1 << 26)
 
@@ -67,9 +73,17 @@ class _Room:
 
 
 class _Task:
-    """What forward and backward have in common: shapes, units of work, and the scores of one block."""
+    """What forward and backward have in common: shapes, units of work, and the scores of one block.
 
-    def __init__(self, q: Block, k: Block, visible: Visible, scale: float, limits: Limits | None) -> None:
+    Parameters
+    ----------
+    kept : array, optional
+        Where the scores of all blocks have their places, one after the other.
+    """
+
+    def __init__(
+        self, q: Block, k: Block, visible: Visible, scale: float, limits: Limits | None, kept: Block = None
+    ) -> None:
         self.xp = namespace(q)
         self.batch, self.queries, self.heads, self.group, self.width = q.shape
         self.keys = k.shape[1]
@@ -78,12 +92,14 @@ class _Task:
         self.scale = self.work.type(scale)
         self.limits = limits or (HOST if self.xp is np else DEVICE)
         self.room = _Room(self.xp, self.work)
+        self.kept, self.used = kept, 0
         rows = max(1, min(self.queries, max(16, self.limits.rows // max(1, self.group))))
         size = visible.size
         if size:  # blocks of queries that meet few rows of the table
             rows = rows // size * size if rows >= size else -(-size // -(-size // rows))
         self.rows = row_spans(self.queries, rows)
         self.step = rows
+        self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
 
     def units(self) -> Iterator[tuple[slice, slice]]:
         """Slices of the batch and of the heads that are computed together."""
@@ -97,6 +113,22 @@ class _Task:
             for h in row_spans(self.heads, heads):
                 yield b, h
 
+    def places(self) -> int:
+        """How many scores all blocks have together."""
+        total = 0
+        for b, h in self.units():
+            for rows in self.rows:
+                lines = (b.stop - b.start) * (h.stop - h.start) * self.group * (rows.stop - rows.start)
+                total += lines * sum(stop - at for at, stop in self.spans(h, rows))
+        return total
+
+    def calm(self, q: Block, ks: Block) -> bool:
+        """Whether no score of queries q and keys ks can be large, by the norms of their rows (Cauchy-Schwarz)."""
+        if self.xp is not np or q.dtype != self.work or not ks.size:
+            return False
+        most = np.einsum("bnhge,bnhge->bnhg", q, q).max() * np.einsum("bhne,bhne->bhn", ks, ks).max()
+        return bool(most * self.scale**2 <= CALM**2)
+
     def by_head(self, name: str, part: Block) -> Block:
         """[batch, keys, heads, e] as [batch, heads, keys, e], in the working dtype; contiguous if it is used often."""
         b, n, h, e = part.shape
@@ -107,7 +139,10 @@ class _Task:
         return out
 
     def rows_by_head(self, name: str, part: Block, scale: Any = None) -> Block:
-        """[batch, rows, heads, g, e] as contiguous [batch, heads, g * rows, e], in the working dtype, times scale."""
+        """[batch, rows, heads, g, e] as contiguous [batch, heads, g * rows, e], in the working dtype, times scale.
+
+        The scale is a number, or an array that broadcasts to [batch, heads, g, rows, e].
+        """
         b, n, h, g, e = part.shape
         out = self.room.get(name, b, h, g, n, e)
         turned = part.transpose(0, 2, 3, 1, 4)
@@ -124,9 +159,16 @@ class _Task:
         """a @ b in an array of this name."""
         return self.xp.matmul(a, b, out=self.room.get(name, *a.shape[:-1], b.shape[-1]))
 
+    def place(self, *shape: int) -> Block:
+        """The next block's scores: kept, or in an array that is used again."""
+        if self.kept is None:
+            return self.room.get("scores", *shape)
+        at, self.used = self.used, self.used + math.prod(shape)
+        return self.kept[at : self.used].reshape(shape)
+
     def scores(self, qs: Block, kt: Block, b: slice, h: slice, rows: slice, keys: slice) -> Block:
         """Scaled scores of a block, -inf where a key is not seen: [batch, heads, g * rows, keys]."""
-        s = self.product("scores", qs, kt)
+        s = self.xp.matmul(qs, kt, out=self.place(*qs.shape[:-1], kt.shape[-1]))
         self.visible.hide(self.apart(s, rows), b, h, rows, keys)
         return s
 
@@ -137,11 +179,21 @@ class _Task:
     def spans(self, h: slice, rows: slice) -> list[tuple[int, int]]:
         return self.visible.spans(h, rows, self.keys, self.limits.keys)
 
+    def sums(self, s: Block) -> Block:
+        """The sums of the rows of s, as columns."""
+        return self.xp.matmul(s, self.ones[: s.shape[-1]])
+
+    def thinned(self, s: Block, factor: Block, rows: slice) -> Block:
+        """s times the factors of dropout, in an array of its own."""
+        out = self.room.get("thinned", *s.shape)
+        self.xp.multiply(self.apart(s, rows), factor, out=self.apart(out, rows))
+        return out
+
 
 def forward(
     q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
-    limits: Limits | None = None,
-) -> tuple[Block, Block]:  # fmt: skip
+    limits: Limits | None = None, keep: bool = False,
+) -> tuple[Block, Block, Block]:  # fmt: skip
     """softmax(scale q kᵀ) v over the keys that each query sees; zeros where it sees none.
 
     Parameters
@@ -154,49 +206,58 @@ def forward(
     scale : float
     dropped : callable, optional
         Factors of the probabilities: 0, or one over the probability that they stay.
+    keep : bool
+        Keep the exponentials of all scores for the backward pass.
 
     Returns
     -------
     out : array
         As q, contiguous.
     lse : array
-        Shape [batch, kv heads, g, queries], in the working dtype: the logarithms of the sums of exp(scores); -inf where
-        a query sees no key.
+        Shape [batch, kv heads, g, queries], in the working dtype: the logarithms of the sums of exp(scores), or of what
+        is kept; -inf where a query sees no key.
+    kept : array or None
     """
     task = _Task(q, k, visible, scale, limits)
     xp, work = task.xp, task.work
+    if keep:
+        task.kept = xp.empty(task.places(), work)
     out = xp.empty(q.shape, q.dtype)
     lse = xp.empty((task.batch, task.heads, task.group, task.queries), work)
     least, tiny = xp.finfo(work).min, xp.finfo(work).tiny
     for b, h in task.units():
         ks, vs = task.by_head("k", k[b, :, h]), task.by_head("v", v[b, :, h])
         kt = ks.swapaxes(-1, -2)
+        calm = task.calm(q[b, :, h], ks)
         for rows in task.rows:
             qs = task.rows_by_head("q", q[b, rows, h], task.scale)
             top, total, o = None, None, None
+            done: list[Block] = []
             for at, stop in task.spans(h, rows):
                 keys = slice(at, stop)
                 s = task.scores(qs, kt[..., keys], b, h, rows, keys)
-                new = s.max(axis=-1, keepdims=True)
-                xp.maximum(new, least if top is None else top, out=new)  # finite where nothing is seen
-                s -= new
+                if not calm:
+                    new = s.max(axis=-1, keepdims=True)
+                    xp.maximum(new, least if top is None else top, out=new)  # finite where nothing is seen
+                    s -= new
+                    if top is not None:
+                        top -= new
+                        xp.exp(top, out=top)
+                        for past in (o, total, *done):
+                            past *= top
+                    top = new
                 xp.exp(s, out=s)
-                sums = s.sum(axis=-1, keepdims=True)
-                if dropped is not None:
-                    spread = task.apart(s, rows)
-                    spread *= dropped(b, h, rows, keys)
-                if top is None:
-                    o, total = task.product("out", s, vs[..., keys, :]), sums
+                if keep:
+                    done.append(s)
+                sums = task.sums(s)
+                p = s if dropped is None else task.thinned(s, dropped(b, h, rows, keys), rows)
+                if total is None:
+                    o, total = task.product("out", p, vs[..., keys, :]), sums
                 else:
-                    top -= new
-                    xp.exp(top, out=top)
-                    o *= top
-                    o += task.product("more", s, vs[..., keys, :])
-                    total *= top
+                    o += task.product("more", p, vs[..., keys, :])
                     total += sums
-                top = new
             target = out[b, rows, h].transpose(0, 2, 3, 1, 4)
-            if top is None or total is None:
+            if total is None:
                 target[...] = 0
                 lse[b, h, :, rows] = -math.inf
                 continue
@@ -208,21 +269,23 @@ def forward(
                 o /= total
                 target[...] = task.apart(o, rows)
             xp.log(total, out=total)
-            total += top
+            if top is not None and not keep:
+                total += top
             total[empty] = -math.inf
             lse[b, h, :, rows] = task.apart(total, rows)[..., 0]
-    return out, lse
+    return out, lse, task.kept
 
 
 def backward(
     dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible, scale: float,
     into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
+    kept: Block = None,
 ) -> None:  # fmt: skip
     """The gradients of q, k and v from that of out, written to the arrays `into`, which have their shapes.
 
-    Arguments as of `forward`, whose results are `out` and `lse`.
+    Arguments as of `forward`, whose results are `out`, `lse` and `kept`.
     """
-    task = _Task(q, k, visible, scale, limits)
+    task = _Task(q, k, visible, scale, limits, kept)
     xp, work = task.xp, task.work
     dq, dk, dv = into
     if not (task.queries and task.group):
@@ -231,32 +294,36 @@ def backward(
     for b, h in task.units():
         ks, vs = task.by_head("k", k[b, :, h]), task.by_head("v", v[b, :, h])
         kt, vt = ks.swapaxes(-1, -2), vs.swapaxes(-1, -2)
+        plain = kept is not None or task.calm(q[b, :, h], ks)
         dks, dvs = task.room.get("dk", *ks.shape), task.room.get("dv", *vs.shape)
         dks[...] = 0
         dvs[...] = 0
         for rows in task.rows:
             qs = task.rows_by_head("q", q[b, rows, h], task.scale)
-            do = task.rows_by_head("dout", dout[b, rows, h])
-            os = task.rows_by_head("o", out[b, rows, h])
-            shift = lse[b, h, :, rows].reshape(*qs.shape[:-1], 1)
-            shift = xp.where(shift == -math.inf, work.type(math.inf), shift)  # exp(-inf - inf) is 0
-            dot = xp.einsum("bhij,bhij->bhi", do, os)[..., None]
+            shift = lse[b, h, :, rows][..., None]
+            shift = xp.where(shift == -math.inf, work.type(math.inf), shift)  # exp(-inf) is 0 where nothing is seen
+            # P = exp(scores - lse), or exp(scores) with dout in its stead divided by the sums
+            do = task.rows_by_head("dout", dout[b, rows, h], xp.exp(-shift) if plain else None)
+            shift = shift.reshape(*qs.shape[:-1], 1)
+            dot = xp.einsum("bhij,bhij->bhi", do, task.rows_by_head("o", out[b, rows, h]))[..., None]
             dqs = None
             for at, stop in task.spans(h, rows):
                 keys = slice(at, stop)
-                p = task.scores(qs, kt[..., keys], b, h, rows, keys)
-                p -= shift
-                xp.exp(p, out=p)
+                if kept is None:
+                    p = task.scores(qs, kt[..., keys], b, h, rows, keys)
+                    if not plain:
+                        p -= shift
+                    xp.exp(p, out=p)
+                else:
+                    p = task.place(*qs.shape[:-1], stop - at)
                 dp = task.product("dp", do, vt[..., keys])
                 if dropped is None:
                     dvs[..., keys, :] += task.product("more", p.swapaxes(-1, -2), do)
                 else:
                     factor = dropped(b, h, rows, keys)
+                    dvs[..., keys, :] += task.product("more", task.thinned(p, factor, rows).swapaxes(-1, -2), do)
                     spread = task.apart(dp, rows)
                     spread *= factor
-                    kept = task.room.get("kept", *p.shape)
-                    xp.multiply(task.apart(p, rows), factor, out=task.apart(kept, rows))
-                    dvs[..., keys, :] += task.product("more", kept.swapaxes(-1, -2), do)
                 dp -= dot
                 dp *= p
                 dks[..., keys, :] += task.product("more", dp.swapaxes(-1, -2), qs)

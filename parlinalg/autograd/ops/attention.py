@@ -9,7 +9,7 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
-from parlinalg.autograd.tape import Part
+from parlinalg.autograd.tape import Part, recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
 from parlinalg.errors import LayoutError
@@ -98,13 +98,14 @@ def attention(
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
     parts = Parts.of(x.block, None if y is None else y.block)
     drop = None if dropout is None else dropped(dropout, (*shape, keys), ranges)
-    out, lse = kernel.forward(*parts, seen, factor, drop)
+    keep = bool(keep_scores) and recording() and any(t.requires_grad for t in inputs)
+    out, lse, kept = kernel.forward(*parts, seen, factor, drop, keep=keep)
 
     def prepare(g: Block) -> list[Block]:
         xp = grid.backend.xp
         grads = [xp.empty(t.block.shape, x.dtype) for t in inputs]
         into = Parts.of(grads[0], None if y is None else grads[1])
-        kernel.backward(g, *parts, out, lse, seen, factor, into, drop)
+        kernel.backward(g, *parts, out, lse, seen, factor, into, drop, kept=kept)
         return grads
 
     def part(i: int) -> Part:
