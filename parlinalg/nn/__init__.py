@@ -8,6 +8,7 @@ from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import MLP, Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
+from parlinalg.nn.generate import generate
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.models import GPT, BertEncoder, Llama, ViT
 from parlinalg.nn.module import Module
@@ -19,5 +20,6 @@ from parlinalg.nn.vision import Classifier, PatchEmbedding
 __all__ = [
     "GELU", "GPT", "MLP", "Attention", "BertEncoder", "Classifier", "Dropout", "Embedding", "KeyValueCache",
     "LayerNorm", "Linear", "Llama", "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU",
-    "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "init", "recompute", "training_step",
+    "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "generate", "init", "recompute",
+    "training_step",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.models.transformer import Layer, Transformer, spread
 from parlinalg.nn.module import Module
+from parlinalg.nn.pretrained import Pretrained
 from parlinalg.schemes import Scheme
 
 
@@ -30,7 +31,7 @@ class Cache(list[KeyValueCache]):
         return self[0].length
 
 
-class CausalModel(Transformer):
+class CausalModel(Transformer, Pretrained):
     """An embedding, blocks in which no token sees a later one, and a head.
 
     Attributes

@@ -12,6 +12,7 @@ from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.models.transformer import activation
 from parlinalg.nn.norms import LayerNorm
+from parlinalg.nn.pretrained import gpt2
 from parlinalg.schemes import Scheme
 
 
@@ -54,6 +55,8 @@ class GPT(CausalModel):
     >>> model(ids).shape
     (5, 7, 11)
     """
+
+    architecture = gpt2.ARCHITECTURE
 
     def __init__(
         self, *, vocab_size: int = 50257, max_position_embeddings: int = 1024, hidden_size: int = 768,

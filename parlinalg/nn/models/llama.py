@@ -15,6 +15,7 @@ from parlinalg.grid import Grid
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.norms import RMSNorm
+from parlinalg.nn.pretrained import llama
 from parlinalg.schemes import Scheme
 
 
@@ -46,6 +47,8 @@ class Llama(CausalModel):
 
     Members, calls and what they give are those of `CausalModel`.
     """
+
+    architecture = llama.ARCHITECTURE
 
     def __init__(
         self, *, vocab_size: int = 32000, max_position_embeddings: int = 2048, hidden_size: int = 4096,

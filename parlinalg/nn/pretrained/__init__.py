@@ -1,0 +1,103 @@
+"""Weights that people have: folders of `config.json` and safetensors files, as `transformers` writes and reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from numpy.typing import DTypeLike
+
+from parlinalg.array.create import dtype_named
+from parlinalg.comm.together import together
+from parlinalg.grid import Grid
+from parlinalg.nn.module import Module
+from parlinalg.nn.pretrained import gpt2, llama
+from parlinalg.nn.pretrained.architecture import Architecture
+from parlinalg.nn.pretrained.load import read
+from parlinalg.nn.pretrained.save import save
+from parlinalg.schemes import Scheme
+from parlinalg.units import dtype_name, parse_bytes
+
+__all__ = ["ARCHITECTURES", "Architecture", "Pretrained", "gpt2", "llama"]
+
+#: The model for each `model_type`.
+ARCHITECTURES = {"gpt2": "GPT", "llama": "Llama"}
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Pretrained(Module):
+    """A model whose weights people have.
+
+    Attributes
+    ----------
+    architecture : Architecture
+        Which one of `transformers` it is.
+    token_ids : dict
+        The ids of special tokens that the folder's `config.json` names: "bos_token_id", "eos_token_id", "pad_token_id".
+    """
+
+    architecture: ClassVar[Architecture]
+    token_ids: Mapping[str, Any] = dict.fromkeys(TOKENS)
+    config: dict[str, Any]
+    grid: Grid
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], scheme: Scheme, grid: Grid, dtype: DTypeLike | None = None, *,
+        seed: int = 0, **changes: Any,
+    ) -> Self:  # fmt: skip
+        """The model of a folder that Hugging Face's `save_pretrained`, or ours, has written; in evaluation mode.
+
+        It reads `config.json` and `model.safetensors`, or the files that `model.safetensors.index.json` names; each
+        rank reads the part of each tensor that it holds, and nothing else.  Collective.
+
+        Parameters
+        ----------
+        folder : path
+        scheme : Scheme
+        grid : Grid
+        dtype : dtype, optional
+            Of the model; by default that of the weights in the folder.
+        seed : int
+            Of dropout, once `train()` is called.
+        **changes
+            Arguments of the model that differ from the folder's, such as `dropout=0.1`.
+
+        Raises
+        ------
+        ConfigError
+            On all ranks, before any weight is read: a folder or file that is missing or cut short, an architecture or
+            setting that is not known, a tensor that is missing, unexpected or misshapen; the message names it.
+        """
+        path = Path(folder)
+        found = together(grid.world, lambda: read(path, cls.architecture, ARCHITECTURES), f"reading {path}")
+        chosen = found.dtype if dtype is None else dtype_named(dtype_name(dtype))
+        make: Any = cls
+        model: Self = make(**{**found.arguments, **changes}, scheme=scheme, grid=grid, dtype=chosen)
+        together(grid.world, lambda: model.initialize(seed, values=found.make), f"reading {path}")
+        model.token_ids = {name: found.settings.get(name) for name in TOKENS}
+        return model.eval()
+
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
+        """Write the model so that `transformers` loads it: `config.json` and `model.safetensors`.  Collective.
+
+        Rank 0 writes, and holds one parameter at a time.
+
+        Parameters
+        ----------
+        folder : path
+            It is made if need be; files of the same names are replaced once all new ones are written.
+        max_shard_size : int or str
+            Weights of more bytes than this, such as "5GB", are written in several files and an index.
+
+        Raises
+        ------
+        ConfigError
+            On all ranks, if rank 0 cannot write.
+        """
+        most = parse_bytes(max_shard_size)
+        settings = {**self.architecture.settings(self.config), **self.token_ids}
+        parameters = dict(self.named_parameters())
+        save(Path(folder), parameters, self.architecture, self.config, settings, most, self.grid.world)

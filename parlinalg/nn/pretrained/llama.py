@@ -1,0 +1,131 @@
+"""Llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023, and its successors)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parlinalg.errors import ConfigError
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments
+from parlinalg.nn.pretrained.settings import Settings
+from parlinalg.nn.pretrained.table import Part, Place, Row, places
+
+#: The kinds of scaled rotary positions, and the keys that each needs.
+ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+#: Arguments of our model that its settings know nothing of.
+_OURS = ("resid_pdrop", "embd_pdrop")
+_L = "model.layers.{i}."
+
+
+def _table(arguments: Arguments) -> dict[str, list[Place]]:
+    a = arguments
+    heads, k = a["num_attention_heads"], a["num_key_value_heads"]
+    g = heads // k
+    # v vocabulary, h hidden, k groups of heads, u a group's queries, its key and its value, e a head's dim, f the MLP's
+    # inside, s gate and up
+    sizes = {"v": a["vocab_size"], "h": a["hidden_size"], "k": k, "g": g, "u": g + 2, "e": a["head_dim"],
+             "f": a["intermediate_size"], "s": 2}  # fmt: skip
+    q, key, value = ("u", 0, g), ("u", g, g + 1), ("u", g + 1, g + 2)
+    rows = [
+        Row("embedding.weight", "v h", Part("model.embed_tokens.weight", "v h")),
+        Row("blocks.{i}.norm1.weight", "h", Part(_L + "input_layernorm.weight", "h")),
+        Row(
+            "blocks.{i}.attention.qkv.weight", "h k u e",
+            Part(_L + "self_attn.q_proj.weight", "(k u e) h", q),
+            Part(_L + "self_attn.k_proj.weight", "(k u e) h", key),
+            Part(_L + "self_attn.v_proj.weight", "(k u e) h", value),
+        ),
+        Row("blocks.{i}.attention.out.weight", "k g e h", Part(_L + "self_attn.o_proj.weight", "h (k g e)")),
+        Row("blocks.{i}.norm2.weight", "h", Part(_L + "post_attention_layernorm.weight", "h")),
+        Row(
+            "blocks.{i}.mlp.0.weight", "h f s",
+            Part(_L + "mlp.gate_proj.weight", "(f s) h", ("s", 0, 1)),
+            Part(_L + "mlp.up_proj.weight", "(f s) h", ("s", 1, 2)),
+        ),
+        Row("blocks.{i}.mlp.2.weight", "f h", Part(_L + "mlp.down_proj.weight", "h f")),
+        Row("norm.weight", "h", Part("model.norm.weight", "h")),
+    ]  # fmt: skip
+    if a["attention_bias"]:
+        rows += [
+            Row(
+                "blocks.{i}.attention.qkv.bias", "k u e",
+                Part(_L + "self_attn.q_proj.bias", "(k u e)", q),
+                Part(_L + "self_attn.k_proj.bias", "(k u e)", key),
+                Part(_L + "self_attn.v_proj.bias", "(k u e)", value),
+            ),
+            Row("blocks.{i}.attention.out.bias", "h", Part(_L + "self_attn.o_proj.bias", "h")),
+        ]  # fmt: skip
+    if a["mlp_bias"]:
+        rows += [
+            Row(
+                "blocks.{i}.mlp.0.bias", "f s",
+                Part(_L + "mlp.gate_proj.bias", "(f s)", ("s", 0, 1)),
+                Part(_L + "mlp.up_proj.bias", "(f s)", ("s", 1, 2)),
+            ),
+            Row("blocks.{i}.mlp.2.bias", "h", Part(_L + "mlp.down_proj.bias", "h")),
+        ]  # fmt: skip
+    if not a["tie_word_embeddings"]:
+        rows.append(Row("head.weight", "h v", Part("lm_head.weight", "v h")))
+    return places(rows, sizes, a["num_hidden_layers"])
+
+
+def _arguments(config: Settings) -> dict[str, Any]:
+    hidden, heads = config.whole("hidden_size", 4096), config.whole("num_attention_heads", 32)
+    config.one_of("hidden_act", {"silu": None, "swish": None}, "silu")
+    config.only("partial_rotary_factor", 1.0)
+    theta, scaling = _rope(config)
+    return {
+        "vocab_size": config.whole("vocab_size", 32000),
+        "max_position_embeddings": config.whole("max_position_embeddings", 2048),
+        "hidden_size": hidden,
+        "num_hidden_layers": config.whole("num_hidden_layers", 32),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.whole("num_key_value_heads", heads),
+        "intermediate_size": config.whole("intermediate_size", 11008),
+        "head_dim": config.whole("head_dim", hidden // heads),
+        "rms_norm_eps": config.real("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_bias": config.flag("attention_bias", False),
+        "mlp_bias": config.flag("mlp_bias", False),
+        "attention_dropout": config.real("attention_dropout", 0.0),
+        "initializer_range": config.real("initializer_range", 0.02),
+        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
+    }
+
+
+def _rope(config: Settings) -> tuple[float, dict[str, Any] | None]:
+    """The base of the rotary positions and how they are scaled, as any version of `transformers` has written them."""
+    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    said = config.get(key, {})
+    if not isinstance(said, Mapping):
+        raise ConfigError(f"{config.path}: {key} is an object, not {said!r}")
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind not in ROPE:
+        raise ConfigError(f"{config.path}: {key} of type {kind!r} is not supported; it may be {', '.join(ROPE)}")
+    theta = Settings({"rope_theta": said.get("rope_theta", config.get("rope_theta"))}, config.path)
+    numbers = Settings(said, config.path)
+    if missing := [name for name in ROPE[kind] if name not in said]:
+        raise ConfigError(f"{config.path}: {key} of type {kind!r} lacks {', '.join(missing)}")
+    scaling = {name: numbers.real(name, 1.0) for name in ROPE[kind]}
+    return theta.real("rope_theta", 10000.0), {"rope_type": kind, **scaling} if scaling else None
+
+
+def _settings(arguments: Arguments) -> dict[str, Any]:
+    a = {name: value for name, value in arguments.items() if name not in _OURS}
+    rope = a.pop("rope_scaling")
+    if rope is None:
+        return {**a, "hidden_act": "silu", "rope_parameters": {"rope_theta": a["rope_theta"], "rope_type": "default"}}
+    # Before version 5 of transformers it was rope_scaling, and without it they would compute without scaling.
+    scaled = {"rope_theta": a["rope_theta"], **rope}
+    return {**a, "hidden_act": "silu", "rope_parameters": scaled, "rope_scaling": scaled}
+
+
+ARCHITECTURE = Architecture(
+    "llama", "LlamaForCausalLM", "model.", _arguments, _settings, _table,
+    ignored=(r".*rotary_emb\.inv_freq",),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""Parameters from files: each rank reads its part of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.errors import ConfigError
+from parlinalg.names import check_names
+from parlinalg.nn.declared import Declared
+from parlinalg.nn.pretrained.architecture import Architecture
+from parlinalg.nn.pretrained.settings import Settings, weights_of
+from parlinalg.nn.pretrained.table import Place
+from parlinalg.nn.pretrained.tensorfile import Stored, read_header
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder whose settings and tensors are known to fit each other.
+
+    Attributes
+    ----------
+    settings : Settings
+        Its `config.json`.
+    arguments : dict
+        The model's.
+    places : dict
+        For each parameter where its tensors lie in it.
+    stored : dict
+        The tensors by name.
+    """
+
+    settings: Settings
+    arguments: dict[str, Any]
+    places: dict[str, list[Place]]
+    stored: dict[str, Stored]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the first of the weights."""
+        return self.stored[next(iter(self.places.values()))[0].tensor].dtype
+
+    def make(self, declared: Declared, name: str) -> DistArray:
+        """A parameter's values: this rank's block, made of its parts of the tensors alone."""
+        block = declared.grid.block(declared.layout, declared.shape)
+        host = np.empty(tuple(len(r) for r in block), declared.dtype)
+        for place in self.places[name]:
+            common = [_common(b, r) for b, r in zip(block, place.region, strict=True)]
+            if all(common):
+                tensor = place.seen(self.stored[place.tensor].mapped())
+                host[_within(common, block)] = tensor[_within(common, place.region)]
+        return DistArray(declared.grid.backend.from_host(host), declared.shape, declared.layout, declared.grid)
+
+
+def read(folder: Path, wanted: Architecture, known: Mapping[str, str]) -> Found:
+    """What a folder has, once it is known to be what the model needs; no tensor is read.
+
+    Parameters
+    ----------
+    folder : Path
+    wanted : Architecture
+    known : dict of str to str
+        The model for each `model_type`, for messages.
+
+    Raises
+    ------
+    ConfigError
+        Naming the folder, the file, and the key or the tensors that do not fit.
+    """
+    config = Settings.read(folder)
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ConfigError(
+            f"{config.path}: model_type={kind!r} is not known; known are "
+            f"{', '.join(f'{k!r} (nn.{name})' for k, name in known.items())}"
+        )
+    if kind != wanted.model_type:
+        raise ConfigError(
+            f"{config.path}: model_type={kind!r} is read by nn.{known[kind]}, not nn.{known[wanted.model_type]}"
+        )
+    arguments = wanted.arguments(config)
+    stored = _stored(folder)
+    places = wanted.places(arguments, stored)
+    shapes = {place.tensor: place.shape for held in places.values() for place in held}
+    have = {name: stored[name].shape for name in wanted.weights(stored, arguments)}
+    check_names(f"{folder}, as its config.json describes the model,", shapes, have)
+    for name in shapes:
+        _ = stored[name].dtype
+    return Found(config, arguments, places, stored)
+
+
+def _stored(folder: Path) -> dict[str, Stored]:
+    """The tensors of all files of a folder."""
+    weights = weights_of(folder)
+    if not isinstance(weights, dict):
+        return read_header(weights[0])
+    headers = {path: read_header(path) for path in dict.fromkeys(weights.values())}
+    for tensor, path in weights.items():
+        if tensor not in headers[path]:
+            raise ConfigError(f"{path} has no tensor {tensor!r}, though the index says so")
+    return {tensor: headers[path][tensor] for tensor, path in weights.items()}
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _within(part: Sequence[range], whole: Sequence[range]) -> tuple[slice, ...]:
+    return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))

@@ -1,0 +1,115 @@
+"""What a `config.json` says, with errors that name the file, the key and what it may be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parlinalg.errors import ConfigError
+
+
+class Settings:
+    """The values of a `config.json`.
+
+    Parameters
+    ----------
+    values : dict
+    path : Path
+        The file, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self.values, self.path = values, path
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        """The `config.json` of a folder.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such folder or file, or it is no object in JSON.
+        """
+        path = folder / "config.json"
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}; from_pretrained takes one with config.json and weights")
+        try:
+            values = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} has no config.json; it has {_listing(folder)}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds no object, but {type(values).__name__}")
+        return cls(values, path)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key; the default where it is missing or null."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.path}: {name} is a whole number of at least 1, not {value!r}")
+        return value
+
+    def real(self, name: str, default: float) -> float:
+        """A number of at least 0."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ConfigError(f"{self.path}: {name} is a number of at least 0, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.path}: {name} is true or false, not {value!r}")
+        return value
+
+    def one_of(self, name: str, known: Mapping[str, Any], default: str) -> Any:
+        """What a name stands for."""
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in known:
+            raise ConfigError(f"{self.path}: {name}={value!r} is not supported; it may be {', '.join(known)}")
+        return known[value]
+
+    def only(self, name: str, value: Any) -> None:
+        """Refuse another value than the one that the model computes with; missing is this one."""
+        if self.get(name, value) != value:
+            raise ConfigError(f"{self.path}: {name}={self.get(name)!r} is not supported; it may be {value!r}")
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "no files"
+
+
+def weights_of(folder: Path) -> list[Path] | dict[str, Path]:
+    """The files of a folder's weights: one, or by the name of each tensor where there is an index.
+
+    Raises
+    ------
+    ConfigError
+        If there are none, or the index cannot be understood or names a file that is missing.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        older = " (convert them: save_pretrained of transformers)" if any(folder.glob("*.bin")) else ""
+        raise ConfigError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; it has {_listing(folder)}{older}"
+        )
+    try:
+        names = {str(k): str(v) for k, v in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be understood: {type(error).__name__}: {error}") from None
+    for tensor, name in names.items():
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ConfigError(f"{index} says that {tensor} is in {name!r}, which is no file in {folder}")
+    return {tensor: folder / name for tensor, name in names.items()}
