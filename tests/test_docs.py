@@ -136,13 +136,17 @@ def test_every_key_of_a_configuration_is_documented() -> None:
     assert not [key for key in dict.fromkeys(keys) if f"`{key}`" not in page]
 
 
-def test_the_configuration_shown_is_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "file", "axes"),
+    [("configuration", "my_config.py", {"data": 2, "t": 2}), ("text", "my_text.py", {"r": 2, "c": 2})],
+)
+def test_the_configurations_shown_are_right(page: str, file: str, axes: dict[str, int], tmp_path: Path) -> None:
     from parlinalg.train.config import load
     from parlinalg.train.parallel import share_out
 
-    (shown,) = (b for b in blocks(DOCS / "guide" / "configuration.md") if "# my_config.py" in b)
-    (tmp_path / "my_config.py").write_text(shown)
-    assert share_out(load(tmp_path / "my_config.py").parallel, 4).axes == {"data": 2, "t": 2}
+    (shown,) = (b for b in blocks(DOCS / "guide" / f"{page}.md") if f"# {file}" in b)
+    (tmp_path / file).write_text(shown)
+    assert share_out(load(tmp_path / file).parallel, 4).axes == axes
 
 
 def test_every_scheme_is_in_the_order_of_the_tables() -> None:

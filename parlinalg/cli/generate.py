@@ -87,7 +87,7 @@ def ends(folder: Path) -> int | Sequence[int] | None:
         file = folder / name
         found: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
     return None
 
 

@@ -76,7 +76,12 @@ class Language(Task):
             )
         if config.model.name == "llama":
             options.setdefault("intermediate_size", 8 * options["hidden_size"] // 3)
-        place = {"scheme": self.mesh.scheme, "grid": self.mesh.grid, "dtype": config.dtype, "seed": config.seed}
+        place: dict[str, Any] = {
+            "scheme": self.mesh.scheme,
+            "grid": self.mesh.grid,
+            "dtype": config.dtype,
+            "seed": config.seed,
+        }
         try:
             return MODELS[config.model.name](**options, **place)
         except ValueError as error:

@@ -37,12 +37,17 @@ def continuation(
     """
     ids = tokenizer.encode(prompt, special=special).astype(np.int64)
     most, begin, end = model.config["max_position_embeddings"], len(ids), len(ids) + max_new_tokens
-    chosen = {"do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": top_k, "top_p": top_p}
+    chosen: dict[str, Any] = {
+        "do_sample": temperature > 0,
+        "temperature": temperature or 1.0,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
     while len(ids) < end:
         start = 0 if len(ids) < most else len(ids) - max(1, most // 2)
         new = min(end, start + most) - len(ids)
         # the seed moves on, since what is drawn depends on it and on the place among the positions
-        (found,) = generate(model, [ids[start:]], new, seed=seed + start, eos_token_id=eos_token_id, **chosen)
+        (found,) = generate(model, [ids[start:].tolist()], new, seed=seed + start, eos_token_id=eos_token_id, **chosen)
         ended = len(found) < len(ids) - start + new
         ids = np.concatenate([ids[:start], found])
         if ended:

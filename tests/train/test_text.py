@@ -131,7 +131,10 @@ def test_what_a_training_leaves(tale: Path, world: Any, backend: str, capfd: pyt
 
 
 WRONG = [
-    ({"data": {"sequence_length": 500}, "model": {"max_position_embeddings": 500}}, r"tale\.txt, the part to train on: .* has \d+ tokens, and a window of 500"),
+    (
+        {"data": {"sequence_length": 500}, "model": {"max_position_embeddings": 500}},
+        r"tale\.txt, the part to train on: .* has \d+ tokens, and a window of 500",
+    ),
     ({"model": {"vocab_size": 255}}, r"model\.vocab_size is 255, but the tokenizer has 256"),
     ({"model": {"max_position_embeddings": 6}}, r"max_position_embeddings is 6, less than data\.sequence_length, 7"),
     ({"model": {"num_attention_heads": 5}}, r"hidden_size=24 .*num_attention_heads=5"),
