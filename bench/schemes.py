@@ -41,7 +41,8 @@ SHAPES: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {
     },
     8: {
         "1d": ("1d", (8,)), "1d with sequence cuts": ("1d with sequence cuts", (8,)), "2d 2×4": ("2d", (2, 4)),
-        "2d 4×2": ("2d", (4, 2)), "2.5d 2×2×2": ("2.5d, depth on the batch", (2, 2, 2)), "2.5d on k 2×2×2": ("2.5d, depth on k", (2, 2, 2)),
+        "2d 4×2": ("2d", (4, 2)), "2.5d 2×2×2": ("2.5d, depth on the batch", (2, 2, 2)),
+        "2.5d on k 2×2×2": ("2.5d, depth on k", (2, 2, 2)),
         "3d 2×2×2": ("3d", (2, 2, 2)), "data": ("data", (8,)), "data 2 × 2d 2×2": ("data × 2d", (2, 2, 2)),
         "zero3": ("zero3", (8,)),
     },
