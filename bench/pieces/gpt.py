@@ -5,10 +5,13 @@ Every piece starts from the same weights and sees the same batches, so that thei
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +111,12 @@ def timed(
 
 
 def resident() -> int:
-    """Bytes resident now; the peak is counted from here on."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        pass
+    """Bytes resident now, once what is free went back to the system; the peak is counted from here on."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
     return _status("VmRSS")
 
 
@@ -125,13 +128,6 @@ def peak() -> int:
 def _status(field: str) -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-
-
-def faults() -> int:
-    """Minor page faults of this process so far."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def one_thread() -> int:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from parlinalg.backend.memory import keep_freed
 from parlinalg.backend.numpy import NUMPY
 from parlinalg.errors import ConfigError
 
@@ -120,7 +121,7 @@ def select(name: str, local_rank: int = 0) -> Backend:
     if name not in NAMES:
         raise ConfigError(f"there is no backend {name!r}; a grid's backend is one of {', '.join(map(repr, NAMES))}")
     if name == "numpy":
-        return NUMPY
+        return _host()
     from importlib.util import find_spec
 
     if find_spec("cupy") is None:
@@ -137,4 +138,9 @@ def select(name: str, local_rank: int = 0) -> Backend:
             problem = found
     if name == "cupy":
         raise ConfigError(f"backend 'cupy' cannot be used: {problem}; backend='numpy' always can")
+    return _host()
+
+
+def _host() -> Backend:
+    keep_freed()
     return NUMPY
