@@ -13,21 +13,35 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.backend import namespace
-from parlinalg.backend.kernels import _rows, _sigmoid, spans, work_dtype
+from parlinalg.backend.kernels import _rows, spans, work_dtype
 
 Block = Any
 Total = Callable[[Block], Block]
 """Sums numbers that every piece of a row has, in place; None where rows are whole."""
 
+CHUNK = 1 << 16
+"""Elements of a chunk of rows on NumPy."""
 
-def row_sums(rows: Block) -> Block:
-    """The sums of all rows over the dims but the last, of a block of floats or of 16-bit floats in float32."""
+
+def _parts(rows: Block) -> list[slice]:
+    """Runs of rows of a matrix that stay in the cache."""
+    count, width = rows.shape
+    step = max(1, CHUNK // max(1, width)) if namespace(rows) is np else max(1, count)
+    return [slice(at, min(count, at + step)) for at in range(0, count, step)]
+
+
+def _dots(xp: Any, a: Block, b: Block) -> Block:
+    """The product of every row of a with that of b."""
+    return np.vecdot(a, b) if xp is np else xp.einsum("ij,ij->i", a, b)
+
+
+def row_sums(block: Block) -> Block:
+    """The sum of all rows, in the working dtype."""
+    rows = _rows(block)
     xp, work = namespace(rows), work_dtype(rows.dtype)
-    flat = _rows(rows)
-    out = xp.zeros(flat.shape[1], work)
-    for part in spans(flat.shape[0], xp, flat.shape[1]):
-        chunk = flat[part].astype(work, copy=False)
-        out += xp.ones(chunk.shape[0], work) @ chunk
+    out = xp.zeros(rows.shape[1], work)
+    for part in _parts(rows):  # sums of sums: thousands of terms one by one would lose digits
+        out += rows[part].sum(axis=0, dtype=work)
     return out
 
 
@@ -47,15 +61,14 @@ def norm(
     """
     xp, work = namespace(x), work_dtype(x.dtype)
     rows = _rows(xp.ascontiguousarray(x))
-    count, width = rows.shape
     y = xp.empty(rows.shape, x.dtype)
-    parts = list(spans(count, xp, width))
-    spare = None if work == x.dtype else xp.empty(_largest(parts, width), work)
-    gain = weight.astype(work, copy=False)
-    shift = None if bias is None else bias.astype(work, copy=False)
-    share = xp.full(width, 1 / max(1, n), work)
-    mean: Block = xp.empty(count, work) if centred else None
-    scale = xp.empty(count, work)
+    parts = _parts(rows)
+    spare = None if work == x.dtype else _room(xp, parts, rows, work)
+    gain = _repeated(xp, weight, parts, work)
+    shift = None if bias is None else _repeated(xp, bias, parts, work)
+    share = xp.full(rows.shape[1], 1 / max(1, n), work)
+    mean: Block = xp.empty(rows.shape[0], work) if centred else None
+    scale = xp.empty(rows.shape[0], work)
 
     def room(part: slice) -> Block:
         return y[part] if spare is None else spare[: part.stop - part.start]
@@ -69,15 +82,15 @@ def norm(
 
     def squares(part: slice) -> None:
         c = centre(part)
-        scale[part] = xp.einsum("ij,ij->i", c, c)
+        scale[part] = _dots(xp, c, c)
 
     def finish(part: slice) -> None:
         scale[part] = 1 / xp.sqrt(scale[part] / max(1, n) + eps)
         c = room(part) if centred and total is None else centre(part)
         out = xp.multiply(c, scale[part, None], out=room(part))
-        xp.multiply(out, gain, out=out)
+        xp.multiply(out, gain[: len(out)], out=out)
         if shift is not None:
-            xp.add(out, shift, out=out)
+            xp.add(out, shift[: len(out)], out=out)
         if spare is not None:
             y[part] = out
 
@@ -96,39 +109,38 @@ def norm_grad(
     count, width = rows.shape
     dx = xp.empty(rows.shape, x.dtype)
     dw, db = xp.zeros(width, work), xp.zeros(width, work)
-    parts = list(spans(count, xp, width))
-    most = _largest(parts, width)
-    c, t = xp.empty(most, work), xp.empty(most, work)
-    gain = weight.astype(work, copy=False)
+    parts = _parts(rows)
+    c, t = _room(xp, parts, rows, work), _room(xp, parts, rows, work)
+    weight = weight.astype(work, copy=False)
+    gain = _repeated(xp, weight, parts, work)
     centred = at.mean is not None
     sums = xp.zeros((2, count), work)
 
     def centre(part: slice) -> Block:
         chunk = rows[part].astype(work, copy=False)
-        return xp.subtract(chunk, at.mean[part, None], out=c[: part.stop - part.start]) if centred else chunk
+        return xp.subtract(chunk, at.mean[part, None], out=c[: len(chunk)]) if centred else chunk
 
     def terms(part: slice) -> None:
-        # with h = (x - mean) scale: dw = sum of g h, db = sum of g; each row's sums of g w and of g w h
-        gs, scale = grads[part].astype(work, copy=False), at.scale[part]
-        p = xp.multiply(gs, centre(part), out=t[: part.stop - part.start])
+        # with h = (x - mean) scale: dw = sum of g h, db = sum of g; each row's sums of g w and of g w h / scale
         nonlocal dw, db
+        gs, scale = grads[part].astype(work, copy=False), at.scale[part]
+        p = xp.multiply(gs, centre(part), out=t[: len(gs)])
         dw += scale @ p
-        sums[1, part] = p @ gain
+        sums[1, part] = p @ weight
         if centred:
             db += xp.ones_like(scale) @ gs
-            sums[0, part] = gs @ gain
+            sums[0, part] = gs @ weight
 
     def finish(part: slice) -> None:
         # dx = scale (g w - mean of g w - h mean of g w h)
         gs, scale = grads[part].astype(work, copy=False), at.scale[part]
-        length = part.stop - part.start
-        h = c[:length] if centred and total is None else centre(part)
-        h = xp.multiply(h, (scale * scale * scale * sums[1, part] / -max(1, n))[:, None], out=c[:length])
+        h = c[: len(gs)] if centred and total is None else centre(part)
+        h = xp.multiply(h, (scale * scale * sums[1, part] / max(1, n))[:, None], out=c[: len(gs)])
         if centred:
-            xp.subtract(h, (scale * sums[0, part] / max(1, n))[:, None], out=h)
-        out = xp.multiply(gs, gain, out=dx[part] if work == x.dtype else t[:length])
+            xp.add(h, (sums[0, part] / max(1, n))[:, None], out=h)
+        out = xp.multiply(gs, gain[: len(gs)], out=dx[part] if work == x.dtype else t[: len(gs)])
+        xp.subtract(out, h, out=out)
         xp.multiply(out, scale[:, None], out=out)
-        xp.add(out, h, out=out)
         if work != x.dtype:
             dx[part] = out
 
@@ -136,8 +148,17 @@ def norm_grad(
     return dx.reshape(x.shape), dw, db
 
 
-def _largest(parts: Sequence[slice], width: int) -> tuple[int, int]:
-    return max((part.stop - part.start for part in parts), default=0), width
+def _room(xp: Any, parts: Sequence[slice], rows: Block, work: Any) -> Block:
+    """Scratch for the largest part."""
+    return xp.empty((parts[0].stop if parts else 0, rows.shape[1]), work)
+
+
+def _repeated(xp: Any, vector: Block, parts: Sequence[slice], work: Any) -> Block:
+    """A vector for every row of a part: NumPy is twice as fast on blocks of one shape as row by row."""
+    wide = vector.astype(work, copy=False)[None]
+    if xp is np and len(parts) > 2:
+        return np.broadcast_to(wide, (parts[0].stop, vector.size)).copy()
+    return xp.broadcast_to(wide, (parts[0].stop if parts else 0, vector.size))
 
 
 def _staged(
@@ -159,75 +180,57 @@ def _staged(
 # ------------------------------------------------------------------ gated units
 
 
+def _pairs(z: Block) -> tuple[Block, Block]:
+    """The gates and the values of a block that ends in pairs of both, without the last dim; views where they can be."""
+    pairs = namespace(z).ascontiguousarray(z).reshape((math.prod(z.shape[:-1]), 2))
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _half_and_tanh(xp: Any, gate: Block, h: Block, t: Block) -> None:
+    """h = gate / 2 and t = tanh(h): silu = h (1 + t), without an exponential that could overflow."""
+    h[...] = gate
+    xp.multiply(h, 0.5, out=h)
+    xp.tanh(h, out=t)
+
+
 def swiglu(z: Block) -> Block:
     """silu(z[..., 0]) z[..., 1]."""
     xp, work = namespace(z), work_dtype(z.dtype)
-    pairs = xp.ascontiguousarray(z).reshape((math.prod(z.shape[:-1]), 2))
-    out = xp.empty(pairs.shape[0], z.dtype)
-    for part in spans(out.size, xp):
-        gate, up = pairs[part, 0].astype(work), pairs[part, 1].astype(work)
-        s = xp.empty_like(gate)
-        _sigmoid(xp, gate, s)
-        xp.multiply(s, gate, out=s)
-        out[part] = xp.multiply(s, up, out=s)
+    gates, values = _pairs(z)
+    out = xp.empty(gates.shape, z.dtype)
+    parts = list(spans(out.size, xp))
+    h, t = (xp.empty(parts[0].stop if parts else 0, work) for _ in range(2))
+    for part in parts:
+        h, t = h[: part.stop - part.start], t[: part.stop - part.start]
+        _half_and_tanh(xp, gates[part], h, t)
+        xp.add(t, 1, out=t)
+        xp.multiply(t, h, out=t)
+        h[...] = values[part]
+        out[part] = xp.multiply(t, h, out=t)
     return out.reshape(z.shape[:-1])
 
 
 def swiglu_grad(z: Block, g: Block) -> Block:
     """The gradient of `swiglu` at z times g."""
     xp, work = namespace(z), work_dtype(z.dtype)
-    pairs = xp.ascontiguousarray(z).reshape((math.prod(z.shape[:-1]), 2))
+    gates, values = _pairs(z)
     grads = xp.ascontiguousarray(g).reshape(-1)
-    out = xp.empty(pairs.shape, z.dtype)
-    for part in spans(grads.size, xp):
-        gate, up = pairs[part, 0].astype(work), pairs[part, 1].astype(work)
-        gs = grads[part].astype(work, copy=False)
-        s = xp.empty_like(gate)
-        _sigmoid(xp, gate, s)
-        xp.multiply(gate, s, out=gate)  # silu
-        out[part, 1] = gs * gate
-        # d silu = s + silu (1 - s)
-        d = xp.subtract(1, s)
-        xp.multiply(d, gate, out=d)
-        xp.add(d, s, out=d)
-        xp.multiply(d, up, out=d)
-        out[part, 0] = xp.multiply(d, gs, out=d)
+    out = xp.empty((grads.size, 2), z.dtype)
+    parts = list(spans(grads.size, xp))
+    h, t, u, d = (xp.empty(parts[0].stop if parts else 0, work) for _ in range(4))
+    for part in parts:
+        h, t, u, d = (room[: part.stop - part.start] for room in (h, t, u, d))
+        _half_and_tanh(xp, gates[part], h, t)
+        d[...] = grads[part]
+        xp.add(t, 1, out=u)
+        # d silu = (1 + t)/2 (1 + h (1 - t))
+        xp.subtract(1, t, out=t)
+        xp.multiply(t, h, out=t)
+        xp.add(t, 1, out=t)
+        xp.multiply(u, d, out=u)
+        xp.multiply(t, u, out=t)
+        xp.multiply(t, 0.5, out=t)
+        out[part, 1] = xp.multiply(h, u, out=h)
+        h[...] = values[part]
+        out[part, 0] = xp.multiply(t, h, out=t)
     return out.reshape(z.shape)
-
-
-# ------------------------------------------------------------------ tables
-
-
-def look_up(table: Block, ids: Block, start: int, whole: bool) -> Block:
-    """Row `id - start` of the table for every id; zeros where it has none, unless the table is `whole`."""
-    xp = namespace(table)
-    shape = (*ids.shape, table.shape[1])
-    flat = ids.reshape(-1) - start
-    if whole:
-        return xp.take(table, flat, axis=0).reshape(shape)
-    out = xp.zeros((flat.size, table.shape[1]), table.dtype)
-    at = xp.nonzero((flat >= 0) & (flat < table.shape[0]))[0]
-    out[at] = table[flat[at]]
-    return out.reshape(shape)
-
-
-def look_up_grad(g: Block, ids: Block, start: int, rows: int) -> Block:
-    """The sums of the rows of g that belong to each of `rows` ids from `start`; in g's dtype.
-
-    The ids are sorted and each run is summed: the same sums, in the same order, on every run.
-    """
-    xp, work = namespace(g), work_dtype(g.dtype)
-    width = g.shape[-1]
-    out = xp.zeros((rows, width), g.dtype)
-    flat = ids.reshape(-1).astype(np.int64) - start
-    at = xp.nonzero((flat >= 0) & (flat < rows))[0]
-    if not at.size or not width:
-        return out
-    order = at[xp.argsort(flat[at], kind="stable")]
-    found = flat[order]
-    first = xp.ones(found.shape, bool)
-    first[1:] = found[1:] != found[:-1]
-    starts = xp.nonzero(first)[0]
-    grads = g.reshape((flat.size, width))[order].astype(work, copy=False)
-    out[found[starts]] = xp.add.reduceat(grads, starts, 0).astype(g.dtype, copy=False)
-    return out

@@ -13,7 +13,7 @@ from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
 from parlinalg.autograd.ops.losses import _first
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels_rows
+from parlinalg.backend import kernels_tables
 from parlinalg.errors import PlanError
 from parlinalg.layout import Layout, span_of
 from parlinalg.matmul.product import at_work
@@ -67,7 +67,7 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     local = grid.block_shape(plan.w_work, weight.shape)
     at = at_work(weight, plan.w_work)
     width = math.prod(at.shape[1:])
-    y = kernels_rows.look_up(
+    y = kernels_tables.look_up(
         at.reshape((at.shape[0], width)), numbers, rows.start, span_of(plan.k[0], grid.sizes) == 1
     ).reshape((*numbers.shape, *at.shape[1:]))
     block = redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
@@ -76,7 +76,7 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
         return redistribute(g, plan.y.with_partial(()), work, shape, grid)
 
     def part(dy: Block) -> Term:
-        d = kernels_rows.look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
+        d = kernels_tables.look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
         return d.reshape(local), terms
 
     terms = plan.w_work.with_partial(tuple(chain(*plan.m)))
