@@ -5,10 +5,12 @@ PyTorch is imported on rank 0 alone, which leaves what it finds in a folder for 
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,33 @@ def peer_folder(world: Any) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def torch(world: Any, peer_folder: Path) -> Any:
+def on_root(world: Any, peer_folder: Path) -> Callable[[Callable[[], object]], None]:
+    """`on_root(work)`: rank 0 works, and the others sleep: ranks that wait in MPI would take its core."""
+    calls = itertools.count()
+
+    def run(work: Callable[[], object]) -> None:
+        done = peer_folder / f"done-{next(calls)}"
+        if world.rank == 0:
+            try:
+                work()
+            finally:
+                done.touch()
+        while not done.exists():
+            time.sleep(0.02)
+        world.barrier()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def torch(on_root: Any) -> Any:
     """The module, on rank 0; None elsewhere."""
-    if world.rank:
-        return None
+    modules: list[Any] = []
+    on_root(lambda: modules.append(_imported()))
+    return modules[0] if modules else None
+
+
+def _imported() -> Any:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
