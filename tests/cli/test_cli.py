@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parlinalg.cli import main
 from tests.launching import ROOT, child_environment, launch, mpiexec
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
@@ -37,7 +38,7 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
 
 def test_version_and_help() -> None:
     assert re.fullmatch(r"parlinalg \d+\.\d+\.\d+\n", run(0, "--version").stdout)
-    assert all(command in run(0, "--help").stdout for command in ("train", "plan", "doctor"))
+    assert all(command in run(0, "--help").stdout for command in ("train", "generate", "plan", "doctor"))
 
 
 def test_digits_on_four_ranks(tmp_path: Path) -> None:
@@ -83,6 +84,38 @@ def test_a_file_of_settings_and_data_of_ones_own(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "there" / "it is")) == 30
 
 
+def test_a_text_is_trained_on_one_grid_and_written_on_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tale.txt").write_text("It was the best of times, it was the worst of times. " * 9)
+    sizes = "dict(name='gpt', hidden_size=24, num_hidden_layers=1, num_attention_heads=3)"
+    settings = ["data.path=tale.txt", "data.sequence_length=8", "batch_size=5", f"model={sizes}", "validate_every=7"]
+    done = run(2, "train", "text", "--steps", "9", *(a for s in settings for a in ("--set", s)), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"validation loss \d\.\d+ nats a byte", done.stdout)
+    assert "gpt(hidden_size=24" in done.stdout
+    assert "9/9" in done.stderr
+    assert [m["step"] for m in metrics(tmp_path / "runs" / "text") if "validation_loss" in m] == [7, 9]
+    where = ["--set", "dtype=float64", "--set", "parallel.tensor=dict(mode='2d', shape=(1, 3))"]
+    out = tmp_path / "runs" / "text"
+    write = ["generate", str(out), "--prompt", "It was", "--max-new-tokens", "20", "--top-k", "9", "--seed", "3"]
+    three = run(3, *write, *where)
+    assert three.returncode == 0, three.stderr
+    assert main([*write, "--set", "dtype=float64"]) == 0
+    assert capsys.readouterr().out == three.stdout
+    assert three.stdout.startswith("It was")
+
+    def wrong(message: str, *more: str) -> None:
+        assert main([*write, *more]) == 2
+        assert message in capsys.readouterr().err
+
+    wrong("--set optimizer.lr=1: generate takes settings of parallel", "--set", "optimizer.lr=1")
+    (out / "model.safetensors").write_bytes(b"\1")
+    wrong("model.safetensors")
+    (out / "tokenizer.json").unlink()
+    wrong("there is no tokenizer")
+
+
 def test_one_rank_needs_no_mpi(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules['mpi4py'] = None; from parlinalg.cli import main; sys.exit(main())"
     done = launch(0, ["-c", hidden, "train", "digits", "--steps", "3", "--out", str(tmp_path)])
@@ -109,6 +142,9 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
     ("arguments", "parts"),
     [
         (["train", "digist"], ["there is no configuration 'digist'"]),
+        (["generate", "nowhere", "--prompt", "a"], ["nowhere"]),
+        (["generate", "nowhere", "--prompt", "a", "--temperature", "-1"], ["--temperature must be at least 0"]),
+        (["train", "text", "--set", "data.path=nothing.txt"], ["there is no text 'nothing.txt'"]),
         (["train", "digits", "--resume"], ["checkpoints are not there yet"]),
         (["train", "digits", "--steps", "0"], ["steps must be a whole number of at least 1"]),
         (["train", "digits", "--set", "seed"], ["KEY=VALUE"]),
