@@ -5,8 +5,8 @@ sum over runs of keys, out = softmax v.  Only out and the logarithm of the sums 
 blocks: P = exp(scores - lse), D = the row sums of dout ∘ out, dS = P ∘ (dout vᵀ - D), dq = dS k, dk = dSᵀ q, dv = Pᵀ
 dout (Dao et al., "FlashAttention", 2022; Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 
-Where no score can exceed `CALM`, since |q| |k| does not, exponentials are taken of the scores as they are: no maximum is
-sought, and in the backward pass dout is divided by the sums, in place of the scores' block.
+Where no score can exceed `CALM`, since |q| |k| does not, exponentials are taken of the scores as they are: no maximum
+is sought, and in the backward pass dout is divided by the sums, in place of the scores' block.
 
 Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
 """

@@ -16,7 +16,7 @@ from parlinalg.autograd.ops.masks import BlockMask, Mask
 from parlinalg.autograd.ops.rotary import Frequencies
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout
+from parlinalg.layout import Cut, Layout
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.declared import Initializer
 from parlinalg.nn.linear import Linear
@@ -53,6 +53,10 @@ class Attention(Module):
         The probability of dropping an attention weight in training.
     cross : bool
         Keys and values come from another sequence, `context`.
+    packed : bool
+        Whether queries, keys and values are one product.  If not, and the scheme cuts the heads over more ranks than
+        `kv_heads`, the axes are shared out: those that fit cut the heads of keys, and the others the queries of each,
+        while they repeat the product of keys and values (see `Scheme.factored`).
     keep_scores : bool, optional
         As of `ops.attention`: False is selective recomputation.
     weight_init, out_init : callable, optional
@@ -65,7 +69,7 @@ class Attention(Module):
     qkv : Linear
         To (kv_heads, g + 2, head_dim), with g = heads / kv_heads: the queries of a group, its key, its value.
     q, kv : Linear
-        In their place in cross-attention: to (kv_heads, g, head_dim) and (kv_heads, 2, head_dim).
+        In its place in cross-attention, or if not packed: to (kv_heads, g, head_dim) and (kv_heads, 2, head_dim).
     out : Linear
         From (kv_heads, g, head_dim) to hidden.
 
@@ -81,8 +85,9 @@ class Attention(Module):
         self, hidden: int, heads: int, scheme: Scheme, grid: Grid, *, kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = True, out_bias: bool | None = None, causal: bool = False,
         window: int | None = None, rotary: Frequencies | None = None, dropout: float = 0.0, cross: bool = False,
-        keep_scores: bool | None = None, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
-        out_init: Initializer | None = None, seed: int | None = None, name: str = "",
+        packed: bool = True, keep_scores: bool | None = None, dtype: DTypeLike = np.float32,
+        weight_init: Initializer | None = None, out_init: Initializer | None = None, seed: int | None = None,
+        name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -101,14 +106,17 @@ class Attention(Module):
         self._draws = Draws()
         common: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": dtype}
         into = {"kind": "expand", "bias": bias, "weight_init": weight_init, **common}
-        if cross:
-            self.q = Linear(hidden, (kv_heads, self.group, head_dim), **into)
-            self.kv = Linear(hidden, (kv_heads, 2, head_dim), **into)
-        else:
+        self.packed = packed and not cross
+        inner: Cut = ()
+        if self.packed:
             self.qkv = Linear(hidden, (kv_heads, self.group + 2, head_dim), **into)
+        else:
+            inner = _inner(scheme.inner.dims[-1], kv_heads, grid) if self.group > 1 else ()
+            self.q = Linear(hidden, (kv_heads, self.group, head_dim), spread=inner, **into)
+            self.kv = Linear(hidden, (kv_heads, 2, head_dim), shared=inner, **into)
         self.out = Linear(
             (kv_heads, self.group, head_dim), hidden, kind="contract", bias=bias if out_bias is None else out_bias,
-            weight_init=out_init or weight_init, **common,
+            weight_init=out_init or weight_init, spread=inner, **common,
         )  # fmt: skip
         if seed is not None:
             self.initialize(seed, name)
@@ -132,17 +140,21 @@ class Attention(Module):
         """
         if (context is not None) != self.cross:
             raise ConfigError(f"attention with cross={self.cross} takes {'a' if self.cross else 'no'} context")
+        if cache is not None and self.cross:
+            raise ConfigError("cross-attention takes no cache: its keys come from the context")
         start = 0 if cache is None else cache.length
-        if context is None:
-            z, rest = self._whole(self._turned(self.qkv(x), start))
-            q, kv = z, None
+        kv: Tensor | None = None
+        if self.packed:
+            q, rest = self._whole(self._turned(self.qkv(x), start))
             if cache is not None:
-                q, kv = self._cached(z, cache)
+                q, kv = self._apart(q)
         else:
-            q, rest = self._whole(self._turned(self.q(x), 0, self.group))
-            kv, _ = self._whole(self._turned(self.kv(context), 0, 1))
-            if cache is not None:
-                raise ConfigError("cross-attention takes no cache: its keys come from the context")
+            q, rest = self._whole(self._turned(self.q(x), start, self.group))
+            kv, _ = self._whole(self._turned(self.kv(x if context is None else context), start, 1))
+        if cache is not None and kv is not None:
+            if kv.requires_grad:
+                raise ConfigError("a cache is for generation; call the model within no_grad()")
+            kv = Tensor(cache.append(kv.data))
         if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
             key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
         y = ops.attention(
@@ -162,15 +174,16 @@ class Attention(Module):
             return z, None
         return z.redistribute(Layout(b, (), heads + s, group, e)), z.layout
 
-    def _cached(self, z: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
-        """The queries of z, and its keys and values after those in the cache."""
+    def _apart(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries of packed z, and its keys and values: views, outside of the tape."""
+        b, s, heads, parts, e = z.shape
+        q, kv = (z.block[..., : self.group, :], z.block[..., self.group :, :]) if z.grid.inside else (z.block, z.block)
         if z.requires_grad:
             raise ConfigError("a cache is for generation; call the model within no_grad()")
-        b, s, heads, parts, e = z.shape
-        inside = z.grid.inside
-        queries, new = (z.block[..., : self.group, :], z.block[..., self.group :, :]) if inside else (z.block, z.block)
-        kv = cache.append(new, (b, s, heads, parts - self.group, e), z.layout, z.grid)
-        return Tensor(z.data.like(queries, shape=(b, s, heads, self.group, e))), Tensor(kv)
+        return (
+            Tensor(z.data.like(q, shape=(b, s, heads, self.group, e))),
+            Tensor(z.data.like(kv, shape=(b, s, heads, parts - self.group, e))),
+        )
 
     def _draw(self, x: Tensor) -> Drop | None:
         """What draws the dropped weights of this call; None where nothing is dropped."""
@@ -190,3 +203,13 @@ class Attention(Module):
     def extra_repr(self) -> str:
         kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} heads of keys"
         return f"{self.heads} heads{kv} of {self.head_dim}"
+
+
+def _inner(axes: Cut, kv_heads: int, grid: Grid) -> Cut:
+    """Of the axes that cut the heads, outermost first, those from the first on that leave a rank no head of keys."""
+    ranks = 1
+    for i, axis in enumerate(axes):
+        ranks *= grid.sizes[axis]
+        if ranks > kv_heads:
+            return axes[i:]
+    return ()

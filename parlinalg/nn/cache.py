@@ -6,7 +6,6 @@ from typing import Any
 
 from parlinalg.array import DistArray
 from parlinalg.errors import LayoutError
-from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
 Block = Any
@@ -35,13 +34,8 @@ class KeyValueCache:
         self._shape: tuple[int, ...] = ()
         self._layout = Layout()
 
-    def append(self, block: Block, shape: tuple[int, ...], layout: Layout, grid: Grid) -> DistArray:
-        """Add keys and values, and return all.
-
-        Parameters
-        ----------
-        block : array
-            This rank's part of an array of `shape`, [b, s, kv heads, 2, e], cut by `layout` on b and the heads.
+    def append(self, new: DistArray) -> DistArray:
+        """Add keys and values, [b, s, kv heads, 2, e], cut on b and the heads; and return all, [b, t, …], a view.
 
         Raises
         ------
@@ -50,17 +44,18 @@ class KeyValueCache:
         LayoutError
             If the layout is not that of the first call.
         """
-        batch, tokens, *rest = shape
+        batch, tokens, *rest = new.shape
+        block, grid = new.block, new.grid
         if self._block is None:
-            self._shape, self._layout = (batch, *rest), layout
+            self._shape, self._layout = (batch, *rest), new.layout
             self._block = grid.backend.zeros((block.shape[0], self.max_length, *block.shape[2:]), block.dtype)
         if self._shape != (batch, *rest):
             raise ValueError(
                 f"a cache of keys and values of shape [b, s, …] with b, … = {self._shape} is given {(batch, *rest)}; "
                 "make a new one for another batch"
             )
-        if self._layout != layout:
-            raise LayoutError(f"a cache that lies as {self._layout!r} is given keys that lie as {layout!r}")
+        if self._layout != new.layout:
+            raise LayoutError(f"a cache that lies as {self._layout!r} is given keys that lie as {new.layout!r}")
         end = self.length + tokens
         if end > self.max_length:
             raise ValueError(
@@ -70,7 +65,7 @@ class KeyValueCache:
         if grid.inside:
             self._block[:, self.length : end] = block
         self.length = end
-        return DistArray(self._block[:, :end], (batch, end, *rest), layout, grid)
+        return DistArray(self._block[:, :end], (batch, end, *rest), new.layout, grid)
 
     @property
     def nbytes(self) -> int:

@@ -11,11 +11,12 @@ from numpy.typing import DTypeLike
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
+from parlinalg.layout import Cut
 from parlinalg.nn import init
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
-from parlinalg.schemes import Scheme
+from parlinalg.schemes import Scheme, shared, spread
 from parlinalg.schemes import bias as bias_layout
 
 Features = int | tuple[int, ...]
@@ -35,6 +36,9 @@ class Linear(Module):
     bias : bool
     dtype : dtype
         Of weight and bias.
+    spread, shared : tuple of str
+        Axes of the scheme's inside that cut the second dim of the group there in place of the first, or, of an
+        "expand", none (`schemes.spread`, `schemes.shared`).
     weight_init, bias_init : callable
         See `parlinalg.nn.init`; by default uniform within ±1/√in_features, and zeros.
     seed, name : optional
@@ -59,10 +63,12 @@ class Linear(Module):
 
     def __init__(
         self, in_features: Features, out_features: Features, scheme: Scheme, grid: Grid, kind: str = "expand", *,
-        bias: bool = True, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
-        bias_init: Initializer = init.zeros, seed: int | None = None, name: str = "",
+        bias: bool = True, spread: Cut = (), shared: Cut = (), dtype: DTypeLike = np.float32,
+        weight_init: Initializer | None = None, bias_init: Initializer = init.zeros, seed: int | None = None,
+        name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
+        self.spread, self.shared = spread, shared
         self.inputs, self.outputs = _dims(in_features), _dims(out_features)
         self.scheme, self.kind, self.keep = scheme, kind, "xw"
         plan = self.plan(2)
@@ -79,7 +85,10 @@ class Linear(Module):
 
     def plan(self, leading: int) -> Plan:
         """The product's plan for inputs with this many leading dims."""
-        return self.scheme.plan(self.kind, leading=leading, k=len(self.inputs), n=len(self.outputs))
+        plan = self.scheme.plan(self.kind, leading=leading, k=len(self.inputs), n=len(self.outputs))
+        if self.spread:
+            plan = spread(plan, "n" if self.kind == "expand" else "k", self.spread)
+        return shared(plan, self.shared) if self.shared else plan
 
     def forward(self, x: Tensor) -> Tensor:
         leading = x.ndim - len(self.inputs)

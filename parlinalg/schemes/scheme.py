@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 from parlinalg.errors import PlanError
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
@@ -119,6 +121,21 @@ class Scheme:
             self, name=f"{self.name} with weights cut over {axis}", expand=cut(self.expand), contract=cut(self.contract)
         )
 
+    def factored(self, axis: str, into: tuple[str, ...]) -> Scheme:
+        """The scheme with one of its axes taken as several, outermost first, whose sizes multiply to its own.
+
+        Attention with fewer heads of keys than ranks cuts them by the outer ones, and the queries that share them by
+        the inner ones.
+        """
+        if axis not in self.axes or len(set(into)) != len(into) or not into or set(into) & (set(self.axes) - {axis}):
+            raise PlanError(
+                f"scheme {self.name!r} has the axes {self.axes}: one of them is taken as several with new names, not "
+                f"{axis!r} as {into}"
+            )
+        axes = tuple(chain(*(into if a == axis else (a,) for a in self.axes)))
+        expand, contract = (_factored(p, axis, into) for p in (self.expand, self.contract))
+        return replace(self, axes=axes, expand=expand, contract=contract)
+
     def _cut_also(self, axis: str, dim: int) -> Scheme:
         def cut(plan: Plan) -> Plan:
             def more(layout: Layout) -> Layout:
@@ -132,6 +149,44 @@ class Scheme:
                 f"scheme {self.name!r} is already adapted to {len(self.expand.m)} leading dims; add {axis!r} first"
             )
         return Scheme(f"{axis} × {self.name}", (axis, *self.axes), cut(self.expand), cut(self.contract))
+
+
+def _factored(plan: Plan, axis: str, into: Cut) -> Plan:
+    def cuts(dims: tuple[Cut, ...]) -> tuple[Cut, ...]:
+        return tuple(tuple(chain(*(into if a == axis else (a,) for a in cut))) for cut in dims)
+
+    x, w, y = (Layout(*cuts(layout.dims), partial=cuts((layout.partial,))[0]) for layout in (plan.x, plan.w, plan.y))
+    return Plan(m=cuts(plan.m), n=cuts(plan.n), k=cuts(plan.k), b=cuts(plan.b), x=x, w=w, y=y)
+
+
+def spread(plan: Plan, group: str, axes: Cut) -> Plan:
+    """The plan with these axes cutting the second dim of a group, "n" or "k", where they cut its first one.
+
+    Attention's queries [kv heads, g, head_dim] are cut so by axes that do not cut the heads of keys.
+    """
+    return _regrouped(plan, group, lambda first, second, *rest: (
+        tuple(a for a in first if a not in axes), (*second, *(a for a in first if a in axes)), *rest,
+    ))  # fmt: skip
+
+
+def shared(plan: Plan, axes: Cut) -> Plan:
+    """The plan with these axes not cutting n: all their ranks make, and hold, the same part of y."""
+    return _regrouped(plan, "n", lambda *cuts: tuple(tuple(a for a in cut if a not in axes) for cut in cuts))
+
+
+def _regrouped(plan: Plan, group: str, change: Callable[..., tuple[Cut, ...]]) -> Plan:
+    """The plan with the cuts of the dims of n or k changed, at work and at rest."""
+
+    def at(layout: Layout, first: int) -> Layout:
+        cut = layout.dims
+        return Layout(*cut[:first], *change(*cut[first : first + dims]), *cut[first + dims :], partial=layout.partial)
+
+    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
+    if group == "n":
+        dims = len(plan.n)
+        return replace(plan, n=change(*plan.n), w=at(plan.w, nb + nk), y=at(plan.y, nb + nm))
+    dims = nk
+    return replace(plan, k=change(*plan.k), w=at(plan.w, nb), x=at(plan.x, nb + nm))
 
 
 def bias(plan: Plan) -> Layout:

@@ -1,0 +1,130 @@
+"""The attention kernel against the softmax written plainly."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from parlinalg.backend import attention as kernel
+from parlinalg.backend.visible import Visible
+
+pytestmark = pytest.mark.serial
+
+B, S, T, H, G, E = 2, 37, 41, 2, 2, 4
+SMALL = kernel.Limits(rows=16, keys=7, scores=300)
+I, J = np.arange(S)[:, None], np.arange(T)[None]
+TABLE = np.random.default_rng(5).random((H, G, 10, 11)) > 0.6
+KEEP = np.random.default_rng(6).random((B, 1, 1, 1, T)) > 0.4
+KEEP[1] = False
+WIDE = np.repeat(np.repeat(TABLE, 4, -2), 4, -1)[..., :S, :T]
+
+MASKS = {
+    "all": ({}, np.True_),
+    "causal": ({"causal": True}, J <= I),
+    "causal, later": ({"causal": True, "start": 4}, J <= I + 4),
+    "window": ({"causal": True, "window": 5}, (J <= I) & (J > I - 5)),
+    "both sides": ({"window": 6, "start": 9}, abs(I + 9 - J) < 6),
+    "keys": ({"keep": KEEP, "causal": True}, KEEP & (J <= I)),
+    "blocks": ({"table": TABLE[:1, :1], "size": 4}, WIDE[0, 0]),
+    "blocks by head": ({"table": TABLE, "size": 4, "causal": True}, WIDE & (J <= I)),
+}
+
+
+def numbers(dtype=np.float64, large=1.0):
+    rng = np.random.default_rng(1)
+    shapes = (B, S, H, G, E), (B, T, H, E), (B, T, H, E), (B, S, H, G, E)
+    q, k, v, dout = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return q * dtype(large), k, v, dout
+
+
+def plainly(q, k, v, dout, seen, scale, factor=1.0):
+    """The result and the gradients by whole arrays of scores."""
+    s = np.where(seen, np.einsum("bihge,bjhe->bhgij", q, k) * scale, -np.inf)
+    p = np.exp(s - np.maximum(s.max(-1, keepdims=True), -1e300))
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    out = np.einsum("bhgij,bjhe->bihge", p * factor, v)
+    dp = np.einsum("bihge,bjhe->bhgij", dout, v) * factor
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+    return (
+        out,
+        np.einsum("bhgij,bjhe->bihge", ds, k),
+        np.einsum("bhgij,bihge->bjhe", ds, q),
+        np.einsum("bhgij,bihge->bjhe", p * factor, dout),
+    )
+
+
+def computed(q, k, v, dout, visible, scale=0.5, dropped=None, limits=None, keep=False):
+    with np.errstate(all="raise", under="ignore"):
+        out, lse, kept = kernel.forward(q, k, v, visible, scale, dropped, limits, keep)
+        grads = tuple(np.full_like(x, np.nan) for x in (q, k, v))
+        kernel.backward(dout, q, k, v, out, lse, visible, scale, grads, dropped, limits, kept)
+    return out, *grads
+
+
+def close(found, right, tol=1e-12):
+    for a, b in zip(found, right, strict=True):
+        error = np.abs(a.astype(np.float64) - b).max() / np.abs(b).max()
+        assert error <= tol, error
+
+
+@pytest.mark.parametrize("limits", [None, SMALL], ids=["", "small"])
+@pytest.mark.parametrize("name", MASKS)
+def test_equals_the_plain_softmax(name, limits):
+    options, seen = MASKS[name]
+    for large in (1.0, 200.0):  # with large scores a maximum is sought
+        arrays = numbers(large=large)
+        right = plainly(*arrays, seen, 0.5)
+        close(computed(*arrays, Visible(**options), limits=limits), right)
+        close(computed(*arrays, Visible(**options), limits=limits, keep=True), right)
+    if name == "keys":
+        assert not computed(*arrays, Visible(**options))[0][1].any()  # no key is seen: zeros
+
+
+@pytest.mark.parametrize("limits", [None, SMALL], ids=["", "small"])
+def test_dropped_probabilities(limits):
+    factor = (np.random.default_rng(2).random((B, H, G, S, T)) > 0.3) / 0.7
+    dropped = lambda b, h, rows, keys: factor[b, h, :, rows, keys]  # noqa: E731
+    arrays = numbers()
+    right = plainly(*arrays, J <= I, 0.5, factor)
+    for keep in (False, True):
+        close(computed(*arrays, Visible(causal=True), dropped=dropped, limits=limits, keep=keep), right)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_narrow_dtypes_are_computed_in_float32(dtype):
+    arrays = numbers(dtype)
+    right = plainly(*(a.astype(np.float64) for a in arrays), J <= I, 0.5)
+    found = computed(*arrays, Visible(causal=True))
+    assert all(a.dtype == dtype for a in found)
+    close(found, right, {2: float(ml_dtypes.finfo(dtype).eps), 4: 2e-6}[np.dtype(dtype).itemsize])
+
+
+def test_blocks_that_are_not_seen_cost_nothing():
+    visible = Visible(table=np.eye(8, dtype=bool)[None, None], size=16)
+    assert visible.spans(slice(0, 1), slice(32, 48), 128, 1024) == [(32, 48)]
+    assert visible.spans(slice(0, 1), slice(32, 64), 128, 10) == [(32, 42), (42, 52), (52, 62), (62, 64)]
+    assert Visible(causal=True, window=20).spans(slice(0, 1), slice(64, 128), 1000, 1024) == [(45, 128)]
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 1), (2, 5, 0, 1), (2, 0, 2, 1), (2, 5, 2, 0)])
+def test_nothing_to_attend(shape):
+    b, s, h, g = shape
+    q, k = np.ones((b, s, h, g, E)), np.ones((b, T, h, E))
+    out, *grads = computed(q, k, k.copy(), q, Visible(causal=True))
+    assert out.shape == q.shape
+    assert not any(np.isnan(x).any() or x.any() for x in grads)
+
+
+def test_holds_one_block_of_scores():
+    n, h, e = 2048, 2, 16
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, n, h, 1, e), np.float32)
+    k, v = k[:, :, :, 0], v[:, :, :, 0]
+    tracemalloc.start()
+    computed(q, k, v, dout, Visible(causal=True))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    block = kernel.HOST.scores * 4
+    assert peak <= 2 * block + 10 * q.nbytes  # scores and their gradient; a head's whole scores are 16 MiB
