@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
-from parlinalg.backend.rate import gemm_rate
+from parlinalg.backend.rate import gemm_rate, gemm_side
 from parlinalg.comm.together import together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError
@@ -24,8 +24,6 @@ MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 SEQUENCE = 128
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 SAMPLE = {"prompt": "\n", "max_new_tokens": 500, "temperature": 0.8}
-GEMM = {"numpy": 768}  # side of the products whose rate is the peak
-GEMM_ELSEWHERE = 4096
 TOP = 700.0  # exp of more is infinite
 
 
@@ -113,8 +111,8 @@ class Language(Task):
 
     def opening(self) -> dict[str, str]:
         grid = self.mesh.grid
-        n, dtype = GEMM.get(grid.backend.name, GEMM_ELSEWHERE), str(next(self.model.parameters()).dtype)
-        grid.world.barrier()
+        dtype = str(self.model.dtype)
+        n = max(grid.world.share(gemm_side(grid.backend, dtype)))
         self.peak = sum(grid.world.share(gemm_rate(grid.backend, dtype, n, sustained=True)))
         return {
             "step": f"{self.flops / 1e9:.3g} GFLOP of the model",

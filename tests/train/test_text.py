@@ -102,8 +102,7 @@ def test_losses_and_texts_equal_the_serial_ones(
     assert len(text.encode(errors="ignore")) > 0
 
 
-@pytest.mark.mpi(min_size=1)
-@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(4)
 def test_what_a_training_leaves(tale: Path, world: Any, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
     out = tale.parent / "out"
     settings = config("gpt", tale, {"tensor": {"mode": "2d"}})
