@@ -54,7 +54,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
         "max_position_embeddings": config.whole("n_positions", 1024),
         "hidden_size": hidden,
         "num_hidden_layers": config.whole("n_layer", 12),
-        "num_attention_heads": config.whole("n_head", 12),
+        "num_attention_heads": config.divides("n_head", config.whole("n_head", 12), "n_embd", hidden),
         "intermediate_size": config.whole("n_inner", 4 * hidden),
         "hidden_act": config.one_of("activation_function", _ACTIVATIONS, "gelu_new"),
         "embd_pdrop": config.real("embd_pdrop", 0.1),

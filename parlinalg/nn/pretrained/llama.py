@@ -84,7 +84,9 @@ def _arguments(config: Settings) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": config.whole("num_hidden_layers", 32),
         "num_attention_heads": heads,
-        "num_key_value_heads": config.whole("num_key_value_heads", heads),
+        "num_key_value_heads": config.divides(
+            "num_key_value_heads", config.whole("num_key_value_heads", heads), "num_attention_heads", heads
+        ),
         "intermediate_size": config.whole("intermediate_size", 11008),
         "head_dim": config.whole("head_dim", hidden // heads),
         "rms_norm_eps": config.real("rms_norm_eps", 1e-6),

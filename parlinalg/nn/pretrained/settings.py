@@ -78,6 +78,12 @@ class Settings:
             raise ConfigError(f"{self.path}: {name}={value!r} is not supported; it may be {', '.join(known)}")
         return known[value]
 
+    def divides(self, part: str, n: int, whole: str, total: int) -> int:
+        """n, of key `part`, which divides the value of another."""
+        if total % n:
+            raise ConfigError(f"{self.path}: {whole}={total} does not fall into {part}={n}; give a divisor of {total}")
+        return n
+
     def only(self, name: str, value: Any) -> None:
         """Refuse another value than the one that the model computes with; missing is this one."""
         if self.get(name, value) != value:

@@ -1,0 +1,126 @@
+"""Generation gives the same tokens on every grid."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn, schemes
+from parlinalg.nn.sampling import Sampling, uniform
+from tests.conftest import SIZE
+from tests.models import alone, every_scheme, make
+from tests.training import sizes_for
+
+PROMPTS = [[1, 2, 3, 4], [5], [6, 7, 8, 9]]
+WAYS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.5, "seed": 3},
+    "from the likeliest": {"do_sample": True, "top_k": 5, "top_p": 0.8, "eos_token_id": [3, 7]},
+}
+SERIAL = schemes.discover()["serial"].SCHEME
+
+
+def written(model, way, prompts=PROMPTS, new=4, **options):
+    return [row.tolist() for row in nn.generate(model, prompts, new, **WAYS[way], **options)]
+
+
+@pytest.fixture(scope="module")
+def wanted(world):
+    """What one rank alone writes, for each model and way."""
+    with alone(world) as grid:
+        models = {kind: make(kind, SERIAL, grid, num_hidden_layers=2) for kind in ("gpt", "llama")}
+        return {(kind, way): written(model, way) for kind, model in models.items() for way in WAYS}
+
+
+def turns():
+    """Every scheme of the folder and some mixtures, each with another model and way on another number of ranks."""
+    plain = schemes.discover()
+    for i, name in enumerate(every_scheme()):
+        turn = i + SIZE
+        if name in plain or turn % 8 == 0:
+            yield name, ("gpt", "llama")[turn % 2], list(WAYS)[turn // 2 % len(WAYS)]
+
+
+@pytest.mark.parametrize(("name", "kind", "way"), list(turns()))
+def test_the_same_on_every_grid(name, kind, way, wanted, make_grid, world, full):
+    scheme = every_scheme()[name]
+    for sizes in sizes_for(scheme, world.size, 4 if full else 1):
+        model = make(kind, scheme, make_grid(sizes), num_hidden_layers=2)
+        assert written(model, way) == wanted[kind, way]
+        assert model.training
+
+
+@pytest.mark.serial
+def test_rows_positions_cache_and_ends():
+    with pla.Grid({"r": 1}) as grid:
+        for kind in ("gpt", "llama"):
+            model = make(kind, SERIAL, grid)
+            for way in WAYS:
+                heard = []
+                found = written(model, way, stream=lambda row, token, heard=heard: heard.append((row, token)))
+                assert found == written(model, way, use_cache=False)
+                for row, prompt in enumerate(PROMPTS):
+                    assert found[row][: len(prompt)] == prompt
+                    assert [t for r, t in heard if r == row] == found[row][len(prompt) :]
+                    assert len(found[row]) == len(prompt) + 4 or found[row][-1] in WAYS[way]["eos_token_id"]
+                assert written(model, way, PROMPTS[:1]) == found[:1]
+                assert written(model, way, np.array([PROMPTS[0], PROMPTS[2]]), 0) == [PROMPTS[0], PROMPTS[2]]
+            longer = written(model, "sampled", [[1], [1]], 8)
+            assert longer[0] != longer[1]
+            assert longer[0][:5] == written(model, "sampled", [[1]], 4)[0]
+
+
+@pytest.mark.serial
+def test_what_is_drawn():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(1, 9))
+    p = np.exp(logits[0]) / np.exp(logits[0]).sum()
+
+    def shares(**options):
+        drawn = [Sampling(True, **options).choose(logits, [row], 5)[0] for row in range(1000)]
+        return np.bincount(drawn, minlength=9) / 1000
+
+    def close(found, want):
+        assert ((found > 0) == (want > 0)).all()
+        assert np.abs(found - want).max() < 0.06
+
+    close(shares(), p)
+    close(shares(temperature=0.5), p**2 / (p**2).sum())
+    best = np.argsort(-p)
+    top = np.where(np.isin(range(9), best[:3]), p, 0)
+    close(shares(top_k=3), top / top.sum())
+    mass = p[best[:4]].sum()
+    top = np.where(np.isin(range(9), best[:4]), p, 0)
+    close(shares(top_p=mass - 1e-9), top / top.sum())
+    close(shares(top_p=1e-9), np.eye(9)[best[0]])
+    assert Sampling().choose(np.array([[1.0, 3.0, 3.0]]), [0], 0) == [1]
+    numbers = [uniform(0, row, position) for row in range(60) for position in range(60)]
+    assert len(set(numbers)) == 3600
+    assert abs(np.mean(numbers) - 0.5) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ([], {}, "takes prompts"), ([1, 2], {}, r"such as \[\[1, 2, 3\]\], not \[1, 2\]"),
+        ([[1], []], {}, "prompt 1 is"), ([[1], [0.5]], {}, "prompt 1 is"), ([[1], [-1]], {}, "prompt 1 has token -1"),
+        ([[1, 2, 11]], {}, "prompt 0 has token 11 at position 2; .* 0 to 10"),
+        ([[1], [1] * 5], {}, "5 tokens and 5 new ones make 10; .* 9 positions"),
+        ([[1]], {"temperature": 0.0}, "temperature is above 0"), ([[1]], {"top_k": 0}, "top_k is at least 1"),
+        ([[1]], {"top_p": 1.5}, "top_p is above 0 and at most 1, not 1.5"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_at_once(prompts, options, words, make_grid, world):
+    model = make("gpt", SERIAL, make_grid({"one": world.size}))
+    with pytest.raises(pla.ConfigError, match=words):
+        nn.generate(model, prompts, 5, **options)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_disagree_are_told(make_grid, world):
+    model = make("gpt", SERIAL, make_grid({"one": world.size}))
+    with pytest.raises(pla.ConfigError, match="rank 1 passes other prompts"):
+        nn.generate(model, [[1 + (world.rank == 1)]], 5)
+    with pytest.raises(pla.ConfigError, match="rank 1, generating: top_k"):
+        nn.generate(model, [[1]], 5, top_k=1 - (world.rank == 1))
