@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import cuda, namespace
 from parlinalg.backend.erf import erf_into
 
 Block = Any
@@ -165,11 +165,15 @@ def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block, 
 
 def gelu(x: Block, approximate: bool) -> Block:
     """x Φ(x), with Φ the normal distribution's, or its approximation by tanh (Hendrycks and Gimpel, 2016)."""
+    if cuda.ready(x):
+        return cuda.elementwise("gelu_tanh" if approximate else "gelu_erf", x)
     return fused(_gelu_tanh, x, scratch=1) if approximate else fused(_gelu_erf, x, scratch=3)
 
 
 def gelu_grad(x: Block, g: Block, approximate: bool) -> Block:
     """The gradient of gelu at x times g."""
+    if cuda.ready(x, g):
+        return cuda.elementwise("gelu_tanh_grad" if approximate else "gelu_erf_grad", x, g)
     return fused(_gelu_tanh_grad, x, g, scratch=2) if approximate else fused(_gelu_erf_grad, x, g, scratch=3)
 
 
@@ -196,6 +200,8 @@ def row_max(z: Block) -> Block:
 
 def row_exp_sum(z: Block, m: Block) -> Block:
     """The sum of exp(z - m) over every row; no block of exponentials is made."""
+    if cuda.ready(z):
+        return cuda.row_exp_sum(z, m)
     xp = namespace(z)
     rows, shift = _rows(z), m.reshape(-1, 1)
     out = xp.empty(rows.shape[0], m.dtype)
@@ -212,6 +218,8 @@ def row_exp_sum(z: Block, m: Block) -> Block:
 
 def row_exp(z: Block, m: Block, scale: Block | None = None) -> Block:
     """exp(z - m), times a number a row; in z's dtype."""
+    if cuda.ready(z):
+        return cuda.row_exp(z, m, scale)
     xp = namespace(z)
     rows, shift = _rows(z), m.reshape(-1, 1)
     out = xp.empty(rows.shape, z.dtype)

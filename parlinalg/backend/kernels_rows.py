@@ -1,7 +1,8 @@
 """Fused kernels over rows, which lie along the last dim: norms, gated units, sums over all rows.
 
-On NumPy they go over chunks of rows that stay in the cache, and sum by products with vectors; on a GPU over the whole
-block.  Blocks of 16-bit floats are computed in float32 and rounded once.
+On NumPy they go over chunks of rows that stay in the cache, and sum by products with vectors; on a GPU each is one
+kernel of `parlinalg.backend.cuda` where it can be compiled.  Blocks of 16-bit floats are computed in float32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import cuda, namespace
 from parlinalg.backend.kernels import _rows, spans, work_dtype
 
 Block = Any
@@ -59,6 +60,9 @@ def norm(
 
     The mean is taken first, then the squares of what is left: E[x²] - E[x]² would cancel.
     """
+    if total is None and cuda.ready(x):
+        value, *moments = cuda.norm(x, weight, bias, eps, centred)
+        return value, Moments(*moments)
     xp, work = namespace(x), work_dtype(x.dtype)
     rows = _rows(xp.ascontiguousarray(x))
     y = xp.empty(rows.shape, x.dtype)
@@ -104,6 +108,8 @@ def norm_grad(
     """The gradients of `norm` for x, weight and bias from that of its value; those of weight and bias in the working
     dtype, summed over this block's rows.
     """
+    if total is None and cuda.ready(x, g):
+        return cuda.norm_grad(x, g, weight, at.mean, at.scale)
     xp, work = namespace(x), work_dtype(x.dtype)
     rows, grads = _rows(xp.ascontiguousarray(x)), _rows(xp.ascontiguousarray(g))
     count, width = rows.shape
@@ -195,6 +201,8 @@ def _half_and_tanh(xp: Any, gate: Block, h: Block, t: Block) -> None:
 
 def swiglu(z: Block) -> Block:
     """silu(z[..., 0]) z[..., 1]."""
+    if cuda.ready(z):
+        return cuda.elementwise("swiglu", z, shape=z.shape[:-1])
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     out = xp.empty(gates.shape, z.dtype)
@@ -212,6 +220,8 @@ def swiglu(z: Block) -> Block:
 
 def swiglu_grad(z: Block, g: Block) -> Block:
     """The gradient of `swiglu` at z times g."""
+    if cuda.ready(z, g):
+        return cuda.elementwise("swiglu_grad", z, g)
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     grads = xp.ascontiguousarray(g).reshape(-1)

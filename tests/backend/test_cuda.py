@@ -1,0 +1,120 @@
+"""The CUDA kernels, compiled for the host: each thread of a block is one of the processor's."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parlinalg.backend import cuda, kernels, kernels_rows
+from parlinalg.backend.cuda_source import SOURCE
+
+pytestmark = pytest.mark.serial
+THREADS = 64
+SHIM = r"""
+#include <barrier>
+#include <cmath>
+#include <thread>
+#include <vector>
+using std::sqrt; using std::exp; using std::tanh; using std::erfc;
+struct Index { long x, y; };
+static thread_local Index threadIdx;
+static Index blockIdx, blockDim;
+static std::barrier<>* all;
+#define __global__
+#define __device__ static
+#define __shared__ static
+#define __syncthreads() all->arrive_and_wait()
+#define T double
+#define W double
+static W lanes[1024];
+static W __shfl_xor_sync(unsigned, W v, int step) {
+    lanes[threadIdx.x] = v;
+    all->arrive_and_wait();
+    W other = lanes[threadIdx.x ^ step];
+    all->arrive_and_wait();
+    return other;
+}
+template <class F> void launch(long width, long height, int threads, F kernel) {
+    blockDim.x = threads;
+    for (long y = 0; y < height; ++y)
+        for (long x = 0; x < width; ++x) {
+            blockIdx.x = x; blockIdx.y = y;
+            std::barrier<> barrier(threads);
+            all = &barrier;
+            std::vector<std::thread> run;
+            for (int i = 0; i < threads; ++i) run.emplace_back([=] { threadIdx.x = i; kernel(); });
+            for (auto& thread : run) thread.join();
+        }
+}
+"""
+C_TYPES: dict[type, Any] = {np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float64: ctypes.c_double}
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
+    """Launches a kernel on NumPy's arrays."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("cannot be had here: g++, which compiles the kernels for the host")
+    text = SHIM + SOURCE
+    for name, listed in re.findall(r"__global__ void (pla_\w+)\((.*?)\)", SOURCE, re.DOTALL):
+        names = ", ".join(p.split()[-1].lstrip("*") for p in listed.split(","))
+        text += f'extern "C" void host_{name}(long across, long down, int threads, {listed}) {{'
+        text += f" launch(across, down, threads, [=] {{ {name}({names}); }}); }}\n"
+    folder = tmp_path_factory.mktemp("cuda")
+    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    Path(source).write_text(text)
+    subprocess.run([compiler, "-std=c++20", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
+    functions = ctypes.CDLL(str(library))
+
+    def run(name: str, like: np.ndarray, grid: tuple[int, ...], *args: Any) -> None:
+        width, height = (*grid, 1)[:2]
+        given = [
+            ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else C_TYPES[type(a)](a) for a in args
+        ]  # fmt: skip
+        assert all(a.flags.c_contiguous for a in args if isinstance(a, np.ndarray))
+        getattr(functions, f"host_pla_{name}")(ctypes.c_long(width), ctypes.c_long(height), THREADS, *given)
+
+    return run
+
+
+def equal(found: Any, right: Any) -> None:
+    for mine, known in zip(found, right, strict=True):
+        if known is not None:
+            np.testing.assert_allclose(mine, known, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7), (20, 130)], ids=str)
+def test_cuda_kernels_compute_what_numpy_does(
+    shape: tuple[int, ...], on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_launch", on_host)
+    monkeypatch.setattr(cuda, "THREADS", THREADS)
+    random, n = np.random.default_rng(0), shape[-1]
+    x, g, (w, b) = random.normal(3, size=shape), random.normal(size=shape), random.normal(size=(2, n))
+    for centred, bias in ((True, b), (True, None), (False, None)):
+        y, moments = kernels_rows.norm(x, w, bias, n, 1e-5, centred=centred, total=None)
+        equal(cuda.norm(x, w, bias, 1e-5, centred), (y, *moments))
+        known = kernels_rows.norm_grad(x, g, w, moments, n, total=None)
+        equal(cuda.norm_grad(x, g, w, *moments)[: 2 + centred], known[: 2 + centred])
+    top, factor = kernels.row_max(x), random.normal(size=shape[:-1])
+    equal([cuda.row_exp_sum(x, top)], [kernels.row_exp_sum(x, top)])
+    equal([cuda.row_exp(x, top, f) for f in (factor, None)], [kernels.row_exp(x, top, f) for f in (factor, None)])
+    v, z = 4 * g, 4 * random.normal(size=(*shape, 2))
+    for tanh, name in ((True, "gelu_tanh"), (False, "gelu_erf")):
+        equal([cuda.elementwise(name, v)], [kernels.gelu(v, tanh)])
+        equal([cuda.elementwise(f"{name}_grad", v, x)], [kernels.gelu_grad(v, x, tanh)])
+    equal([cuda.elementwise("swiglu", z, shape=shape)], [kernels_rows.swiglu(z)])
+    equal([cuda.elementwise("swiglu_grad", z, g)], [kernels_rows.swiglu_grad(z, g)])
+
+
+def test_blocks_of_the_host_are_not_for_cuda() -> None:
+    assert not cuda.ready(np.ones(3))
