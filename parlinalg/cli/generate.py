@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate, and print the text on rank 0."""
+    """Generate, and print the text on rank 0 as it is written."""
     from parlinalg.comm import open_comm
     from parlinalg.comm.together import together
     from parlinalg.datasets import tokenizer
@@ -62,12 +62,17 @@ def run(args: argparse.Namespace) -> int:
         tokens = together(world, lambda: tokenizer(args.folder), "reading the tokenizer")
         kind = together(world, lambda: model_class(args.folder), "reading the model")
         model = kind.from_pretrained(args.folder, mesh.scheme, mesh.grid, dtype)
-        text = continuation(
+
+        def told(text: str) -> None:
+            if world.rank == 0:
+                say(text, end="")
+
+        told(args.prompt)
+        continuation(
             model, tokens, args.prompt, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=ends(args.folder),
+            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=ends(args.folder), told=told,
         )  # fmt: skip
-        if world.rank == 0:
-            say(args.prompt + text)
+        told("\n")
     return 0
 
 

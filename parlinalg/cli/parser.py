@@ -18,10 +18,10 @@ def speaks() -> bool:
     return told == "0"
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print a page; a reader who has seen enough (`| head`) may close the pipe."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from parlinalg.nn.generate import generate
 def continuation(
     model: Any, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, *, temperature: float = 1.0,
     top_k: int | None = None, top_p: float | None = None, seed: int = 0, special: bool = False,
-    eos_token_id: int | Collection[int] | None = None,
+    eos_token_id: int | Collection[int] | None = None, told: Callable[[str], None] | None = None,
 ) -> str:  # fmt: skip
     """What a model writes after a prompt, without the prompt; the same on every grid.  Collective.
 
@@ -34,26 +34,56 @@ def continuation(
         As of `parlinalg.nn.generate`.
     special : bool
         Whether the tokenizer adds its special tokens to the prompt.
+    told : callable, optional
+        Called on every rank with each further piece of the text, as soon as it is written.
     """
     ids = tokenizer.encode(prompt, special=special).astype(np.int64)
-    most, begin, end = model.config["max_position_embeddings"], len(ids), len(ids) + max_new_tokens
+    most, end = model.config["max_position_embeddings"], len(ids) + max_new_tokens
     chosen: dict[str, Any] = {
         "do_sample": temperature > 0,
         "temperature": temperature or 1.0,
         "top_k": top_k,
         "top_p": top_p,
     }
+    told_of = _Told(tokenizer, ids, told or (lambda text: None))
     while len(ids) < end:
         start = 0 if len(ids) < most else len(ids) - max(1, most // 2)
         new = min(end, start + most) - len(ids)
         # the seed moves on, since what is drawn depends on it and on the place among the positions
-        (found,) = generate(model, [ids[start:].tolist()], new, seed=seed + start, eos_token_id=eos_token_id, **chosen)
+        (found,) = generate(
+            model, [ids[start:].tolist()], new, seed=seed + start, eos_token_id=eos_token_id, stream=told_of, **chosen
+        )
         ended = len(found) < len(ids) - start + new
         ids = np.concatenate([ids[:start], found])
         if ended:
             break
-    whole, head = tokenizer.decode(ids), tokenizer.decode(ids[:begin])
-    return whole[len(head) :] if whole.startswith(head) else tokenizer.decode(ids[begin:])
+    told_of.rest()
+    return told_of.text
+
+
+class _Told:
+    """The text of tokens that come one by one, told piece by piece: no piece ends within a character."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, told: Callable[[str], None]) -> None:
+        self.tokenizer, self.told = tokenizer, told
+        self.ids, self.text = prompt.tolist(), ""
+        self.head = len(tokenizer.decode(self.ids))  # decoded with the prompt, since tokens may begin with a space
+
+    def __call__(self, row: int, token: int) -> None:
+        self.ids.append(token)
+        whole = self.tokenizer.decode(self.ids)
+        if not whole.endswith("\ufffd"):
+            self._tell(whole)
+
+    def rest(self) -> None:
+        """Tell what was kept back at the end."""
+        self._tell(self.tokenizer.decode(self.ids))
+
+    def _tell(self, whole: str) -> None:
+        begin = self.head + len(self.text)
+        if len(whole) > begin:
+            self.told(whole[begin:])
+            self.text += whole[begin:]
 
 
 def whole_words(text: str) -> str:
