@@ -53,7 +53,8 @@ class TransformerBlock(Module):
     cross : bool
         Attend to a context too, between the two.
     recompute : {None, "attention", "block"}
-        What is computed again in the backward pass: nothing, attention's scores, or all but the block's inputs.
+        What is computed again in the backward pass, keeping only its input: all of attention (whose scores are not
+        kept in any case), or the block.
     dtype : dtype
 
     Attributes
@@ -83,7 +84,6 @@ class TransformerBlock(Module):
         options: dict[str, Any] = {
             "kv_heads": kv_heads, "head_dim": head_dim, "bias": out_bias if qkv_bias is None else qkv_bias,
             "out_bias": out_bias, "dropout": attention_dropout, "dtype": dtype,
-            "keep_scores": False if recompute == "attention" else None,
         }  # fmt: skip
         self.pre_norm = pre_norm
         self.norm1 = make_norm(hidden, scheme, grid, eps, dtype=dtype)
@@ -98,7 +98,9 @@ class TransformerBlock(Module):
         self.norm2 = make_norm(hidden, scheme, grid, eps, dtype=dtype)
         self.mlp = MLP((hidden, inner, hidden), scheme, grid, activation, bias=bias, dtype=dtype)
         self.dropout2 = Dropout(dropout)
-        recompute_module(self, recompute == "block")
+        for module in self.modules():
+            chosen = module is self if recompute == "block" else isinstance(module, Attention)
+            recompute_module(module, recompute is not None and chosen)
 
     def forward(
         self, x: Tensor, context: Tensor | None = None, *, mask: Any = None, key_padding: Any = None,
