@@ -130,5 +130,21 @@ def row_exp(z: Block, top: Block, factor: Block) -> Block:
     return out
 
 
+def adam(p: Block, g: Block, m: Block, v: Block, *numbers: float) -> bool:
+    """One step of Adam in place, and whether it was taken; see `kernels_optim.adam`.
+
+    `numbers` are β₁, 1 - β₁, β₂, 1 - β₂, the rate and the ε that hold the corrections, and the shares of p that are
+    added to g and taken off p.
+    """
+    if not ready(p, g) or not all(a.flags.c_contiguous for a in (p, g, m, v)):
+        return False
+    work = _work(p.dtype)
+    if (m.dtype, v.dtype) != (work, work):
+        return False
+    n = p.size
+    _launch("adam", p, (-(-n // THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
+    return True
+
+
 def _numbers(vector: Block, work: Any) -> Block:
     return namespace(vector).ascontiguousarray(vector.astype(work, copy=False))

@@ -145,4 +145,14 @@ extern "C" __global__ void pla_swiglu_grad(const T* z, const T* g, T* dz, Int n)
     dz[2 * i] = (T)(d * value * s * ((W)1 + gate * ((W)1 - s)));
     dz[2 * i + 1] = (T)(d * gate * s);
 }
+
+extern "C" __global__ void pla_adam(T* p, const T* g, W* m, W* v, Int n, W b1, W c1, W b2, W c2, W rate, W tiny,
+                                    W coupled, W decoupled) {
+    ELEMENTS(i, n)
+    W q = (W)p[i], d = (W)g[i] + coupled * q;
+    W a = b1 * m[i] + c1 * d, b = b2 * v[i] + c2 * d * d;
+    m[i] = a;
+    v[i] = b;
+    p[i] = (T)(q - rate * a / (sqrt(b) + tiny) - decoupled * q);
+}
 """

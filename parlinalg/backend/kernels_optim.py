@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import cuda, namespace
 
 Array = Any
 
@@ -65,6 +65,9 @@ def adam(
     b1, b2 = betas
     root = math.sqrt(1 - b2**step)
     rate, tiny = lr / (1 - b1**step) * root, eps * root  # the correction of v, taken out of the root
+    decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
+    if cuda.adam(p, g, m, v, b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays):
+        return
     for part, (s, t) in _chunks(p, 2):
         q, d, mean, square = _read(p[part], s.dtype), _read(g[part], s.dtype), m[part], v[part]
         if weight_decay and not decoupled:

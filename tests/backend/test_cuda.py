@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.backend import cuda, kernels, kernels_rows
+from parlinalg.backend import cuda, kernels, kernels_optim, kernels_rows
 from parlinalg.backend.cuda_source import SOURCE
 
 pytestmark = pytest.mark.serial
@@ -92,7 +92,7 @@ def equal(found: Any, right: Any) -> None:
             np.testing.assert_allclose(mine, known, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 7), (20, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 7), (17, 70)], ids=str)
 def test_cuda_kernels_compute_what_numpy_does(
     shape: tuple[int, ...], on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +114,16 @@ def test_cuda_kernels_compute_what_numpy_does(
         equal([cuda.elementwise(f"{name}_grad", v, x)], [kernels.gelu_grad(v, x, tanh)])
     equal([cuda.elementwise("swiglu", z, shape=shape)], [kernels_rows.swiglu(z)])
     equal([cuda.elementwise("swiglu_grad", z, g)], [kernels_rows.swiglu_grad(z, g)])
+    for decoupled in (True, False):
+        ends = []
+        for fused in (False, True):
+            monkeypatch.setattr(cuda, "ready", lambda *blocks, fused=fused: fused)
+            state = [a.reshape(-1).copy() for a in (x, g, g / 2, g * g)]
+            kernels_optim.adam(
+                *state, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled, step=3
+            )  # fmt: skip
+            ends.append(state)
+        equal(*ends)
 
 
 def test_blocks_of_the_host_are_not_for_cuda() -> None:
