@@ -39,7 +39,8 @@ def patches(images: Any, size: tuple[int, int], lead: int = 0) -> Tensor:
     b, (_, c, h, w) = data.block.shape[0], x.shape
     down, across = h // p, w // q
     n, width = down * across, c * p * q
-    grid, rest = data.grid, Layout(data.layout.dims[0], None, None)
+    grid, before, rest = data.grid, data.layout, Layout(data.layout.dims[0], None, None)
+    held = data.block.shape
     local = (b, lead + n, width) if grid.inside else (0, 0, 0)
     y = grid.backend.zeros(local, x.dtype)
     if grid.inside:
@@ -48,8 +49,8 @@ def patches(images: Any, size: tuple[int, int], lead: int = 0) -> Tensor:
 
     def part(g: Block) -> Term:
         if not grid.inside:
-            return data.block * 0, data.layout
+            return grid.backend.zeros(held, g.dtype), before
         cells = g[:, lead:].reshape((b, down, across, c, p, q)).transpose((0, 3, 1, 4, 2, 5))
-        return cells.reshape((b, c, h, w)), data.layout
+        return cells.reshape(held), before
 
     return record(data.like(y, rest, (x.shape[0], lead + n, width)), [x], [part])
