@@ -34,27 +34,38 @@ def rotate(x: Block, cos: Block, sin: Block, parts: int, back: bool = False) -> 
         Shape [positions, pairs]: feature i < pairs is turned with feature i + pairs; those after 2 pairs stay.
     back : bool
         Turn the other way: the gradient's way.
+
+    Products are of whole rows, since those of single heads are too short to be fast: x times cosines, or ones where
+    nothing turns, plus x with its halves exchanged times sines, or zeros.
     """
     xp = namespace(x)
     out = xp.empty(x.shape, x.dtype)
-    n, pairs = cos.shape
-    step = max(1, CHUNK // max(1, math.prod(x.shape[2:]))) if xp is np else max(1, n)
-    c, s = cos[:, None, None, :], sin[:, None, None, :]
+    batch, n, *row = x.shape
+    pairs = cos.shape[1]
     if back:
-        s = -s
-    for b in range(x.shape[0]) if xp is np else [slice(None)]:
-        for at in range(0, n, step):
-            here = slice(at, at + step)
-            y, z = x[b, here], out[b, here]
-            if x.ndim - y.ndim == 0 or x.dtype != cos.dtype:
-                y = y.astype(cos.dtype, copy=False)
-            one, two = y[..., :parts, :pairs], y[..., :parts, pairs : 2 * pairs]
-            z[..., parts:, :] = y[..., parts:, :]
-            z[..., :parts, 2 * pairs :] = y[..., :parts, 2 * pairs :]
-            turned = one * c[here]
-            turned -= two * s[here]
-            z[..., :parts, :pairs] = turned
-            xp.multiply(two, c[here], out=turned)
-            turned += one * s[here]
-            z[..., :parts, pairs : 2 * pairs] = turned
+        sin = -sin
+    step = min(n, max(1, CHUNK // max(1, math.prod(row)))) if xp is np else n
+    same, other, turned = (xp.empty((step, *row), cos.dtype) for _ in range(3))
+    same[...] = 1
+    other[...] = 0
+    turned[...] = 0
+    one, two = (slice(None, parts), slice(None, pairs)), (slice(None, parts), slice(pairs, 2 * pairs))
+    for at in range(0, n, max(1, step)):
+        m = min(step, n - at)
+        c, s, t = same[:m], other[:m], turned[:m]
+        for half, sign in ((one, -1), (two, 1)):
+            c[:, :, *half] = cos[at : at + m, None, None]
+            s[:, :, *half] = sign * sin[at : at + m, None, None]
+        for b in range(batch) if xp is np else (slice(None),):
+            y, z = x[b, at : at + m], out[b, at : at + m]
+            if y.dtype != cos.dtype:
+                y = y.astype(cos.dtype)
+            if xp is not np:
+                t = xp.zeros(y.shape, cos.dtype)
+            t[..., *one], t[..., *two] = y[..., *two], y[..., *one]
+            t *= s
+            w = xp.multiply(y, c, out=z if z.dtype == cos.dtype else None)
+            w += t
+            if w is not z:
+                z[...] = w
     return out

@@ -193,11 +193,11 @@ class Attention(Module):
             raise ConfigError("dropout draws by its qualified name; call initialize(seed) on the whole model first")
         draws = current() or self._draws
         keep = random.Bernoulli(
-            1 - self.dropout, seed=self.seed, name=self.name, call=draws.call(self.name), step=draws.step,
+            1 - self.dropout, 16, seed=self.seed, name=self.name, call=draws.call(self.name), step=draws.step,
             start=draws.start,
         )  # fmt: skip
         dtype = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-        scale, backend = dtype.type(1 / (1 - self.dropout)), x.grid.backend
+        scale, backend = dtype.type(1 / keep.p if keep.p else 0), x.grid.backend
         return lambda shape, part: backend.from_host(keep.part(shape, part) * scale)
 
     def extra_repr(self) -> str:

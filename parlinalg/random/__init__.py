@@ -101,8 +101,9 @@ def bernoulli(
     ValueError
         If p is not a probability.
     """
-    numbers = Bernoulli(p, seed=seed, name=name, call=call, step=step, start=start)
-    return _draw(numbers.convert, 32, shape, grid, layout, np.dtype(np.bool_), numbers.stream, start)
+    numbers = Bernoulli(p)
+    stream = key(seed, name, call, step)
+    return _draw(numbers.convert, 32, shape, grid, layout, np.dtype(np.bool_), stream, start)
 
 
 class Bernoulli:
@@ -112,30 +113,38 @@ class Bernoulli:
     ----------
     p : float
         The probability of True.
+    bits : {32, 16}
+        To 2⁻³² or 2⁻¹⁶, of which the second costs half the time.
     seed, name, call, step, start
         As of `uniform`.
+
+    Attributes
+    ----------
+    p : float
+        The probability as it is.
     """
 
     def __init__(
-        self, p: float, *, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0
+        self, p: float, bits: int = 32, *, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0
     ) -> None:  # fmt: skip
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"a probability is between 0 and 1, not {p}")
-        self.limit = round(p * 2**32)
-        self.stream = key(seed, name, call, step)
+        self.limit, self.all = round(p * 2**bits), 2**bits
+        self.p = self.limit / self.all
+        self.stream = Stream(key(seed, name, call, step), bits)
         self.start = start
 
     def part(self, shape: Sequence[int], ranges: Sequence[range]) -> np.ndarray:
         """The bools of a part of an array of this global shape, on the host: a range of global indices a dim."""
         lengths = tuple(len(r) for r in ranges)
         flat = np.empty(math.prod(lengths), np.bool_)
-        for place, words in block_words(Stream(self.stream, 32), shape, ranges, self.start):
+        for place, words in block_words(self.stream, shape, ranges, self.start):
             flat[place : place + len(words)] = self.convert(words)
         return flat.reshape(lengths)
 
     def convert(self, words: Words) -> np.ndarray:
-        """The bools of words of 32 bits."""
-        return np.ones(words.shape, np.bool_) if self.limit > 0xFFFFFFFF else words < np.uint32(self.limit)
+        """The bools of words of the stream."""
+        return np.ones(words.shape, np.bool_) if self.limit == self.all else words < words.dtype.type(self.limit)
 
 
 def integers(
