@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,15 @@ def world() -> Any:
     from parlinalg.comm import open_comm
 
     return open_comm()
+
+
+@pytest.fixture
+def folder(world: Any) -> Iterator[Path]:
+    """An empty folder that all ranks see (`tmp_path` is another one on every rank)."""
+    made = tempfile.mkdtemp(prefix="parlinalg-") if world.rank == 0 else ""
+    yield Path(world.share(made)[0])
+    if made:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +16,6 @@ from tests.training import sizes_for
 
 SUMMA = schemes.for_mode("2d").SCHEME
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@pytest.fixture
-def folder(world, tmp_path):
-    """A folder that all ranks see."""
-    return Path(world.share(str(tmp_path))[0])
 
 
 @pytest.fixture

@@ -61,13 +61,13 @@ def test_logits_gradients_and_tokens(name, case, make_grid, world):
 
 
 @pytest.mark.parametrize("case", CASES, indirect=True)
-def test_weights_go_back_bit_for_bit(case, make_grid, world, torch, on_root, tmp_path):
+def test_weights_go_back_bit_for_bit(case, make_grid, world, torch, on_root, peer_folder):
     made, folder = case
     scheme = schemes.for_mode("2d").SCHEME
     grid = make_grid(sizes_for(scheme, world.size, 1)[0])
     model = made.from_pretrained(folder, scheme, grid)
     assert model.dtype == np.float32
-    back = Path(world.share(str(tmp_path))[0])
+    back = peer_folder / f"back-{folder.name}"
     model.save_pretrained(back / "whole")
     model.save_pretrained(back / "pieces", max_shard_size=2000)
     on_root(lambda: compare(torch, folder, [back / "whole", back / "pieces"]))
