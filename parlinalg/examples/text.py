@@ -12,7 +12,7 @@ model = dict(name="gpt", hidden_size=128, num_hidden_layers=4, num_attention_hea
 criterion = dict(name="cross_entropy")
 optimizer = dict(name="adamw", lr=6e-3, betas=(0.9, 0.99), weight_decay=0.1)
 lr_schedule = dict(name="cosine", warmup=50, end=0.05)
-sample = dict(prompt="The ", max_new_tokens=500, temperature=0.8)
+sample = dict(prompt="The ", max_new_tokens=500, temperature=0.8, top_p=0.8)
 
 dtype = "float32"
 seed = 0
