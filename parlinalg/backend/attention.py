@@ -115,12 +115,12 @@ class _Task:
 
     def places(self) -> int:
         """How many scores all blocks have together."""
-        total = 0
-        for b, h in self.units():
-            for rows in self.rows:
-                lines = (b.stop - b.start) * (h.stop - h.start) * self.group * (rows.stop - rows.start)
-                total += lines * sum(stop - at for at, stop in self.spans(h, rows))
-        return total
+        alike = [slice(0, self.heads)] if not self.visible.by_head else row_spans(self.heads, 1)
+        return sum(
+            self.batch * (h.stop - h.start) * self.group * (rows.stop - rows.start) * (stop - at)
+            for h in alike if self.heads and self.queries
+            for rows in self.rows for at, stop in self.spans(h, rows)
+        )  # fmt: skip
 
     def calm(self, q: Block, ks: Block) -> bool:
         """Whether no score of queries q and keys ks can be large, by the norms of their rows (Cauchy-Schwarz)."""

@@ -57,8 +57,8 @@ class Attention(Module):
         Whether queries, keys and values are one product.  If not, and the scheme cuts the heads over more ranks than
         `kv_heads`, the axes are shared out: those that fit cut the heads of keys, and the others the queries of each,
         while they repeat the product of keys and values (see `Scheme.factored`).
-    keep_scores : bool, optional
-        As of `ops.attention`: False is selective recomputation.
+    keep_scores : bool
+        As of `ops.attention`: False, the default, is selective recomputation.
     weight_init, out_init : callable, optional
         Initializers of the weights into the layer and out of it.
     seed, name : optional
@@ -85,7 +85,7 @@ class Attention(Module):
         self, hidden: int, heads: int, scheme: Scheme, grid: Grid, *, kv_heads: int | None = None,
         head_dim: int | None = None, bias: bool = True, out_bias: bool | None = None, causal: bool = False,
         window: int | None = None, rotary: Frequencies | None = None, dropout: float = 0.0, cross: bool = False,
-        packed: bool = True, keep_scores: bool | None = None, dtype: DTypeLike = np.float32,
+        packed: bool = True, keep_scores: bool = False, dtype: DTypeLike = np.float32,
         weight_init: Initializer | None = None, out_init: Initializer | None = None, seed: int | None = None,
         name: str = "",
     ) -> None:  # fmt: skip
