@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,29 +24,22 @@ SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": HEADS}
 TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 9, **SIZES}
 CLOSE = 1e-12  # relative to the largest element
 
-Loss = Callable[[Any, np.random.Generator, int], pla.Tensor]
 
-
-def dropped(p: float, *names: str) -> dict[str, float]:
-    return dict.fromkeys(names, p)
-
-
-MODELS: dict[str, Callable[..., Any]] = {
-    "gpt": lambda p=0.0, **options: nn.GPT(
-        **TEXT, **dropped(p, "embd_pdrop", "resid_pdrop", "attn_pdrop"), **options
-    ),
-    "llama": lambda p=0.0, **options: nn.Llama(
-        **TEXT, intermediate_size=13, num_key_value_heads=2, head_dim=6,
-        **dropped(p, "embd_pdrop", "resid_pdrop", "attention_dropout"), **options
-    ),
-    "bert": lambda p=0.0, **options: nn.BertEncoder(
-        **TEXT, intermediate_size=13, **dropped(p, "hidden_dropout_prob", "attention_probs_dropout_prob"), **options
-    ),
-    "vit": lambda p=0.0, **options: nn.ViT(
-        **SIZES, intermediate_size=13, image_size=(6, 9), patch_size=3, num_channels=2, num_labels=VOCABULARY,
-        **dropped(p, "hidden_dropout_prob", "attention_probs_dropout_prob"), **options
-    ),
+CLASSES: dict[str, Any] = {"gpt": nn.GPT, "llama": nn.Llama, "bert": nn.BertEncoder, "vit": nn.ViT}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "gpt": TEXT,
+    "llama": {**TEXT, "intermediate_size": 13, "num_key_value_heads": 2, "head_dim": 6},
+    "bert": {**TEXT, "intermediate_size": 13},
+    "vit": {**SIZES, "intermediate_size": 13, "image_size": (6, 9), "patch_size": 3, "num_channels": 2,
+            "num_labels": VOCABULARY},
 }  # fmt: skip
+DROPOUTS = {
+    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
+    "llama": ("embd_pdrop", "resid_pdrop", "attention_dropout"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
+KINDS = list(CLASSES)
 
 
 def loss_of(model: Any, step: int = 0) -> pla.Tensor:
@@ -73,9 +66,11 @@ def anything(name: str, declared: Declared) -> Initializer:
     return nn.init.Normal(0.3, float(declared.init == nn.init.ones))
 
 
-def make(kind: str, scheme: Scheme, grid: Any, **options: Any) -> Any:
-    model = MODELS[kind](scheme=scheme, grid=grid, **{"dtype": "float64", "num_hidden_layers": 1, **options})
-    model.start_from(anything)
+def make(kind: str, scheme: Scheme, grid: Any, start: Any = anything, p: float = 0.0, **options: Any) -> Any:
+    """A model with one layer and initial values by a rule, all of its dropouts with probability p."""
+    defaults = {**ARGUMENTS[kind], **dict.fromkeys(DROPOUTS[kind], p), "num_hidden_layers": 1, "dtype": "float64"}
+    model = CLASSES[kind](scheme=scheme, grid=grid, **{**defaults, **options})
+    model.start_from(start)
     return model.initialize(5)
 
 
@@ -129,12 +124,12 @@ def combinations(ranks: int, full: bool) -> Iterator[tuple[str, str, dict[str, i
     """(model, scheme, grid): all, or every scheme of the folder with two models and half of the mixtures with one, each
     on a grid drawn from all shapes; other numbers of ranks take the others."""
     draw = random.Random(ranks)  # the same on all ranks
-    plain, kinds = schemes.discover(), list(MODELS)
+    plain = schemes.discover()
     for i, (name, scheme) in enumerate(every_scheme().items()):
         shapes = sizes_for(scheme, ranks, 10**6)
         turn = i + ranks + ranks // 4
-        for k, kind in enumerate(kinds):
-            chosen = (turn + k) % 2 == 0 if name in plain else (turn % 2 == 0 and turn // 2 % len(kinds) == k)
+        for k, kind in enumerate(KINDS):
+            chosen = (turn + k) % 2 == 0 if name in plain else (turn % 2 == 0 and turn // 2 % len(KINDS) == k)
             if full or ranks == 1 or chosen:
                 for sizes in shapes if full else [draw.choice(shapes)]:
                     yield kind, name, sizes
