@@ -123,8 +123,11 @@ class _Task:
         )  # fmt: skip
 
     def calm(self, q: Block, ks: Block) -> bool:
-        """Whether no score of queries q and keys ks can be large, by the norms of their rows (Cauchy-Schwarz)."""
-        if self.xp is not np or q.dtype != self.work or not ks.size:
+        """Whether no score of queries q and keys ks can be large, by the norms of their rows (Cauchy-Schwarz).
+
+        Not asked for a few queries, as in generation: the norms of the keys would cost more than their scores.
+        """
+        if self.xp is not np or q.dtype != self.work or not ks.size or self.queries * self.group < 16:
             return False
         most = np.einsum("bnhge,bnhge->bnhg", q, q).max() * np.einsum("bhne,bhne->bhn", ks, ks).max()
         return bool(most * self.scale**2 <= CALM**2)
