@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Shape = tuple[int, ...]
@@ -23,11 +23,24 @@ Range = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file: its name ("{i}" is the layer's number), its dims, and the range it has of one of them."""
+    """A tensor of a file.
+
+    Attributes
+    ----------
+    tensor : str
+        Its name; "{i}" is the layer's number.
+    dims : str
+        The names of its dims.
+    of : (str, int, int), optional
+        The range it has of one of them.
+    file : str, optional
+        Its dims in the file, where they are others that hold the same elements in the same order.
+    """
 
     tensor: str
     dims: str
     of: Range | None = None
+    file: str = ""
 
 
 class Row:
@@ -39,7 +52,7 @@ class Row:
     def in_layer(self, i: int) -> Row:
         """The row with this number of a layer in its names."""
         number = "{i}", str(i)
-        parts = (Part(p.tensor.replace(*number), p.dims, p.of) for p in self.parts)
+        parts = (replace(p, tensor=p.tensor.replace(*number)) for p in self.parts)
         return Row(self.parameter.replace(*number), self.dims, *parts)
 
     def places(self, sizes: Mapping[str, int]) -> list[Place]:
@@ -115,14 +128,19 @@ def _place(dims: Sequence[str], part: Part, sizes: Mapping[str, int]) -> Place:
     if part.of is not None:
         name, first, stop = part.of
         sizes = {**sizes, name: stop - first}
-    packed = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", part.dims)]
+    packed = _groups(part.dims)
     flat = [name for group in packed for name in group]
     if sorted(flat) != sorted(dims):
         raise ValueError(f"tensor {part.tensor!r} has dims {part.dims!r}, its parameter {' '.join(dims)!r}")
     return Place(
         tensor=part.tensor,
-        shape=tuple(math.prod(sizes[name] for name in group) for group in packed),
+        shape=tuple(math.prod(sizes[name] for name in group) for group in _groups(part.file) or packed),
         split=tuple(sizes[name] for name in flat),
         order=tuple(flat.index(name) for name in dims),
         start=tuple(part.of[1] if part.of is not None and name == part.of[0] else 0 for name in dims),
     )
+
+
+def _groups(dims: str) -> list[list[str]]:
+    """The names packed into each dim."""
+    return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", dims)]
