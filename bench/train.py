@@ -106,10 +106,12 @@ def measure(title: str, model: str, pieces: list[str], rounds: int, warm: int, s
 
 def summary(title: str, sizes: Sizes, told: dict[str, list[dict[str, Any]]], others: list[float]) -> dict[str, Any]:
     gemm: dict[str, float] = {}
+    blas = "unknown"
     rows = []
     for piece, runs in told.items():
         if piece.startswith("gemm"):
             gemm = {name: harness.spread([r[name] for r in runs])[1] for name in ("products_gflops", "square_gflops")}
+            blas = runs[0]["blas"]
             continue
         low, middle, high = harness.spread([s for r in runs for s in r["seconds"]])
         cpu = harness.spread([s for r in runs for s in r["cpu"]])[1]
@@ -120,9 +122,18 @@ def summary(title: str, sizes: Sizes, told: dict[str, list[dict[str, Any]]], oth
             "losses": runs[0]["losses"], "runs": runs,
         })  # fmt: skip
     return {
-        "title": title, "sizes": vars(sizes), "tokens": sizes.tokens, "flops": sizes.flops, "gemm": gemm, "rows": rows,
+        "title": title, "sizes": vars(sizes), "tokens": sizes.tokens, "flops": sizes.flops, "gemm": gemm, "blas": blas,
+        "rows": rows,
         "busy_before": {"median": harness.spread(others)[1], "most": max(others)},
     }  # fmt: skip
+
+
+def of_gemm(result: dict[str, Any]) -> str:
+    """The share of one core's GEMM rate that the model's FLOPs reach."""
+    alone = next((r for r in result["rows"] if r["piece"] == "parlinalg:serial:1"), None)
+    if alone is None:
+        return ""
+    return f" parlinalg on one core: {100 * alone['gflops'] / result['gemm']['products_gflops']:.0f}% of the former."
 
 
 def partner(piece: str) -> tuple[str, float] | None:
@@ -151,8 +162,8 @@ def show(result: dict[str, Any]) -> str:
         f"batch {s['batch']}, vocabulary {s['vocab']}; {result['flops'] / 1e9:.1f} GFLOP a step"
     )
     rates = (
-        f"One core's GEMM: {gemm['products_gflops']:.1f} GFLOP/s at the model's products, "
-        f"{gemm['square_gflops']:.1f} at 2048³.\n" if gemm else ""
+        f"One core's GEMM ({result['blas']}): {gemm['products_gflops']:.1f} GFLOP/s at the model's products, "
+        f"{gemm['square_gflops']:.1f} at 2048³.{of_gemm(result)}\n" if gemm else ""
     )  # fmt: skip
     others = f"Others used {100 * crowd['median']:.0f}% of the cores between pieces (median)"
     return f"{title}\n\n{harness.table(head, lines)}\n\n{rates}{others}; most {100 * crowd['most']:.0f}%."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,24 @@ def test_matmul_takes_turns_and_tells_what_is_missing(tmp_path: Path) -> None:
     assert rows["parlinalg", 2]["told"]["residual"] < 1e-12
     assert "heat" in told["missing"]
     assert told["machine"]["cores"] >= 1
+
+
+def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
+    result = tmp_path / "train.json"
+    pieces = ["gemm:-:1", "parlinalg:serial:1", "parlinalg:1d:2", "parlinalg:data:2"]
+    pieces += ["torch:serial:1"] if find_spec("torch") else []
+    options = ["--models", "16x2x2x8x4x32", "--pieces", *pieces, "--rounds", "1", "--steps", "2", "--crowded"]
+    done = launch(0, [str(BENCH / "train.py"), *options, "--json", str(result)], timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    (model,) = told["results"]
+    rows = {row["piece"]: row for row in model["rows"]}
+    assert set(rows) == set(pieces[1:])
+    first = rows["parlinalg:serial:1"]["losses"]
+    assert all(row["losses"] == pytest.approx(first, rel=1e-4) for row in rows.values())
+    assert all(row["median_s"] > 0 and row["memory"] > 0 for row in rows.values())
+    assert model["gemm"]["products_gflops"] > 0
+    assert not any("losses" in line for line in told["short"])
 
 
 def test_a_crowded_machine_is_refused(

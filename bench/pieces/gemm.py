@@ -28,6 +28,16 @@ def fastest(product: Callable[[], object], repeats: int) -> float:
     return float(np.median(seconds))
 
 
+def blas() -> str:
+    """NumPy's BLAS and the architecture whose kernels it runs."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return "unknown"
+    found = next((i for i in threadpool_info() if i["user_api"] == "blas"), {})
+    return " ".join(str(found[name]) for name in ("internal_api", "version", "architecture") if found.get(name))
+
+
 def main() -> None:
     sizes, repeats = Sizes.parse(sys.argv[1]), int(sys.argv[2])
     rng = np.random.default_rng(0)
@@ -46,7 +56,7 @@ def main() -> None:
     x, w, y = (filled(2048, 2048) for _ in range(3))
     square = fastest(lambda: np.matmul(x, w, out=y), repeats)
     told = {"products": seconds, "products_gflops": flops / seconds / 1e9, "square": square,
-            "square_gflops": 2 * 2048**3 / square / 1e9}  # fmt: skip
+            "square_gflops": 2 * 2048**3 / square / 1e9, "blas": blas()}  # fmt: skip
     print(json.dumps({"seconds": [square], **told}), flush=True)
 
 
