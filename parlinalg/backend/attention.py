@@ -93,7 +93,8 @@ class _Task:
         self.limits = limits or (HOST if self.xp is np else DEVICE)
         self.room = _Room(self.xp, self.work)
         self.kept, self.used = kept, 0
-        rows = max(1, min(self.queries, max(16, self.limits.rows // max(1, self.group))))
+        most = self.limits.rows * (4 if visible.alike else 1)  # small blocks waste less where queries see other keys
+        rows = max(1, min(self.queries, max(16, most // max(1, self.group))))
         size = visible.size
         if size:  # blocks of queries that meet few rows of the table
             rows = rows // size * size if rows >= size else -(-size // -(-size // rows))

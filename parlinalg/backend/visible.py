@@ -46,6 +46,11 @@ class Visible:
         self._edges: dict[tuple[int, int, int], Block] = {}
 
     @property
+    def alike(self) -> bool:
+        """Whether all queries see the same run of keys, apart from single ones."""
+        return not self.causal and self.window is None and self.table is None
+
+    @property
     def by_head(self) -> bool:
         """Whether heads see different blocks, so that each is best taken alone."""
         return self.table is not None and self.table.shape[0] > 1
