@@ -86,6 +86,40 @@ def test_parameters_can_wait_and_values_be_used_twice(how: Any, grid: Grid) -> N
         loss.backward()
 
 
+def test_reducers_are_told_within_what_is_computed_again(grid: Grid) -> None:
+    """Each gradient as soon as it is complete: as early as without, so that its all-reduce overlaps with the rest."""
+
+    class Order:
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def ready(self, parameter: Parameter, block: Any, layout: Layout) -> None:
+            self.events.append(parameter.name)
+
+        def poll(self) -> None:
+            self.events.append("poll")
+
+        def finish(self) -> None:
+            self.events.append("finish")
+
+    found = []
+    for how in (plainly, recompute):
+        order = Order()
+        x, ws = tensor(X, grid, ROWS.x), [Parameter(cut(W, grid, ROWS.w), f"w{i}") for i in range(3)]
+        for w in ws:
+            w.reducer = order
+
+        def layers(x: Tensor, ws: Any = ws) -> Tensor:
+            for w in ws:
+                x = ops.gelu(ops.matmul(x, w, ROWS))
+            return x
+
+        how(layers, x).sum().backward()
+        found.append(order.events)
+    plain, again = ([e for i, e in enumerate(events) if e != "poll" or events[i - 1] != "poll"] for events in found)
+    assert again == plain == ["poll", "w2", "poll", "w1", "poll", "w0", "poll", "finish"]
+
+
 def test_microbatches_share_one_reduction(grid: Grid) -> None:
     case, plain = Case(grid, recompute), Case(grid, plainly)
     for each in (case, plain):
