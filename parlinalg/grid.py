@@ -69,6 +69,7 @@ class Grid:
         self.world: Comm = open_comm(comm)
         self._owns_world = self.world is not comm
         self._subs: dict[Cut, Comm] = {}
+        self._effective: dict[Layout, Layout] = {}
         self._closed = False
         self._tickets = 0
         try:
@@ -162,6 +163,13 @@ class Grid:
             return self._cart
         ranks = [self.rank_of({**self.coords, **at}) for at in coordinates(axes, self.sizes)]
         return self._cart.sub(ranks, axes)
+
+    def effective(self, layout: Layout) -> Layout:
+        """The layout without axes of one rank, which cut nothing."""
+        found = self._effective.get(layout)
+        if found is None:
+            found = self._effective[layout] = layout.without([a for a in layout.axes if self.sizes[a] == 1])
+        return found
 
     def ticket(self) -> int:
         """The next number to tell apart what this grid's ranks start, in one order, and have under way at once."""

@@ -291,7 +291,7 @@ def same_grid(arrays: Sequence[DistArray]) -> Grid:
 
 def effective(layout: Layout, grid: Grid) -> Layout:
     """The layout without axes of one rank, which cut nothing."""
-    return layout.without([a for a in layout.axes if grid.sizes[a] == 1])
+    return grid.effective(layout)
 
 
 def mismatch(what: str, have: Layout, want: Layout) -> LayoutError:
