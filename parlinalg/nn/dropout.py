@@ -41,12 +41,18 @@ class Dropout(Module):
             raise ConfigError("dropout draws by its qualified name; call initialize(seed) on the whole model first")
         draws = current() or self._draws
         data = summed(x.data, "dropout")
-        keep = random.bernoulli(
-            data.shape, data.grid, data.layout, 1 - self.p, seed=self.seed, name=self.name, call=draws.call(self.name),
-            step=draws.step, start=draws.start,
-        ).block  # fmt: skip
-        scale, rest = x.dtype.type(1 / (1 - self.p)), data.layout
-        return record(data.like(_kept(data.block, keep, scale)), [x], [lambda g: (_kept(g, keep, scale), rest)])
+        keep, grid, rest = self._draw(draws), data.grid, data.layout
+        mask = grid.backend.from_host(keep.part(data.shape, grid.block(rest, data.shape)))
+        scale = x.dtype.type(1 / keep.p if keep.p else 0)
+        return record(data.like(_kept(data.block, mask, scale)), [x], [lambda g: (_kept(g, mask, scale), rest)])
+
+    def _draw(self, draws: Draws) -> random.Bernoulli:
+        """The elements kept; drawn by 16 bits each where p is not so small or large that they would not do."""
+        bits = 16 if 2**-8 <= self.p <= 1 - 2**-8 else 32
+        return random.Bernoulli(
+            1 - self.p, bits, seed=self.seed, name=self.name or "", call=draws.call(self.name or ""), step=draws.step,
+            start=draws.start,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
