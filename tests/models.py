@@ -42,19 +42,19 @@ DROPOUTS = {
 KINDS = list(CLASSES)
 
 
-def loss_of(model: Any, step: int = 0) -> pla.Tensor:
-    """The mean loss of a batch, the same on every grid."""
+def loss_of(model: Any, step: int = 0, rows: slice = slice(None)) -> pla.Tensor:
+    """The mean loss of a batch, or of some of its rows, the same on every grid."""
     rng = np.random.default_rng(step)
     grid = model.grid
     if isinstance(model, nn.ViT):
-        images = rng.normal(size=(BATCH, 2, 6, 9)).astype(model.dtype)
-        classes = placed(rng.integers(0, VOCABULARY, BATCH), grid, model.targets_layout)
+        images = rng.normal(size=(BATCH, 2, 6, 9)).astype(model.dtype)[rows]
+        classes = placed(rng.integers(0, VOCABULARY, BATCH)[rows], grid, model.targets_layout)
         return ops.cross_entropy(model(placed(images, grid, model.images_layout)), classes)
-    ids, targets, types = rng.integers(0, VOCABULARY, (3, BATCH, SEQUENCE))
+    ids, targets, types = rng.integers(0, VOCABULARY, (3, BATCH, SEQUENCE))[:, rows]
     shown = placed(ids, grid, model.ids_layout)
     if not isinstance(model, nn.BertEncoder):
         return ops.cross_entropy(model(shown), placed(targets, grid, model.targets_layout))
-    real = np.arange(SEQUENCE) < rng.integers(1, SEQUENCE + 1, (BATCH, 1))
+    real = np.arange(SEQUENCE) < rng.integers(1, SEQUENCE + 1, (len(ids), 1))
     targets[(rng.random(targets.shape) < 0.5) | ~real] = -100
     mask, types = (placed(a.astype(int), grid, model.ids_layout) for a in (real, types % 2))
     logits = model.logits(model(shown, mask, types))

@@ -12,6 +12,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
+from parlinalg.autograd import settle
 from parlinalg.nn.models.llama import frequencies
 from parlinalg.optim import AdamW
 from tests.cases import placed
@@ -100,6 +101,27 @@ def test_states_move_from_grid_to_grid(make_grid: Any, world: Any) -> None:
     for name, arrays in further.state_dict()["states"].items():
         assert all(np.array_equal(a, states[1]["states"][name][s]) for s, a in arrays.items())
     np.testing.assert_allclose(steps(there, further, 2, 2), steps(model, optimizer, 2, 2), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "vit"])
+def test_microbatches_drop_what_the_whole_batch_drops(kind: str, make_grid: Any, world: Any) -> None:
+    name, sizes = other(world.size, 7)
+    model = make(kind, every_scheme()[name], make_grid(sizes), p=0.2, recompute="block", num_hidden_layers=2)
+    with nn.training_step(4):
+        whole = loss_of(model)
+    found = 0.0
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        with nn.training_step(4, rows.start), pla.no_sync():
+            part = loss_of(model, rows=rows) * ((rows.stop - rows.start) / BATCH)
+            part.backward()
+        found += part.item()
+    assert abs(found / whole.item() - 1) < 1e-13
+    settle(list(model.parameters()))
+    parts = [p.grad.gather() for p in model.parameters()]
+    model.zero_grad()
+    whole.backward()
+    for p, g in zip(model.parameters(), parts, strict=True):
+        np.testing.assert_allclose(g, p.grad.gather(), rtol=0, atol=1e-13 * np.abs(g).max())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,3 +229,12 @@ def test_ids_that_do_not_fit_are_refused(kind: str, make_grid: Any, world: Any) 
         wrong[3, 4] = VOCABULARY
         with pytest.raises(ValueError, match=r"11.*3, 4.*11"):
             model(placed(wrong, grid, model.ids_layout))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_outside_the_grid_make_every_call(make_grid: Any, world: Any) -> None:
+    grid, found = make_grid({"r": 1, "c": world.size - 1}), []
+    for kind in KINDS:
+        model = make(kind, SUMMA, grid, p=0.1, recompute="block")
+        found.append(steps(model, AdamW(model.parameters(), 0.01), 0, 2))
+    assert all(theirs == found for theirs in world.share(found))
