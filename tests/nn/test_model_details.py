@@ -124,6 +124,7 @@ def test_microbatches_drop_what_the_whole_batch_drops(kind: str, make_grid: Any,
         np.testing.assert_allclose(g, p.grad.gather(), rtol=0, atol=1e-13 * np.abs(g).max())
 
 
+@pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_its_layers(kind: str, make_grid: Any, world: Any) -> None:
     grid = make_grid({"r": 1, "c": world.size})
@@ -231,7 +232,7 @@ def test_ids_that_do_not_fit_are_refused(kind: str, make_grid: Any, world: Any) 
             model(placed(wrong, grid, model.ids_layout))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 def test_ranks_outside_the_grid_make_every_call(make_grid: Any, world: Any) -> None:
     grid, found = make_grid({"r": 1, "c": world.size - 1}), []
     for kind in KINDS:
