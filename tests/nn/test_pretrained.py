@@ -61,6 +61,10 @@ def test_the_dtype_and_other_arguments_may_be_chosen(grid, folder):
     assert read.config == {**model.config, "attn_pdrop": 0.25}
     state = model.state_dict()
     assert all(np.array_equal(a, state[name].astype("float32")) for name, a in read.state_dict().items())
+    with pytest.raises(pla.ConfigError, match=r"transformer.wpe.weight \(9, 20\) instead of \(12, 20\)"):
+        nn.GPT.from_pretrained(folder, SUMMA, grid, max_position_embeddings=12)
+    with pytest.raises(pla.ConfigError, match="no argument 'attn_drop'"):
+        nn.GPT.from_pretrained(folder, SUMMA, grid, attn_drop=0.25)
 
 
 class Counted(np.ndarray):

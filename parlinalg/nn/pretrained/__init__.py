@@ -63,7 +63,7 @@ class Pretrained(Module):
         seed : int
             Of dropout, once `train()` is called.
         **changes
-            Arguments of the model that differ from the folder's, such as `dropout=0.1`.
+            Arguments of the model that differ from the folder's, such as `attn_pdrop=0.1`.
 
         Raises
         ------
@@ -72,10 +72,10 @@ class Pretrained(Module):
             setting that is not known, a tensor that is missing, unexpected or misshapen; the message names it.
         """
         path = Path(folder)
-        found = together(grid.world, lambda: read(path, cls.architecture, ARCHITECTURES), f"reading {path}")
+        found = together(grid.world, lambda: read(path, cls.architecture, ARCHITECTURES, changes), f"reading {path}")
         chosen = found.dtype if dtype is None else dtype_named(dtype_name(dtype))
         make: Any = cls
-        model: Self = make(**{**found.arguments, **changes}, scheme=scheme, grid=grid, dtype=chosen)
+        model: Self = make(**found.arguments, scheme=scheme, grid=grid, dtype=chosen)
         together(grid.world, lambda: model.initialize(seed, values=found.make), f"reading {path}")
         model.token_ids = {name: found.settings.get(name) for name in TOKENS}
         return model.eval()

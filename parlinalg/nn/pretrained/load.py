@@ -57,7 +57,7 @@ class Found:
         return DistArray(declared.grid.backend.from_host(host), declared.shape, declared.layout, declared.grid)
 
 
-def read(folder: Path, wanted: Architecture, known: Mapping[str, str]) -> Found:
+def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: Mapping[str, Any]) -> Found:
     """What a folder has, once it is known to be what the model needs; no tensor is read.
 
     Parameters
@@ -66,6 +66,8 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str]) -> Found:
     wanted : Architecture
     known : dict of str to str
         The model for each `model_type`, for messages.
+    changes : dict
+        Arguments of the model that differ from the folder's.
 
     Raises
     ------
@@ -83,7 +85,7 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str]) -> Found:
         raise ConfigError(
             f"{config.path}: model_type={kind!r} is read by nn.{known[kind]}, not nn.{known[wanted.model_type]}"
         )
-    arguments = wanted.arguments(config)
+    arguments = {**wanted.arguments(config), **changes}
     stored = _stored(folder)
     places = wanted.places(arguments, stored)
     shapes = {place.tensor: place.shape for held in places.values() for place in held}
