@@ -133,3 +133,12 @@ def test_refused_settings():
         attention(x, cache=nn.KeyValueCache(3))
     with pytest.raises(pla.PlanError, match="axes"):
         MODES["2d"].factored("t", ("t", "u"))
+
+
+def test_the_padding_of_a_single_sequence_lies_as_the_sequence(make_grid, world):
+    scheme = MODES["2d"]
+    grid = make_grid(sizes_for(scheme, world.size, 1)[0])
+    attention, real = layer(scheme, grid), np.arange(S)[None] < 4
+    x = pla.Tensor(pla.distribute(numbers(S)[:1], grid, scheme.residual))
+    cut = attention(x, key_padding=pla.distribute(real, grid, pla.Layout(*scheme.inner.dims[:2])))
+    assert np.array_equal(cut.gather(), attention(x, key_padding=real).gather())

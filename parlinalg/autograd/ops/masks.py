@@ -70,7 +70,7 @@ def visible(
             raise ValueError(
                 f"attention: key_padding has shape {tuple(key_padding.shape)}, not [b, t] = {(shape[0], keys)}"
             )
-        keep = _part(x, key_padding, (x.layout.dims[0], ()), "key_padding")[:, None, None, None, :]
+        keep = _part(x, key_padding, (x.layout.dims[0], ()), (shape[0], keys), "key_padding")[:, None, None, None, :]
     table, size = None, 0
     if isinstance(mask, BlockMask):
         table, size = _table(x, mask, shape, keys), mask.size
@@ -93,7 +93,7 @@ def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block
     cuts = (x.layout.dims[0], x.layout.dims[2] if g == 1 else (), (), ())
     if isinstance(mask, np.ndarray):
         mask = mask.reshape((1,) * (4 - len(given)) + given)
-    block = _part(x, mask, cuts, "mask")
+    block = _part(x, mask, cuts, full, "mask")
     if g == 1 or mask.shape[1] == 1:
         return block[:, :, None]
     here = x.grid.block(Layout(*x.layout.dims), (*x.shape[:3], g, x.shape[4]))
@@ -101,12 +101,13 @@ def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block
     return apart[:, here[2].start : here[2].stop, here[3].start : here[3].stop]
 
 
-def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], name: str) -> Block:
-    """This rank's part of a mask that is to be cut so; dims of size 1 stay whole."""
+def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...], name: str) -> Block:
+    """This rank's part of a mask that is to be cut so; dims of size 1 that stand for more stay whole."""
     if mask.dtype != np.bool_:
         raise TypeError(f"attention: {name} has bools, True where a key is seen, not {mask.dtype}")
     grid = x.grid
-    want = effective(Layout(*(c if n > 1 else () for c, n in zip(cuts, mask.shape, strict=True))), grid)
+    sizes = zip(cuts, mask.shape, full, strict=True)
+    want = effective(Layout(*(c if n == whole else () for c, n, whole in sizes)), grid)
     have = Layout.whole(len(cuts))
     if isinstance(mask, DistArray):
         have = effective(mask.layout, grid)
