@@ -8,6 +8,7 @@ that a change in the machine's speed meets all alike; figures are medians of ste
     python bench/train.py                           # d 512 × 4 layers, then d 1024 × 2 layers: about 15 minutes
     python bench/train.py --pieces torch:serial:1 parlinalg:serial:1 --rounds 3
     python bench/train.py --models 512x4x8x256x8x2048   # d, layers, heads, sequence, batch, vocabulary
+    python bench/train.py --device cuda             # one GPU, bfloat16: against PyTorch eager and compiled
 
 Memory is the peak resident set of the slowest rank's process over all steps, less what it was before the first.
 """
@@ -26,25 +27,28 @@ from harness import BENCH, Unavailable
 sys.path.insert(0, str(BENCH / "pieces"))
 from gpt import Sizes
 
-MODELS = {"d512": "512x4x8x256x8x2048", "d1024": "1024x2x16x256x4x2048"}
+MODELS = {"d512": "512x4x8x256x8x2048", "d1024": "1024x2x16x256x4x2048", "gpu": "2048x16x16x2048x4x32768"}
 PIECES = [
     "gemm:-:1", "torch:serial:1", "parlinalg:serial:1", "torch:tensor:2", "parlinalg:1d:2", "torch:tensor:4",
     "parlinalg:1d:4", "torch:data:2", "parlinalg:data:2",
 ]  # fmt: skip
 """What is run, in turns: library, mode and ranks."""
+ON_GPU = ["gemm:-:1", "torch:serial:1", "torch:compiled:1", "parlinalg:serial:1"]
 
 GOALS = {("parlinalg:serial:1", "torch:serial:1"): 1.05, ("parlinalg:1d:2", "torch:tensor:2"): 1.1,
          ("parlinalg:1d:4", "torch:tensor:4"): 1.1, ("parlinalg:data:2", "torch:data:2"): 1.0}  # fmt: skip
+GOALS_ON_GPU = {("parlinalg:serial:1", "torch:compiled:1"): 1.0}
 """Least ratios of tokens/s."""
 OF_GEMM = 0.85
 """The least share of the local GEMM's rate that one core should reach over the model's FLOPs."""
 OF_MEMORY = 1.1
 """The most memory of a step on one rank, as a multiple of PyTorch's."""
 LOSSES = 1e-3
-"""How far losses may lie apart, relative, in float32 after a few steps."""
+LOSSES_IN_HALVES = 3e-2
+"""How far losses may lie apart after a few steps, relative: in float32, and in 16 bits."""
 
 
-def command(piece: str, model: str, warm: int, steps: int) -> tuple[list[str], dict[str, str]]:
+def command(piece: str, model: str, warm: int, steps: int, device: str, dtype: str) -> tuple[list[str], dict[str, str]]:
     """How a piece is started, and its environment: one BLAS thread a rank."""
     library, mode, ranks = piece.split(":")
     env = harness.environment(int(ranks), dict.fromkeys(
@@ -52,8 +56,9 @@ def command(piece: str, model: str, warm: int, steps: int) -> tuple[list[str], d
     ))  # fmt: skip
     program = str(BENCH / "pieces" / {"gemm": "gemm.py", "torch": "gpt_torch.py"}.get(library, "gpt_parlinalg.py"))
     if library == "gemm":
-        return [sys.executable, program, model, str(max(3, steps))], env
-    said = [program, mode, model, str(warm), str(steps)]
+        return [sys.executable, program, model, str(max(3, steps)), device, dtype], env
+    where = {"cpu": "numpy", "cuda": "cupy"}[device] if library == "parlinalg" else device
+    said = [program, mode, model, str(warm), str(steps), where, dtype]
     if library == "torch" and mode != "serial":
         env["GLOO_SOCKET_IFNAME"] = "lo"
         run = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-addr", "127.0.0.1"]
@@ -86,22 +91,26 @@ def missing(pieces: list[str]) -> dict[str, str]:
     return lacks
 
 
-def measure(title: str, model: str, pieces: list[str], rounds: int, warm: int, steps: int) -> dict[str, Any]:
+def measure(title: str, model: str, pieces: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """One model: the pieces in turns."""
     told: dict[str, list[dict[str, Any]]] = {piece: [] for piece in pieces}
     others = []
+    rounds, warm, steps = args.rounds, args.warm, args.steps
     for turn in range(rounds):
         for piece in pieces:
             others.append(harness.busy(0.2))
-            line, env = command(piece, model, warm, steps)
+            line, env = command(piece, model, warm, steps, args.device, args.dtype)
             told[piece].append(harness.run(line, env, timeout=300 + 30 * (warm + steps)))
         print(
             f"{title}: round {turn + 1} of {rounds}, others used {100 * max(others):.0f}% of the cores at most",
             file=sys.stderr,
         )
-    result = summary(title, Sizes.parse(model), told, others)
+    result = summary(title, Sizes.parse(model), told, others) | {"device": args.device, "dtype": args.dtype}
     print(f"\n{show(result)}\n", flush=True)
     return result
+
+
+RATES = ("products_gflops", "square_gflops", "square")
 
 
 def summary(title: str, sizes: Sizes, told: dict[str, list[dict[str, Any]]], others: list[float]) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def summary(title: str, sizes: Sizes, told: dict[str, list[dict[str, Any]]], oth
     rows = []
     for piece, runs in told.items():
         if piece.startswith("gemm"):
-            gemm = {name: harness.spread([r[name] for r in runs])[1] for name in ("products_gflops", "square_gflops")}
+            gemm = {name: harness.spread([r[name] for r in runs])[1] for name in RATES}
             blas = runs[0]["blas"]
             continue
         low, middle, high = harness.spread([s for r in runs for s in r["seconds"]])
@@ -129,23 +138,28 @@ def summary(title: str, sizes: Sizes, told: dict[str, list[dict[str, Any]]], oth
 
 
 def of_gemm(result: dict[str, Any]) -> str:
-    """The share of one core's GEMM rate that the model's FLOPs reach."""
+    """The share of the GEMM's rate that the model's FLOPs reach."""
     alone = next((r for r in result["rows"] if r["piece"] == "parlinalg:serial:1"), None)
     if alone is None:
         return ""
-    return f" parlinalg on one core: {100 * alone['gflops'] / result['gemm']['products_gflops']:.0f}% of the former."
+    return f" parlinalg: {100 * alone['gflops'] / result['gemm']['products_gflops']:.0f}% of the former."
 
 
-def partner(piece: str) -> tuple[str, float] | None:
+def goals(result: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """The goals where this result was measured."""
+    return GOALS if result["device"] == "cpu" else GOALS_ON_GPU
+
+
+def partner(result: dict[str, Any], piece: str) -> tuple[str, float] | None:
     """What a piece is compared with, and the goal."""
-    return next(((theirs, goal) for (ours, theirs), goal in GOALS.items() if ours == piece), None)
+    return next(((theirs, goal) for (ours, theirs), goal in goals(result).items() if ours == piece), None)
 
 
 def show(result: dict[str, Any]) -> str:
     rows = {r["piece"]: r for r in result["rows"]}
     lines = []
     for r in result["rows"]:
-        against = partner(r["piece"])
+        against = partner(result, r["piece"])
         theirs = rows.get(against[0]) if against else None
         ratio = f"{r['tokens_per_s'] / theirs['tokens_per_s']:.2f}" if theirs else ""
         first, last = r["losses"][0], r["losses"][-1]
@@ -159,11 +173,11 @@ def show(result: dict[str, Any]) -> str:
     s, gemm, crowd = result["sizes"], result["gemm"], result["busy_before"]
     title = (
         f"{result['title']}: d {s['d']}, {s['layers']} layers, {s['heads']} heads, sequence {s['seq']}, "
-        f"batch {s['batch']}, vocabulary {s['vocab']}; {result['flops'] / 1e9:.1f} GFLOP a step"
+        f"batch {s['batch']}, vocabulary {s['vocab']}; {result['dtype']}, {result['flops'] / 1e9:.1f} GFLOP a step"
     )
     rates = (
-        f"One core's GEMM ({result['blas']}): {gemm['products_gflops']:.1f} GFLOP/s at the model's products, "
-        f"{gemm['square_gflops']:.1f} at 2048³.{of_gemm(result)}\n" if gemm else ""
+        f"The GEMM alone ({result['blas']}): {gemm['products_gflops']:.1f} GFLOP/s at the model's products, "
+        f"{gemm['square_gflops']:.1f} at {gemm['square']:.0f}³.{of_gemm(result)}\n" if gemm else ""
     )  # fmt: skip
     others = f"Others used {100 * crowd['median']:.0f}% of the cores between pieces (median)"
     return f"{title}\n\n{harness.table(head, lines)}\n\n{rates}{others}; most {100 * crowd['most']:.0f}%."
@@ -174,26 +188,26 @@ def verdicts(results: list[dict[str, Any]]) -> list[str]:
     short = []
     for result in results:
         rows, title = {r["piece"]: r for r in result["rows"]}, result["title"]
-        for (ours, theirs), goal in GOALS.items():
+        for (ours, theirs), goal in goals(result).items():
             if ours in rows and theirs in rows:
                 ratio = rows[ours]["tokens_per_s"] / rows[theirs]["tokens_per_s"]
                 if not ratio >= goal:
                     short.append(f"{title}: {ours} is {ratio:.3f} × {theirs}, the goal is {goal}")
         alone, torch = rows.get("parlinalg:serial:1"), rows.get("torch:serial:1")
-        if alone and result["gemm"]:
+        if alone and result["gemm"] and result["device"] == "cpu":
             share = alone["gflops"] / result["gemm"]["products_gflops"]
             if not share >= OF_GEMM:
                 short.append(f"{title}: one core reaches {share:.1%} of its GEMM's rate, the goal is {OF_GEMM:.0%}")
-        if alone and torch and not alone["memory"] <= OF_MEMORY * torch["memory"]:
+        if alone and torch and result["device"] == "cpu" and not alone["memory"] <= OF_MEMORY * torch["memory"]:
             short.append(
                 f"{title}: a step takes {alone['memory'] / 2**20:.0f} MiB, PyTorch's {torch['memory'] / 2**20:.0f}; "
                 f"the goal is {OF_MEMORY} ×"
             )
-        short += disagreements(title, result["rows"])
+        short += disagreements(title, result["rows"], LOSSES if result["dtype"] == "float32" else LOSSES_IN_HALVES)
     return short
 
 
-def disagreements(title: str, rows: list[dict[str, Any]]) -> list[str]:
+def disagreements(title: str, rows: list[dict[str, Any]], tolerance: float) -> list[str]:
     """Pieces whose losses are not those of the first."""
     odd = []
     for row in rows[1:]:
@@ -201,22 +215,29 @@ def disagreements(title: str, rows: list[dict[str, Any]]) -> list[str]:
             continue  # tells the loss of its own half of the batch
         want, have = rows[0]["losses"], row["losses"]
         worst = max(abs(a - b) / abs(a) for a, b in zip(want, have))
-        if not worst <= LOSSES:
+        if not worst <= tolerance:
             odd.append(f"{title}: losses of {row['piece']} and {rows[0]['piece']} differ by {worst:.1e}: {have} {want}")
     return odd
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(MODELS)}, or dxLxhxsxbxv")
-    parser.add_argument("--pieces", nargs="+", default=PIECES, help="library:mode:ranks, such as parlinalg:2d:4")
+    parser.add_argument("--models", nargs="+", help=f"of {', '.join(MODELS)}, or dxLxhxsxbxv")
+    parser.add_argument("--pieces", nargs="+", help="library:mode:ranks, such as parlinalg:2d:4")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", help="by default float32, on a GPU bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm", type=int, default=2, help="steps not counted")
     parser.add_argument("--steps", type=int, default=4, help="timed steps a piece and round")
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
     parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
     parser.add_argument("--json", help="write the result here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    gpu = args.device == "cuda"
+    args.models = args.models or (["gpu"] if gpu else ["d512", "d1024"])
+    args.pieces = args.pieces or (ON_GPU if gpu else PIECES)
+    args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
+    return args
 
 
 def main() -> int:
@@ -234,7 +255,7 @@ def main() -> int:
         print(f"without {piece}: {reason}", file=sys.stderr)
     pieces = [p for p in args.pieces if p not in lacks]
     results = [
-        measure(m, MODELS.get(m, m), pieces, args.rounds, args.warm, args.steps) for m in args.models
+        measure(m, MODELS.get(m, m), pieces, args) for m in args.models
     ]  # fmt: skip
     short = verdicts(results)
     print("\n".join(short) or "All goals are reached, and all losses agree.")

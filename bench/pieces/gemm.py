@@ -1,8 +1,9 @@
-"""One piece of `bench/train.py`: NumPy's float32 GEMM in one process, at the model's products and at 2048³.
+"""One piece of `bench/train.py`: the GEMM alone, at the model's products and at a large square.
 
-usage: python gemm.py SIZES REPEATS
+usage: python gemm.py SIZES REPEATS [DEVICE DTYPE]
 
-Tells seconds of all the products with weights that a step makes, forward and backward, and of one 2048³ product.
+NumPy's in float32 in this process, at 2048³ too; on a GPU (DEVICE cuda) cuBLAS's, through PyTorch, at 8192³.
+Tells seconds of all the products with weights that a step makes, forward and backward, and of the square one.
 """
 
 from __future__ import annotations
@@ -11,21 +12,53 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from gpt import Sizes
 
 
-def fastest(product: Callable[[], object], repeats: int) -> float:
-    """The median seconds of a product, after one that is not counted."""
-    product()
-    seconds = []
-    for _ in range(repeats):
+class Host:
+    """NumPy's matrices."""
+
+    square = 2048
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def filled(self, *shape: int) -> Any:
+        return self.rng.uniform(-1, 1, shape).astype(np.float32)
+
+    def seconds(self, x: Any, w: Any, out: Any) -> float:
         start = time.perf_counter()
-        product()
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))
+        np.matmul(x, w, out=out)
+        return time.perf_counter() - start
+
+
+class Gpu(Host):
+    """PyTorch's."""
+
+    square = 8192
+
+    def __init__(self, dtype: str) -> None:
+        import torch
+
+        self.torch, self.dtype = torch, getattr(torch, dtype)
+
+    def filled(self, *shape: int) -> Any:
+        return self.torch.rand(shape, device="cuda").sub_(0.5).to(self.dtype)
+
+    def seconds(self, x: Any, w: Any, out: Any) -> float:
+        self.torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.torch.matmul(x, w, out=out)
+        self.torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def median(on: Host, repeats: int, x: Any, w: Any, out: Any) -> float:
+    """The median seconds of a product, after one that is not counted."""
+    return float(np.median([on.seconds(x, w, out) for _ in range(repeats + 1)][1:]))
 
 
 def blas() -> str:
@@ -40,24 +73,25 @@ def blas() -> str:
 
 def main() -> None:
     sizes, repeats = Sizes.parse(sys.argv[1]), int(sys.argv[2])
-    rng = np.random.default_rng(0)
-
-    def filled(*shape: int) -> np.ndarray:
-        return rng.uniform(-1, 1, shape).astype(np.float32)
-
+    device, dtype = sys.argv[3:5] or ("cpu", "float32")
+    on = Gpu(dtype) if device == "cuda" else Host()
     seconds = flops = 0.0
     for (m, n, k), times in Counter(sizes.products).items():
-        x, w, y = filled(m, k), filled(k, n), filled(m, n)
-        each = fastest(lambda: np.matmul(x, w, out=y), repeats)  # noqa: B023
-        each += fastest(lambda: np.matmul(y, w.T, out=x), repeats)  # noqa: B023
-        each += fastest(lambda: np.matmul(x.T, y, out=w), repeats)  # noqa: B023
-        seconds += times * each
+        x, w, y = on.filled(m, k), on.filled(k, n), on.filled(m, n)
+        for product in ((x, w, y), (y, w.T, x), (x.T, y, w)):
+            seconds += times * median(on, repeats, *product)
         flops += times * 6 * m * n * k
-    x, w, y = (filled(2048, 2048) for _ in range(3))
-    square = fastest(lambda: np.matmul(x, w, out=y), repeats)
-    told = {"products": seconds, "products_gflops": flops / seconds / 1e9, "square": square,
-            "square_gflops": 2 * 2048**3 / square / 1e9, "blas": blas()}  # fmt: skip
-    print(json.dumps({"seconds": [square], **told}), flush=True)
+    x, w, y = (on.filled(on.square, on.square) for _ in range(3))
+    square = median(on, repeats, x, w, y)
+    told = {
+        "seconds": [square],
+        "products": seconds,
+        "products_gflops": flops / seconds / 1e9,
+        "square": on.square,
+        "square_gflops": 2 * on.square**3 / square / 1e9,
+        "blas": blas() if device == "cpu" else "cuBLAS",
+    }
+    print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

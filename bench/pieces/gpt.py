@@ -88,15 +88,38 @@ def batches(sizes: Sizes, count: int = 2, seed: int = 1) -> list[tuple[np.ndarra
     return [(np.ascontiguousarray(i[:, :-1]), np.ascontiguousarray(i[:, 1:])) for i in ids]
 
 
+class Memory:
+    """Bytes resident, of this process."""
+
+    def start(self) -> int:
+        """Bytes now, once what is free went back to the system; the peak is counted from here on."""
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return _status("VmRSS")
+
+    def peak(self) -> int:
+        """The most bytes since `start()`."""
+        return _status("VmHWM")
+
+
 def timed(
-    step: Callable[[int], float], warm: int, steps: int, barrier: Callable[[], Any], tell: bool, **said: Any
+    step: Callable[[int], float],
+    warm: int,
+    steps: int,
+    barrier: Callable[[], Any],
+    tell: bool,
+    memory: Memory,
+    **said: Any,
 ) -> None:
     """Run `warm` steps uncounted, then `steps` timed ones; tell seconds, processor seconds and losses as JSON.
 
-    Memory is the peak resident set over all steps, the first included, less that before the first.
+    Memory is the peak over all steps, the first included, less that before the first.
     """
     barrier()
-    before = resident()
+    before = memory.start()
     losses = [step(i) for i in range(warm)]
     seconds, busy = [], []
     for i in range(steps):
@@ -106,23 +129,8 @@ def timed(
         seconds.append(time.perf_counter() - start)
         busy.append(time.process_time() - used)
     if tell:
-        memory = {"before": before, "peak": peak() - before}
-        print(json.dumps({"seconds": seconds, "cpu": busy, "losses": losses, "memory": memory, **said}), flush=True)
-
-
-def resident() -> int:
-    """Bytes resident now, once what is free went back to the system; the peak is counted from here on."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    """The most bytes resident since `resident()`."""
-    return _status("VmHWM")
+        told = {"before": before, "peak": memory.peak() - before}
+        print(json.dumps({"seconds": seconds, "cpu": busy, "losses": losses, "memory": told, **said}), flush=True)
 
 
 def _status(field: str) -> int:

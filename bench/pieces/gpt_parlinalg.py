@@ -1,6 +1,6 @@
 """One piece of `bench/train.py`: parlinalg's GPT, on the ranks it is started with.
 
-usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS
+usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS [BACKEND DTYPE]
 
 SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`.
 """
@@ -8,8 +8,9 @@ SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from gpt import LEARNING_RATE, Sizes, batches, timed, weights
+from gpt import LEARNING_RATE, Memory, Sizes, batches, timed, weights
 
 import parlinalg as pla
 from parlinalg.autograd import ops
@@ -18,16 +19,17 @@ from parlinalg.autograd import ops
 def main() -> None:
     mode, sizes = sys.argv[1], Sizes.parse(sys.argv[2])
     warm, steps = int(sys.argv[3]), int(sys.argv[4])
-    mesh = pla.launch({"parallel": parallel(mode)})
+    backend, dtype = sys.argv[5:7] or ("numpy", "float32")
+    mesh = pla.launch({"parallel": parallel(mode)}, backend=backend)
     grid = mesh.grid
     model = pla.nn.GPT(
         vocab_size=sizes.vocab, max_position_embeddings=sizes.seq, hidden_size=sizes.d,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, scheme=mesh.scheme, grid=grid,
-        dtype="float32", seed=0,
+        dtype=dtype, seed=0,
     )  # fmt: skip
     shapes = {name: p.shape for name, p in model.named_parameters()}
     model.load_state_dict({name: value.reshape(shapes[name]) for name, value in weights(sizes).items()})
-    reducer = pla.parallel.GradientReducer(model.parameters())
+    pla.parallel.GradientReducer(model.parameters())
     optimizer = pla.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     data = [tuple(pla.distribute(part, grid, model.ids_layout) for part in batch) for batch in batches(sizes)]
 
@@ -39,11 +41,23 @@ def main() -> None:
         optimizer.zero_grad()
         return float(loss.item())
 
-    timed(
-        step, warm, steps, grid.world.barrier, grid.rank == 0, threads=grid.threads, grid=grid.sizes,
-        buckets=len(reducer.buckets),
-    )  # fmt: skip
+    memory = Memory() if backend == "numpy" else Pool(grid.backend.xp)
+    timed(step, warm, steps, grid.world.barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
     mesh.close()
+
+
+class Pool(Memory):
+    """The memory of CuPy's pool, which keeps what was once in use."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.pool = cupy.get_default_memory_pool()
+
+    def start(self) -> int:
+        self.pool.free_all_blocks()
+        return int(self.pool.used_bytes())
+
+    def peak(self) -> int:
+        return int(self.pool.total_bytes())
 
 
 def parallel(mode: str) -> dict[str, object]:

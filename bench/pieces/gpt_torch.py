@@ -1,6 +1,6 @@
-"""One piece of `bench/train.py`: PyTorch, eager: on one core, tensor parallel by DTensor, or data parallel by DDP.
+"""One piece of `bench/train.py`: PyTorch: on one core or GPU, tensor parallel by DTensor, or data parallel by DDP.
 
-usage: python gpt_torch.py serial SIZES WARM STEPS
+usage: python gpt_torch.py serial|compiled SIZES WARM STEPS [DEVICE DTYPE]
        python -m torch.distributed.run --nproc-per-node P gpt_torch.py tensor|data SIZES WARM STEPS
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpt import LEARNING_RATE, Sizes, batches, one_thread, timed, weights
+from gpt import LEARNING_RATE, Memory, Sizes, batches, one_thread, timed, weights
 from torch import Tensor, nn
 
 
@@ -94,19 +94,33 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": g} for g in groups.values()], lr=LEARNING_RATE, weight_decay=0.01, fused=True)
 
 
+class Allocated(Memory):
+    """Bytes that tensors on the GPU take."""
+
+    def start(self) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
 def main() -> None:
     mode, sizes = sys.argv[1], Sizes.parse(sys.argv[2])
     warm, steps = int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(one_thread())
+    device, dtype = sys.argv[5:7] or ("cpu", "float32")
     rank, ranks, barrier = 0, 1, lambda: None
-    if mode != "serial":
+    alone = mode in ("serial", "compiled")
+    if not alone:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
         rank, ranks, barrier = dist.get_rank(), dist.get_world_size(), dist.barrier
     model: Any = GPT(sizes)
     load(model, sizes)
-    data = [tuple(map(torch.from_numpy, batch)) for batch in batches(sizes)]
+    model.to(device, getattr(torch, dtype))
+    data = [tuple(torch.from_numpy(part).to(device) for part in batch) for batch in batches(sizes)]
     context: Any = nullcontext
     if mode == "tensor":
         from torch.distributed.tensor.parallel import loss_parallel
@@ -118,19 +132,22 @@ def main() -> None:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
         data = [(i.chunk(ranks)[rank], t.chunk(ranks)[rank]) for i, t in data]
 
+    def loss_of(ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+    forward = torch.compile(loss_of) if mode == "compiled" else loss_of
+
     def step(number: int) -> float:
-        ids, targets = data[number % len(data)]
         with context():
-            loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+            loss = forward(*data[number % len(data)])
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if mode != "data":
-            return float(loss.item() if not hasattr(loss, "full_tensor") else loss.full_tensor().item())
-        return float(loss.item())
+        return float((loss.full_tensor() if mode == "tensor" else loss).item())
 
-    timed(step, warm, steps, barrier, rank == 0, torch=torch.__version__, threads=torch.get_num_threads())
-    if mode != "serial":
+    memory = Allocated() if device == "cuda" else Memory()
+    timed(step, warm, steps, barrier, rank == 0, memory, torch=torch.__version__, threads=torch.get_num_threads())
+    if not alone:
         dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads need not be waited for
