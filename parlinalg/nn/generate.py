@@ -63,6 +63,8 @@ def generate(
     ConfigError
         On all ranks, before anything is computed: no prompt or an empty one, a token that is not in the vocabulary, a
         sequence that would be longer than the model's positions, options out of range, ranks that disagree.
+    ValueError
+        On all ranks, if logits are not finite.
     """
 
     def checked() -> tuple[list[np.ndarray], Sampling]:
@@ -120,6 +122,11 @@ def _next(
     if grid.world.rank == 0:
         tokens[:] = sampling.choose(values.reshape(len(ids), -1), rows, position)
     grid.world.broadcast(tokens, 0)
+    if (tokens < 0).any():
+        raise ValueError(
+            f"prompt {rows[int(np.argmin(tokens))]}: the model's largest logit at position {position} is not finite; "
+            "its weights are not, or their dtype is too narrow"
+        )
     return tokens
 
 

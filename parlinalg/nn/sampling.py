@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -36,12 +37,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature is above 0, not {self.temperature}; do_sample=False takes the likeliest")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is at least 1, not {self.top_k}; None is no limit")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is above 0 and at most 1, not {self.top_p}; None is no limit")
+        if not isinstance(self.temperature, Real) or not self.temperature > 0:
+            raise ConfigError(f"temperature is above 0, not {self.temperature!r}; do_sample=False takes the likeliest")
+        if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
+            raise ConfigError(f"top_k is a whole number of at least 1, not {self.top_k!r}; None is no limit")
+        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise ConfigError(f"top_p is above 0 and at most 1, not {self.top_p!r}; None is no limit")
 
     def choose(self, logits: np.ndarray, rows: Sequence[int], position: int) -> np.ndarray:
         """The next token of each row.
@@ -58,18 +59,22 @@ class Sampling:
         Returns
         -------
         array of int64
-            Shape [rows].
+            Shape [rows]; -1 where the largest logit is not finite.
         """
         logits = logits.astype(np.float64)
-        if not self.do_sample:
-            return np.argmax(logits, axis=1).astype(np.int64)
-        chosen = np.empty(len(logits), np.int64)
-        for i, row in enumerate(rows):
-            chosen[i] = self._draw(logits[i] / self.temperature, uniform(self.seed, row, position))
+        top = logits.max(axis=1)
+        chosen = np.argmax(logits, axis=1).astype(np.int64)
+        chosen[~np.isfinite(top)] = -1
+        if self.do_sample:
+            for i in np.flatnonzero(chosen >= 0).tolist():
+                with np.errstate(over="ignore"):  # of a low temperature: -inf
+                    scores = (logits[i] - top[i]) / self.temperature
+                chosen[i] = self._draw(scores, uniform(self.seed, rows[i], position))
         return chosen
 
     def _draw(self, logits: np.ndarray, u: float) -> int:
-        weights = np.exp(logits - logits.max())
+        """By logits of which the largest is 0."""
+        weights = np.exp(logits)
         if self.top_k is not None or self.top_p is not None:
             order = np.argsort(-logits, kind="stable")[: self.top_k]
             if self.top_p is not None:

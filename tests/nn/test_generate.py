@@ -95,6 +95,7 @@ def test_what_is_drawn():
     close(shares(top_p=mass - 1e-9), top / top.sum())
     close(shares(top_p=1e-9), np.eye(9)[best[0]])
     assert Sampling().choose(np.array([[1.0, 3.0, 3.0]]), [0], 0) == [1]
+    assert Sampling(True, 1e-310).choose(np.array([[1.0, 3.0, -np.inf]]), [0], 0) == [1]
     numbers = [uniform(0, row, position) for row in range(60) for position in range(60)]
     assert len(set(numbers)) == 3600
     assert abs(np.mean(numbers) - 0.5) < 0.02
@@ -105,7 +106,7 @@ WRONG = [
     ([[1], []], {}, "prompt 1 is"), ([[1], [0.5]], {}, "prompt 1 is"), ([[1], [-1]], {}, "prompt 1 has token -1"),
     ([[1, 2, 11]], {}, "prompt 0 has token 11 at position 2; .* 0 to 10"),
     ([[1], [1] * 5], {}, "5 tokens and 5 new ones make 10; .* 9 positions"),
-    ([[1]], {"temperature": 0.0}, "temperature is above 0"), ([[1]], {"top_k": 0}, "top_k is at least 1"),
+    ([[1]], {"temperature": 0.0}, "temperature is above 0"), ([[1]], {"top_k": 2.5}, "top_k is a whole number .*2.5"),
     ([[1]], {"top_p": 1.5}, "top_p is above 0 and at most 1, not 1.5"),
 ]  # fmt: skip
 
@@ -115,6 +116,10 @@ def test_what_is_wrong_is_said_at_once(make_grid, world):
     for prompts, options, words in WRONG:
         with pytest.raises(pla.ConfigError, match=words):
             nn.generate(model, prompts, 5, **options)
+    model.norm.bias.data = model.norm.bias.data * float("nan")
+    for sample in (False, True):
+        with pytest.raises(ValueError, match="prompt 0: the model's largest logit at position 1 is not finite"):
+            nn.generate(model, [[1], [2, 3]], 1, do_sample=sample)
 
 
 @pytest.mark.mpi(min_size=2)
