@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +38,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, Real) or not self.temperature > 0:
+        if not _is(Real, self.temperature) or not self.temperature > 0:
             raise ConfigError(f"temperature is above 0, not {self.temperature!r}; do_sample=False takes the likeliest")
-        if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
+        if self.top_k is not None and not (_is(Integral, self.top_k) and self.top_k >= 1):
             raise ConfigError(f"top_k is a whole number of at least 1, not {self.top_k!r}; None is no limit")
-        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (_is(Real, self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"top_p is above 0 and at most 1, not {self.top_p!r}; None is no limit")
 
     def choose(self, logits: np.ndarray, rows: Sequence[int], position: int) -> np.ndarray:
@@ -86,6 +87,11 @@ class Sampling:
         # In the order of the ids, not of the weights: rounding that differs from grid to grid may change the latter.
         sums = np.cumsum(weights)
         return int(np.searchsorted(sums, u * sums[-1], side="right"))
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether a value, whatever its annotation says, is of a kind."""
+    return isinstance(value, kind)
 
 
 def uniform(seed: int, row: int, position: int) -> float:
