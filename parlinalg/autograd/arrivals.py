@@ -6,7 +6,6 @@ axes, which costs nothing (a whole term counts on coordinate 0 only), and then m
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,17 +17,6 @@ from parlinalg.redistribute import redistribute
 
 Block = Any
 Term = tuple[Block, Layout]
-
-
-def plain(layout: Layout, grid: Grid) -> Layout:
-    """The layout without axes of one rank, so that equal cuts compare equal."""
-    ones = tuple(a for a in layout.axes if grid.sizes[a] == 1)
-    return _without(layout, ones) if ones else layout
-
-
-@lru_cache(maxsize=4096)
-def _without(layout: Layout, axes: Cut) -> Layout:
-    return layout.without(axes)
 
 
 class Arrivals:
@@ -46,7 +34,7 @@ class Arrivals:
         self.layout = layout.with_partial(()) if layout.partial else layout
         self.dtype = dtype
         self.grid = grid
-        self.goal = plain(self.layout, grid)
+        self.goal = grid.effective(self.layout)
         self.terms: dict[Layout, Block] = {}
         self.mine: dict[Layout, bool] = {}
         """Whether a term's block is nobody else's, and may be added to."""
@@ -54,7 +42,7 @@ class Arrivals:
     def add(self, term: Term, *, owned: bool) -> None:
         """Take a term; `owned` says that its block is nobody else's."""
         block, layout = term
-        layout = plain(layout, self.grid)
+        layout = self.grid.effective(layout)
         if block.dtype != self.dtype:
             block, owned = block.astype(self.dtype), True
         held = self.terms.get(layout)
