@@ -16,7 +16,7 @@ from tests.launching import ROOT, child_environment
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(960)]
 
-CHOSEN = ("comm/test_operations.py", "comm/test_adjoints.py", "test_redistribute.py", "matmul", "schemes", "autograd")
+CHOSEN = ("comm/test_operations.py", "comm/test_adjoints.py", "matmul/test_api.py", "schemes", "nn/test_block.py")
 """What runs across hosts: collectives, redistribution, products, gradients; with --full all of the tests."""
 
 

@@ -58,11 +58,13 @@ def test_use_after_free(comm: Comm) -> None:
         made.all_reduce(np.zeros(2))
 
 
+@pytest.mark.ranks(1, 2, 4)
 def test_more_communicators_than_mpi_has(comm: Comm) -> None:
     for _ in range(2100):
         comm.sub(range(comm.size), ("r",)).free()
 
 
+@pytest.mark.ranks(1, 2, 4)
 def test_many_small_operations_leave_nothing(comm: Comm, full: bool) -> None:
     block = np.zeros(8, np.float32)
     half = np.zeros(8, np.float16)

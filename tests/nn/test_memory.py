@@ -33,6 +33,7 @@ def loss_of(model, ids):
     return loss * (1 / count)
 
 
+@pytest.mark.ranks(1, 3, 4)
 @pytest.mark.parametrize("name", [name for name in sorted(SCHEMES) if "×" not in name] + ["data × 2d"])
 def test_weights_and_kept_activations_are_the_layouts_sum(make_grid, world, backend, name):
     scheme = SCHEMES[name]
@@ -56,6 +57,7 @@ def test_weights_and_kept_activations_are_the_layouts_sum(make_grid, world, back
         assert abs(kept - total) <= 0.03 * total + 100_000, (kept, total, rows)
 
 
+@pytest.mark.ranks(1, 4)
 def test_recompute_keeps_a_blocks_input_alone(make_grid, world):
     grid = make_grid({"t": world.size})
     scheme = SCHEMES["1d"]

@@ -51,7 +51,7 @@ def reference(world):
 @pytest.mark.parametrize("name", every_scheme())
 def test_gradients_are_those_of_one_rank(name, make_grid, world, reference):
     scheme = every_scheme()[name]
-    for sizes in sizes_for(scheme, world.size, 2):
+    for sizes in sizes_for(scheme, world.size, 2 if world.size < 5 else 1):
         grid = make_grid(sizes)
         model = model_on(grid, scheme)
         reducer = GradientReducer(model.parameters(), 100, 300)
@@ -184,7 +184,7 @@ def test_parameters_not_reached_contribute_zeros(make_grid, world, reference):
 def test_the_norm_counts_each_element_once(name, make_grid, world, reference):
     scheme, want = every_scheme()[name], reference((0,))
     norm = np.sqrt(sum((g**2).sum() for g in want.values()))
-    for sizes in sizes_for(scheme, world.size, 2):
+    for sizes in sizes_for(scheme, world.size, 2 if world.size < 5 else 1):
         grid = make_grid(sizes)
         model = model_on(grid, scheme)
         backward(model, grid, scheme)
