@@ -86,6 +86,14 @@ def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
     assert not any("losses" in line for line in told["short"])
 
 
+def test_a_step_is_shared_out_by_functions() -> None:
+    options = ["--model", "16x1x2x8x4x32", "--steps", "1", "--least", "0"]
+    done = launch(0, [str(BENCH / "train_profile.py"), *options], timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gemm" in done.stdout
+    assert "parlinalg/backend/attention.py" in done.stdout
+
+
 def test_a_crowded_machine_is_refused(
     harness, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

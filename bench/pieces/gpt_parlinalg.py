@@ -8,6 +8,7 @@ SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from gpt import LEARNING_RATE, Memory, Sizes, batches, timed, weights
@@ -16,10 +17,8 @@ import parlinalg as pla
 from parlinalg.autograd import ops
 
 
-def main() -> None:
-    mode, sizes = sys.argv[1], Sizes.parse(sys.argv[2])
-    warm, steps = int(sys.argv[3]), int(sys.argv[4])
-    backend, dtype = sys.argv[5:7] or ("numpy", "float32")
+def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mesh, Callable[[int], float]]:
+    """The mesh, and what makes step number i and returns its loss."""
     mesh = pla.launch({"parallel": parallel(mode)}, backend=backend)
     grid = mesh.grid
     model = pla.nn.GPT(
@@ -41,6 +40,15 @@ def main() -> None:
         optimizer.zero_grad()
         return float(loss.item())
 
+    return mesh, step
+
+
+def main() -> None:
+    mode, sizes = sys.argv[1], Sizes.parse(sys.argv[2])
+    warm, steps = int(sys.argv[3]), int(sys.argv[4])
+    backend, dtype = sys.argv[5:7] or ("numpy", "float32")
+    mesh, step = prepared(mode, sizes, backend, dtype)
+    grid = mesh.grid
     memory = Memory() if backend == "numpy" else Pool(grid.backend.xp)
     timed(step, warm, steps, grid.world.barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
     mesh.close()
