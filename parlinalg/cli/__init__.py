@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code: 0; 2 for a wrong command line or configuration; 128 + the signal's number after a signal.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # where the terminal's encoding lacks a character
     args = parser().parse_args(arguments)
     try:
         code: int = args.run(args)

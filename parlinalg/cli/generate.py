@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from parlinalg.cli.parser import Commands, say
 from parlinalg.errors import CommError, ConfigError
@@ -59,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     settings = [s for s in args.settings if not s.startswith("dtype=")]
     dtype = next((s.partition("=")[2] for s in reversed(args.settings) if s not in settings), None)
     with launch({"parallel": {"tensor": {"mode": "1d"}}}, world, settings=settings) as mesh:
-        tokens = together(world, lambda: tokenizer(args.folder), "reading the tokenizer")
         kind = together(world, lambda: model_class(args.folder), "reading the model")
+        tokens = together(world, lambda: tokenizer(args.folder), "reading the tokenizer")
+        stops = together(world, lambda: ends(args.folder), "reading the model")
         model = kind.from_pretrained(args.folder, mesh.scheme, mesh.grid, dtype)
 
         def told(text: str) -> None:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         told(args.prompt)
         continuation(
             model, tokens, args.prompt, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=ends(args.folder), told=told,
+            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, told=told,
         )  # fmt: skip
         told("\n")
     return 0
@@ -88,11 +88,17 @@ def model_class(folder: Path) -> Any:
 
 def ends(folder: Path) -> int | Sequence[int] | None:
     """The tokens that end a text, as the folder's files have them."""
+    from parlinalg.nn.pretrained.settings import Settings
+
     for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        found: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        if not (folder / name).is_file():
+            continue
+        settings = Settings.read(folder, name)
+        found: Any = settings.get("eos_token_id")
         if found is not None:
-            return found
+            if not all(isinstance(i, int) for i in (found if isinstance(found, list) else [found])):
+                raise ConfigError(f"{settings.path}: eos_token_id is a token's id or a list of them, not {found!r}")
+            return cast("int | list[int]", found)
     return None
 
 
@@ -103,5 +109,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, value, least in (("max-new-tokens", args.max_new_tokens, 0), ("temperature", args.temperature, 0)):
         if not value >= least:
             raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    from parlinalg.nn.sampling import Sampling
+
+    Sampling(args.temperature > 0, args.temperature or 1.0, args.top_k, args.top_p)
     if not args.prompt:
         raise ConfigError("--prompt must have at least one character")

@@ -51,7 +51,8 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Any) -> str:
-        return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
+        # a model may know more ids than there are bytes: 255 is in no UTF-8
+        return np.minimum(ids, 255).astype(np.uint8).tobytes().decode(errors="replace")
 
     def save(self, folder: Path) -> None:
         (folder / TOKENIZER_FILE).write_text(

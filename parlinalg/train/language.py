@@ -147,7 +147,7 @@ class Language(Task):
         text = whole_words(continuation(self.model, self.data.tokenizer, prompt, **options))
         share, count = known_share(text, self.data.words)
         if speaks:
-            (out / "sample.txt").write_text(prompt + text)
+            (out / "sample.txt").write_text(prompt + text, encoding="utf-8")
         lines = [
             "", "a sample:", f"{prompt}{text}", "",
             f"{share:.0%} of the sample's {count} words of three letters or more occur in the text",

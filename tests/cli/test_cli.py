@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from parlinalg.cli import main
+from parlinalg.cli.generate import ends
+from parlinalg.errors import ConfigError
 from tests.launching import ROOT, child_environment, launch, mpiexec
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
@@ -142,7 +144,7 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
     ("arguments", "parts"),
     [
         (["train", "digist"], ["there is no configuration 'digist'"]),
-        (["generate", "nowhere", "--prompt", "a"], ["nowhere"]),
+        (["generate", "nowhere", "--prompt", "a"], ["there is no folder nowhere"]),
         (["generate", "nowhere", "--prompt", "a", "--temperature", "-1"], ["--temperature must be at least 0"]),
         (["train", "text", "--set", "data.path=nothing.txt"], ["there is no text 'nothing.txt'"]),
         (["train", "digits", "--resume"], ["checkpoints are not there yet"]),
@@ -155,6 +157,15 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
 )
 def test_wrong_command_lines(arguments: list[str], parts: list[str]) -> None:
     refused(run(0, *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "cannot be read"), ('{"eos_token_id": ["a"]}', r"a token's id.*'a'")]
+)
+def test_end_tokens_that_are_none_are_refused(content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"generation_config.json.*{words}"):
+        ends(tmp_path)
 
 
 def test_one_rank_that_cannot_read_the_data_ends_all(tmp_path: Path) -> None:

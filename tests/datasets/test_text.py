@@ -67,6 +67,7 @@ def test_bytes_are_a_tokenizer_file_that_others_read(tmp_path: Path, monkeypatch
 
     Bytes().save(tmp_path)
     others = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert Bytes().decode([97, 300]) == "a\ufffd"
     assert others.encode(SIGNS).ids == Bytes().encode(SIGNS).tolist() == list(SIGNS.encode())
     assert others.decode(list(SIGNS.encode())) == Bytes().decode(list(SIGNS.encode())) == SIGNS
     assert Bytes().decode([0xFF, 65]) == "\ufffdA"

@@ -212,6 +212,7 @@ def test_rotary_positions_are_scaled_as_in_transformers() -> None:
         ("gpt", {"recompute": "all"}, "'attention' or 'block', not 'all'"),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type of 'default'"),
         ("gpt", {"attn_pdrop": 1.5}, "below 1, not 1.5"),
+        ("vit", {"dtype": "int8"}, "dtype is one of float64, .* not 'int8'"),
     ],
 )
 def test_settings_that_make_no_model_are_refused(kind: str, options: dict[str, Any], says: str) -> None:

@@ -27,6 +27,8 @@ from parlinalg.schemes import Scheme
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "gelu": "gelu",
                "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
 
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
 
 class Layer(NamedTuple):
     """A layer of a model, as a pipeline cuts it.
@@ -76,7 +78,7 @@ class Transformer(Module):
         refuse(type(self), unknown)
         self.config = dict(config)
         self.scheme, self.grid = scheme, grid
-        self.dtype = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        self.dtype = floating(type(self).__name__, dtype)
         self.ids_layout = Layout(*scheme.inner.dims[:2])
         self.targets_layout = self.ids_layout
         check_sizes(type(self).__name__, self.config)
@@ -170,6 +172,17 @@ def check_sizes(model: str, config: Mapping[str, Any]) -> None:
             f"{model}: num_attention_heads={heads} does not fall into num_key_value_heads={groups} groups; their "
             f"number may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
         )
+
+
+def floating(model: str, dtype: DTypeLike) -> np.dtype[Any]:
+    """A model's dtype, by its name or as it is."""
+    try:
+        found = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found.name not in DTYPES:
+        raise ConfigError(f"{model}: dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
+    return found
 
 
 def activation(model: str, name: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 from numpy.typing import DTypeLike
 
-from parlinalg.array.create import dtype_named
 from parlinalg.comm.together import together
 from parlinalg.grid import Grid
 from parlinalg.nn.module import Module
@@ -18,7 +17,7 @@ from parlinalg.nn.pretrained.architecture import Architecture
 from parlinalg.nn.pretrained.load import read
 from parlinalg.nn.pretrained.save import save
 from parlinalg.schemes import Scheme
-from parlinalg.units import dtype_name, parse_bytes
+from parlinalg.units import parse_bytes
 
 __all__ = ["ARCHITECTURES", "Architecture", "Pretrained", "gpt2", "llama"]
 
@@ -73,8 +72,8 @@ class Pretrained(Module):
         """
         path = Path(folder)
         found = together(grid.world, lambda: read(path, cls.architecture, ARCHITECTURES, changes), f"reading {path}")
-        chosen = found.dtype if dtype is None else dtype_named(dtype_name(dtype))
         make: Any = cls
+        chosen = found.dtype if dtype is None else dtype
         model: Self = make(**found.arguments, scheme=scheme, grid=grid, dtype=chosen)
         together(grid.world, lambda: model.initialize(seed, values=found.make), f"reading {path}")
         model.token_ids = {name: found.settings.get(name) for name in TOKENS}

@@ -24,21 +24,21 @@ class Settings:
         self.values, self.path = values, path
 
     @classmethod
-    def read(cls, folder: Path) -> Settings:
-        """The `config.json` of a folder.
+    def read(cls, folder: Path, name: str = "config.json") -> Settings:
+        """The `config.json` of a folder, or another file of settings.
 
         Raises
         ------
         ConfigError
             If there is no such folder or file, or it is no object in JSON.
         """
-        path = folder / "config.json"
+        path = folder / name
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; from_pretrained takes one with config.json and weights")
         try:
             values = json.loads(path.read_text("utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{folder} has no config.json; it has {_listing(folder)}") from None
+            raise ConfigError(f"{folder} has no {name}; it has {_listing(folder)}") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
