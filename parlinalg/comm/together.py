@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,3 +38,12 @@ def together(comm: Comm, function: Callable[[], Result], what: str = "") -> Resu
         rank = next(r for r, text in enumerate(problems) if text)
         raise ConfigError(problems[rank] if all(problems) else f"rank {rank}, {what}: {problems[rank]}")
     return made[0]
+
+
+def odd_one_out(comm: Comm, *parts: bytes | memoryview) -> int | None:
+    """The first rank whose bytes are not those of rank 0; None if all are alike.  Collective."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    digests = comm.share(digest.hexdigest())
+    return next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)

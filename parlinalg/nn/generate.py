@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import no_grad
-from parlinalg.comm.together import together
+from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.module import Module
@@ -173,9 +172,7 @@ def _ends(eos_token_id: int | Collection[int] | None) -> frozenset[int]:
 
 def _agreed(grid: Grid, wanted: list[Any]) -> None:
     """Raise unless all ranks want the same."""
-    mine = hashlib.blake2b(repr(wanted).encode(), digest_size=16).hexdigest()
-    digests = grid.world.share(mine)
-    odd = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
+    odd = odd_one_out(grid.world, repr(wanted).encode())
     if odd is not None:
         raise ConfigError(
             f"rank {odd} passes other prompts or options to generate than rank 0; all ranks pass the same"

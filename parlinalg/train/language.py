@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.backend.rate import gemm_rate, gemm_side
-from parlinalg.comm.together import together
+from parlinalg.comm.together import odd_one_out, together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError
 from parlinalg.nn import GPT, Llama
@@ -42,6 +42,11 @@ class Language(Task):
 
     def __init__(self, config: Config, mesh: Mesh, data: Text) -> None:
         self.data, self.mesh = data, mesh
+        odd = odd_one_out(
+            mesh.grid.world, data.train.data, data.validation.data, str(data.tokenizer.vocab_size).encode()
+        )
+        if odd is not None:
+            raise ConfigError(f"{data.name}: rank {odd} reads other tokens than rank 0; all ranks need the same files")
         self.length = int(config.data.options.get("sequence_length", SEQUENCE))
         self.model = self._model(config)
         self.sampling = {**SAMPLE, "seed": config.seed, **config.sample}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from parlinalg.comm import Comm, open_comm
-from parlinalg.comm.together import together
+from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
@@ -135,7 +134,6 @@ def launch(
         return checked, share_out(checked.parallel, world.size)
 
     checked, parallel = together(world, read, "reading the configuration")
-    digests = world.share(hashlib.sha256(repr(checked).encode()).hexdigest())
-    if (odd := next((r for r, theirs in enumerate(digests) if theirs != digests[0]), None)) is not None:
+    if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
     return Mesh(Grid(parallel.axes, world, backend or checked.backend), checked, parallel)

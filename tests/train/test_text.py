@@ -162,3 +162,12 @@ def test_texts_end_with_a_whole_word() -> None:
         " one",
         "a\n\nb c",
     ]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_read_other_texts_are_told(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # each rank's own
+    Path("own.txt").write_text(TEXT + "!" * world.rank)
+    config = {**BASE, "parallel": {"data": 2}, "data": {"name": "text", "path": "own.txt"}}
+    with pytest.raises(ConfigError, match=r"own\.txt: rank 1 reads other tokens than rank 0"):
+        train(config, tmp_path, comm=world)
