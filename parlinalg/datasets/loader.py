@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.array.create import dtype_named
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
@@ -78,7 +79,7 @@ class Loader:
         self.batch_size = batch_size
         self.grid = grid
         self.x_layout, self.y_layout = x_layout, y_layout
-        self.dtype = np.dtype(dtype)
+        self.dtype = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
         self.seed, self.shuffle = seed, shuffle
 
     def __len__(self) -> int:

@@ -36,6 +36,11 @@ class Dataset:
     classes: int
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Samples and labels, those of the test last."""
+        return self.x, self.y, self.x_test, self.y_test
+
+    @property
     def features(self) -> int:
         return int(self.x.shape[1])
 

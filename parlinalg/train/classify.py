@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
+
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
+from parlinalg.comm.together import odd_one_out
 from parlinalg.datasets import Batch, Dataset, Loader
+from parlinalg.errors import ConfigError
 from parlinalg.layout import Layout
 from parlinalg.nn import MLP
 from parlinalg.train.config import Config
@@ -31,15 +36,18 @@ class Classify(Task):
         options = dict(config.model.options)
         sizes = (data.features, *options.pop("hidden", HIDDEN), data.classes)
         self.data = data
-        self.model = MLP(sizes, mesh.scheme, mesh.grid, dtype=config.dtype, seed=config.seed, **options)
+        if (odd := odd_one_out(mesh.grid.world, *(np.ascontiguousarray(a).data for a in data.arrays))) is not None:
+            raise ConfigError(f"{data.name}: rank {odd} reads other samples than rank 0; all ranks need the same files")
+        dtype = dtype_named(config.dtype)
+        self.model = MLP(sizes, mesh.scheme, mesh.grid, dtype=dtype, seed=config.seed, **options)
         self.criterion: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         x_layout, y_layout = self.model.input_layout(), Layout(self.model.output_layout().dims[0])
         self.loader: Loader = Loader(
-            data.x, data.y, config.batch_size, mesh.grid, x_layout, y_layout, dtype=config.dtype, seed=config.seed
+            data.x, data.y, config.batch_size, mesh.grid, x_layout, y_layout, dtype=dtype, seed=config.seed
         )
         self.held: Loader = Loader(
             data.x_test, data.y_test, max(config.batch_size, TEST_BATCH), mesh.grid, x_layout, y_layout,
-            dtype=config.dtype, shuffle=False,
+            dtype=dtype, shuffle=False,
         )  # fmt: skip
 
     def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:

@@ -125,7 +125,7 @@ class Config:
     parallel : dict
         See `parlinalg.train.parallel.share_out`, which checks it against the number of ranks.
     backend : {"auto", "numpy", "cupy"}
-    dtype : {"float32", "float64"}
+    dtype : {"float32", "float64", "bfloat16", "float16"}
         Of the parameters and the arithmetic.
     seed : int
         Of the weights, the order of the data, dropout, and the split into training and test data.
@@ -202,7 +202,7 @@ _ONE_PROGRAM = "leave it out"
 CHECKS: dict[str, Check] = {
     "parallel": _parallel,
     "backend": one_of("auto", "numpy", "cupy"),
-    "dtype": one_of("float32", "float64"),
+    "dtype": one_of("float32", "float64", "bfloat16", "float16"),
     "seed": whole(0),
     "model": choice(MODELS, default="mlp"),
     "data": _data,

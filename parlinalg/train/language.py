@@ -22,6 +22,7 @@ from parlinalg.train.task import Criterion, Outcome, Task
 
 MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 SEQUENCE = 128
+HELD_TOKENS = 4096  # of a batch of the validation, at least
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 SAMPLE = {"prompt": "\n", "max_new_tokens": 500, "temperature": 0.8}
 TOP = 700.0  # exp of more is infinite
@@ -52,14 +53,15 @@ class Language(Task):
         self.sampling = {**SAMPLE, "seed": config.seed, **config.sample}
         self.smoothed: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         self.peak = math.nan
-        cut = (config.batch_size, mesh.grid, self.model.ids_layout, self.model.targets_layout)
+        rest = (mesh.grid, self.model.ids_layout, self.model.targets_layout)
+        most = max(config.batch_size, HELD_TOKENS // self.length)
 
         def windows() -> tuple[Windows, Passages]:
             try:
-                train = Windows(data.train, self.length, *cut, seed=config.seed)
+                train = Windows(data.train, self.length, config.batch_size, *rest, seed=config.seed)
             except ConfigError as error:
                 raise ConfigError(f"{data.name}, the part to train on: {error}") from error
-            return train, Passages(data.validation, self.length, *cut)
+            return train, Passages(data.validation, self.length, most, *rest)
 
         self.loader, self.held = together(mesh.grid.world, windows, "cutting the text into windows")
         self.flops = self.model.flops(config.batch_size, self.length)

@@ -101,7 +101,7 @@ WRONG = [
     ({"data": {"name": "npz"}}, ("needs a path",)),
     ({"data": {"name": "digits", "test": 0}}, ("data.test", "above 0")),
     ({"data": 2}, ("data must be a dict",)),
-    ({"dtype": "int8"}, ("dtype", "'float32' or 'float64'")),
+    ({"dtype": "int8"}, ("dtype", "'bfloat16' or 'float16'")),
     ({"backend": "torch"}, ("backend", "'numpy'")),
     ({"batch_size": 0}, ("batch_size", "at least 1")),
     ({"batch_size": 1.5}, ("batch_size", "whole number")),
