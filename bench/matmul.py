@@ -231,8 +231,8 @@ def arguments() -> argparse.Namespace:
         default=["gemm", "parlinalg", "scalapack", "heat"],
         choices=["gemm", "parlinalg", "scalapack", "heat"],
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=2, help="timed products a piece and round; rounds × repeats ≥ 7")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5, help="timed products a piece and round; rounds × repeats ≥ 7")
     parser.add_argument(
         "--grids", nargs="*", default=[], help="parlinalg's, where not the planned one: 8=4x2x1 (m, n, k)"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from parlinalg.backend import backend_of
+from parlinalg.backend.blas import cores
 from parlinalg.comm import half, limits, split, staging
 from parlinalg.comm.base import Block, Comm
 from parlinalg.comm.chain import Chain
@@ -58,6 +59,8 @@ LONG = 1 << 20
 """Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
 
 _HEAD = 256
+PAUSES = 2e-5, 2e-4
+"""Seconds a rank sleeps between two looks at a barrier where ranks outnumber cores: the first and the longest."""
 _number_of: dict[Any, MPI.Datatype] = {}
 
 
@@ -130,6 +133,8 @@ class MpiComm(Comm):
         self.first_phases: deque[half.TwoPhase] = deque()
         """16-bit all-reduces whose second phase has not begun, oldest first."""
         self._shadow: MpiComm | None = None
+        self.crowded = self.local_size > len(cores())
+        """Whether this node has more ranks than cores, as far as the communicators that this one is of could tell."""
         self.chains = 0
         """Broadcasts along a chain that have begun: the same number on all ranks."""
 
@@ -151,7 +156,9 @@ class MpiComm(Comm):
             slot.state = None
             group.Free()
             whole.Free()
-        return MpiComm(made, axes, tuple(self.nodes[r] for r in ranks), self.books, self.checked)
+        part = MpiComm(made, axes, tuple(self.nodes[r] for r in ranks), self.books, self.checked)
+        part.crowded |= self.crowded
+        return part
 
     def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
         need = math.prod(sizes.values())
@@ -330,7 +337,13 @@ class MpiComm(Comm):
         return True
 
     def _barrier(self) -> None:
-        self.mpi.Barrier()
+        if not self.crowded:
+            self.mpi.Barrier()
+            return
+        request, pause = self.mpi.Ibarrier(), PAUSES[0]
+        while not request.Test():  # MPI would poll, and take turns with the ranks that are waited for
+            sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return exchange(self.mpi, payload)
