@@ -111,7 +111,7 @@ def _arrays(held: Any, met: set[int]) -> Iterator[Any]:
     if held is None or isinstance(held, int | float | str | bytes | Layout | Node) or id(held) in met:
         return
     met.add(id(held))
-    if hasattr(held, "__array_interface__") or hasattr(held, "__cuda_array_interface__"):
+    if hasattr(held, "nbytes") and hasattr(held, "flags"):  # an array of a backend
         if getattr(held, "ndim", 0):
             yield _memory(held)
     elif isinstance(held, DistArray):

@@ -167,6 +167,11 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def under_way():
+    """MPI's requests that are not done, those that other tests left among them."""
+    return sum(len(comm._under_way) for comm in watch._alive.values())
+
+
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.timeout(1200)
 def test_many_products_leak_nothing(world, backend, full):
@@ -176,14 +181,14 @@ def test_many_products_leak_nothing(world, backend, full):
     with pla.Grid(grids(world.size)[1], world, backend) as grid:
         x = pla.distribute(a, grid, Layout(*grid.axes))
         y = pla.distribute(a, grid, Layout(*grid.axes))
-        used, communicators = [], []
+        used, communicators, before = [], [], under_way()
         for _ in range(2):
             for i in range(rounds):
                 c = pla.matmul(x, y, memory=None if i % 16 else 2048)
             gc.collect()
             used.append(resident())
             communicators.append(len(watch._alive))
-            assert not [handle for comm in watch._alive.values() for handle in comm._under_way]  # MPI's requests
+            assert under_way() == before
         same(c, a @ a)
         assert used[1] - used[0] < 8 << 20, used
-        assert communicators[1] == communicators[0] < 64, communicators
+        assert communicators[1] == communicators[0], communicators
