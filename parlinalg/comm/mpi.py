@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from parlinalg.comm.chain import Chain
 from parlinalg.comm.half import is_half
 from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.ledger import Book
+from parlinalg.comm.patience import wait_asleep
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.staging import through_host
 from parlinalg.comm.watch import Forming, slot, strike
@@ -59,8 +60,6 @@ LONG = 1 << 20
 """Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
 
 _HEAD = 256
-PAUSES = 2e-5, 2e-4
-"""Seconds a rank sleeps between two looks at a barrier where ranks outnumber cores: the first and the longest."""
 _number_of: dict[Any, MPI.Datatype] = {}
 
 
@@ -337,13 +336,10 @@ class MpiComm(Comm):
         return True
 
     def _barrier(self) -> None:
-        if not self.crowded:
+        if self.crowded:
+            wait_asleep(self.mpi.Ibarrier())
+        else:
             self.mpi.Barrier()
-            return
-        request, pause = self.mpi.Ibarrier(), PAUSES[0]
-        while not request.Test():  # MPI would poll, and take turns with the ranks that are waited for
-            sleep(pause)
-            pause = min(2 * pause, PAUSES[1])
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return exchange(self.mpi, payload)
