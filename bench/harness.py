@@ -58,6 +58,18 @@ def wait_until_idle(limit: float, seconds: float = 1.0) -> float:
     return share
 
 
+def busy_at_start(limit: float, crowded: bool) -> float | None:
+    """The share in use as a measurement begins; None, told, if the cores are not idle in `limit` seconds nor may be."""
+    share = wait_until_idle(0 if crowded else limit)
+    if share > BUSY and not crowded:
+        print(
+            f"others use {100 * share:.0f}% of the cores: wait until they are idle, or measure anyway with --crowded",
+            file=sys.stderr,
+        )
+        return None
+    return share
+
+
 def machine() -> dict[str, Any]:
     """The machine and the software that a figure belongs to."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -256,12 +256,8 @@ def shape_of(text: str) -> tuple[int, int, int]:
 def main() -> int:
     args = arguments()
     harness.stop_cleanly()
-    share = harness.wait_until_idle(0 if args.crowded else args.wait)
-    if share > harness.BUSY and not args.crowded:
-        print(
-            f"others use {100 * share:.0f}% of the cores: wait until they are idle, or measure anyway with --crowded",
-            file=sys.stderr,
-        )
+    share = harness.busy_at_start(args.wait, args.crowded)
+    if share is None:
         return 1
     grids = {int(p): factors.split("x") for p, _, factors in (text.partition("=") for text in args.grids)}
     with tempfile.TemporaryDirectory() as build:

@@ -93,10 +93,15 @@ def losses(kind: str, scheme: Scheme, grid: Any, steps: int = 10, **options: Any
     model = make(kind, scheme, grid, **options)
     GradientReducer(model.parameters(), 2000, 4000)
     optimizer = AdamW(model.parameters(), 0.01)
+    return stepped(model, optimizer, range(steps), 3)
+
+
+def stepped(model: Any, optimizer: Any, steps: range, batches: int) -> list[float]:
+    """The losses of training steps, which take so many batches in turn."""
     found = []
-    for step in range(steps):
+    for step in steps:
         with nn.training_step(step):
-            loss = loss_of(model, step % 3)
+            loss = loss_of(model, step % batches)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

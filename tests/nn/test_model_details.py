@@ -28,6 +28,7 @@ from tests.models import (
     every_scheme,
     loss_of,
     make,
+    stepped,
 )
 
 SUMMA = schemes.for_mode("2d").SCHEME
@@ -41,15 +42,7 @@ def other(ranks: int, turn: int) -> tuple[str, dict[str, int]]:
 
 def steps(model: Any, optimizer: Any, first: int, count: int) -> list[float]:
     """The losses of training steps."""
-    found = []
-    for step in range(first, first + count):
-        with nn.training_step(step):
-            loss = loss_of(model, step % 2)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return stepped(model, optimizer, range(first, first + count), 2)
 
 
 def norm(arrays: Any) -> float:
