@@ -21,7 +21,7 @@ def test_time_limits_end_every_rank(ranks: int, tmp_path: Path) -> None:
         "time.sleep(100)"
     )
     start = time.monotonic()
-    assert launch(ranks, ["-c", code], timeout=4).returncode == 124
+    assert launch(ranks, ["-c", code], timeout=2).returncode == 124
     assert time.monotonic() - start < 40
     pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == max(1, ranks)
