@@ -41,7 +41,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
 RARE = {12}  # numbers of ranks at which only the tests run that name them
 UNAVAILABLE = "cannot be had here:"
-collect_ignore = [] if BACKEND == "cupy" else ["backend/test_standin.py"]
+collect_ignore = [] if BACKEND == "cupy" else ["backend/test_halves.py", "backend/test_standin.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

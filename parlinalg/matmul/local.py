@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import halves, namespace
 from parlinalg.plan import Plan
 
 Block = Any
@@ -30,10 +30,12 @@ def is_half(dtype: Any) -> bool:
 
 
 def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
-    """`x @ w` of matrices (with leading batch dims) in `dtype`; 16-bit floats are multiplied and summed in float32.
+    """`x @ w` of matrices (with leading batch dims) in `dtype`; products of 16-bit floats are summed in float32.
 
     With `out`, its float32 (or `dtype`) elements receive the product.
     """
+    if out is None and is_half(dtype) and x.dtype == dtype and (y := halves.product(x, w)) is not None:
+        return y
     xp = namespace(x)
     work = np.dtype(np.float32) if is_half(dtype) else dtype
     if x.dtype != work:

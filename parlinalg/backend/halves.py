@@ -1,0 +1,48 @@
+"""Products of matrices of 16-bit floats, summed in float32, where the device multiplies them faster than float32.
+
+CuPy hands two matrices of one 16-bit dtype to cuBLAS as they are, which sums in float32 and rounds once; stacks of
+matrices it casts to float32 (float16) or refuses (bfloat16), in versions up to 14.  Whether it does so is asked once
+for a dtype, by a product whose sum 16 bits cannot hold.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from parlinalg.backend import namespace
+
+Block = Any
+TERMS = 4096  # ones that sum up to themselves in float32 only: float16 stops at 2048, bfloat16 at 256
+
+
+def product(x: Block, w: Block) -> Block | None:
+    """`x @ w` in the dtype of both, or None where they are to be cast to float32 first.
+
+    Parameters
+    ----------
+    x, w : array
+        Matrices, contiguous or transposed, of one 16-bit float dtype.
+    """
+    xp = namespace(x)
+    if xp is np or x.ndim != 2 or w.ndim != 2 or x.dtype != w.dtype or not x.size or not w.size:
+        return None
+    return xp.matmul(x, w) if sums_in_single(xp, x.dtype) else None
+
+
+@cache
+def sums_in_single(xp: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether this namespace multiplies matrices of the dtype, and sums in float32."""
+    try:
+        ones = xp.ones((2, TERMS), dtype)
+        found = xp.matmul(ones, ones.T)
+        right = found.dtype == dtype and bool((found.astype(np.float32) == TERMS).all())
+        why = f"{TERMS} ones add up to {found.astype(np.float32).max()}"
+    except Exception as error:  # what CuPy raises depends on its version
+        right, why = False, str(error)
+    if not right:
+        warnings.warn(f"products of {dtype} are cast to float32 on this device: {why}", stacklevel=2)
+    return right
