@@ -4,13 +4,51 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from parlinalg.array import DistArray
-from parlinalg.autograd.tape import Reducer
+from parlinalg.autograd.tape import Fetcher, Reducer
 from parlinalg.autograd.tensor import Tensor
+from parlinalg.backend.kernels_optim import flat
+from parlinalg.layout import Cut
 
 Block = Any
+
+
+class Owner(Protocol):
+    """What holds the values of sharded parameters."""
+
+    def adopt(self) -> None:
+        """Have the values lie where the shards say, also those that were replaced."""
+
+    def gather(self) -> None:
+        """Give every rank the elements that the others have updated.  Collective over the shards' axes."""
+
+
+@dataclass(eq=False)
+class Shard:
+    """The part of a parameter that this rank updates: elements `start` to `stop` of its flattened block.
+
+    Attributes
+    ----------
+    start, stop : int
+    axes : tuple of str
+        Axes that do not cut the parameter; along them the ranks' shards make up the block, in the order of the ranks.
+    grad : array or None
+        The settled gradient of these elements, one-dimensional.
+    lengths : tuple of int
+        The elements of each rank along `axes`: `stop - start` is one of them.
+    owner : Owner or None
+        Holds the value, and gathers it after an update.
+    """
+
+    start: int
+    stop: int
+    axes: Cut
+    grad: Block = None
+    lengths: tuple[int, ...] = ()
+    owner: Owner | None = None
 
 
 class Parameter(Tensor):
@@ -28,13 +66,23 @@ class Parameter(Tensor):
     Attributes
     ----------
     reducer : Reducer or None
+    shard : Shard or None
+        The part that this rank updates, where ranks that hold the same block share its update (ZeRO).  The settled
+        gradient is then the shard's, and `grad` is None.
+    fetcher : Fetcher or None
+        What gives products the value as they work on it, where it does not rest so.
+    writes : int
+        How often the value was written to in place, but for an optimizer's updates; see `written`.
     """
 
-    __slots__ = ("name", "reducer")
+    __slots__ = ("fetcher", "name", "reducer", "shard", "writes")
 
     def __init__(self, data: DistArray, name: str = "", requires_grad: bool = True) -> None:
         self.name = name
         self.reducer: Reducer | None = None
+        self.shard: Shard | None = None
+        self.fetcher: Fetcher | None = None
+        self.writes = 0
         super().__init__(data, requires_grad)
 
     @property
@@ -46,6 +94,29 @@ class Parameter(Tensor):
         Tensor.requires_grad.fset(self, wanted)  # type: ignore[attr-defined]
         if self._node is not None:
             self._node.owner = weakref.ref(self)
+
+    @property
+    def grad(self) -> DistArray | None:
+        """The gradient that backward passes have added up so far; None forgets that of a shard too."""
+        return None if self._node is None else self._node.grad
+
+    @grad.setter
+    def grad(self, value: DistArray | None) -> None:
+        if value is None and self.shard is not None:
+            self.shard.grad = None
+        Tensor.grad.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def updated(self) -> tuple[Block, Block]:
+        """What this rank updates: flat views of that part of the value, and of its gradient (None: there is none)."""
+        value = flat(self.block)
+        if self.shard is not None:
+            return value[self.shard.start : self.shard.stop], self.shard.grad
+        return value, None if self.grad is None else flat(self.grad.block)
+
+    def written(self) -> None:
+        """Say that the value was written to in place: an optimizer's copy of it in more bits then takes it."""
+        self.writes += 1
 
     def deposit(self, block: Block) -> None:
         """Add a settled gradient, whose block is nobody else's, to `grad`."""

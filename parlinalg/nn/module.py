@@ -209,6 +209,7 @@ class Module:
         for name, p in mine.items():
             part = tuple(slice(r.start, r.stop) for r in p.grid.block(p.layout, p.shape))
             p.block[...] = p.grid.backend.from_host(np.array(np.asarray(state[name])[part], p.dtype, order="C"))
+            p.written()
 
     def zero_grad(self) -> None:
         """Forget the gradients of all parameters."""

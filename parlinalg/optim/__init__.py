@@ -5,5 +5,6 @@ from parlinalg.optim.adam import Adam, AdamW
 from parlinalg.optim.optimizer import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.optim.sgd import SGD
+from parlinalg.optim.states import InMemory, States
 
-__all__ = ["SGD", "Adam", "AdamW", "Optimizer", "Scheduler", "schedules"]
+__all__ = ["SGD", "Adam", "AdamW", "InMemory", "Optimizer", "Scheduler", "States", "schedules"]

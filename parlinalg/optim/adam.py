@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from parlinalg.autograd import Parameter
 from parlinalg.backend import kernels_optim
@@ -27,6 +27,8 @@ class Adam(Optimizer):
     eps : float
         Above 0.
     weight_decay : float
+    master : bool or dtype
+        See `Optimizer`.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
@@ -34,9 +36,9 @@ class Adam(Optimizer):
 
     def __init__(
         self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
-        eps: float = 1e-8, weight_decay: float = 0.0,
+        eps: float = 1e-8, weight_decay: float = 0.0, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay)
+        super().__init__(parameters, lr, weight_decay, master=master)
         below_one(beta1=betas[0], beta2=betas[1])
         if not eps > 0:
             raise ConfigError(f"an optimizer's eps is above 0, not {eps}")
@@ -60,6 +62,6 @@ class AdamW(Adam):
 
     def __init__(
         self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
-        eps: float = 1e-8, weight_decay: float = 0.01,
+        eps: float = 1e-8, weight_decay: float = 0.01, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(parameters, lr, betas, eps=eps, weight_decay=weight_decay, master=master)

@@ -1,4 +1,4 @@
-"""Parameters and optimizer states as views into flat buffers."""
+"""Parameters side by side in flat buffers, and what of them one rank updates."""
 
 from __future__ import annotations
 
@@ -7,83 +7,170 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.backend.kernels_optim import address, follows, joined, work_dtype
+from parlinalg.layout import Cut
 
 Block = Any
+Order = list[Parameter]
+
+#: Bytes of a flat buffer of values: moving there takes no more memory than one at a time.
+BUFFER = 1 << 26
 
 
 @dataclass
 class Entry:
-    """A parameter in a flat buffer, with its states."""
+    """What a rank updates of a parameter: its whole block, or its shard.
+
+    Attributes
+    ----------
+    parameter : Parameter
+    data : DistArray
+        The parameter's value, which the optimizer knows.
+    value : array
+        What is updated of it, a flat view.
+    axes : tuple of str
+    lengths : tuple of int
+        The axes over which the parameter is sharded, and the elements of each rank along them; none if it is not.
+    start : int
+        Where `value` begins in the flattened block.
+    dtype : numpy.dtype
+        That of the states.
+    names : tuple of str
+        The states.
+    writes : int
+        The parameter's `writes` that the states know of.
+    """
 
     parameter: Parameter
     data: DistArray
-    states: dict[str, Block] = field(default_factory=dict)
+    value: Block
+    axes: Cut
+    lengths: tuple[int, ...]
+    start: int
+    dtype: np.dtype[Any]
+    names: tuple[str, ...]
+    writes: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of elements that are updated."""
+        return int(self.value.size)
+
+    @property
+    def span(self) -> tuple[Cut, tuple[int, ...]]:
+        """How the block is shared between ranks; the same on all that share it."""
+        return self.axes, self.lengths
 
     @property
     def current(self) -> bool:
-        """Whether the parameter's value still is the view into the buffer."""
-        return self.parameter.data is self.data
+        """Whether the parameter's value and shard still are those of this entry."""
+        return self.parameter.data is self.data and span(self.parameter) == self.span
 
-    def state(self, name: str) -> DistArray:
-        """A state of the parameter, which is cut as the parameter is."""
-        return DistArray(self.states[name], self.data.shape, self.data.layout, self.data.grid)
+    def whole(self, block: Block) -> DistArray:
+        """A state as an array, which is cut as the parameter is, from this rank's flat part.  Collective."""
+        data = self.data
+        if self.axes:
+            part, block = block, data.grid.backend.empty(sum(self.lengths), block.dtype)
+            data.grid.comm(self.axes).all_gather(part, block, self.lengths)
+        return DistArray(block.reshape(data.block.shape), data.shape, data.layout, data.grid)
 
 
 @dataclass
 class Run:
-    """Parameters that lie side by side, their gradients too: flat views of both and of the states."""
+    """What is updated of parameters that lie side by side, their gradients too: flat views of both and of the states.
 
-    p: Block
+    Attributes
+    ----------
+    entries : list of Entry
+        Those whose elements these are, or, of a window, that have some of them.
+    value : array
+        The values.
+    g : array
+        The gradients.
+    states : dict of str to array
+        In memory, in the dtype of `Entry.dtype`.
+    at : int
+        Where this begins in the elements of the first entry.
+    """
+
+    entries: list[Entry]
+    value: Block
     g: Block
-    states: dict[str, Block]
+    states: dict[str, Block] = field(default_factory=dict)
+    at: int = 0
+
+    @property
+    def p(self) -> Block:
+        """What `update` changes: the values, or the master of more bits that they are rounded from."""
+        return self.states.get("master", self.value)
 
 
-def flatten(parameters: Sequence[Parameter], states: Sequence[str], old: dict[int, Entry]) -> list[Entry]:
-    """Move the parameters of each dtype into one flat buffer, in the order in which their gradients lie in memory.
+def span(parameter: Parameter) -> tuple[Cut, tuple[int, ...]]:
+    """How a parameter's block is shared between ranks: over which axes, and how many elements each has."""
+    shard = parameter.shard
+    return ((), ()) if shard is None else (shard.axes, shard.lengths)
+
+
+def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.dtype[Any] | None) -> list[Entry]:
+    """Entries of the parameters, those of each dtype one after the other in the order in which their gradients lie.
+
+    Whole parameters move into flat buffers; sharded ones lie in those of the shards' owner.
 
     Parameters
     ----------
-    states : sequence of str
-        The states to make, zero, each flat as the parameters are; `old` entries' values are kept.
+    names : tuple of str
+        The states.
+    master : numpy.dtype or None
+        Parameters of fewer bits have a state "master" of this dtype.
     """
-    groups: dict[tuple[int, str], list[Parameter]] = {}
-    for p in _as_gradients_lie(parameters):
-        groups.setdefault((id(p.grid.backend), p.dtype.str), []).append(p)
+    groups: dict[tuple[int, str, bool], Order] = {}
+    for p in as_gradients_lie(parameters):
+        groups.setdefault((id(p.grid.backend), p.dtype.str, p.shard is not None), []).append(p)
     entries = []
     for group in groups.values():
-        backend, dtype = group[0].grid.backend, group[0].dtype
-        n = sum(p.block.size for p in group)
-        data = backend.empty(n, dtype)
-        flats = {name: backend.zeros(n, work_dtype(dtype)) for name in states}
-        at = 0
+        if group[0].shard is None:
+            _move(group)
+        dtype, extra = work_dtype(group[0].dtype), names[:0]
+        if master is not None and master.itemsize > group[0].dtype.itemsize:
+            dtype, extra = master, ("master",)
         for p in group:
-            part, shape = slice(at, at + p.block.size), p.block.shape
-            at += p.block.size
-            view = data[part].reshape(shape)
-            view[...] = p.block
-            kept = old.get(id(p))
-            entry = Entry(p, DistArray(view, p.shape, p.layout, p.grid))
-            for name, flat in flats.items():
-                entry.states[name] = flat[part].reshape(shape)
-                if kept is not None:
-                    entry.states[name][...] = kept.states[name]
-            p.data = entry.data
-            entries.append(entry)
+            start = 0 if p.shard is None else p.shard.start
+            entries.append(Entry(p, p.data, p.updated[0], *span(p), start, dtype, (*names, *extra), p.writes))
     return entries
 
 
-def _as_gradients_lie(parameters: Sequence[Parameter]) -> list[Parameter]:
+def _move(group: Order) -> None:
+    """Move the values into flat buffers, in this order."""
+    while group:
+        nbytes = taken = 0
+        while taken < len(group) and (not taken or nbytes + group[taken].block.nbytes <= BUFFER):
+            nbytes += group[taken].block.nbytes
+            taken += 1
+        part, group = group[:taken], group[taken:]
+        buffer = part[0].grid.backend.empty(sum(p.block.size for p in part), part[0].dtype)
+        at = 0
+        for p in part:
+            view = buffer[at : at + p.block.size].reshape(p.block.shape)
+            at += p.block.size
+            view[...] = p.block
+            p.data = DistArray(view, p.shape, p.layout, p.grid)
+
+
+def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
+    """The parameters in the order of their gradients in memory, those without one in reverse."""
     bases: dict[int, int] = {}
 
     def place(indexed: tuple[int, Parameter]) -> tuple[float, int]:
         index, p = indexed
-        if p.grad is None or p.grad.block.base is None:
+        lies = p.block if p.shard is not None else None if p.grad is None else p.grad.block
+        if lies is None or lies.base is None:
             return math.inf, -index  # gradients arrive in reverse order of use
-        base = bases.setdefault(id(p.grad.block.base), len(bases))
-        return base, address(p.grad.block)
+        base = bases.setdefault(id(lies.base), len(bases))
+        return base, address(lies)
 
     return [p for _, p in sorted(enumerate(parameters), key=place)]
 
@@ -92,19 +179,17 @@ def runs(entries: Sequence[Entry]) -> list[Run]:
     """The entries that have gradients and are not empty, joined where they and their gradients lie side by side."""
     chains: list[list[tuple[Entry, Block]]] = []
     for entry in entries:
-        grad = entry.parameter.grad
-        if grad is None or not grad.block.size:
+        grad = entry.parameter.updated[1]
+        if grad is None or not grad.size:
             continue
         last = chains[-1][-1] if chains else None
-        if last is not None and follows(last[0].data.block, entry.data.block) and follows(last[1], grad.block):
-            chains[-1].append((entry, grad.block))
+        if (
+            last is not None
+            and last[0].dtype == entry.dtype
+            and follows(last[0].value, entry.value)
+            and follows(last[1], grad)
+        ):
+            chains[-1].append((entry, grad))
         else:
-            chains.append([(entry, grad.block)])
-    return [
-        Run(
-            joined([e.data.block for e, _ in chain]),
-            joined([g for _, g in chain]),
-            {name: joined([e.states[name] for e, _ in chain]) for name in chain[0][0].states},
-        )
-        for chain in chains
-    ]
+            chains.append([(entry, grad)])
+    return [Run([e for e, _ in c], joined([e.value for e, _ in c]), joined([g for _, g in c])) for c in chains]

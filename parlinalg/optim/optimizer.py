@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from parlinalg.autograd import Parameter
-from parlinalg.errors import ConfigError, LayoutError
+from parlinalg.autograd import Owner, Parameter
+from parlinalg.errors import ConfigError
 from parlinalg.names import check_names
-from parlinalg.optim.flat import Entry, Run, flatten, runs
+from parlinalg.optim.flat import Entry, Run, flatten, runs, span
+from parlinalg.optim.pieces import check_settled, distinct
+from parlinalg.optim.states import InMemory, States
 
 Block = Any
 
 
 class Optimizer(ABC):
-    """Updates parameters from their gradients; every rank its own blocks, without communication.
+    """Updates parameters from their gradients; every rank its own blocks, or its shards of them.
 
-    Parameters, gradients and states lie in flat buffers, one a dtype, and a step is one pass over them.  The parameters
-    move there at the first step.  Those of 16 bits are updated in float32, and have float32 states.
+    Parameters, gradients and states lie in flat buffers, and a step is one pass over them.  The parameters move there
+    at the first step.  Those of 16 bits are updated in float32, and have float32 states.  Where parameters are sharded
+    (see `parlinalg.parallel.ZeRO`), a rank updates and has states of its shards only, and a step ends with an
+    all-gather of the values; nothing else communicates.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter
+    lr, weight_decay : float
+    master : bool or dtype
+        With True, parameters of 16 bits are rounded from float32 ones that a step updates (Micikevicius et al., "Mixed
+        precision training", 2018), a state "master".  A dtype: so are all parameters of fewer bits than it has.
 
     Attributes
     ----------
@@ -28,17 +40,24 @@ class Optimizer(ABC):
         The learning rate of the next step; a `Scheduler` sets it.
     steps : int
         The number of steps made.
+    states_place : States
+        Where the states lie; see `place`.
 
     Raises
     ------
     ConfigError
-        If there is no parameter, or a setting is out of its range.
+        If there is no parameter, or a setting is out of its range, or parameters are sharded and the update is not one
+        that can be made shard by shard.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
+    ELEMENTWISE: ClassVar[bool] = True
+    """Whether each element is updated from its own gradient and states alone; else `norms` says what else is needed."""
 
-    def __init__(self, parameters: Iterable[Parameter], lr: float, weight_decay: float) -> None:
-        self.parameters = list({id(p): p for p in parameters}.values())
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float, weight_decay: float, *, master: bool | Any = False
+    ) -> None:  # fmt: skip
+        self.parameters = distinct(parameters)
         if not self.parameters:
             raise ConfigError("an optimizer needs at least one parameter; a model's are model.parameters()")
         for p in self.parameters:
@@ -47,44 +66,125 @@ class Optimizer(ABC):
         at_least_zero(lr=lr, weight_decay=weight_decay)
         self.lr = lr
         self.weight_decay = weight_decay
+        self.master = _master(master)
         self.steps = 0
+        self.states_place: States = InMemory()
         self._entries: list[Entry] = []
+        self._check_shards()
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the arrays kept for each parameter."""
+        """The names of the arrays kept for each parameter, but for a master."""
         return self.STATES
 
     @abstractmethod
     def update(self, run: Run) -> None:
-        """Make step number `steps` for parameters that lie side by side."""
+        """Make step number `steps` for parameters that lie side by side: change `run.p` and `run.states`."""
+
+    def apply(self) -> None:
+        """Make step number `steps`; an optimizer that needs more than one pass has its own."""
+        for run in self.windows():
+            self.update(run)
 
     def step(self) -> None:
-        """Update all parameters that have a gradient.
+        """Update all parameters that have a gradient.  Collective over the axes over which they are sharded.
 
         Raises
         ------
         LayoutError
             If a gradient is not settled.
         """
-        self._check()
-        self._flatten()
-        self.steps += 1
-        for run in runs(self._entries):
-            self.update(run)
-
-    def _check(self) -> None:
         for p in self.parameters:
-            if p.grad is not None and p.grad.layout.with_partial(()) != p.grad.layout:
-                raise LayoutError(
-                    f"the gradient of {p.name!r} is {p.grad.layout!r}, not summed yet; "
-                    "make the last backward pass of a step outside no_sync()"
-                )
+            check_settled(p)
+        self.arrange()
+        self.steps += 1
+        self.apply()
+        for owner in self._owners():
+            owner.gather()
 
-    def _flatten(self) -> None:
-        if not self._entries or not all(e.current for e in self._entries):
-            old = {id(e.parameter): e for e in self._entries}
-            self._entries = flatten(self.parameters, self.states, old)
+    def windows(self) -> Iterator[Run]:
+        """Everything that has a gradient, a part at a time, with its states in memory.
+
+        When the next part is asked for, values with a master are rounded from it.
+        """
+        for run in self.states_place.windows(runs(self._entries)):
+            yield run
+            if "master" in run.states:
+                run.value[...] = run.p
+
+    def place(self, states: States) -> None:
+        """Keep the states elsewhere from now on; those there are move."""
+        states.make(self._entries)
+        for entry in self._entries:
+            for name in entry.names:
+                states.write(entry, name, self.states_place.read(entry, name))
+        self.states_place = states
+
+    def arrange(self) -> list[Entry]:
+        """What this rank updates, with states.  Collective over the axes over which parameters are sharded anew."""
+        for owner in self._owners():
+            owner.adopt()
+        old = self._entries
+        if not old or any(e.span != span(e.parameter) for e in old):
+            self._check_shards()
+            kept = self._resharded(old)
+            self._entries = flatten(self.parameters, self.states, self.master)
+            self.states_place.make(self._entries)
+            for entry in self._entries:
+                for name in entry.names:
+                    if old:
+                        self.states_place.write(entry, name, kept.pop((id(entry.parameter), name)))
+                    elif name == "master":
+                        self.states_place.write(entry, name, entry.value)
+        elif not all(e.current for e in old):
+            order = [e.parameter for e in old]
+            place = {id(p): i for i, p in enumerate(order)}
+            fresh = flatten(order, self.states, self.master)
+            self._entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
+            for entry, before in zip(self._entries, old, strict=True):
+                entry.writes = before.writes - (not before.current)
+        for entry in self._entries:
+            if entry.writes != entry.parameter.writes:
+                self._written(entry)
+        return self._entries
+
+    def _resharded(self, old: list[Entry]) -> dict[tuple[int, str], Block]:
+        """The states of the elements that this rank updates from now on."""
+        kept = {}
+        for entry in old:
+            shard = entry.parameter.shard
+            for name in entry.names:
+                block = self.states_place.read(entry, name)
+                if entry.span != span(entry.parameter):
+                    whole = entry.whole(block).block.reshape(-1)
+                    block = whole if shard is None else whole[shard.start : shard.stop].copy()
+                kept[id(entry.parameter), name] = block
+        return kept
+
+    def _written(self, entry: Entry) -> None:
+        """Take a value that was written to as the master, where it is not what the master rounds to."""
+        entry.writes = entry.parameter.writes
+        if "master" in entry.names:
+            master = self.states_place.read(entry, "master").copy()
+            changed = master.astype(entry.value.dtype) != entry.value
+            master[changed] = entry.value[changed]
+            self.states_place.write(entry, "master", master)
+
+    def _owners(self) -> list[Owner]:
+        """What holds the values of sharded parameters, once each."""
+        shards = [p.shard for p in self.parameters if p.shard is not None]
+        return list({id(s.owner): s.owner for s in shards if s.owner is not None}.values())
+
+    def _check_shards(self) -> None:
+        """Raise a ConfigError if parameters are sharded and the update cannot be made shard by shard."""
+        if not self.ELEMENTWISE and not hasattr(self, "norms"):
+            sharded = next((p for p in self.parameters if p.shard is not None), None)
+            if sharded is not None and sharded.shard is not None:
+                raise ConfigError(
+                    f"{type(self).__name__} updates an element from others of its parameter, and {sharded.name!r} is "
+                    f"sharded over {sharded.shard.axes} (ZeRO); use an optimizer that goes element by element, such as "
+                    "SGD, Adam or AdamW, or one with a rule for norms over all shards, such as LAMB or LARS, or no ZeRO"
+                )
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -93,8 +193,11 @@ class Optimizer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, learning rate, and for each parameter's name its states as global NumPy arrays.  Collective."""
-        self._flatten()
-        arrays = {name: {s: e.state(s).gather() for s in self.states} for name, e in self._named().items()}
+        self.arrange()
+        arrays = {
+            name: {s: entry.whole(self.states_place.read(entry, s)).gather() for s in entry.names}
+            for name, entry in self._named().items()
+        }
         return {"steps": self.steps, "lr": self.lr, "states": arrays}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,16 +208,18 @@ class Optimizer(ABC):
         ConfigError
             Naming all states that are missing, unexpected or misshapen.
         """
-        self._flatten()
+        self.arrange()
         named = self._named()
         given = {f"{n}.{s}": a for n, arrays in state["states"].items() for s, a in arrays.items()}
-        want = {f"{n}.{s}": e.data.shape for n, e in named.items() for s in self.states}
+        want = {f"{n}.{s}": e.data.shape for n, e in named.items() for s in e.names}
         check_names("the optimizer's state", want, {n: tuple(np.shape(a)) for n, a in given.items()})
         for name, entry in named.items():
-            for s, block in entry.states.items():
+            for s in entry.names:
                 ranges = entry.data.grid.block(entry.data.layout, entry.data.shape)
                 part = np.asarray(given[f"{name}.{s}"])[tuple(slice(r.start, r.stop) for r in ranges)]
-                block[...] = entry.data.grid.backend.from_host(np.array(part, block.dtype, order="C"))
+                mine = part.reshape(-1)[entry.start : entry.start + entry.size]
+                block = entry.data.grid.backend.from_host(np.array(mine, entry.dtype, order="C"))
+                self.states_place.write(entry, s, block)
         self.steps = int(state["steps"])
         self.lr = float(state["lr"])
 
@@ -127,6 +232,19 @@ class Optimizer(ABC):
             twice = sorted({n for n in names if names.count(n) > 1})
             raise ConfigError(f"parameters share the names {', '.join(twice)}; name them by model.initialize(seed)")
         return named
+
+
+def _master(master: bool | Any) -> np.dtype[Any] | None:
+    """The dtype that parameters of fewer bits are kept in too."""
+    if master is None or isinstance(master, bool):
+        return np.dtype(np.float32) if master else None
+    try:
+        dtype = np.dtype(master)
+    except TypeError:
+        dtype = None
+    if dtype not in (np.float32, np.float64):
+        raise ConfigError(f"an optimizer's master is True, False, 'float32' or 'float64', not {master!r}")
+    return dtype
 
 
 def at_least_zero(**settings: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from parlinalg.autograd import Parameter
 from parlinalg.backend import kernels_optim
@@ -24,13 +25,15 @@ class SGD(Optimizer):
         The step is `p -= lr (d + momentum m)` (Sutskever et al., "On the importance of initialization and momentum in
         deep learning", 2013).
     weight_decay : float
+    master : bool or dtype
+        See `Optimizer`.
     """
 
     def __init__(
         self, parameters: Iterable[Parameter], lr: float, momentum: float = 0.0, *,
-        nesterov: bool = False, weight_decay: float = 0.0,
+        nesterov: bool = False, weight_decay: float = 0.0, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay)
+        super().__init__(parameters, lr, weight_decay, master=master)
         below_one(momentum=momentum)
         at_least_zero(weight_decay=weight_decay)
         if nesterov and not momentum:

@@ -9,7 +9,6 @@ import pytest
 import parlinalg as pla
 from parlinalg import optim
 from parlinalg.backend import kernels_optim
-from parlinalg.optim.flat import runs
 
 L = pla.Layout
 SHAPES = [(7, 11), (5,), (3, 2, 4)]
@@ -110,10 +109,10 @@ def test_parameters_that_lie_side_by_side_are_updated_together(make_grid, world)
         at += p.size
     optimizer = optim.SGD(ps, 0.1, 0.9)
     optimizer.step()
-    (joined,) = runs(optimizer._entries)
+    (joined,) = optimizer.windows()
     assert joined.p.size == joined.g.size == joined.states["momentum"].size == flat.size
     ps[1].grad = None
-    assert [r.p.size for r in runs(optimizer._entries)] == [ps[0].size, ps[2].size]
+    assert [r.p.size for r in optimizer.windows()] == [ps[0].size, ps[2].size]
 
 
 def test_a_parameter_without_a_gradient_stays(make_grid, world):
@@ -177,3 +176,47 @@ def test_what_does_not_fit_is_named(make_grid, world):
     ps[0].grad = pla.DistArray(ps[1].block, ps[1].shape, L(None, partial="a"), ps[1].grid)
     with pytest.raises(pla.LayoutError, match="no_sync"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_values_are_rounded_from_masters_of_more_bits(dtype, make_grid, world):
+    """Steps below the resolution of 16 bits add up in the master."""
+    ps = parameters(make_grid({"a": world.size}), dtype)
+    optimizer = optim.SGD(ps, 2.0**-14, master=True)
+    for _ in range(64):
+        give(ps, [np.ones(s) for s in SHAPES])
+        optimizer.step()
+    masters = [optimizer.state_dict()["states"][p.name]["master"] for p in ps]
+    for p, master, start in zip(ps, masters, values(0), strict=True):
+        np.testing.assert_array_equal(master, start.astype(dtype).astype(np.float32) - 2.0**-8)
+        np.testing.assert_array_equal(p.gather(), master.astype(dtype))
+    ps[0].block[...] = 7  # as loading weights does
+    ps[0].written()
+    ps[1].data = pla.distribute(np.full(5, 2, dtype), ps[1].grid, ps[1].layout)
+    give(ps, [np.ones(s) for s in SHAPES])
+    optimizer.step()
+    after = optimizer.state_dict()["states"]
+    for p, want in zip(ps, (np.full(SHAPES[0], 7.0), np.full(5, 2.0), masters[2]), strict=True):
+        np.testing.assert_array_equal(after[p.name]["master"], (want - 2.0**-14).astype(np.float32))
+
+
+def test_masters_of_other_dtypes_and_their_state(make_grid, world):
+    """float32 parameters with float64 masters take the steps of float64."""
+    grid = make_grid({"a": world.size})
+    ps, exact = parameters(grid, np.float32), parameters(grid)
+    for p, q in zip(ps, exact, strict=True):
+        q.block[...] = p.block
+    one, two = optim.AdamW(ps, 0.01, master="float64"), optim.AdamW(exact, 0.01)
+    for step in range(4):
+        grads = [g.astype(np.float32).astype(float) for g in values(step)]
+        give(ps, grads)
+        give(exact, grads)
+        if step == 2:
+            state, one = one.state_dict(), optim.AdamW(ps, 0.5, master=np.float64)
+            one.load_state_dict(state)
+        one.step()
+        two.step()
+    for p, q in zip(ps, exact, strict=True):
+        np.testing.assert_array_equal(p.gather(), q.gather().astype(np.float32))
+    with pytest.raises(pla.ConfigError, match="'float32' or 'float64', not 'int8'"):
+        optim.SGD(ps, 0.1, master="int8")
