@@ -133,8 +133,8 @@ def row_exp(z: Block, top: Block, factor: Block) -> Block:
 def adam(p: Block, g: Block, m: Block, v: Block, *numbers: float) -> bool:
     """One step of Adam in place, and whether it was taken; see `kernels_optim.adam`.
 
-    `numbers` are β₁, 1 - β₁, β₂, 1 - β₂, the rate and the ε that hold the corrections, and the shares of p that are
-    added to g and taken off p.
+    `numbers` are β₁, 1 - β₁, β₂, 1 - β₂, the rate and the ε that hold the corrections, the shares of p that are
+    added to g and taken off p, and what g is multiplied by.
     """
     if not ready(p, g) or not all(a.flags.c_contiguous for a in (p, g, m, v)):
         return False

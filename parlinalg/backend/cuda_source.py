@@ -147,9 +147,9 @@ extern "C" __global__ void pla_swiglu_grad(const T* z, const T* g, T* dz, Int n)
 }
 
 extern "C" __global__ void pla_adam(T* p, const T* g, W* m, W* v, Int n, W b1, W c1, W b2, W c2, W rate, W tiny,
-                                    W coupled, W decoupled) {
+                                    W coupled, W decoupled, W factor) {
     ELEMENTS(i, n)
-    W q = (W)p[i], d = (W)g[i] + coupled * q;
+    W q = (W)p[i], d = factor * (W)g[i] + coupled * q;
     W a = b1 * m[i] + c1 * d, b = b2 * v[i] + c2 * d * d;
     m[i] = a;
     v[i] = b;

@@ -28,15 +28,16 @@ def work_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def sgd(
-    p: Array, g: Array, m: Array | None, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
+    p: Array, g: Array, m: Array | None, *, lr: float, momentum: float, nesterov: bool, weight_decay: float,
+    factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """One step of gradient descent: `d = g + weight_decay p`; `m = momentum m + d`; `p -= lr m`.
+    """One step of gradient descent: `d = factor g + weight_decay p`; `m = momentum m + d`; `p -= lr m`.
 
     With `nesterov` the step is `p -= lr (d + momentum m)`; without momentum (m None) `p -= lr d`.
     """
     xp = namespace(p)
-    for part, (s, t) in _chunks(p, 2):
-        q, d = _read(p[part], s.dtype), _read(g[part], s.dtype)
+    for part, (s, t, u) in _chunks(p, 3):
+        q, d = _read(p[part], s.dtype), scaled(g[part], factor, u)
         if weight_decay:
             xp.multiply(q, weight_decay, out=s)
             d = xp.add(d, s, out=s)
@@ -54,22 +55,23 @@ def sgd(
 
 def adam(
     p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
-    weight_decay: float, decoupled: bool, step: int,
+    weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Step number `step` (from 1) of Adam (Kingma and Ba, 2015), or, `decoupled`, AdamW (Loshchilov and Hutter, 2019).
 
     `m = β₁ m + (1 - β₁) g`; `v = β₂ v + (1 - β₂) g²`; `p -= lr (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + eps)`.  Weight
-    decay adds `weight_decay p` to g, or, decoupled, first multiplies p by `1 - lr weight_decay`.
+    decay adds `weight_decay p` to g, or, decoupled, first multiplies p by `1 - lr weight_decay`.  Gradients are
+    multiplied by `factor` as they are read.
     """
     xp = namespace(p)
     b1, b2 = betas
     root = math.sqrt(1 - b2**step)
     rate, tiny = lr / (1 - b1**step) * root, eps * root  # the correction of v, taken out of the root
     decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
-    if cuda.adam(p, g, m, v, b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays):
+    if cuda.adam(p, g, m, v, b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor):
         return
-    for part, (s, t) in _chunks(p, 2):
-        q, d, mean, square = _read(p[part], s.dtype), _read(g[part], s.dtype), m[part], v[part]
+    for part, (s, t, u) in _chunks(p, 3):
+        q, d, mean, square = _read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]
         if weight_decay and not decoupled:
             xp.multiply(q, weight_decay, out=t)
             d = xp.add(d, t, out=t)
@@ -102,6 +104,18 @@ def square_sum(x: Array) -> Array:
 def scale(x: Array, factor: float) -> None:
     """Multiply a flat array by a number in place."""
     x *= x.dtype.type(factor)
+
+
+def scaled(x: Array, factor: float, out: Array) -> Array:
+    """`factor x` in the dtype of `out`: x itself where that is all it is, or else in `out`."""
+    if x.dtype == out.dtype and factor == 1.0:
+        return x
+    if x.dtype == out.dtype:
+        return namespace(x).multiply(x, out.dtype.type(factor), out=out)
+    out[...] = x
+    if factor != 1.0:
+        out *= out.dtype.type(factor)
+    return out
 
 
 def _read(x: Array, dtype: Any) -> Array:

@@ -48,7 +48,7 @@ class Adam(Optimizer):
     def update(self, run: Run) -> None:
         kernels_optim.adam(
             run.p, run.g, run.states["mean"], run.states["square"], lr=self.lr, betas=self.betas, eps=self.eps,
-            weight_decay=self.weight_decay, decoupled=self.DECOUPLED, step=self.steps,
+            weight_decay=self.weight_decay, decoupled=self.DECOUPLED, step=self.steps, factor=self.factor,
         )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class Optimizer(ABC):
         The learning rate of the next step; a `Scheduler` sets it.
     steps : int
         The number of steps made.
+    factor : float
+        What gradients are multiplied by in the step under way; `update` heeds it.
     states_place : States
         Where the states lie; see `place`.
 
@@ -68,6 +70,7 @@ class Optimizer(ABC):
         self.weight_decay = weight_decay
         self.master = _master(master)
         self.steps = 0
+        self.factor = 1.0
         self.states_place: States = InMemory()
         self._entries: list[Entry] = []
         self._check_shards()
@@ -86,8 +89,14 @@ class Optimizer(ABC):
         for run in self.windows():
             self.update(run)
 
-    def step(self) -> None:
+    def step(self, factor: float = 1.0) -> None:
         """Update all parameters that have a gradient.  Collective over the axes over which they are sharded.
+
+        Parameters
+        ----------
+        factor : float
+            Gradients are multiplied by it as they are read, in the dtype of the states: 1/scale of a scaled loss, or
+            what clips the norm, without a pass of its own and without loss of bits.
 
         Raises
         ------
@@ -98,6 +107,7 @@ class Optimizer(ABC):
             check_settled(p)
         self.arrange()
         self.steps += 1
+        self.factor = float(factor)
         self.apply()
         for owner in self._owners():
             owner.gather()

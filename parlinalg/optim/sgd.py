@@ -48,5 +48,5 @@ class SGD(Optimizer):
     def update(self, run: Run) -> None:
         kernels_optim.sgd(
             run.p, run.g, run.states.get("momentum"), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
+            weight_decay=self.weight_decay, factor=self.factor,
         )  # fmt: skip
