@@ -192,11 +192,11 @@ def test_values_are_rounded_from_masters_of_more_bits(dtype, make_grid, world):
         np.testing.assert_array_equal(p.gather(), master.astype(dtype))
     ps[0].block[...] = 7  # as loading weights does
     ps[0].written()
-    ps[1].data = pla.distribute(np.full(5, 2, dtype), ps[1].grid, ps[1].layout)
+    ps[1].data = pla.distribute(np.full(5, 9, dtype), ps[1].grid, ps[1].layout)
     give(ps, [np.ones(s) for s in SHAPES])
     optimizer.step()
     after = optimizer.state_dict()["states"]
-    for p, want in zip(ps, (np.full(SHAPES[0], 7.0), np.full(5, 2.0), masters[2]), strict=True):
+    for p, want in zip(ps, (np.full(SHAPES[0], 7.0), np.full(5, 9.0), masters[2]), strict=True):
         np.testing.assert_array_equal(after[p.name]["master"], (want - 2.0**-14).astype(np.float32))
 
 
