@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Protocol
 
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import place, set_blas_threads, sharing
@@ -16,6 +17,13 @@ from parlinalg.layout import Cut, Layout, coordinates
 
 #: The largest tag that every MPI takes is 32767.
 MOST_TICKETS = 32000
+
+
+class Pollable(Protocol):
+    """What has communication under way."""
+
+    def poll(self) -> None:
+        """Let it progress, without waiting."""
 
 
 class Grid:
@@ -72,6 +80,8 @@ class Grid:
         self._effective: dict[Layout, Layout] = {}
         self._closed = False
         self._tickets = 0
+        self.polled: list[Pollable] = []
+        """What has communication under way while values are computed."""
         try:
             self.sizes = self._agreed(sizes, backend, idle)
             self.size = math.prod(self.sizes.values())
@@ -175,6 +185,11 @@ class Grid:
         """The next number to tell apart what this grid's ranks start, in one order, and have under way at once."""
         self._tickets = self._tickets % MOST_TICKETS + 1
         return self._tickets
+
+    def poll(self) -> None:
+        """Drive on what is under way; called between operations, since MPI progresses only within its calls."""
+        for each in self.polled:
+            each.poll()
 
     @property
     def everyone(self) -> Comm:

@@ -74,10 +74,12 @@ class Inner(Walk):
 
     def __init__(self, outer: Walk, root: Node | None, grad: Block, since: int, sources: Sequence[Node]) -> None:
         self.outer, self.root, self.since = outer, root, since
+        self.edges: dict[int, int] = {}
         self.waiting = {node.age: node for node in sources if node.owner is not None}
         """The parameters of which the outer walk waits for terms."""
         if root is not None:
             super().__init__(root, (grad, root.layout.with_partial(())), later=outer.later, since=since)
+            self.homeward = outer.homeward
             known = {node.age for node in sources}
             if any(node.age <= since and node.age not in known for node in self.nodes):
                 raise RuntimeError(
@@ -111,6 +113,7 @@ class Inner(Walk):
             self.outer.count(self.waiting.pop(node.age))
 
     def finish(self) -> None:
-        """Parameters that were not reached take nothing; the reducers are the outer walk's to finish."""
+        """Parameters that were not reached take nothing; terms on their way and reducers are the outer walk's."""
         for node in self.waiting.values():
-            self.outer.count(node)
+            if node.age not in self.edges:
+                self.outer.count(node)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from parlinalg.array import DistArray
 from parlinalg.autograd.arrivals import Arrivals, Term
+from parlinalg.autograd.homeward import Homeward
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -31,6 +32,7 @@ Again = Callable[["Walk", Block], None]
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 _syncing: ContextVar[bool] = ContextVar("syncing", default=True)
 _used: ContextVar[dict[int, Node] | None] = ContextVar("used", default=None)
+_walking: ContextVar[bool] = ContextVar("walking", default=False)
 _ages = itertools.count()
 
 
@@ -49,6 +51,20 @@ class Reducer(Protocol):
 
     def finish(self) -> None:
         """Called after the walk: settle all gradients, those of parameters that were not reached as zeros."""
+
+
+class Fetcher(Protocol):
+    """What brings parameters that rest cut to work, for each product, in place of gathers that wait.
+
+    Terms of their gradients go home without waiting too: at most `limit` bytes of them are under way.
+    """
+
+    @property
+    def limit(self) -> int:
+        """Bytes; the same on all ranks."""
+
+    def fetch(self, parameter: Parameter, work: Layout) -> Block:
+        """The parameter's block in the layout `work`.  Every rank fetches the same in the same order."""
 
 
 class Node:
@@ -147,6 +163,16 @@ def recording() -> bool:
     return _recording.get()
 
 
+def tracing() -> bool:
+    """Whether operations are recorded, or will be when they are computed again: a backward pass is to come."""
+    return _recording.get() or _used.get() is not None
+
+
+def walking() -> bool:
+    """Whether a backward pass is under way."""
+    return _walking.get()
+
+
 @contextmanager
 def only_noting(used: dict[int, Node]) -> Iterator[None]:
     """Within it no operation is recorded, but the inputs that want gradients are noted, by their ages."""
@@ -206,6 +232,7 @@ class Walk:
         self.retain = retain
         self.later = later
         self.deferred: list[Callable[[], None]] = []
+        self.homeward = Homeward()
         self.sync = _syncing.get()
         self.arrived: dict[int, Arrivals] = {}
         self.edges: dict[int, int] = {}
@@ -227,13 +254,23 @@ class Walk:
 
     def run(self) -> None:
         """Walk from the youngest value to the oldest; every rank issues the same collectives in the same order."""
-        for node in self.nodes:
-            if node.owner is None:
-                self.visit(node)
-                for reducer in self.reducers:
-                    reducer.poll()
-        if not self.later:
-            self.finish()
+        token = _walking.set(True)
+        try:
+            for node in self.nodes:
+                if node.owner is None:
+                    self.visit(node)
+                    self.poll()
+            if not self.later:
+                self.finish()
+        finally:
+            _walking.reset(token)
+
+    def poll(self) -> None:
+        """Drive communication on: MPI progresses only within its calls."""
+        for reducer in self.reducers:
+            reducer.poll()
+        self.homeward.poll()
+        self.nodes[0].grid.poll()
 
     def visit(self, node: Node) -> None:
         """Settle a value's gradient and send its parts on; into a leaf's, add it."""
@@ -271,20 +308,30 @@ class Walk:
     def run_parameters(self) -> None:
         """The gradients of the parameters, after a `run()` that left them for later."""
         deferred, self.deferred = self.deferred, []
-        for send in deferred:
-            send()
-            for reducer in self.reducers:
-                reducer.poll()
-        self.finish()
+        token = _walking.set(True)
+        try:
+            for send in deferred:
+                send()
+                self.poll()
+            self.finish()
+        finally:
+            _walking.reset(token)
 
     def arrive(self, node: Node, term: Term | None, *others: Any) -> None:
         """Take a term of a node's gradient, computed from what `others` hold; None is no term where one was due."""
         if term is not None:
             block = term[0]
             ours = bool(others) and block.base is None and not any(block is other for other in others)
+            if self.homeward.takes(self, node, term, ours):
+                return
             self.sum_of(node).add(term, owned=ours)
         if node.owner is not None:
             self.count(node)
+
+    def landed(self, node: Node, term: Term) -> None:
+        """A term of a parameter's gradient has come to the layout in which the parameter rests."""
+        self.sum_of(node).add(term, owned=True)
+        self.count(node)
 
     def sum_of(self, node: Node) -> Arrivals:
         """Where the terms of a node's gradient are added up."""
@@ -321,6 +368,7 @@ class Walk:
             node.deposit(got.own(block))
 
     def finish(self) -> None:
+        self.homeward.land()
         for reducer in self.reducers:
             reducer.finish()
 

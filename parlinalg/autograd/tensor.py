@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from parlinalg.autograd.tape import Again, Node, Part, Prepare, Walk, live, note
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+
+if TYPE_CHECKING:
+    from parlinalg.autograd.parameter import Parameter
 
 Block = Any
 Scalar = int | float
@@ -41,7 +44,7 @@ class Tensor:
     array([0., 2., 4.])
     """
 
-    __slots__ = ("__weakref__", "_data", "_node")
+    __slots__ = ("__weakref__", "_data", "_node", "origin")
     __array_ufunc__ = None  # NumPy's scalars and DistArray leave operators to this class
 
     def __init__(self, data: DistArray, requires_grad: bool = False) -> None:
@@ -54,6 +57,8 @@ class Tensor:
             raise TypeError(f"a Tensor takes real dtypes, not {data.dtype}; use .real and .imag as two tensors")
         self._data = data
         self._node: Node | None = None
+        self.origin: tuple[Parameter, tuple[int, ...]] | None = None
+        """Of a transposed view of a parameter: the parameter, and the order of its dims."""
         if requires_grad:
             self.requires_grad = True
 
@@ -336,6 +341,7 @@ def record(data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], pre
     Nothing is kept of the parts of inputs that want no gradient, nor within `no_grad`.
     """
     result = Tensor(data)
+    data.grid.poll()
     if recording():
         sources, kept = live([t.node for t in inputs], parts)
         if sources:

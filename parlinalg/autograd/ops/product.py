@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.ops.weights import fetched, weight_at_work
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_rows
 from parlinalg.errors import LayoutError, PlanError
@@ -38,7 +39,8 @@ def matmul(x: Any, w: Any, plan: Plan | None = None, *, keep: str = "xw", bias: 
         (`parlinalg.matmul.assign`), and y rests as `A @ B` of distributed arrays does.
     keep : {"xw", "x", "w", ""}
         Which operands stay gathered for the backward pass; the others are gathered again in it, which moves their words
-        once more and saves the memory.  Of operands that rest as they work nothing is held twice.
+        once more and saves the memory.  Of operands that rest as they work nothing is held twice.  A weight with a
+        fetcher is never kept.
     bias : Tensor, optional
         Added in place to y as it rests, and cut as it; a product with one takes a plan.
 
@@ -109,12 +111,15 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         return record(DistArray(block, shape, plan.y, grid), inputs, [_nothing(t) for t in inputs])
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     at = _Layouts.of(plan)
-    xs, ws = at_work(x.data, at.x), at_work(w.data, at.w)
+    source = fetched(w)
+    xs, ws = at_work(x.data, at.x), weight_at_work(w, at.w)
     y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
     if bias is not None:
         y += inputs[2].block.astype(dtype, copy=False)
     x_again = _gatherer(xs, x.data, at.x, "x" in keep)
-    w_again = _gatherer(ws, w.data, at.w, "w" in keep)
+    w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    if source is not None:
+        inputs[1] = source.parameter
 
     def gathered(g: Block) -> tuple[Block, Block]:
         # dy[b, m, n] at work, for both products, and at rest, for the bias
@@ -131,8 +136,12 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         # dw[b, k, n] = xᵀ[b, k, m] dy[b, m, n], partial over the axes that cut m
         dy, _ = grads
         xs = x_again()
+        if source is not None and source.order == (1, 0) and nb == 0 and nk == 1:
+            # dwᵀ[n, k] = dyᵀ[n, m] x[m, k]: that of a transposed view, as its parameter lies
+            return gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype), at.dw.permuted((1, 0))
         d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
-        return d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
+        term = d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
+        return term if source is None else source.term(term)
 
     def db(grads: tuple[Block, Block]) -> Term:
         # db[n] = sum over m of dy[m, n] at rest, partial over the axes that cut m there

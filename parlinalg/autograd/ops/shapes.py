@@ -10,6 +10,7 @@ import numpy as np
 
 from parlinalg.array.core import effective
 from parlinalg.array.indexing import _expand
+from parlinalg.autograd.parameter import Parameter
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
@@ -62,7 +63,10 @@ def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
     y = x.data.transpose(dims)
     back = tuple(dims.index(d) for d in range(x.ndim))
     rest = x.layout.with_partial(())
-    return record(y, [x], [lambda g: (g.transpose(back), rest)])
+    result = record(y, [x], [lambda g: (g.transpose(back), rest)])
+    if isinstance(x, Parameter):
+        result.origin = x, dims
+    return result
 
 
 def getitem(x: Tensor, key: Any) -> Tensor:

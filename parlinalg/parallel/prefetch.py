@@ -1,0 +1,228 @@
+"""Weights that rest cut, gathered a block ahead of use and dropped after: ZeRO's stage 3.
+
+A weight that rests cut by an axis that replicates it at work (`Scheme.with_weights_cut`) is gathered for each product,
+in the forward pass and again in the backward pass.  Here the gathers of the next block's weights are under way while
+this block computes (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020;
+the order is recorded as in Zhao et al., "PyTorch FSDP", 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from parlinalg.autograd import Parameter
+from parlinalg.autograd.homeward import most_bytes
+from parlinalg.autograd.tape import tracing, walking
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, Layout
+from parlinalg.nn import Module
+from parlinalg.nn.models.transformer import Transformer
+from parlinalg.redistribute import Move, redistribute, start
+
+Block = Any
+
+
+class Want(NamedTuple):
+    """A parameter at work; the number is the parameter's place in the model."""
+
+    number: int
+    work: Layout
+
+
+class Place(NamedTuple):
+    """Where a pass is: in which block, after which other one."""
+
+    backward: bool
+    before: int
+    block: int
+
+
+@dataclass(eq=False)
+class Visit:
+    """What was fetched, in which order, when a pass was at a place, and where it went from there."""
+
+    wants: Sequence[Want] = ()
+    then: Place | None = None
+
+
+class Prefetch:
+    """Brings a model's weights to work: those of the next block while this one computes, of two blocks at most at once.
+
+    The first training step records which weights each block asks for and which block follows, in the forward and in the
+    backward pass; each of its gathers is awaited.  From the second step on, when a block asks for its first weight, the
+    gathers of the next block's start, nonblocking and in one order on all ranks.  What is asked for is checked against
+    the record: where it differs, what is under way is awaited and forgotten, weights are gathered one by one, and the
+    record is corrected; the program is the same on all ranks, so all of them do that together.
+
+    A weight is dropped when the last product of the block that asks for it in this pass is done, also where a block is
+    recomputed and asks twice.  Nothing is gathered ahead beyond the end of a backward pass, after which weights change.
+    Their gradients' reduce-scatters are started and not awaited, at most one block's at once.
+
+    Parameters
+    ----------
+    model : Module
+        Its parameters take this as their fetcher.
+    blocks : iterable of Module, optional
+        The parts whose weights are gathered together; by default the layers of a transformer, and of others its
+        members.  A parameter of two of them counts with the first, one of none is a block of its own.
+
+    Raises
+    ------
+    ConfigError
+        If a parameter has a fetcher already, or no weight of the model rests other than it works.
+
+    Attributes
+    ----------
+    limit : int
+        Bytes of the largest block's weights at work, as far as they are known; the same on all ranks.
+    missed : int
+        How often what was gathered ahead was not what was asked for.
+    """
+
+    def __init__(self, model: Module, blocks: Iterable[Module] | None = None) -> None:
+        self.parameters = list(model.parameters())
+        taken = [p.name for p in self.parameters if p.fetcher is not None]
+        if taken:
+            raise ConfigError(f"parameter {taken[0]!r} has a fetcher already; detach() that one first")
+        parts = _layers(model) if blocks is None else [(b,) for b in blocks]
+        self.block_of: dict[int, int] = {}
+        self.number: dict[int, int] = {id(p): i for i, p in enumerate(self.parameters)}
+        for i, modules in enumerate(parts):
+            for p in (p for module in modules for p in module.parameters()):
+                self.block_of.setdefault(self.number[id(p)], i)
+        for i in range(len(self.parameters)):
+            self.block_of.setdefault(i, len(parts) + i)
+        self.known: dict[Place, Visit] = {}
+        self.limit = 0
+        self.missed = 0
+        self._place: Place | None = None
+        self._seen: list[Want] = []
+        self._learning = False
+        self._moves: dict[Want, Move] = {}
+        """Gathers under way that this block asks for."""
+        self._ahead: tuple[Place | None, dict[Want, Move]] = (None, {})
+        """The next place, and the gathers under way for it."""
+        self._held: dict[Want, Block] = {}
+        """Blocks that this block asks for again."""
+        self._grids: list[Grid] = list({id(p.grid): p.grid for p in self.parameters}.values())
+        for p in self.parameters:
+            p.fetcher = self
+        for grid in self._grids:
+            grid.polled.append(self)
+
+    def detach(self) -> None:
+        """Leave the parameters: each product gathers its weight again.  Collective where gathers are under way."""
+        self._forget()
+        for p in self.parameters:
+            if p.fetcher is self:
+                p.fetcher = None
+        for grid in self._grids:
+            grid.polled[:] = [each for each in grid.polled if each is not self]
+
+    def fetch(self, parameter: Parameter, work: Layout) -> Block:
+        """The parameter's block at work.  Collective; all ranks fetch the same in the same order."""
+        want = Want(self.number[id(parameter)], work)
+        block, backward = self.block_of[want.number], walking()
+        if self._place is None or (self._place.backward, self._place.block) != (backward, block):
+            self._enter(backward, block)
+        self._seen.append(want)
+        found = self._held.get(want)
+        if found is None:
+            move = self._moves.pop(want, None)
+            if move is None and self._moves:  # not what the record says
+                self._forget()
+            found = self._gather(want, wait=True) if move is None else move.wait()
+        if self._again(want):
+            self._held[want] = found
+        else:
+            self._held.pop(want, None)
+        return found
+
+    def poll(self) -> None:
+        """Drive the gathers on: MPI progresses only within its calls."""
+        for moves in (self._moves, self._ahead[1]):
+            for move in moves.values():
+                if not move.test():
+                    return
+
+    # ------------------------------------------------------------------ one block after the other
+    def _enter(self, backward: bool, block: int) -> None:
+        """The pass has come to another block: take over what is under way for it, and start the next one's gathers."""
+        last = self._place
+        after_walk = last is not None and last.backward and not backward
+        place = Place(backward, -1 if last is None or after_walk else last.block, block)
+        self._leave(None if after_walk else place)
+        self._place, self._seen, self._learning = place, [], tracing() or backward
+        goal, moves = self._ahead
+        if goal == place:
+            self._moves, self._ahead = moves, (None, {})
+        elif moves:
+            self._forget()
+        visit = self.known.get(place)
+        if visit is None:
+            return
+        if not self._moves:
+            self._moves = self._start(visit.wants)
+        then = visit.then
+        if then is not None and then in self.known and (self._learning or not then.backward):
+            self._ahead = then, self._start(self.known[then].wants)
+
+    def _leave(self, then: Place | None) -> None:
+        """Record the visit that ends."""
+        self._held.clear()
+        if self._moves:
+            self._forget()
+        if self._place is None:
+            return
+        if self._learning:
+            visit = self.known.setdefault(self._place, Visit())
+            visit.wants = tuple(self._seen)
+            visit.then = then
+            self.limit = max(self.limit, sum(self._nbytes(want) for want in set(visit.wants)))
+
+    def _again(self, want: Want) -> bool:
+        """Whether the record says that this block will ask for this once more."""
+        visit = self.known.get(self._place) if self._place is not None else None
+        return visit is not None and tuple(visit.wants).count(want) > self._seen.count(want)
+
+    def _forget(self) -> None:
+        """Await what is under way, and drop it."""
+        self.missed += bool(self._moves or self._ahead[1])
+        moves, (_, ahead) = self._moves, self._ahead
+        self._moves, self._ahead = {}, (None, {})
+        for move in (*moves.values(), *ahead.values()):
+            move.wait()
+
+    # ------------------------------------------------------------------ gathers
+    def _start(self, wants: Sequence[Want]) -> dict[Want, Move]:
+        return {want: self._gather(want, wait=False) for want in dict.fromkeys(wants)}
+
+    def _gather(self, want: Want, *, wait: bool) -> Any:
+        p = self.parameters[want.number]
+        if wait:
+            return redistribute(p.block, p.layout, want.work, p.shape, p.grid, order=p.data.order)
+        return start(p.block, p.layout, want.work, p.shape, p.grid, order=p.data.order)
+
+    def _nbytes(self, want: Want) -> int:
+        p = self.parameters[want.number]
+        return most_bytes(want.work, p.shape, p.grid.sizes, p.dtype.itemsize)
+
+
+def _layers(model: Module) -> list[tuple[Module, ...]]:
+    if isinstance(model, Transformer):
+        return [layer.modules for layer in model.layers()]
+    return [(member,) for member in model._modules.values()]
+
+
+def check_cut(parameters: Iterable[Parameter], axes: Cut) -> None:
+    """Raise a ConfigError unless some of the parameters rest cut by all of these axes that are larger than 1."""
+    each = list(parameters)
+    for axis in axes:
+        if each and axis in each[0].grid.sizes and not any(p.layout.where(axis) is not None for p in each):
+            raise ConfigError(
+                f"ZeRO's stage 3 over {axis!r}: no weight of this model rests cut by it; make the model with "
+                f"scheme.with_weights_cut({axis!r})"
+            )
