@@ -13,13 +13,13 @@ from parlinalg.backend.kernels import CHUNK, work_dtype
 Block = Any
 
 
-def tables(frequencies: np.ndarray, first: int, count: int, like: Block) -> tuple[Block, Block]:
-    """Cosines and sines of the angles at positions `first` and following, shape [count, pairs].
+def tables(frequencies: np.ndarray, positions: range | np.ndarray, like: Block) -> tuple[Block, Block]:
+    """Cosines and sines of the angles at these positions, shape [positions, pairs].
 
     Angles are float64; the tables are in the working dtype of `like`, where it lies.
     """
     xp, work = namespace(like), work_dtype(like.dtype)
-    angles = np.arange(first, first + count, dtype=np.float64)[:, None] * frequencies
+    angles = np.asarray(positions, np.float64)[:, None] * frequencies
     return xp.asarray(np.cos(angles).astype(work)), xp.asarray(np.sin(angles).astype(work))
 
 

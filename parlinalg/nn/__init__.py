@@ -14,12 +14,12 @@ from parlinalg.nn.models import GPT, BertEncoder, Llama, ViT
 from parlinalg.nn.module import Module
 from parlinalg.nn.norms import LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute
-from parlinalg.nn.steps import training_step
+from parlinalg.nn.steps import sequence_positions, training_step
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
     "GELU", "GPT", "MLP", "Attention", "BertEncoder", "Classifier", "Dropout", "Embedding", "KeyValueCache",
     "LayerNorm", "Linear", "Llama", "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU",
     "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "generate", "init", "recompute",
-    "training_step",
+    "sequence_positions", "training_step",
 ]  # fmt: skip

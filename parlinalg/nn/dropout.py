@@ -10,7 +10,7 @@ from parlinalg.autograd import Tensor, record
 from parlinalg.backend import namespace
 from parlinalg.errors import ConfigError
 from parlinalg.nn.module import Module
-from parlinalg.nn.steps import Draws, current
+from parlinalg.nn.steps import Draws, current, tokens
 
 
 class Dropout(Module):
@@ -42,7 +42,7 @@ class Dropout(Module):
         draws = current() or self._draws
         data = summed(x.data, "dropout")
         keep, grid, rest = self._draw(draws), data.grid, data.layout
-        mask = grid.backend.from_host(keep.part(data.shape, grid.block(rest, data.shape)))
+        mask = grid.backend.from_host(keep.part(data.shape, _places(data.shape, grid.block(rest, data.shape))))
         scale = x.dtype.type(1 / keep.p if keep.p else 0)
         return record(data.like(_kept(data.block, mask, scale)), [x], [lambda g: (_kept(g, mask, scale), rest)])
 
@@ -56,6 +56,15 @@ class Dropout(Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+def _places(shape: tuple[int, ...], ranges: tuple[range, ...]) -> tuple[random.Indices, ...]:
+    """The indices that the elements of a block of [batch, sequence, …] have where the tokens lie in their order."""
+    positions = tokens().positions
+    if positions is None or len(shape) < 3:
+        return ranges
+    tokens().check(shape[1])
+    return (ranges[0], positions[ranges[1].start : ranges[1].stop], *ranges[2:])
 
 
 def _kept(block: Any, keep: Any, scale: Any) -> Any:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg import autograd
-from parlinalg.nn.steps import Draws, current, drawing
+from parlinalg.nn.steps import Draws, current, drawing, placing, tokens
 
 if TYPE_CHECKING:
     from parlinalg.nn.module import Module
@@ -49,6 +49,7 @@ class Moment:
     def __init__(self, module: Module) -> None:
         draws = current()
         self.draws = draws.copy() if draws is not None else None
+        self.tokens = tokens()
         self.modules = [(m, m.training, own_draws(m)) for m in module.modules()]
 
     @contextmanager
@@ -60,7 +61,7 @@ class Moment:
                 m.training = training
                 if draws is not None:
                     m._draws = draws.copy()
-            with drawing(self.draws.copy() if self.draws is not None else None):
+            with drawing(self.draws.copy() if self.draws is not None else None), placing(self.tokens):
                 yield
         finally:
             for m, training, kept in now:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,10 @@ from parlinalg.layout import Layout
 from parlinalg.random.counter import Stream, Words, block_words, key
 from parlinalg.random.quantile import normal_quantile
 from parlinalg.redistribute import fitting, redistribute
+
+Indices = range | np.ndarray
+#: Numbers drawn in the time that one call takes.
+CALL = 1 << 13
 
 __all__ = ["Bernoulli", "bernoulli", "integers", "normal", "permutation", "uniform"]
 
@@ -134,13 +139,39 @@ class Bernoulli:
         self.stream = Stream(key(seed, name, call, step), bits)
         self.start = start
 
-    def part(self, shape: Sequence[int], ranges: Sequence[range]) -> np.ndarray:
-        """The bools of a part of an array of this global shape, on the host: a range of global indices a dim."""
+    def part(self, shape: Sequence[int], indices: Sequence[Indices]) -> np.ndarray:
+        """The bools of a part of an array of this global shape, on the host.
+
+        `indices` gives the global indices a dim, a range or an array of them: those of tokens that do not lie in the
+        order of their sequence.
+        """
+        for dim, given in enumerate(indices):
+            if isinstance(given, np.ndarray):
+                return self._scattered(shape, indices, dim, given)
+        ranges = [i for i in indices if isinstance(i, range)]
         lengths = tuple(len(r) for r in ranges)
         flat = np.empty(math.prod(lengths), np.bool_)
         for place, words in block_words(self.stream, shape, ranges, self.start):
             flat[place : place + len(words)] = self.convert(words)
         return flat.reshape(lengths)
+
+    def _scattered(self, shape: Sequence[int], indices: Sequence[Indices], dim: int, given: np.ndarray) -> np.ndarray:
+        """The part, run by run of the indices of one dim; or all from the least to the largest, where runs are short
+        and what lies between costs less than the calls."""
+        before, after = indices[:dim], indices[dim + 1 :]
+        lengths = [len(i) for i in indices]
+        if not math.prod(lengths):
+            return np.empty(lengths, np.bool_)
+        edges = [0, *(np.flatnonzero(np.diff(given) != 1) + 1).tolist(), len(given)]
+        low, high = int(given.min()), int(given.max()) + 1
+        others = math.prod(lengths) // len(given)
+        if len(edges) > 2 and (high - low) * others < CALL * (len(edges) - 1):
+            every = self.part(shape, (*before, range(low, high), *after))
+            return np.ascontiguousarray(every.take(given - low, axis=dim))
+        found = [
+            self.part(shape, (*before, range(int(given[a]), int(given[a]) + b - a), *after)) for a, b in pairwise(edges)
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=dim)
 
     def convert(self, words: Words) -> np.ndarray:
         """The bools of words of the stream."""

@@ -21,7 +21,10 @@ def rotary_frequencies(width: int, base: float = 10000.0) -> np.ndarray:
     return base ** (-np.arange(0, width, 2, dtype=np.float64) / max(1, width))
 
 
-def rotary(z: Any, frequencies: Frequencies = 10000.0, *, start: int = 0, parts: int | None = None) -> Tensor:
+def rotary(
+    z: Any, frequencies: Frequencies = 10000.0, *, start: int = 0, parts: int | None = None,
+    positions: np.ndarray | None = None,
+) -> Tensor:  # fmt: skip
     """Turn queries and keys by their positions (Su et al., "RoFormer", 2021).
 
     Feature i of the first half of a head's features is turned with feature i of the second half, as Llama and Hugging
@@ -39,6 +42,8 @@ def rotary(z: Any, frequencies: Frequencies = 10000.0, *, start: int = 0, parts:
         The position of the first of s.
     parts : int, optional
         How many of the parts are turned, the first ones; by default all but the last, which is the value.
+    positions : array of int, optional
+        [s], on the host: the position of each, in place of those that count up from `start`.
     """
     z = as_tensor(z)
     x = summed(z.data, "rotary")
@@ -60,7 +65,8 @@ def rotary(z: Any, frequencies: Frequencies = 10000.0, *, start: int = 0, parts:
     if not x.grid.inside:
         return record(x, [z], [lambda g: (g, rest)])
     here = x.grid.block(rest, x.shape)[1]
-    cos, sin = kernel.tables(angles, start + here.start, len(here), x.block)
+    places = range(start + here.start, start + here.stop) if positions is None else positions[here.start : here.stop]
+    cos, sin = kernel.tables(angles, places, x.block)
     own = x.block.shape[3] if turned == x.shape[3] else turned
     y = x.like(kernel.rotate(x.block, cos, sin, own))
     return record(y, [z], [lambda g: (kernel.rotate(g, cos, sin, own, back=True), rest)])
