@@ -12,6 +12,7 @@ from parlinalg.layout import Layout
 from parlinalg.nn import init
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.module import Module
+from parlinalg.nn.steps import tokens
 from parlinalg.schemes import Scheme
 
 
@@ -84,8 +85,10 @@ class Positions(Module):
         self.weight = Declared((positions, hidden), layout, grid, np.dtype(dtype), init.Normal(std), positions, hidden)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """x with the vectors of positions `start`, `start + 1`, … added."""
-        return ops.add_positions(x, self.weight, start)
+        """x with the vectors of positions `start`, `start + 1`, … added, or of those of `sequence_positions`."""
+        now = tokens()
+        now.check(*x.shape[1::-1])
+        return ops.add_positions(x, self.weight, start, now.within(x.shape[1], start))
 
     def extra_repr(self) -> str:
         return f"{self.positions} × {self.hidden}"

@@ -6,12 +6,15 @@ import math
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
 from parlinalg.autograd.ops.losses import _first
+from parlinalg.autograd.ops.weights import weight_at_work
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_tables
 from parlinalg.errors import PlanError
@@ -65,7 +68,7 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     numbers = at_work(tokens, Layout(*plan.m))
     rows = grid.block(plan.w_work, weight.shape)[0]
     local = grid.block_shape(plan.w_work, weight.shape)
-    at = at_work(weight, plan.w_work)
+    at = weight_at_work(table, plan.w_work)
     width = math.prod(at.shape[1:])
     y = kernels_tables.look_up(
         at.reshape((at.shape[0], width)), numbers, rows.start, span_of(plan.k[0], grid.sizes) == 1
@@ -101,8 +104,8 @@ def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:
         )
 
 
-def add_positions(x: Any, table: Any, start: int = 0) -> Tensor:
-    """`y[b, s, :] = x[b, s, :] + table[start + s, :]`.
+def add_positions(x: Any, table: Any, start: int = 0, positions: np.ndarray | None = None) -> Tensor:
+    """`y[b, s, :] = x[b, s, :] + table[start + s, :]`, or `+ table[positions[s], :]`.
 
     Parameters
     ----------
@@ -112,6 +115,8 @@ def add_positions(x: Any, table: Any, start: int = 0) -> Tensor:
         Shape [positions, hidden], whole in the first dim and cut as x in the second.
     start : int
         The position of the sequence's first token.
+    positions : array of int, optional
+        [s] or [b, s], on the host: the position of every token, where they do not count up from `start`.
 
     Raises
     ------
@@ -128,21 +133,30 @@ def add_positions(x: Any, table: Any, start: int = 0) -> Tensor:
             f"add_positions: x of shape {x.shape} and a table of shape {table.shape}; right are [batch, sequence, "
             "hidden] and [positions, hidden]"
         )
-    positions, length = table.shape[0], x.shape[1]
-    if start < 0 or start + length > positions:
+    most, length = table.shape[0], x.shape[1]
+    last = start + length if positions is None else int(positions.max(initial=-1)) + 1
+    if start < 0 or last > most:
         raise ValueError(
-            f"a sequence of {length} tokens from position {start} is longer than the {positions} positions there are"
+            f"a sequence of {length} tokens from position {start} is longer than the {most} positions there are"
+            if positions is None
+            else f"a token at position {last - 1} is beyond the {most} positions there are"
         )
     want = Layout(None, data.layout.dims[2])
     if effective(weight.layout, grid) != effective(want, grid):
         raise mismatch("add_positions: the table is not whole in positions and cut as x in hidden", weight.layout, want)
-    here = grid.block(data.layout, x.shape)[1]
-    rows = slice(start + here.start, start + here.stop)
+    batch, here = grid.block(data.layout, x.shape)[:2]
+    rows: Any = slice(start + here.start, start + here.stop)
+    if positions is not None:
+        mine = positions[..., here.start : here.stop]
+        rows = grid.backend.from_host(np.ascontiguousarray(mine if mine.ndim == 1 else mine[batch.start : batch.stop]))
     y = data.block + weight.block[rows] if grid.inside else data.block.copy()
     rest = data.layout
     terms = want.with_partial([a for dim in rest.dims[:2] for a in dim if grid.sizes[a] > 1])
 
     def part(g: Block) -> Term:
+        if positions is not None and positions.ndim == 2:  # one position stands for several tokens
+            flat = g.reshape((rows.size, g.shape[2]))
+            return kernels_tables.look_up_grad(flat, rows, 0, weight.block.shape[0]), terms
         d = grid.backend.zeros(weight.block.shape, g.dtype)
         if grid.inside:
             d[rows] = block_sum(g, (0,))
