@@ -36,8 +36,8 @@ def sgd(
     With `nesterov` the step is `p -= lr (d + momentum m)`; without momentum (m None) `p -= lr d`.
     """
     xp = namespace(p)
-    for part, (s, t, u) in _chunks(p, 3):
-        q, d = _read(p[part], s.dtype), scaled(g[part], factor, u)
+    for part, (s, t, u) in chunks(p, 3):
+        q, d = read(p[part], s.dtype), scaled(g[part], factor, u)
         if weight_decay:
             xp.multiply(q, weight_decay, out=s)
             d = xp.add(d, s, out=s)
@@ -50,7 +50,7 @@ def sgd(
                 t += d
             d = t if nesterov else v
         xp.multiply(d, lr, out=s)
-        _subtract(p[part], q, s)
+        subtract(p[part], q, s)
 
 
 def adam(
@@ -70,8 +70,8 @@ def adam(
     decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
     if cuda.adam(p, g, m, v, b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor):
         return
-    for part, (s, t, u) in _chunks(p, 3):
-        q, d, mean, square = _read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]
+    for part, (s, t, u) in chunks(p, 3):
+        q, d, mean, square = read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]
         if weight_decay and not decoupled:
             xp.multiply(q, weight_decay, out=t)
             d = xp.add(d, t, out=t)
@@ -87,7 +87,7 @@ def adam(
         s *= rate
         if weight_decay and decoupled:
             s += xp.multiply(q, lr * weight_decay, out=t)
-        _subtract(p[part], q, s)
+        subtract(p[part], q, s)
 
 
 def square_sum(x: Array) -> Array:
@@ -96,7 +96,7 @@ def square_sum(x: Array) -> Array:
     total = xp.zeros((), np.float64)
     size = CHUNK if xp is np else DEVICE_CHUNK
     for at in range(0, x.size, size):
-        part = _read(x[at : at + size], work_dtype(x.dtype))
+        part = read(x[at : at + size], work_dtype(x.dtype))
         total += xp.dot(part, part)
     return total
 
@@ -118,11 +118,12 @@ def scaled(x: Array, factor: float, out: Array) -> Array:
     return out
 
 
-def _read(x: Array, dtype: Any) -> Array:
+def read(x: Array, dtype: Any) -> Array:
+    """x in this dtype, itself where it has it."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _subtract(p: Array, q: Array, s: Array) -> None:
+def subtract(p: Array, q: Array, s: Array) -> None:
     """p = q - s, where q is p in the dtype of s."""
     if q.dtype == p.dtype:
         p -= s
@@ -131,7 +132,7 @@ def _subtract(p: Array, q: Array, s: Array) -> None:
         p[...] = q
 
 
-def _chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
+def chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
     """The slices of the chunks of a flat array, each with scratch arrays of its length."""
     xp = namespace(p)
     size = min(p.size, CHUNK if xp is np else DEVICE_CHUNK)

@@ -2,9 +2,10 @@
 
 from parlinalg.optim import schedules
 from parlinalg.optim.adam import Adam, AdamW
+from parlinalg.optim.layerwise import LAMB, LARS
 from parlinalg.optim.optimizer import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.optim.sgd import SGD
 from parlinalg.optim.states import InMemory, States
 
-__all__ = ["SGD", "Adam", "AdamW", "InMemory", "Optimizer", "Scheduler", "States", "schedules"]
+__all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "InMemory", "Optimizer", "Scheduler", "States", "schedules"]

@@ -1,0 +1,172 @@
+"""Optimizers whose steps depend on norms of whole parameters: LAMB and LARS."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.backend import kernels_layers
+from parlinalg.backend.kernels_optim import square_sum
+from parlinalg.errors import ConfigError
+from parlinalg.optim.flat import Entry, Run
+from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one
+from parlinalg.optim.pieces import counted, over_ranks
+
+Block = Any
+_NONE = (None, None)
+
+
+class Layerwise(Optimizer):
+    """An optimizer whose step for a parameter depends on two norms of all its elements, wherever they are.
+
+    A step is two passes over the pieces that a rank updates, and between them one all-reduce of two numbers a
+    parameter.  An element counts once, however many ranks hold it.
+    """
+
+    ELEMENTWISE: ClassVar[bool] = False
+
+    def apply(self) -> None:
+        squares: dict[int, Sequence[Any]] = {}
+        for run in self.windows():
+            for entry, part in segments(run):
+                terms = self.measure(run, part)
+                held = squares.get(id(entry.parameter), (0.0, 0.0))
+                squares[id(entry.parameter)] = [a + b for a, b in zip(held, terms, strict=True)]
+        mine = [squares.get(id(p), _NONE) if counted(p) else _NONE for p in self.parameters]
+        norms = self.norms(mine)
+        rates = {id(p): self.lr * self.ratio(*pair) for p, pair in zip(self.parameters, norms, strict=True)}
+        for run in self.windows():
+            for entry, part in segments(run):
+                self.move(run, part, rates[id(entry.parameter)])
+
+    def norms(self, squares: Sequence[Sequence[Any]]) -> list[tuple[float, float]]:
+        """The two norms of each parameter from this rank's sums of squares, None where it counts none.  Collective."""
+        twice = [*self.parameters, *self.parameters]
+        totals = np.sqrt(over_ranks(twice, [pair[0] for pair in squares] + [pair[1] for pair in squares]))
+        n = len(self.parameters)
+        return [(float(a), float(b)) for a, b in zip(totals[:n], totals[n:], strict=True)]
+
+    @abstractmethod
+    def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
+        """The sums of squares behind the two norms, of a part of a run; takes what is new into the states."""
+
+    @abstractmethod
+    def ratio(self, value: float, other: float) -> float:
+        """What the learning rate is multiplied by, from the two norms of a parameter."""
+
+    @abstractmethod
+    def move(self, run: Run, part: slice, rate: float) -> None:
+        """Make the step of a part of a run."""
+
+    def update(self, run: Run) -> None:
+        raise NotImplementedError(f"{type(self).__name__} needs norms of all parameters before it updates one: step()")
+
+
+def segments(run: Run) -> Iterator[tuple[Entry, slice]]:
+    """The entries of a run and where their elements lie in it."""
+    at, skipped = 0, run.at
+    for entry in run.entries:
+        n = min(entry.size - skipped, run.g.size - at)
+        yield entry, slice(at, at + n)
+        at, skipped = at + n, 0
+
+
+class LAMB(Layerwise):
+    """LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", 2020).
+
+    `u = m̂ / (√v̂ + eps) + weight_decay p`, with the moments of Adam; `p -= lr (‖p‖ / ‖u‖) u`.  The norms are those of
+    the whole parameter; where one of them is 0, their quotient counts as 1.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter
+    lr : float
+    betas : tuple of two floats
+        Each at least 0 and below 1.
+    eps : float
+        Above 0.
+    weight_decay : float
+    master : bool or dtype
+        See `Optimizer`.
+    """
+
+    STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
+        eps: float = 1e-6, weight_decay: float = 0.01, master: bool | Any = False,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, lr, weight_decay, master=master)
+        below_one(beta1=betas[0], beta2=betas[1])
+        if not eps > 0:
+            raise ConfigError(f"an optimizer's eps is above 0, not {eps}")
+        self.betas = (float(betas[0]), float(betas[1]))
+        self.eps = eps
+
+    def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
+        mean, square = run.states["mean"][part], run.states["square"][part]
+        kernels_layers.lamb_moments(run.g[part], mean, square, betas=self.betas, factor=self.factor)
+        return square_sum(run.p[part]), self._step(run, part, None)
+
+    def ratio(self, value: float, other: float) -> float:
+        return value / other if value and other else 1.0
+
+    def move(self, run: Run, part: slice, rate: float) -> None:
+        self._step(run, part, rate)
+
+    def _step(self, run: Run, part: slice, rate: float | None) -> Block:
+        return kernels_layers.lamb_step(
+            run.p[part], run.states["mean"][part], run.states["square"][part], rate=rate, betas=self.betas,
+            eps=self.eps, weight_decay=self.weight_decay, step=self.steps,
+        )  # fmt: skip
+
+
+class LARS(Layerwise):
+    """LARS (You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017).
+
+    `m = momentum m + lr λ (g + weight_decay p)`; `p -= m`, where `λ = trust ‖p‖ / (‖g‖ + weight_decay ‖p‖)`.  The norms
+    are those of the whole parameter; where one of them is 0, λ is 1.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter
+    lr : float
+    momentum : float
+        At least 0 and below 1.
+    weight_decay : float
+    trust : float
+        The paper's η, above 0.
+    master : bool or dtype
+        See `Optimizer`.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0,
+        trust: float = 1e-3, master: bool | Any = False,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, lr, weight_decay, master=master)
+        below_one(momentum=momentum)
+        at_least_zero(trust=trust)
+        self.momentum = momentum
+        self.trust = trust
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
+        return square_sum(run.p[part]), square_sum(run.g[part]) * self.factor**2
+
+    def ratio(self, value: float, other: float) -> float:
+        return self.trust * value / (other + self.weight_decay * value) if value and other else 1.0
+
+    def move(self, run: Run, part: slice, rate: float) -> None:
+        m = run.states["momentum"][part] if self.momentum else None
+        kernels_layers.lars_step(
+            run.p[part], run.g[part], m, rate=rate, momentum=self.momentum, weight_decay=self.weight_decay,
+            factor=self.factor,
+        )  # fmt: skip

@@ -1,0 +1,93 @@
+"""LAMB and LARS against their papers, written out plainly: norms of whole parameters, however they are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import optim
+from parlinalg.autograd import Shard
+from parlinalg.backend.kernels_optim import flat
+from parlinalg.layout import piece
+from tests.optim.test_optimizers import give, parameters, values
+
+
+def norm_ratio(a, b):
+    return a / b if a and b else 1.0
+
+
+def textbook_lamb(p, grads, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t, g in enumerate(grads, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g**2
+        u = m / (1 - betas[0] ** t) / (np.sqrt(v / (1 - betas[1] ** t)) + eps) + weight_decay * p
+        p = p - lr * norm_ratio(np.linalg.norm(p), np.linalg.norm(u)) * u
+    return p
+
+
+def textbook_lars(p, grads, lr, momentum=0.9, weight_decay=0.0, trust=1e-3):
+    m = np.zeros_like(p)
+    for g in grads:
+        value, slope = np.linalg.norm(p), np.linalg.norm(g)
+        rate = lr * (trust * value / (slope + weight_decay * value) if value and slope else 1.0)
+        m = momentum * m + rate * (g + weight_decay * p)
+        p = p - m
+    return p
+
+
+CASES = [
+    (optim.LAMB, textbook_lamb, {"lr": 0.01}),
+    (optim.LAMB, textbook_lamb, {"lr": 0.1, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-4}),
+    (optim.LARS, textbook_lars, {"lr": 10.0, "weight_decay": 0.1}),
+    (optim.LARS, textbook_lars, {"lr": 1.0, "momentum": 0.0, "trust": 0.1}),
+]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("kind", "textbook", "options"), CASES)
+def test_steps_are_those_of_the_paper(kind, textbook, options, sharded, make_grid, world):
+    grid = make_grid({"a": world.size, "b": 1} if not sharded else {"b": 1, "a": 1, "data": world.size})
+    ps = parameters(grid)
+    ps[1].block[...] = 0  # a norm of 0 counts as a quotient of 1
+    optimizer = kind(ps, **options)
+    steps = [values(1 + t) for t in range(4)]
+    for grads in steps:
+        give(ps, [2 * g for g in grads])
+        if sharded:
+            for p in ps:
+                shard(p, world)
+        with pla.ledger(grid) as book:
+            optimizer.step(0.5)
+        assert book.calls.total() == (world.size > 1), "all norms in one call"
+    for i, (p, start) in enumerate(zip(ps, values(0), strict=True)):
+        want = textbook(start * (i != 1), [g[i] for g in steps], **options)
+        found = p.block.reshape(-1)[p.shard.start : p.shard.stop] if sharded else p.gather().reshape(-1)
+        mine = slice(p.shard.start, p.shard.stop) if sharded else slice(None)
+        np.testing.assert_allclose(
+            grid.backend.to_host(grid.backend.xp.asarray(found)), want.reshape(-1)[mine], 1e-12, 1e-13
+        )
+
+
+def shard(p, world):
+    """Share a parameter's update over the data axis; its settled gradient is the shard's."""
+    lengths = tuple(len(piece(p.block.size, world.size, r)) for r in range(world.size))
+    mine = piece(p.block.size, world.size, world.rank)
+    grad = flat(p.grad.block)[mine.start : mine.stop]
+    p.shard, p.grad = Shard(mine.start, mine.stop, ("data",), lengths=lengths), None
+    p.shard.grad = grad
+
+
+def test_a_gradient_of_zeros_and_ranks_without_elements(make_grid, world):
+    grid = make_grid({"a": world.size})
+    ps = parameters(grid)
+    give(ps, [0 * v for v in values(0)])
+    before = [p.gather() for p in ps]
+    optim.LAMB(ps, 0.1, weight_decay=0.0).step()
+    for p, want in zip(ps, before, strict=True):
+        np.testing.assert_array_equal(p.gather(), want)
+    with pytest.raises(pla.ConfigError, match="momentum is at least 0 and below 1, not 1"):
+        optim.LARS(ps, 0.1, 1.0)
+    with pytest.raises(pla.ConfigError, match="eps is above 0, not 0"):
+        optim.LAMB(ps, 0.1, eps=0)
