@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.backend.cuda_random import SOURCE as RANDOM
 from parlinalg.backend.cuda_source import SOURCE
 
 Block = Any
@@ -44,7 +46,9 @@ def _module(xp: Any, name: str) -> Any:
     if not hasattr(xp, "RawModule"):
         return None
     stored, work, headers = _TYPES[name]
-    module = xp.RawModule(code=f"{headers}#define T {stored}\n#define W {work}\n{SOURCE}", options=("--std=c++17",))
+    module = xp.RawModule(
+        code=f"{headers}#define T {stored}\n#define W {work}\n{SOURCE}{RANDOM}", options=("--std=c++17",)
+    )
     try:
         module.compile()
     except Exception as error:  # no compiler, no headers: what CuPy raises depends on its version
@@ -69,6 +73,30 @@ def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None)
     out = xp.empty(blocks[0].shape if shape is None else shape, blocks[0].dtype)
     n = blocks[-1].size if name.endswith("_grad") else out.size
     _launch(name, out, (-(-n // THREADS),), *given, out, np.int64(n))
+    return out
+
+
+def drop(
+    block: Block, table: Block, lengths: Sequence[int], first: Sequence[int], key: np.ndarray, limit: int, bits: int,
+    scale: float,
+) -> Block:  # fmt: skip
+    """The elements that stay times `scale`, and zeros.
+
+    Parameters
+    ----------
+    table, lengths, first
+        Those of `cuda_random.places`, the table on the device.
+    key : array of two uint64
+    limit, bits : int
+        An element stays if its number, of so many bits, is below the limit.
+    """
+    xp = namespace(block)
+    x = xp.ascontiguousarray(block)
+    out = xp.empty(x.shape, x.dtype)
+    _launch(
+        "drop", x, (-(-out.size // THREADS),), x, out, table, np.int64(out.size), *map(np.int64, lengths[1:]),
+        *map(np.int64, first[1:]), *map(np.uint64, key), np.uint64(limit), np.int32(bits), _work(x.dtype).type(scale),
+    )  # fmt: skip
     return out
 
 

@@ -136,7 +136,8 @@ class Bernoulli:
             raise ValueError(f"a probability is between 0 and 1, not {p}")
         self.limit, self.all = round(p * 2**bits), 2**bits
         self.p = self.limit / self.all
-        self.stream = Stream(key(seed, name, call, step), bits)
+        self.key, self.bits = key(seed, name, call, step), bits
+        self.stream = Stream(self.key, bits)
         self.start = start
 
     def part(self, shape: Sequence[int], indices: Sequence[Indices]) -> np.ndarray:

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 
 from parlinalg.backend import cuda, kernels, kernels_optim, kernels_rows
+from parlinalg.backend.cuda_random import SOURCE as RANDOM
+from parlinalg.backend.cuda_random import places
 from parlinalg.backend.cuda_source import SOURCE
+from parlinalg.random import Bernoulli
 
 pytestmark = pytest.mark.serial
 THREADS = 64
@@ -25,6 +28,9 @@ SHIM = r"""
 #include <vector>
 using std::sqrt; using std::exp; using std::tanh; using std::erfc;
 struct Index { long x, y; };
+static unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)(((unsigned __int128)a * b) >> 64);
+}
 static thread_local Index threadIdx;
 static Index blockIdx, blockDim;
 static std::barrier<>* all;
@@ -55,7 +61,8 @@ template <class F> void launch(long width, long height, int threads, F kernel) {
         }
 }
 """
-C_TYPES: dict[type, Any] = {np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float64: ctypes.c_double}
+C_TYPES: dict[type, Any] = {np.int64: ctypes.c_longlong, np.int32: ctypes.c_int, np.float64: ctypes.c_double,
+                           np.uint64: ctypes.c_ulonglong}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +71,8 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("cannot be had here: g++, which compiles the kernels for the host")
-    text = SHIM + SOURCE
-    for name, listed in re.findall(r"__global__ void (pla_\w+)\((.*?)\)", SOURCE, re.DOTALL):
+    text = SHIM + SOURCE + RANDOM
+    for name, listed in re.findall(r"__global__ void (pla_\w+)\((.*?)\)", SOURCE + RANDOM, re.DOTALL):
         names = ", ".join(p.split()[-1].lstrip("*") for p in listed.split(","))
         text += f'extern "C" void host_{name}(long across, long down, int threads, {listed}) {{'
         text += f" launch(across, down, threads, [=] {{ {name}({names}); }}); }}\n"
@@ -124,6 +131,30 @@ def test_cuda_kernels_compute_what_numpy_does(
             )  # fmt: skip
             ends.append(state)
         equal(*ends)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize(
+    ("shape", "indices"),
+    [
+        ((3, 5, 7), (range(1, 3), range(5), range(2, 7))),
+        ((4, 6, 2, 3, 5), (range(4), np.array([5, 0, 3]), range(2), range(1, 3), range(5))),
+        ((40,), (range(3, 40),)),
+    ],
+    ids=["a part", "tokens in another order", "a vector"],
+)
+def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
+    shape: tuple[int, ...], indices: tuple[Any, ...], bits: Any, on_host: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cuda, "_launch", on_host)
+    monkeypatch.setattr(cuda, "THREADS", THREADS)
+    keep = Bernoulli(0.7, bits, seed=3, name="blocks.0.dropout", call=1, step=9, start=2)
+    x = np.random.default_rng(0).normal(size=tuple(map(len, indices)))
+    table, lengths, first = places(shape, indices, keep.start)
+    found = cuda.drop(x, table, lengths, first, keep.key, keep.limit, bits, 1 / keep.p)
+    np.testing.assert_array_equal(found, x * keep.part(shape, indices) * (1 / keep.p))
+    assert 0 < np.count_nonzero(found) < x.size
 
 
 def test_blocks_of_the_host_are_not_for_cuda() -> None:
