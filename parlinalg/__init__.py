@@ -9,6 +9,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.matmul import matmul, plan_matmul
 from parlinalg.plan import Plan
+from parlinalg.sequence import sequence_order
 from parlinalg.train import Mesh, launch
 
 __version__ = "0.1.0"
@@ -46,5 +47,6 @@ __all__ = [
     "parallel",
     "plan_matmul",
     "random",
+    "sequence_order",
     "zeros",
 ]

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "parlinalg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lowest layer first; the units of one layer may import each other.
 LAYERS = [
-    {"errors"}, {"units", "names"}, {"backend"}, {"comm"}, {"layout", "moves"}, {"plan"}, {"grid"},
+    {"errors"}, {"units", "names"}, {"backend"}, {"comm"}, {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"},
     {"exchange", "redistribute"}, {"array"}, {"random"}, {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"},
     {"datasets"}, {"parallel"}, {"pipeline"}, {"train"}, {"cli", "__main__"},
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from parlinalg.backend.kernels import work_dtype
 from parlinalg.backend.visible import Visible, row_spans
 
 Block = Any
+Poll = Callable[[], object]
 Dropped = Callable[[slice, slice, slice, slice], Block]
 """For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
 
@@ -98,7 +99,7 @@ class _Task:
         size = visible.size
         if size:  # blocks of queries that meet few rows of the table
             rows = rows // size * size if rows >= size else -(-size // -(-size // rows))
-        self.rows = row_spans(self.queries, rows)
+        self.rows = visible.rows(self.queries, rows)
         self.step = rows
         self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
 
@@ -116,11 +117,9 @@ class _Task:
 
     def places(self) -> int:
         """How many scores all blocks have together."""
-        alike = [slice(0, self.heads)] if not self.visible.by_head else row_spans(self.heads, 1)
         return sum(
-            self.batch * (h.stop - h.start) * self.group * (rows.stop - rows.start) * (stop - at)
-            for h in alike if self.heads and self.queries
-            for rows in self.rows for at, stop in self.spans(h, rows)
+            (b.stop - b.start) * (h.stop - h.start) * self.group * (rows.stop - rows.start) * (stop - at)
+            for b, h in self.units() for rows in self.rows for at, stop in self.spans(b, h, rows)
         )  # fmt: skip
 
     def calm(self, q: Block, ks: Block) -> bool:
@@ -180,8 +179,8 @@ class _Task:
         """[batch, heads, g * rows, n] as [batch, heads, g, rows, n]."""
         return s.reshape(*s.shape[:2], self.group, rows.stop - rows.start, s.shape[-1])
 
-    def spans(self, h: slice, rows: slice) -> list[tuple[int, int]]:
-        return self.visible.spans(h, rows, self.keys, self.limits.keys)
+    def spans(self, b: slice, h: slice, rows: slice) -> list[tuple[int, int]]:
+        return self.visible.spans(b, h, rows, self.keys, self.limits.keys)
 
     def sums(self, s: Block) -> Block:
         """The sums of the rows of s, as columns."""
@@ -196,7 +195,7 @@ class _Task:
 
 def forward(
     q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
-    limits: Limits | None = None, keep: bool = False,
+    limits: Limits | None = None, keep: bool = False, wide: bool = False, poll: Poll | None = None,
 ) -> tuple[Block, Block, Block]:  # fmt: skip
     """softmax(scale q kᵀ) v over the keys that each query sees; zeros where it sees none.
 
@@ -212,6 +211,10 @@ def forward(
         Factors of the probabilities: 0, or one over the probability that they stay.
     keep : bool
         Keep the exponentials of all scores for the backward pass.
+    wide : bool
+        Give the result in the working dtype: a term that is to be merged with others.
+    poll : callable, optional
+        Called now and then, to drive communication on.
 
     Returns
     -------
@@ -226,7 +229,7 @@ def forward(
     xp, work = task.xp, task.work
     if keep:
         task.kept = xp.empty(task.places(), work)
-    out = xp.empty(q.shape, q.dtype)
+    out = xp.empty(q.shape, work if wide else q.dtype)
     lse = xp.empty((task.batch, task.heads, task.group, task.queries), work)
     least, tiny = xp.finfo(work).min, xp.finfo(work).tiny
     for b, h in task.units():
@@ -234,10 +237,12 @@ def forward(
         kt = ks.swapaxes(-1, -2)
         calm = task.calm(q[b, :, h], ks)
         for rows in task.rows:
+            if poll is not None:
+                poll()
             qs = task.rows_by_head("q", q[b, rows, h], task.scale)
             top, total, o = None, None, None
             done: list[Block] = []
-            for at, stop in task.spans(h, rows):
+            for at, stop in task.spans(b, h, rows):
                 keys = slice(at, stop)
                 s = task.scores(qs, kt[..., keys], b, h, rows, keys)
                 if not calm:
@@ -283,16 +288,21 @@ def forward(
 def backward(
     dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible, scale: float,
     into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
-    kept: Block = None,
+    kept: Block = None, add: tuple[bool, bool] = (False, False), poll: Poll | None = None,
 ) -> None:  # fmt: skip
     """The gradients of q, k and v from that of out, written to the arrays `into`, which have their shapes.
 
-    Arguments as of `forward`, whose results are `out`, `lse` and `kept`.
+    Arguments as of `forward`, whose results are `out`, `lse` and `kept`; with these keys among others, those of all.
+
+    Parameters
+    ----------
+    add : (bool, bool)
+        Whether to add to what `into` has already, for q and for k and v.
     """
     task = _Task(q, k, visible, scale, limits, kept)
     xp, work = task.xp, task.work
     dq, dk, dv = into
-    if not (task.queries and task.group):
+    if not (task.queries and task.group) and not add[1]:
         dk[...] = 0
         dv[...] = 0
     for b, h in task.units():
@@ -303,15 +313,19 @@ def backward(
         dks[...] = 0
         dvs[...] = 0
         for rows in task.rows:
+            if poll is not None:
+                poll()
             qs = task.rows_by_head("q", q[b, rows, h], task.scale)
             shift = lse[b, h, :, rows][..., None]
             shift = xp.where(shift == -math.inf, work.type(math.inf), shift)  # exp(-inf) is 0 where nothing is seen
+            if plain:  # a row whose sum is less sees none of these keys
+                xp.maximum(shift, -CALM - 1, out=shift)
             # P = exp(scores - lse), or exp(scores) with dout in its stead divided by the sums
             do = task.rows_by_head("dout", dout[b, rows, h], xp.exp(-shift) if plain else None)
             shift = shift.reshape(*qs.shape[:-1], 1)
             dot = xp.einsum("bhij,bhij->bhi", do, task.rows_by_head("o", out[b, rows, h]))[..., None]
             dqs = None
-            for at, stop in task.spans(h, rows):
+            for at, stop in task.spans(b, h, rows):
                 keys = slice(at, stop)
                 if kept is None:
                     p = task.scores(qs, kt[..., keys], b, h, rows, keys)
@@ -337,11 +351,35 @@ def backward(
                     dqs += task.product("more", dp, ks[..., keys, :])
             target = dq[b, rows, h].transpose(0, 2, 3, 1, 4)
             if dqs is None:
-                target[...] = 0
+                if not add[0]:
+                    target[...] = 0
+            elif add[0]:
+                dqs *= task.scale
+                target += task.apart(dqs, rows)
             elif dq.dtype == work:
                 xp.multiply(task.apart(dqs, rows), task.scale, out=target)
             else:
                 dqs *= task.scale
                 target[...] = task.apart(dqs, rows)
-        dk[b, :, h] = dks.transpose(0, 2, 1, 3)
-        dv[b, :, h] = dvs.transpose(0, 2, 1, 3)
+        for whole, part in ((dk, dks), (dv, dvs)):
+            part = part.transpose(0, 2, 1, 3)
+            whole[b, :, h] = part + whole[b, :, h] if add[1] else part
+
+
+def merge(out: Block, lse: Block, more: Block, more_lse: Block) -> None:
+    """Make of the results over some keys, in place, those over these and more keys; `more` is used up.
+
+    Shapes as `forward` gives them, in the working dtype: out += σ(more_lse - lse) (more - out), and lse is the
+    logarithm of the sum of both sums, written so that nothing overflows (Liu et al., "Ring attention", 2023).
+    """
+    xp = namespace(out)
+    nothing = more_lse == -math.inf
+    ahead = xp.where(nothing, more_lse.dtype.type(0), more_lse) - lse  # inf where no key was seen before
+    ahead[nothing] = -math.inf
+    small = xp.exp(-xp.abs(ahead))
+    share = xp.where(ahead >= 0, small.dtype.type(1), small) / (1 + small)
+    xp.maximum(lse, more_lse, out=lse)
+    lse += xp.log1p(small)
+    more -= out
+    more *= share.transpose(0, 3, 1, 2)[..., None]
+    out += more

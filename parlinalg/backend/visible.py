@@ -1,4 +1,4 @@
-"""Which keys a query sees: causal, within a window, in chosen blocks, or where a mask says so."""
+"""Which keys a query sees: causal, within a window, of its own document, in chosen blocks, or where a mask says so."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.backend.places import Places, Run
 
 Block = Any
 Span = tuple[int, int]
 
 
 class Visible:
-    """Which keys the queries of this rank see.  Query i stands at position `start + i` of the keys.
+    """Which keys the queries of this rank see.
 
     Parameters
     ----------
@@ -24,48 +25,101 @@ class Visible:
     window : int, optional
         Only keys less than so many positions away are seen; the query's own counts.
     start : int
-        The position of the first query.
+        The position of the first query, where queries and keys have no `places`: they then stand side by side.
+    places : (Places, Places), optional
+        The positions of the queries and of the keys.
+    documents : (array of int, array of int), optional
+        On the host, shapes [batch or 1, queries] and [batch or 1, keys]: only keys of the query's document are seen.
+        Numbers from 0.
     table : array of bool, optional
         On the host, shape [kv heads or 1, g or 1, rows of blocks, columns of blocks]: the blocks of `size` queries and
-        `size` keys that are seen at all; the others are skipped.
+        `size` keys that are seen at all; the others are skipped.  Without `places`.
     size : int
     keep : array of bool, optional
         Broadcastable to [batch, kv heads, g, queries, keys]: the pairs that are seen.
     """
 
     def __init__(
-        self, *, causal: bool = False, window: int | None = None, start: int = 0, table: np.ndarray | None = None,
-        size: int = 0, keep: Block = None,
+        self, *, causal: bool = False, window: int | None = None, start: int = 0,
+        places: tuple[Places, Places] | None = None, documents: tuple[np.ndarray, np.ndarray] | None = None,
+        table: np.ndarray | None = None, size: int = 0, keep: Block = None,
     ) -> None:  # fmt: skip
         self.causal = causal
         self.window = window
         self.start = start
+        self.places = places if causal or window is not None else None
+        self.documents = documents
         self.table = table
         self.size = size
         self.keep = keep
         self._edges: dict[tuple[int, int, int], Block] = {}
+        self._met: dict[tuple[int, int, int, int], np.ndarray] = {}
 
     @property
     def alike(self) -> bool:
         """Whether all queries see the same run of keys, apart from single ones."""
-        return not self.causal and self.window is None and self.table is None
+        return not self.causal and self.window is None and self.table is None and self.documents is None
 
     @property
     def by_head(self) -> bool:
         """Whether heads see different blocks, so that each is best taken alone."""
         return self.table is not None and self.table.shape[0] > 1
 
-    def spans(self, heads: slice, rows: slice, keys: int, most: int) -> list[Span]:
-        """The runs of keys, none longer than `most`, outside of which queries `rows` of these heads see nothing."""
-        first, last = self.start + rows.start, self.start + rows.stop - 1
-        low, high = 0, keys
-        if self.causal:
-            high = min(high, last + 1)
-        if self.window is not None:
-            low = max(low, first - self.window + 1)
-            high = min(high, last + self.window)
-        runs = [(low, high)] if self.table is None else self._runs(heads, rows, low, high)
-        return [(at, min(at + most, stop)) for start, stop in runs for at in range(start, stop, most)]
+    def part(self, batch: slice, heads: slice) -> Visible:
+        """The same for a part of the batch and of the kv heads."""
+        documents, table, keep = self.documents, self.table, self.keep
+        if documents is not None:
+            queries, keys = (d if d.shape[0] == 1 else d[batch] for d in documents)
+            documents = queries, keys
+        if table is not None and table.shape[0] > 1:
+            table = table[heads]
+        if keep is not None:
+            keep = keep[tuple(p if n > 1 else slice(None) for p, n in zip((batch, heads), keep.shape, strict=False))]
+        return Visible(
+            causal=self.causal, window=self.window, start=self.start, places=self.places, documents=documents,
+            table=table, size=self.size, keep=keep,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ what is skipped
+
+    def rows(self, queries: int, most: int) -> list[slice]:
+        """The queries in runs of at most `most`, each of equal steps."""
+        return row_spans(queries, most) if self.places is None else self.places[0].spans(most)
+
+    def spans(self, batch: slice, heads: slice, rows: slice, keys: int, most: int) -> list[Span]:
+        """The runs of keys, none longer than `most`, outside of which queries `rows` of these items see nothing."""
+        runs = [Run(0, keys, 0, 1)] if self.places is None else self.places[1].runs
+        found = [self._near(rows, run) for run in runs]
+        if self.table is not None:
+            found = [span for low, high in found for span in self._runs(heads, rows, low, high)]
+        if self.documents is not None:
+            met = self._documents_met(batch, rows)
+            found = [_trimmed(met[low:high], low, high) for low, high in found]
+        return [(at, min(at + most, stop)) for start, stop in found for at in range(start, stop, most)]
+
+    def _near(self, rows: slice, run: Run) -> Span:
+        """The part of a run of keys that causality and the window leave to queries `rows`."""
+        low, high = run.start, run.stop
+        if not self.causal and self.window is None:
+            return low, high
+        first, last = self._ends(rows)
+        ahead = 1 if self.causal else self.window
+        assert ahead is not None
+        least = None if self.window is None else first - self.window + 1
+        if not run.step:
+            assert self.places is not None
+            here = self.places[1].positions[low:high]
+            return _trimmed((here < last + ahead) & (here >= (here if least is None else least)), low, high)
+        if least is not None:
+            low = max(low, _before(run, least))
+        return low, min(high, _before(run, last + ahead))
+
+    def _ends(self, rows: slice) -> Span:
+        """The least and the greatest position of queries `rows`."""
+        if self.places is None:
+            return self.start + rows.start, self.start + rows.stop - 1
+        here = self.places[0].positions[rows]
+        return int(here.min()), int(here.max())
 
     def _seen(self, heads: slice, rows: slice) -> np.ndarray:
         """The part of the table that queries `rows` of these heads meet."""
@@ -79,6 +133,28 @@ class Visible:
         spans = [(max(low, int(a)), min(high, int(b))) for a, b in edges.reshape(-1, 2)]
         return [(a, b) for a, b in spans if a < b]
 
+    def _documents_met(self, batch: slice, rows: slice) -> np.ndarray:
+        """Which keys share a document with one of queries `rows` in some item of the batch."""
+        key = (batch.start, batch.stop, rows.start, rows.stop)
+        if key not in self._met:
+            if len(self._met) > 64:
+                self._met.clear()
+            queries, keys = self._documents(batch)
+            count = 1 + max(int(queries.max(initial=-1)), int(keys.max(initial=-1)))
+            items = np.arange(queries.shape[0])[:, None]
+            here = np.zeros((queries.shape[0], count), np.bool_)
+            here[items, queries[:, rows]] = True
+            self._met[key] = here[items, keys].any(axis=0)
+        return self._met[key]
+
+    def _documents(self, batch: slice) -> tuple[np.ndarray, np.ndarray]:
+        assert self.documents is not None
+        queries, keys = (d if d.shape[0] == 1 else d[batch] for d in self.documents)
+        items = max(len(queries), len(keys))
+        return np.broadcast_to(queries, (items, queries.shape[1])), np.broadcast_to(keys, (items, keys.shape[1]))
+
+    # ------------------------------------------------------------------ what is hidden
+
     def hide(self, scores: Block, batch: slice, heads: slice, rows: slice, keys: slice) -> None:
         """Set the scores of pairs that are not seen to -inf, in place.
 
@@ -87,26 +163,72 @@ class Visible:
         scores : array
             Shape [batch, kv heads, g, rows, keys], of the part that the slices name.
         """
-        first, last = self.start + rows.start, self.start + rows.stop - 1
-        at, stop = keys.start, keys.stop
-        if self.causal and stop > first + 1:
-            c = max(at, first + 1)
-            scores[..., c - at :] += self._edge(scores, last - first + 1, stop - c, c - first)
-        if self.window is not None:
-            if at < last - self.window + 1:
-                c = min(stop, last - self.window + 1)
-                # key k is hidden from the query at position p where p - window >= k: mirrored, as the causal edge
-                far = self._edge(scores, last - first + 1, c - at, last - self.window - (c - 1) + 1)
-                scores[..., : c - at] += far[::-1, ::-1]
-            if not self.causal and stop > first + self.window:
-                c = max(at, first + self.window)
-                scores[..., c - at :] += self._edge(scores, last - first + 1, stop - c, c - first - self.window + 1)
+        if self.causal or self.window is not None:
+            self._hide_far(scores, rows, keys)
         if self.table is not None:
             self._hide_blocks(scores, heads, rows, keys)
+        if self.documents is not None:
+            self._hide_documents(scores, batch, rows, keys)
         if self.keep is not None:
-            part = self._kept(batch, heads, rows, keys)
             xp = namespace(scores)
-            xp.copyto(scores, scores.dtype.type(-math.inf), where=xp.logical_not(part))
+            self._hide_where(scores, xp.logical_not(self._kept(batch, heads, rows, keys)))
+
+    def _hide_far(self, scores: Block, rows: slice, keys: slice) -> None:
+        """What causality and the window hide.
+
+        Query i of the block stands at a + i s, key j at b + j s: with lag = a - b, the key is not after the query where
+        j <= i + lag // s, and so on.
+        """
+        n, m = rows.stop - rows.start, keys.stop - keys.start
+        if self.places is None:
+            lag, step = self.start + rows.start - keys.start, 1
+        else:
+            queries, others = self.places[0].within(rows), self.places[1].within(keys)
+            step = others.step if n == 1 else queries.step
+            if not (queries.step and others.step) or (step != others.step and m > 1):
+                self._hide_one_by_one(scores, rows, keys)
+                return
+            lag = queries.first - others.first
+        if self.causal:
+            self._hide_after(scores, n, m, lag // step)
+        if self.window is not None:
+            self._hide_up_to(scores, n, m, (lag - self.window) // step)
+            if not self.causal:
+                self._hide_after(scores, n, m, -((-lag - self.window) // step) - 1)
+
+    def _hide_after(self, scores: Block, n: int, m: int, shift: int) -> None:
+        """Hide keys j > i + shift."""
+        c = max(0, shift + 1)
+        if c < m:
+            scores[..., c:] += self._edge(scores, n, m - c, c - shift)
+
+    def _hide_up_to(self, scores: Block, n: int, m: int, shift: int) -> None:
+        """Hide keys j <= i + shift: mirrored, as those after."""
+        c = min(m, n + shift)
+        if c > 0:
+            scores[..., :c] += self._edge(scores, n, c, n + shift - c + 1)[::-1, ::-1]
+
+    def _hide_one_by_one(self, scores: Block, rows: slice, keys: slice) -> None:
+        assert self.places is not None
+        xp = namespace(scores)
+        ahead = self.places[1].on(xp)[None, keys] - self.places[0].on(xp)[rows, None]
+        hidden = ahead > 0 if self.causal else ahead >= self.window
+        if self.window is not None:
+            hidden |= ahead <= -self.window
+        self._hide_where(scores, hidden)
+
+    def _hide_documents(self, scores: Block, batch: slice, rows: slice, keys: slice) -> None:
+        queries, others = self._documents(batch)
+        queries, others = queries[:, rows], others[:, keys]
+        first = queries[:, :1]
+        if (queries == first).all() and (others == first).all():
+            return
+        xp = namespace(scores)
+        self._hide_where(scores, xp.asarray(queries[:, None, None, :, None] != others[:, None, None, None, :]))
+
+    @staticmethod
+    def _hide_where(scores: Block, hidden: Block) -> None:
+        namespace(scores).copyto(scores, scores.dtype.type(-math.inf), where=hidden)
 
     def _edge(self, scores: Block, rows: int, columns: int, ahead: int) -> Block:
         """0, and -inf where column j is beyond row i: j + ahead > i."""
@@ -127,12 +249,22 @@ class Visible:
         xp = namespace(scores)
         down = np.arange(rows.start, rows.stop) // size - rows.start // size
         across = np.arange(keys.start, keys.stop) // size - keys.start // size
-        hidden = xp.asarray(~seen[:, :, down][..., across])
-        xp.copyto(scores, scores.dtype.type(-math.inf), where=hidden)
+        self._hide_where(scores, xp.asarray(~seen[:, :, down][..., across]))
 
     def _kept(self, batch: slice, heads: slice, rows: slice, keys: slice) -> Block:
         parts = (batch, heads, slice(None), rows, keys)
         return self.keep[tuple(p if n > 1 else slice(None) for p, n in zip(parts, self.keep.shape, strict=True))]
+
+
+def _before(run: Run, position: int) -> int:
+    """Where in a run the keys end that stand before a position; it may be beyond the run."""
+    return run.start + max(0, -((run.first - position) // run.step))
+
+
+def _trimmed(met: np.ndarray, low: int, high: int) -> Span:
+    """A span without the keys at its ends that are not met."""
+    here = np.flatnonzero(met)
+    return (low + int(here[0]), low + int(here[-1]) + 1) if here.size else (low, low)
 
 
 def row_spans(rows: int, step: int) -> list[slice]:

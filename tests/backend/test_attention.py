@@ -102,11 +102,14 @@ def test_narrow_dtypes_are_computed_in_float32(dtype):
     close(found, right, {2: float(ml_dtypes.finfo(dtype).eps), 4: 2e-6}[np.dtype(dtype).itemsize])
 
 
+ONE = slice(0, 1)
+
+
 def test_blocks_that_are_not_seen_cost_nothing():
     visible = Visible(table=np.eye(8, dtype=bool)[None, None], size=16)
-    assert visible.spans(slice(0, 1), slice(32, 48), 128, 1024) == [(32, 48)]
-    assert visible.spans(slice(0, 1), slice(32, 64), 128, 10) == [(32, 42), (42, 52), (52, 62), (62, 64)]
-    assert Visible(causal=True, window=20).spans(slice(0, 1), slice(64, 128), 1000, 1024) == [(45, 128)]
+    assert visible.spans(ONE, ONE, slice(32, 48), 128, 1024) == [(32, 48)]
+    assert visible.spans(ONE, ONE, slice(32, 64), 128, 10) == [(32, 42), (42, 52), (52, 62), (62, 64)]
+    assert Visible(causal=True, window=20).spans(ONE, ONE, slice(64, 128), 1000, 1024) == [(45, 128)]
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 1), (2, 5, 0, 1), (2, 0, 2, 1), (2, 5, 2, 0)])

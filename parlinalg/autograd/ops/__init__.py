@@ -11,6 +11,7 @@ from parlinalg.autograd.ops.norms import layer_norm, rms_norm
 from parlinalg.autograd.ops.patches import patches
 from parlinalg.autograd.ops.product import matmul
 from parlinalg.autograd.ops.reductions import max, mean, sum
+from parlinalg.autograd.ops.ring import ring_attention
 from parlinalg.autograd.ops.rotary import rotary, rotary_frequencies
 from parlinalg.autograd.ops.rows import replace_first, select
 from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpose
@@ -20,6 +21,6 @@ __all__ = [
     "BlockMask", "abs", "add", "add_positions", "astype", "attention", "cos", "count_targets", "cross_entropy",
     "cross_entropy_sum", "divide", "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul",
     "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "negative", "patches", "power",
-    "redistribute", "relu", "replace_first", "reshape", "rms_norm", "rotary", "rotary_frequencies", "select",
-    "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where",
+    "redistribute", "relu", "replace_first", "reshape", "ring_attention", "rms_norm", "rotary", "rotary_frequencies",
+    "select", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where",
 ]  # fmt: skip

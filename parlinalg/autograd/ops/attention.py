@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
+from parlinalg.autograd.ops.tokens import Documents
 from parlinalg.autograd.tape import Part, recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
+from parlinalg.backend import namespace
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
@@ -37,8 +42,8 @@ class Parts(NamedTuple):
 
 def attention(
     q: Any, kv: Any = None, *, causal: bool = False, window: int | None = None, mask: Mask | BlockMask | None = None,
-    key_padding: Mask | None = None, start: int = 0, scale: float | None = None, dropout: Drop | None = None,
-    keep_scores: bool = False,
+    key_padding: Mask | None = None, documents: Documents | None = None, positions: Any = None, start: int = 0,
+    scale: float | None = None, dropout: Drop | None = None, keep_scores: bool = False,
 ) -> Tensor:  # fmt: skip
     """softmax(scale q kᵀ) v, head by head (Vaswani et al., "Attention is all you need", 2017).
 
@@ -59,6 +64,13 @@ def attention(
         have alike, or a DistArray whose dims are each whole or cut as those of q.
     key_padding : array of bool, optional
         Shape [b, t]: which keys are real, and seen; otherwise as `mask`.
+    documents : optional
+        Where several documents are packed into a sequence, which is whose: no query sees a key of another one.  Their
+        lengths, for all items of the batch or a list of them for each; or their numbers [b, s] by token, as an array
+        that all ranks have alike or a DistArray whose dims are each whole or cut as those of q.
+    positions : array of int, optional
+        Shape [s], a permutation: the place in the sequence of each token, where they lie in another order (see
+        `parlinalg.sequence_order`).  `causal`, `window`, the lengths of documents, and dropout go by it.
     start : int
         The position of the first query among the keys.
     scale : float, optional
@@ -87,18 +99,20 @@ def attention(
     inputs = [q] if kv is None else [q, as_tensor(kv)]
     x = summed(q.data, "attention")
     y = None if kv is None else summed(inputs[1].data, "attention")
-    grid, group = _checked(x, y)
+    grid, group = checked(x, y, "attention")
     shape = (*x.shape[:3], group, x.shape[4])
     keys = x.shape[1] if y is None else y.shape[1]
     rest = Layout(*x.layout.dims)
     if not grid.inside:
-        nothing = [_nothing(t) for t in inputs]
+        nothing = [nothing_here(t) for t in inputs]
         return record(DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid), inputs, nothing)
-    ranges = grid.block(rest, shape)
-    seen = visible(x, shape, keys, causal=causal, window=window, start=start, mask=mask, key_padding=key_padding)
+    seen = visible(
+        x, shape, keys, causal=causal, window=window, start=start, mask=mask, key_padding=key_padding,
+        documents=documents, positions=positions,
+    )  # fmt: skip
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
     parts = Parts.of(x.block, None if y is None else y.block)
-    drop = None if dropout is None else dropped(dropout, (*shape, keys), ranges)
+    drop = None if dropout is None else dropped(dropout, (*shape, keys), grid.block(rest, shape), positions=positions)
     keep = keep_scores and recording() and any(t.requires_grad for t in inputs)
     out, lse, kept = kernel.forward(*parts, seen, factor, drop, keep=keep)
 
@@ -118,31 +132,35 @@ def attention(
     return record(DistArray(out, shape, rest, grid), inputs, [part(i) for i in range(len(inputs))], prepare)
 
 
-def _nothing(x: Tensor) -> Part:
+def nothing_here(x: Tensor) -> Part:
     """The part of the rule on a rank outside the grid."""
     term = x.block * 0, x.layout.with_partial(())
     return lambda _: term
 
 
-def _checked(x: DistArray, y: DistArray | None) -> tuple[Grid, int]:
-    """The grid, and how many queries share a key; errors unless shapes and layouts are as attention takes them."""
+def checked(x: DistArray, y: DistArray | None, name: str, ring: Cut = ()) -> tuple[Grid, int]:
+    """The grid, and how many queries share a key; errors unless shapes and layouts are as attention takes them.
+
+    The sequence is cut by `ring`.
+    """
     arrays = [x] if y is None else [x, y]
     grid = same_grid(arrays)
     form = "q[b, s, kv heads, g + 2, e]" if y is None else "q[b, s, kv heads, g, e] and kv[b, t, kv heads, 2, e]"
     shapes = " and ".join(str(a.shape) for a in arrays)
     least = 3 if y is None else 1
     if x.ndim != 5 or x.shape[3] < least or (y is not None and (y.ndim != 5 or y.shape[3] != 2)):
-        raise ValueError(f"attention takes {form}, not {shapes}")
+        raise ValueError(f"{name} takes {form}, not {shapes}")
     if y is not None and (x.shape[0], x.shape[2], x.shape[4]) != (y.shape[0], y.shape[2], y.shape[4]):
-        raise ValueError(f"attention takes {form}: b, kv heads and e are equal in both; the shapes are {shapes}")
+        raise ValueError(f"{name} takes {form}: b, kv heads and e are equal in both; the shapes are {shapes}")
     group = x.shape[3] - 2 if y is None else x.shape[3]
-    b, _, heads, g, _ = effective(x.layout, grid).dims
-    want = Layout(b, None, heads, None if y is None else g, None)
-    for name, array, right in (("q", x, want), ("kv", y, Layout(b, None, heads, None, None))):
+    b, _, heads, g, _ = (tuple(a for a in cut if a not in ring) for cut in effective(x.layout, grid).dims)
+    want = Layout(b, ring, heads, None if y is None else g, None)
+    for what, array, right in (("q", x, want), ("kv", y, Layout(b, ring, heads, None, None))):
         if array is not None and effective(array.layout, grid) != right:
+            also = f"the sequence by {ring[0]!r}, and else " if ring else ""
             raise LayoutError(
-                f"attention: {name} of shape {array.shape} is {array.layout!r}; only the batch and the heads are cut, "
-                f"alike in q and kv{', and the queries of a head' if y is not None else ''}: mend it by "
+                f"{name}: {what} of shape {array.shape} is {array.layout!r}; {also}only the batch and the heads are "
+                f"cut, alike in q and kv{', and the queries of a head' if y is not None else ''}: mend it by "
                 f".redistribute({_mended(array.layout, right)!r})"
             )
     return grid, group
@@ -154,7 +172,9 @@ def _mended(have: Layout, right: Layout) -> Layout:
     return right.with_dim(2, (*right.dims[2], *lost))
 
 
-def dropped(draw: Drop, shape: tuple[int, ...], ranges: tuple[range, ...]) -> kernel.Dropped:
+def dropped(
+    draw: Drop, shape: tuple[int, ...], ranges: tuple[range, ...], positions: Any = None, first: int = 0
+) -> kernel.Dropped:
     """The factors of the probabilities of a block, from those of global indices [b, heads, s, t].
 
     Parameters
@@ -165,11 +185,29 @@ def dropped(draw: Drop, shape: tuple[int, ...], ranges: tuple[range, ...]) -> ke
         (b, s, kv heads, g, e, t).
     ranges : tuple of range
         Those of this rank's block of [b, s, kv heads, g, e].
+    positions : array of int, optional
+        Where all tokens stand: what the factors of queries and keys go by.
+    first : int
+        The first of the keys.
     """
     b, s, heads, g, _, t = shape
+    full = (b, heads, g, s, t)
 
     def factors(batch: slice, kv: slice, rows: slice, keys: slice) -> Block:
-        part = (ranges[0][batch], ranges[2][kv], ranges[3], ranges[1][rows], range(keys.start, keys.stop))
-        return draw((b, heads, g, s, t), part)
+        outer = (ranges[0][batch], ranges[2][kv], ranges[3])
+        across = range(first + keys.start, first + keys.stop)
+        if positions is None:
+            return draw(full, (*outer, ranges[1][rows], across))
+        return _scattered(lambda *part: draw(full, (*outer, *part)), positions, ranges[1][rows], across)
 
     return factors
+
+
+def _scattered(draw: Callable[[range, range], Block], positions: np.ndarray, rows: range, keys: range) -> Block:
+    """Factors of tokens at any positions, of runs of rows and of all keys between the first and the last."""
+    down, across = positions[rows.start : rows.stop], positions[keys.start : keys.stop]
+    low, high = int(across.min()), int(across.max()) + 1
+    edges = [0, *(np.flatnonzero(np.diff(down) != 1) + 1).tolist(), len(down)]
+    runs = [draw(range(int(down[i]), int(down[j - 1]) + 1), range(low, high)) for i, j in pairwise(edges)]
+    xp = namespace(runs[0])
+    return xp.concatenate(runs, axis=-2)[..., xp.asarray(across - low)]

@@ -9,6 +9,8 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
+from parlinalg.autograd.ops.tokens import Documents, checked_positions, document_numbers
+from parlinalg.backend.places import Places
 from parlinalg.backend.visible import Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout
@@ -49,7 +51,7 @@ class BlockMask:
 
 def visible(
     x: DistArray, shape: tuple[int, ...], keys: int, *, causal: bool, window: int | None, start: int,
-    mask: Mask | BlockMask | None, key_padding: Mask | None,
+    mask: Mask | BlockMask | None, key_padding: Mask | None, documents: Documents | None, positions: Any,
 ) -> Visible:  # fmt: skip
     """What this rank's queries see.
 
@@ -62,22 +64,37 @@ def visible(
     keys : int
         t.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"attention's window is at least 1 (the query's own position), not {window}")
+    check_window(window)
+    at = checked_positions(positions, shape[1], keys)
+    if at is not None and (isinstance(mask, BlockMask) or start):
+        raise ValueError("attention: positions go with neither a BlockMask nor a start, which count places")
     keep = None
     if key_padding is not None:
-        if tuple(key_padding.shape) != (shape[0], keys):
-            raise ValueError(
-                f"attention: key_padding has shape {tuple(key_padding.shape)}, not [b, t] = {(shape[0], keys)}"
-            )
-        keep = _part(x, key_padding, (x.layout.dims[0], ()), (shape[0], keys), "key_padding")[:, None, None, None, :]
+        keep = padding(x, key_padding, keys)[:, None, None, None, :]
     table, size = None, 0
     if isinstance(mask, BlockMask):
         table, size = _table(x, mask, shape, keys), mask.size
     elif mask is not None:
         pairs = _pairs(x, mask, shape, keys)
         keep = pairs if keep is None else keep & pairs
-    return Visible(causal=causal, window=window, start=start, table=table, size=size, keep=keep)
+    numbers = document_numbers(x, documents, keys, at)
+    return Visible(
+        causal=causal, window=window, start=start, table=table, size=size, keep=keep,
+        places=None if at is None else (Places(at), Places(at)), documents=None if numbers is None else (numbers,) * 2,
+    )  # fmt: skip
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"attention's window is at least 1 (the query's own position), not {window}")
+
+
+def padding(x: DistArray, key_padding: Mask, keys: int) -> Block:
+    """Which keys are real, of this rank's part of the batch: [batch here, t]."""
+    full = (x.shape[0], keys)
+    if tuple(key_padding.shape) != full:
+        raise ValueError(f"attention: key_padding has shape {tuple(key_padding.shape)}, not [b, t] = {full}")
+    return _part(x, key_padding, (x.layout.dims[0], ()), full, "key_padding")
 
 
 def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block:
