@@ -32,6 +32,9 @@ class Scheme:
         Of products into a block: from the residual stream [batch, sequence, hidden] to its inside.
     contract : Plan
         Of products out of a block: from its inside back to the residual stream.
+    ulysses : tuple of str
+        Of the axes that cut the sequence inside of a block, those whose cut attention exchanges for one of the heads
+        (Jacobs et al., DeepSpeed-Ulysses, 2023).  Over the others its keys and values go round a ring.
 
     A scheme as its file defines it has two leading dims, batch and sequence, and one dim in each of k and n.  `leading`
     and `wide` adapt it to other numbers of dims.
@@ -41,6 +44,7 @@ class Scheme:
     axes: Cut
     expand: Plan
     contract: Plan
+    ulysses: Cut = ()
 
     def __post_init__(self) -> None:
         for what, here, there in (
@@ -104,9 +108,29 @@ class Scheme:
         """The scheme with a further axis, outermost, that cuts the batch everywhere: data parallel around it."""
         return self._cut_also(axis, 0)
 
-    def with_sequence(self, axis: str) -> Scheme:
-        """The scheme with a further axis, outermost, that cuts the sequence everywhere: sequence parallel around it."""
-        return self._cut_also(axis, 1)
+    def with_sequence(self, axis: str, *, ulysses: bool = False) -> Scheme:
+        """The scheme with a further axis, outermost, that cuts the sequence everywhere: sequence parallel around it.
+
+        Parameters
+        ----------
+        axis : str
+        ulysses : bool
+            Whether attention exchanges this cut for one of its heads; if not, keys and values go round a ring.  Where
+            there is both, Ulysses is inside: `scheme.with_sequence("u", ulysses=True).with_sequence("s")`.
+        """
+        if not ulysses and self.ring:
+            raise PlanError(f"scheme {self.name!r} has a ring over {self.ring[0]!r}; a second one, {axis!r}, is none")
+        if ulysses and self.ring:
+            raise PlanError(
+                f"scheme {self.name!r} has a ring over {self.ring[0]!r}: add the axis of Ulysses, {axis!r}, before it"
+            )
+        found = self._cut_also(axis, 1)
+        return replace(found, ulysses=(axis, *self.ulysses)) if ulysses else found
+
+    @property
+    def ring(self) -> Cut:
+        """The axis over which attention is a ring, if there is one: it cuts the sequence, and is none of `ulysses`."""
+        return tuple(a for a in self.inner.dims[1] if a not in self.ulysses) if len(self.expand.m) > 1 else ()
 
     def with_weights_cut(self, axis: str) -> Scheme:
         """The scheme with weights that rest cut by one of its axes too (ZeRO-3, over the data axis).
@@ -134,7 +158,8 @@ class Scheme:
             )
         axes = tuple(chain(*(into if a == axis else (a,) for a in self.axes)))
         expand, contract = (_factored(p, axis, into) for p in (self.expand, self.contract))
-        return replace(self, axes=axes, expand=expand, contract=contract)
+        ulysses = tuple(chain(*(into if a == axis else (a,) for a in self.ulysses)))
+        return replace(self, axes=axes, expand=expand, contract=contract, ulysses=ulysses)
 
     def _cut_also(self, axis: str, dim: int) -> Scheme:
         def cut(plan: Plan) -> Plan:
@@ -148,7 +173,10 @@ class Scheme:
             raise PlanError(
                 f"scheme {self.name!r} is already adapted to {len(self.expand.m)} leading dims; add {axis!r} first"
             )
-        return Scheme(f"{axis} × {self.name}", (axis, *self.axes), cut(self.expand), cut(self.contract))
+        return replace(
+            self, name=f"{axis} × {self.name}", axes=(axis, *self.axes), expand=cut(self.expand),
+            contract=cut(self.contract),
+        )  # fmt: skip
 
 
 def _factored(plan: Plan, axis: str, into: Cut) -> Plan:
