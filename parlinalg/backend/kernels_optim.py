@@ -101,6 +101,13 @@ def square_sum(x: Array) -> Array:
     return total
 
 
+def all_finite(x: Array) -> bool:
+    """Whether no element of a flat array is infinite or NaN."""
+    xp = namespace(x)
+    size = CHUNK if xp is np else DEVICE_CHUNK
+    return all(bool(xp.isfinite(x[at : at + size]).all()) for at in range(0, x.size, size))
+
+
 def scale(x: Array, factor: float) -> None:
     """Multiply a flat array by a number in place."""
     x *= x.dtype.type(factor)

@@ -1,0 +1,165 @@
+"""Mixed precision: weights and gradients in 16 bits, with a scale that keeps small gradients from vanishing.
+
+A model made with a 16-bit dtype computes in it; an optimizer with `master=True` keeps float32 weights that the 16-bit
+ones are rounded from; and in float16 the loss is multiplied by a scale, of which the optimizer's step takes out what
+the gradients hold (Micikevicius et al., "Mixed precision training", 2018).  bfloat16 has float32's range, and needs no
+scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.backend.kernels_optim import all_finite, square_sum
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.optim.pieces import distinct, gradients
+
+START = 2.0**16
+
+
+class LossScaler:
+    """The scale of the loss.
+
+    A dynamic scale grows after steps that went well, and falls where a gradient overflowed: that step is to be skipped,
+    on all ranks.  All ranks must be told the same, such as `Gradients.finite`, and then have the same scale.
+
+    Parameters
+    ----------
+    scale : float
+        To start with.
+    dynamic : bool
+        False: the scale stays.
+    growth_every : int
+        Good steps after each other after which the scale doubles; an overflow halves it.
+    least, most : float
+        Between these it stays.
+
+    Attributes
+    ----------
+    scale : float
+        What the loss is to be multiplied by, before the backward pass.
+    good : int
+        Good steps since the scale changed.
+    skipped : int
+        Steps that overflowed.
+
+    Examples
+    --------
+    >>> scaler = LossScaler(8.0, growth_every=2)
+    >>> for finite in (True, True, False, True):
+    ...     scaler.update(finite)
+    ...     print(scaler.scale, scaler.skipped)
+    8.0 0
+    16.0 0
+    8.0 1
+    8.0 1
+    """
+
+    def __init__(
+        self, scale: float = START, *, dynamic: bool = True, growth_every: int = 2000, least: float = 1.0,
+        most: float = 2.0**24,
+    ) -> None:  # fmt: skip
+        for name, value in (("scale", scale), ("least", least), ("most", most)):
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"a loss scaler's {name} is a number above 0, not {value!r}")
+        if dynamic and not least <= scale <= most:
+            raise ConfigError(
+                f"a loss scale starts between its least, {least:g}, and its most, {most:g}, not at {scale:g}"
+            )
+        if growth_every < 1:
+            raise ConfigError(f"a loss scale grows every so many steps, at least 1, not {growth_every}")
+        self.scale = float(scale)
+        self.dynamic = dynamic
+        self.growth_every = growth_every
+        self.least, self.most = float(least), float(most)
+        self.good = 0
+        self.skipped = 0
+
+    def update(self, finite: bool) -> None:
+        """Say whether the gradients of a step were finite, on any rank the same."""
+        if not finite:
+            self.skipped += 1
+            self.good = 0
+            if self.dynamic:
+                self.scale = max(self.least, self.scale / 2)
+            return
+        self.good += 1
+        if self.dynamic and self.good >= self.growth_every:
+            self.scale, self.good = min(self.most, self.scale * 2), 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a training needs to go on as if it had not stopped."""
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.scale = float(state["scale"])
+        self.good, self.skipped = int(state["good"]), int(state["skipped"])
+
+
+class Gradients(NamedTuple):
+    """What all ranks know of the gradients of a step.
+
+    Attributes
+    ----------
+    norm : float
+        The 2-norm of all of them, each element counted once.
+    finite : bool
+        Whether all elements on all ranks are.
+    """
+
+    norm: float
+    finite: bool
+
+
+def examine(parameters: Iterable[Parameter], scale: float = 1.0) -> Gradients:
+    """The norm of all gradients, and whether they are finite: one pass, one all-reduce of two numbers.  Collective.
+
+    Every rank looks at all that it holds, shards of ZeRO or whole blocks, copies too: what is wrong in one rank's copy
+    is known to all.  The last backward pass must have settled them.
+
+    Parameters
+    ----------
+    scale : float
+        That of the loss: the norm is divided by it.
+
+    Raises
+    ------
+    LayoutError
+        If a gradient is not settled.
+    """
+    once = distinct(parameters)
+    settled = gradients(once)
+    total, finite = 0.0, True
+    grids: dict[int, Grid] = {id(p.grid): p.grid for p in once}
+    for grid in grids.values():
+        mine = grid.backend.zeros((2,), np.float64)
+        seen = grid.backend.zeros((), np.float64)
+        pieces = [(piece, counted) for p, piece, counted in settled if p.grid is grid]
+        for piece, counted in pieces:
+            squares = square_sum(piece)
+            seen = seen + squares
+            if counted:
+                mine[:1] += squares
+        if not math.isfinite(float(seen)) and not all(all_finite(piece) for piece, _ in pieces):
+            mine[1] = 1
+        grid.everyone.all_reduce(mine)
+        if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
+            grid.world.broadcast(mine, 0)
+        squares, wrong = grid.backend.to_host(mine).tolist()
+        total, finite = total + squares, finite and not wrong
+    return Gradients(math.sqrt(total) / scale, finite)
+
+
+def clipping(norm: float, most: float | None) -> float:
+    """What gradients of a norm are multiplied by to have one of at most `most`: 1 without one, or where norm is not
+    finite."""
+    if most is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, most / (norm + 1e-6))
