@@ -3,7 +3,7 @@
 from parlinalg import autograd, nn, optim, parallel, random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync
-from parlinalg.comm import ledger
+from parlinalg.comm import ledger, trace
 from parlinalg.errors import CommError, ConfigError, GridError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -48,5 +48,6 @@ __all__ = [
     "plan_matmul",
     "random",
     "sequence_order",
+    "trace",
     "zeros",
 ]

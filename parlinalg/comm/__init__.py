@@ -15,6 +15,7 @@ from parlinalg.comm.ledger import Book, ledger
 from parlinalg.comm.places import ranks_map
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
+from parlinalg.comm.trace import Trace, trace
 from parlinalg.errors import CommError
 
 __all__ = [
@@ -23,11 +24,13 @@ __all__ = [
     "Handle",
     "SingleComm",
     "StopSignals",
+    "Trace",
     "between_gpus",
     "check_replicas",
     "ledger",
     "open_comm",
     "ranks_map",
+    "trace",
 ]
 
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")

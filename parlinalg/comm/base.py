@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +90,7 @@ class Comm(ABC):
         if self.checked:
             self._agree("all_gather", send.dtype, counts)
         self._calls += 1
-        slot.state = (monotonic(), self, "all_gather", self._calls)
-        try:
-            return self._all_gather(send, recv, counts, wait)
-        finally:
-            slot.state = None
+        return self._watched("all_gather", self._calls, lambda: self._all_gather(send, recv, counts, wait))
 
     def reduce_scatter(
         self, send: Block, recv: Block, counts: Sequence[int], *, op: str = "sum", wait: bool = True
@@ -112,11 +108,7 @@ class Comm(ABC):
         if self.checked:
             self._agree("reduce_scatter", send.dtype, counts, reduction=op)
         self._calls += 1
-        slot.state = (monotonic(), self, "reduce_scatter", self._calls)
-        try:
-            return self._reduce_scatter(send, recv, counts, op, wait)
-        finally:
-            slot.state = None
+        return self._watched("reduce_scatter", self._calls, lambda: self._reduce_scatter(send, recv, counts, op, wait))
 
     def all_reduce(self, buffer: Block, *, op: str = "sum", wait: bool = True) -> Handle:
         """Replace every rank's `buffer` by the elementwise sum, max or min over all ranks."""
@@ -131,11 +123,7 @@ class Comm(ABC):
         if self.checked:
             self._agree("all_reduce", buffer.dtype, buffer.size, reduction=op)
         self._calls += 1
-        slot.state = (monotonic(), self, "all_reduce", self._calls)
-        try:
-            return self._all_reduce(buffer, op, wait)
-        finally:
-            slot.state = None
+        return self._watched("all_reduce", self._calls, lambda: self._all_reduce(buffer, op, wait))
 
     def broadcast(self, buffer: Block, root: int, *, wait: bool = True) -> Handle:
         """Replace every rank's `buffer` by that of rank `root`."""
@@ -148,11 +136,7 @@ class Comm(ABC):
         if self.checked:
             self._agree("broadcast", buffer.dtype, buffer.size, root=root)
         self._calls += 1
-        slot.state = (monotonic(), self, "broadcast", self._calls)
-        try:
-            return self._broadcast(buffer, root, wait)
-        finally:
-            slot.state = None
+        return self._watched("broadcast", self._calls, lambda: self._broadcast(buffer, root, wait))
 
     def all_to_all(
         self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], *, wait: bool = True
@@ -173,11 +157,9 @@ class Comm(ABC):
         if self.checked:
             self._agree("all_to_all", send.dtype, send_counts, receives=recv_counts)
         self._calls += 1
-        slot.state = (monotonic(), self, "all_to_all", self._calls)
-        try:
-            return self._all_to_all(send, send_counts, recv, recv_counts, wait)
-        finally:
-            slot.state = None
+        return self._watched(
+            "all_to_all", self._calls, lambda: self._all_to_all(send, send_counts, recv, recv_counts, wait)
+        )
 
     # ------------------------------------------------------------------------------------------------ one to one
 
@@ -190,11 +172,7 @@ class Comm(ABC):
             return DONE
         if self.books:
             self._note("send", 0, buffer.itemsize)
-        slot.state = (monotonic(), self, f"send to {to}", -1 - to)
-        try:
-            return self._send(buffer, to, tag, wait)
-        finally:
-            slot.state = None
+        return self._watched(f"send to {to}", -1 - to, lambda: self._send(buffer, to, tag, wait))
 
     def receive(self, buffer: Block, source: int, *, tag: int = 0, wait: bool = True) -> Handle:
         """Fill `buffer` with the block that rank `source` sends with the same tag.  Not collective."""
@@ -204,11 +182,7 @@ class Comm(ABC):
             return _Parcel(self, buffer, tag, wait)
         if self.books:
             self._note("receive", buffer.size, buffer.itemsize)
-        slot.state = (monotonic(), self, f"receive from {source}", -1 - source)
-        try:
-            return self._receive(buffer, source, tag, wait)
-        finally:
-            slot.state = None
+        return self._watched(f"receive from {source}", -1 - source, lambda: self._receive(buffer, source, tag, wait))
 
     # ------------------------------------------------------------------------------------------------ agreement
 
@@ -300,6 +274,18 @@ class Comm(ABC):
         """Enter a call that was made through common memory in the ledger: `words` as those of the operation `op`."""
         if self.books:
             self._note(op, words, itemsize)
+
+    def _watched(self, op: str, number: int, call: Callable[[], Handle]) -> Handle:
+        """Make a call that the monitor knows of, and traces note."""
+        began = monotonic()
+        slot.state = (began, self, op, number)
+        try:
+            handle = call()
+        finally:
+            slot.state = None
+        for book in self.books:
+            handle = book.watch(op, self.axes, began, handle)
+        return handle
 
     def _note(self, op: str, words: int, itemsize: int) -> None:
         for book in self.books:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from parlinalg.comm.handle import Handle
+
 Key = tuple[str, tuple[str, ...]]
 
 
@@ -33,6 +35,10 @@ class Book:
         self.calls[key] += 1
         self.words[key] += words
         self.bytes[key] += size
+
+    def watch(self, op: str, axes: tuple[str, ...], began: float, handle: Handle) -> Handle:
+        """The handle of a call noted just now, which began at that time; a `Trace` gives one that notes its end."""
+        return handle
 
     def __str__(self) -> str:
         rows = [("operation", "axes", "calls", "words", "bytes")]
@@ -67,10 +73,17 @@ def ledger(where: Any) -> Iterator[Book]:
     Book
         `print(book)` shows a table.  Ledgers may be nested; each counts what happens while it is open.
     """
-    books: list[Book] = where.books if hasattr(where, "books") else where.world.books
     book = Book()
+    with opened(where, book):
+        yield book
+
+
+@contextmanager
+def opened(where: Any, book: Book) -> Iterator[None]:
+    """Within it the book counts what happens on a grid, or a communicator."""
+    books: list[Book] = where.books if hasattr(where, "books") else where.world.books
     books.append(book)
     try:
-        yield book
+        yield
     finally:
         books[:] = [b for b in books if b is not book]
