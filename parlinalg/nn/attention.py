@@ -16,12 +16,12 @@ from parlinalg.autograd.ops.masks import BlockMask, Mask
 from parlinalg.autograd.ops.rotary import Frequencies
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, Layout
+from parlinalg.layout import Cut, Layout, cut_lengths, span_of
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.declared import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
-from parlinalg.nn.steps import Draws, current
+from parlinalg.nn.steps import Draws, Tokens, current, tokens
 from parlinalg.schemes import Scheme
 
 
@@ -29,8 +29,11 @@ class Attention(Module):
     """Multi-head, grouped-query or cross-attention, by any scheme: heads are cut as the scheme cuts the inside of a
     block, unevenly if need be.
 
-    Where the scheme cuts the sequence inside of a block, that cut is exchanged for one of the heads and back (Jacobs et
-    al., DeepSpeed-Ulysses, 2023).
+    Where the scheme cuts the sequence inside of a block, keys and values go round a ring (Liu et al., 2023); over its
+    axes of Ulysses the cut is exchanged for one of the heads and back (Jacobs et al., DeepSpeed-Ulysses, 2023), and
+    where there are fewer heads of keys than ranks each rank takes those that its queries meet.  With a mask of pairs,
+    and with a cache, the whole cut is exchanged for one of the heads.  The tokens may lie in another order than that of
+    their sequence, and belong to several documents: see `sequence_positions`.
 
     Parameters
     ----------
@@ -101,6 +104,7 @@ class Attention(Module):
             raise ConfigError(f"attention's dropout is at least 0 and below 1, not {dropout}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.group = heads // kv_heads
+        self.scheme = scheme
         self.causal, self.window, self.rotary, self.cross = causal, window, rotary, cross
         self.dropout, self.keep_scores = dropout, keep_scores
         self._draws = Draws()
@@ -118,6 +122,7 @@ class Attention(Module):
             (kv_heads, self.group, head_dim), hidden, kind="contract", bias=bias if out_bias is None else out_bias,
             weight_init=out_init or weight_init, spread=inner, **common,
         )  # fmt: skip
+        self.shares = _shares_heads(self, grid, inner)
         if seed is not None:
             self.initialize(seed, name)
 
@@ -143,47 +148,73 @@ class Attention(Module):
         if cache is not None and self.cross:
             raise ConfigError("cross-attention takes no cache: its keys come from the context")
         start = 0 if cache is None else cache.length
+        now = tokens()
+        now.check(x.shape[1], x.shape[0])
+        if (cache is not None and not now.natural) or (self.cross and now.documents is not None):
+            raise ConfigError(
+                "within sequence_positions attention takes no cache, and cross-attention no documents: generation "
+                "takes tokens in their order"
+            )
         kv: Tensor | None = None
+        apart = self.shares or cache is not None
         if self.packed:
-            q, rest = self._whole(self._turned(self.qkv(x), start))
-            if cache is not None:
-                q, kv = self._apart(q)
+            q = self._turned(self.qkv(x), start, now)
+            if apart:
+                q, kv = ops.narrow(q, 3, 0, self.group), ops.narrow(q, 3, self.group, self.group + 2)
         else:
-            q, rest = self._whole(self._turned(self.q(x), start, self.group))
-            kv, _ = self._whole(self._turned(self.kv(x if context is None else context), start, 1))
+            q = self._turned(self.q(x), start, now, self.group)
+            kv = self._turned(self.kv(x if context is None else context), start, now, 1)
+        rest = q.layout if kv is None else Layout(*q.layout.dims)
+        s = effective(q.layout, q.grid).dims[1]
+        ring = () if mask is not None or cache is not None else tuple(a for a in s if a not in self.scheme.ulysses)
+        q, kv = self._exchanged(q, kv, s[len(ring) :])
         if cache is not None and kv is not None:
             if kv.requires_grad:
                 raise ConfigError("a cache is for generation; call the model within no_grad()")
             kv = Tensor(cache.append(kv.data))
-        if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
-            key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
-        y = ops.attention(
-            q, kv, causal=self.causal, window=self.window, mask=mask, key_padding=key_padding, start=start,
-            dropout=self._draw(x), keep_scores=self.keep_scores,
-        )  # fmt: skip
-        return self.out(y if rest is None else y.redistribute(rest))
+        seen: dict[str, Any] = {
+            "causal": self.causal, "window": self.window, "documents": now.documents, "dropout": self._draw(x),
+            "positions": None if self.cross else now.positions,
+        }  # fmt: skip
+        if ring:
+            y = ops.ring_attention(q, kv, axis=ring[0], key_padding=key_padding, **seen)
+        else:
+            if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
+                key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
+            y = ops.attention(
+                q, kv, mask=mask, key_padding=key_padding, start=start, keep_scores=self.keep_scores, **seen
+            )
+        return self.out(self._back(y, rest))
 
-    def _turned(self, z: Tensor, start: int, parts: int | None = None) -> Tensor:
-        return z if self.rotary is None else ops.rotary(z, self.rotary, start=start, parts=parts)
+    def _turned(self, z: Tensor, start: int, now: Tokens, parts: int | None = None) -> Tensor:
+        if self.rotary is None:
+            return z
+        return ops.rotary(z, self.rotary, start=start, parts=parts, positions=now.positions)
+
+    def _exchanged(self, q: Tensor, kv: Tensor | None, axes: Cut) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values with the cut of the sequence by these axes exchanged for one of the heads."""
+        if not axes:
+            return q, kv
+        if self.shares and kv is not None and len(axes) == len(self._ulysses(q.grid)):
+            return self._over_heads(ops.reshape(q, (*q.shape[:2], self.heads, 1, self.head_dim)), axes), (
+                ops.share_heads(kv, self.group, axes)
+            )
+        return self._over_heads(q, axes), None if kv is None else self._over_heads(kv, axes)
 
     @staticmethod
-    def _whole(z: Tensor) -> tuple[Tensor, Layout | None]:
-        """z with its sequence whole, its cut exchanged for one of the heads; and the layout to go back to, if any."""
-        b, s, heads, group, e = z.layout.dims
-        if not effective(z.layout, z.grid).dims[1]:
-            return z, None
-        return z.redistribute(Layout(b, (), heads + s, group, e)), z.layout
+    def _over_heads(z: Tensor, axes: Cut) -> Tensor:
+        b, s, heads, group, e = effective(z.layout, z.grid).dims
+        return z.redistribute(Layout(b, s[: len(s) - len(axes)], heads + axes, group, e))
 
-    def _apart(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries of packed z, and its keys and values: views, outside of the tape."""
-        b, s, heads, parts, e = z.shape
-        q, kv = (z.block[..., : self.group, :], z.block[..., self.group :, :]) if z.grid.inside else (z.block, z.block)
-        if z.requires_grad:
-            raise ConfigError("a cache is for generation; call the model within no_grad()")
-        return (
-            Tensor(z.data.like(q, shape=(b, s, heads, self.group, e))),
-            Tensor(z.data.like(kv, shape=(b, s, heads, parts - self.group, e))),
-        )
+    def _back(self, y: Tensor, rest: Layout) -> Tensor:
+        """What attention gives, cut as its queries were before the exchange."""
+        if y.shape[2] == self.kv_heads:
+            return y if effective(y.layout, y.grid) == effective(rest, y.grid) else y.redistribute(rest)
+        heads = y.redistribute(Layout(*rest.dims[:3], None, None))
+        return ops.reshape(heads, (*y.shape[:2], self.kv_heads, self.group, self.head_dim))
+
+    def _ulysses(self, grid: Grid) -> Cut:
+        return tuple(a for a in self.scheme.ulysses if grid.sizes[a] > 1)
 
     def _draw(self, x: Tensor) -> Drop | None:
         """What draws the dropped weights of this call; None where nothing is dropped."""
@@ -203,6 +234,33 @@ class Attention(Module):
     def extra_repr(self) -> str:
         kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} heads of keys"
         return f"{self.heads} heads{kv} of {self.head_dim}"
+
+
+def _shares_heads(layer: Attention, grid: Grid, inner: Cut) -> bool:
+    """Whether Ulysses shares out the queries of a head of keys, of which there are fewer than ranks."""
+    over, cut = layer._ulysses(grid), tuple(a for a in layer.scheme.inner.dims[-1] if grid.sizes[a] > 1)
+    ranks, tensor = span_of(over, grid.sizes), span_of(cut, grid.sizes)
+    if ranks == 1:
+        return False
+    if layer.heads < ranks * tensor:
+        most = max([n for n in range(1, ranks + 1) if ranks % n == 0 and n * tensor <= layer.heads], default=1)
+        within = f" beside {tensor} tensor ranks that cut them too" if tensor > 1 else ""
+        raise ConfigError(
+            f"Ulysses over {ranks} ranks{within} cuts {layer.heads} heads, which leaves ranks without any: use "
+            f"ulysses={most} and a ring over the rest, as in sequence=dict(size={ranks}, ulysses={most}), or at least "
+            f"{ranks * tensor} heads"
+        )
+    if layer.kv_heads >= ranks * tensor:
+        return False
+    whole = [n * layer.group for n in cut_lengths(layer.kv_heads, cut, grid.sizes)]
+    if inner or whole != cut_lengths(layer.heads, cut, grid.sizes):
+        right = [str(n) for n in range(1, layer.kv_heads + 1) if layer.kv_heads % n == 0]
+        raise ConfigError(
+            f"Ulysses over {ranks} ranks shares {layer.kv_heads} heads of keys, which {tensor} tensor ranks do not "
+            f"cut evenly: use tensor ranks that do ({', '.join(right)}), at least {ranks * tensor} heads of keys, or "
+            f"a ring: ulysses=1"
+        )
+    return True
 
 
 def _inner(axes: Cut, kv_heads: int, grid: Grid) -> Cut:

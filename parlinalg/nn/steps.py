@@ -90,6 +90,11 @@ class Tokens:
     positions: np.ndarray | None = None
     documents: np.ndarray | None = None
 
+    @property
+    def natural(self) -> bool:
+        """Whether the tokens lie in the order of their sequence, which is one document."""
+        return self.positions is None and self.documents is None
+
     def within(self, length: int, start: int = 0) -> np.ndarray | None:
         """The place in its document of each of `length` tokens, as they lie: [sequence], or [batch, sequence] where
         documents are packed; None where they simply count up from `start`."""
