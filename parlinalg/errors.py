@@ -25,3 +25,7 @@ class CommError(ParlinalgError, RuntimeError):
 
 class ConfigError(ParlinalgError, ValueError):
     """A configuration has unknown keys, or values that contradict each other or the ranks."""
+
+
+class OffloadError(ParlinalgError, OSError):
+    """Offloaded data cannot be written or read: a disk is full, a folder not writable, a file cut short or damaged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
-from parlinalg.backend.kernels_optim import address, follows, joined, work_dtype
+from parlinalg.backend.kernels_optim import address, flat, follows, joined, work_dtype
 from parlinalg.layout import Cut
 
 Block = Any
@@ -30,13 +30,13 @@ class Entry:
     parameter : Parameter
     data : DistArray
         The parameter's value, which the optimizer knows.
-    value : array
-        What is updated of it, a flat view.
+    size : int
+        The number of elements that are updated.
     axes : tuple of str
     lengths : tuple of int
         The axes over which the parameter is sharded, and the elements of each rank along them; none if it is not.
     start : int
-        Where `value` begins in the flattened block.
+        Where they begin in the flattened block.
     dtype : numpy.dtype
         That of the states.
     names : tuple of str
@@ -47,7 +47,7 @@ class Entry:
 
     parameter: Parameter
     data: DistArray
-    value: Block
+    size: int
     axes: Cut
     lengths: tuple[int, ...]
     start: int
@@ -56,9 +56,9 @@ class Entry:
     writes: int = 0
 
     @property
-    def size(self) -> int:
-        """The number of elements that are updated."""
-        return int(self.value.size)
+    def value(self) -> Block:
+        """What is updated of the value, a flat view."""
+        return flat(self.data.block)[self.start : self.start + self.size]
 
     @property
     def span(self) -> tuple[Cut, tuple[int, ...]]:
@@ -139,7 +139,7 @@ def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.
             dtype, extra = master, ("master",)
         for p in group:
             start = 0 if p.shard is None else p.shard.start
-            entries.append(Entry(p, p.data, p.updated[0], *span(p), start, dtype, (*names, *extra), p.writes))
+            entries.append(Entry(p, p.data, p.updated[0].size, *span(p), start, dtype, (*names, *extra), p.writes))
     return entries
 
 
@@ -175,21 +175,25 @@ def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
     return [p for _, p in sorted(enumerate(parameters), key=place)]
 
 
-def runs(entries: Sequence[Entry]) -> list[Run]:
-    """The entries that have gradients and are not empty, joined where they and their gradients lie side by side."""
-    chains: list[list[tuple[Entry, Block]]] = []
+def runs(entries: Sequence[Entry]) -> Iterator[Run]:
+    """The entries that have gradients and are not empty, joined where they and their gradients lie side by side.
+
+    Values and gradients that come from a disk are asked for a run at a time.
+    """
+    chain: list[tuple[Entry, Block, Block]] = []
     for entry in entries:
-        grad = entry.parameter.updated[1]
+        value, grad = entry.parameter.updated
         if grad is None or not grad.size:
             continue
-        last = chains[-1][-1] if chains else None
-        if (
-            last is not None
-            and last[0].dtype == entry.dtype
-            and follows(last[0].value, entry.value)
-            and follows(last[1], grad)
-        ):
-            chains[-1].append((entry, grad))
-        else:
-            chains.append([(entry, grad)])
-    return [Run([e for e, _ in c], joined([e.value for e, _ in c]), joined([g for _, g in c])) for c in chains]
+        if chain:
+            last, before, other = chain[-1]
+            if last.dtype != entry.dtype or not follows(before, value) or not follows(other, grad):
+                yield _run(chain)
+                chain.clear()
+        chain.append((entry, value, grad))
+    if chain:
+        yield _run(chain)
+
+
+def _run(chain: Sequence[tuple[Entry, Block, Block]]) -> Run:
+    return Run([e for e, _, _ in chain], joined([v for _, v, _ in chain]), joined([g for _, _, g in chain]))

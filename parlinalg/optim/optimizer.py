@@ -102,13 +102,20 @@ class Optimizer(ABC):
         ------
         LayoutError
             If a gradient is not settled.
+        OffloadError
+            If the states lie on a disk that fails; the step is then not made, on any rank.
         """
         for p in self.parameters:
             check_settled(p)
         self.arrange()
         self.steps += 1
         self.factor = float(factor)
-        self.apply()
+        try:
+            self.apply()
+            self.states_place.complete(self.steps)
+        except BaseException:
+            self.steps -= 1
+            raise
         for owner in self._owners():
             owner.gather()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from parlinalg.backend.kernels_optim import joined
@@ -21,7 +21,7 @@ class States(Protocol):
     def make(self, entries: Sequence[Entry]) -> None:
         """Make room for the states of these entries, in this order, all zero; what was kept before is forgotten."""
 
-    def windows(self, runs: Sequence[Run]) -> Iterator[Run]:
+    def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
         """The runs, or parts of them, one after the other, with their states in memory (`Run.states`).
 
         What is written to a window's states is kept when the next one is asked for, or the iterator ends.  A part has
@@ -33,6 +33,9 @@ class States(Protocol):
 
     def write(self, entry: Entry, name: str, block: Block) -> None:
         """Set a state of an entry."""
+
+    def complete(self, steps: int) -> None:
+        """Step number `steps` is made: what its windows wrote counts, or, if that fails, nothing of it does."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +63,7 @@ class InMemory:
                     self._views[id(entry.parameter), name] = buffer[at : at + entry.size]
                     at += entry.size
 
-    def windows(self, runs: Sequence[Run]) -> Iterator[Run]:
+    def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
         for run in runs:
             names = run.entries[0].names
             states = {name: joined([self.read(entry, name) for entry in run.entries]) for name in names}
@@ -71,6 +74,9 @@ class InMemory:
 
     def write(self, entry: Entry, name: str, block: Block) -> None:
         self.read(entry, name)[...] = block
+
+    def complete(self, steps: int) -> None:
+        pass
 
     @property
     def nbytes(self) -> int:

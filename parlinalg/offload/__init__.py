@@ -1,0 +1,6 @@
+"""Optimizer states, gradients, parameters and activations kept outside of the memory that computes on them."""
+
+from parlinalg.offload.disk_states import DiskStates
+from parlinalg.offload.states import HostStates
+
+__all__ = ["DiskStates", "HostStates"]

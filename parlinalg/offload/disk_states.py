@@ -1,0 +1,260 @@
+"""Optimizer states on a disk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from parlinalg.errors import OffloadError
+from parlinalg.offload.agreement import agree, worlds
+from parlinalg.offload.chunks import ChunkFile
+from parlinalg.offload.disk import aligned
+from parlinalg.offload.places import Piece, Places
+from parlinalg.offload.states import ChunkedStates
+from parlinalg.offload.stream import Stream
+from parlinalg.optim.flat import Entry, Run
+
+
+class DiskStates(ChunkedStates):
+    """States in files, one a rank, through which the optimizer goes chunk by chunk.
+
+    Chunks are read ahead of their use and written behind it, on threads, through `buffers` buffers.  A step counts as
+    a whole or not at all: if on any rank a file cannot be written or read, all ranks raise an `OffloadError`, and
+    states and values are what they were before the step.  If the process ends in the middle of a step, `recover` finds
+    the states and values of the last one completed.
+
+    Parameters
+    ----------
+    path : str or Path
+        The folder of the files; made if it is not there.  Of this run alone.
+    chunk : int or str
+        Bytes of a chunk's states.
+    buffers : int
+        How many chunks are in memory at a time, at least 2: one worked on, and those being read and written.
+    values : bool
+        Keep the values beside the states, for `recover` and for undoing a step that failed.  Without, such a step
+        leaves the values partly updated; then the states are refused until a checkpoint is loaded.  Parameters with a
+        master need no values: the master is a state.
+    keep : bool
+        Leave the files when closed.
+    name : str
+        What the files' names begin with; each optimizer in a folder needs one of its own.
+
+    A file takes twice the bytes of states and values: each chunk has two places (see `parlinalg.offload.chunks`).
+    """
+
+    def __init__(
+        self, path: str | Path, *, chunk: SupportsIndex | str = "8MiB", buffers: int = 4, values: bool = True,
+        keep: bool = False, name: str = "states",
+    ) -> None:  # fmt: skip
+        super().__init__(chunk)
+        self.path = Path(path)
+        self.buffers, self.keep, self.name = buffers, keep, name
+        self.VALUES = values
+        self.file: ChunkFile | None = None
+        self._stream: Stream | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._desk: tuple[int, np.ndarray] | None = None
+        self._dirty = False
+        self._touched: set[int] = set()
+        self._known: dict[int, tuple[int, int]] = {}
+        self._broken = ""
+        self._steps = 0
+
+    # ------------------------------------------------------------------ files
+    def make(self, entries: Sequence[Entry]) -> None:
+        """Make the files, of zeros.  Collective over the grids of the parameters.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, if a folder cannot be written or a disk is too small anywhere.
+        """
+        self.close()
+        super().make(entries)
+        self._worlds = worlds(e.data.grid for e in entries)
+        problem: OffloadError | None = None
+        try:
+            if self.places.count:
+                self._make()
+        except OffloadError as error:
+            problem = error
+        try:
+            agree(self._worlds, problem, f"making {self.path}")
+        except OffloadError:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        rank = self._worlds[0].rank
+        backend = self.places.stretches[0].backend
+        path = file_of(self.path, self.name, rank)
+        self.file = ChunkFile(path, self.places.count, self.places.parts, self.places.label())
+        self._stream = Stream(self.file, sum(self.places.parts), backend, self.buffers)
+        self._desk = (-1, aligned(sum(self.places.parts), backend))
+        self._end = weakref.finalize(self, _close, self.file, self._stream, self.keep)
+
+    def close(self) -> None:
+        """Close the files and end the threads; the files are taken away unless they are to be kept."""
+        if self._end is not None:
+            self._end()
+        self.file = self._stream = self._end = self._desk = None
+        self.places = Places((), self.chunk, values=False)
+        self._touched, self._known, self._broken, self._dirty = set(), {}, "", False
+
+    def __enter__(self) -> DiskStates:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ a step
+    def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
+        self._refuse_broken()
+        problem: OffloadError | None = None
+        done = False
+        try:
+            self._prepare()
+            yield from super().windows(runs)
+            done = True
+        except OffloadError as error:
+            problem = error
+        finally:
+            if not done and problem is None:  # the optimizer broke off
+                self._undo()
+        self._agree(problem)
+
+    def over(self, chunks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        if self._stream is None:
+            return
+        for chunk, buffer in self._stream.over(chunks, read=self.places.parts[0]):
+            self._touched.add(chunk)
+            yield chunk, buffer
+
+    def complete(self, steps: int) -> None:
+        """Make what the step wrote count, on all ranks or on none.  Collective over the grids of the parameters.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, if it cannot be done on one; all is then as before the step.
+        """
+        before = 0 if self.file is None else self.file.generation
+        problem: OffloadError | None = None
+        try:
+            if self.file is not None:
+                self.file.commit({"steps": steps})
+                self._steps = steps
+        except OffloadError as error:
+            problem = error
+        try:
+            self._agree(problem, undo=False)
+        except OffloadError:
+            if self.file is not None and self.file.generation > before:
+                self.file.older()
+            self._undo()
+            raise
+        self._touched.clear()
+
+    def _prepare(self) -> None:
+        """Before a step: what was set since the last one, and values changed by others, become a generation."""
+        if self.file is None or self._touched:  # a second pass of one step
+            return
+        self._put_away()
+        stale: dict[int, list[tuple[Entry, Piece]]] = {}
+        for entry in self.places.entries if self.VALUES else ():
+            known = entry.parameter.writes, id(entry.parameter.data)
+            if self._known.get(id(entry.parameter)) != known:
+                self._known[id(entry.parameter)] = known
+                for piece in self.places.of(entry):
+                    if piece.stretch.recorded:
+                        stale.setdefault(piece.chunk, []).append((entry, piece))
+        if stale and self._stream is not None:
+            for chunk, buffer in self._stream.over(sorted(stale), read=sum(self.places.parts)):
+                for entry, piece in stale[chunk]:
+                    kept = piece.stretch.values(buffer, self.places.parts[0])[piece.inside]
+                    piece.stretch.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
+        if self.file.changed or not self.file.generation:
+            self.file.commit({"steps": self._steps})
+
+    def _agree(self, problem: OffloadError | None, *, undo: bool = True) -> None:
+        """Raise on all ranks if one has a problem, with everything as before the step."""
+        try:
+            agree(self._worlds, problem, f"offloading to {self.path}")
+        except OffloadError:
+            if undo:
+                self._undo()
+            raise
+
+    def _undo(self) -> None:
+        """Put states and values back to the last generation."""
+        if self.file is None:
+            return
+        self.file.rollback()
+        touched, self._touched = sorted(self._touched), set()
+        if touched and not self.VALUES and any(s.recorded for s in self.places.stretches):
+            self._broken = "a step failed half-way, and values are partly updated (values=False)"
+            return
+        buffer = aligned(sum(self.places.parts))
+        try:
+            for chunk in touched:
+                self.file.read(chunk, buffer)
+                for entry in self.places.entries:
+                    for piece in self.places.of(entry):
+                        if piece.chunk == chunk:
+                            self._restore(piece, entry, buffer)
+        except OffloadError as error:
+            self._broken = f"a step failed half-way, and cannot be undone: {error}"
+
+    def _restore(self, piece: Piece, entry: Entry, buffer: np.ndarray) -> None:
+        stretch = piece.stretch
+        if stretch.recorded:
+            kept = stretch.values(buffer, self.places.parts[0])[piece.inside]
+        else:
+            kept = stretch.state(buffer, "master")[piece.inside].astype(stretch.value)
+        stretch.backend.copy_from_host(np.ascontiguousarray(kept), entry.parameter.updated[0][piece.part])
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise OffloadError(f"{self._broken}; load a checkpoint")
+
+    # ------------------------------------------------------------------ one at a time
+    def desk(self, chunk: int, *, write: bool) -> np.ndarray:
+        self._refuse_broken()
+        if self.file is None or self._desk is None:
+            raise OffloadError(f"the states in {self.path} are closed")
+        at, buffer = self._desk
+        if at != chunk:
+            self._put_away()
+            self._desk = (-1, buffer)
+            self.file.read(chunk, buffer)
+            self._desk = (chunk, buffer)
+        self._dirty = self._dirty or write
+        return buffer
+
+    def _put_away(self) -> None:
+        """Write the chunk on the desk if it was changed, and clear the desk."""
+        if self._desk is not None and self.file is not None:
+            chunk, buffer = self._desk
+            if self._dirty:
+                self.file.write(chunk, buffer)
+            self._desk, self._dirty = (-1, buffer), False
+
+
+def file_of(folder: Path, name: str, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / f"{name}.{rank}.chunks"
+
+
+def _close(file: ChunkFile, stream: Stream, keep: bool) -> None:
+    with suppress(OSError):
+        stream.close()
+    file.close(remove=not keep)
