@@ -27,11 +27,24 @@ class Batch:
         What it is to give: [samples] of labels, or [windows, positions] of the next ids.
     offset : int
         The place of its first sample in the step's whole batch.
+    positions, documents : array, optional
+        Of text: where in its window each token comes from, and to which document it belongs, as
+        `nn.sequence_positions` takes them.
+    ignored : int
+        Targets that do not count, of all ranks.
     """
 
     x: DistArray
     y: DistArray
     offset: int = 0
+    positions: np.ndarray | None = None
+    documents: np.ndarray | None = None
+    ignored: int = 0
+
+    @property
+    def count(self) -> int:
+        """The targets that count, of all ranks."""
+        return self.y.size - self.ignored
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -92,10 +105,13 @@ class Loader:
             return np.arange(len(self.x))
         return np.random.Generator(np.random.Philox(key=[self.seed, epoch + 1])).permutation(len(self.x))
 
-    def epoch(self, epoch: int, parts: int = 1) -> Iterator[list[Batch]]:
-        """The batches of an epoch, each as a list of at most `parts` microbatches of nearly equal size."""
+    def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
+        """The batches of an epoch, each as a list of at most `parts` microbatches of nearly equal size.
+
+        The first `skip` batches are left out, and not read.
+        """
         order = self.order(epoch)
-        for start in range(0, len(order), self.batch_size):
+        for start in range(skip * self.batch_size, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
             cuts = (piece(len(rows), parts, i) for i in range(parts))
             yield [self.batch(rows[c.start : c.stop], c.start) for c in cuts if c]

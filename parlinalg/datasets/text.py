@@ -33,6 +33,8 @@ class Text:
         Ids, [n]: of the text up to a place, and of the rest.
     validation_bytes : int
         Bytes of UTF-8 in the rest.
+    train_starts, validation_starts : ndarray, optional
+        Where in each the documents begin, if they are kept apart.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Text:
     train: np.ndarray
     validation: np.ndarray
     validation_bytes: int
+    train_starts: np.ndarray | None = None
+    validation_starts: np.ndarray | None = None
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -56,8 +60,9 @@ class Text:
 
 
 def text(
-    path: str | Path | None = None, tokenizer_path: str | Path | None = None, validation: float = VALIDATION_SHARE
-) -> Text:
+    path: str | Path | None = None, tokenizer_path: str | Path | None = None, validation: float = VALIDATION_SHARE,
+    *, packed: bool = False,
+) -> Text:  # fmt: skip
     """A text of one's own, or the one that comes with Python.
 
     Parameters
@@ -70,6 +75,9 @@ def text(
         A `tokenizer.json`, or its folder; by default every byte is a token.
     validation : float
         The share of the text, from its end, that is kept for validation.
+    packed : bool
+        Whether files (topics, of the built-in text) are documents of their own, with nothing between two: what
+        `train_starts` and `validation_starts` tell.
 
     Raises
     ------
@@ -78,7 +86,8 @@ def text(
         leaves one of the two parts without text.
     """
     tokens = tokenizer(tokenizer_path)
-    name, content = (BUILT_IN, topics()) if path is None else (Path(path).name or str(path), read_text(path))
+    name, documents = (BUILT_IN, topics()) if path is None else (Path(path).name or str(path), read_text(path))
+    content = BETWEEN.join(documents)
     cut = len(content) - round(validation * len(content))
     parts = content[:cut], content[cut:]
     if not all(parts):
@@ -86,11 +95,33 @@ def text(
             f"{name}: a share of {validation} of {len(content)} characters leaves {len(parts[0])} to train and "
             f"{len(parts[1])} to validate; both need some"
         )
-    train, held = (tokens.encode(part) for part in parts)
-    return Text(name, content, tokens, train, held, len(parts[1].encode()))
+    if not packed:
+        train, held = (tokens.encode(part) for part in parts)
+        return Text(name, content, tokens, train, held, len(parts[1].encode()))
+    before, after = _divided(documents, cut)
+    (train, starts), (held, held_starts) = _encoded(tokens, before), _encoded(tokens, after)
+    return Text(name, content, tokens, train, held, sum(len(d.encode()) for d in after), starts, held_starts)
 
 
-def topics() -> str:
+def _divided(documents: list[str], cut: int) -> tuple[list[str], list[str]]:
+    """The documents up to a character of the content, and from it on; one may be in both."""
+    before, after, start = [], [], 0
+    for document in documents:
+        at = min(max(0, cut - start), len(document))
+        before.append(document[:at])
+        after.append(document[at:])
+        start += len(document) + len(BETWEEN)
+    return [d for d in before if d], [d for d in after if d]
+
+
+def _encoded(tokens: Tokenizer, documents: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of documents one after the other, and where each begins."""
+    ids = [tokens.encode(document) for document in documents]
+    lengths = [len(i) for i in ids]
+    return np.concatenate(ids), np.cumsum([0, *lengths[:-1]])
+
+
+def topics() -> list[str]:
     """The built-in text: the topics of Python's `help()`, in the order of their names."""
     try:
         found: dict[str, str] = import_module(BUILT_IN).topics
@@ -98,21 +129,22 @@ def topics() -> str:
         raise ConfigError(
             f"this Python comes without {BUILT_IN}, the built-in text: give data=dict(name='text', path='FILE')"
         ) from error
-    return BETWEEN.join(found[name].strip() for name in sorted(found)) + "\n"
+    *some, last = (found[name].strip() for name in sorted(found))
+    return [*some, last + "\n"]
 
 
-def read_text(path: str | Path) -> str:
-    """The content of a file of UTF-8, or of all files of a folder; see `text`."""
+def read_text(path: str | Path) -> list[str]:
+    """The content of a file of UTF-8, or of each file of a folder; see `text`."""
     place = Path(path)
     if place.is_file():
-        return _decoded(place)
+        return [_decoded(place)]
     if not place.is_dir():
         raise ConfigError(f"there is no text {str(path)!r} (looked in {Path.cwd()}): give a file or a folder")
     names = sorted(f.relative_to(place) for f in place.rglob("*") if f.is_file())
     files = [place / n for n in names if not any(part.startswith(".") for part in n.parts)]
     if not files:
         raise ConfigError(f"the folder {str(path)!r} holds no files to read text from")
-    return BETWEEN.join(_decoded(file) for file in files)
+    return [_decoded(file) for file in files]
 
 
 def _decoded(file: Path) -> str:

@@ -29,6 +29,11 @@ class Passages:
     grid : Grid
     ids_layout, targets_layout : Layout
         Of [windows, positions].
+    order : array of int, optional
+        [length]: the order in which the tokens of a window lie (see `parlinalg.sequence_order`).
+    starts : array of int, optional
+        Where in the text documents begin, ascending from 0: those in a window are packed.  No token predicts the first
+        one of another document, and attention is to keep within them.
 
     The last window is filled up by ids of 0, whose targets do not count (−100).
     """
@@ -36,13 +41,17 @@ class Passages:
     least = 2  # tokens of text that it needs
 
     def __init__(
-        self, tokens: np.ndarray, length: int, batch_size: int, grid: Grid, ids_layout: Layout, targets_layout: Layout
-    ) -> None:
+        self, tokens: np.ndarray, length: int, batch_size: int, grid: Grid, ids_layout: Layout, targets_layout: Layout,
+        *, order: np.ndarray | None = None, starts: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         for what, value in (("a window's length", length), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"{what} must be at least 1, not {value}")
         self.tokens, self.length, self.batch_size = tokens, length, batch_size
         self.grid, self.ids_layout, self.targets_layout = grid, ids_layout, targets_layout
+        self.order, self.document_starts = order, starts
+        if order is not None and not np.array_equal(np.sort(order), np.arange(length)):
+            raise ConfigError(f"the order of a window's tokens is no permutation of 0 to {length - 1}")
         shape = (batch_size, length)
         ids_layout.check(shape, grid.sizes)
         targets_layout.check(shape, grid.sizes)
@@ -60,14 +69,36 @@ class Passages:
     def batch(self, starts: np.ndarray, offset: int = 0) -> Batch:
         """The windows that begin at these tokens; `offset` is the place of the first in the step's whole batch."""
         ids, targets = self._cut(starts, 0, self.ids_layout, 0), self._cut(starts, 1, self.targets_layout, IGNORED)
-        return Batch(ids, targets, offset)
+        if self.document_starts is None:
+            ignored = int(np.maximum(starts + self.length - len(self.tokens) + 1, 0).sum())
+            return Batch(ids, targets, offset, self.order, None, ignored)
+        places = starts[:, None] + self._columns()
+        return Batch(
+            ids, targets, offset, self.order, self._documents(places), int(np.count_nonzero(~self._counts(places)))
+        )
+
+    def _columns(self) -> np.ndarray:
+        """Where in its window each token comes from."""
+        return np.arange(self.length) if self.order is None else self.order
+
+    def _documents(self, places: np.ndarray) -> np.ndarray:
+        """The documents of tokens at these places of the text."""
+        starts = np.zeros(1, np.int64) if self.document_starts is None else self.document_starts
+        return np.searchsorted(starts, places, side="right")
+
+    def _counts(self, places: np.ndarray) -> np.ndarray:
+        """Whether the text gives a next token there, of the same document."""
+        inside: np.ndarray = places < len(self.tokens) - 1
+        if self.document_starts is not None:
+            inside &= self._documents(places) == self._documents(places + 1)
+        return inside
 
     def _cut(self, starts: np.ndarray, shift: int, layout: Layout, fill: int) -> DistArray:
         """This rank's block of the windows, `shift` tokens on; `fill` where the text gives no next token."""
         shape = (len(starts), self.length)
         rows, columns = self.grid.block(layout, shape)
-        places = starts[rows.start : rows.stop, None] + np.arange(columns.start, columns.stop)
-        inside = places < len(self.tokens) - 1
+        places = starts[rows.start : rows.stop, None] + self._columns()[columns.start : columns.stop]
+        inside = self._counts(places) if shift else places < len(self.tokens) - 1
         found = self.tokens[np.where(inside, places + shift, 0)].astype(np.int64)
         block = np.where(inside, found, fill)
         return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
@@ -82,10 +113,10 @@ class Windows(Passages):
 
     def __init__(
         self, tokens: np.ndarray, length: int, batch_size: int, grid: Grid, ids_layout: Layout, targets_layout: Layout,
-        *, seed: int = 0,
+        *, seed: int = 0, order: np.ndarray | None = None, starts: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.least = length + 1
-        super().__init__(tokens, length, batch_size, grid, ids_layout, targets_layout)
+        super().__init__(tokens, length, batch_size, grid, ids_layout, targets_layout, order=order, starts=starts)
         self.seed = seed
 
     def __len__(self) -> int:
@@ -103,6 +134,6 @@ class Windows(Passages):
         cuts = (piece(len(starts), parts, i) for i in range(parts))
         return [self.batch(starts[c.start : c.stop], c.start) for c in cuts if c]
 
-    def epoch(self, epoch: int, parts: int = 1) -> Iterator[list[Batch]]:
-        """The batches of an epoch's steps."""
-        return (self.at(step, parts) for step in range(epoch * len(self), (epoch + 1) * len(self)))
+    def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
+        """The batches of an epoch's steps, but for the first `skip` ones."""
+        return (self.at(step, parts) for step in range(epoch * len(self) + skip, (epoch + 1) * len(self)))

@@ -8,13 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.backend.rate import gemm_rate, gemm_side
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError
-from parlinalg.nn import GPT, Llama
+from parlinalg.nn import GPT, Llama, sequence_positions
+from parlinalg.sequence import sequence_order
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
 from parlinalg.train.sample import continuation, whole_words
@@ -54,17 +57,35 @@ class Language(Task):
         self.smoothed: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         self.peak = math.nan
         rest = (mesh.grid, self.model.ids_layout, self.model.targets_layout)
+        self.order = self._order()
         most = max(config.batch_size, HELD_TOKENS // self.length)
 
         def windows() -> tuple[Windows, Passages]:
             try:
-                train = Windows(data.train, self.length, config.batch_size, *rest, seed=config.seed)
+                train = Windows(
+                    data.train, self.length, config.batch_size, *rest, seed=config.seed, order=self.order,
+                    starts=data.train_starts,
+                )  # fmt: skip
             except ConfigError as error:
                 raise ConfigError(f"{data.name}, the part to train on: {error}") from error
-            return train, Passages(data.validation, self.length, most, *rest)
+            return train, Passages(
+                data.validation, self.length, most, *rest, order=self.order, starts=data.validation_starts
+            )
 
         self.loader, self.held = together(mesh.grid.world, windows, "cutting the text into windows")
         self.flops = self.model.flops(config.batch_size, self.length)
+
+    def _order(self) -> np.ndarray | None:
+        """The order in which the tokens of a window lie; None: as they come."""
+        parallel = self.mesh.parallel
+        if self.length < parallel.sequence:
+            raise ConfigError(
+                f"data.sequence_length={self.length} over parallel.sequence.size={parallel.sequence} leaves ranks "
+                f"without tokens: give at least {parallel.sequence} positions, or a sequence size of at most "
+                f"{self.length}"
+            )
+        name = parallel.order_of(causal=True)
+        return None if name == "contiguous" else sequence_order(self.length, parallel.ring, name)
 
     def _model(self, config: Config) -> Any:
         options = {**SIZES, **config.model.options}
@@ -94,7 +115,9 @@ class Language(Task):
 
     def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
         criterion: Criterion = self.smoothed if self.model.training else cross_entropy_sum
-        return *criterion(self.model(batch.x), batch.y), {}
+        with sequence_positions(batch.positions, batch.documents):
+            logits = self.model(batch.x)
+        return *criterion(logits, batch.y), {}
 
     def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
         return {

@@ -14,7 +14,7 @@ from parlinalg.layout import index_of
 from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
-from parlinalg.train.parallel import DATA, Parallel, share_out
+from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel, share_out
 
 
 class Mesh:
@@ -23,7 +23,8 @@ class Mesh:
     Attributes
     ----------
     grid : Grid
-        Its axes: "data" where data parallelism has ranks (or there is no other axis), then the tensor axes.
+        Its axes: "data" where data parallelism has ranks (or there is no other axis), then "s" and "u" where the
+        sequence is cut over a ring and by Ulysses, then the tensor axes.
     scheme : Scheme
         The parallel scheme on these axes.
     config : Config
@@ -50,10 +51,12 @@ class Mesh:
         ConfigError
             If it is neither.
         """
-        if name in (DATA, "pipeline", "sequence"):
+        if name in (DATA, "pipeline"):
             return (name,) if name in self.grid.axes else ()
+        if name == "sequence":
+            return tuple(a for a in (RING, ULYSSES) if a in self.grid.axes)
         if name == "tensor":
-            return tuple(a for a in self.grid.axes if a != DATA)
+            return tuple(a for a in self.grid.axes if a not in (DATA, RING, ULYSSES))
         if name in self.grid.axes:
             return (name,)
         known = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *self.grid.axes))

@@ -9,9 +9,11 @@ from typing import Any
 from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.schemes import Scheme, for_mode, modes, modes_for
+from parlinalg.sequence import ORDERS
 from parlinalg.train.keys import flag, one_of, optional, refuse, section, several, whole
 
 DATA = "data"
+RING, ULYSSES = "s", "u"
 TENSOR_KEYS = ("size", "mode", "shape", "depth", "depth_on", "sequence_parallel")
 PARALLEL_KEYS = ("data", "pipeline", "sequence", "tensor")
 
@@ -24,11 +26,16 @@ class Parallel:
     ----------
     data, pipeline, sequence, tensor : int
         The size of each dimension.
+    ulysses : int
+        Of the ranks of a sequence, over how many attention exchanges the cut for one of the heads; these groups form
+        the ring.
+    order : str or None
+        In which the tokens of a sequence lie; None: as the model likes it (see `order_of`).
     mode : str or None
         Of tensor parallelism.
     axes : dict of str to int
-        The axes of the processor grid and their sizes: "data" where it has ranks or there is no other, then the tensor
-        axes.
+        The axes of the processor grid and their sizes: "data" where it has ranks or there is no other, then "s", the
+        ring, and "u", Ulysses, where they have ranks, then the tensor axes.
     scheme : Scheme
         The scheme on these axes.
     """
@@ -40,6 +47,18 @@ class Parallel:
     mode: str | None
     axes: dict[str, int]
     scheme: Scheme
+    ulysses: int = 1
+    order: str | None = None
+
+    @property
+    def ring(self) -> int:
+        """The ranks of the ring over which a sequence is cut."""
+        return self.sequence // self.ulysses
+
+    def order_of(self, causal: bool) -> str:
+        """The order of tokens: as the configuration says, or "zigzag" where a causal model's work is to be balanced
+        over a ring, else "contiguous"."""
+        return self.order or ("zigzag" if causal and self.ring > 1 else "contiguous")
 
 
 def share_out(given: object, ranks: int) -> Parallel:
@@ -52,7 +71,9 @@ def share_out(given: object, ranks: int) -> Parallel:
         `tensor` also has `mode` (None, "1d", "2d", "2.5d", "3d", "sequence"), `shape`, `depth` and `depth_on` ("batch"
         or "k") for "2.5d", and `sequence_parallel` for "1d".  The size of `data` is inferred where it is left out.
         Where `tensor` has a mode but neither size nor shape it takes all ranks that the others leave, in the shape
-        nearest to a square or cube.
+        nearest to a square or cube.  `sequence` also has `ulysses`, which divides its size: over so many ranks
+        attention exchanges the cut of the sequence for one of the heads, and over the others it is a ring; and `order`
+        ("zigzag", "striped" or "contiguous").  The mode "sequence" is its short form.
     ranks : int
         The ranks there are.
 
@@ -65,16 +86,22 @@ def share_out(given: object, ranks: int) -> Parallel:
     size = {"size": whole(1)}
     sections = {key: lambda where, value: _sized(where, value, size) for key in PARALLEL_KEYS}
     sections["tensor"] = lambda where, value: _sized(where, value, TENSOR_CHECKS)
-    sections["sequence"] = lambda where, value: _sized(where, value, {**size, "ulysses": whole(1)})
+    sections["sequence"] = lambda where, value: _sized(where, value, SEQUENCE_CHECKS)
     checked = section("parallel", {} if given is None else given, sections)
-    pipeline, sequence = (checked.get(key, {}).get("size", 1) for key in ("pipeline", "sequence"))
-    for name, count in (("pipeline", pipeline), ("sequence", sequence)):
-        if count > 1:
-            raise ConfigError(
-                f"parallel.{name}={count}: {name} parallelism is not there yet; use {name}=1 (data and tensor "
-                "parallelism may be combined)"
-            )
     tensor: dict[str, Any] = checked.get("tensor", {})
+    short = tensor.get("mode") == "sequence"
+    if short and "sequence" in checked:
+        raise ConfigError(
+            "parallel.tensor.mode='sequence' is the short form of parallel.sequence: give sequence=dict(size=…) alone, "
+            "and tensor another mode, or none"
+        )
+    cut = _sequence(checked.get("sequence", {}))
+    pipeline, sequence = checked.get("pipeline", {}).get("size", 1), cut["size"]
+    if pipeline > 1:
+        raise ConfigError(
+            f"parallel.pipeline={pipeline}: pipeline parallelism is not there yet; use pipeline=1 (data, sequence and "
+            "tensor parallelism may be combined)"
+        )
     data: int | None = checked.get("data", {}).get("size")
     others = pipeline * sequence
     mode, shape = tensor.get("mode"), tensor.get("shape")
@@ -93,9 +120,35 @@ def share_out(given: object, ranks: int) -> Parallel:
     chosen = for_mode(mode, depth_on=tensor.get("depth_on"), sequence_parallel=tensor.get("sequence_parallel") or None)
     sizes = chosen.sizes(count, tensor.get("shape"), tensor.get("depth"))
     scheme, axes = chosen.SCHEME, dict(sizes)
+    if short:
+        sequence, count, mode = count, 1, None
+    elif sequence > 1:
+        scheme, axes = _cut_sequence(scheme, axes, sequence, cut["ulysses"])
     if data > 1 or not axes:
         scheme, axes = scheme.with_data(DATA), {DATA: data, **axes}
-    return Parallel(data, pipeline, sequence, count, mode, axes, scheme)
+    return Parallel(data, pipeline, sequence, count, mode, axes, scheme, cut["ulysses"], cut["order"])
+
+
+def _sequence(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The size, Ulysses and order of a sequence's cuts, checked."""
+    size, ulysses = given.get("size", 1), given.get("ulysses", 1)
+    if size % ulysses:
+        raise ConfigError(
+            f"parallel.sequence.ulysses={ulysses} does not divide parallel.sequence.size={size}, the ranks of a "
+            f"sequence: it may be {_divisors(size)}"
+        )
+    return {"size": size, "ulysses": ulysses, "order": given.get("order")}
+
+
+def _cut_sequence(
+    scheme: Scheme, axes: dict[str, int], size: int, ulysses: int
+) -> tuple[Scheme, dict[str, int]]:  # fmt: skip
+    """The scheme and the axes within sequence parallelism: Ulysses inside, the ring outside."""
+    if ulysses > 1:
+        scheme, axes = scheme.with_sequence(ULYSSES, ulysses=True), {ULYSSES: ulysses, **axes}
+    if size > ulysses:
+        scheme, axes = scheme.with_sequence(RING), {RING: size // ulysses, **axes}
+    return scheme, axes
 
 
 def _shape(where: str, value: Any) -> tuple[int, ...]:
@@ -111,6 +164,7 @@ TENSOR_CHECKS = {
     "depth_on": optional(one_of("batch", "k")),
     "sequence_parallel": flag,
 }
+SEQUENCE_CHECKS = {"size": whole(1), "ulysses": whole(1), "order": optional(one_of(*ORDERS))}
 
 
 def _sized(where: str, value: Any, checks: Mapping[str, Any]) -> dict[str, Any]:

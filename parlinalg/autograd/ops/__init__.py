@@ -5,6 +5,7 @@ from parlinalg.autograd.ops.attention import attention
 from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, relu, sigmoid, silu, sin, sqrt, tanh
 from parlinalg.autograd.ops.embedding import add_positions, embedding
 from parlinalg.autograd.ops.gates import swiglu
+from parlinalg.autograd.ops.heads import narrow, share_heads
 from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
 from parlinalg.autograd.ops.masks import BlockMask
 from parlinalg.autograd.ops.norms import layer_norm, rms_norm
@@ -20,7 +21,8 @@ from parlinalg.autograd.ops.softmax import log_softmax, softmax
 __all__ = [
     "BlockMask", "abs", "add", "add_positions", "astype", "attention", "cos", "count_targets", "cross_entropy",
     "cross_entropy_sum", "divide", "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul",
-    "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "negative", "patches", "power",
+    "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "narrow", "negative", "patches", "power",
     "redistribute", "relu", "replace_first", "reshape", "ring_attention", "rms_norm", "rotary", "rotary_frequencies",
-    "select", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where",
+    "select", "share_heads", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh",
+    "transpose", "where",
 ]  # fmt: skip
