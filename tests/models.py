@@ -91,7 +91,7 @@ def gradients(kind: str, scheme: Scheme, grid: Any, **options: Any) -> dict[str,
 def losses(kind: str, scheme: Scheme, grid: Any, steps: int = 10, **options: Any) -> list[float]:
     """The losses of training with AdamW."""
     model = make(kind, scheme, grid, **options)
-    GradientReducer(model.parameters(), 2000, 4000)
+    GradientReducer(model.parameters(), first_bucket=2000, bucket=4000)
     optimizer = AdamW(model.parameters(), 0.01)
     return stepped(model, optimizer, range(steps), 3)
 

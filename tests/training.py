@@ -57,7 +57,7 @@ def train(
     """The losses of all steps, and the parameters after them."""
     model = nn.MLP(SIZES, scheme, grid, "gelu", dropout=dropout, dtype=np.float64, seed=5)
     if reducer:
-        GradientReducer(model.parameters(), 200, 400)
+        GradientReducer(model.parameters(), first_bucket=200, bucket=400)
     update = OPTIMIZERS[optimizer](model.parameters())
     scheduler = optim.Scheduler(update, optim.schedules.WarmUp(3, optim.schedules.Cosine(17, 0.1)))
     losses = []

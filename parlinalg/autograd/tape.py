@@ -39,18 +39,18 @@ _ages = itertools.count()
 class Reducer(Protocol):
     """What settles the gradients of parameters over axes that do not cut them, in buckets, during the walk."""
 
-    def ready(self, parameter: Parameter, block: Block, layout: Layout) -> None:
+    def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool) -> None:
         """Take the gradient of a parameter whose last term has arrived; `layout` may be partial, and has its cuts.
 
-        Unsettled terms that `parameter.grad` held from `no_sync` are in it, and `parameter.grad` is then None.  A
-        settled `parameter.grad` stays, and the new gradient is to be added to it: `parameter.deposit(block)`.
+        It is to be added to what `parameter.grad`, or its shard's, holds, terms that `no_sync` left among them.
+        Without `sync`, as within `no_sync`, it may stay a term.
         """
 
     def poll(self) -> None:
         """Called between nodes: drive pending communication on."""
 
-    def finish(self) -> None:
-        """Called after the walk: settle all gradients, those of parameters that were not reached as zeros."""
+    def finish(self, *, sync: bool) -> None:
+        """Called after the walk: with `sync`, settle all gradients, those of parameters not reached as zeros."""
 
 
 class Fetcher(Protocol):
@@ -248,7 +248,7 @@ class Walk:
         found: dict[int, Reducer] = {}
         for node in reversed(self.nodes):
             owner = node.owner() if node.owner is not None else None
-            if self.sync and owner is not None and owner.reducer is not None:
+            if owner is not None and owner.reducer is not None:
                 found.setdefault(id(owner.reducer), owner.reducer)
         return list(found.values())
 
@@ -353,7 +353,9 @@ class Walk:
     def complete(self, node: Node, got: Arrivals) -> None:
         """The gradient of a parameter: to the reducer with it."""
         owner = node.owner() if node.owner is not None else None
-        reducer = owner.reducer if owner is not None else None
+        if owner is not None and owner.reducer is not None:
+            owner.reducer.ready(owner, *got.summed(), sync=self.sync)
+            return
         held = node.grad
         if held is not None and (held.layout.partial or not self.sync):
             got.add((held.block, held.layout), owned=True)
@@ -361,8 +363,6 @@ class Walk:
         if not self.sync:
             block, layout = got.summed()
             node.grad = node.array((got.own(block), layout))
-        elif reducer is not None and owner is not None:
-            reducer.ready(owner, *got.summed())
         else:
             block, _ = got.settled()
             node.deposit(got.own(block))
@@ -370,7 +370,7 @@ class Walk:
     def finish(self) -> None:
         self.homeward.land()
         for reducer in self.reducers:
-            reducer.finish()
+            reducer.finish(sync=self.sync)
 
 
 def live(nodes: Sequence[Node | None], parts: Sequence[Part]) -> tuple[tuple[Node, ...], tuple[Part, ...]]:

@@ -45,6 +45,13 @@ def gradients(parameters: Iterable[Parameter]) -> list[tuple[Parameter, Block, b
     return found
 
 
+def held(parameter: Parameter) -> Block:
+    """What this rank holds of a parameter's settled gradient, to be changed in place; None if there is none."""
+    if parameter.shard is not None:
+        return parameter.shard.grad
+    return None if parameter.grad is None else parameter.grad.block
+
+
 def check_settled(parameter: Parameter) -> None:
     """Raise a LayoutError if the gradient of a parameter is a sum not formed yet."""
     grad = parameter.grad

@@ -1,6 +1,20 @@
-"""Gradients across ranks: summed in buckets during the backward pass, and clipped by the whole model's norm."""
+"""Gradients across ranks: summed in buckets during the backward pass, shared out (ZeRO), and clipped.
 
-from parlinalg.parallel.clip import clip_gradient_norm, gradient_norm
+A model trains by ZeRO, stage 1 or 2, so:
+
+    GradientReducer(model.parameters(), [ZeRO(stage=2)])
+    optimizer = AdamW(model.parameters(), master=True)
+    ...
+    loss.backward()   # reduce-scatters the gradients
+    optimizer.step()  # updates this rank's shards, and all-gathers the values
+"""
+
+from parlinalg.parallel.clip import clip_gradient_norm, clip_gradient_value, gradient_norm
+from parlinalg.parallel.handlers import DataParallel, SequenceParallel, SharedParameters, ZeRO
+from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
 
-__all__ = ["GradientReducer", "clip_gradient_norm", "gradient_norm"]
+__all__ = [
+    "DataParallel", "GradientReducer", "Prefetch", "SequenceParallel", "SharedParameters", "ZeRO",
+    "clip_gradient_norm", "clip_gradient_value", "gradient_norm",
+]  # fmt: skip

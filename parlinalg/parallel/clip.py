@@ -1,48 +1,31 @@
-"""The norm of a whole model's gradient, and clipping by it."""
+"""The norm of a whole model's gradient, and clipping by it or by value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-import numpy as np
-
 from parlinalg.autograd import Parameter
-from parlinalg.backend.kernels_optim import flat, scale, square_sum
-from parlinalg.errors import LayoutError
-from parlinalg.grid import Grid
+from parlinalg.backend import namespace
+from parlinalg.backend.kernels_optim import scale, square_sum
+from parlinalg.errors import ConfigError
+from parlinalg.optim.pieces import check_settled, distinct, gradients, held, over_ranks
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
     """The 2-norm of all gradients together, each element counted once.  Collective over the grids of the parameters.
 
-    An element is counted by the rank at coordinate 0 of every axis that does not cut it; a parameter that occurs twice
-    counts once; one without a gradient counts as zeros.  The sum is in float64.
+    An element is counted by the rank at coordinate 0 of every axis that neither cuts nor shards it; a parameter that
+    occurs twice counts once; one without a gradient counts as zeros.  The sum is in float64.
 
     Raises
     ------
     LayoutError
         If a gradient is not settled.
     """
-    once = list({id(p): p for p in parameters}.values())
-    grids: dict[int, Grid] = {id(p.grid): p.grid for p in once}
-    total = 0.0
-    for grid in grids.values():
-        mine = grid.backend.zeros((1,), np.float64)
-        for p in once:
-            if p.grid is grid and p.grad is not None:
-                if p.grad.layout.partial:
-                    raise LayoutError(
-                        f"the gradient of {p.name!r} is {p.grad.layout!r}, not summed yet; a norm is taken after "
-                        "settling: make the last backward pass of a step outside no_sync()"
-                    )
-                if grid.inside and not any(i for a, i in grid.coords.items() if p.grad.layout.where(a) is None):
-                    mine += square_sum(flat(p.grad.block))
-        grid.everyone.all_reduce(mine)
-        if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
-            grid.world.broadcast(mine, 0)
-        total += float(grid.backend.to_host(mine)[0])
-    return math.sqrt(total)
+    once = distinct(parameters)
+    terms = {id(p): square_sum(piece) for p, piece, counted in gradients(once) if counted and piece.size}
+    return math.sqrt(over_ranks(once, [terms.get(id(p)) for p in once]).sum())
 
 
 def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm: float | None = None) -> float:
@@ -60,12 +43,35 @@ def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm
     float
         The norm before clipping.  Where it is not finite the gradients are left as they are.
     """
-    once = list({id(p): p for p in parameters}.values())
+    once = distinct(parameters)
     if norm is None:
         norm = gradient_norm(once)
     factor = max_norm / (norm + 1e-6)
     if math.isfinite(norm) and factor < 1.0:
         for p in once:
-            if p.grad is not None:
-                scale(p.grad.block, factor)
+            block = held(p)
+            if block is not None:
+                scale(block, factor)
     return norm
+
+
+def clip_gradient_value(parameters: Iterable[Parameter], limit: float) -> None:
+    """Bring all elements of all gradients between `-limit` and `limit`; what is not a number stays so.
+
+    To be called once a step, after the last backward pass.  Nothing communicates.
+
+    Raises
+    ------
+    ConfigError
+        If the limit is not above 0.
+    LayoutError
+        If a gradient is not settled.
+    """
+    if not limit > 0:
+        raise ConfigError(f"gradients are clipped to a value above 0, not {limit!r}")
+    for p in distinct(parameters):
+        check_settled(p)
+        block = held(p)
+        if block is not None:
+            most = block.dtype.type(limit)
+            namespace(block).clip(block, -most, most, out=block)

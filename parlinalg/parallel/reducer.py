@@ -2,221 +2,324 @@
 
 A gradient arrives with its parameter's cuts, partial over some of the axes that do not cut it: data parallelism is the
 case where that set is the data axis.  Gradients partial over the same axes share a flat buffer, cut into buckets in the
-order in which they arrive; a full bucket's all-reduce starts at once, and the walk back goes on (Li et al., "PyTorch
-Distributed: experiences on accelerating data parallel training", 2020).
+order in which they arrive; a full bucket's sum starts at once, and the walk back goes on (Li et al., "PyTorch
+Distributed: experiences on accelerating data parallel training", 2020).  Handlers say whether the sum is an all-reduce,
+or a reduce-scatter of which each rank keeps a part (ZeRO).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from parlinalg.array import DistArray
+import numpy as np
+
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
-from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
-from parlinalg.redistribute import redistribute
+from parlinalg.optim.pieces import distinct
+from parlinalg.parallel.buckets import MIB, Bucket, Slot, in_order
+from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
+from parlinalg.parallel.zero import Values
 
 Block = Any
-MIB = 1 << 20
+
+#: Buckets that are reduce-scattered at a time: when another starts the oldest is waited for.  All ranks do so at the
+#: same points, so that what follows it starts in one order too.
+UNDER_WAY = 2
 
 
 @dataclass(eq=False)
-class Slot:
-    """A parameter's place in a flat buffer of gradients."""
+class Pending:
+    """A bucket under way, and where its sums arrive."""
 
-    parameter: Parameter
     bucket: Bucket
-    gradient: DistArray
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that are all-reduced together, side by side in a flat buffer."""
-
-    grid: Grid
-    axes: Cut
-    data: Block
-    slots: list[Slot] = field(default_factory=list)
-    missing: int = 0
+    handle: Handle
+    got: Block
 
 
 class GradientReducer:
     """Settles the gradients of parameters, and keeps them as views into flat buffers.
 
     The first backward pass shows over which axes each gradient is partial, and in which order they arrive; the buckets
-    are made at its end.  From the second on a bucket's nonblocking all-reduce starts as soon as its last gradient has
-    arrived and the buckets before it have started: in the same order on every rank.  A parameter that a backward pass
-    does not reach contributes zeros.
+    are made at its end.  With a ZeRO handler they are made at once, in the reverse order of the parameters.  A bucket's
+    nonblocking sum starts as soon as its last gradient has arrived and the buckets before it have started: in the same
+    order on every rank.  A parameter that a backward pass does not reach contributes zeros.
+
+    A bucket that is reduce-scattered over some axes and partial over others too is reduce-scattered first, and the part
+    is all-reduced after: n (1 - 1/N) + 2 n/N (1 - 1/M) elements, the fewest.
 
     Parameters
     ----------
     parameters : iterable of Parameter
         They take this reducer as theirs.
+    handlers : sequence of DataParallel, SequenceParallel, SharedParameters or ZeRO
+        Axes that none of them names are all-reduced.
     first_bucket, bucket : int
         Bytes of the first bucket, small so that communication starts early, and of the others.
+    dtype : dtype or str, optional
+        What gradients travel in, "bfloat16" for one; by default their own dtype.  Sums of 16 bits are formed in 32.
 
     Raises
     ------
     ConfigError
-        If a parameter has a reducer already.
+        If a parameter has a reducer already, or handlers do not fit together or the grid.
 
     Attributes
     ----------
     buckets : list of Bucket
         In the order in which they start.
+
+    Examples
+    --------
+    >>> reducer = GradientReducer(model.parameters(), [ZeRO(stage=2)])  # doctest: +SKIP
+    >>> optimizer = AdamW(model.parameters())  # doctest: +SKIP
     """
 
-    def __init__(self, parameters: Iterable[Parameter], first_bucket: int = MIB, bucket: int = 25 * MIB) -> None:
-        self.parameters = list({id(p): p for p in parameters}.values())
+    def __init__(
+        self, parameters: Iterable[Parameter], handlers: Iterable[Handler] | None = None, first_bucket: int = MIB,
+        bucket: int = 25 * MIB, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        self.parameters = [p for p in distinct(parameters) if p.requires_grad]
+        self.handlers = tuple(handlers or ())
+        self.limits = (first_bucket, bucket)
+        self.dtype: np.dtype[Any] | None = dtype_named(dtype) if isinstance(dtype, str) else dtype and np.dtype(dtype)
+        for grid in {id(p.grid): p.grid for p in self.parameters}.values():
+            check(self.handlers, grid.sizes)
         for p in self.parameters:
             if p.reducer is not None:
                 raise ConfigError(f"parameter {p.name!r} has a gradient reducer already; detach() that one first")
-            p.reducer = self
-        self.limits = (first_bucket, bucket)
+        self._treated = {id(p): treatment(self.handlers, p.name, p.layout, p.grid.sizes) for p in self.parameters}
         self.buckets: list[Bucket] = []
         self._axes: dict[int, Cut] = {}
         """For each parameter the axes over which its gradient has been partial."""
         self._slots: dict[int, Slot] = {}
-        self._early: dict[int, tuple[Block, Layout]] = {}
-        """Gradients that arrived before the buckets were made."""
         self._arrived: dict[int, Parameter] = {}
         self._started = 0
-        self._pending: list[Handle] = []
-        self._outdated = True
+        self._pending: list[Pending] = []
+        self._after: list[Pending] = []
+        """Parts that are all-reduced after they were reduce-scattered."""
+        self._outdated = False
+        self._values: Values | None = None
+        for p in self.parameters:
+            p.reducer = self
+        if any(t.scatter for t in self._treated.values()):
+            self._make_buckets()
+            self._values = Values([b for b in self.buckets if b.scatter])
 
     def detach(self) -> None:
-        """Leave the parameters: the backward pass settles their gradients one by one again."""
+        """Leave the parameters: the backward pass settles their gradients one by one again, on every rank whole."""
         for p in self.parameters:
             if p.reducer is self:
                 p.reducer = None
+        if self._values is not None:
+            self._values.leave()
 
-    def ready(self, parameter: Parameter, block: Block, layout: Layout) -> None:
-        """Take a gradient whose last term has arrived."""
+    # ------------------------------------------------------------------ the backward pass
+    def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:
+        """Take a gradient whose last term has arrived; see `parlinalg.autograd.Reducer`."""
         self._arrived[id(parameter)] = parameter
+        partial = self._partial(parameter, layout)
         seen = self._axes.get(id(parameter), ())
-        new = tuple(a for a in layout.partial if a not in seen and parameter.grid.sizes[a] > 1)
-        if new:
-            self._axes[id(parameter)], self._outdated = tuple(sorted((*seen, *new))), True
+        if not set(partial) <= set(seen):
+            self._axes[id(parameter)] = tuple(sorted(_union(seen, partial)))
+            self._outdated = self._values is None
         slot = self._slots.get(id(parameter))
         if slot is None:
-            self._early[id(parameter)] = (block, layout)
+            self._keep(parameter, block, layout.with_partial(partial))
             return
-        self._place(slot, block, layout)
-        self._start(complete_only=True)
+        self._place(slot, block, partial)
+        slot.bucket.missing -= 1
+        if not (sync or not slot.bucket.treatment.keeps):
+            slot.hold(slot.partial)
+        self._start(sync, complete_only=True)
 
     def poll(self) -> None:
         """Drive pending communication on: MPI progresses only within its calls."""
-        while self._pending and self._pending[0].test():
-            self._pending.pop(0)
+        for pending in (*self._pending, *self._after):
+            if not pending.handle.test():
+                return
 
-    def finish(self) -> None:
-        """Settle all gradients, those of parameters that were not reached as zeros."""
-        if not self._slots:
+    def finish(self, *, sync: bool = True) -> None:
+        """Settle all gradients, those of parameters that were not reached as zeros; without `sync`, those kept in parts
+        alone."""
+        if sync and not self._slots:
             self._make_buckets()
-        for p in self.parameters:
-            slot = self._slots[id(p)]
-            if id(p) in self._early:
-                self._place(slot, *self._early.pop(id(p)))
-            elif id(p) not in self._arrived:
-                self._unreached(slot)
-        self._start(complete_only=False)
-        for handle in self._pending:
-            handle.wait()
-        self._pending.clear()
-        if self._outdated:
-            self._make_buckets()
-        self._started = 0
-        self._arrived.clear()
+            for p in self._arrived.values():
+                self._place(self._slots[id(p)], None, ())
+        for bucket in self.buckets:
+            if sync or not (bucket.treatment.keeps or bucket.missing == len(bucket.slots)):
+                for slot in bucket.slots:
+                    if id(slot.parameter) not in self._arrived:
+                        self._place(slot, None, ())
+                bucket.missing = 0
+        self._start(sync, complete_only=False)
+        while self._pending:
+            self._complete(self._pending.pop(0))
+        for pending in self._after:
+            pending.handle.wait()
+            self._settled(pending.bucket, pending.got)
+        self._after.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
+            bucket.pool.clear()
+        self._started = 0
+        self._arrived.clear()
+        if sync and self._outdated:
+            self._make_buckets()
 
-    def _unreached(self, slot: Slot) -> None:
-        """What a parameter adds that this pass did not reach: zeros, or what `no_sync` left."""
-        p, held = slot.parameter, slot.parameter.grad
-        if held is not None and held.layout.partial:
-            p.grad = None
-            self._place(slot, held.block, held.layout)
-        else:
-            zeros = p.grid.backend.zeros(slot.gradient.block.shape, p.dtype)
-            self._place(slot, zeros, p.layout)
+    def _partial(self, parameter: Parameter, layout: Layout) -> Cut:
+        """The axes over which a gradient is one of the terms of a sum."""
+        always = self._treated[id(parameter)].always
+        return tuple(a for a in _union(layout.partial, always) if parameter.grid.sizes[a] > 1)
 
-    def _place(self, slot: Slot, block: Block, layout: Layout) -> None:
-        """Add a gradient to its place, as a term that is partial over the bucket's axes."""
-        p, axes, grid = slot.parameter, slot.bucket.axes, slot.bucket.grid
-        view = slot.gradient.block
-        extra = [a for a in layout.partial if a not in axes and grid.sizes[a] > 1]
-        if extra:  # an axis seen for the first time: from the next pass on its bucket has it
-            rest = layout.without(extra)
-            block, layout = redistribute(block, layout, rest, p.shape, grid), rest
-        held = p.grad
+    def _keep(self, parameter: Parameter, block: Block, layout: Layout) -> None:
+        """Add a gradient to those that wait for the buckets to be made."""
+        held, grid = parameter.grad, parameter.grid
         if held is not None:
-            if held is not slot.gradient:
-                view[...] = held.block
-            _once(view, axes, grid)
-        if any(grid.coords.get(a) for a in axes if a not in layout.partial):  # a whole gradient counts once
-            if held is None:
-                view[...] = 0
-        elif held is None:
-            view[...] = block
-        else:
-            view += block
-        p.grad = slot.gradient
-        slot.bucket.missing -= 1
+            both = Arrivals(parameter.shape, parameter.layout, parameter.dtype, grid)
+            both.add((held.block, held.layout), owned=True)
+            both.add((block, layout), owned=False)
+            block, layout = both.summed()
+        parameter.grad = parameter.data.like(block, layout)
 
-    def _start(self, *, complete_only: bool) -> None:
-        """Start the all-reduces of buckets in their order, with `complete_only` to the first that lacks one."""
+    def _place(self, slot: Slot, block: Block, partial: Cut) -> None:
+        """Add a gradient, or None, to what the bucket has in its place, as terms of sums over the same axes."""
+        p, coords = slot.parameter, slot.parameter.grid.coords
+        holds, view = self._held(slot), slot.view
+        both = _union(slot.partial, partial) if holds else partial
+        if holds and any(coords.get(a) for a in both if a not in slot.partial):
+            view[...] = 0  # a whole gradient counts once
+        counts = block is not None and not any(coords.get(a) for a in both if a not in partial)
+        if not holds:
+            view[...] = block if counts else 0
+        elif counts:
+            view += block
+        slot.partial = both
+        if not slot.bucket.passing:
+            p.grad = None
+        elif p.node is not None:  # what the shard has so far stays
+            p.node.grad = None
+
+    def _held(self, slot: Slot) -> bool:
+        """Whether the bucket has a gradient of the parameter already; one that lies elsewhere moves there."""
+        p, grad, bucket = slot.parameter, slot.parameter.grad, slot.bucket
+        if grad is not None:
+            if grad is not slot.held:
+                slot.view[...] = grad.block
+                slot.partial = self._partial(p, grad.layout)
+            return True
+        if p.shard is None or p.shard.grad is None or bucket.passing:
+            return False
+        view, part = slot.view.reshape(-1), slot.shard  # of the sum each rank has a part
+        view[: part.start] = 0
+        view[part.stop :] = 0
+        slot.partial = bucket.scatter
+        return True
+
+    def _start(self, sync: bool, *, complete_only: bool) -> None:
+        """Start the sums of buckets in their order, with `complete_only` to the first that lacks a gradient."""
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
-            if complete_only and bucket.missing:
-                return
+            if sync or not bucket.treatment.keeps:
+                if bucket.missing and complete_only:
+                    return
+                if not bucket.missing:
+                    self._sum(bucket)
             self._started += 1
-            if bucket.axes and bucket.grid.inside:
-                self._pending.append(bucket.grid.comm(bucket.axes).all_reduce(bucket.data, wait=False))
+
+    def _sum(self, bucket: Bucket) -> None:
+        """Start the sum of a bucket's gradients."""
+        for slot in bucket.slots:
+            bucket.axes = _union(bucket.axes, slot.partial)
+        bucket.axes = (*bucket.scatter, *sorted(a for a in bucket.axes if a not in bucket.scatter))
+        for slot in bucket.slots:
+            if any(bucket.grid.coords.get(a) for a in bucket.axes if a not in slot.partial):
+                slot.view[...] = 0
+        if not bucket.axes or not bucket.grid.inside:
+            self._settled(bucket, bucket.storage())
+            return
+        if self.dtype is not None or bucket.scatter:
+            while len(self._pending) >= UNDER_WAY:
+                self._complete(self._pending.pop(0))
+        sent = got = bucket.storage() if self.dtype in (None, bucket.dtype) else bucket.storage().astype(self.dtype)
+        if bucket.scatter:
+            got = bucket.grid.backend.empty(len(bucket.own), sent.dtype)
+            handle = bucket.comm.reduce_scatter(sent, got, bucket.lengths, wait=False)
+            if sent is not bucket.data and bucket.passing:
+                bucket.release()
+        else:
+            handle = bucket.grid.comm(bucket.axes).all_reduce(sent, wait=False)
+        self._pending.append(Pending(bucket, handle, got))
+
+    def _complete(self, pending: Pending) -> None:
+        """Wait for a bucket's sum, and start what follows it."""
+        pending.handle.wait()
+        bucket = pending.bucket
+        if bucket.scatter:
+            if bucket.passing:
+                bucket.release()
+            rest = tuple(a for a in bucket.axes if a not in bucket.scatter)
+            if rest:
+                handle = bucket.grid.comm(rest).all_reduce(pending.got, wait=False)
+                self._after.append(Pending(bucket, handle, pending.got))
+                return
+        self._settled(bucket, pending.got)
+
+    def _settled(self, bucket: Bucket, sums: Block) -> None:
+        """Give the parameters the sums as their gradients, or their shards this rank's part."""
+        if not bucket.scatter:
+            if sums is not bucket.data:
+                bucket.data[...] = sums
+            for slot in bucket.slots:
+                slot.hold(())
+            return
+        own = bucket.own
+        if not bucket.passing:
+            bucket.mine = bucket.storage()[own.start : own.stop]
+        elif bucket.mine is None:
+            bucket.mine = bucket.grid.backend.empty(len(own), bucket.dtype)
+        for slot in bucket.slots:
+            shard, part = slot.parameter.shard, slot.shard
+            if shard is None:
+                continue
+            at = slot.start + part.start - own.start if part else 0
+            where = slice(at, at + len(part))
+            if shard.grad is None:
+                bucket.mine[where] = sums[where]
+            else:
+                shard.grad += sums[where].astype(bucket.dtype, copy=False)
+            slot.held, shard.grad = None, bucket.mine[where]
 
     def _make_buckets(self) -> None:
-        """Flat buffers for all gradients; those in buffers already move."""
-        groups: dict[tuple[int, Cut, str], list[Parameter]] = {}
-        for p in (*self._arrived.values(), *(p for p in reversed(self.parameters) if id(p) not in self._arrived)):
-            groups.setdefault((id(p.grid), self._axes.get(id(p), ()), p.dtype.str), []).append(p)
-        place = {id(p): i for i, p in enumerate(self._arrived.values())}
-        old, self._slots, self.buckets = self._slots, {}, []
-        for (_, axes, _), group in groups.items():
-            self._make_flat(group, axes, old)
-        self.buckets.sort(key=lambda b: max(place.get(id(s.parameter), len(place)) for s in b.slots))
+        """Places for all gradients; those that have one move when the next is added to them."""
+        order = (*self._arrived.values(), *(p for p in reversed(self.parameters) if id(p) not in self._arrived))
+        scatters = any(t.scatter for t in self._treated.values())
+
+        def key(p: Parameter) -> tuple[int, str, Treatment, Cut]:
+            axes = p.layout.cut_axes if scatters else self._axes.get(id(p), ())
+            return id(p.grid), p.dtype.str, self._treated[id(p)], axes
+
+        self._slots, self.buckets = {}, []
+        pools: dict[tuple[int, str], list[Block]] = {}
+        for group in in_order(order, key, lambda p: int(p.block.nbytes), *self.limits):
+            grid, dtype = group[0].grid, group[0].dtype
+            axes = () if scatters else self._axes.get(id(group[0]), ())
+            pool = pools.setdefault((id(grid), dtype.str), [])
+            bucket, at = Bucket(grid, dtype, self._treated[id(group[0])], axes, pool=pool), 0
+            for p in group:
+                slot = self._slots[id(p)] = Slot(p, bucket, at)
+                bucket.slots.append(slot)
+                at += int(p.block.size)
+            bucket.missing = len(group)
+            self.buckets.append(bucket)
         self._outdated = False
 
-    def _make_flat(self, group: list[Parameter], axes: Cut, old: dict[int, Slot]) -> None:
-        grid = group[0].grid
-        data = grid.backend.zeros(sum(p.block.size for p in group), group[0].dtype)
-        first, limit = self.limits
-        start = at = 0
-        waiting: list[Parameter] = []
-        for i, p in enumerate(group):
-            waiting.append(p)
-            at += p.block.size
-            if (at - start) * data.itemsize >= (limit if start else first) or i == len(group) - 1:
-                self._fill(Bucket(grid, axes, data[start:at], missing=len(waiting)), waiting, old)
-                start, waiting = at, []
 
-    def _fill(self, bucket: Bucket, parameters: list[Parameter], old: dict[int, Slot]) -> None:
-        at = 0
-        for p in parameters:
-            view = bucket.data[at : at + p.block.size].reshape(p.block.shape)
-            at += p.block.size
-            slot = Slot(p, bucket, DistArray(view, p.shape, p.layout.with_partial(()), p.grid))
-            if id(p) in old and p.grad is old[id(p)].gradient:
-                view[...] = p.grad.block
-                p.grad = slot.gradient
-            bucket.slots.append(slot)
-            self._slots[id(p)] = slot
-        self.buckets.append(bucket)
-
-
-def _once(view: Block, axes: Cut, grid: Grid) -> None:
-    """Make a settled gradient a term of a sum over these axes: it counts on coordinate 0."""
-    if any(grid.coords.get(a) for a in axes):
-        view[...] = 0
+def _union(first: Cut, second: Cut) -> Cut:
+    """The axes of both, each once."""
+    return tuple(dict.fromkeys((*first, *second)))

@@ -93,13 +93,13 @@ def test_reducers_are_told_within_what_is_computed_again(grid: Grid) -> None:
         def __init__(self) -> None:
             self.events: list[str] = []
 
-        def ready(self, parameter: Parameter, block: Any, layout: Layout) -> None:
+        def ready(self, parameter: Parameter, block: Any, layout: Layout, *, sync: bool) -> None:
             self.events.append(parameter.name)
 
         def poll(self) -> None:
             self.events.append("poll")
 
-        def finish(self) -> None:
+        def finish(self, *, sync: bool) -> None:
             self.events.append("finish")
 
     found = []

@@ -45,13 +45,13 @@ class Recorder:
         for p in parameters:
             p.reducer = self
 
-    def ready(self, parameter: Parameter, block: Any, layout: Layout) -> None:
+    def ready(self, parameter: Parameter, block: Any, layout: Layout, *, sync: bool) -> None:
         self.came.append((parameter, block, layout))
 
     def poll(self) -> None:
         self.polls += 1
 
-    def finish(self) -> None:
+    def finish(self, *, sync: bool) -> None:
         self.finished += 1
         for p, block, layout in self.came:
             p.deposit(pla.DistArray(block, p.shape, layout, p.grid).summed().block.copy())

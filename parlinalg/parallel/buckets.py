@@ -1,0 +1,161 @@
+"""Buckets: gradients that lie side by side and are summed by one call; of sharded parameters the values too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Parameter
+from parlinalg.comm import Comm
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, piece, pieces
+from parlinalg.parallel.handlers import Treatment
+
+Block = Any
+T = TypeVar("T")
+MIB = 1 << 20
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place in a bucket: elements `start` to `stop`.
+
+    Attributes
+    ----------
+    held : DistArray or None
+        The parameter's `grad`, as long as that is the view into the bucket's data.
+    partial : tuple of str
+        Axes over which what the bucket's data has here is one of the terms of a sum.
+    """
+
+    parameter: Parameter
+    bucket: Bucket
+    start: int
+    held: DistArray | None = None
+    partial: Cut = ()
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(self.parameter.block.size)
+
+    @property
+    def view(self) -> Block:
+        """The gradient's elements in the bucket's data, which is made for it if there is none."""
+        return self.bucket.storage()[self.start : self.stop].reshape(self.parameter.block.shape)
+
+    @property
+    def shard(self) -> range:
+        """The elements of the flattened block that this rank's part of the bucket has."""
+        own, most = self.bucket.own, self.stop - self.start
+        return range(min(max(own.start - self.start, 0), most), min(max(own.stop - self.start, 0), most))
+
+    def hold(self, partial: Cut) -> None:
+        """Have the data be the parameter's gradient, a term of sums over these axes."""
+        p = self.parameter
+        self.partial = partial
+        p.grad = self.held = DistArray(self.view, p.shape, p.layout.with_partial(partial), p.grid)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients of one dtype that are summed together, in a flat array.
+
+    Attributes
+    ----------
+    treatment : Treatment
+    axes : tuple of str
+        Those over which the gradients are, or have been, partial.
+    data : array or None
+        The whole gradients; with ZeRO-2 only while they are under way.
+    mine : array or None
+        The sums of this rank's part, where gradients are reduce-scattered.
+    values : array or None
+        The parameters' values, where gradients are reduce-scattered.
+    missing : int
+        How many gradients have not arrived in this pass.
+    """
+
+    grid: Grid
+    dtype: np.dtype[Any]
+    treatment: Treatment
+    axes: Cut
+    data: Block = None
+    mine: Block = None
+    values: Block = None
+    slots: list[Slot] = field(default_factory=list)
+    missing: int = 0
+    pool: list[Block] = field(default_factory=list)
+    """Arrays of this dtype that are not in use, as long as any bucket's data at least."""
+
+    @property
+    def size(self) -> int:
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def scatter(self) -> Cut:
+        """The axes over which the sums are shared out."""
+        return self.treatment.scatter
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that share the sums."""
+        return self.grid.comm(self.scatter)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The elements of each rank's part."""
+        return pieces(self.size, self.comm.size)
+
+    @property
+    def own(self) -> range:
+        """The elements of this rank's part."""
+        return piece(self.size, self.comm.size, self.comm.rank)
+
+    @property
+    def passing(self) -> bool:
+        """Whether whole gradients are there only while they are under way."""
+        return bool(self.scatter) and self.treatment.stage >= 2
+
+    def storage(self) -> Block:
+        """The data; made if there is none."""
+        if self.data is None:
+            spare = self.pool.pop() if self.pool else None
+            if spare is None or spare.size < self.size:
+                spare = self.grid.backend.empty(self.size, self.dtype)
+            self.data = spare[: self.size]
+        return self.data
+
+    def release(self) -> None:
+        """Leave the data to other buckets."""
+        if self.data is not None:
+            self.pool.append(self.data if self.data.base is None else self.data.base)
+            self.data = None
+
+
+def in_order(
+    items: Sequence[T], key: Callable[[T], Hashable], nbytes: Callable[[T], int], first: int, limit: int
+) -> Iterator[list[T]]:
+    """The items of each bucket: those with one key, in their order, until they have so many bytes.  Pure.
+
+    The first bucket of each key is full from `first` bytes on, the others from `limit`.  Buckets come in the order in
+    which their last items do.
+    """
+    open_: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    bytes_in: dict[Hashable, int] = {}
+    found: list[list[int]] = []
+    for i, item in enumerate(items):
+        k = key(item)
+        open_.setdefault(k, []).append(i)
+        bytes_in[k] = bytes_in.get(k, 0) + nbytes(item)
+        if bytes_in[k] >= (limit if filled.get(k) else first):
+            found.append(open_.pop(k))
+            filled[k] = filled.get(k, 0) + 1
+            bytes_in[k] = 0
+    found.extend(open_.values())
+    for bucket in sorted(found, key=lambda b: b[-1]):
+        yield [items[i] for i in bucket]
