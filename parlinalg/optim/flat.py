@@ -134,13 +134,19 @@ def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.
     for group in groups.values():
         if group[0].shard is None:
             _move(group)
-        dtype, extra = work_dtype(group[0].dtype), names[:0]
-        if master is not None and master.itemsize > group[0].dtype.itemsize:
-            dtype, extra = master, ("master",)
+        dtype, mastered = states_of(group[0].dtype, master)
+        extra = ("master",) if mastered else names[:0]
         for p in group:
             start = 0 if p.shard is None else p.shard.start
             entries.append(Entry(p, p.data, p.updated[0].size, *span(p), start, dtype, (*names, *extra), p.writes))
     return entries
+
+
+def states_of(dtype: np.dtype[Any], master: np.dtype[Any] | None) -> tuple[np.dtype[Any], bool]:
+    """The dtype of the states of parameters of `dtype`, and whether a master is one of them."""
+    if master is not None and master.itemsize > dtype.itemsize:
+        return master, True
+    return work_dtype(dtype), False
 
 
 def _move(group: Order) -> None:

@@ -9,6 +9,7 @@ A model trains by ZeRO, stage 1 or 2, so:
     optimizer.step()  # updates this rank's shards, and all-gathers the values
 """
 
+from parlinalg.parallel.accounts import table
 from parlinalg.parallel.clip import clip_gradient_norm, clip_gradient_value, gradient_norm
 from parlinalg.parallel.handlers import DataParallel, SequenceParallel, SharedParameters, ZeRO
 from parlinalg.parallel.prefetch import Prefetch
@@ -16,5 +17,5 @@ from parlinalg.parallel.reducer import GradientReducer
 
 __all__ = [
     "DataParallel", "GradientReducer", "Prefetch", "SequenceParallel", "SharedParameters", "ZeRO",
-    "clip_gradient_norm", "clip_gradient_value", "gradient_norm",
+    "clip_gradient_norm", "clip_gradient_value", "gradient_norm", "table",
 ]  # fmt: skip

@@ -26,6 +26,8 @@ class Slot:
 
     Attributes
     ----------
+    shape : tuple of int
+        Of the parameter's block.
     held : DistArray or None
         The parameter's `grad`, as long as that is the view into the bucket's data.
     partial : tuple of str
@@ -35,17 +37,15 @@ class Slot:
     parameter: Parameter
     bucket: Bucket
     start: int
+    stop: int
+    shape: tuple[int, ...]
     held: DistArray | None = None
     partial: Cut = ()
 
     @property
-    def stop(self) -> int:
-        return self.start + int(self.parameter.block.size)
-
-    @property
     def view(self) -> Block:
         """The gradient's elements in the bucket's data, which is made for it if there is none."""
-        return self.bucket.storage()[self.start : self.stop].reshape(self.parameter.block.shape)
+        return self.bucket.storage()[self.start : self.stop].reshape(self.shape)
 
     @property
     def shard(self) -> range:

@@ -312,9 +312,10 @@ class GradientReducer:
             pool = pools.setdefault((id(grid), dtype.str), [])
             bucket, at = Bucket(grid, dtype, self._treated[id(group[0])], axes, pool=pool), 0
             for p in group:
-                slot = self._slots[id(p)] = Slot(p, bucket, at)
+                stop = at + int(p.block.size)
+                slot = self._slots[id(p)] = Slot(p, bucket, at, stop, p.block.shape)
                 bucket.slots.append(slot)
-                at += int(p.block.size)
+                at = stop
             bucket.missing = len(group)
             self.buckets.append(bucket)
         self._outdated = False

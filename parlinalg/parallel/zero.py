@@ -69,7 +69,7 @@ def _view(bucket: Bucket, slot: Slot) -> Block:
     """A parameter's place among the values."""
     if bucket.values is None:
         bucket.values = bucket.grid.backend.empty(bucket.size, bucket.dtype)
-    return bucket.values[slot.start : slot.stop].reshape(slot.parameter.block.shape)
+    return bucket.values[slot.start : slot.stop].reshape(slot.shape)
 
 
 def _lies_in(block: Block, view: Block) -> bool:

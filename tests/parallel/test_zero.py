@@ -12,7 +12,7 @@ import parlinalg as pla
 from parlinalg import nn, optim, schemes
 from parlinalg.autograd import no_sync
 from parlinalg.layout import piece
-from parlinalg.parallel import GradientReducer, ZeRO, clip_gradient_norm, clip_gradient_value, gradient_norm
+from parlinalg.parallel import GradientReducer, ZeRO, clip_gradient_norm, clip_gradient_value, gradient_norm, table
 from tests.models import BATCH, KINDS, alone, every_scheme, loss_of, make
 from tests.training import sizes_for
 
@@ -158,6 +158,10 @@ def test_each_rank_holds_its_part(stage, make_grid, world):
     assert all(p.shard.grad.size == p.shard.stop - p.shard.start for p in model.parameters() if p.block.size)
     assert sum(world.share(update.states_place.nbytes)) == 2 * 8 * n
     assert update.states_place.nbytes <= 2 * 8 * (n // world.size + len(reducer.buckets))
+    want = table(model.parameters(), [ZeRO(stage)], **LIMITS)
+    assert want["states"] == update.states_place.nbytes
+    assert want["values"] == sum(b.values.nbytes for b in reducer.buckets) == 8 * n
+    assert want["gradients"] == sum((b.mine if stage == 2 else b.data).nbytes for b in reducer.buckets)
     assert sum(b.data.nbytes for b in reducer.buckets if b.data is not None) == (8 * n if stage == 1 else 0)
     assert all(np.may_share_memory(p.block, b.values) for b in reducer.buckets for p in [s.parameter for s in b.slots])
     squares = world.share(float(sum((p.shard.grad**2).sum() for p in model.parameters())))
