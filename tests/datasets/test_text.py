@@ -18,6 +18,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
 from parlinalg.schemes import discover
+from parlinalg.sequence import sequence_order
 from tests.conftest import SIZE
 
 SIGNS = "Hello  wörld\n\t日本, 'x'\r\n"
@@ -143,6 +144,42 @@ def test_windows_are_the_same_on_every_grid(name: str, make_grid: Callable[..., 
     assert (targets.ravel()[:60] == TOKENS[1:]).all()
     assert targets.ravel()[60:].tolist() == [-100] * 3
     assert ids.ravel()[60:].tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("order", ["contiguous", "striped", "zigzag"])
+def test_windows_in_another_order_and_of_packed_documents(order: str, make_grid: Callable[..., Any]) -> None:
+    grid, layout, places = make_grid({"s": SIZE}), Layout(None, "s"), sequence_order(7, SIZE, order)
+    starts = np.array([0, 3, 4, 30, 41])
+    windows = Windows(TOKENS, 7, 5, grid, layout, layout, order=places, starts=starts)
+    plain = Windows(TOKENS, 7, 5, grid, layout, layout)
+    with ledger(grid) as book:
+        (found,), (want,) = windows.at(0), plain.at(0)
+    assert book.calls.total() == 0
+    assert (found.positions == places).all()
+    assert (found.x.gather() == want.x.gather()[:, places]).all()
+    at = windows.starts(0)[:, None] + places
+    documents = (at[..., None] >= starts).sum(-1)
+    ends = np.isin(at + 1, starts)
+    assert (found.documents == documents).all()
+    assert (found.y.gather() == np.where(ends, -100, want.y.gather()[:, places])).all()
+    assert (found.ignored, found.count, want.count) == (ends.sum(), 35 - ends.sum(), 35)
+    held = list(Passages(TOKENS, 7, 5, grid, layout, layout, order=places, starts=starts))
+    assert sum(b.count for b in held) == 60 - 4 == sum((b.y.gather() != -100).sum() for b in held)
+    with pytest.raises(ConfigError, match=r"no permutation of 0 to 6"):
+        Windows(TOKENS, 7, 5, grid, layout, layout, order=np.zeros(7, int))
+
+
+@pytest.mark.serial
+def test_packed_texts_keep_their_files_apart(tmp_path: Path) -> None:
+    for name, content in {"a": "one", "b": "two two", "c": "three"}.items():
+        (tmp_path / name).write_text(content)
+    found = text(tmp_path, validation=0.5, packed=True)
+    assert (found.train.tobytes(), found.validation.tobytes()) == (b"onetwo ", b"twothree")
+    assert found.train_starts is not None
+    assert found.validation_starts is not None
+    assert (found.train_starts.tolist(), found.validation_starts.tolist()) == ([0, 3], [0, 3])
+    assert found.validation_bytes == 8
+    assert text(tmp_path, validation=0.5).train_starts is None
 
 
 @pytest.mark.serial

@@ -36,6 +36,18 @@ def test_data_and_tensor_axes(world: Any, backend: str) -> None:
         assert mesh.scheme.name == "data × 2d"
 
 
+@pytest.mark.ranks(8)
+def test_axes_of_sequences(world: Any, backend: str) -> None:
+    parallel = {"sequence": {"size": 4, "ulysses": 2}, "tensor": {"size": 2, "mode": "1d"}}
+    with launch({"parallel": parallel}, world, backend) as mesh:
+        assert mesh.grid.sizes == {"s": 2, "u": 2, "t": 2}
+        assert (mesh.axes("sequence"), mesh.axes("tensor"), mesh.size("sequence")) == (("s", "u"), ("t",), 4)
+        assert 2 * mesh.rank("sequence") + mesh.rank("tensor") == world.rank
+        assert (mesh.parallel.ring, mesh.parallel.order_of(True), mesh.parallel.order_of(False)) == (
+            2, "zigzag", "contiguous",
+        )  # fmt: skip
+
+
 def test_names_are_checked(world: Any, backend: str) -> None:
     with launch({}, world, backend) as mesh, pytest.raises(ConfigError, match=r"no 'date'; it has 'data', 'pipeline'"):
         mesh.rank("date")

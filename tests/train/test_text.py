@@ -47,6 +47,10 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "gpt", {"tensor": {"mode": "2d"}}),
     (4, "llama", {"data": 2, "tensor": {"size": 2, "mode": "1d", "sequence_parallel": True}}),
     (8, "gpt", {"tensor": {"size": 8, "mode": "3d"}}),
+    (2, "gpt", {"tensor": {"size": 2, "mode": "sequence"}}),
+    (4, "gpt", {"sequence": 4}),
+    (6, "gpt", {"sequence": {"size": 6, "ulysses": 2, "order": "striped"}}),
+    (8, "llama", {"sequence": {"size": 4, "ulysses": 2}, "tensor": {"mode": "2d", "shape": (1, 2)}}),
 ]
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
 
@@ -102,6 +106,31 @@ def test_losses_and_texts_equal_the_serial_ones(
     assert want[-2] < want[0]
     np.testing.assert_allclose(found, want, rtol=CLOSE, err_msg=f"backend {BACKEND}")
     assert text == words
+
+
+@pytest.mark.ranks(4)
+def test_losses_on_packed_documents_equal_the_serial_ones(tale: Path, world: Any, backend: str) -> None:
+    folder = tale.parent / "packed"
+    if world.rank == 0:
+        folder.mkdir()
+        for i in range(9):
+            (folder / f"{i}.txt").write_text(TEXT[i : 4 * i + 5])
+    world.barrier()
+
+    def settings(parallel: dict[str, Any]) -> dict[str, Any]:
+        found = config("gpt", folder, parallel)
+        return found | {"data": {**found["data"], "packed": True}, "gradient_accumulation": 2}
+
+    found, _ = run(world, settings({"data": 2, "sequence": 2}), backend, folder)
+    want, _ = run(SingleComm(), settings({}), "numpy", folder)
+    np.testing.assert_allclose(found, want, rtol=CLOSE)
+    short = settings({"sequence": 4})
+    short["data"]["sequence_length"] = 3
+    with pytest.raises(ConfigError, match=r"sequence_length=3 over .*size=4 leaves ranks without tokens"):
+        run(world, short, backend, folder)
+    world.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
 
 
 @pytest.mark.ranks(4)
