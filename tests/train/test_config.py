@@ -42,6 +42,11 @@ SHARED = [
     ({"tensor": {"mode": "2.5d", "shape": (3, 1, 2)}}, 6, {"d": 3, "r": 1, "c": 2}, "2.5d, depth on the batch"),
     ({"tensor": {"mode": "3d", "shape": (1, 2, 3)}}, 6, {"i": 1, "j": 2, "l": 3}, "3d"),
     ({"tensor": {"size": 8, "mode": "3d"}}, 8, {"i": 2, "j": 2, "l": 2}, "3d"),
+    ({"sequence": 4}, 4, {"s": 4}, "s × serial"),
+    ({"tensor": {"mode": "sequence"}}, 4, {"s": 4}, "sequence"),
+    ({"sequence": {"size": 4, "ulysses": 4}}, 4, {"u": 4}, "u × serial"),
+    ({"sequence": {"size": 4, "ulysses": 2}}, 8, {"data": 2, "s": 2, "u": 2}, "data × s × u × serial"),
+    ({"data": 1, "sequence": 2, "tensor": {"mode": "2d"}}, 8, {"s": 2, "r": 2, "c": 2}, "s × 2d"),
 ]  # fmt: skip
 
 
@@ -75,7 +80,10 @@ WRONG_SHARES = [
     ({"data": True}, 1, ("parallel.data", "True")),
     ({"tensor": "4"}, 4, ("parallel.tensor", "'4'")),
     ({"pipeline": 2}, 2, ("pipeline parallelism is not there yet", "use pipeline=1")),
-    ({"sequence": {"size": 2, "ulysses": 2}}, 2, ("sequence parallelism is not there yet", "use sequence=1")),
+    ({"sequence": {"size": 12, "ulysses": 5}}, 12, ("ulysses=5 does not divide", "size=12", "1, 2, 3, 4, 6 or 12")),
+    ({"sequence": {"size": 2, "order": "zebra"}}, 2, ("parallel.sequence.order", "'striped'", "'zebra'")),
+    ({"sequence": 2, "tensor": {"mode": "sequence"}}, 4, ("the short form of parallel.sequence", "alone")),
+    ({"sequence": 3}, 4, ("does not divide the 4 ranks", "multiple of 3 ranks")),
     ([4], 4, ("parallel must be a dict",)),
 ]
 
