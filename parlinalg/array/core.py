@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -38,6 +38,8 @@ class DistArray(NDArrayOperatorsMixin):
     """
 
     __slots__ = ("block", "grid", "layout", "order", "shape")
+    RESTS: ClassVar[bool] = False
+    """Whether `block` comes from elsewhere each time it is asked for (see `parlinalg.offload`)."""
 
     def __init__(
         self, block: Block, shape: Sequence[int], layout: Layout, grid: Grid, order: tuple[int, ...] | None = None

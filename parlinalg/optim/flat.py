@@ -103,6 +103,12 @@ class Run:
     states: dict[str, Block] = field(default_factory=dict)
     at: int = 0
 
+    def put_back(self) -> None:
+        """Values that rest elsewhere take what was changed; they have runs of their own."""
+        first = self.entries[0]
+        if first.data.RESTS:
+            first.data.put(self.value, first.start + self.at)  # type: ignore[attr-defined]
+
     @property
     def p(self) -> Block:
         """What `update` changes: the values, or the master of more bits that they are rounded from."""
@@ -118,7 +124,8 @@ def span(parameter: Parameter) -> tuple[Cut, tuple[int, ...]]:
 def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.dtype[Any] | None) -> list[Entry]:
     """Entries of the parameters, those of each dtype one after the other in the order in which their gradients lie.
 
-    Whole parameters move into flat buffers; sharded ones lie in those of the shards' owner.
+    Whole parameters move into flat buffers; sharded ones lie in those of the shards' owner, and those that rest
+    elsewhere stay.
 
     Parameters
     ----------
@@ -133,7 +140,7 @@ def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.
     entries = []
     for group in groups.values():
         if group[0].shard is None:
-            _move(group)
+            _move([p for p in group if not p.data.RESTS])
         dtype, mastered = states_of(group[0].dtype, master)
         extra = ("master",) if mastered else names[:0]
         for p in group:

@@ -128,6 +128,7 @@ class Optimizer(ABC):
             yield run
             if "master" in run.states:
                 run.value[...] = run.p
+            run.put_back()
 
     def place(self, states: States) -> None:
         """Keep the states elsewhere from now on; those there are move."""

@@ -155,7 +155,7 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
 
 def _gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
     """What gives the backward pass an operand at work: kept as it is, or gathered again from where it rests."""
-    return (lambda: block) if keep else (lambda: at_work(data, work))
+    return (lambda: block) if keep and not data.RESTS else (lambda: at_work(data, work))
 
 
 def _fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
