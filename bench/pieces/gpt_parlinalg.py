@@ -2,7 +2,7 @@
 
 usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS [BACKEND DTYPE]
 
-SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`.
+SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`; or zero1, zero2, zero3: data parallel with that stage.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from parlinalg.autograd import ops
 def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mesh, Callable[[int], float]]:
     """The mesh, and what makes step number i and returns its loss."""
     mesh = pla.launch({"parallel": parallel(mode)}, backend=backend)
-    grid = mesh.grid
+    grid, stage = mesh.grid, int(mode[4:]) if mode.startswith("zero") else 0
     model = pla.nn.GPT(
         vocab_size=sizes.vocab, max_position_embeddings=sizes.seq, hidden_size=sizes.d,
-        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, scheme=mesh.scheme, grid=grid,
-        dtype=dtype, seed=0,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, grid=grid, dtype=dtype, seed=0,
+        scheme=mesh.scheme.with_weights_cut("data") if stage == 3 else mesh.scheme,
     )  # fmt: skip
     shapes = {name: p.shape for name, p in model.named_parameters()}
     model.load_state_dict({name: value.reshape(shapes[name]) for name, value in weights(sizes).items()})
-    pla.parallel.GradientReducer(model.parameters())
+    pla.parallel.GradientReducer(model.parameters(), [pla.parallel.ZeRO(stage)] if stage else None)
+    if stage == 3:
+        pla.parallel.Prefetch(model)
     optimizer = pla.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     data = [tuple(pla.distribute(part, grid, model.ids_layout) for part in batch) for batch in batches(sizes)]
 
@@ -77,7 +79,7 @@ def parallel(mode: str) -> dict[str, object]:
     comm.free()
     if mode == "serial":
         return {}
-    return {"data": size} if mode == "data" else {"tensor": {"size": size, "mode": mode}}
+    return {"data": size} if mode == "data" or mode.startswith("zero") else {"tensor": {"size": size, "mode": mode}}
 
 
 if __name__ == "__main__":
