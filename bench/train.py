@@ -1,7 +1,7 @@
 """Training a GPT in float32: parlinalg against PyTorch on the same cores, one BLAS thread a rank, in one run.
 
 PyTorch 2 eager: one core; tensor parallel by DTensor (blocks by columns and rows, embedding and head by vocabulary) on
-2 and 4 ranks; DistributedDataParallel on 2; with fused attention and fused AdamW; and our ZeRO.  All start from the same
+2 and 4 ranks; DistributedDataParallel on 2; with fused attention and AdamW; and our ZeRO.  All start from the same
 weights, see the same batches, and must tell the same losses.  They take turns: every round runs each of them once, so
 that a change in the machine's speed meets all alike; figures are medians of steps over all rounds.
 
@@ -200,7 +200,9 @@ def verdicts(results: list[dict[str, Any]]) -> list[str]:
         two = rows.get("parlinalg:data:2")
         if alone and two and not two["tokens_per_s"] >= OF_CORES * 2 * alone["tokens_per_s"]:
             share = two["tokens_per_s"] / alone["tokens_per_s"] / 2
-            short.append(f"{title}: data parallel on 2 ranks is {share:.1%} of twice one core, the goal is {OF_CORES:.0%}")
+            short.append(
+                f"{title}: data parallel on 2 ranks is {share:.1%} of twice one core, the goal is {OF_CORES:.0%}"
+            )
         if alone and result["gemm"] and result["device"] == "cpu":
             share = alone["gflops"] / result["gemm"]["products_gflops"]
             if not share >= OF_GEMM:
