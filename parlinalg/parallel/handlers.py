@@ -164,4 +164,4 @@ def treatment(handlers: Iterable[Handler], name: str, layout: Layout, sizes: Map
             stage, accumulate = handler.stage, "whole" if handler.stage == 1 else handler.accumulate
         elif isinstance(handler, SharedParameters) and any(fnmatchcase(name, n) for n in handler.names):
             always.update(dict.fromkeys(free(handler.axes)))
-    return Treatment(scatter, tuple(a for a in always if a not in scatter), stage, accumulate)
+    return Treatment(scatter, tuple(always), stage, accumulate)

@@ -22,7 +22,7 @@ from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.optim.pieces import distinct
-from parlinalg.parallel.buckets import MIB, Bucket, Slot, in_order
+from parlinalg.parallel.buckets import MIB, Bucket, Slot, in_order, largest
 from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
 from parlinalg.parallel.zero import Values
 
@@ -122,6 +122,8 @@ class GradientReducer:
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:
         """Take a gradient whose last term has arrived; see `parlinalg.autograd.Reducer`."""
+        if id(parameter) in self._arrived:  # an error broke the last pass off
+            self._begin_again()
         self._arrived[id(parameter)] = parameter
         partial = self._partial(parameter, layout)
         seen = self._axes.get(id(parameter), ())
@@ -163,14 +165,21 @@ class GradientReducer:
         for pending in self._after:
             pending.handle.wait()
             self._settled(pending.bucket, pending.got)
+        self._begin_again()
+        if sync and self._outdated:
+            self._make_buckets()
+
+    def _begin_again(self) -> None:
+        """Be ready for another backward pass."""
+        for pending in (*self._pending, *self._after):
+            pending.handle.wait()
+        self._pending.clear()
         self._after.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.pool.clear()
         self._started = 0
         self._arrived.clear()
-        if sync and self._outdated:
-            self._make_buckets()
 
     def _partial(self, parameter: Parameter, layout: Layout) -> Cut:
         """The axes over which a gradient is one of the terms of a sum."""
@@ -306,7 +315,7 @@ class GradientReducer:
 
         self._slots, self.buckets = {}, []
         pools: dict[tuple[int, str], list[Block]] = {}
-        for group in in_order(order, key, lambda p: int(p.block.nbytes), *self.limits):
+        for group in in_order(order, key, largest, *self.limits):
             grid, dtype = group[0].grid, group[0].dtype
             axes = () if scatters else self._axes.get(id(group[0]), ())
             pool = pools.setdefault((id(grid), dtype.str), [])
