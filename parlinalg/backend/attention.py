@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.backend.counted import count
 from parlinalg.backend.kernels import work_dtype
 from parlinalg.backend.visible import Visible, row_spans
 
@@ -94,6 +95,7 @@ class _Task:
         self.limits = limits or (HOST if self.xp is np else DEVICE)
         self.room = _Room(self.xp, self.work)
         self.kept, self.used = kept, 0
+        self.pairs = 0
         most = self.limits.rows * (4 if visible.alike else 1)  # small blocks waste less where queries see other keys
         rows = max(1, min(self.queries, max(16, most // max(1, self.group))))
         size = visible.size
@@ -164,6 +166,7 @@ class _Task:
 
     def place(self, *shape: int) -> Block:
         """The next block's scores: kept, or in an array that is used again."""
+        self.pairs += math.prod(shape)
         if self.kept is None:
             return self.room.get("scores", *shape)
         at, self.used = self.used, self.used + math.prod(shape)
@@ -282,6 +285,7 @@ def forward(
                 total += top
             total[empty] = -math.inf
             lse[b, h, :, rows] = task.apart(total, rows)[..., 0]
+    count(forward=task.pairs)
     return out, lse, task.kept
 
 
@@ -364,22 +368,4 @@ def backward(
         for whole, part in ((dk, dks), (dv, dvs)):
             part = part.transpose(0, 2, 1, 3)
             whole[b, :, h] = part + whole[b, :, h] if add[1] else part
-
-
-def merge(out: Block, lse: Block, more: Block, more_lse: Block) -> None:
-    """Make of the results over some keys, in place, those over these and more keys; `more` is used up.
-
-    Shapes as `forward` gives them, in the working dtype: out += σ(more_lse - lse) (more - out), and lse is the
-    logarithm of the sum of both sums, written so that nothing overflows (Liu et al., "Ring attention", 2023).
-    """
-    xp = namespace(out)
-    nothing = more_lse == -math.inf
-    ahead = xp.where(nothing, more_lse.dtype.type(0), more_lse) - lse  # inf where no key was seen before
-    ahead[nothing] = -math.inf
-    small = xp.exp(-xp.abs(ahead))
-    share = xp.where(ahead >= 0, small.dtype.type(1), small) / (1 + small)
-    xp.maximum(lse, more_lse, out=lse)
-    lse += xp.log1p(small)
-    more -= out
-    more *= share.transpose(0, 3, 1, 2)[..., None]
-    out += more
+    count(backward=task.pairs)

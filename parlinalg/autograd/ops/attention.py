@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
-from parlinalg.autograd.ops.tokens import Documents
+from parlinalg.autograd.ops.tokens import Documents, checked_positions
 from parlinalg.autograd.tape import Part, recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
-from parlinalg.backend import namespace
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
+from parlinalg.random import Indices
 
 Block = Any
-Drop = Callable[[tuple[int, ...], tuple[range, ...]], Block]
+Drop = Callable[[tuple[int, ...], tuple[Indices, ...]], Block]
 
 
 class Parts(NamedTuple):
@@ -106,13 +103,14 @@ def attention(
     if not grid.inside:
         nothing = [nothing_here(t) for t in inputs]
         return record(DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid), inputs, nothing)
+    at = checked_positions(positions, shape[1], keys)
     seen = visible(
         x, shape, keys, causal=causal, window=window, start=start, mask=mask, key_padding=key_padding,
-        documents=documents, positions=positions,
+        documents=documents, positions=at,
     )  # fmt: skip
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
     parts = Parts.of(x.block, None if y is None else y.block)
-    drop = None if dropout is None else dropped(dropout, (*shape, keys), grid.block(rest, shape), positions=positions)
+    drop = None if dropout is None else dropped(dropout, (*shape, keys), grid.block(rest, shape), at)
     keep = keep_scores and recording() and any(t.requires_grad for t in inputs)
     out, lse, kept = kernel.forward(*parts, seen, factor, drop, keep=keep)
 
@@ -180,7 +178,8 @@ def dropped(
     Parameters
     ----------
     draw : callable
-        From a global shape [b, kv heads, g, s, t] and the ranges of a part of it, the part's factors.
+        From a global shape [b, kv heads, g, s, t] and the indices of a part of it, the part's factors; with positions
+        those of queries and keys are arrays, else ranges.
     shape : tuple of int
         (b, s, kv heads, g, e, t).
     ranges : tuple of range
@@ -191,23 +190,12 @@ def dropped(
         The first of the keys.
     """
     b, s, heads, g, _, t = shape
-    full = (b, heads, g, s, t)
 
     def factors(batch: slice, kv: slice, rows: slice, keys: slice) -> Block:
-        outer = (ranges[0][batch], ranges[2][kv], ranges[3])
-        across = range(first + keys.start, first + keys.stop)
-        if positions is None:
-            return draw(full, (*outer, ranges[1][rows], across))
-        return _scattered(lambda *part: draw(full, (*outer, *part)), positions, ranges[1][rows], across)
+        tokens = ranges[1][rows], range(first + keys.start, first + keys.stop)
+        places: tuple[Indices, ...] = tokens
+        if positions is not None:
+            places = tuple(positions[r.start : r.stop] for r in tokens)
+        return draw((b, heads, g, s, t), (ranges[0][batch], ranges[2][kv], ranges[3], *places))
 
     return factors
-
-
-def _scattered(draw: Callable[[range, range], Block], positions: np.ndarray, rows: range, keys: range) -> Block:
-    """Factors of tokens at any positions, of runs of rows and of all keys between the first and the last."""
-    down, across = positions[rows.start : rows.stop], positions[keys.start : keys.stop]
-    low, high = int(across.min()), int(across.max()) + 1
-    edges = [0, *(np.flatnonzero(np.diff(down) != 1) + 1).tolist(), len(down)]
-    runs = [draw(range(int(down[i]), int(down[j - 1]) + 1), range(low, high)) for i, j in pairwise(edges)]
-    xp = namespace(runs[0])
-    return xp.concatenate(runs, axis=-2)[..., xp.asarray(across - low)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
-from parlinalg.autograd.ops.tokens import Documents, checked_positions, document_numbers
+from parlinalg.autograd.ops.tokens import Documents, document_numbers
 from parlinalg.backend.places import Places
 from parlinalg.backend.visible import Visible
 from parlinalg.errors import LayoutError
@@ -51,7 +51,8 @@ class BlockMask:
 
 def visible(
     x: DistArray, shape: tuple[int, ...], keys: int, *, causal: bool, window: int | None, start: int,
-    mask: Mask | BlockMask | None, key_padding: Mask | None, documents: Documents | None, positions: Any,
+    mask: Mask | BlockMask | None, key_padding: Mask | None, documents: Documents | None,
+    positions: np.ndarray | None,
 ) -> Visible:  # fmt: skip
     """What this rank's queries see.
 
@@ -65,8 +66,7 @@ def visible(
         t.
     """
     check_window(window)
-    at = checked_positions(positions, shape[1], keys)
-    if at is not None and (isinstance(mask, BlockMask) or start):
+    if positions is not None and (isinstance(mask, BlockMask) or start):
         raise ValueError("attention: positions go with neither a BlockMask nor a start, which count places")
     keep = None
     if key_padding is not None:
@@ -77,10 +77,11 @@ def visible(
     elif mask is not None:
         pairs = _pairs(x, mask, shape, keys)
         keep = pairs if keep is None else keep & pairs
-    numbers = document_numbers(x, documents, keys, at)
+    numbers = document_numbers(x, documents, keys, positions)
+    places = None if positions is None else Places(positions)
     return Visible(
         causal=causal, window=window, start=start, table=table, size=size, keep=keep,
-        places=None if at is None else (Places(at), Places(at)), documents=None if numbers is None else (numbers,) * 2,
+        places=None if places is None else (places, places), documents=None if numbers is None else (numbers, numbers),
     )  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.reductions import summed
@@ -15,6 +16,7 @@ from parlinalg.autograd.tape import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
 from parlinalg.backend.kernels import work_dtype
+from parlinalg.backend.merge import merge
 from parlinalg.backend.visible import Visible, row_spans
 from parlinalg.comm.ring import Rotation, Sums
 from parlinalg.errors import LayoutError
@@ -105,7 +107,7 @@ class _Pass:
 
     def __init__(
         self, x: DistArray, y: DistArray | None, shape: tuple[int, ...], keys: int, ring: Cut, tokens: Tokens,
-        scale: float, dropout: Drop | None, positions: Any,
+        scale: float, dropout: Drop | None, positions: np.ndarray | None,
     ) -> None:  # fmt: skip
         self.grid, self.x, self.y = x.grid, x.block, None if y is None else y.block
         self.tokens, self.scale = tokens, scale
@@ -114,9 +116,7 @@ class _Pass:
         self.spans = [piece(keys, self.comm.size, r) for r in range(self.comm.size)]
         self.dtype = x.dtype
         self.work = work_dtype(x.dtype)
-        self._drop: Callable[[int], kernel.Dropped | None] = lambda first: (
-            None if dropout is None else dropped(dropout, (*shape, keys), self.ranges, positions, first)
-        )
+        self.shape, self.dropout, self.positions = (*shape, keys), dropout, positions
 
     def rotation(self) -> Rotation:
         """Keys and values [batch, keys, kv heads, 2, e] of every rank."""
@@ -137,6 +137,12 @@ class _Pass:
         n = len(theirs)
         return visible if n and len(mine) and visible.spans(*every, n, n) else None
 
+    def dropped(self, rank: int) -> kernel.Dropped | None:
+        """The factors of the probabilities of a rank's keys."""
+        if self.dropout is None:
+            return None
+        return dropped(self.dropout, self.shape, self.ranges, self.positions, self.spans[rank].start)
+
     def forward(self) -> tuple[Block, Block]:
         """The result, and the logarithms of the sums."""
         queries = Parts.of(self.x, self.y).q
@@ -149,13 +155,12 @@ class _Pass:
                 continue
             _, k, v = Parts.of(queries, block)
             terms = kernel.forward(
-                queries, k, v, visible or Visible(), self.scale, self._drop(self.spans[rank].start), wide=True,
-                poll=rotation.poll,
-            )  # fmt: skip
+                queries, k, v, visible or Visible(), self.scale, self.dropped(rank), wide=True, poll=rotation.poll
+            )
             if own:
                 out, lse, _ = terms
             else:
-                kernel.merge(out, lse, *terms[:2])
+                merge(out, lse, *terms[:2])
         return out.astype(self.dtype, copy=False), lse
 
     def backward(self, g: Block, out: Block, lse: Block) -> list[Block]:
@@ -179,7 +184,7 @@ class _Pass:
         for rank, block in rotation:
             own = rank == self.comm.rank
             visible = self.sees(rank) or (Visible() if own else None)
-            drop = self._drop(self.spans[rank].start)
+            drop = self.dropped(rank)
             for i, (b, h) in enumerate(parts):
                 total: Block
                 if own:
