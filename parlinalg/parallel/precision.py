@@ -9,7 +9,8 @@ scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +144,8 @@ def examine(parameters: Iterable[Parameter], scale: float = 1.0) -> Gradients:
         seen = grid.backend.zeros((), np.float64)
         pieces = [(piece, counted) for p, piece, counted in settled if p.grid is grid]
         for piece, counted in pieces:
-            squares = square_sum(piece)
+            with overflowing():
+                squares = square_sum(piece)
             seen = seen + squares
             if counted:
                 mine[:1] += squares
@@ -155,6 +157,13 @@ def examine(parameters: Iterable[Parameter], scale: float = 1.0) -> Gradients:
         squares, wrong = grid.backend.to_host(mine).tolist()
         total, finite = total + squares, finite and not wrong
     return Gradients(math.sqrt(total) / scale, finite)
+
+
+@contextmanager
+def overflowing() -> Iterator[None]:
+    """Within it what overflows, or has no value, is no warning: `examine` finds it, and the scale falls."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        yield
 
 
 def clipping(norm: float, most: float | None) -> float:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from parlinalg import optim
 from parlinalg.autograd import Parameter
 from parlinalg.datasets import Dataset, Text, digits, npz, text
 from parlinalg.errors import ConfigError
+from parlinalg.nn import Module
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
+from parlinalg.parallel.precision import START, LossScaler
+from parlinalg.parallel.prefetch import Prefetch
+from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
 from parlinalg.train.language import Language
 from parlinalg.train.launch import Mesh
+from parlinalg.train.loop import Trainer
+from parlinalg.train.parallel import DATA
+from parlinalg.train.shares import gradient_handlers
 from parlinalg.train.task import Batches, Task
 
 SETS: dict[str, Callable[..., Dataset]] = {"digits": digits, "npz": npz}
-OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
-LR = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3}
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW,
+    "lamb": optim.LAMB, "lars": optim.LARS,
+}  # fmt: skip
+LR = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "lamb": 1e-2, "lars": 1.0}
 
 
 def dataset(config: Config) -> Dataset | Text:
@@ -37,7 +47,35 @@ def task(config: Config, mesh: Mesh, data: Dataset | Text) -> Task:
 def optimizer(config: Config, parameters: Iterable[Parameter]) -> optim.Optimizer:
     """The optimizer of these parameters."""
     options = {"lr": LR[config.optimizer.name], **config.optimizer.options}
+    if config.precision.dtype is not None:
+        options["master"] = config.dtype
     return OPTIMIZERS[config.optimizer.name](parameters, **options)
+
+
+def reducer(config: Config, mesh: Mesh, model: Module) -> GradientReducer:
+    """What sums the gradients, and with ZeRO shares out the parameters."""
+    handlers = gradient_handlers(config, mesh.grid.sizes)
+    if config.zero.stage == 3 and mesh.grid.sizes.get(DATA, 1) > 1:
+        Prefetch(model)
+    return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
+
+
+def scaler(config: Config) -> LossScaler | None:
+    """The scale of the loss, if it is scaled."""
+    scale = config.precision.loss_scale
+    if scale is None:
+        return None
+    if not isinstance(scale, Mapping):
+        return LossScaler(scale, dynamic=False)
+    options = dict(scale)
+    return LossScaler(options.pop("start", START), **options)
+
+
+def trainer(config: Config, task: Task, optimizer: optim.Optimizer, scheduler: Scheduler) -> Trainer:
+    """What makes the steps."""
+    return Trainer(
+        task, optimizer, scheduler, config.clip_grad_norm, config.clip_grad_value, scaler(config), config.skip_nonfinite
+    )
 
 
 def steps(config: Config, train: Batches) -> int:

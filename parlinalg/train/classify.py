@@ -38,7 +38,7 @@ class Classify(Task):
         self.data = data
         if (odd := odd_one_out(mesh.grid.world, *(np.ascontiguousarray(a).data for a in data.arrays))) is not None:
             raise ConfigError(f"{data.name}: rank {odd} reads other samples than rank 0; all ranks need the same files")
-        dtype = dtype_named(config.dtype)
+        dtype = dtype_named(config.model_dtype)
         self.model = MLP(sizes, mesh.scheme, mesh.grid, dtype=dtype, seed=config.seed, **options)
         self.criterion: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         x_layout, y_layout = self.model.input_layout(), Layout(self.model.output_layout().dims[0])

@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from parlinalg.errors import ConfigError
+from parlinalg.parallel.handlers import Handler, ZeRO
+from parlinalg.train import options
 from parlinalg.train.keys import (
     Check,
     Choice,
@@ -33,6 +35,7 @@ from parlinalg.train.keys import (
     text,
     whole,
 )
+from parlinalg.train.options import Precision, Zero
 from parlinalg.train.overrides import override
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -50,6 +53,7 @@ DATASETS: dict[str, dict[str, Check]] = {
     "npz": {"path": text, "test": _share},
     "text": {
         "path": optional(text), "tokenizer": optional(text), "sequence_length": whole(1), "validation": _share,
+        "packed": flag,
     },
 }  # fmt: skip
 _language: dict[str, Check] = {
@@ -96,6 +100,8 @@ OPTIMIZERS: dict[str, dict[str, Check]] = {
     "sgd": {"lr": real(0), "momentum": real(0, 1, below=True), "nesterov": flag, "weight_decay": real(0)},
     "adam": _adam,
     "adamw": _adam,
+    "lamb": _adam,
+    "lars": {"lr": real(0), "momentum": real(0, 1, below=True), "weight_decay": real(0), "trust": real(0, above=True)},
 }
 LR_SCHEDULES: dict[str, dict[str, Check]] = {
     "constant": {"warmup": whole(0)},
@@ -126,7 +132,15 @@ class Config:
         See `parlinalg.train.parallel.share_out`, which checks it against the number of ranks.
     backend : {"auto", "numpy", "cupy"}
     dtype : {"float32", "float64", "bfloat16", "float16"}
-        Of the parameters and the arithmetic.
+        Of the parameters and the arithmetic; with `precision`, of the weights that the optimizer keeps.
+    precision : Precision
+        Mixed precision, if any.
+    zero : Zero
+        What data parallel ranks share out.
+    gradient_handler : tuple of handlers
+        Of `parlinalg.parallel`.
+    offload : dict
+        What lies on a disk or in the host's memory.
     seed : int
         Of the weights, the order of the data, dropout, and the split into training and test data.
     model, data, optimizer, lr_schedule, criterion : Choice
@@ -141,6 +155,10 @@ class Config:
         Microbatches into which a step's batch is cut.
     clip_grad_norm : float or None
         The largest 2-norm of the gradient of the whole model.
+    clip_grad_value : float or None
+        The largest element of the gradient, instead.
+    skip_nonfinite : bool
+        Whether a step whose loss or gradient is not finite is left out, on all ranks; with a loss scale it always is.
     validate_every : int or None
         Steps from one measurement on the data kept out of training to the next; one follows the last step anyway.
     sample : dict
@@ -150,6 +168,10 @@ class Config:
     parallel: Mapping[str, Any] = field(default_factory=dict)
     backend: str = "auto"
     dtype: str = "float32"
+    precision: Precision = field(default_factory=Precision)
+    zero: Zero = field(default_factory=Zero)
+    gradient_handler: tuple[Handler, ...] = ()
+    offload: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     model: Choice = field(default_factory=lambda: Choice("mlp", {}))
     data: Choice = field(default_factory=lambda: Choice("digits", {}))
@@ -161,8 +183,15 @@ class Config:
     batch_size: int = 64
     gradient_accumulation: int = 1
     clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    skip_nonfinite: bool = False
     validate_every: int | None = None
     sample: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_dtype(self) -> str:
+        """The dtype of the model's weights and arithmetic."""
+        return self.precision.dtype or self.dtype
 
 
 def _parallel(where: str, value: Any) -> Mapping[str, Any]:
@@ -216,14 +245,13 @@ CHECKS: dict[str, Check] = {
     "clip_grad_norm": optional(real(0, above=True)),
     "validate_every": optional(whole(1)),
     "sample": lambda where, value: section(where, {} if value is None else value, SAMPLE),
-    "precision": missing("mixed precision", "use dtype='float32'"),
-    "zero": missing("ZeRO", "use zero=dict(stage=0), or leave it out", {}, {"stage": 0}, 0),
+    "clip_grad_value": optional(real(0, above=True)),
+    "skip_nonfinite": flag,
+    "precision": options.precision,
+    "zero": options.zero,
+    "gradient_handler": options.handlers,
+    "offload": options.offload,
     "schedule": missing("a pipeline schedule", _ONE_PROGRAM),
-    "offload": missing("offloading", _ONE_PROGRAM),
-    "gradient_handler": missing(
-        "choosing a gradient handler", "gradients are summed over all ranks that need it; leave it out",
-        [], [{"type": "DataParallel"}],
-    ),
 }  # fmt: skip
 
 
@@ -243,7 +271,25 @@ def check(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"the configuration has an unknown key {key!r}: write it inside parallel=dict({key}=…)")
     check_keys("the configuration", values, CHECKS)
     checked = section("", values, {k: _bare(c) for k, c in CHECKS.items()})
-    return Config(**_matched({k: v for k, v in checked.items() if k in Config.__dataclass_fields__}))
+    config = Config(**_matched({k: v for k, v in checked.items() if k in Config.__dataclass_fields__}))
+    _fits(config)
+    return config
+
+
+def _fits(config: Config) -> None:
+    """Raise a ConfigError if keys that are right alone do not go together."""
+    if config.precision.dtype is not None and config.dtype not in ("float32", "float64"):
+        raise ConfigError(
+            f"with precision={config.precision.dtype!r} the optimizer keeps weights of dtype={config.dtype!r}: give "
+            "dtype='float32' or 'float64', or leave precision out for a model that is in 16 bits throughout"
+        )
+    if config.clip_grad_norm is not None and config.clip_grad_value is not None:
+        raise ConfigError(
+            f"clip_grad_norm={config.clip_grad_norm} and clip_grad_value={config.clip_grad_value}: the norm would be "
+            "of what the other clips; give one of them"
+        )
+    if config.zero.stage and any(isinstance(h, ZeRO) for h in config.gradient_handler):
+        raise ConfigError(f"zero has stage {config.zero.stage}, and gradient_handler names ZeRO too; give one of them")
 
 
 def _bare(check: Check) -> Check:

@@ -13,13 +13,13 @@ from parlinalg.comm import Book, Comm, ledger, open_comm
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.together import together
 from parlinalg.errors import CommError, ConfigError
-from parlinalg.parallel import GradientReducer
 from parlinalg.train import build, report
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh, launch
-from parlinalg.train.loop import Trainer, batches
+from parlinalg.train.loop import batches
 from parlinalg.train.plots import plot
 from parlinalg.train.progress import Progress
+from parlinalg.train.shares import said
 
 
 def train(
@@ -69,11 +69,10 @@ class Job:
         together(world, self._make_out, "making the directory")
         self.task = build.task(config, mesh, self.data)
         self.steps = build.steps(config, self.task.loader)
-        parameters = list(self.task.model.parameters())
-        GradientReducer(parameters)
-        optimizer = build.optimizer(config, parameters)
+        build.reducer(config, mesh, self.task.model)
+        optimizer = build.optimizer(config, self.task.model.parameters())
         scheduler = build.scheduler(config, optimizer, self.steps)
-        self.trainer = Trainer(self.task, optimizer, scheduler, config.clip_grad_norm)
+        self.trainer = build.trainer(config, self.task, optimizer, scheduler)
 
     def _make_out(self) -> None:
         if self.speaks:
@@ -94,9 +93,11 @@ class Job:
         before = perf_counter()
         for number, batch in enumerate(batches(task.loader, self.steps, config.gradient_accumulation), 1):
             outcome = self.trainer.step(batch)
-            metrics = {"step": number, **task.metrics(outcome, perf_counter() - before)}
-            if outcome.norm is not None:
-                metrics["gradient_norm"] = outcome.norm
+            metrics = {"step": number, **task.metrics(outcome, perf_counter() - before), "grad_norm": outcome.norm}
+            if outcome.scale is not None:
+                metrics["loss_scale"] = outcome.scale
+            if outcome.scale is not None or config.skip_nonfinite:
+                metrics["skipped_steps"] = self.trainer.skipped
             if number == self.steps or (config.validate_every and number % config.validate_every == 0):
                 metrics |= task.held_metrics(self.trainer.test(task.held))
             before = perf_counter()
@@ -116,9 +117,10 @@ class Job:
             {
                 "layouts": self.task.layouts(),
                 "data": self.data,
-                "model": f"{config.model}, {config.dtype}",
+                "model": f"{config.model}, {config.model_dtype}",
                 "training": f"{self.steps} steps of {config.batch_size} samples{split}, {config.optimizer}, "
                 f"{config.lr_schedule}",
+                **said(config, self.mesh.grid.sizes),
                 **self.task.opening(),
             },
         )

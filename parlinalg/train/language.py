@@ -105,7 +105,7 @@ class Language(Task):
         place: dict[str, Any] = {
             "scheme": self.mesh.scheme,
             "grid": self.mesh.grid,
-            "dtype": config.dtype,
+            "dtype": config.model_dtype,
             "seed": config.seed,
         }
         try:

@@ -15,6 +15,7 @@ from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
 from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel, share_out
+from parlinalg.train.shares import REPLICA, shared_out
 
 
 class Mesh:
@@ -51,12 +52,14 @@ class Mesh:
         ConfigError
             If it is neither.
         """
-        if name in (DATA, "pipeline"):
+        if name == DATA:
+            return tuple(a for a in (REPLICA, DATA) if a in self.grid.axes)
+        if name == "pipeline":
             return (name,) if name in self.grid.axes else ()
         if name == "sequence":
             return tuple(a for a in (RING, ULYSSES) if a in self.grid.axes)
         if name == "tensor":
-            return tuple(a for a in self.grid.axes if a not in (DATA, RING, ULYSSES))
+            return tuple(a for a in self.grid.axes if a not in (REPLICA, DATA, RING, ULYSSES))
         if name in self.grid.axes:
             return (name,)
         known = dict.fromkeys(("data", "pipeline", "sequence", "tensor", *self.grid.axes))
@@ -134,7 +137,7 @@ def launch(
 
     def read() -> tuple[Config, Parallel]:
         checked = load({} if config is None else config, settings)
-        return checked, share_out(checked.parallel, world.size)
+        return checked, shared_out(share_out(checked.parallel, world.size), checked.zero)
 
     checked, parallel = together(world, read, "reading the configuration")
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:

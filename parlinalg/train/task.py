@@ -28,8 +28,12 @@ class Outcome:
     count, samples : int
         The targets, and the rows of the batch.
     lr : float
-    norm : float or None
-        Of the gradient before clipping, if it is clipped.
+    norm : float
+        Of the gradient before clipping.
+    scale : float or None
+        Of the loss, if it is scaled.
+    skipped : bool
+        Whether parameters stayed as they were, since the loss or a gradient was not finite.
     means : dict of str to float
         The task's further measures, over all targets.
     """
@@ -38,7 +42,9 @@ class Outcome:
     count: int
     samples: int
     lr: float
-    norm: float | None = None
+    norm: float
+    scale: float | None = None
+    skipped: bool = False
     means: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -47,8 +53,8 @@ class Batches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def epoch(self, epoch: int, parts: int = 1) -> Iterator[list[Batch]]:
-        """The batches of an epoch, each as a list of at most `parts` microbatches."""
+    def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
+        """The batches of an epoch but for the first `skip`, each as a list of at most `parts` microbatches."""
         ...
 
 

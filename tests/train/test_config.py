@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from parlinalg.errors import ConfigError
+from parlinalg.parallel import DataParallel, ZeRO
 from parlinalg.train.config import Config, check, examples, load
 from parlinalg.train.keys import Choice
+from parlinalg.train.options import Precision, Zero
 from parlinalg.train.overrides import override, value_of
 from parlinalg.train.parallel import share_out
+from parlinalg.train.shares import gradient_handlers, said, shared_out
 
 pytestmark = pytest.mark.serial
 
@@ -101,7 +104,7 @@ WRONG = [
     ({"model": {"name": "mlpp"}}, ("model.name", "'mlp'")),
     ({"model": {"hidden": (3, 0)}}, ("model.hidden[1]", "at least 1", "0")),
     ({"model": {"dropout": 1.0}}, ("model.dropout", "below 1")),
-    ({"optimizer": "adamx"}, ("optimizer.name", "'sgd', 'adam' or 'adamw'")),
+    ({"optimizer": "adamx"}, ("optimizer.name", "'adamw', 'lamb' or 'lars'")),
     ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ("optimizer (adamw)", "'momentum'", "betas")),
     ({"optimizer": {"lr": float("nan")}}, ("optimizer.lr", "nan")),
     ({"optimizer": {"lr": -1}}, ("optimizer.lr", "at least 0")),
@@ -114,11 +117,27 @@ WRONG = [
     ({"batch_size": 0}, ("batch_size", "at least 1")),
     ({"batch_size": 1.5}, ("batch_size", "whole number")),
     ({"steps": 0}, ("steps", "at least 1")),
-    ({"zero": {"stage": 1}}, ("ZeRO is not there yet",)),
-    ({"precision": "bf16"}, ("mixed precision is not there yet", "float32")),
+    ({"zero": {"stage": 4}}, ("zero.stage", "3 (parameters too)", "4")),
+    ({"zero": {"stge": 1}}, ("zero", "did you mean 'stage'")),
+    ({"zero": {"stage": 2, "within": 0}}, ("zero.within", "at least 1")),
+    ({"zero": {"stage": 2, "accumulate": "all"}}, ("zero.accumulate", "'reduce-scatter' or 'whole'")),
+    ({"precision": "int8"}, ("precision.dtype", "'bf16', 'fp16'", "'int8'")),
+    ({"precision": {"dtype": "fp16", "loss_scale": "big"}}, ("precision.loss_scale", "'dynamic'", "'big'")),
+    ({"precision": {"dtype": "fp16", "loss_scale": {"strat": 1}}}, ("did you mean 'start'",)),
+    ({"precision": {"communicate": "int8"}}, ("precision.communicate", "'bfloat16'")),
+    ({"precision": "fp16", "dtype": "bfloat16"}, ("dtype='bfloat16'", "give dtype='float32' or 'float64'")),
+    ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ("clip_grad_value=1.0", "give one of them")),
+    ({"clip_grad_value": 0}, ("clip_grad_value", "above 0")),
+    ({"skip_nonfinite": 1}, ("skip_nonfinite", "True or False")),
     ({"schedule": {"name": "1f1b"}}, ("pipeline schedule is not there yet",)),
-    ({"offload": {"optimizer": "disk"}}, ("offloading is not there yet",)),
-    ({"gradient_handler": [{"type": "Moe"}]}, ("gradient handler is not there yet",)),
+    ({"offload": {"optimizer": "tape"}}, ("offload.optimizer", "'host' or 'disk'")),
+    ({"offload": {"memory": "4 lots"}}, ("offload.memory", "4GiB")),
+    ({"gradient_handler": [{"type": "Moe"}]}, ("gradient_handler[0].type", "'DataParallel'", "'Moe'")),
+    ({"gradient_handler": {"type": "ZeRO"}}, ("gradient_handler must be a list",)),
+    ({"gradient_handler": [{"type": "ZeRO", "stge": 2}]}, ("gradient_handler[0] (ZeRO)", "did you mean 'stage'")),
+    ({"gradient_handler": [{"type": "ZeRO", "stage": 3}]}, ("zero=dict(stage=3)",)),
+    ({"gradient_handler": [{"type": "ZeRO"}], "zero": 1}, ("gradient_handler names ZeRO too",)),
+    ({"gradient_handler": [{"type": "SharedParameters"}]}, ("gradient_handler[0]", "'names'")),
     ({"parallel": 4}, ("parallel must be a dict",)),
     ({"data": "text", "model": "mlp"}, ("'mlp' does not read the data 'text'", "'gpt' or 'llama'")),
     ({"model": "llama", "data": "digits"}, ("'llama' does not read the data 'digits'",)),
@@ -136,8 +155,39 @@ def test_wrong_values_say_what_would_be_right(values: Any, parts: tuple[str, ...
 
 def test_every_key_is_optional_and_what_means_off_passes() -> None:
     assert check({}) == Config()
-    off = {"parallel": None, "zero": {"stage": 0}, "precision": None, "gradient_handler": [{"type": "DataParallel"}]}
+    off = {"parallel": None, "zero": {"stage": 0}, "precision": None, "gradient_handler": [], "offload": None}
     assert check(off) == Config()
+    assert check({"gradient_handler": [{"type": "DataParallel"}]}).gradient_handler == (DataParallel(),)
+
+
+def test_short_forms_of_precision_and_zero() -> None:
+    assert check({"zero": 2}).zero == check({"zero": {"stage": 2}}).zero == Zero(2)
+    assert check({"precision": "bf16"}).precision == Precision("bfloat16")
+    assert check({"precision": "fp16"}).precision == Precision("float16", {})
+    assert check({"precision": {"dtype": "fp16", "loss_scale": 8, "communicate": 16}}).precision == Precision(
+        "float16", 8.0, "float16"
+    )
+    assert check({"precision": {"communicate": "16"}}).precision == Precision(None, None, "bfloat16")
+    assert check({"precision": "fp16", "dtype": "float64"}).model_dtype == "float16"
+    assert check({"offload": {"optimizer": "disk", "memory": "1KiB"}}).offload == {"optimizer": "disk", "memory": 1024}
+
+
+def test_data_parallel_ranks_share_within_groups() -> None:
+    eight = share_out({"data": 4, "tensor": {"size": 2, "mode": "1d"}}, 8)
+    assert shared_out(eight, Zero(0, 2)) == eight
+    found = shared_out(eight, Zero(3, 2))
+    assert found.axes == {"replica": 2, "data": 2, "t": 2}
+    assert found.scheme.axes == ("replica", "data", "t")
+    assert {"data", "t"} <= set(found.scheme.expand.w.cut_axes)
+    assert shared_out(eight, Zero(2)).axes == eight.axes
+    refused(lambda: shared_out(eight, Zero(1, 3)), "zero.within=3 does not divide the 4", "1, 2, 4")
+    alone = share_out({"tensor": {"mode": "1d"}}, 2)
+    assert shared_out(alone, Zero(2, 2)) == alone
+    sizes = {"replica": 2, "data": 2, "t": 2}
+    assert gradient_handlers(check({"zero": 2, "gradient_handler": ["DataParallel"]}), sizes) == [ZeRO(2)]
+    assert gradient_handlers(check({"gradient_handler": ["DataParallel", "SequenceParallel"]}), {"t": 2}) == []
+    assert "in 2 groups" in said(check({"zero": 2}), sizes)["zero"]
+    assert "nothing to share" in said(check({"zero": 2}), {"t": 2})["zero"]
 
 
 def test_data_and_model_follow_from_each_other() -> None:

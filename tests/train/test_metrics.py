@@ -76,7 +76,12 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.serial
 def test_steps_go_on_over_epochs() -> None:
     class Two:
-        def epoch(self, number: int, parts: int) -> list[tuple[int, int]]:
-            return [(number, i) for i in range(2)]
+        def __len__(self) -> int:
+            return 2
 
-    assert list(batches(Two(), 5, 1)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]  # type: ignore[arg-type,comparison-overlap]
+        def epoch(self, number: int, parts: int, skip: int) -> list[tuple[int, int]]:
+            return [(number, i) for i in range(skip, 2)]
+
+    want = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    for start in range(7):
+        assert list(batches(Two(), 5, 1, start)) == want[start:]  # type: ignore[arg-type,comparison-overlap]

@@ -141,7 +141,7 @@ def test_what_a_training_leaves(tale: Path, world: Any, backend: str, capfd: pyt
     assert train(settings, out, comm=world) == 0
     world.barrier()
     found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    keys = {"step", "loss", "perplexity", "lr", "tokens_per_s", "mfu", "gradient_norm"}
+    keys = {"step", "loss", "perplexity", "lr", "tokens_per_s", "mfu", "grad_norm"}
     held = {"validation_loss", "validation_perplexity"}
     assert [set(m) for m in found] == [keys, keys | held, keys | held]
     assert all(abs(m["perplexity"] / np.exp(m["loss"]) - 1) < 1e-12 and m["mfu"] > 0 for m in found)
