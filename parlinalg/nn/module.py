@@ -33,6 +33,9 @@ class Module:
         The seed the model was initialized with.
     recomputes : bool
         Whether only its inputs are kept for the backward pass; set by `parlinalg.nn.recompute`.
+    around : callable or None
+        What is called instead where operations are recorded, with the call, the module and its inputs; see
+        `parlinalg.offload.OffloadedActivations`.
 
     Examples
     --------
@@ -48,6 +51,7 @@ class Module:
     name: str | None
     seed: int
     recomputes: bool
+    around: Callable[..., Any] | None
     _parameters: dict[str, Parameter | Declared]
     _modules: dict[str, Module]
     _declared: dict[str, Declared]
@@ -60,12 +64,18 @@ class Module:
         self.name = None
         self.seed = 0
         self.recomputes = False
+        self.around = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes; called by calling the module."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around is not None and recording():
+            return self.around(self._call, self, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self.recomputes and recording():
             return recomputed(self, *args, **kwargs)
         return self.forward(*args, **kwargs)

@@ -1,6 +1,8 @@
 """Optimizer states, gradients, parameters and activations kept outside of the memory that computes on them."""
 
+from parlinalg.offload.activations import OffloadedActivations
 from parlinalg.offload.disk_states import DiskStates
+from parlinalg.offload.parameters import OffloadedParameters
 from parlinalg.offload.states import HostStates
 
-__all__ = ["DiskStates", "HostStates"]
+__all__ = ["DiskStates", "HostStates", "OffloadedActivations", "OffloadedParameters"]
