@@ -8,22 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parlinalg.autograd.arrivals import Arrivals
-from parlinalg.autograd.tape import Node, Reducer, Walk, only_noting, recorded, recording
-from parlinalg.autograd.tensor import Tensor, record_again
+from parlinalg.autograd.arrivals import Arrivals, Term
+from parlinalg.autograd.tape import Node, Part, Reducer, Walk, only_noting, recorded, recording
+from parlinalg.autograd.tensor import Tensor, record, record_again
 from parlinalg.errors import LayoutError
+from parlinalg.layout import Layout
 
 Block = Any
 
 
-def recompute(function: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
+def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     """`function(*inputs, **named)`, of which only the inputs are kept: the backward pass calls the function again.
 
     Parameters
     ----------
     function : callable
-        Gives one tensor, and when called again the same, bit for bit; for modules with dropout see
-        `parlinalg.nn.recompute`.  Parameters and tensors that it closes over get their gradients too.
+        Gives one tensor, or a tuple of them, and when called again the same, bit for bit; for modules with dropout
+        see `parlinalg.nn.recompute`.  Parameters and tensors that it closes over get their gradients too.
     *inputs, **named
         What it is given; those that are tensors stay in their layouts.
 
@@ -46,24 +47,59 @@ def recompute(function: Callable[..., Tensor], *inputs: Any, **named: Any) -> Te
     used: dict[int, Node] = {}
     with only_noting(used):
         result = function(*inputs, **named)
-    if not isinstance(result, Tensor):
-        raise TypeError(f"recompute: the function gives one Tensor, not {type(result).__name__}")
-    if result.node is not None:  # an input as it is
+    results = result if isinstance(result, tuple) else (result,)
+    for each in results:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"recompute: the function gives Tensors, not {type(each).__name__}")
+    if len(results) == 1 and results[0].node is not None:  # an input as it is
         return result
-    data, sources = result.data, tuple(used.values())
-    shape, layout = data.shape, data.layout
+    made = _recomputed(lambda: function(*inputs, **named), results, tuple(used.values()))
+    return made if isinstance(result, tuple) else made[0]
+
+
+def _recomputed(
+    function: Callable[[], Any], results: Sequence[Tensor], sources: Sequence[Node]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The results on the tape.  The first has the sources; the others lead to it, and leave their gradients for it."""
+    frames = [(r.shape, r.layout) for r in results]
+    left: dict[int, Block] = {}
 
     def again(walk: Walk, grad: Block) -> None:
         with recorded() as since:
-            y = function(*inputs, **named)
-        if (y.shape, y.layout) != (shape, layout):
-            raise LayoutError(
-                f"recompute: the function gave shape {shape} in {layout!r}, and when called again in the backward "
-                f"pass {y.shape} in {y.layout!r}; it must give the same"
-            )
-        Inner(walk, y.node, grad, since, sources).go()
+            found = function()
+            ys = found if isinstance(found, tuple) else (found,)
+            if (got := [(y.shape, y.layout) for y in ys]) != frames:
+                raise LayoutError(
+                    f"recompute: the function gave {_told(frames)}, and when called again in the backward pass "
+                    f"{_told(got)}; it must give the same"
+                )
+            root = ys[0].node
+            if left:
+                grads = {0: grad, **left}
+                left.clear()
+                parts = [_given(grads[i], ys[i].layout.with_partial(())) for i in grads]
+                root = record(ys[0].data, [ys[i] for i in grads], parts).node
+        Inner(walk, root, grad, since, sources).go()
 
-    return record_again(data, sources, again)
+    first = record_again(results[0].data, sources, again)
+    rest, zeros = first.layout.with_partial(()), first.grid.backend.zeros
+
+    def leads(i: int) -> Part:
+        def part(g: Block) -> Term:
+            left[i] = g
+            return zeros(first.block.shape, first.dtype), rest
+
+        return part
+
+    return (first, *(record(r.data, [first], [leads(i)]) for i, r in enumerate(results[1:], 1)))
+
+
+def _given(block: Block, layout: Layout) -> Part:
+    return lambda _: (block, layout)
+
+
+def _told(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
+    return ", ".join(f"shape {shape} in {layout!r}" for shape, layout in frames)
 
 
 class Inner(Walk):

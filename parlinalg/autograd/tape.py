@@ -88,9 +88,14 @@ class Node:
     grad : DistArray or None
         The gradient of a leaf.
     owner : weak reference to a Parameter, or None
+    unsummed : bool
+        Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial over axes
+        that do not cut the value: it is summed later, where it has fewer elements.
     """
 
-    __slots__ = ("again", "age", "dtype", "grad", "grid", "layout", "owner", "parts", "prepare", "shape", "sources")
+    __slots__ = (
+        "again", "age", "dtype", "grad", "grid", "layout", "owner", "parts", "prepare", "shape", "sources", "unsummed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Node:
         parts: tuple[Part, ...] = (),
         prepare: Prepare | None = None,
         again: Again | None = None,
+        unsummed: bool = False,
     ) -> None:
         self.age = next(_ages)
         self.shape = data.shape
@@ -111,6 +117,7 @@ class Node:
         self.again = again
         self.grad: DistArray | None = None
         self.owner: weakref.ref[Parameter] | None = None
+        self.unsummed = unsummed
 
     def arrivals(self) -> Arrivals:
         """An empty sum for this value's gradient."""
@@ -291,8 +298,12 @@ class Walk:
         elif node.again is not None:
             node.again(self, got.settled()[0])
         else:
-            grad, _ = got.settled()
-            shared = grad if node.prepare is None else node.prepare(grad)
+            if node.unsummed:
+                grad, layout = got.summed()
+                shared = (grad, layout)
+            else:
+                grad, _ = got.settled()
+                shared = grad if node.prepare is None else node.prepare(grad)
             for source, part in zip(node.sources, node.parts or (), strict=True):
                 if self.later and source.owner is not None:
                     self.deferred.append(partial(self.send, source, part, shared, grad))

@@ -335,7 +335,10 @@ def start_walk(
     return Walk(node, (block, layout), retain=retain, later=later)
 
 
-def record(data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], prepare: Prepare | None = None) -> Tensor:
+def record(
+    data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], prepare: Prepare | None = None, *,
+    unsummed: bool = False,
+) -> Tensor:  # fmt: skip
     """The result of an operation on `inputs`, with its rule: a part for each input (see `parlinalg.autograd.tape`).
 
     Nothing is kept of the parts of inputs that want no gradient, nor within `no_grad`.
@@ -345,7 +348,7 @@ def record(data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], pre
     if recording():
         sources, kept = live([t.node for t in inputs], parts)
         if sources:
-            result._node = Node(data, sources, kept, prepare)
+            result._node = Node(data, sources, kept, prepare, unsummed=unsummed)
     else:
         note(t.node for t in inputs)
     return result

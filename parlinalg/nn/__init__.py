@@ -3,11 +3,13 @@
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
 from parlinalg.nn.attention import Attention
+from parlinalg.nn.auxiliary import auxiliary_losses
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import MLP, Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
+from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.generate import generate
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.models import GPT, BertEncoder, Llama, ViT
@@ -19,7 +21,7 @@ from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
     "GELU", "GPT", "MLP", "Attention", "BertEncoder", "Classifier", "Dropout", "Embedding", "KeyValueCache",
-    "LayerNorm", "Linear", "Llama", "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU",
-    "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "generate", "init", "recompute",
-    "sequence_positions", "training_step",
+    "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU",
+    "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "auxiliary_losses",
+    "generate", "init", "recompute", "sequence_positions", "training_step",
 ]  # fmt: skip

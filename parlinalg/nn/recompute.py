@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg import autograd
+from parlinalg.nn.auxiliary import add_auxiliary, auxiliary_losses, collecting
 from parlinalg.nn.steps import Draws, current, drawing, placing, tokens
 
 if TYPE_CHECKING:
@@ -77,15 +78,28 @@ def own_draws(module: Module) -> Draws | None:
 
 
 def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
-    """What the module gives, computed again in the backward pass."""
+    """What the module gives, computed again in the backward pass; so are the terms it adds to the loss."""
     moment: Moment | None = None
+    asked = collecting()
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        if not asked:
+            return module.forward(*inputs, **named)
+        with auxiliary_losses() as terms:
+            result = module.forward(*inputs, **named)
+        return (result, *terms) if terms else result
 
     def forward(*inputs: Any, **named: Any) -> Any:
         nonlocal moment
         if moment is None:
             moment = Moment(module)
-            return module.forward(*inputs, **named)
+            return run(*inputs, **named)
         with moment.again():
-            return module.forward(*inputs, **named)
+            return run(*inputs, **named)
 
-    return autograd.recompute(forward, *inputs, **named)
+    result = autograd.recompute(forward, *inputs, **named)
+    if not isinstance(result, tuple):
+        return result
+    for term in result[1:]:
+        add_auxiliary(term)
+    return result[0]

@@ -2,6 +2,7 @@
 
 from parlinalg.autograd.ops.arithmetic import add, divide, maximum, minimum, multiply, negative, power, subtract, where
 from parlinalg.autograd.ops.attention import attention
+from parlinalg.autograd.ops.dispatch import balance_loss, chosen, combine, dispatch, z_loss
 from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, relu, sigmoid, silu, sin, sqrt, tanh
 from parlinalg.autograd.ops.embedding import add_positions, embedding
 from parlinalg.autograd.ops.gates import swiglu
@@ -14,15 +15,16 @@ from parlinalg.autograd.ops.product import matmul
 from parlinalg.autograd.ops.reductions import max, mean, sum
 from parlinalg.autograd.ops.ring import ring_attention
 from parlinalg.autograd.ops.rotary import rotary, rotary_frequencies
+from parlinalg.autograd.ops.routing import Queues, Routing, route
 from parlinalg.autograd.ops.rows import replace_first, select
 from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpose
 from parlinalg.autograd.ops.softmax import log_softmax, softmax
 
 __all__ = [
-    "BlockMask", "abs", "add", "add_positions", "astype", "attention", "cos", "count_targets", "cross_entropy",
-    "cross_entropy_sum", "divide", "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul",
-    "max", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "narrow", "negative", "patches", "power",
-    "redistribute", "relu", "replace_first", "reshape", "ring_attention", "rms_norm", "rotary", "rotary_frequencies",
-    "select", "share_heads", "sigmoid", "silu", "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh",
-    "transpose", "where",
+    "BlockMask", "Queues", "Routing", "abs", "add", "add_positions", "astype", "attention", "balance_loss", "chosen",
+    "combine", "cos", "count_targets", "cross_entropy", "cross_entropy_sum", "dispatch", "divide", "embedding", "erf",
+    "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul", "max", "maximum", "mean", "minimum", "mse_loss",
+    "mse_sum", "multiply", "narrow", "negative", "patches", "power", "redistribute", "relu", "replace_first", "reshape",
+    "ring_attention", "rms_norm", "rotary", "rotary_frequencies", "route", "select", "share_heads", "sigmoid", "silu",
+    "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where", "z_loss",
 ]  # fmt: skip

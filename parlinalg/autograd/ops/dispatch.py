@@ -1,0 +1,165 @@
+"""Tokens to their experts and back, and the terms of the loss that spread them evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective, mismatch
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.ops.arithmetic import block_sum, multiply
+from parlinalg.autograd.ops.reductions import mean, sum
+from parlinalg.autograd.ops.routing import Routing
+from parlinalg.autograd.ops.softmax import log_softmax
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.layout import Layout
+from parlinalg.redistribute import redistribute
+
+Block = Any
+
+
+def dispatch(x: Any, routing: Routing) -> Tensor:
+    """The experts' queues [experts, groups, capacity, hidden], filled with tokens of x [batch, sequence, hidden].
+
+    x is brought to the layout of the tokens that the queues name, and then its tokens to the ranks of their experts, by
+    one all-to-all.  Places that no token takes are zeros.  In the backward pass the gradients come back the same way,
+    and are summed over axes that cut the products only when they are those of tokens, which are fewer.
+    """
+    x = as_tensor(x)
+    data, queues = summed(x.data, "dispatch"), routing.queues
+    grid, work = queues.grid, queues.tokens
+    at = redistribute(data.block, data.layout, work, data.shape, grid, order=data.order)
+    local, width = at.shape, at.shape[-1]
+    rows = routing.exchange(at.reshape((-1, width))[routing.tokens])
+    shape, layout = (*queues.buffer, data.shape[2]), queues.layout(work.dims[2])
+    y = grid.backend.zeros(grid.block_shape(layout, shape) if grid.inside else (0,) * 4, data.dtype)
+    if grid.inside:
+        y.reshape((-1, width))[routing.places] = rows
+
+    def part(term: Term) -> Term:
+        g, there = term
+        d = grid.backend.zeros(local, g.dtype)
+        if grid.inside:
+            got = routing.exchange(g.reshape((-1, width))[routing.places], back=True)
+            flat = d.reshape((-1, width))
+            for rows, tokens in routing.by_choice:
+                flat[tokens] += got[rows]
+        return d, work.with_partial((*there.partial, *queues.replicating))
+
+    return record(DistArray(y, shape, layout, grid), [x], [part], unsummed=True)
+
+
+def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
+    """`out[b, s, :] = sum over its choices j of gates[b, s, j] * y[expert, group, place, :]`, without dropped ones.
+
+    Parameters
+    ----------
+    y : Tensor
+        [experts, groups, capacity, hidden], in the queues' layout, cut in hidden by any axes; it may be partial.
+    gates : Tensor
+        [batch, sequence, k], cut as the tokens.
+    routing : Routing
+    layout : Layout
+        Of the result, [batch, sequence, hidden].
+    """
+    y, gates = as_tensor(y), as_tensor(gates)
+    queues = routing.queues
+    grid, features, partial = queues.grid, y.layout.dims[3], y.layout.partial
+    if effective(y.layout, grid) != effective(want := queues.layout(features).with_partial(partial), grid):
+        raise mismatch("combine: the experts' results do not lie as their queues", y.layout, want)
+    if effective(gates.layout, grid) != effective(want := Layout(*queues.tokens.dims[:2], None), grid):
+        raise mismatch("combine: the gates are not cut as the tokens", gates.layout, want)
+    width, shape = y.block.shape[-1], (*queues.shape, y.shape[3])
+    terms = (*partial, *queues.replicating)
+    work = Layout(*queues.tokens.dims[:2], features)
+    unsummed, of_gates = work.with_partial(terms), Layout(*work.dims[:2], None, partial=(*features, *terms))
+    weight = gates.block.reshape((-1, gates.shape[2]))
+    got = routing.exchange(y.block.reshape((-1, width))[routing.places], back=True) if grid.inside else y.block
+    out = grid.backend.zeros(grid.block_shape(work, shape) if grid.inside else (0,) * 3, y.dtype)
+    if grid.inside:
+        flat = out.reshape((-1, width))
+        for j, (rows, tokens) in enumerate(routing.by_choice):
+            flat[tokens] += (weight[tokens, j][:, None] * got[rows]).astype(y.dtype, copy=False)
+    rest, local, cuts = layout.with_partial(()), y.block.shape, y.layout.with_partial(())
+
+    def at_work(g: Block) -> Block:
+        return redistribute(g, rest, work, shape, grid)
+
+    def to_experts(g: Block) -> Term:
+        d = grid.backend.zeros(local, g.dtype)
+        if grid.inside:
+            flat = g.reshape((-1, width))
+            sent = grid.backend.empty((routing.tokens.size, width), g.dtype)
+            for j, (rows, tokens) in enumerate(routing.by_choice):
+                sent[rows] = weight[tokens, j][:, None] * flat[tokens]
+            d.reshape((-1, width))[routing.places] = routing.exchange(sent)
+        return d, cuts
+
+    def to_gates(g: Block) -> Term:
+        d = grid.backend.zeros(gates_shape, gates_dtype)
+        if grid.inside:
+            flat, each = g.reshape((-1, width)), d.reshape((-1, gates_shape[-1]))
+            for j, (rows, tokens) in enumerate(routing.by_choice):
+                each[tokens, j] = (got[rows] * flat[tokens]).sum(axis=-1, dtype=gates_dtype)
+        return d, of_gates
+
+    gates_shape, gates_dtype = gates.block.shape, gates.dtype
+    block = redistribute(out, unsummed, layout, shape, grid, owned=True)
+    return record(DistArray(block, shape, layout, grid), [y, gates], [to_experts, to_gates], at_work)
+
+
+def add_bias(y: Any, bias: Any) -> Tensor:
+    """`y[e, g, c, *n] + bias[e, *n]`: each expert's bias added to its results, or, where they rest unsummed, to one of
+    the terms; the bias is brought to where they lie."""
+    y, bias = as_tensor(y), as_tensor(bias)
+    data, dims, grid = y.data, y.layout.dims, y.grid
+    want = Layout(dims[0], *dims[3:], partial=y.layout.partial)
+    added = redistribute(bias.block, bias.layout, want, bias.shape, grid)
+    block = data.block + added[:, None, None] if grid.inside else data.block
+    rest, terms = data.layout.with_partial(()), Layout(dims[0], *dims[3:], partial=(*dims[1], *dims[2]))
+    parts = [lambda g: (g, rest), lambda g: (block_sum(g, (1, 2)) if grid.inside else g[0, 0], terms)]
+    return record(data.like(block.astype(data.dtype, copy=False)), [y, bias], parts)
+
+
+def chosen(x: Any, routing: Routing) -> Tensor:
+    """`y[b, s, j] = x[b, s, choices[b, s, j]]`: of [batch, sequence, experts], cut as the tokens, what was chosen."""
+    x = as_tensor(x)
+    data = summed(x.data, "chosen")
+    grid, xp = data.grid, data.xp
+    index = grid.backend.from_host(routing.choices)
+    k = index.shape[-1]
+    y = xp.take_along_axis(data.block, index, axis=-1) if grid.inside else data.block
+    rest, local, many = data.layout, data.block.shape, data.shape[-1]
+
+    def part(g: Block) -> Term:
+        d = grid.backend.zeros(local, g.dtype)
+        if grid.inside:
+            experts = xp.arange(many)
+            for j in range(k):
+                d += xp.where(experts == index[..., j, None], g[..., j, None], g.dtype.type(0))
+        return d, rest
+
+    return record(DistArray(y, (*data.shape[:2], k), rest, grid), [x], [part])
+
+
+def balance_loss(probabilities: Any, routing: Routing) -> Tensor:
+    """How unevenly tokens choose: experts · Σ over experts of (fraction of first choices · mean probability), averaged
+    over sequences; 1 where all are alike (Lepikhin et al., GShard, 2021; scaled as by Fedus et al., "Switch
+    transformers", 2022).  A number, the same on every rank; its gradient does not flow through the fractions.
+    """
+    p = as_tensor(probabilities)
+    batch, length, experts = p.shape
+    scale = experts / max(1, batch * length)
+    shares = (routing.shares * scale).astype(p.dtype)[:, None, :] if p.grid.inside else np.zeros((0, 0, 0), p.dtype)
+    rest = Layout(p.layout.dims[0], None, None)
+    return sum(multiply(p, DistArray(p.grid.backend.from_host(shares), (batch, 1, experts), rest, p.grid)))
+
+
+def z_loss(scores: Any) -> Tensor:
+    """The mean square of log Σ exp(scores), which keeps scores small (Zoph et al., "ST-MoE", 2022)."""
+    x = as_tensor(scores)
+    shift = mean(x - log_softmax(x), -1)  # the same for all experts
+    return mean(shift * shift)

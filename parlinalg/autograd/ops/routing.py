@@ -1,0 +1,336 @@
+"""Which experts take which tokens, and where in the experts' queues; pure bookkeeping on small host arrays.
+
+A token's first choice stands in an expert's queue before all second choices, and tokens in the order of their sequence
+(Lepikhin et al., "GShard: scaling giant models with conditional computation and automatic sharding", 2021).  A queue
+belongs to one sequence and one expert, and takes `capacity` tokens; those behind are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective, mismatch
+from parlinalg.backend import Backend, namespace
+from parlinalg.errors import ConfigError, LayoutError
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span, span_of
+
+Block = Any
+Coords = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Queues:
+    """How the experts' queues lie on a grid: the buffer [experts, groups, capacity, features] of a layer.
+
+    Parameters
+    ----------
+    tokens : Layout
+        Of the tokens that are sent and taken back, [batch, sequence, features].
+    axis : tuple of str
+        The axes that cut the experts, outermost first.
+    experts, capacity : int
+    shape : (int, int)
+        Batch and sequence.
+    grid : Grid
+
+    Groups are the sequences, cut by the axes that cut the batch and not the experts.  Where these do not hold equally
+    many once the others are taken from them, there are a few groups more, without tokens.
+    """
+
+    tokens: Layout
+    axis: Cut
+    experts: int
+    capacity: int
+    shape: tuple[int, int]
+    grid: Grid
+
+    @cached_property
+    def batch_cut(self) -> Cut:
+        """The axes that cut the groups."""
+        return tuple(a for a in self.tokens.dims[0] if a not in self.axis)
+
+    @cached_property
+    def queue_cut(self) -> Cut:
+        """The axes that cut the places of the queues."""
+        return tuple(a for a in self.tokens.dims[1] if a not in self.axis)
+
+    @cached_property
+    def crossed(self) -> Cut:
+        """The axes along which tokens travel."""
+        lead = (*self.tokens.dims[0], *self.tokens.dims[1])
+        scanned = self.tokens.dims[1]
+        sizes = self.grid.sizes
+        return tuple(a for a in self.grid.axes if sizes[a] > 1 and a in lead and (a in scanned or a in self.axis))
+
+    @cached_property
+    def replicating(self) -> Cut:
+        """The axes that cut the experts and no tokens: each rank takes the tokens of its own experts."""
+        lead = (*self.tokens.dims[0], *self.tokens.dims[1])
+        return tuple(a for a in self.axis if a not in lead and self.grid.sizes[a] > 1)
+
+    def layout(self, features: Cut) -> Layout:
+        """The layout of the buffer whose features are cut so."""
+        return Layout(self.axis, self.batch_cut, self.queue_cut, features)
+
+    @cached_property
+    def peers(self) -> list[dict[str, int]]:
+        """The coordinates of the ranks that exchange tokens."""
+        return [{**self.grid.coords, **at} for at in coordinates(self.crossed, self.grid.sizes)]
+
+    @cached_property
+    def parts(self) -> list[tuple[int, ...]]:
+        """For each of them, which of the batch's cuts along the crossed axes it holds."""
+        axes = [a for a in self.tokens.dims[0] if a in self.crossed]
+        return [tuple(at[a] for a in axes) for at in self.peers]
+
+    def rows(self, at: Coords) -> int:
+        """The sequences of a rank."""
+        return len(span(self.shape[0], self.tokens.dims[0], self.grid.sizes, at))
+
+    @cached_property
+    def groups(self) -> int:
+        """How many groups there are on all ranks together."""
+        sizes, crossing = self.grid.sizes, [a for a in self.tokens.dims[0] if a in self.axis]
+        held = [
+            sum(self.rows({**at, **more}) for more in coordinates(tuple(crossing), sizes))
+            for at in coordinates(self.batch_cut, sizes)
+        ]
+        even = held == cut_lengths(self.shape[0], self.batch_cut, sizes)
+        return self.shape[0] if even else len(held) * max(held)
+
+    @cached_property
+    def buffer(self) -> tuple[int, int, int]:
+        """Experts, groups and places."""
+        return self.experts, self.groups, self.capacity
+
+    def runs(self, at: Coords, positions: np.ndarray | None) -> Runs:
+        """The tokens of a rank as runs of neighbours in their sequence."""
+        here = span(self.shape[1], self.tokens.dims[1], self.grid.sizes, at)
+        where = np.arange(here.start, here.stop) if positions is None else positions[here.start : here.stop]
+        order = np.argsort(where, kind="stable")
+        lined = where[order]
+        starts = np.diff(lined, prepend=lined[:1] - 2) != 1
+        run = np.empty(len(where), np.int64)
+        run[order] = np.cumsum(starts) - 1
+        return Runs(order, run, lined[starts])
+
+
+class Runs(NamedTuple):
+    """Tokens of a rank: their order in the sequence, the run of each, and where each run begins."""
+
+    order: np.ndarray
+    run: np.ndarray
+    first: np.ndarray
+
+
+class Routing:
+    """Which token goes to which place of which expert's queue, and comes back.
+
+    Made by `route`.
+
+    Attributes
+    ----------
+    queues : Queues
+    choices : array
+        [batch, sequence, k], this rank's part: the experts chosen, the first choice first.
+    shares : array
+        [batch, experts], of this rank's sequences: the fraction of the tokens whose first choice an expert is, whether
+        it takes them or not.
+    kept : array
+        [batch, sequence, k], of bools: whether the expert takes the token.
+    sent, received : array
+        How many tokens this rank exchanges with each rank along the crossed axes.
+    """
+
+    def __init__(self, queues: Queues, choices: np.ndarray, positions: np.ndarray | None) -> None:
+        self.queues = queues
+        grid = queues.grid
+        self.choices, backend = choices, grid.backend
+        self.positions = positions
+        if not grid.inside:
+            none = backend.from_host(np.zeros(0, np.int64))
+            self.shares, self.kept = np.zeros((0, queues.experts)), np.zeros(choices.shape, np.bool_)
+            self.sent = self.received = np.zeros(1, np.int64)
+            self.tokens, self.by_choice, self.places = none, [(none, none)] * choices.shape[2], none
+            return
+        self._scan()
+        self._plan_sends(backend)
+        self._plan_receives(backend)
+
+    # ------------------------------------------------------------------ queues
+    def _scan(self) -> None:
+        """The place of every token in its queue, by an exclusive scan of the counts of all runs."""
+        q, choices = self.queues, self.choices
+        batch, _, k = choices.shape
+        runs = [q.runs(at, self.positions) for at in q.peers]
+        mine = runs[self._me]
+        many = (len(mine.first), k, batch, q.experts)
+        run, j, b = mine.run[None, :, None], np.arange(k)[None, None, :], np.arange(batch)[:, None, None]
+        key = ((run * k + j) * batch + b) * q.experts + choices
+        counts = np.bincount(key.ravel(), minlength=math.prod(many))
+        lined = key[:, mine.order, :].ravel()
+        at = np.argsort(lined, kind="stable")  # tokens of one key stay in their order
+        rank = np.empty(lined.size, np.int64)
+        rank[at] = np.arange(lined.size) - (np.cumsum(counts) - counts)[lined[at]]
+        place = np.empty(choices.shape, np.int64)
+        place[:, mine.order, :] = rank.reshape(choices.shape)
+        self._line_up(runs, self._gathered(runs, counts.reshape(many)))
+        starts, taken, lined_up = self._lines[q.parts[self._me]]
+        own = np.flatnonzero(lined_up[:, 0] == self._me)
+        own = own[np.argsort(lined_up[own, 1])]
+        if choices.size:
+            place += starts[j, own[run], b, choices]
+        self.places_of = place
+        self.kept = place < q.capacity
+        del taken
+
+    @property
+    def _me(self) -> int:
+        return index_of(self.queues.crossed, self.queues.grid.sizes, self.queues.grid.coords)
+
+    def _gathered(self, runs: Sequence[Runs], mine: np.ndarray) -> list[np.ndarray]:
+        """The counts [run, choice, sequence, expert] of all ranks that exchange tokens."""
+        q = self.queues
+        if len(q.peers) == 1:
+            return [mine]
+        grid, (_, k, _, experts) = q.grid, mine.shape
+        shapes = [(len(r.first), k, q.rows(at), experts) for r, at in zip(runs, q.peers, strict=True)]
+        sizes = [math.prod(s) for s in shapes]
+        send = grid.backend.from_host(np.ascontiguousarray(mine, np.int32))
+        got = grid.backend.empty((sum(sizes),), np.int32)
+        grid.comm(q.crossed).all_gather(send, got, sizes)
+        flat = np.split(grid.backend.to_host(got).astype(np.int64), np.cumsum(sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+    def _line_up(self, runs: Sequence[Runs], counts: Sequence[np.ndarray]) -> None:
+        """For each part of the batch: where each run's tokens begin in the queues, how many of them are taken (both
+        [choice, run, sequence, expert]), and [run]: whose, and which of its own."""
+        q = self.queues
+        self._lines: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for part in dict.fromkeys(q.parts):
+            peers = [p for p, theirs in enumerate(q.parts) if theirs == part]
+            first = np.concatenate([runs[p].first for p in peers])
+            who = np.array([(p, r) for p in peers for r in range(len(runs[p].first))], np.int64).reshape(-1, 2)
+            order = np.argsort(first, kind="stable")
+            all_counts = np.concatenate([counts[p] for p in peers])[order].transpose(1, 0, 2, 3)
+            flat = all_counts.reshape(-1, *all_counts.shape[2:])
+            ends = np.cumsum(flat, axis=0)
+            taken = np.minimum(ends, q.capacity) - np.minimum(ends - flat, q.capacity)
+            shape = all_counts.shape
+            self._lines[part] = ((ends - flat).reshape(shape), taken.reshape(shape), who[order])
+            if part == q.parts[self._me]:
+                self.shares = all_counts[0].sum(axis=0) / max(1, q.shape[1])
+
+    # ------------------------------------------------------------------ the exchange
+    def _plan_sends(self, backend: Backend) -> None:
+        """What this rank sends: tokens by receiver, and for one receiver by expert, sequence and place."""
+        q, (_, length, k) = self.queues, self.choices.shape
+        of_expert = self._receivers(q.experts, q.axis)
+        of_place = self._receivers(q.capacity, q.queue_cut)
+        b, t, j = np.nonzero(self.kept & (of_expert[self.choices] >= 0))
+        e, p = self.choices[b, t, j], self.places_of[b, t, j]
+        to = of_expert[e] + of_place[p]
+        order = np.lexsort((p, b, e, to))
+        self.sent = np.bincount(to, minlength=len(q.peers))
+        tokens, j = (b * length + t)[order], j[order]
+        self.tokens = backend.from_host(tokens)
+        rows = [np.flatnonzero(j == i) for i in range(k)]
+        self.by_choice = [(backend.from_host(r), backend.from_host(tokens[r])) for r in rows]
+
+    def _receivers(self, n: int, cut: Cut) -> np.ndarray:
+        """For each of n items cut so, the share of its holder's number among the peers; -1 where it is no peer."""
+        q = self.queues
+        sizes, found = q.grid.sizes, np.zeros(n, np.int64)
+        if not cut:
+            return found
+        owner = np.repeat(np.arange(span_of(cut, sizes)), cut_lengths(n, cut, sizes))
+        elsewhere = np.zeros(n, np.bool_)
+        for axis, at in zip(cut, np.unravel_index(owner, [sizes[a] for a in cut]), strict=True):
+            if axis in q.crossed:
+                found += at * span_of(q.crossed[q.crossed.index(axis) + 1 :], sizes)
+            else:
+                elsewhere |= at != q.grid.coords[axis]
+        return np.where(elsewhere, -1, found)
+
+    def _plan_receives(self, backend: Backend) -> None:
+        """Where what arrives goes in the buffer: by sender, and of one sender by expert, sequence and place."""
+        q = self.queues
+        e, groups, c = q.grid.block(Layout(q.axis, q.batch_cut, q.queue_cut), q.buffer)
+        senders, places, first = [], [], 0
+        for part, (_, taken, who) in self._lines.items():
+            rows = taken.shape[2]
+            here = taken[..., e.start : e.stop].transpose(3, 2, 0, 1)  # [expert, sequence, choice, run]
+            counts = here.reshape(-1)
+            lines = counts.size // max(1, len(who))
+            sender = np.repeat(np.tile(who[:, 0], lines), counts)
+            each = here.sum(axis=(2, 3)).reshape(-1)
+            line = np.repeat(np.arange(each.size), each)
+            p = np.arange(line.size) - np.repeat(np.cumsum(each) - each, each)
+            mine = (p >= c.start) & (p < c.stop)
+            expert, b = np.divmod(line, max(1, rows))
+            senders.append(sender[mine])
+            places.append(((expert * len(groups) + first + b) * len(c) + p - c.start)[mine])
+            first += rows
+            del part
+        sender, place = np.concatenate(senders), np.concatenate(places)
+        self.received = np.bincount(sender, minlength=len(q.peers))
+        self.places = backend.from_host(place[np.lexsort((place, sender))])
+
+    def exchange(self, rows: Block, *, back: bool = False) -> Block:
+        """Rows of tokens, as sent, to rows as received; or back."""
+        q = self.queues
+        if len(q.peers) == 1 or not q.grid.inside:
+            return rows
+        out, into = (self.received, self.sent) if back else (self.sent, self.received)
+        width = rows.shape[1]
+        got = q.grid.backend.empty((int(into.sum()), width), rows.dtype)
+        counts = [int(n) * width for n in out], [int(n) * width for n in into]
+        q.grid.comm(q.crossed).all_to_all(rows, counts[0], got, counts[1])
+        return got
+
+
+def route(
+    scores: DistArray, queues: Queues, top_k: int, positions: np.ndarray | None = None
+) -> Routing:  # fmt: skip
+    """Send every token to the experts with its highest scores.  Collective over the axes that tokens cross.
+
+    Parameters
+    ----------
+    scores : DistArray
+        [batch, sequence, experts], cut as the tokens, and whole in the experts.  Of equal scores the first counts.
+    queues : Queues
+    top_k : int
+    positions : array of int, optional
+        [sequence], on every rank: the place of each token in its sequence, where they lie in another order.
+    """
+    grid = queues.grid
+    want = Layout(*queues.tokens.dims[:2], None)
+    if effective(scores.layout, grid) != effective(want, grid):
+        raise mismatch("route: the scores are not cut as the tokens", scores.layout, want)
+    if scores.shape != (*queues.shape, queues.experts):
+        raise LayoutError(f"route: scores of shape {scores.shape} for {(*queues.shape, queues.experts)}")
+    if not 1 <= top_k <= queues.experts:
+        raise ConfigError(f"a token goes to 1 to {queues.experts} experts, not {top_k}")
+    block = scores.block
+    if not grid.inside:
+        return Routing(queues, np.zeros((0, 0, top_k), np.int64), positions)
+    return Routing(queues, grid.backend.to_host(best(block, top_k)), positions)
+
+
+def best(block: Block, k: int) -> Block:
+    """The indices [..., k] of the k largest of the last dim, the largest first; of equal ones the first."""
+    xp = namespace(block)
+    found = []
+    for _ in range(k):
+        found.append(xp.argmax(block, axis=-1))
+        taken = xp.arange(block.shape[-1]) == found[-1][..., None]
+        block = xp.where(taken, block.dtype.type(-math.inf), block)
+    return xp.stack(found, axis=-1).astype(np.int64)
