@@ -11,12 +11,12 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.arrivals import Arrivals, Term
 from parlinalg.layout import Layout, span_of
 from parlinalg.redistribute import Move, start
 
 if TYPE_CHECKING:
-    from parlinalg.autograd.tape import Node, Walk
+    from parlinalg.autograd.tape import Fetcher, Node, Walk
 
 Block = Any
 
@@ -37,6 +37,8 @@ class Homeward:
     def __init__(self) -> None:
         self.queue: deque[Underway] = deque()
         self.nbytes = 0
+        self.fetchers: dict[int, Fetcher] = {}
+        """Those of the parameters whose terms were taken."""
 
     def takes(self, walk: Walk, node: Node, term: Term, owned: bool) -> bool:
         """Take a term, if it is of a parameter with a fetcher and has to move; the walk is given it when it has."""
@@ -48,14 +50,32 @@ class Homeward:
         goal = rest.with_partial(tuple(a for a in have.partial if a not in rest.cut_axes))
         if have == goal:
             return False
+        if owner.fetcher.whole:
+            kept = owner.fetcher.kept
+            if not walk.sync:  # a later pass moves the sum
+                kept.setdefault(node.age, (node, node.arrivals()))[1].add(term, owned=owned)
+                walk.count(node)
+                return True
+            if node.age in kept:
+                block, have, owned = _with(kept.pop(node.age)[1], (block, have), owned)
         if block.dtype != node.dtype:
             block, owned = block.astype(node.dtype), True
+        self.fetchers[id(owner.fetcher)] = owner.fetcher
         nbytes = most_bytes(have, node.shape, grid.sizes, block.itemsize)
         self.land(max(0, owner.fetcher.limit - nbytes))
         move = start(block, have, goal, node.shape, grid, owned=owned)
         self.queue.append(Underway(walk, node, move, goal, nbytes))
         self.nbytes += nbytes
         return True
+
+    def finish(self, walk: Walk) -> None:
+        """Await all; of passes within `no_sync` also what was kept whole of parameters that this walk did not reach."""
+        self.land()
+        for fetcher in self.fetchers.values():
+            left = list(fetcher.kept.values())
+            fetcher.kept.clear()
+            for node, sums in left:
+                walk.complete(node, sums)
 
     def land(self, most: int = 0) -> None:
         """Await the oldest terms, until at most so many bytes are under way."""
@@ -68,6 +88,15 @@ class Homeward:
         """Drive the communication on: MPI progresses only within its calls."""
         if self.queue:
             self.queue[0].move.test()
+
+
+def _with(sums: Arrivals, term: Term, owned: bool) -> tuple[Block, Layout, bool]:
+    """A term and those before it as one."""
+    sums.add(term, owned=owned)
+    if len(sums.terms) > 1:  # they differ in their layouts
+        return *sums.summed(), True
+    ((layout, block),) = sums.terms.items()
+    return block, layout, sums.mine[layout]
 
 
 def most_bytes(layout: Layout, shape: tuple[int, ...], sizes: Any, itemsize: int) -> int:

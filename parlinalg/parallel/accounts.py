@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from parlinalg.autograd.homeward import most_bytes
 from parlinalg.layout import Cut, Layout, index_of, piece, span_of
 from parlinalg.optim.flat import states_of
 from parlinalg.parallel.buckets import MIB, in_order
@@ -74,9 +75,11 @@ def table(
         return np.dtype(p.dtype).str, treated(p), p.layout.cut_axes
 
     found = dict.fromkeys(("values", "gradients", "states"), 0)
-    grouped = in_order(
-        arrays[::-1], key, lambda p: elements(p) * np.dtype(p.dtype).itemsize, first_bucket, bucket
-    )  # fmt: skip
+
+    def nbytes(p: Described) -> int:
+        return most_bytes(p.layout, tuple(p.shape), sizes, np.dtype(p.dtype).itemsize)
+
+    grouped = in_order(arrays[::-1], key, nbytes, first_bucket, bucket)
     for group in grouped:
         dtype, how, n = np.dtype(group[0].dtype), treated(group[0]), sum(map(elements, group))
         axes = how.scatter

@@ -10,6 +10,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.homeward import most_bytes
 from parlinalg.comm import Comm
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, piece, pieces
@@ -134,6 +135,11 @@ class Bucket:
         if self.data is not None:
             self.pool.append(self.data if self.data.base is None else self.data.base)
             self.data = None
+
+
+def largest(parameter: Parameter) -> int:
+    """Bytes of the largest rank's block: the same number on all ranks, whose buckets start in one order."""
+    return most_bytes(parameter.layout, parameter.shape, parameter.grid.sizes, parameter.dtype.itemsize)
 
 
 def in_order(

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.homeward import most_bytes
-from parlinalg.autograd.tape import tracing, walking
+from parlinalg.autograd.tape import Node, tracing, walking
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, Layout
+from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
 from parlinalg.nn import Module
 from parlinalg.nn.models.transformer import Transformer
+from parlinalg.parallel.handlers import ACCUMULATE
 from parlinalg.redistribute import Move, redistribute, start
 
 Block = Any
@@ -69,10 +71,16 @@ class Prefetch:
         The parts whose weights are gathered together; by default the layers of a transformer, and of others its
         members.  A parameter of two of them counts with the first, one of none is a block of its own.
 
+    axes : str or tuple of str
+        Axes by which weights of the model are to rest cut, to be checked.
+    accumulate : {"reduce-scatter", "whole"}
+        What microbatches within `no_sync` do: reduce-scatter each one's gradients, or hold them whole until the last,
+        as `ZeRO` does with stage 2.
+
     Raises
     ------
     ConfigError
-        If a parameter has a fetcher already, or no weight of the model rests other than it works.
+        If a parameter has a fetcher already, or no weight of the model rests cut by one of these axes.
 
     Attributes
     ----------
@@ -82,8 +90,14 @@ class Prefetch:
         How often what was gathered ahead was not what was asked for.
     """
 
-    def __init__(self, model: Module, blocks: Iterable[Module] | None = None) -> None:
+    def __init__(
+        self, model: Module, blocks: Iterable[Module] | None = None, *, axes: AxisSpec = (),
+        accumulate: str = "reduce-scatter",
+    ) -> None:  # fmt: skip
         self.parameters = list(model.parameters())
+        if accumulate not in ACCUMULATE:
+            raise ConfigError(f"gradients are accumulated by {' or '.join(map(repr, ACCUMULATE))}, not {accumulate!r}")
+        check_cut(self.parameters, as_cut(axes))
         taken = [p.name for p in self.parameters if p.fetcher is not None]
         if taken:
             raise ConfigError(f"parameter {taken[0]!r} has a fetcher already; detach() that one first")
@@ -96,6 +110,8 @@ class Prefetch:
         for i in range(len(self.parameters)):
             self.block_of.setdefault(i, len(parts) + i)
         self.known: dict[Place, Visit] = {}
+        self.whole = accumulate == "whole"
+        self.kept: dict[int, tuple[Node, Arrivals]] = {}
         self.limit = 0
         self.missed = 0
         self._place: Place | None = None
@@ -218,10 +234,10 @@ def _layers(model: Module) -> list[tuple[Module, ...]]:
 
 
 def check_cut(parameters: Iterable[Parameter], axes: Cut) -> None:
-    """Raise a ConfigError unless some of the parameters rest cut by all of these axes that are larger than 1."""
+    """Raise a ConfigError unless some of the parameters rest cut by each of these axes."""
     each = list(parameters)
     for axis in axes:
-        if each and axis in each[0].grid.sizes and not any(p.layout.where(axis) is not None for p in each):
+        if not any(p.layout.where(axis) is not None for p in each):
             raise ConfigError(
                 f"ZeRO's stage 3 over {axis!r}: no weight of this model rests cut by it; make the model with "
                 f"scheme.with_weights_cut({axis!r})"

@@ -1,0 +1,232 @@
+"""ZeRO's stage 3: weights gathered a block ahead and dropped, in both passes, change no loss and move 3 Ψ words."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn, schemes
+from parlinalg.autograd import no_grad, no_sync
+from parlinalg.autograd.homeward import Homeward
+from parlinalg.errors import ConfigError
+from parlinalg.optim import AdamW
+from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
+from parlinalg.parallel.prefetch import Place
+from tests.models import BATCH, HIDDEN, KINDS, VOCABULARY, alone, every_scheme, loss_of, make
+from tests.training import sizes_for
+
+CUT = {n: s for n, s in every_scheme().items() if n == "zero3" or "weights cut" in n}
+ZERO3 = schemes.discover()["zero3"].SCHEME
+SLACK = 8  # elements, of buckets that two ranks do not share evenly
+EVERY = pytest.mark.ranks(1, 2, 3, 4, 6, 8, 12)
+
+
+def trained(kind, scheme, grid, steps=10, *, zero=True, microbatches=1, accumulate="reduce-scatter", **options):
+    """The losses of training with AdamW, the model and what fetches its weights."""
+    model = make(kind, scheme, grid, **{"num_hidden_layers": 2, **options})
+    fetcher = Prefetch(model, axes="data", accumulate=accumulate) if zero else None
+    GradientReducer(model.parameters(), [ZeRO(3, accumulate=accumulate)] if zero else [], 2000, 4000)
+    optimizer = AdamW(model.parameters(), 0.01)
+    return [step(model, optimizer, number, microbatches) for number in range(steps)], model, fetcher, optimizer
+
+
+def step(model, optimizer, number, microbatches=1):
+    optimizer.zero_grad()
+    total = 0.0
+    for i in range(microbatches):
+        rows = slice(BATCH * i // microbatches, BATCH * (i + 1) // microbatches)
+        with nn.training_step(number, rows.start):
+            loss = loss_of(model, number % 3, rows) * ((rows.stop - rows.start) / BATCH)
+        if i < microbatches - 1:
+            with no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        total += loss.item()
+    optimizer.step()
+    return total
+
+
+def serial(world, kind, **options):
+    with alone(world) as grid:
+        return trained(kind, schemes.discover()["serial"].SCHEME, grid, zero=False, **options)[0]
+
+
+def cases(ranks, full):
+    """(model, scheme, sizes): all, or a few of the schemes on one grid each, drawn."""
+    draw = random.Random(ranks)
+    for i, (name, scheme) in enumerate(CUT.items()):
+        shapes = [s for s in sizes_for(scheme, ranks, 10**6) if full or s["data"] > 1 or ranks == 1]
+        if full:
+            yield from ((kind, name, sizes) for kind in KINDS for sizes in shapes)
+        elif name == "zero3" or (i + ranks) % 4 == 0:
+            yield draw.choice(KINDS), name, draw.choice(shapes)
+
+
+@EVERY
+def test_losses_are_those_of_one_rank(make_grid, world, full):
+    """With dropout; every other case recomputes its blocks."""
+    want = {}
+    for i, (kind, name, sizes) in enumerate(cases(world.size, full)):
+        grid = make_grid(sizes)
+        if kind not in want:
+            want[kind] = serial(world, kind, p=0.1)
+        again = {"recompute": "block"} if (i + world.size) % 2 else {}
+        got, _, fetcher, _ = trained(kind, CUT[name], grid, p=0.1, **again)
+        np.testing.assert_allclose(got, want[kind], rtol=1e-12, err_msg=f"{kind}, {name}, {sizes}, {again}")
+        assert fetcher.missed == 0
+        assert len(fetcher.known) >= 7  # embedding, two blocks and head, and back
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("accumulate", ["reduce-scatter", "whole"])
+def test_microbatches(accumulate, make_grid, world):
+    options = {"microbatches": 2, "p": 0.1, "steps": 4}
+    grid = make_grid({"replica": world.size // 2, "data": 2})
+    scheme = schemes.discover()["data"].SCHEME.with_data("replica").with_weights_cut("data")
+    got, model, fetcher, optimizer = trained("gpt", scheme, grid, accumulate=accumulate, **options)
+    np.testing.assert_allclose(got, serial(world, "gpt", **options), rtol=1e-12)
+    with pla.ledger(grid) as book:
+        step(model, optimizer, 4, 2)
+    blocks, table = blocks_words(model), own_words(model.embedding.weight)
+    small = sum(p.size for p in model.parameters() if p.layout.where("data") is None) // 2
+    times = {"reduce-scatter": 2, "whole": 1}[accumulate]
+    assert abs(received(book, "all_gather") - 2 * (2 * blocks + 3 * table) - small) <= SLACK
+    assert abs(received(book, "reduce_scatter") - times * (blocks + 2 * table + small)) <= SLACK
+    assert fetcher.missed == 0
+
+
+def received(book, op):
+    return sum(words for (name, _), words in book.words.items() if name == op)
+
+
+def own_words(p):
+    """What one gather or reduce-scatter of a weight receives."""
+    return p.size - p.block.size
+
+
+def blocks_words(model):
+    return sum(own_words(p) for p in model.blocks.parameters() if p.layout.where("data") is not None)
+
+
+@pytest.mark.ranks(2, 3, 4, 8, 12)
+@pytest.mark.parametrize("recompute", [None, "block"])
+def test_three_times_the_words_of_the_weights(recompute, make_grid, world):
+    """A gather in each pass and a reduce-scatter, recomputed or not; a tied table is gathered for the look-up too, and
+    its two uses' gradients go home apart."""
+    grid = make_grid({"data": world.size})
+    _, model, _, optimizer = trained("gpt", ZERO3, grid, 2, recompute=recompute)
+    with pla.ledger(grid) as book:
+        step(model, optimizer, 2)
+    table = own_words(model.embedding.weight)
+    assert model.embedding.weight.shape == (VOCABULARY, HIDDEN)
+    shared = sum(p.size - len(range(p.shard.start, p.shard.stop)) for p in model.parameters() if p.shard is not None)
+    blocks = blocks_words(model)
+    assert received(book, "all_gather") == 2 * blocks + 3 * table + shared
+    assert received(book, "reduce_scatter") == blocks + 2 * table + shared
+    assert book.words.total() - received(book, "all_reduce") == 3 * blocks + 5 * table + 2 * shared
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("recompute", [None, "block"])
+def test_never_more_than_two_blocks_are_gathered(recompute, make_grid, world, monkeypatch):
+    live, most = Counter(), Counter()
+    gather = Prefetch._gather
+
+    def counted(self, want, *, wait):
+        p = self.parameters[want.number]
+        key, size = (want.number, object()), 8 * p.size
+        live[key] = size
+        most["bytes"] = max(most["bytes"], sum(live.values()))
+        found = gather(self, want, wait=wait)
+        if wait:
+            weakref.finalize(found, live.pop, key)
+            return found
+        return Counted(found, lambda block: weakref.finalize(block, live.pop, key))
+
+    monkeypatch.setattr(Prefetch, "_gather", counted)
+    grid = make_grid({"data": world.size})
+    _, model, _, _ = trained("gpt", ZERO3, grid, 4, num_hidden_layers=4, recompute=recompute)
+    block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
+    assert block < most["bytes"] <= 2 * block
+    assert not live
+
+
+class Counted:
+    def __init__(self, move, got):
+        self.move, self.got = move, got
+
+    def test(self):
+        return self.move.test()
+
+    def wait(self):
+        block = self.move.wait()
+        self.got(block)
+        return block
+
+
+@pytest.mark.ranks(2, 3)
+def test_another_order_falls_back(make_grid, world):
+    """Blocks left out, another order, and validation between steps: what is gathered ahead is right, or dropped."""
+
+    def losses(scheme, grid, zero):
+        _, model, fetcher, optimizer = trained("gpt", scheme, grid, 0, zero=zero, num_hidden_layers=3)
+        found, blocks = [], dict(model.blocks._modules)
+        orders = ["012", "012", "02", "012", "210", "012", "1", "012"]
+        for number, order in enumerate(orders):
+            model.blocks._modules.clear()
+            model.blocks._modules.update({i: blocks[i] for i in order})
+            found.append(step(model, optimizer, number))
+            if number % 2:
+                with no_grad():
+                    found.append(loss_of(model, 7).item())
+        return found, fetcher
+
+    with alone(world) as one:
+        want = losses(schemes.discover()["serial"].SCHEME, one, False)[0]
+    got, fetcher = losses(ZERO3, make_grid({"data": world.size}), True)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    assert fetcher.missed > 0
+
+
+@pytest.mark.ranks(2)
+def test_planted_bugs_are_caught(make_grid, world, monkeypatch):
+    """Weights gathered before the update, and gradients that come home unsummed."""
+    want = serial(world, "gpt", steps=4)
+
+    def differs():
+        got = trained("gpt", ZERO3, make_grid({"data": world.size}), 4)[0]
+        return not np.allclose(got, want, rtol=1e-12, atol=0)
+
+    assert not differs()
+    leave = Prefetch._leave
+    with monkeypatch.context() as m:
+        m.setattr(Prefetch, "_leave", lambda self, then: leave(self, then or Place(False, -1, 0)))
+        assert differs()
+    takes = Homeward.takes
+    with monkeypatch.context() as m:
+        m.setattr(Homeward, "takes", lambda self, walk, node, term, owned: takes(
+            self, walk, node, (term[0], term[1].with_partial(())), owned
+        ))  # fmt: skip
+        assert differs()
+
+
+def test_bad_calls_are_told(make_grid, world):
+    grid = make_grid({"data": world.size})
+    model = make("gpt", schemes.discover()["data"].SCHEME, grid)
+    with pytest.raises(ConfigError, match=r"no weight of this model rests cut by it; .*with_weights_cut\('data'\)"):
+        Prefetch(model, axes="data")
+    model = make("gpt", ZERO3, grid)
+    with pytest.raises(ConfigError, match="'reduce-scatter' or 'whole', not 'all'"):
+        Prefetch(model, accumulate="all")
+    fetcher = Prefetch(model, axes="data")
+    with pytest.raises(ConfigError, match="has a fetcher already"):
+        Prefetch(model)
+    fetcher.detach()
+    assert not grid.polled
+    assert all(p.fetcher is None for p in model.parameters())
