@@ -108,7 +108,8 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "ranks": world.size, "stage": stage, "parameters": sum(int(np.prod(p.shape)) for p in parameters), **found,
         "table": sum(formula.values()), "formula": formula, "allowed": allowed, "block": block,
-        "rest_ok": found["rest"] <= (1 + REST) * sum(formula.values()), "peak_ok": found["peak"] <= (1 + PEAK) * allowed,
+        "rest_ok": found["rest"] <= (1 + REST) * sum(formula.values()),
+        "peak_ok": found["peak"] <= (1 + PEAK) * allowed,
     } if world.rank == 0 else {}  # fmt: skip
 
 

@@ -57,7 +57,17 @@ class Fetcher(Protocol):
     """What brings parameters that rest cut to work, for each product, in place of gathers that wait.
 
     Terms of their gradients go home without waiting too: at most `limit` bytes of them are under way.
+
+    Attributes
+    ----------
+    whole : bool
+        Whether passes within `no_sync` keep their gradients as they come, to be moved once by the pass after.
+    kept : dict
+        These sums, with the parameters' nodes, by their ages.
     """
+
+    whole: bool
+    kept: dict[int, tuple[Node, Arrivals]]
 
     @property
     def limit(self) -> int:
@@ -379,7 +389,7 @@ class Walk:
             node.deposit(got.own(block))
 
     def finish(self) -> None:
-        self.homeward.land()
+        self.homeward.finish(self)
         for reducer in self.reducers:
             reducer.finish(sync=self.sync)
 

@@ -71,13 +71,15 @@ def cases(ranks, full):
 @EVERY
 def test_losses_are_those_of_one_rank(make_grid, world, full):
     """With dropout; every other case recomputes its blocks."""
-    want = {}
+    want, steps = {}, 10 if full or world.size <= 8 else 4
     for i, (kind, name, sizes) in enumerate(cases(world.size, full)):
+        if world.size > 8 and i and not full:
+            break
         grid = make_grid(sizes)
         if kind not in want:
-            want[kind] = serial(world, kind, p=0.1)
+            want[kind] = serial(world, kind, p=0.1, steps=steps)
         again = {"recompute": "block"} if (i + world.size) % 2 else {}
-        got, _, fetcher, _ = trained(kind, CUT[name], grid, p=0.1, **again)
+        got, _, fetcher, _ = trained(kind, CUT[name], grid, steps, p=0.1, **again)
         np.testing.assert_allclose(got, want[kind], rtol=1e-12, err_msg=f"{kind}, {name}, {sizes}, {again}")
         assert fetcher.missed == 0
         assert len(fetcher.known) >= 7  # embedding, two blocks and head, and back
