@@ -62,8 +62,7 @@ def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
     dims = tuple(range(x.ndim))[::-1] if order is None else tuple(d % x.ndim for d in order)
     y = x.data.transpose(dims)
     back = tuple(dims.index(d) for d in range(x.ndim))
-    rest = x.layout.with_partial(())
-    result = record(y, [x], [lambda g: (g.transpose(back), rest)])
+    result = record(y, [x], [lambda term: (term[0].transpose(back), term[1].permuted(back))], unsummed=True)
     if isinstance(x, Parameter):
         result.origin = x, dims
     return result
