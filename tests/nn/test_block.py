@@ -48,12 +48,14 @@ def expected(scheme: Scheme, grid: Any) -> tuple[int, int]:
         bias = right[len(plan.k) :]
         rest = Layout(*plan.y.dims[len(plan.m) :])
         backward += words(rest.with_partial(lead(plan.y)), rest, bias, sizes, at)
-    b, s, heads, *rest_dims = qkv.y.dims
-    for shape in (z, o):  # the sequence's cut is exchanged for one of the heads, and back
-        moved = Layout(b, s, heads, *rest_dims), Layout(b, None, heads + s, *rest_dims)
-        there, back = words(*moved, shape, sizes, at), words(*moved[::-1], shape, sizes, at)
-        forward += there if shape is z else back
-        backward += back if shape is z else there
+    for axis in (a for a in scheme.ring if sizes[a] > 1):
+        # keys and values of all others come round, in the backward pass again and with them the sums of their
+        # gradients: all but those that begin here, of the rank before
+        blocks = [len(piece(S, sizes[axis], i)) for i in range(sizes[axis])]
+        batch, _, heads, *_ = grid.block_shape(qkv.y, z)
+        token = 2 * batch * heads * head
+        forward += token * (S - blocks[at[axis]])
+        backward += token * (2 * S - blocks[at[axis]] - blocks[at[axis] - 1])
     residual = scheme.residual
     rows = math.prod(grid.block_shape(residual, x)[:2])
     row = residual.dims[-1]

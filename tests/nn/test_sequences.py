@@ -258,9 +258,7 @@ def test_generation_over_a_cut_sequence(make_grid: Any, world: Any) -> None:
 def test_heads_that_cannot_be_cut_are_refused(make_grid: Any, world: Any) -> None:
     grid = make_grid({"u": world.size})
     scheme = SERIAL.with_sequence("u", ulysses=True)
-    with pytest.raises(
-        ConfigError, match=rf"Ulysses over {world.size} ranks cuts 2 heads.* use ulysses=[12] and"
-    ):
+    with pytest.raises(ConfigError, match=rf"Ulysses over {world.size} ranks cuts 2 heads.* use ulysses=[12] and"):
         nn.Attention(8, 2, scheme, grid)
     if world.size % 2 == 0:
         grid = make_grid({"u": world.size // 2, "t": 2})
