@@ -148,14 +148,17 @@ def _handler(where: str, value: Any) -> Handler:
 
 
 def offload(where: str, value: Any) -> Mapping[str, Any]:
-    """A check of `offload`: where the states of the optimizer, gradients, activations and parameters lie."""
+    """A check of `offload`: where the states of the optimizer, activations and parameters lie."""
     place = one_of(None, "host", "disk")
     checks: dict[str, Check] = {
-        "optimizer": place, "gradients": place, "activations": place, "parameters": place, "path": optional(text),
+        "optimizer": place, "activations": place, "parameters": place, "path": optional(text),
         "memory": optional(_memory),
     }  # fmt: skip
     found = section(where, {} if value is None else value, checks)
-    return {key: v for key, v in found.items() if v is not None}
+    found = {key: v for key, v in found.items() if v is not None}
+    if set(found) == {"path"}:
+        raise ConfigError(f"{where} has a path, and nothing that lies there: add optimizer='disk', or memory='4GiB'")
+    return found
 
 
 def _memory(where: str, value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +59,8 @@ class Progress:
         if self._file is None:
             return
         self.history.append(metrics)
-        self._file.write(json.dumps(metrics) + "\n")
+        known = {name: v if math.isfinite(v) else None for name, v in metrics.items()}  # JSON has no infinity
+        self._file.write(json.dumps(known, allow_nan=False) + "\n")
         self._file.flush()
         shown = self._shown  # what is not measured at every step stays in sight
         shown |= {head: format(metrics[name], form) for name, (head, form) in SHOWN.items() if name in metrics}

@@ -48,6 +48,9 @@ def test_metrics_are_written_line_by_line(
             assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == number
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == progress.history
+    with Progress(tmp_path, 1, speaks=True) as overflown:
+        overflown.add({"step": 1, "loss": float("nan"), "grad_norm": float("inf")}, 0.0)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
     shown = capsys.readouterr().err
     assert ("2/2" if with_bar else "step 2 of 2: loss 1.5000, accuracy 0.250, samples/s 100") in shown
 
