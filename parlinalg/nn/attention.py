@@ -22,6 +22,7 @@ from parlinalg.nn.declared import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.nn.steps import Draws, Tokens, current, tokens
+from parlinalg.random.dropping import factors
 from parlinalg.schemes import Scheme
 
 
@@ -228,8 +229,8 @@ class Attention(Module):
             start=draws.start,
         )  # fmt: skip
         dtype = np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
-        scale, backend = dtype.type(1 / keep.p if keep.p else 0), x.grid.backend
-        return lambda shape, part: backend.from_host(keep.part(shape, part) * scale)
+        backend = x.grid.backend
+        return lambda shape, part: factors(keep, dtype, shape, part, backend)
 
     def extra_repr(self) -> str:
         kv = "" if self.kv_heads == self.heads else f", {self.kv_heads} heads of keys"

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 from parlinalg import random
 from parlinalg.array.reductions import summed
 from parlinalg.autograd import Tensor, record
-from parlinalg.backend import Backend, cuda, namespace
-from parlinalg.backend.cuda_random import DIMS, places
 from parlinalg.errors import ConfigError
 from parlinalg.nn.module import Module
 from parlinalg.nn.steps import Draws, current, tokens
+from parlinalg.random.dropping import dropping
 
 
 class Dropout(Module):
@@ -45,7 +40,7 @@ class Dropout(Module):
         draws = current() or self._draws
         data = summed(x.data, "dropout")
         keep, grid, rest = self._draw(draws), data.grid, data.layout
-        drop = _dropping(keep, data.block, data.shape, _places(data.shape, grid.block(rest, data.shape)), grid.backend)
+        drop = dropping(keep, data.block, data.shape, _places(data.shape, grid.block(rest, data.shape)), grid.backend)
         return record(data.like(drop(data.block)), [x], [lambda g: (drop(g), rest)])
 
     def _draw(self, draws: Draws) -> random.Bernoulli:
@@ -67,24 +62,3 @@ def _places(shape: tuple[int, ...], ranges: tuple[range, ...]) -> tuple[random.I
         return ranges
     tokens().check(shape[1])
     return (ranges[0], positions[ranges[1].start : ranges[1].stop], *ranges[2:])
-
-
-def _dropping(
-    keep: random.Bernoulli, block: Any, shape: tuple[int, ...], indices: tuple[random.Indices, ...], backend: Backend
-) -> Callable[[Any], Any]:  # fmt: skip
-    """What drops elements of the block and of its gradient: those of a mask, or where it can each as it is met."""
-    scale = block.dtype.type(1 / keep.p if keep.p else 0)
-    if cuda.ready(block) and len(shape) <= DIMS:
-        table, lengths, first = places(shape, indices, keep.start)
-        return partial(
-            cuda.drop, table=backend.from_host(table), lengths=lengths, first=first, key=keep.key, limit=keep.limit,
-            bits=keep.bits, scale=float(scale),
-        )  # fmt: skip
-    return partial(_kept, keep=backend.from_host(keep.part(shape, indices)), scale=scale)
-
-
-def _kept(block: Any, keep: Any, scale: Any) -> Any:
-    """The elements kept, scaled; zeros elsewhere."""
-    out = namespace(block).asarray(block * keep)
-    out *= scale
-    return out

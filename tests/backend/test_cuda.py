@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.backend import cuda, kernels, kernels_optim, kernels_rows
+from parlinalg.backend import cuda, kernels, kernels_optim, kernels_rows, select
 from parlinalg.backend.cuda_random import SOURCE as RANDOM
-from parlinalg.backend.cuda_random import places
 from parlinalg.backend.cuda_source import SOURCE
 from parlinalg.random import Bernoulli
+from parlinalg.random.dropping import dropping
 
 pytestmark = pytest.mark.serial
 THREADS = 64
@@ -151,8 +151,8 @@ def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
     monkeypatch.setattr(cuda, "THREADS", THREADS)
     keep = Bernoulli(0.7, bits, seed=3, name="blocks.0.dropout", call=1, step=9, start=2)
     x = np.random.default_rng(0).normal(size=tuple(map(len, indices)))
-    table, lengths, first = places(shape, indices, keep.start)
-    found = cuda.drop(x, table, lengths, first, keep.key, keep.limit, bits, 1 / keep.p)
+    monkeypatch.setattr(cuda, "ready", lambda *blocks: True)
+    found = dropping(keep, x, shape, indices, select("numpy", 0))(x)
     np.testing.assert_array_equal(found, x * keep.part(shape, indices) * (1 / keep.p))
     assert 0 < np.count_nonzero(found) < x.size
 
