@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from parlinalg.grid import Grid
 from parlinalg.nn.attention import Attention
 from parlinalg.nn.containers import MLP
 from parlinalg.nn.dropout import Dropout
+from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.module import Module
 from parlinalg.nn.norms import LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute as recompute_module
@@ -52,6 +54,9 @@ class TransformerBlock(Module):
         The probabilities of dropping an attention weight, and an element of what is added to the residual stream.
     cross : bool
         Attend to a context too, between the two.
+    experts : dict, optional
+        Options of `MixtureOfExperts`: the perceptron is one then, with `experts["experts"]` experts of `inner`
+        features.
     recompute : {None, "attention", "block"}
         What is computed again in the backward pass, keeping only its input: all of attention (whose scores are not
         kept in any case), or the block.
@@ -72,7 +77,7 @@ class TransformerBlock(Module):
         activation: str = "gelu_tanh", bias: bool = True, attention_bias: bool | None = None,
         qkv_bias: bool | None = None, causal: bool = False, window: int | None = None,
         rotary: Frequencies | None = None, attention_dropout: float = 0.0, dropout: float = 0.0, cross: bool = False,
-        recompute: str | None = None, dtype: DTypeLike = np.float32,
+        experts: Mapping[str, Any] | None = None, recompute: str | None = None, dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         if norm not in ("layer", "rms"):
@@ -96,7 +101,11 @@ class TransformerBlock(Module):
             self.cross = Attention(hidden, heads, scheme, grid, cross=True, **options)
             self.dropout_cross = Dropout(dropout)
         self.norm2 = make_norm(hidden, scheme, grid, eps, dtype=dtype)
-        self.mlp = MLP((hidden, inner, hidden), scheme, grid, activation, bias=bias, dtype=dtype)
+        form: dict[str, Any] = {"activation": activation, "bias": bias, "dtype": dtype}
+        if experts is None:
+            self.mlp: Module = MLP((hidden, inner, hidden), scheme, grid, **form)
+        else:
+            self.mlp = MixtureOfExperts(hidden, inner, scheme=scheme, grid=grid, **form, **experts)
         self.dropout2 = Dropout(dropout)
         for module in self.modules():
             chosen = module is self if recompute == "block" else isinstance(module, Attention)

@@ -68,6 +68,11 @@ _language: dict[str, Check] = {
     "embd_pdrop": _dropout,
     "resid_pdrop": _dropout,
     "recompute": one_of(None, "attention", "block"),
+    "num_local_experts": whole(1),
+    "num_experts_per_tok": one_of(1, 2),
+    "router_aux_loss_coef": real(0),
+    "capacity_factor": optional(real(0, above=True)),
+    "expert_axis": optional(text),
 }
 LANGUAGE = ("gpt", "llama")  # models that read text
 MODELS: dict[str, dict[str, Check]] = {

@@ -16,7 +16,7 @@ from parlinalg.backend.rate import gemm_rate, gemm_side
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError
-from parlinalg.nn import GPT, Llama, sequence_positions
+from parlinalg.nn import GPT, Llama, auxiliary_losses, sequence_positions
 from parlinalg.sequence import sequence_order
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
@@ -115,9 +115,12 @@ class Language(Task):
 
     def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
         criterion: Criterion = self.smoothed if self.model.training else cross_entropy_sum
-        with sequence_positions(batch.positions, batch.documents):
+        with sequence_positions(batch.positions, batch.documents), auxiliary_losses() as auxiliary:
             logits = self.model(batch.x)
-        return *criterion(logits, batch.y), {}
+        total, count = criterion(logits, batch.y)
+        if self.model.training and auxiliary:
+            total = total + auxiliary.total() * count
+        return total, count, {}
 
     def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
         return {
@@ -166,8 +169,11 @@ class Language(Task):
         return [f"{rate:,.0f} tokens a second in the steps, {share:.1%} of the peak"]
 
     def leave(self, out: Path, speaks: bool, done: bool) -> tuple[list[str], list[str]]:
-        self.model.save_pretrained(out)
         files = ["config.json", "model.safetensors", "tokenizer.json"]
+        if "num_local_experts" in self.model.config:
+            files = files[2:]
+        else:
+            self.model.save_pretrained(out)
         if speaks:
             self.data.tokenizer.save(out)
         if not done or not self.sampling["max_new_tokens"]:

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from parlinalg.grid import Grid
+from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.models.causal import CausalModel
+from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.models.transformer import activation
 from parlinalg.nn.norms import LayerNorm
 from parlinalg.nn.pretrained import gpt2
@@ -34,6 +36,12 @@ class GPT(CausalModel):
         The residual stream's projections start from `initializer_range` / √(2 layers).
     tie_word_embeddings : bool
         Whether the head is the embedding's table.
+    num_local_experts : int, optional
+        With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
+    num_experts_per_tok, router_aux_loss_coef, capacity_factor
+        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `auxiliary_losses`.
+    expert_axis : str, tuple of str or None
+        The axes that cut the experts; "auto": "data" where the grid has it, else none.
     scheme : Scheme
     grid : Grid
     dtype : dtype
@@ -63,10 +71,12 @@ class GPT(CausalModel):
         num_hidden_layers: int = 12, num_attention_heads: int = 12, intermediate_size: int | None = None,
         hidden_act: str = "gelu_tanh", embd_pdrop: float = 0.0, resid_pdrop: float = 0.0, attn_pdrop: float = 0.0,
         layer_norm_eps: float = 1e-5, initializer_range: float = 0.02, tie_word_embeddings: bool = True,
+        num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
+        capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto",
         scheme: Scheme, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        config = {
+        config: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings, "hidden_size": hidden_size,
             "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
             "intermediate_size": 4 * hidden_size if intermediate_size is None else intermediate_size,
@@ -74,11 +84,16 @@ class GPT(CausalModel):
             "attn_pdrop": attn_pdrop, "layer_norm_eps": layer_norm_eps, "initializer_range": initializer_range,
             "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
+        said, experts = expert_options(
+            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
+        )
+        config |= said
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=True)
         blocks = [
             TransformerBlock(
                 hidden_size, num_attention_heads, self.config["intermediate_size"], scheme, grid, eps=layer_norm_eps,
                 activation=self.config["hidden_act"], causal=True, attention_dropout=attn_pdrop, dropout=resid_pdrop,
+                experts=experts,
                 recompute=recompute, dtype=self.dtype,
             )
             for _ in range(num_hidden_layers)

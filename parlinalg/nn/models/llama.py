@@ -12,8 +12,10 @@ from numpy.typing import DTypeLike
 from parlinalg.autograd.ops.rotary import rotary_frequencies
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.models.causal import CausalModel
+from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.norms import RMSNorm
 from parlinalg.nn.pretrained import llama
 from parlinalg.schemes import Scheme
@@ -42,6 +44,12 @@ class Llama(CausalModel):
         Of what is added to the residual stream, and after the embedding, as in GPT-2; Llama was trained with none.
     tie_word_embeddings : bool
         Whether the head is the embedding's table.
+    num_local_experts : int, optional
+        With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
+    num_experts_per_tok, router_aux_loss_coef, capacity_factor
+        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `auxiliary_losses`.
+    expert_axis : str, tuple of str or None
+        The axes that cut the experts; "auto": "data" where the grid has it, else none.
     scheme, grid, dtype, seed, recompute
         As of `GPT`.
 
@@ -56,7 +64,9 @@ class Llama(CausalModel):
         intermediate_size: int = 11008, head_dim: int | None = None, rms_norm_eps: float = 1e-6,
         rope_theta: float = 10000.0, rope_scaling: Mapping[str, Any] | None = None, attention_bias: bool = False,
         mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0, embd_pdrop: float = 0.0,
-        initializer_range: float = 0.02, tie_word_embeddings: bool = False, scheme: Scheme, grid: Grid,
+        initializer_range: float = 0.02, tie_word_embeddings: bool = False,
+        num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
+        capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto", scheme: Scheme, grid: Grid,
         dtype: DTypeLike = np.float32, seed: int | None = None, recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
         config: dict[str, Any] = {
@@ -69,6 +79,10 @@ class Llama(CausalModel):
             "embd_pdrop": embd_pdrop, "initializer_range": initializer_range,
             "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
+        said, experts = expert_options(
+            grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
+        )
+        config |= said
         if head_dim is not None:
             config["head_dim"] = head_dim
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=False)
@@ -79,7 +93,8 @@ class Llama(CausalModel):
                 hidden_size, num_attention_heads, intermediate_size, scheme, grid,
                 kv_heads=self.config["num_key_value_heads"], head_dim=width, norm="rms", eps=rms_norm_eps,
                 activation="swiglu", bias=mlp_bias, attention_bias=attention_bias, causal=True, rotary=rotary,
-                attention_dropout=attention_dropout, dropout=resid_pdrop, recompute=recompute, dtype=self.dtype,
+                attention_dropout=attention_dropout, dropout=resid_pdrop, experts=experts,
+                recompute=recompute, dtype=self.dtype,
             )
             for _ in range(num_hidden_layers)
         ]  # fmt: skip

@@ -19,6 +19,7 @@ from parlinalg.layout import Layout
 from parlinalg.nn import init
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -101,7 +102,7 @@ class Transformer(Module):
         Those of the products, and of all pairs of queries and keys, masked or not, as is usual (Chowdhery et al.,
         "PaLM", 2022, appendix B); what is computed again does not count.
         """
-        linear = sum(_weights(m) for m in self.blocks.modules() if isinstance(m, Linear))
+        linear = sum(_weights(m) for m in self.blocks.modules() if isinstance(m, Linear | MixtureOfExperts))
         heads, width = self.config["num_attention_heads"], self.head_dim
         pairs = len(self.blocks) * 2 * sequence * heads * width
         return 6 * (batch * sequence * (linear + pairs) + self.outside(batch, sequence))
@@ -120,7 +121,11 @@ class Transformer(Module):
         return ", ".join(f"{k}={v}" for k, v in self.config.items())
 
 
-def _weights(layer: Linear) -> int:
+def _weights(layer: Linear | MixtureOfExperts) -> int:
+    """Multiplications a token."""
+    if isinstance(layer, MixtureOfExperts):
+        inner = layer.inner * (3 if layer.gated else 2)
+        return layer.hidden * (layer.experts + layer.top_k * inner)
     return math.prod(layer.inputs) * math.prod(layer.outputs)
 
 
@@ -135,7 +140,7 @@ def spread(std: float, layers: int = 0) -> Callable[[str, Declared], Initializer
     def rule(name: str, declared: Declared) -> Initializer | None:
         if isinstance(declared.init, init.Constant):
             return None
-        added = layers and name.endswith(("attention.out.weight", "mlp.2.weight"))
+        added = layers and name.endswith(("attention.out.weight", "mlp.2.weight", "mlp.contract"))
         return init.Normal(std / math.sqrt(2 * layers) if added else std)
 
     return rule

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from numpy.typing import DTypeLike
 
 from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import gpt2, llama
@@ -94,8 +95,13 @@ class Pretrained(Module):
         Raises
         ------
         ConfigError
-            On all ranks, if rank 0 cannot write.
+            On all ranks, if rank 0 cannot write, or the model has experts.
         """
+        if "num_local_experts" in self.config:
+            raise ConfigError(
+                f"{type(self).__name__}: a model with num_local_experts={self.config['num_local_experts']} is not "
+                "written in the format of `transformers`; state_dict() gives its weights"
+            )
         most = parse_bytes(max_shard_size)
         settings = {**self.architecture.settings(self.config), **self.token_ids}
         parameters = dict(self.named_parameters())

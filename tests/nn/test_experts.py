@@ -1,0 +1,347 @@
+"""Mixtures of experts are those of plain loops over tokens, under every scheme and on every grid."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn, schemes
+from parlinalg.autograd import check_gradients
+from parlinalg.autograd.ops.routing import Queues, Routing
+from parlinalg.errors import ConfigError, LayoutError
+from parlinalg.optim import AdamW
+from parlinalg.parallel import GradientReducer
+from tests.cases import placed
+from tests.models import CLOSE, alone, anything, differences, every_scheme, loss_of, make
+from tests.training import sizes_for
+
+BATCH, SEQUENCE, HIDDEN, INNER, EXPERTS = 5, 7, 6, 9, 3
+SERIAL = schemes.discover()["serial"].SCHEME
+EVERY = pytest.mark.ranks(*range(1, 9), 12)
+KINDS: dict[str, dict[str, Any]] = {
+    "two": {"top_k": 2, "capacity_factor": 1.25, "activation": "gelu_tanh"},
+    "one, dropping": {"top_k": 1, "capacity_factor": 0.5, "activation": "swiglu"},
+    "every token": {"top_k": 2, "capacity_factor": None, "activation": "relu", "bias": False},
+    "many": {"top_k": 2, "capacity_factor": 0.8, "activation": "swiglu", "experts": 7},
+}
+
+
+def layer(scheme: Any, grid: Any, *, experts: int = EXPERTS, **options: Any) -> Any:
+    """Experts with terms of the loss, and values that none of their parts can do without."""
+    made = nn.MixtureOfExperts(
+        HIDDEN, INNER, experts, scheme, grid, aux_loss_coef=0.3, z_loss_coef=0.05, dtype="float64", **options
+    )
+    made.start_from(lambda name, declared: nn.init.Normal(0.7))
+    return made.initialize(3)
+
+
+def inputs() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(BATCH, SEQUENCE, HIDDEN)), rng.normal(size=(BATCH, SEQUENCE, HIDDEN))
+
+
+def passed(scheme: Any, grid: Any, order: np.ndarray | None = None, **options: Any) -> dict[str, pla.DistArray]:
+    """What the layer gives, the terms it adds, and all gradients; with an order, of tokens that lie in it."""
+    module = layer(scheme, grid, **options)
+    GradientReducer(module.parameters())
+    x, weights = (a if order is None else a[:, order] for a in inputs())
+    x = pla.Tensor(placed(x, grid, scheme.residual), requires_grad=True)
+    with nn.auxiliary_losses() as auxiliary, nullcontext() if order is None else nn.sequence_positions(order):
+        y = module(x)
+    terms = auxiliary.total()
+    ((y * placed(weights, grid, scheme.residual)).sum() + terms).backward()
+    assert y.layout == scheme.residual
+    assert x.grad is not None
+    found = {"y": y.data, "terms": terms.data, "x": x.grad}
+    return found | {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------------ loops over tokens and experts, no library code
+def activated(z: np.ndarray, activation: str) -> np.ndarray:
+    if activation == "swiglu":
+        return z[..., 0] / (1 + np.exp(-z[..., 0])) * z[..., 1]
+    if activation == "relu":
+        return np.maximum(z, 0)
+    return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def by_loops(
+    x: np.ndarray, state: dict[str, np.ndarray], top_k: int, capacity_factor: float | None, activation: str
+) -> tuple[np.ndarray, float, int]:
+    """The layer's result, the terms of the loss and how many assignments are dropped."""
+    experts = state["router"].shape[1]
+    capacity = x.shape[1] if capacity_factor is None else math.ceil(top_k * x.shape[1] * capacity_factor / experts)
+    y, balance, squares, dropped = np.zeros_like(x), 0.0, 0.0, 0
+    for b, sequence in enumerate(x):
+        scores = sequence @ state["router"]
+        odds = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        ranked = np.argsort(-scores, axis=1, kind="stable")
+        held = [0] * experts
+        for j in range(top_k):
+            for t, token in enumerate(sequence):
+                e = ranked[t, j]
+                held[e] += 1
+                if held[e] > capacity:
+                    dropped += 1
+                    continue
+                gate = odds[t, e] / (odds[t, ranked[t, :2]].sum() if top_k == 2 else 1)
+                z = np.tensordot(token, state["expand"][e], 1) + state.get("expand_bias", np.zeros(experts))[e]
+                out = activated(z, activation) @ state["contract"][e]
+                y[b, t] += gate * (out + state.get("contract_bias", np.zeros(experts))[e])
+        for e in range(experts):
+            balance += experts * np.mean(ranked[:, 0] == e) * odds[:, e].mean() / len(x)
+        squares += (np.log(np.exp(scores).sum(1)) ** 2).mean() / len(x)
+    return y, 0.3 * balance + 0.05 * squares, dropped
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_does_what_loops_do(world: Any, kind: str) -> None:
+    options = KINDS[kind]
+    with alone(world) as grid:
+        found = passed(SERIAL, grid, **options)
+        state = layer(SERIAL, grid, **options).state_dict()
+    plain = {k: v for k, v in options.items() if k in ("top_k", "capacity_factor", "activation")}
+    y, terms, dropped = by_loops(inputs()[0], state, **plain)
+    assert (dropped > 0) == (kind in ("one, dropping", "many"))
+    np.testing.assert_allclose(found["y"].gather(), y, atol=1e-13)
+    np.testing.assert_allclose(found["terms"].item(), terms, rtol=1e-13)
+
+
+@pytest.mark.serial
+def test_derivatives_are_those_of_differences(world: Any) -> None:
+    with alone(world) as grid:
+        for kind in KINDS.values():
+            module = layer(SERIAL, grid, **kind)
+            x = pla.Tensor(placed(inputs()[0], grid, SERIAL.residual), requires_grad=True)
+
+            weights = list(module.parameters())
+
+            def value(x: Any, *given: Any, module: Any = module, weights: Any = weights) -> Any:
+                for p, values in zip(weights, given, strict=True):
+                    p.data = values.data
+                with nn.auxiliary_losses() as terms:
+                    y = module(x)
+                return (y * y).sum() + terms.total()
+
+            check_gradients(value, [x, *weights], directions=4)
+
+
+@pytest.mark.serial
+def test_equal_scores_and_dropped_tokens(world: Any) -> None:
+    """Of equal scores the first expert is chosen; what it does not take adds nothing."""
+    with alone(world) as grid:
+        module = layer(SERIAL, grid, top_k=1, capacity_factor=0.5)
+        module.router.block[...] = 0
+        y = module(pla.Tensor(placed(inputs()[0], grid, SERIAL.residual))).gather()
+    capacity = math.ceil(SEQUENCE * 0.5 / EXPERTS)
+    assert np.all(np.any(y[:, :capacity] != 0, axis=2))
+    assert not y[:, capacity:].any()
+
+
+# ------------------------------------------------------------------ every grid
+@pytest.fixture(scope="module")
+def known(world: Any) -> Any:
+    """What one rank alone finds."""
+
+    @cache
+    def found(kind: str) -> dict[str, np.ndarray]:
+        with alone(world) as grid:
+            return {name: array.gather() for name, array in passed(SERIAL, grid, **KINDS[kind]).items()}
+
+    return found
+
+
+def cases(ranks: int, full: bool) -> Iterator[tuple[str, str, dict[str, int], Any]]:
+    """(options, scheme, grid, the experts' axes): all, or one of each scheme."""
+    draw = random.Random(ranks)
+    for name, scheme in every_scheme().items():
+        axes = [None, *scheme.axes, *([scheme.axes[::-1]] if len(scheme.axes) > 1 else [])]
+        every = [(k, name, s, a) for k in KINDS for s in sizes_for(scheme, ranks, 10**6) for a in axes]
+        cut = [case for case in every if case[3] is not None and case[2].get(case[3], 2) > 1] or every
+        yield from every if full else [draw.choice(cut)]
+
+
+@EVERY
+def test_every_scheme_does_what_one_rank_does(make_grid: Any, world: Any, known: Any, full: bool) -> None:
+    every, wrong = every_scheme(), []
+    for kind, name, sizes, axis in cases(world.size, full):
+        grid = make_grid(sizes)
+        try:
+            found = passed(every[name], grid, axis=axis, **KINDS[kind])
+        except Exception as error:
+            error.add_note(f"{kind}, {name}, {sizes}, {axis}")
+            raise
+        grid.close()
+        wrong += [f"{kind}, {name}, {sizes}, {axis}: {each}" for each in differences(found, known(kind))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("axis", [None, "s", "data"])
+def test_tokens_queue_in_the_order_of_their_sequence(make_grid: Any, world: Any, known: Any, axis: Any) -> None:
+    """However they lie: in pairs of chunks, as causal rings take them, or dealt out one by one."""
+    grid = make_grid({"data": world.size // 2, "s": 2})
+    scheme = SERIAL.with_sequence("s").with_data("data")
+    want = known("one, dropping")
+    for order in (np.array([0, 1, 5, 6, 2, 3, 4]), np.array([0, 2, 4, 6, 1, 3, 5])):
+        found = passed(scheme, grid, order, axis=axis, **KINDS["one, dropping"])
+        lain = {name: a[:, order] if name in ("x", "y") else a for name, a in want.items()}
+        assert not differences(found, lain)
+
+
+def trained(scheme: Any, grid: Any, kind: str = "gpt", **options: Any) -> list[float]:
+    """The losses of ten steps of a model with experts, the terms they add among them."""
+    model = make(kind, scheme, grid, anything, num_local_experts=3, capacity_factor=0.9, **options)
+    GradientReducer(model.parameters(), first_bucket=2000, bucket=4000)
+    optimizer = AdamW(model.parameters(), 0.01)
+    found = []
+    for step in range(10):
+        with nn.training_step(step), nn.auxiliary_losses() as auxiliary:
+            loss = loss_of(model, step % 3)
+            assert len(auxiliary) == len(model.blocks)
+            loss = loss + auxiliary.total()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@EVERY
+def test_models_with_experts_train_as_on_one_rank(make_grid: Any, world: Any, full: bool) -> None:
+    """With dropout, and recomputed where the one rank keeps."""
+    every, draw = every_scheme(), random.Random(world.size)
+    found = list(cases(world.size, full))
+    for kind in ("gpt", "llama"):
+        with alone(world) as grid:
+            want = trained(SERIAL, grid, kind, p=0.1)
+        for _, name, sizes, axis in found if full else draw.sample(found, 2 if world.size <= 4 else 1):
+            grid = make_grid(sizes)
+            got = trained(every[name], grid, kind, p=0.1, recompute="block", expert_axis=axis)
+            grid.close()
+            error = max(abs(g / w - 1) for g, w in zip(got, want, strict=True))
+            assert error <= CLOSE, (kind, name, sizes, axis, error)
+            assert want[-1] < want[0]
+
+
+# ------------------------------------------------------------------ words
+def rows_from_others(grid: Any, routing: Routing) -> int:
+    return int(routing.received.sum() - routing.received[routing._me])
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize("axis", ["data", "s", ("data", "s")])
+def test_the_exchange_moves_as_many_words_as_tokens(
+    make_grid: Any, world: Any, axis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There and back, and twice more in the backward pass, tokens that come from others; and counts, once."""
+    grid = make_grid({"data": world.size // 2, "s": 2})
+    scheme, seen, init = SERIAL.with_sequence("s").with_data("data"), [], Routing.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        seen.append(self)
+
+    monkeypatch.setattr(Routing, "__init__", noted)
+    module = layer(scheme, grid, axis=axis)
+    x = pla.Tensor(placed(inputs()[0], grid, scheme.residual), requires_grad=True)
+    with pla.ledger(grid) as book:
+        y = module(x)
+    routing, forward = seen[-1], dict(book.words)
+    with pla.no_sync(), pla.ledger(grid) as book:
+        y.backward(y.detach())
+    backward = dict(book.words)
+    crossed = routing.queues.crossed
+    gone = int(routing.sent.sum() - routing.sent[routing._me])
+    come = rows_from_others(grid, routing)
+    kept = int(routing.kept.sum())
+    assert sum(world.share(kept)) == sum(world.share(int(routing.received.sum()))) <= 2 * BATCH * SEQUENCE
+    assert forward.pop(("all_to_all", crossed), 0) == (come + gone) * HIDDEN
+    assert backward.pop(("all_to_all", crossed), 0) == (come + gone) * HIDDEN
+    counts = [2 * routing.queues.rows(at) * EXPERTS for at in routing.queues.peers]
+    assert forward.pop(("all_gather", crossed), 0) == sum(counts) - counts[routing._me]
+    assert not forward
+    assert not backward
+
+
+@pytest.mark.ranks(4)
+def test_tokens_and_not_queues_are_gathered_and_summed(make_grid: Any) -> None:
+    """On a tensor grid tokens are gathered before, and summed after, in both passes."""
+    full = BATCH * SEQUENCE * HIDDEN
+    for name, sizes in (("1d", {"t": 4}), ("1d with sequence cuts", {"t": 4})):
+        grid, scheme = make_grid(sizes), schemes.discover()[name].SCHEME
+        module = layer(scheme, grid, bias=False)
+        x = pla.Tensor(placed(inputs()[0], grid, scheme.residual), requires_grad=True)
+        with pla.ledger(grid) as book:
+            y = module(x)
+        router = BATCH * SEQUENCE * EXPERTS
+        own = math.prod(grid.block_shape(scheme.residual, x.shape))
+        if name == "1d":
+            piece = len(pla.layout.piece(full, 4, grid.rank))
+            assert dict(book.words) == {("all_reduce", ("t",)): 2 * (full - piece)}
+        else:
+            assert book.words[("reduce_scatter", ("t",))] == full - own
+            assert book.words[("all_gather", ("t",))] == full - own + router - own // HIDDEN * EXPERTS
+        with pla.no_sync(), pla.ledger(grid) as book:
+            y.backward(y.detach())
+        sums = {op: n for (op, _), n in book.words.items()}
+        most = 2 * full + 4 * BATCH * SEQUENCE  # gates have 2 numbers a token
+        assert sum(sums.values()) < 1.01 * most, sums
+
+
+# ------------------------------------------------------------------ mistakes
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"top_k": 3}, "top_k is 1 or 2, not 3"),
+        ({"experts": 1}, "top_k=2 of 1 experts; take top_k=1"),
+        ({"experts": 0}, "at least 1, not 0"),
+        ({"axis": "data"}, r"'data', but the grid has the axes {'one': 1}.*axis=None"),
+        ({"axis": ("one", "one")}, "names an axis twice"),
+        ({"capacity_factor": 0}, "capacity_factor is above 0"),
+        ({"capacity_factor": math.nan}, "capacity_factor is above 0"),
+        ({"capacity_factor": "1"}, "capacity_factor is above 0"),
+        ({"activation": "softplus"}, "no activation 'softplus'"),
+    ],
+)
+def test_what_cannot_be_is_told(world: Any, options: dict[str, Any], told: str) -> None:
+    with alone(world) as grid, pytest.raises(ConfigError, match=told):
+        layer(SERIAL, grid, **options)
+
+
+@pytest.mark.serial
+def test_inputs_of_other_shapes_are_refused(world: Any) -> None:
+    with alone(world) as grid:
+        with pytest.raises(LayoutError, match=r"\[batch, sequence, 6\], not \(5, 6\)"):
+            layer(SERIAL, grid)(pla.Tensor(placed(inputs()[0][:, 0], grid, pla.Layout(None, None))))
+        model = make("gpt", SERIAL, grid, num_local_experts=2)
+        with pytest.raises(ConfigError, match="num_local_experts=2 is not written"):
+            model.save_pretrained("nowhere")
+
+
+@pytest.mark.ranks(4)
+def test_a_planted_bug_is_caught(make_grid: Any, world: Any, known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, scheme = make_grid({"s": 2, "t": 2}), schemes.discover()["1d"].SCHEME.with_sequence("s")
+    want, runs = known("one, dropping"), Queues.runs
+
+    def wrong() -> bool:
+        found = passed(scheme, grid, axis="t", **KINDS["one, dropping"])
+        return any(world.share(differences(found, want)))
+
+    assert not wrong()
+    with monkeypatch.context() as planted:  # a gradient lacks a sum over the ranks of the experts
+        planted.setattr(Queues, "replicating", ())
+        assert wrong()
+    with monkeypatch.context() as planted:  # later parts of a sequence queue before earlier ones
+        planted.setattr(Queues, "runs", lambda *args: (found := runs(*args))._replace(first=-found.first))
+        assert wrong()
