@@ -25,10 +25,11 @@ import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.autograd import ops
 from parlinalg.comm import Comm, Trace, open_comm
-from parlinalg.parallel import GradientReducer, Prefetch
+from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
 from parlinalg.schemes import discover
 
 GOAL = 0.7
+MIB = 2**20
 
 
 class Case:
@@ -42,7 +43,8 @@ class Case:
             vocab_size=args.vocabulary, max_position_embeddings=args.sequence, hidden_size=args.hidden,
             num_hidden_layers=args.layers, num_attention_heads=args.heads, scheme=scheme, grid=self.grid, seed=1,
         )  # fmt: skip
-        self.reducer = GradientReducer(self.model.parameters())
+        handlers = [ZeRO(stage=3)] if name.startswith("zero3") else []
+        GradientReducer(self.model.parameters(), handlers, MIB, int(args.bucket * MIB))
         if name == "zero3":
             Prefetch(self.model)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -139,12 +141,13 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", choices=["data", "zero3", "zero3, no prefetch"], default=["data", "zero3"]
     )
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a rank")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--bucket", type=float, default=4, help="of gradients, MiB: the last one is hardly hidden")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--png", help="draw the last round's steps here")
     parser.add_argument("--chrome", help="write the last round's steps here, for chrome://tracing; {case} is its name")
