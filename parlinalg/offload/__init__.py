@@ -3,6 +3,11 @@
 from parlinalg.offload.activations import OffloadedActivations
 from parlinalg.offload.disk_states import DiskStates
 from parlinalg.offload.parameters import OffloadedParameters
+from parlinalg.offload.plan import Offload, OffloadPlan, kept, plan
+from parlinalg.offload.recover import recover
 from parlinalg.offload.states import HostStates
 
-__all__ = ["DiskStates", "HostStates", "OffloadedActivations", "OffloadedParameters"]
+__all__ = [
+    "DiskStates", "HostStates", "Offload", "OffloadPlan", "OffloadedActivations", "OffloadedParameters", "kept", "plan",
+    "recover",
+]  # fmt: skip

@@ -13,6 +13,7 @@ import shutil
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 import numpy as np
@@ -154,6 +155,14 @@ class DiskFile:
     def fileno(self) -> int:
         """The number by which the system knows the open file."""
         return self._fd
+
+    def __enter__(self) -> DiskFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self, *, remove: bool = False) -> None:
         """Close the file, and take it away if asked."""

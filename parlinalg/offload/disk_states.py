@@ -95,10 +95,14 @@ class DiskStates(ChunkedStates):
         rank = self._worlds[0].rank
         backend = self.places.stretches[0].backend
         path = file_of(self.path, self.name, rank)
-        self.file = ChunkFile(path, self.places.count, self.places.parts, self.places.label())
+        self.file = ChunkFile(path, self.places.count, self.places.parts, self._label())
         self._stream = Stream(self.file, sum(self.places.parts), backend, self.buffers)
         self._desk = (-1, aligned(sum(self.places.parts), backend))
         self._end = weakref.finalize(self, _close, self.file, self._stream, self.keep)
+
+    def _label(self) -> dict[str, Any]:
+        """What the file says of itself."""
+        return {"entries": self.places.label(), "chunk": self.chunk}
 
     def close(self) -> None:
         """Close the files and end the threads; the files are taken away unless they are to be kept."""
@@ -220,7 +224,10 @@ class DiskStates(ChunkedStates):
             kept = stretch.values(buffer, self.places.parts[0])[piece.inside]
         else:
             kept = stretch.state(buffer, "master")[piece.inside].astype(stretch.value)
-        stretch.backend.copy_from_host(np.ascontiguousarray(kept), entry.parameter.updated[0][piece.part])
+        value, data = entry.parameter.updated[0][piece.part], entry.parameter.data
+        stretch.backend.copy_from_host(np.ascontiguousarray(kept), value)
+        if data.RESTS:
+            data.put(value, entry.start + piece.at)  # type: ignore[attr-defined]
 
     def _refuse_broken(self) -> None:
         if self._broken:

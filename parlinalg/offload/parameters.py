@@ -12,6 +12,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.homeward import most_bytes
 from parlinalg.autograd.tape import Node
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
@@ -21,6 +22,7 @@ from parlinalg.nn.declared import Declared
 from parlinalg.offload.agreement import agree, worlds
 from parlinalg.offload.resting import DiskHome, HostHome, Resting, room
 from parlinalg.offload.states import bytes_of
+from parlinalg.parallel import GradientReducer
 
 
 class OffloadedParameters:
@@ -28,14 +30,15 @@ class OffloadedParameters:
 
     The parameters keep their place in the model: modules, optimizers, `state_dict` see arrays as before.  On a disk
     values, and with `gradients` settled gradients too, lie in one file a rank, of which windows are mapped as they are
-    used; the next one is read ahead.  Gradients are settled one by one, so that they go without a reducer.
+    used; the next one is read ahead.  Offloaded gradients are settled one by one, without their reducer, which is
+    detached; a reducer that shards parameters (ZeRO) keeps its gradients.
 
     Parameters
     ----------
     path : str or Path, optional
         The folder of the files.  None: host memory, for a grid whose blocks live on a GPU.
     least : int or str
-        Blocks of fewer bytes stay where they are.
+        Parameters whose blocks have fewer bytes stay where they are.
     gradients : bool
         Whether gradients rest there too; only where blocks live in host memory.
     name : str
@@ -60,17 +63,12 @@ class OffloadedParameters:
         """Make a model's parameters where they will rest, one at a time: `model.initialize(seed)` for a model that does
         not fit in memory.  Collective.  Returns the model.
         """
-        declared = [
-            (d, d.grid.block_shape(d.layout, d.shape))
-            for m in model.modules() for d in m._parameters.values() if isinstance(d, Declared)
-        ]  # fmt: skip
-        grids = [d.grid for d, _ in declared]
-        sizes = [d.nbytes for d, _ in declared if d.nbytes >= self.least]
-        self._open(grids, sizes)
+        declared = [d for m in model.modules() for d in m._parameters.values() if isinstance(d, Declared)]
+        self._open([d.grid for d in declared], [d.nbytes for d in declared if self._large(d)])
 
         def made(declared: Declared, name: str) -> DistArray:
             value = declared.make(seed, name)
-            return self._rest(value) if declared.nbytes >= self.least else value
+            return self._rest(value) if self._large(declared) else value
 
         model.initialize(seed, values=made)
         self._adopt(model.parameters())
@@ -84,15 +82,26 @@ class OffloadedParameters:
         OffloadError
             On all ranks, if the folder cannot be written or the disk is too small.
         """
-        chosen = [p for p in parameters if p.shard is None and _nbytes(p) >= self.least]
-        self._open([p.grid for p in chosen], [_nbytes(p) for p in chosen])
+        parameters = list(parameters)
+        chosen = [p for p in parameters if p.shard is None and self._large(p)]
+        reducers = {id(p.reducer): p.reducer for p in chosen if isinstance(p.reducer, GradientReducer)}
+        if any(q.shard is not None for r in reducers.values() for q in r.parameters):
+            self.gradients = False
+        elif self.gradients:
+            for reducer in reducers.values():
+                reducer.detach()
+        self._open([p.grid for p in parameters], [int(p.block.nbytes) for p in chosen])
         for p in chosen:
             p.data = self._rest(p.data)
         self._adopt(chosen)
 
+    def _large(self, p: Parameter | Declared) -> bool:
+        """Whether a parameter goes: the same on all ranks, by the largest block of any."""
+        return most_bytes(p.layout, p.shape, p.grid.sizes, p.dtype.itemsize) >= self.least
+
     def _open(self, grids: list[Grid], sizes: list[int]) -> None:
-        if self._home is not None:
-            raise ConfigError("these offloaded parameters have a model already; make another OffloadedParameters")
+        if self._home is not None or not grids:
+            raise ConfigError("OffloadedParameters are placed once, of a model that has parameters; make another one")
         cpu = all(g.backend.xp is np for g in grids)
         if self.gradients and not cpu:
             raise ConfigError("gradients are offloaded only where blocks live in host memory: gradients=False")
@@ -102,9 +111,7 @@ class OffloadedParameters:
         problem: OffloadError | None = None
         nbytes = sum(map(room, sizes)) * (2 if self.gradients else 1)
         try:
-            if not sizes or not comms:
-                pass
-            elif self.path is None:
+            if self.path is None:
                 self._home = HostHome(nbytes, grids[0].backend)
             else:
                 self._home = DiskHome(self.path / f"{self.name}.{comms[0].rank}.window", nbytes)
@@ -130,7 +137,6 @@ class OffloadedParameters:
         self.parameters = [p for p in parameters if isinstance(p.data, Resting)]
         for p in self.parameters:
             if self.gradients and p.node is not None:
-                p.reducer = None
                 place = self._new(p.dtype, p.shape, p.layout, p.grid)
                 p._node = RestingNode(p.node, place)
 
@@ -207,7 +213,3 @@ class RestingNode(Node):
         held = self._held
         node.grad = None if held is None else held.like(held.block.copy())
         return node
-
-
-def _nbytes(p: Parameter) -> int:
-    return int(p.block.nbytes)

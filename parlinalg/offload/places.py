@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import Backend
+from parlinalg.errors import OffloadError
 from parlinalg.offload.disk import whole_pages
 from parlinalg.optim.flat import Entry, Run
 
@@ -130,14 +131,15 @@ class Places:
 
     def of(self, entry: Entry) -> Iterator[Piece]:
         """The pieces of an entry."""
-        if id(entry.parameter) in self._of:
-            stretch, start = self._of[id(entry.parameter)]
-            yield from _cut(stretch, start, entry.size)
+        if not entry.size or not entry.names:
+            return
+        if id(entry.parameter) not in self._of:
+            raise OffloadError(f"there are no states of {entry.parameter.name!r}: they were not made, or are closed")
+        stretch, start = self._of[id(entry.parameter)]
+        yield from _cut(stretch, start, entry.size)
 
     def of_run(self, run: Run) -> Iterator[tuple[Piece, Run]]:
         """The pieces of a run, each as the run of its elements, still without states."""
-        if id(run.entries[0].parameter) not in self._of:  # it has no states
-            return
         stretch, start = self._of[id(run.entries[0].parameter)]
         ends = np.cumsum([e.size for e in run.entries])
         for piece in _cut(stretch, start, int(ends[-1])):

@@ -146,8 +146,9 @@ class Optimizer(ABC):
         if not old or any(e.span != span(e.parameter) for e in old):
             self._check_shards()
             kept = self._resharded(old)
-            self._entries = flatten(self.parameters, self.states, self.master)
-            self.states_place.make(self._entries)
+            entries = flatten(self.parameters, self.states, self.master)
+            self.states_place.make(entries)
+            self._entries = entries
             for entry in self._entries:
                 for name in entry.names:
                     if old:

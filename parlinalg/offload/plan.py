@@ -1,0 +1,292 @@
+"""What is offloaded so that a rank's memory suffices.
+
+A rank holds values, gradients, optimizer states, and what the tape keeps.  Where they are more than the limit, they are
+offloaded in this order until the rest fits:
+
+1. optimizer states, which a step reads and writes once, in the order in which they lie;
+2. what the tape keeps, written and read once a microbatch;
+3. values, read twice a microbatch and written once a step, with their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from parlinalg.autograd import Parameter, Tensor
+from parlinalg.autograd.saved import saved
+from parlinalg.backend.kernels_optim import work_dtype
+from parlinalg.errors import ConfigError
+from parlinalg.nn import Module
+from parlinalg.offload.activations import OffloadedActivations
+from parlinalg.offload.agreement import worlds
+from parlinalg.offload.disk_states import DiskStates
+from parlinalg.offload.parameters import OffloadedParameters
+from parlinalg.offload.states import HostStates, bytes_of
+from parlinalg.optim import Optimizer
+from parlinalg.units import format_bytes
+
+ORDER = ("optimizer", "activations", "parameters")
+PLACES = ("disk", "host")
+BUFFERS = 4
+MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 16
+
+
+@dataclass(frozen=True)
+class Table:
+    """Bytes of a rank, the largest of all ranks.
+
+    Attributes
+    ----------
+    values, gradients, states, activations : int
+    largest : int
+        The largest block of a parameter.
+    block : int
+        What one block of the model keeps for the backward pass.
+    """
+
+    values: int
+    gradients: int
+    states: int
+    activations: int = 0
+    largest: int = 0
+    block: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that a step holds with nothing offloaded."""
+        return self.values + self.gradients + self.states + self.activations
+
+    def rest(self, offloaded: Iterable[str], chunk: int) -> int:
+        """What stays in memory, the buffers of what is offloaded counted."""
+        away = set(offloaded)
+        left = self.total
+        if "optimizer" in away:
+            left += min(0, BUFFERS * chunk - self.states)
+        if "activations" in away:
+            left += min(0, 3 * self.block - self.activations)
+        if "parameters" in away:
+            left += min(0, 3 * self.largest - self.values - self.gradients)
+        return left
+
+
+def decide(table: Table, memory: int, movable: Iterable[str], chunk: int) -> tuple[str, ...] | None:
+    """The first of what can be moved, in `ORDER`, without which the rest fits; None if it never does.  Pure.
+
+    >>> table = Table(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
+    >>> decide(table, 200, ORDER, chunk=1), decide(table, 120, ORDER, chunk=1), decide(table, 60, ORDER, chunk=1)
+    ((), ('optimizer',), ('optimizer', 'activations', 'parameters'))
+    """
+    chosen: list[str] = []
+    left = [kind for kind in ORDER if kind in set(movable)]
+    while table.rest(chosen, chunk) > memory:
+        if not left:
+            return None
+        chosen.append(left.pop(0))
+    return tuple(chosen)
+
+
+@dataclass
+class OffloadPlan:
+    """What is offloaded, to where.
+
+    Attributes
+    ----------
+    table : Table
+    places : dict of str to str
+        "optimizer", "activations" and "parameters", those that are offloaded: "disk" or "host".
+    memory : int or None
+        The limit.
+    path : Path or None
+    chunk : int
+        Bytes of a chunk of states.
+    """
+
+    model: Module
+    optimizer: Optimizer
+    table: Table
+    places: dict[str, str]
+    memory: int | None
+    path: Path | None
+    chunk: int
+
+    def __str__(self) -> str:
+        t = self.table
+        held = (
+            f"a rank holds {format_bytes(t.values)} of values, {format_bytes(t.gradients)} of gradients, "
+            f"{format_bytes(t.states)} of optimizer states"
+            + (f", {format_bytes(t.activations)} of activations" if t.activations else "")
+        )
+        limit = "" if self.memory is None else f" for a limit of {format_bytes(self.memory)}"
+        if not self.places:
+            return f"nothing is offloaded{limit}: {held}"
+        what = ", ".join(f"{kind} to {self._where(place)}" for kind, place in self.places.items())
+        return f"offloaded{limit}: {what}; {held}; {format_bytes(t.rest(self.places, self.chunk))} stay"
+
+    def _where(self, place: str) -> str:
+        return "host memory" if place == "host" else f"{self.path}"
+
+    def apply(self) -> Offload:
+        """Do it, before the first step.  Collective; close what is returned when the training is over."""
+        made = Offload(self)
+        try:
+            made.start()
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+
+@dataclass
+class Offload:
+    """What was offloaded; a context manager."""
+
+    plan: OffloadPlan
+    states: DiskStates | HostStates | None = None
+    activations: OffloadedActivations | None = None
+    parameters: OffloadedParameters | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def start(self) -> None:
+        """Move everything that is to be moved."""
+        plan = self.plan
+        folder = {kind: plan.path if place == "disk" else None for kind, place in plan.places.items()}
+        if "parameters" in plan.places:
+            cpu = all(p.grid.backend.xp is np for p in plan.model.parameters())
+            self.parameters = OffloadedParameters(folder["parameters"], gradients=cpu)
+            self._stack.callback(self.parameters.close)
+            self.parameters.place(plan.model.parameters())
+        if "activations" in plan.places:
+            self.activations = OffloadedActivations(folder["activations"])
+            self._stack.callback(self.activations.close)
+            self.activations.place(blocks_of(plan.model))
+        if "optimizer" in plan.places:
+            on_disk = plan.places["optimizer"] == "disk" and plan.path is not None
+            states = DiskStates(plan.path, chunk=plan.chunk) if on_disk and plan.path else HostStates(plan.chunk)
+            self._stack.callback(states.close)
+            self.states = states
+            plan.optimizer.place(states)
+
+    def close(self) -> None:
+        """End the threads and take the files away; values come back into memory, optimizer states are gone."""
+        self._stack.close()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def plan(
+    model: Module, optimizer: Optimizer, *, memory: SupportsIndex | str | None = None, path: str | Path | None = None,
+    kept: SupportsIndex | str = 0, **places: str | None,
+) -> OffloadPlan:  # fmt: skip
+    """Decide what is offloaded.  Collective; nothing is moved until `apply()`, before the optimizer's first step.
+
+    Parameters
+    ----------
+    model : Module
+        Initialized.
+    optimizer : Optimizer
+    memory : int or str, optional
+        What values, gradients, states and activations of a rank may take, such as "4GiB"; what is above goes to `path`,
+        or to host memory from a GPU.  The interpreter and its libraries are not counted.
+    path : str or Path, optional
+        A folder on a disk, of this run alone.
+    kept : int or str
+        Bytes that the tape keeps in a step: `kept(loss)` after a forward pass.
+    optimizer_states, activations, parameters : {"disk", "host"}, optional
+        Offloaded in any case.  `optimizer` is taken for `optimizer_states` too.
+
+    Raises
+    ------
+    ConfigError
+        If the limit is too low even with everything offloaded: it names the least that would do.
+    """
+    chosen = _chosen(places)
+    cpu = all(p.grid.backend.xp is np for p in model.parameters())
+    folder = None if path is None else Path(path)
+    for kind, place in chosen.items():
+        if place == "disk" and folder is None:
+            raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
+    table = table_of(model, optimizer, bytes_of("kept", kept))
+    limit = None if memory is None else bytes_of("memory", memory)
+    chunk = MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (16 * BUFFERS)))
+    if limit is not None:
+        where = "disk" if folder is not None else "host" if not cpu else None
+        movable = ORDER if where else ()
+        found = decide(table, limit, {*movable, *chosen}, chunk)
+        if found is None:
+            least = table.rest({*movable, *chosen}, chunk)
+            hint = "" if where else '; with path="a folder on a disk" the rest would go there'
+            raise ConfigError(
+                f"memory={format_bytes(limit)} is too little: a rank holds {format_bytes(table.total)}, and "
+                f"{format_bytes(least)} with all offloaded that can be; the least limit that works is {least} "
+                f"bytes{hint}"
+            )
+        for kind in found:
+            chosen.setdefault(kind, where or "host")
+    if cpu:  # host memory is where everything is
+        chosen = {kind: place for kind, place in chosen.items() if place != "host"}
+    ordered = {kind: chosen[kind] for kind in ORDER if kind in chosen}
+    return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk)
+
+
+def _chosen(places: dict[str, str | None]) -> dict[str, str]:
+    chosen = {}
+    for key, place in places.items():
+        kind = "optimizer" if key == "optimizer_states" else key
+        if kind not in ORDER:
+            raise ConfigError(f"offload: there is no {key!r} to offload; there are {', '.join(ORDER)}")
+        if place is not None:
+            if place not in PLACES:
+                raise ConfigError(f"offload: {kind} goes to 'disk' or 'host', not to {place!r}")
+            chosen[kind] = place
+    return chosen
+
+
+def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
+    """What a rank holds, the largest over all ranks.  Collective."""
+    mine = [0, 0, 0, kept, 0, 0]
+    names = len(optimizer.states)
+    parameters = list(model.parameters())
+    for p in parameters:
+        n = p.block.size if p.shard is None else p.shard.stop - p.shard.start
+        dtype, more = work_dtype(p.dtype), 0
+        if optimizer.master is not None and optimizer.master.itemsize > p.dtype.itemsize:
+            dtype, more = optimizer.master, 1
+        mine[0] += p.block.size * p.dtype.itemsize
+        mine[1] += n * p.dtype.itemsize
+        mine[2] += n * (names + more) * dtype.itemsize
+        mine[4] = max(mine[4], p.block.size * p.dtype.itemsize)
+    mine[5] = -(-kept // max(1, len(blocks_of(model))))
+    for comm in worlds(p.grid for p in parameters):
+        mine = [max(column) for column in zip(*comm.share(mine), strict=True)]
+    return Table(*mine)
+
+
+def blocks_of(model: Module) -> list[Module]:
+    """The modules whose activations are put away together: the layers of a transformer, else the members."""
+    blocks = list(_members(getattr(model, "blocks", None) if hasattr(model, "blocks") else model))
+    return [b for b in blocks if any(isinstance(p, Parameter) for p in b.parameters())] or [model]
+
+
+def _members(module: Any) -> Iterator[Module]:
+    with suppress(TypeError):
+        yield from (m for m in module if isinstance(m, Module))
+        return
+    yield from module._modules.values()
+
+
+def kept(loss: Tensor) -> int:
+    """The bytes that the backward pass from a loss holds on this rank."""
+    return sum(row.nbytes for row in saved(loss))

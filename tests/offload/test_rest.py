@@ -1,0 +1,144 @@
+"""Parameters, gradients and activations elsewhere: the same bits; what a memory limit decides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from parlinalg import offload
+from parlinalg.autograd.saved import saved
+from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.offload import OffloadedActivations, OffloadedParameters
+from parlinalg.offload.plan import ORDER, Table, decide
+from parlinalg.parallel import ZeRO
+from tests.models import loss_of
+from tests.offload.runs import everything, go_on, sizes, start, unlike
+
+
+def windows():
+    return Path("/proc/self/maps").read_text().count(".window") if Path("/proc/self/maps").exists() else 0
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(("kind", "options"), [
+    ("gpt", {"p": 0.1}), ("llama", {"recompute": True, "p": 0.1, "num_hidden_layers": 2}),
+    ("gpt", {"handlers": (ZeRO(2),), "dtype": "float32", "master": "float64"}),
+])  # fmt: skip
+@pytest.mark.parametrize("what", ["parameters", "activations", "all"])
+def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options, what):
+    grid = make_grid(sizes(world.size))
+    alone = what != "activations" and "handlers" not in options  # offloaded gradients are settled one by one
+    model, update = start(grid, kind, reduce=not alone, **options)
+    losses = go_on(model, update, range(3))
+    want = everything(model, update)
+    model, update = start(grid, kind, **options)
+    path = folder if backend == "numpy" else None
+    made = []
+    if what != "activations":
+        made.append(OffloadedParameters(path, least=1000, gradients=backend == "numpy"))
+        made[-1].place(model.parameters())
+    if what != "parameters":
+        made.append(OffloadedActivations(path, least=0))
+        made[-1].place(model.blocks)
+    if what == "all" and backend == "numpy":
+        made.append(offload.DiskStates(folder, chunk=4096))
+        update.place(made[-1])
+    found = go_on(model, update, range(3))
+    assert windows() == 0
+    state = everything(model, update)
+    update.place(offload.HostStates())
+    for each in made:
+        each.close()
+    assert not list(folder.glob(f"*.{world.rank}.*"))
+    if backend == "numpy" or alone is False or world.size == 1:
+        assert found == losses
+        assert not unlike(state, want)
+    assert not unlike(everything(model, update), state)
+
+
+@pytest.mark.serial
+def test_blocks_keep_nothing_in_memory(make_grid, tmp_path):
+    model, _ = start(make_grid(sizes(1)), num_hidden_layers=3)
+    held = {r.op: r.nbytes for r in saved(loss_of(model))}
+    with OffloadedActivations(tmp_path, least=1) as away:
+        away.place(model.blocks)
+        loss = loss_of(model)
+        left = {r.op: r.nbytes for r in saved(loss)}
+        assert "attention" in held
+        assert "attention" not in left
+        assert sum(left.values()) < 0.4 * sum(held.values())
+        loss.backward()
+        del loss
+        used = away._store._end
+        loss_of(model).backward()
+        assert away._store._end == used  # places are used again
+
+
+@pytest.mark.serial
+def test_a_file_of_values_that_is_cut_is_told(make_grid, tmp_path):
+    model, _ = start(make_grid(sizes(1)), reduce=False)
+    rest = OffloadedParameters(tmp_path, least=1000)
+    rest.place(model.parameters())
+    (file,) = tmp_path.iterdir()
+    with file.open("r+b") as held:
+        held.truncate(4096)
+    with pytest.raises(OffloadError, match="values.0.window was cut short"):
+        loss_of(model)
+    rest.discard()
+
+
+@pytest.mark.serial
+def test_a_model_is_made_where_it_rests(make_grid, tmp_path):
+    from tests.models import ARGUMENTS, CLASSES
+
+    def made(initialize):
+        from tests.offload.runs import SCHEME
+
+        model = CLASSES["gpt"](scheme=SCHEME, grid=grid, num_hidden_layers=1, dtype="float32", **ARGUMENTS["gpt"])
+        return initialize(model)
+
+    grid = make_grid(sizes(1))
+    want = made(lambda m: m.initialize(3)).state_dict()
+    with OffloadedParameters(tmp_path, least=1000) as rest:
+        model = made(lambda m: rest.initialize(m, 3))
+        assert len(rest.parameters) == 4
+        assert not unlike(model.state_dict(), want)
+
+
+def test_a_limit_decides(make_grid, world, folder, backend):
+    grid = make_grid(sizes(world.size))
+    model, update = start(grid)
+    table = offload.plan(model, update).table
+    path = folder if backend == "numpy" else None
+    assert str(offload.plan(model, update, memory="1GiB", path=path)).startswith("nothing is offloaded for a limit of")
+    with pytest.raises(ConfigError, match=r"the least limit that works is \d+ bytes") as raised:
+        offload.plan(model, update, memory=1000, path=path, kept="1kB")
+    least = int(re.search(r"works is (\d+)", str(raised.value))[1])
+    assert least < table.total
+    with pytest.raises(ConfigError, match="optimizer to the disk needs path="):
+        offload.plan(model, update, optimizer_states="disk")
+    with pytest.raises(ConfigError, match="goes to 'disk' or 'host', not to 'moon'"):
+        offload.plan(model, update, parameters="moon")
+    if backend == "numpy":
+        with pytest.raises(ConfigError, match="path="):
+            offload.plan(model, update, memory=1000)
+    chosen = offload.plan(model, update, memory=least, path=path, kept="1kB")
+    assert "parameters to" in str(chosen)
+    losses = go_on(*start(grid, reduce=False), range(2))
+    with chosen.apply() as done:
+        assert done.states is not None
+        found = go_on(model, update, range(2))
+        assert found == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.serial
+def test_what_is_offloaded_first():
+    table = Table(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
+    assert decide(table, 190, ORDER, 1) == ()
+    assert decide(table, 189, ORDER, 1) == ("optimizer",)
+    assert decide(table, 113, ORDER, 1) == ("optimizer", "activations")
+    assert decide(table, 98, ORDER, 1) == ORDER
+    assert decide(table, 30, ORDER, 1) is None
+    assert decide(table, 120, ("parameters",), 1) is None

@@ -1,0 +1,283 @@
+"""States on a disk: the same bits, and steps that count as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parlinalg import optim
+from parlinalg.errors import OffloadError
+from parlinalg.offload import DiskStates, HostStates, recover
+from parlinalg.offload.chunks import ChunkFile
+from parlinalg.offload.disk import DiskFile
+from parlinalg.parallel import ZeRO
+from tests.offload.runs import everything, go_on, sizes, start, unlike
+
+CASES = {
+    "adamw": {},
+    "zero 1": {"handlers": (ZeRO(1),)},
+    "zero 2, masters": {"handlers": (ZeRO(2),), "dtype": "float32", "master": "float64"},
+    "16 bits, masters": {"dtype": "float16", "master": True},
+    "lamb": {"optimizer": optim.LAMB},
+}
+
+
+def threads():
+    return [t.name for t in threading.enumerate() if t.name.startswith("parlinalg-offload")]
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_every_bit_as_in_memory(make_grid, world, folder, case, backend):
+    grid = make_grid(sizes(world.size))
+    model, update = start(grid, **CASES[case])
+    losses = go_on(model, update, range(3))
+    want = everything(model, update)
+    for values in (True, False) if case == "adamw" else (True,):
+        model, update = start(grid, **CASES[case])
+        with DiskStates(folder, chunk=4096, buffers=2, values=values) as states:
+            update.place(states)
+            found = go_on(model, update, range(3))
+            assert states.file is None or (states.places.count > 2 and threads())
+            if case == "lamb":  # its norms are sums over chunks
+                assert found == pytest.approx(losses, rel=1e-12)
+                return
+            assert found == losses
+            assert not unlike(everything(model, update), want)
+    assert not threads()
+    assert not list(folder.glob(f"*.{world.rank}.*"))
+    model, update = start(grid, **CASES[case])
+    update.place(HostStates(5000))
+    assert go_on(model, update, range(3)) == losses
+    assert not unlike(everything(model, update), want)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_states_move_in_the_middle_of_a_training(make_grid, world, folder, backend):
+    grid = make_grid(sizes(world.size))
+    model, update = start(grid)
+    losses = go_on(model, update, range(4))
+    want = everything(model, update)
+    model, update = start(grid)
+    assert go_on(model, update, range(2)) == losses[:2]
+    with DiskStates(folder, chunk=4096) as states:
+        update.place(states)
+        assert go_on(model, update, range(2, 4)) == losses[2:]
+        update.place(optim.InMemory())
+    assert not unlike(everything(model, update), want)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("where", ["write", "read", "flush"])
+@pytest.mark.parametrize("master", [False, "float64"])
+def test_a_step_that_fails_on_one_rank_is_not_made_on_any(make_grid, world, folder, monkeypatch, where, master):
+    grid = make_grid(sizes(world.size))
+    options = {"dtype": "float32", "master": master}
+    model, update = start(grid, **options)
+    losses = go_on(model, update, range(3))
+    want = everything(model, update)
+    model, update = start(grid, **options)
+    with DiskStates(folder, chunk=4096) as states:
+        update.place(states)
+        assert go_on(model, update, range(2)) == losses[:2]
+        before = everything(model, update)
+        original, calls = getattr(DiskFile, where), []
+
+        def failing(self, *args):
+            calls.append(0)
+            if world.rank == world.size - 1 and len(calls) == (3 if where != "flush" else 2):
+                raise OffloadError("the disk is on fire")
+            return original(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskFile, where, failing)
+            with pytest.raises(OffloadError, match="on fire"):
+                go_on(model, update, range(2, 3))
+        update.zero_grad()
+        assert not unlike(everything(model, update), before)
+        assert go_on(model, update, range(2, 3)) == losses[2:]
+        assert not unlike(everything(model, update), want)
+    assert not threads()
+
+
+def test_without_values_a_step_that_failed_ends_it(make_grid, folder, monkeypatch, world):
+    model, update = start(make_grid(sizes(world.size)))
+    with DiskStates(folder, chunk=4096, values=False) as states:
+        update.place(states)
+        go_on(model, update, range(1))
+        monkeypatch.setattr(DiskFile, "write", lambda *_: (_ for _ in ()).throw(OffloadError("full")))
+        with pytest.raises(OffloadError, match="full"):
+            go_on(model, update, range(1, 2))
+        for use in (update.state_dict, update.step):
+            with pytest.raises(OffloadError, match=r"half-way.*load a checkpoint"):
+                use()
+
+
+KILLED = """
+import os, signal, sys
+import parlinalg as pla
+from parlinalg.offload import DiskStates
+from parlinalg.offload.disk import DiskFile
+from tests.offload.runs import *
+with pla.Grid(sizes(1), backend="numpy") as grid:
+    model, update = start(grid)
+    update.place(DiskStates(sys.argv[1], chunk=4096))
+    go_on(model, update, range(2))
+    calls, original = [0], DiskFile.write
+    def write(self, buffer, offset):
+        calls[0] += 1
+        if calls[0] == int(sys.argv[2]):
+            original(self, buffer[: len(buffer) // 4096 // 2 * 4096], offset)  # half of it
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, buffer, offset)
+    DiskFile.write = write
+    go_on(model, update, range(2, 4))
+"""
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("call", [1, 5, -1])
+def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call):
+    grid = make_grid(sizes(1))
+    model, update = start(grid)
+    go_on(model, update, range(2))
+    steps = {2: everything(model, update)}
+    go_on(model, update, range(2, 3))
+    steps[3] = everything(model, update)
+    chunks = -(-sum(p.block.size * 16 for p in model.parameters()) // 4096)
+    at = chunks + 3 if call < 0 else call  # in the step after the next
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(at)], check=False, capture_output=True, text=True, timeout=60,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    model, update = start(grid)
+    made = recover(tmp_path, update)
+    assert made == (3 if call < 0 else 2)
+    assert not unlike(everything(model, update), steps[made])
+    file = tmp_path / "states.0.chunks"
+    with DiskFile(file, 0, existing=True), pytest.raises(OffloadError, match="in use by another process"):
+        recover(tmp_path, update)
+    whole = file.read_bytes()
+    for damage, said in ((whole[:-4096], "cut short"), (whole[:-9000] + b"x" * 9000, "checksum")):
+        file.write_bytes(damage)
+        model, update = start(grid)
+        before = everything(model, update)
+        try:
+            recover(tmp_path, update)
+        except OffloadError as error:
+            assert said in str(error) and str(file) in str(error)  # noqa: PT017, PT018
+            assert not unlike(everything(model, update), before)
+        else:  # the damage was in the half-written part
+            assert said == "checksum" and not unlike(everything(model, update), steps[made])  # noqa: PT018
+    shutil.rmtree(tmp_path)
+    with pytest.raises(OffloadError, match="is not there"):
+        recover(tmp_path, update)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_file_that_is_changed_or_cut_is_told_on_all_ranks(make_grid, world, folder):
+    grid = make_grid(sizes(world.size))
+    model, update = start(grid)
+    with DiskStates(folder, chunk=4096) as states:
+        update.place(states)
+        go_on(model, update, range(2))
+        before = model.state_dict()
+        mine = folder / f"states.{world.size - 1}.chunks"
+        if world.rank == world.size - 1:
+            os.truncate(mine, 20000)
+        with pytest.raises(OffloadError, match=f"{mine.name}.* cut short"):
+            go_on(model, update, range(2, 3))
+        assert update.steps == 2
+        after = model.state_dict()
+        if world.size > 1:  # only the rank with the damage cannot put its part back, and says so
+            assert before.keys() == after.keys()
+        else:
+            with pytest.raises(OffloadError):
+                update.state_dict()
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(make_grid, world, folder):
+    model, update = start(make_grid(sizes(world.size)))
+    if world.rank == world.size - 1:
+        (folder / f"mine.{world.rank}").touch()
+    path = folder / (f"mine.{world.rank}" if world.rank == world.size - 1 else "others") / "deeper"
+    update.place(DiskStates(path))
+    with pytest.raises(OffloadError, match=f"mine.{world.size - 1}.* cannot be used: Not a directory.*give path="):
+        go_on(model, update, range(1))
+    update.place(optim.InMemory())
+    go_on(model, update, range(1))
+
+
+FULL = """
+import resource, sys
+from parlinalg.errors import OffloadError
+from parlinalg.offload.disk import DiskFile
+from pathlib import Path
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    DiskFile(Path(sys.argv[1]) / "f", 1 << 22)
+except OffloadError as error:
+    print(error, "| left:", len(list(Path(sys.argv[1]).iterdir())))
+"""
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", ["disk", "limit"])
+def test_a_full_disk_is_met_when_the_file_is_made(tmp_path, kind):
+    if kind == "disk":
+        if os.geteuid() or not shutil.which("unshare"):
+            pytest.skip("cannot be had here: only root mounts a small disk")
+        command = f'mount -t tmpfs -o size=2m small {tmp_path} && exec "$@"'
+        prefix = ["unshare", "-m", "sh", "-c", command, "sh"]
+        if subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode:
+            pytest.skip("cannot be had here: no mount namespaces")
+    else:
+        prefix = []
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", FULL, str(tmp_path), kind], check=False, capture_output=True, text=True,
+        timeout=60, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert f"{tmp_path}/f cannot be made" in done.stdout, done.stdout + done.stderr
+    assert "4194304 bytes" in done.stdout
+    assert "left: 0" in done.stdout
+    assert kind == "limit" or ("No space left" in done.stdout and "2097152" in done.stdout)
+
+
+@pytest.mark.serial
+def test_a_chunk_file_alone(tmp_path):
+    rng = np.random.default_rng(0)
+    buffer = np.zeros(8192 + 4096, np.uint8)
+    start = -buffer.__array_interface__["data"][0] % 4096
+    buffer = buffer[start : start + 8192]
+    file = ChunkFile(tmp_path / "c", 3, (4096, 4096), {"of": "me"})
+    written = {}
+    for generation in range(1, 4):
+        for chunk in range(generation % 2, 3):
+            buffer[:] = rng.integers(0, 256, 8192, dtype=np.uint8)
+            written[generation, chunk] = buffer.copy()
+            file.write(chunk, buffer)
+        file.commit({"steps": generation})
+    file.write(0, buffer)  # of a step that never ends
+    file.close(remove=False)
+    file = ChunkFile.open(tmp_path / "c")
+    assert (file.generation, file.note, file.label) == (3, {"steps": 3}, {"of": "me"})
+    file.read(1, buffer)
+    assert np.array_equal(buffer, written[3, 1])
+    file.read(0, buffer)
+    assert np.array_equal(buffer, written[2, 0])
+    file.older()
+    file.read(1, buffer[:4096])
+    assert file.generation == 2
+    assert np.array_equal(buffer[:4096], written[2, 1][:4096])
+    file.close(remove=True)
