@@ -86,6 +86,17 @@ def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
     assert not any("losses" in line for line in told["short"])
 
 
+def test_ring_counts_the_balance_of_each_order(tmp_path: Path) -> None:
+    result = tmp_path / "ring.json"
+    options = ["--ranks", "2", "--lengths", "512", "--heads", "1", "--width", "8", "--rounds", "1", "--crowded"]
+    done = launch(0, [str(BENCH / "ring.py"), *options, "--json", str(result)], timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = json.loads(result.read_text())["results"]
+    balance = {row["order"]: row["forward"] for row in told["rows"]}
+    assert balance["zigzag"] > balance["striped"] > balance["contiguous"]
+    assert all(row["words"] == 3 * 256 * 2 * 8 and row["seconds"] > 0 for row in told["rows"])
+
+
 def test_a_step_is_shared_out_by_functions() -> None:
     options = ["--model", "16x1x2x8x4x32", "--steps", "1", "--least", "0"]
     done = launch(0, [str(BENCH / "train_profile.py"), *options], timeout=60)

@@ -194,7 +194,7 @@ def test_words_and_held_blocks(grid, monkeypatch):
 
     z = tensor(inputs(s)[0], grid, cuts[0])
     width = z.block.shape[0] * z.block.shape[2] * 2 * E
-    blocks, me, ranks = pieces(s, grid.sizes[ring]), grid.coords[ring], grid.sizes[ring]
+    blocks, me = pieces(s, grid.sizes[ring]), grid.coords[ring]
     monkeypatch.setattr(Comm, "receive", watched)
     with pla.ledger(grid) as forward:
         y = ops.ring_attention(z, axis=ring, causal=True)
@@ -206,7 +206,7 @@ def test_words_and_held_blocks(grid, monkeypatch):
     assert not +live
     with pla.ledger(grid) as backward:
         y.backward(cut(numbers(*y.shape), grid, y.layout))
-    sums = sum(blocks[me - t] for t in range(2, ranks)) + (blocks[me] if ranks > 1 else 0)
+    sums = s - blocks[me - 1]  # of all blocks but the left neighbour's
     assert set(backward.words) <= set(forward.words)
     assert backward.words.total() == (s - blocks[me] + sums) * width
     assert len(peak) <= 3
@@ -227,7 +227,7 @@ def test_causal_work_is_balanced(make_grid, backend):
         # on a GPU blocks are larger, and more of what causality hides is computed
         ideal = s * (s + 1) / 2 / 4 if backend == "numpy" else sum(everyone[0]) / 4
         shares[order] = [ideal / max(pairs) for pairs in everyone]
-    assert min(shares["zigzag"]) >= 0.97
+    assert min(shares["zigzag"]) >= (0.97 if backend == "numpy" else 0.9)
     assert min(shares["striped"]) >= 0.9
     assert max(shares["contiguous"]) <= 0.75
 
