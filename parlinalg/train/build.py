@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from parlinalg import optim
 from parlinalg.autograd import Parameter
 from parlinalg.datasets import Dataset, Text, digits, npz, text
 from parlinalg.errors import ConfigError
-from parlinalg.nn import Module
+from parlinalg.nn import Module, training_step
+from parlinalg.offload import OffloadPlan, kept, plan
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
 from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
@@ -17,7 +19,7 @@ from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
 from parlinalg.train.language import Language
 from parlinalg.train.launch import Mesh
-from parlinalg.train.loop import Trainer
+from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.parallel import DATA
 from parlinalg.train.shares import gradient_handlers
 from parlinalg.train.task import Batches, Task
@@ -56,8 +58,31 @@ def reducer(config: Config, mesh: Mesh, model: Module) -> GradientReducer:
     """What sums the gradients, and with ZeRO shares out the parameters."""
     handlers = gradient_handlers(config, mesh.grid.sizes)
     if config.zero.stage == 3 and mesh.grid.sizes.get(DATA, 1) > 1:
-        Prefetch(model)
+        Prefetch(model, axes=DATA, accumulate=config.zero.accumulate)
     return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
+
+
+def offload(config: Config, task: Task, optimizer: optim.Optimizer, folder: Path) -> OffloadPlan | None:
+    """What lies on the disk or in host memory, if that is asked for.  Collective.
+
+    With a limit of memory the first microbatch shows what the tape keeps of one.
+
+    Parameters
+    ----------
+    folder : Path
+        For files, where the configuration names none.
+    """
+    options = dict(config.offload)
+    if not options:
+        return None
+    options["optimizer_states"] = options.pop("optimizer", None)
+    bytes_kept = 0
+    if "memory" in options:
+        (first, *_) = next(batches(task.loader, 1, config.gradient_accumulation))
+        with training_step(0, first.offset):
+            loss, _, _ = task.losses(first)
+        bytes_kept = kept(loss)
+    return plan(task.model, optimizer, path=options.pop("path", folder), kept=bytes_kept, **options)
 
 
 def scaler(config: Config) -> LossScaler | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -73,6 +74,7 @@ class Job:
         optimizer = build.optimizer(config, self.task.model.parameters())
         scheduler = build.scheduler(config, optimizer, self.steps)
         self.trainer = build.trainer(config, self.task, optimizer, scheduler)
+        self.offload = build.offload(config, self.task, optimizer, out / "offload")
 
     def _make_out(self) -> None:
         if self.speaks:
@@ -82,7 +84,11 @@ class Job:
         """Train, measure, and say how it went; the exit code."""
         self._open()
         start = perf_counter()
-        with StopSignals() as stop, ledger(self.mesh.grid) as book, Progress(self.out, self.steps, self.speaks) as told:
+        away = nullcontext() if self.offload is None else self.offload.apply()
+        with (
+            StopSignals() as stop, ledger(self.mesh.grid) as book,
+            Progress(self.out, self.steps, self.speaks) as told, away,
+        ):  # fmt: skip
             name = self._steps(stop, told)
         self._close(told.history, book, perf_counter() - start, name)
         return 128 + int(getattr(signal, name)) if name else 0
@@ -121,6 +127,7 @@ class Job:
                 "training": f"{self.steps} steps of {config.batch_size} samples{split}, {config.optimizer}, "
                 f"{config.lr_schedule}",
                 **said(config, self.mesh.grid.sizes),
+                **({} if self.offload is None else {"offload": self.offload}),
                 **self.task.opening(),
             },
         )

@@ -1,0 +1,179 @@
+"""Everything that saves memory or lengthens sequences, combined: ten steps give the losses of one rank.
+
+All cases run one body.  Sizes divide by nothing: 5 windows of 11 tokens, 259 ids, 5 heads of 7 features, an inside of
+13, 3 experts.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parlinalg.comm import SingleComm
+from parlinalg.grid import factorizations
+from parlinalg.train.job import Job
+from parlinalg.train.launch import launch
+from parlinalg.train.loop import batches
+from tests.conftest import SIZE
+
+STEPS, CLOSE = 10, 1e-12
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
+SIZES = {
+    "hidden_size": 35, "num_hidden_layers": 1, "num_attention_heads": 5, "intermediate_size": 13, "vocab_size": 259,
+}  # fmt: skip
+BASE: dict[str, Any] = {
+    "dtype": "float64", "batch_size": 5, "steps": STEPS, "clip_grad_norm": 1.0,
+    "optimizer": {"name": "adamw", "lr": 5e-3}, "lr_schedule": {"name": "cosine", "warmup": 2},
+}  # fmt: skip
+DROP = {"embd_pdrop": 0.1, "resid_pdrop": 0.1}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"name": "gpt", **SIZES, **DROP, "attn_pdrop": 0.1},
+    "llama": {"name": "llama", **SIZES, "head_dim": 6, "num_key_value_heads": 5},
+    "grouped": {"name": "llama", **SIZES, **DROP, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6},
+    "experts": {"name": "llama", **SIZES, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
+}
+
+Case = tuple[int, str, dict[str, Any]]
+
+
+def one_d(size: int, **options: Any) -> dict[str, Any]:
+    return {"size": size, "mode": "1d", **options}
+
+
+def shaped(mode: str, *shape: int, **options: Any) -> dict[str, Any]:
+    return {"mode": mode, "shape": shape, **options}
+
+
+RING = {"size": 2}
+BOTH = {"size": 4, "ulysses": 2}
+DISK = {"optimizer": "disk"}
+CASES: list[Case] = [
+    (2, "gpt", {"data": 2, "zero": 1, "offload": DISK, "parts": 2}),
+    (2, "gpt", {"data": 2, "zero": 3, "recompute": "block"}),
+    (2, "grouped", {"sequence": {"size": 2, "ulysses": 2}, "parts": 2}),
+    (3, "gpt", {"sequence": {"size": 3, "order": "striped"}, "recompute": "attention"}),
+    (3, "llama", {"data": 3, "zero": {"stage": 2}, "parts": 2}),
+    (3, "experts", {"data": 3, "zero": 1}),
+    (4, "gpt", {"data": 2, "tensor": one_d(2), "zero": 1, "parts": 3}),
+    (4, "grouped", {"data": 2, "tensor": one_d(2, sequence_parallel=True), "zero": 3}),
+    (4, "llama", {"data": 2, "tensor": shaped("2d", 2, 1), "zero": 2, "offload": DISK}),
+    (4, "llama", {"sequence": BOTH}),
+    (4, "gpt", {"sequence": RING, "tensor": one_d(2), "recompute": "block", "parts": 2}),
+    (4, "gpt", {"data": 4, "zero": {"stage": 2, "within": 2, "accumulate": "whole"}, "parts": 2}),
+    (4, "gpt", {"data": 2, "sequence": RING, "zero": 3, "offload": {"optimizer": "disk", "activations": "disk"}}),
+    (6, "gpt", {"sequence": {"size": 3}, "tensor": shaped("2d", 1, 2), "recompute": "attention"}),
+    (6, "llama", {"data": 3, "tensor": shaped("2d", 2, 1), "zero": {"stage": 3, "accumulate": "whole"}, "parts": 2}),
+    (6, "experts", {"data": 2, "tensor": one_d(3), "zero": 2}),
+    (8, "gpt", {"data": 2, "tensor": shaped("2.5d", 2, 2, 1), "zero": 1}),
+    (8, "llama", {"data": 2, "tensor": shaped("3d", 2, 1, 2), "zero": 2, "parts": 2}),
+    (8, "gpt", {"data": 2, "tensor": shaped("2.5d", 2, 1, 2, depth_on="k"), "zero": 3, "offload": DISK}),
+    (8, "gpt", {"sequence": RING, "tensor": shaped("2d", 2, 2), "recompute": "block", "parts": 2}),
+    (8, "grouped", {"data": 2, "sequence": {"size": 2, "ulysses": 2}, "tensor": one_d(2), "zero": 3}),
+    (12, "gpt", {"data": 3, "tensor": shaped("2d", 2, 2), "zero": 3}),
+    (12, "gpt", {"data": 2, "tensor": shaped("3d", 1, 2, 3), "zero": 1}),
+    (12, "llama", {"sequence": {"size": 6, "ulysses": 2}, "tensor": one_d(2), "parts": 2}),
+    (12, "experts", {"data": 2, "tensor": shaped("2.5d", 3, 2, 1), "zero": 2}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tale(world: Any) -> Iterator[Path]:
+    """A file of text in a folder of its own; one for all ranks."""
+    made = tempfile.mkdtemp(prefix="parlinalg-") if world.rank == 0 else ""
+    path = Path(world.share(made)[0]) / "tale.txt"
+    if world.rank == 0:
+        path.write_text(TEXT)
+    world.barrier()
+    yield path
+    world.barrier()
+    if made:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def config(kind: str, path: Path, case: dict[str, Any]) -> dict[str, Any]:
+    data = {"name": "text", "path": str(path), "sequence_length": 11, "validation": 0.15}
+    model = MODELS[kind] | {k: case[k] for k in ("recompute",) if k in case}
+    parallel = {k: case[k] for k in ("data", "sequence", "tensor") if k in case}
+    more = {k: case[k] for k in ("zero", "offload") if k in case}
+    return {
+        **BASE, "data": data, "model": model, "parallel": parallel, **more,
+        "gradient_accumulation": case.get("parts", 1),
+    }  # fmt: skip
+
+
+def run(comm: Any, settings: dict[str, Any], backend: str, out: Path) -> np.ndarray:
+    """Losses and gradient norms, and last the loss of the validation."""
+    with launch(settings, comm, backend) as mesh:
+        job = Job(mesh, out, mesh.grid.world)
+        with nullcontext() if job.offload is None else job.offload.apply():
+            steps = [job.trainer.step(b) for b in batches(job.task.loader, STEPS, mesh.config.gradient_accumulation)]
+            held = job.trainer.test(job.task.held)["loss"]
+    return np.array([*((s.loss, s.norm) for s in steps), (held, 0.0)])
+
+
+@cache
+def serial(kind: str, path: Path) -> np.ndarray:
+    return run(SingleComm(), config(kind, path, {}), "numpy", path.parent)
+
+
+def check(kind: str, case: dict[str, Any], tale: Path, world: Any, backend: str) -> None:
+    found, want = run(world, config(kind, tale, case), backend, tale.parent), serial(kind, tale)
+    np.testing.assert_allclose(found, want, rtol=CLOSE, err_msg=f"{kind} {case}")
+    assert want[STEPS - 1, 0] < want[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [pytest.param(k, c, marks=pytest.mark.ranks(n), id=f"{n}-{k}-{c}") for n, k, c in CASES]
+)
+def test_losses_are_those_of_one_rank(kind: str, case: dict[str, Any], tale: Path, world: Any, backend: str) -> None:
+    check(kind, case, tale, world, backend)
+
+
+def drawn(ranks: int, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Combinations drawn from all; those of one number of ranks are the same everywhere and always."""
+    draw = random.Random(ranks)
+    while number:
+        data, sequence, tensor = draw.choice(factorizations(ranks, 3))
+        kind = draw.choice(list(MODELS))
+        heads = MODELS[kind].get("num_key_value_heads", 5)
+        modes = ["1d", "2d", "2.5d", "3d"] if tensor > 1 else []
+        mode = draw.choice(modes) if modes else None
+        shape = draw.choice(factorizations(tensor, {"2d": 2}.get(mode or "", 3)))
+        ulysses = draw.choice([u for u in range(1, sequence + 1) if sequence % u == 0])
+        if ulysses * tensor > heads:
+            ulysses = 1
+        case: dict[str, Any] = {
+            "data": data,
+            "sequence": {"size": sequence, "ulysses": ulysses, "order": draw.choice([None, "zigzag", "striped"])},
+            "recompute": draw.choice([None, "attention", "block"]),
+            "parts": draw.choice([1, 2, 3]),
+        }
+        if mode == "1d":
+            case["tensor"] = one_d(tensor, sequence_parallel=draw.random() < 0.5)
+        elif mode is not None:
+            case["tensor"] = shaped(
+                mode, *shape, **({"depth_on": draw.choice(["batch", "k"])} if mode == "2.5d" else {})
+            )
+        within = draw.choice([None, *(n for n in range(1, data + 1) if data % n == 0)])
+        accumulate = draw.choice(["reduce-scatter", "whole"])
+        if data > 1:
+            case["zero"] = {"stage": draw.randrange(4), "within": within, "accumulate": accumulate}
+        if draw.random() < 0.3:
+            case["offload"] = draw.choice([DISK, {"activations": "disk"}, {"optimizer": "disk", "parameters": "disk"}])
+        number -= 1
+        yield kind, case
+
+
+@pytest.mark.ranks(4, 6, 8)
+def test_drawn_combinations_give_the_losses_of_one_rank(tale: Path, world: Any, backend: str, full: bool) -> None:
+    for kind, case in drawn(SIZE, 60 if full else 1):
+        check(kind, case, tale, world, backend)
