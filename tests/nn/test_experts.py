@@ -161,9 +161,11 @@ def known(world: Any) -> Any:
 
 
 def cases(ranks: int, full: bool) -> Iterator[tuple[str, str, dict[str, int], Any]]:
-    """(options, scheme, grid, the experts' axes): all, or one of each scheme."""
+    """(options, scheme, grid, the experts' axes): all, or one of a third of the schemes; others take the others."""
     draw = random.Random(ranks)
-    for name, scheme in every_scheme().items():
+    for i, (name, scheme) in enumerate(every_scheme().items()):
+        if (i + ranks) % 3 and not full:
+            continue
         axes = [None, *scheme.axes, *([scheme.axes[::-1]] if len(scheme.axes) > 1 else [])]
         every = [(k, name, s, a) for k in KINDS for s in sizes_for(scheme, ranks, 10**6) for a in axes]
         cut = [case for case in every if case[3] is not None and case[2].get(case[3], 2) > 1] or every
@@ -186,7 +188,7 @@ def test_every_scheme_does_what_one_rank_does(make_grid: Any, world: Any, known:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("axis", [None, "s", "data"])
+@pytest.mark.parametrize("axis", ["s", "data"])
 def test_tokens_queue_in_the_order_of_their_sequence(make_grid: Any, world: Any, known: Any, axis: Any) -> None:
     """However they lie: in pairs of chunks, as causal rings take them, or dealt out one by one."""
     grid = make_grid({"data": world.size // 2, "s": 2})
@@ -221,10 +223,10 @@ def test_models_with_experts_train_as_on_one_rank(make_grid: Any, world: Any, fu
     """With dropout, and recomputed where the one rank keeps."""
     every, draw = every_scheme(), random.Random(world.size)
     found = list(cases(world.size, full))
-    for kind in ("gpt", "llama"):
+    for kind in ("gpt", "llama") if full else (("gpt", "llama")[world.size % 3 % 2],):
         with alone(world) as grid:
             want = trained(SERIAL, grid, kind, p=0.1)
-        for _, name, sizes, axis in found if full else draw.sample(found, 2 if world.size <= 4 else 1):
+        for _, name, sizes, axis in found if full else [draw.choice(found)]:
             grid = make_grid(sizes)
             got = trained(every[name], grid, kind, p=0.1, recompute="block", expert_axis=axis)
             grid.close()
@@ -234,11 +236,14 @@ def test_models_with_experts_train_as_on_one_rank(make_grid: Any, world: Any, fu
 
 
 # ------------------------------------------------------------------ words
-def rows_from_others(grid: Any, routing: Routing) -> int:
-    return int(routing.received.sum() - routing.received[routing._me])
+def by_operation(book: Any) -> dict[str, int]:
+    words: dict[str, int] = {}
+    for (operation, _), n in book.words.items():
+        words[operation] = words.get(operation, 0) + n
+    return words
 
 
-@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize("axis", ["data", "s", ("data", "s")])
 def test_the_exchange_moves_as_many_words_as_tokens(
     make_grid: Any, world: Any, axis: Any, monkeypatch: pytest.MonkeyPatch
@@ -256,21 +261,17 @@ def test_the_exchange_moves_as_many_words_as_tokens(
     x = pla.Tensor(placed(inputs()[0], grid, scheme.residual), requires_grad=True)
     with pla.ledger(grid) as book:
         y = module(x)
-    routing, forward = seen[-1], dict(book.words)
+    routing, forward = seen[-1], by_operation(book)
     with pla.no_sync(), pla.ledger(grid) as book:
         y.backward(y.detach())
-    backward = dict(book.words)
-    crossed = routing.queues.crossed
-    gone = int(routing.sent.sum() - routing.sent[routing._me])
-    come = rows_from_others(grid, routing)
-    kept = int(routing.kept.sum())
-    assert sum(world.share(kept)) == sum(world.share(int(routing.received.sum()))) <= 2 * BATCH * SEQUENCE
-    assert forward.pop(("all_to_all", crossed), 0) == (come + gone) * HIDDEN
-    assert backward.pop(("all_to_all", crossed), 0) == (come + gone) * HIDDEN
+    me = routing.queues.peers.index(grid.coords)
+    come, gone = (int(n.sum() - n[me]) for n in (routing.received, routing.sent))
+    assert any(world.share(come))
     counts = [2 * routing.queues.rows(at) * EXPERTS for at in routing.queues.peers]
-    assert forward.pop(("all_gather", crossed), 0) == sum(counts) - counts[routing._me]
-    assert not forward
-    assert not backward
+    assert forward == {"all_to_all": (come + gone) * HIDDEN, "all_gather": sum(counts) - counts[me]}
+    assert by_operation(book) == {"all_to_all": (come + gone) * HIDDEN}
+    kept, received = (world.share(int(n.sum())) for n in (routing.kept, routing.received))
+    assert sum(kept) == sum(received) <= 2 * BATCH * SEQUENCE
 
 
 @pytest.mark.ranks(4)
@@ -293,7 +294,7 @@ def test_tokens_and_not_queues_are_gathered_and_summed(make_grid: Any) -> None:
             assert book.words[("all_gather", ("t",))] == full - own + router - own // HIDDEN * EXPERTS
         with pla.no_sync(), pla.ledger(grid) as book:
             y.backward(y.detach())
-        sums = {op: n for (op, _), n in book.words.items()}
+        sums = by_operation(book)
         most = 2 * full + 4 * BATCH * SEQUENCE  # gates have 2 numbers a token
         assert sum(sums.values()) < 1.01 * most, sums
 

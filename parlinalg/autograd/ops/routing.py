@@ -183,14 +183,13 @@ class Routing:
         place = np.empty(choices.shape, np.int64)
         place[:, mine.order, :] = rank.reshape(choices.shape)
         self._line_up(runs, self._gathered(runs, counts.reshape(many)))
-        starts, taken, lined_up = self._lines[q.parts[self._me]]
+        starts, _, lined_up = self._lines[q.parts[self._me]]
         own = np.flatnonzero(lined_up[:, 0] == self._me)
         own = own[np.argsort(lined_up[own, 1])]
         if choices.size:
             place += starts[j, own[run], b, choices]
         self.places_of = place
         self.kept = place < q.capacity
-        del taken
 
     @property
     def _me(self) -> int:
@@ -221,7 +220,7 @@ class Routing:
             who = np.array([(p, r) for p in peers for r in range(len(runs[p].first))], np.int64).reshape(-1, 2)
             order = np.argsort(first, kind="stable")
             all_counts = np.concatenate([counts[p] for p in peers])[order].transpose(1, 0, 2, 3)
-            flat = all_counts.reshape(-1, *all_counts.shape[2:])
+            flat = all_counts.reshape(math.prod(all_counts.shape[:2]), *all_counts.shape[2:])
             ends = np.cumsum(flat, axis=0)
             taken = np.minimum(ends, q.capacity) - np.minimum(ends - flat, q.capacity)
             shape = all_counts.shape
@@ -265,7 +264,7 @@ class Routing:
         q = self.queues
         e, groups, c = q.grid.block(Layout(q.axis, q.batch_cut, q.queue_cut), q.buffer)
         senders, places, first = [], [], 0
-        for part, (_, taken, who) in self._lines.items():
+        for _, taken, who in self._lines.values():
             rows = taken.shape[2]
             here = taken[..., e.start : e.stop].transpose(3, 2, 0, 1)  # [expert, sequence, choice, run]
             counts = here.reshape(-1)
@@ -279,7 +278,6 @@ class Routing:
             senders.append(sender[mine])
             places.append(((expert * len(groups) + first + b) * len(c) + p - c.start)[mine])
             first += rows
-            del part
         sender, place = np.concatenate(senders), np.concatenate(places)
         self.received = np.bincount(sender, minlength=len(q.peers))
         self.places = backend.from_host(place[np.lexsort((place, sender))])
