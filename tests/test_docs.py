@@ -130,7 +130,7 @@ def test_every_key_of_a_configuration_is_documented() -> None:
     from parlinalg.train import config, parallel
 
     page = (DOCS / "guide" / "configuration.md").read_text()
-    keys = [*config.CHECKS, *config.SAMPLE, *parallel.PARALLEL_KEYS, *parallel.TENSOR_CHECKS]
+    keys = [*config.CHECKS, *config.SAMPLE, *parallel.PARALLEL_KEYS, *parallel.TENSOR_CHECKS, *parallel.SEQUENCE_CHECKS]
     for table in (config.DATASETS, config.MODELS, config.OPTIMIZERS, config.LR_SCHEDULES, config.CRITERIA):
         keys += [*table, *(key for options in table.values() for key in options)]
     assert not [key for key in dict.fromkeys(keys) if f"`{key}`" not in page]
