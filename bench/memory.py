@@ -75,7 +75,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     bucket = int(args.bucket * MIB)
     GradientReducer(parameters, [ZeRO(stage=stage)] if stage else [], bucket, bucket)
     fetcher = Prefetch(model) if stage == 3 else None
-    optimizer = optim.AdamW(parameters, lr=1e-4)
+    optimizer = optim.AdamW(parameters, lr=1e-4, master=True)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
 

@@ -97,6 +97,31 @@ def test_ring_counts_the_balance_of_each_order(tmp_path: Path) -> None:
     assert all(row["words"] == 3 * 256 * 2 * 8 and row["seconds"] > 0 for row in told["rows"])
 
 
+def test_memory_is_beside_the_formula(tmp_path: Path) -> None:
+    result = tmp_path / "memory.json"
+    options = ["--ranks", "2", "--stages", "3", "--hidden", "16", "--layers", "2", "--heads", "2", "--batch", "2"]
+    options += ["--vocabulary", "32", "--sequence", "8", "--bucket", "0.01", "--json", str(result)]
+    launch(0, [str(BENCH / "memory.py"), *options], timeout=120)  # so small a model is not within 1 %
+    (row,) = json.loads(result.read_text())["rows"]
+    assert (row["ranks"], row["stage"]) == (2, 3)
+    assert row["table"] == row["parameters"] * 16 / 2
+    assert row["peak"] >= row["rest"] > 0.9 * row["table"]
+
+
+def test_a_timeline_is_drawn(tmp_path: Path) -> None:
+    picture, trace = tmp_path / "steps.png", tmp_path / "{case}.json"
+    options = ["--hidden", "16", "--heads", "2", "--layers", "2", "--batch", "2", "--sequence", "8", "--rounds", "1"]
+    options += ["--vocabulary", "32", "--png", str(picture), "--chrome", str(trace)]
+    done = launch(2, [str(BENCH / "timeline.py"), *options], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert picture.stat().st_size > 10_000
+    events = json.loads((tmp_path / "zero3.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert {"forward", "backward", "all_gather", "reduce_scatter"} <= {e["name"] for e in events}
+    posted = sum(e["ph"] == "b" for e in events)
+    assert posted == sum(e["ph"] == "e" for e in events) > 20
+
+
 def test_a_step_is_shared_out_by_functions() -> None:
     options = ["--model", "16x1x2x8x4x32", "--steps", "1", "--least", "0"]
     done = launch(0, [str(BENCH / "train_profile.py"), *options], timeout=60)
