@@ -1,4 +1,5 @@
-"""Whether the interfaces of emulated hosts receive what the ledger says: collectives, and a product of every scheme.
+"""Whether the interfaces of emulated hosts receive what the ledger says: collectives, a product of every scheme, and
+attention over sequences that are cut.
 
     python bench/cluster/hosts.py run --hosts 8 --rate 1gbit -- python bench/cluster/received.py [--mb 8] [--json FILE]
 
@@ -77,6 +78,33 @@ def products(comm: Comm, side: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
+def sequences(comm: Comm, tokens: int) -> dict[str, Callable[[], Any]]:
+    """Attention's forward and backward pass, causal, of one sequence cut over all hosts, with a head of 64 a host."""
+    serial, p = discover()["serial"].SCHEME, comm.size
+    both = max(d for d in range(1, p) if p % d == 0)
+    cuts = {
+        "ring": (serial.with_sequence("s"), {"s": p}),
+        "Ulysses": (serial.with_sequence("u", ulysses=True), {"u": p}),
+        f"ring {p // both} × Ulysses {both}": (
+            serial.with_sequence("u", ulysses=True).with_sequence("s"), {"s": p // both, "u": both},
+        ),
+        "Megatron's cuts": (discover()["1d with sequence cuts"].SCHEME, {"t": p}),
+    }  # fmt: skip
+    found = {}
+    for name, (scheme, sizes) in cuts.items():
+        grid = pla.Grid(sizes, comm)
+        layer = pla.nn.Attention(64 * p, p, scheme, grid, causal=True, seed=1, name="a")
+        order = pla.sequence_order(tokens, sizes.get("s", 1))
+        x = pla.ones((1, tokens, 64 * p), grid, scheme.residual, "float32")
+
+        def passes(layer: Any = layer, order: np.ndarray = order, x: Any = x) -> None:
+            with pla.no_sync(), pla.nn.sequence_positions(order):  # weights' gradients are of products, counted above
+                layer(pla.Tensor(x, requires_grad=True)).backward(x)
+
+        found[f"attention: {name}"] = passes
+    return found
+
+
 def measure(comm: Comm, actions: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
     rows = []
     for name, action in actions.items():
@@ -118,8 +146,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=8, help="size of a collective's whole block")
     parser.add_argument("--side", type=int, default=1024, help="of the products' matrices")
+    parser.add_argument("--tokens", type=int, default=1024, help="of the sequence that attention meets")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["collectives", "products"])
+    parser.add_argument("--only", choices=["collectives", "products", "sequences"])
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
     if not COUNTER.exists():
@@ -127,10 +156,12 @@ def main() -> int:
         return 2
     comm = open_comm()
     rows = []
-    if args.only != "products":
+    if args.only in (None, "collectives"):
         rows += measure(comm, collectives(comm, int(args.mb * 1e6 / 8)), args.repeats)
-    if args.only != "collectives":
+    if args.only in (None, "products"):
         rows += measure(comm, products(comm, args.side), args.repeats)
+    if args.only in (None, "sequences"):
+        rows += measure(comm, sequences(comm, args.tokens), args.repeats)
     if comm.rank == 0:
         print(show(rows, comm.size), flush=True)
         if args.json:
