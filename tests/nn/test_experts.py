@@ -235,6 +235,14 @@ def test_models_with_experts_train_as_on_one_rank(make_grid: Any, world: Any, fu
             assert want[-1] < want[0]
 
 
+@pytest.mark.ranks(3)
+def test_ranks_outside_of_the_grid_make_every_call(make_grid: Any, known: Any) -> None:
+    grid = make_grid({"data": 2})
+    found = passed(SERIAL.with_data("data"), grid, axis="data", **KINDS["two"])
+    if grid.inside:
+        assert not differences(found, known("two"))
+
+
 # ------------------------------------------------------------------ words
 def by_operation(book: Any) -> dict[str, int]:
     words: dict[str, int] = {}

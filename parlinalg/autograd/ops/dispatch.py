@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,11 @@ from parlinalg.redistribute import redistribute
 Block = Any
 
 
+def _flat(block: Block) -> Block:
+    """The rows of a contiguous block, of whatever width; a view."""
+    return block.reshape((math.prod(block.shape[:-1]), block.shape[-1]))
+
+
 def dispatch(x: Any, routing: Routing) -> Tensor:
     """The experts' queues [experts, groups, capacity, hidden], filled with tokens of x [batch, sequence, hidden].
 
@@ -32,19 +38,19 @@ def dispatch(x: Any, routing: Routing) -> Tensor:
     data, queues = summed(x.data, "dispatch"), routing.queues
     grid, work = queues.grid, queues.tokens
     at = redistribute(data.block, data.layout, work, data.shape, grid, order=data.order)
-    local, width = at.shape, at.shape[-1]
-    rows = routing.exchange(at.reshape((-1, width))[routing.tokens])
+    local = at.shape
+    rows = routing.exchange(_flat(at)[routing.tokens])
     shape, layout = (*queues.buffer, data.shape[2]), queues.layout(work.dims[2])
     y = grid.backend.zeros(grid.block_shape(layout, shape) if grid.inside else (0,) * 4, data.dtype)
     if grid.inside:
-        y.reshape((-1, width))[routing.places] = rows
+        _flat(y)[routing.places] = rows
 
     def part(term: Term) -> Term:
         g, there = term
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
-            got = routing.exchange(g.reshape((-1, width))[routing.places], back=True)
-            flat = d.reshape((-1, width))
+            got = routing.exchange(_flat(g)[routing.places], back=True)
+            flat = _flat(d)
             for rows, tokens in routing.by_choice:
                 flat[tokens] += got[rows]
         return d, work.with_partial((*there.partial, *queues.replicating))
@@ -76,11 +82,11 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
     terms = (*partial, *queues.replicating)
     work = Layout(*queues.tokens.dims[:2], features)
     unsummed, of_gates = work.with_partial(terms), Layout(*work.dims[:2], None, partial=(*features, *terms))
-    weight = gates.block.reshape((-1, gates.shape[2]))
-    got = routing.exchange(y.block.reshape((-1, width))[routing.places], back=True) if grid.inside else y.block
+    weight = _flat(gates.block)
+    got = routing.exchange(_flat(y.block)[routing.places], back=True) if grid.inside else y.block
     out = grid.backend.zeros(grid.block_shape(work, shape) if grid.inside else (0,) * 3, y.dtype)
     if grid.inside:
-        flat = out.reshape((-1, width))
+        flat = _flat(out)
         for j, (rows, tokens) in enumerate(routing.by_choice):
             flat[tokens] += (weight[tokens, j][:, None] * got[rows]).astype(y.dtype, copy=False)
     rest, local, cuts = layout.with_partial(()), y.block.shape, y.layout.with_partial(())
@@ -91,17 +97,17 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
     def to_experts(g: Block) -> Term:
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
-            flat = g.reshape((-1, width))
+            flat = _flat(g)
             sent = grid.backend.empty((routing.tokens.size, width), g.dtype)
             for j, (rows, tokens) in enumerate(routing.by_choice):
                 sent[rows] = weight[tokens, j][:, None] * flat[tokens]
-            d.reshape((-1, width))[routing.places] = routing.exchange(sent)
+            _flat(d)[routing.places] = routing.exchange(sent)
         return d, cuts
 
     def to_gates(g: Block) -> Term:
         d = grid.backend.zeros(gates_shape, gates_dtype)
         if grid.inside:
-            flat, each = g.reshape((-1, width)), d.reshape((-1, gates_shape[-1]))
+            flat, each = _flat(g), _flat(d)
             for j, (rows, tokens) in enumerate(routing.by_choice):
                 each[tokens, j] = (got[rows] * flat[tokens]).sum(axis=-1, dtype=gates_dtype)
         return d, of_gates
@@ -120,8 +126,12 @@ def add_bias(y: Any, bias: Any) -> Tensor:
     added = redistribute(bias.block, bias.layout, want, bias.shape, grid)
     block = data.block + added[:, None, None] if grid.inside else data.block
     rest, terms = data.layout.with_partial(()), Layout(dims[0], *dims[3:], partial=(*dims[1], *dims[2]))
-    parts = [lambda g: (g, rest), lambda g: (block_sum(g, (1, 2)) if grid.inside else g[0, 0], terms)]
-    return record(data.like(block.astype(data.dtype, copy=False)), [y, bias], parts)
+    none = grid.backend.zeros((0,) * bias.ndim, bias.dtype)
+
+    def to_bias(g: Block) -> Term:
+        return block_sum(g, (1, 2)) if grid.inside else none, terms
+
+    return record(data.like(block.astype(data.dtype, copy=False)), [y, bias], [lambda g: (g, rest), to_bias])
 
 
 def chosen(x: Any, routing: Routing) -> Tensor:
