@@ -122,6 +122,19 @@ def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     assert posted == sum(e["ph"] == "e" for e in events) > 20
 
 
+def test_two_ranks_train_on_a_longer_sequence_than_one(tmp_path: Path) -> None:
+    result = tmp_path / "long.json"
+    sizes = ["--layers", "2", "--hidden", "16", "--limit", "2", "--tokens", "8", "16", "--ranks", "1", "2"]
+    done = launch(0, [str(BENCH / "long.py"), *sizes, "--json", str(result)], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    assert told["ratio"] > 1.7
+    assert told["error"] < 1e-12
+    for row in told["rows"]:
+        assert row["peak"] <= 2 * 2**20 < row["beyond_peak"]
+        assert 1.9 < row["kept"]["16"] / row["kept"]["8"] < 2.1
+
+
 def test_a_step_is_shared_out_by_functions() -> None:
     options = ["--model", "16x1x2x8x4x32", "--steps", "1", "--least", "0"]
     done = launch(0, [str(BENCH / "train_profile.py"), *options], timeout=60)
@@ -152,3 +165,13 @@ def test_a_piece_that_fails_or_hangs_is_an_error(harness) -> None:
         harness.run([sys.executable, "-c", "raise SystemExit(3)"], harness.environment())
     with pytest.raises(RuntimeError, match="longer than 1 s"):
         harness.run([sys.executable, "-c", "import time; time.sleep(60)"], harness.environment(), timeout=1)
+
+
+def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) -> None:
+    result = tmp_path / "offload.json"
+    options = ["--path", str(tmp_path), "--parts", "speed", "--model", "64x1x1x8", "--steps", "2", "--chunk", "65536"]
+    done = launch(0, [str(BENCH / "offload.py"), *options, "--crowded", "--json", str(result)], timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())["speed"]
+    assert told["same"]
+    assert all(told["disk"][name] > 0 for name in ("write", "read", "both"))

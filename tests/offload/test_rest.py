@@ -84,7 +84,7 @@ def test_a_file_of_values_that_is_cut_is_told(make_grid, tmp_path):
     (file,) = tmp_path.iterdir()
     with file.open("r+b") as held:
         held.truncate(4096)
-    with pytest.raises(OffloadError, match="values.0.window was cut short"):
+    with pytest.raises(OffloadError, match=r"values.0.window was cut short"):
         loss_of(model)
     rest.discard()
 

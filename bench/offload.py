@@ -1,0 +1,160 @@
+"""Training with states, gradients and parameters on a disk: under a hard memory limit, and how fast.
+
+python bench/offload.py --path /tmp/offload                       # both parts
+python bench/offload.py --path /tmp/offload --parts limit         # states of 4 times what `ulimit -v` leaves
+
+One core.  The disk's own bandwidth is measured beside it, past the page cache (O_DIRECT), in chunks of the same size, and
+reads are of what was written before and is in no cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+
+sys.path.insert(0, str(harness.ROOT))
+from parlinalg.offload.disk import DiskFile, aligned, free_bytes
+
+#: glibc's arenas would count as address space in use.
+ALONE = {
+    "MALLOC_ARENA_MAX": "1",
+    "PARLINALG_MPI": "0",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", required=True, help="a folder on the disk; a new folder in it is used")
+    parser.add_argument("--parts", nargs="+", default=["limit", "speed"], choices=["limit", "speed"])
+    parser.add_argument("--limit-model", default="256x20x1x16", help="hidden, layers, batch, sequence")
+    parser.add_argument("--model", default="512x20x8x128")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--chunk", type=int, default=8 << 20, help="bytes of a chunk of states")
+    parser.add_argument("--ratio", type=float, default=4, help="states over the limit")
+    parser.add_argument("--json")
+    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
+    parser.add_argument("--crowded", action="store_true")
+    args = parser.parse_args()
+    harness.stop_cleanly()
+    share = harness.busy_at_start(args.wait, args.crowded)
+    if share is None:
+        return 1
+    folder = Path(args.path) / f"parlinalg-{os.getpid()}"
+    folder.mkdir(parents=True)
+    found: dict[str, Any] = {"busy_at_start": share}
+    try:
+        if "limit" in args.parts:
+            found["limit"] = limited(folder, args)
+        if "speed" in args.parts:
+            found["speed"] = fast(folder, args)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if args.json:
+        harness.write_json(args.json, found)
+    return 0
+
+
+def trained(folder: Path, model: str, mode: str, **options: Any) -> dict[str, Any]:
+    """What the piece tells."""
+    hidden, layers, batch, sequence = map(int, model.split("x"))
+    sizes = {"hidden": hidden, "layers": layers, "batch": batch, "sequence": sequence}
+    text = json.dumps({"mode": mode, "path": str(folder), **sizes, **options})
+    piece = harness.BENCH / "pieces" / "offload_train.py"
+    return dict(harness.run([sys.executable, str(piece), text], harness.environment(1, ALONE), 1800))
+
+
+def limited(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """A model whose states need `ratio` times the memory that a hard limit leaves."""
+    options = {"steps": 3, "chunk": min(args.chunk, 1 << 18)}
+    whole = trained(folder, args.limit_model, "memory", **options)
+    limit = int(whole["states"] / args.ratio)
+    without = trained(folder, args.limit_model, "memory", limit=limit, **options)
+    within = trained(folder, args.limit_model, "disk", limit=limit, **options)
+    same = (within.get("losses"), within.get("digest")) == (whole["losses"], whole["digest"])
+    rows = [
+        ("in memory", "none", mib(whole["peak"] - whole["baseline"]), whole["digest"][:12]),
+        ("in memory", mib(limit), "-", without.get("failed", "trains")[:24]),
+        ("all on disk", mib(limit), mib(within["peak"] - within["baseline"]), within["digest"][:12]),
+    ]
+    print(
+        f"\nGPT of {whole['parameters']:,} parameters, Adam's states {mib(whole['states'])} MiB; the limit is counted "
+        f"from the {mib(whole['baseline'])} MiB of address space of the interpreter, OpenBLAS and a grid.\n"
+    )
+    print(harness.table(("states", "limit MiB", "most taken MiB", "digest of values and states"), rows))
+    print(f"\nThe results are {'the same bits' if same else 'DIFFERENT'}.")
+    return {"limit": limit, "same": same, "whole": whole, "without": without, "within": within}
+
+
+def fast(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Steps a second as a fraction of those in memory, beside the disk's bandwidth."""
+    disk = bandwidth(folder, args.chunk)
+    found = {mode: trained(folder, args.model, mode, steps=args.steps, chunk=args.chunk) for mode in
+             ("memory", "states", "disk")}  # fmt: skip
+    base, rows = None, []
+    for mode, name in (("memory", "in memory"), ("states", "states on disk"), ("disk", "states, gradients, values")):
+        told = found[mode]
+        step, update = median(told["seconds"][1:]), median(told["update"][1:])
+        base = base or step
+        moved = 0.0 if mode == "memory" else (2 * told["states"] + 4 * told["parameters"]) / update / 1e6
+        rows.append((name, f"{step:.2f}", f"{update:.2f}", f"{base / step:.2f}", f"{moved:.0f}" if moved else "-"))
+    print(
+        f"\nGPT of {found['memory']['parameters']:,} parameters, float32, batch × sequence of {args.model}, one core.\n"
+    )
+    print(harness.table(("", "s a step", "s of them update", "of in-memory speed", "states MB/s in update"), rows))
+    print(f"\nThe disk: {disk['write']:.0f} MB/s written, {disk['read']:.0f} read, {disk['both']:.0f} both at once.")
+    same = len({told["digest"] for told in found.values()}) == 1
+    print(f"The results are {'the same bits' if same else 'DIFFERENT'}.")
+    return {"disk": disk, "same": same, **found}
+
+
+def bandwidth(folder: Path, chunk: int, total: int = 1 << 30) -> dict[str, float]:
+    """MB/s of writing and reading chunks past the page cache, one after the other and both at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    total = min(total, free_bytes(folder) // 4) // (2 * chunk) * 2 * chunk
+    buffers = aligned(chunk), aligned(chunk)
+    buffers[0][:] = 7
+    found = {}
+    with DiskFile(folder / "bandwidth", total) as file:
+
+        def write(first: int, stop: int) -> None:
+            for at in range(first, stop, chunk):
+                file.write(buffers[0], at)
+            file.flush()
+
+        def read(first: int, stop: int) -> None:
+            for at in range(first, stop, chunk):
+                file.read(buffers[1], at)
+
+        write(0, total)  # the first time the file system also notes where things lie
+        for name, call in (("write", write), ("read", read)):
+            start = time.perf_counter()
+            call(0, total)
+            found[name] = total / (time.perf_counter() - start) / 1e6
+        start = time.perf_counter()
+        with ThreadPoolExecutor(2) as pool:
+            for future in (pool.submit(write, 0, total // 2), pool.submit(read, total // 2, total)):
+                future.result()
+        found["both"] = total / (time.perf_counter() - start) / 1e6
+        found["direct"] = float(file.direct)
+        file.close(remove=True)
+    return found
+
+
+def mib(n: int) -> str:
+    """Bytes in MiB."""
+    return f"{n / 2**20:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
