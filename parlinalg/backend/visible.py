@@ -53,6 +53,8 @@ class Visible:
         self.size = size
         self.keep = keep
         self._edges: dict[tuple[int, int, int], Block] = {}
+        self._marks: Block = None
+        """The documents in the memory of the scores, where that is not the host's."""
         self._met: dict[tuple[int, int, int, int], np.ndarray] = {}
 
     @property
@@ -219,12 +221,17 @@ class Visible:
 
     def _hide_documents(self, scores: Block, batch: slice, rows: slice, keys: slice) -> None:
         queries, others = self._documents(batch)
-        queries, others = queries[:, rows], others[:, keys]
-        first = queries[:, :1]
-        if (queries == first).all() and (others == first).all():
+        first = queries[:, rows][:, :1]
+        if (queries[:, rows] == first).all() and (others[:, keys] == first).all():
             return
         xp = namespace(scores)
-        self._hide_where(scores, xp.asarray(queries[:, None, None, :, None] != others[:, None, None, None, :]))
+        if xp is not np:
+            assert self.documents is not None
+            if self._marks is None:
+                self._marks = tuple(xp.asarray(d) for d in self.documents)
+            queries, others = (d if d.shape[0] == 1 else d[batch] for d in self._marks)
+        apart = queries[:, None, None, rows, None] != others[:, None, None, None, keys]
+        self._hide_where(scores, apart)
 
     @staticmethod
     def _hide_where(scores: Block, hidden: Block) -> None:

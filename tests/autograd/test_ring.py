@@ -9,6 +9,8 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import parlinalg as pla
 from parlinalg import Layout, LayoutError
@@ -130,6 +132,25 @@ def test_positions_in_any_order(grid, serial):
     at = np.random.default_rng(3).permutation(s)
     options = {"causal": True, "window": 17, "positions": at}
     agree(attend(serial, ring, **options), [inputs(s)[0][:, at]], cuts, grid, serial)
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_whatever_is_asked_for(grid, serial, data):
+    """Sizes of zero, and every option with every other."""
+    ring, cuts = layouts(grid, packed := data.draw(st.booleans()))
+    b, s, heads, g = (data.draw(st.integers(least, most)) for least, most in ((0, 3), (0, 40), (1, 3), (1, 2)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    at = pla.sequence_order(s, grid.sizes[ring], data.draw(st.sampled_from(ORDERS)))
+    lengths = np.diff(np.sort(rng.integers(0, s + 1, data.draw(st.integers(0, 4)))), prepend=0, append=s)
+    options = {
+        "causal": data.draw(st.booleans()), "window": data.draw(st.sampled_from([None, 1, 7])), "positions": at,
+        "documents": data.draw(st.sampled_from([None, lengths])), "scale": data.draw(st.sampled_from([None, 3.0])),
+        "key_padding": data.draw(st.sampled_from([None, rng.random((b, s)) > 0.5])),
+    }  # fmt: skip
+    z = rng.standard_normal((b, s, heads, g + 2, E))
+    arrays = [z] if packed else [z[..., :g, :], z[..., g:, :]]
+    agree(attend(serial, ring, **options), arrays, cuts, grid, serial)
 
 
 def test_another_sequence_and_queries_that_are_cut(grid, serial):
