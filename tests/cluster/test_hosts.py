@@ -102,7 +102,8 @@ def test_the_part_for_8_ranks_across_8_hosts(
 def test_interfaces_receive_what_the_ledger_says(across_hosts: Run, tmp_path: Path, runs_done: list[str]) -> None:
     result = tmp_path / "received.json"
     script = str(ROOT / "bench" / "cluster" / "received.py")
-    done = across_hosts(8, [script, "--mb", "4", "--side", "768", "--tokens", "512", "--json", str(result)], timeout=300)
+    options = ["--mb", "4", "--side", "768", "--tokens", "512", "--json", str(result)]
+    done = across_hosts(8, [script, *options], timeout=300)
     assert done.returncode == 0, done.stderr
     rows = {row["operation"]: row for row in json.loads(result.read_text())["rows"]}
     assert {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"} < set(rows)
