@@ -78,7 +78,10 @@ class Comm(ABC):
     # ------------------------------------------------------------------------------------------------ collectives
 
     def all_gather(self, send: Block, recv: Block, counts: Sequence[int], *, wait: bool = True) -> Handle:
-        """Concatenate every rank's `send` (counts[i] elements from rank i) in `recv`, on every rank."""
+        """Concatenate every rank's `send` (counts[i] elements from rank i) in `recv`, on every rank.
+
+        On all ranks `send` may be the rank's own place in `recv`: then nothing is copied.
+        """
         counts_fit(self, "all_gather", "recv", recv, counts)
         own_fits(self, "all_gather", "send", send, counts)
         alike(self, "all_gather", send, recv)

@@ -84,6 +84,13 @@ def carrier(block: Block) -> MPI.Datatype:
     return CARRIERS[block.itemsize]
 
 
+def _lies_in(whole: Block, at: int, part: Block) -> bool:
+    """Whether a part of a block lies in it, from element `at` on."""
+    if isinstance(whole, np.ndarray):
+        return bool(part.ctypes.data == whole.ctypes.data + at * whole.itemsize)
+    return bool(part.data.ptr == whole.data.ptr + at * whole.itemsize)
+
+
 class MpiHandle(Handle):
     """A nonblocking MPI operation and its blocks (mpi4py lets go of those of an Iallreduce in place)."""
 
@@ -96,6 +103,8 @@ class MpiHandle(Handle):
         self._request: MPI.Request | None = request
         self._blocks = blocks
         comm._under_way[self] = None
+        if comm.local_size < comm.size:
+            slot.post()
 
     def wait(self) -> None:
         request = self._request
@@ -118,6 +127,8 @@ class MpiHandle(Handle):
     def _done(self) -> None:
         self._request = None
         self._comm._under_way.pop(self, None)
+        if self._comm.local_size < self._comm.size:
+            slot.between -= 1
         self._blocks = None
 
 
@@ -200,7 +211,7 @@ class MpiComm(Comm):
         if recv.size > limits.max_count:
             return split.all_gather(self, send, recv, counts, wait)
         kind = carrier(send)
-        own = (send, send.size, kind)
+        own = MPI.IN_PLACE if _lies_in(recv, sum(counts[: self.rank]), send) else (send, send.size, kind)
         if counts.count(counts[0]) == self.size:
             whole = (recv, send.size, kind)
             if wait:

@@ -12,7 +12,7 @@ from parlinalg.parallel.buckets import Bucket, Slot
 
 Block = Any
 
-#: Buckets gathered at a time; each takes a copy of the rank's own part.
+#: Buckets gathered at a time.
 UNDER_WAY = 2
 
 
@@ -52,7 +52,7 @@ class Values:
             own = bucket.own
             if len(pending) == UNDER_WAY:
                 pending.pop(0).wait()
-            mine = bucket.values[own.start : own.stop].copy()
+            mine = bucket.values[own.start : own.stop]
             pending.append(bucket.comm.all_gather(mine, bucket.values, bucket.lengths, wait=False))
         for handle in pending:
             handle.wait()

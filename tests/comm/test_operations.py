@@ -35,6 +35,14 @@ def test_all_gather(comm: Comm, counts: list[int], wait: bool) -> None:
         np.testing.assert_array_equal(got(recv), np.concatenate([values(n, r, dtype) for r, n in enumerate(counts)]))
 
 
+def test_all_gather_where_the_parts_lie(comm: Comm, counts: list[int], wait: bool) -> None:
+    want = np.concatenate([values(n, r, np.dtype(np.float32)) for r, n in enumerate(counts)])
+    recv, own = zeros(sum(counts), np.dtype(np.float32)), run(counts, comm.rank)
+    recv[own] = put(values(counts[comm.rank], comm.rank, np.dtype(np.float32)))
+    finish(comm.all_gather(recv[own], recv, counts, wait=wait), wait)
+    np.testing.assert_array_equal(got(recv), want)
+
+
 def test_reduce_scatter(comm: Comm, counts: list[int], wait: bool) -> None:
     for dtype in NUMBERS:
         n = sum(counts)

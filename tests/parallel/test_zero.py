@@ -230,6 +230,29 @@ def test_several_dtypes_and_gradients_that_travel_in_16_bits(make_grid, world):
             np.testing.assert_array_equal(p.gather(), (start.astype(float) - 12).astype(p.dtype))
 
 
+@pytest.mark.parametrize("handlers", [[], [ZeRO(1)], [ZeRO(2)], [ZeRO(2, accumulate="whole")]], ids=str)
+def test_parameters_not_reached_and_reached_by_a_microbatch_only(handlers, make_grid, world):
+    grid = make_grid({"data": world.size})
+    ps = [pla.Parameter(pla.ones(n, grid, L(None)), f"p{n}") for n in (5, 7, 3)]
+    GradientReducer(ps, handlers, first_bucket=1, bucket=60)
+    update = optim.SGD(ps, 1.0)
+    x = pla.ones((6, 1), grid, L("data", None))
+    start = 1.0
+    for _ in range(3):
+        update.zero_grad()
+        with no_sync():  # reaches the first two
+            (pla.Tensor(x) * ps[0]).sum().backward()
+            (pla.Tensor(x) * ps[1]).sum().backward()
+        (pla.Tensor(x) * ps[0]).sum().backward()
+        (pla.Tensor(x) * ps[0] * 2).sum().backward()  # adds to what is summed
+        update.step()
+        start -= 6
+        for p, change in zip(ps, (4, 1, 0), strict=True):
+            np.testing.assert_array_equal(p.gather(), np.full(p.shape, 1 + change * (start - 1)))
+            found = p.updated[1]
+            np.testing.assert_array_equal(grid.backend.to_host(found), np.full(found.size, 6.0 * change))
+
+
 def test_what_cannot_be_done_is_told(make_grid, world):
     class Whole(optim.SGD):
         ELEMENTWISE = False
