@@ -91,6 +91,8 @@ class Rank:
         each = 2 * self.world.size
         low, high = 1, 0
         peaks = {8: self.peak(8 * each), 64: self.peak(64 * each)}
+        if peaks[8] > limit:
+            raise SystemExit(f"{8 * each} tokens take {peaks[8] / MIB:.1f} MiB already: give a higher --limit")
         while not high or high - low > max(1, low // 200):
             if not high:  # from the line through the last two
                 a, b = sorted(peaks)[-2:]
