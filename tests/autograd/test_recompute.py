@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import parlinalg as pla
@@ -14,6 +15,7 @@ from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, Tensor, nn, sc
 from parlinalg.autograd import ops, recompute, start_walk
 from parlinalg.parallel import GradientReducer
 from tests.autograd.cases import cut, numbers, tensor
+from tests.cases import held
 
 X, W, V = numbers(6, 4), numbers(4, 4), numbers(4)
 ROWS = Plan((("a", "b"),), (None,), (None,), Layout(("a", "b"), None), Layout(None, None), Layout(("a", "b"), None))
@@ -222,3 +224,26 @@ def test_modules_drop_the_same_again(stepped: bool, grid: Grid) -> None:
         assert len(distinct) == (2 if stepped else 4)
     assert found[0] == found[1]
     flat.close()
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_several_results_are_computed_again(used: tuple[int, ...], widest: Grid) -> None:
+    """Whichever of them the loss is made of."""
+    axes = tuple(widest.sizes)
+    values = pla.random.normal((6, 4), widest, Layout(axes, None), seed=1, dtype=np.float64)
+
+    def both(x: pla.Tensor) -> tuple[pla.Tensor, pla.Tensor]:
+        y = ops.tanh(x)
+        return y * x, (y * y).sum()
+
+    found = []
+    for again in (False, True):
+        x = pla.Tensor(values, requires_grad=True)
+        results = recompute(both, x) if again else both(x)
+        loss = results[used[0]].sum()
+        for i in used[1:]:
+            loss = loss + results[i] * 3
+        loss.backward()
+        assert x.grad is not None
+        found.append(held(x.grad))
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-15)
