@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped": {"name": "llama", **SIZES, **DROP, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6},
     "experts": {"name": "llama", **SIZES, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
 }
+OPTIMIZERS = {"gpt, LAMB": {"name": "lamb", "lr": 5e-2}, "gpt, LARS": {"name": "lars", "lr": 5.0, "weight_decay": 0.1}}
+MODELS |= dict.fromkeys(OPTIMIZERS, MODELS["gpt"])
 
 Case = tuple[int, str, dict[str, Any]]
 
@@ -70,6 +72,8 @@ CASES: list[Case] = [
     (4, "gpt", {"sequence": RING, "tensor": one_d(2), "recompute": "block", "parts": 2}),
     (4, "gpt", {"data": 4, "zero": {"stage": 2, "within": 2, "accumulate": "whole"}, "parts": 2}),
     (4, "gpt", {"data": 2, "sequence": RING, "zero": 3, "offload": {"optimizer": "disk", "activations": "disk"}}),
+    (4, "gpt, LAMB", {"data": 2, "tensor": shaped("2d", 1, 2), "zero": 2}),
+    (6, "gpt, LARS", {"data": 2, "tensor": one_d(3), "zero": 3}),
     (6, "gpt", {"sequence": {"size": 3}, "tensor": shaped("2d", 1, 2), "recompute": "attention"}),
     (6, "llama", {"data": 3, "tensor": shaped("2d", 2, 1), "zero": {"stage": 3, "accumulate": "whole"}, "parts": 2}),
     (6, "experts", {"data": 2, "tensor": one_d(3), "zero": 2}),
@@ -104,8 +108,9 @@ def config(kind: str, path: Path, case: dict[str, Any]) -> dict[str, Any]:
     model = MODELS[kind] | {k: case[k] for k in ("recompute",) if k in case}
     parallel = {k: case[k] for k in ("data", "sequence", "tensor") if k in case}
     more = {k: case[k] for k in ("zero", "offload") if k in case}
+    optimizer = OPTIMIZERS.get(kind, BASE["optimizer"])
     return {
-        **BASE, "data": data, "model": model, "parallel": parallel, **more,
+        **BASE, "optimizer": optimizer, "data": data, "model": model, "parallel": parallel, **more,
         "gradient_accumulation": case.get("parts", 1),
     }  # fmt: skip
 
