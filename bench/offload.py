@@ -3,8 +3,8 @@
 python bench/offload.py --path /tmp/offload                       # both parts
 python bench/offload.py --path /tmp/offload --parts limit         # states of 4 times what `ulimit -v` leaves
 
-One core.  The disk's own bandwidth is measured beside it, past the page cache (O_DIRECT), in chunks of the same size, and
-reads are of what was written before and is in no cache.
+One core.  The disk's own bandwidth is measured beside it, past the page cache (O_DIRECT), in chunks of the same size,
+and reads are of what was written before and is in no cache.
 """
 
 from __future__ import annotations

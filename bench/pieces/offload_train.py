@@ -1,10 +1,10 @@
 """Trains a GPT on one core, in memory or with everything offloaded, under a hard limit of address space if asked.
 
-    python bench/pieces/offload_train.py '{"mode": "disk", "path": "/tmp/o", "layers": 20, "hidden": 256, "steps": 2}'
+    python bench/pieces/offload_train.py '{"mode": "disk", "path": "/tmp/o", "layers": 9, "hidden": 256, "steps": 2}'
 
-`mode` is "memory", "states" (the optimizer's states on disk) or "disk" (parameters and gradients too).  `limit`, in bytes,
-is what may be added to the address space that the interpreter, its libraries and the started grid take (RLIMIT_AS, as
-`ulimit -v` sets).  Tells a digest of all values and states, and times, as JSON.
+`mode` is "memory", "states" (the optimizer's states on disk) or "disk" (parameters and gradients too).  `limit`, in
+bytes, is what may be added to the address space that the interpreter, its libraries and the started grid take
+(RLIMIT_AS, as `ulimit -v` sets).  Tells a digest of all values and states, and times, as JSON.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.homeward import most_bytes
-from parlinalg.autograd.tape import Node
+from parlinalg.autograd.tape import Node, Reducer
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -22,7 +22,7 @@ from parlinalg.nn.declared import Declared
 from parlinalg.offload.agreement import agree, worlds
 from parlinalg.offload.resting import DiskHome, HostHome, Resting, room
 from parlinalg.offload.states import bytes_of
-from parlinalg.parallel import GradientReducer
+from parlinalg.parallel import DataParallel, GradientReducer, SequenceParallel
 
 
 class OffloadedParameters:
@@ -31,7 +31,7 @@ class OffloadedParameters:
     The parameters keep their place in the model: modules, optimizers, `state_dict` see arrays as before.  On a disk
     values, and with `gradients` settled gradients too, lie in one file a rank, of which windows are mapped as they are
     used; the next one is read ahead.  Offloaded gradients are settled one by one, without their reducer, which is
-    detached; a reducer that shards parameters (ZeRO) keeps its gradients.
+    detached; one that does more than sum whole gradients (ZeRO, shared parameters, 16 bits) keeps them.
 
     Parameters
     ----------
@@ -84,12 +84,15 @@ class OffloadedParameters:
         """
         parameters = list(parameters)
         chosen = [p for p in parameters if p.shard is None and self._large(p)]
-        reducers = {id(p.reducer): p.reducer for p in chosen if isinstance(p.reducer, GradientReducer)}
-        if any(q.shard is not None for r in reducers.values() for q in r.parameters):
-            self.gradients = False
-        elif self.gradients:
-            for reducer in reducers.values():
-                reducer.detach()
+        if not chosen and any(p.shard is not None for p in parameters):
+            raise ConfigError(
+                "ZeRO's stages 1 and 2 keep the values in buckets that are gathered whole: parameters are offloaded "
+                "with zero=dict(stage=0), or with stage=3, which cuts them"
+            )
+        reducers = list({id(p.reducer): p.reducer for p in chosen if p.reducer is not None}.values())
+        self.gradients = self.gradients and all(map(replaceable, reducers))
+        for reducer in reducers if self.gradients else ():
+            reducer.detach()  # type: ignore[attr-defined]
         self._open([p.grid for p in parameters], [int(p.block.nbytes) for p in chosen])
         for p in chosen:
             p.data = self._rest(p.data)
@@ -169,6 +172,14 @@ class OffloadedParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def replaceable(reducer: Reducer | None) -> bool:
+    """Whether gradients come out the same when they are settled one by one: without ZeRO and the like."""
+    if reducer is None:
+        return True
+    simple = isinstance(reducer, GradientReducer) and reducer.dtype is None
+    return simple and all(isinstance(h, DataParallel | SequenceParallel) for h in reducer.handlers)  # type: ignore
 
 
 class RestingNode(Node):

@@ -27,7 +27,7 @@ from parlinalg.nn import Module
 from parlinalg.offload.activations import OffloadedActivations
 from parlinalg.offload.agreement import worlds
 from parlinalg.offload.disk_states import DiskStates
-from parlinalg.offload.parameters import OffloadedParameters
+from parlinalg.offload.parameters import OffloadedParameters, replaceable
 from parlinalg.offload.states import HostStates, bytes_of
 from parlinalg.optim import Optimizer
 from parlinalg.units import format_bytes
@@ -35,7 +35,7 @@ from parlinalg.units import format_bytes
 ORDER = ("optimizer", "activations", "parameters")
 PLACES = ("disk", "host")
 BUFFERS = 4
-MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 16
+MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Table:
         The largest block of a parameter.
     block : int
         What one block of the model keeps for the backward pass.
+    fixed : int
+        Bytes of values and gradients that stay in memory whatever is offloaded.
     """
 
     values: int
@@ -57,6 +59,7 @@ class Table:
     activations: int = 0
     largest: int = 0
     block: int = 0
+    fixed: int = 0
 
     @property
     def total(self) -> int:
@@ -72,7 +75,7 @@ class Table:
         if "activations" in away:
             left += min(0, 3 * self.block - self.activations)
         if "parameters" in away:
-            left += min(0, 3 * self.largest - self.values - self.gradients)
+            left += min(0, 3 * self.largest + self.fixed - self.values - self.gradients)
         return left
 
 
@@ -223,7 +226,7 @@ def plan(
     chunk = MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (16 * BUFFERS)))
     if limit is not None:
         where = "disk" if folder is not None else "host" if not cpu else None
-        movable = ORDER if where else ()
+        movable = [k for k in ORDER if where and (k != "parameters" or table.fixed < table.values + table.gradients)]
         found = decide(table, limit, {*movable, *chosen}, chunk)
         if found is None:
             least = table.rest({*movable, *chosen}, chunk)
@@ -256,7 +259,7 @@ def _chosen(places: dict[str, str | None]) -> dict[str, str]:
 
 def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
     """What a rank holds, the largest over all ranks.  Collective."""
-    mine = [0, 0, 0, kept, 0, 0]
+    mine = [0, 0, 0, kept, 0, 0, 0]
     names = len(optimizer.states)
     parameters = list(model.parameters())
     for p in parameters:
@@ -265,6 +268,10 @@ def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
         if optimizer.master is not None and optimizer.master.itemsize > p.dtype.itemsize:
             dtype, more = optimizer.master, 1
         mine[0] += p.block.size * p.dtype.itemsize
+        if p.shard is not None:
+            mine[6] += (p.block.size + n) * p.dtype.itemsize
+        elif p.grid.backend.xp is not np or not replaceable(p.reducer):
+            mine[6] += n * p.dtype.itemsize
         mine[1] += n * p.dtype.itemsize
         mine[2] += n * (names + more) * dtype.itemsize
         mine[4] = max(mine[4], p.block.size * p.dtype.itemsize)

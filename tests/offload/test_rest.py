@@ -17,32 +17,43 @@ from tests.models import loss_of
 from tests.offload.runs import everything, go_on, sizes, start, unlike
 
 
+@pytest.mark.ranks(2)
+def test_values_in_buckets_are_not_offloaded(make_grid, world, folder, backend):
+    model, update = start(make_grid(sizes(world.size)), handlers=(ZeRO(1),))
+    rest = OffloadedParameters(folder if backend == "numpy" else None, least=1, gradients=False)
+    with pytest.raises(ConfigError, match=r"stages 1 and 2 keep the values in buckets.*zero=dict\(stage=0\)"):
+        rest.place(model.parameters())
+    if backend == "numpy":
+        assert "parameters" not in offload.plan(model, update, memory="100kB", path=folder).places
+
+
 def windows():
     return Path("/proc/self/maps").read_text().count(".window") if Path("/proc/self/maps").exists() else 0
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize(("kind", "options"), [
-    ("gpt", {"p": 0.1}), ("llama", {"recompute": True, "p": 0.1, "num_hidden_layers": 2}),
-    ("gpt", {"handlers": (ZeRO(2),), "dtype": "float32", "master": "float64"}),
+@pytest.mark.parametrize(("kind", "what", "options"), [
+    ("gpt", "parameters", {"p": 0.1}),
+    ("llama", "activations", {"recompute": True, "p": 0.1, "num_hidden_layers": 2}),
+    ("gpt", "all", {"p": 0.1, "num_hidden_layers": 2}),
+    ("gpt", "activations, states", {"handlers": (ZeRO(2),), "dtype": "float32", "master": "float64"}),
 ])  # fmt: skip
-@pytest.mark.parametrize("what", ["parameters", "activations", "all"])
 def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options, what):
     grid = make_grid(sizes(world.size))
-    alone = what != "activations" and "handlers" not in options  # offloaded gradients are settled one by one
+    alone = what in ("parameters", "all")  # offloaded gradients are settled one by one
     model, update = start(grid, kind, reduce=not alone, **options)
     losses = go_on(model, update, range(3))
     want = everything(model, update)
     model, update = start(grid, kind, **options)
     path = folder if backend == "numpy" else None
     made = []
-    if what != "activations":
+    if alone:
         made.append(OffloadedParameters(path, least=1000, gradients=backend == "numpy"))
         made[-1].place(model.parameters())
     if what != "parameters":
         made.append(OffloadedActivations(path, least=0))
         made[-1].place(model.blocks)
-    if what == "all" and backend == "numpy":
+    if what.endswith(("all", "states")) and backend == "numpy":
         made.append(offload.DiskStates(folder, chunk=4096))
         update.place(made[-1])
     found = go_on(model, update, range(3))
@@ -52,7 +63,7 @@ def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options
     for each in made:
         each.close()
     assert not list(folder.glob(f"*.{world.rank}.*"))
-    if backend == "numpy" or alone is False or world.size == 1:
+    if backend == "numpy" or not alone or world.size == 1:
         assert found == losses
         assert not unlike(state, want)
     assert not unlike(everything(model, update), state)
