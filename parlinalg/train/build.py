@@ -62,10 +62,12 @@ def reducer(config: Config, mesh: Mesh, model: Module) -> GradientReducer:
     return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
 
 
-def offload(config: Config, task: Task, optimizer: optim.Optimizer, folder: Path) -> OffloadPlan | None:
+def offload(
+    config: Config, mesh: Mesh, task: Task, optimizer: optim.Optimizer, folder: Path
+) -> OffloadPlan | None:  # fmt: skip
     """What lies on the disk or in host memory, if that is asked for.  Collective.
 
-    With a limit of memory the first microbatch shows what the tape keeps of one.
+    With a limit of memory, a forward pass of a few samples shows what the tape keeps of a microbatch.
 
     Parameters
     ----------
@@ -78,10 +80,12 @@ def offload(config: Config, task: Task, optimizer: optim.Optimizer, folder: Path
     options["optimizer_states"] = options.pop("optimizer", None)
     bytes_kept = 0
     if "memory" in options:
-        (first, *_) = next(batches(task.loader, 1, config.gradient_accumulation))
+        parts, least = config.gradient_accumulation, max(1, config.batch_size // mesh.size("data"))
+        (first, *_) = next(batches(task.loader, 1, max(parts, least)))
         with training_step(0, first.offset):
             loss, _, _ = task.losses(first)
-        bytes_kept = kept(loss)
+        rows = -(-config.batch_size // parts)
+        bytes_kept = kept(loss) * -(-rows // len(first))
     return plan(task.model, optimizer, path=options.pop("path", folder), kept=bytes_kept, **options)
 
 

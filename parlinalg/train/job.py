@@ -74,7 +74,7 @@ class Job:
         optimizer = build.optimizer(config, self.task.model.parameters())
         scheduler = build.scheduler(config, optimizer, self.steps)
         self.trainer = build.trainer(config, self.task, optimizer, scheduler)
-        self.offload = build.offload(config, self.task, optimizer, out / "offload")
+        self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload")
 
     def _make_out(self) -> None:
         if self.speaks:
