@@ -177,11 +177,11 @@ class Attention(Module):
             "causal": self.causal, "window": self.window, "documents": now.documents, "dropout": self._draw(x),
             "positions": None if self.cross else now.positions,
         }  # fmt: skip
+        if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
+            key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
         if ring:
             y = ops.ring_attention(q, kv, axis=ring[0], key_padding=key_padding, **seen)
         else:
-            if isinstance(key_padding, DistArray) and effective(key_padding.layout, x.grid).dims[1]:
-                key_padding = key_padding.redistribute(Layout(q.layout.dims[0], None))
             y = ops.attention(
                 q, kv, mask=mask, key_padding=key_padding, start=start, keep_scores=self.keep_scores, **seen
             )

@@ -140,7 +140,12 @@ class Language(Task):
 
     def layouts(self) -> str:
         model = self.model
-        return f"ids {model.ids_layout!r}, targets {model.targets_layout!r}, residual stream {model.scheme.residual!r}"
+        order = self.mesh.parallel.order_of(causal=True)
+        ordered = "" if order == "contiguous" else f", tokens in {order} order"
+        return (
+            f"ids {model.ids_layout!r}, targets {model.targets_layout!r}, residual stream "
+            f"{model.scheme.residual!r}{ordered}"
+        )
 
     def opening(self) -> dict[str, str]:
         grid = self.mesh.grid

@@ -115,6 +115,26 @@ def test_more_ranks_than_heads_of_keys(name, make_grid, world, known):
         assert attention.kv.weight.layout == pla.Layout(None, "t", None, None)
 
 
+def cut_sequences(ranks):
+    """A layer's options, and schemes that cut the sequence over a ring, by Ulysses, or both, with their grids."""
+    both = MODES["serial"].with_sequence("u", ulysses=True).with_sequence("s")
+    one_head, apart = {**GROUPED, "kv_heads": 1}, {**GROUPED, "packed": False}
+    yield one_head, both, {"s": 2, "u": ranks // 2}
+    yield CROSS, both, {"s": 2, "u": ranks // 2}
+    yield CROSS, MODES["2d"].with_sequence("s"), {"s": ranks // 2, "r": 2, "c": 1}
+    if ranks % 4 == 0:
+        factored = MODES["1d"].factored("t", ("t", "v"))
+        yield apart, factored.with_sequence("s"), {"s": ranks // 4, "t": 2, "v": 2}
+
+
+@pytest.mark.ranks(4, 6, 8)
+def test_cut_sequences_with_padding_and_contexts(make_grid, world, known):
+    for turn, (options, scheme, sizes) in enumerate(cut_sequences(world.size)):
+        if sizes.get("u", 1) <= HEADS and turn % 2 == world.size // 2 % 2:
+            grid = make_grid(sizes)
+            equal(results(layer(scheme, grid, **options), scheme, grid), known(**options))
+
+
 @pytest.mark.serial
 def test_refused_settings():
     grid = pla.Grid({"replica": 1}, comm=SingleComm())
