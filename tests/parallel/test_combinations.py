@@ -173,7 +173,9 @@ def drawn(ranks: int, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
         if data > 1:
             case["zero"] = {"stage": draw.randrange(4), "within": within, "accumulate": accumulate}
         if draw.random() < 0.3:
-            case["offload"] = draw.choice([DISK, {"activations": "disk"}, {"optimizer": "disk", "parameters": "disk"}])
+            places = [DISK, {"activations": "disk"}, {"optimizer": "disk", "parameters": "disk"}]
+            shards = case.get("zero", {"stage": 0})["stage"] in (1, 2)  # their values do not leave the buckets
+            case["offload"] = draw.choice(places[: 2 if shards else 3])
         number -= 1
         yield kind, case
 
