@@ -2,6 +2,9 @@
 
 It polls slowly on communicators of its own and costs the main thread nothing measurable.  A watchdog of nonblocking
 collectives would slow every collective a hundredfold on crowded cores.
+
+While nonblocking operations between nodes are under way it polls faster: MPI progresses only within its calls, and the
+main thread may be in a product for long.  In a node nothing is gained, since what moves there is a copy by a core.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from parlinalg.errors import ConfigError
 
 POLL = 0.05
 """Seconds between two looks at the mail."""
+
+DRIVING = 0.001
+"""Seconds between two calls that let operations between nodes progress."""
 
 PATIENCE = 0.5
 """Seconds within which the others answer, unless they cannot."""
@@ -135,8 +141,17 @@ class Monitor:
             self._thread.join(2)
 
     def _run(self) -> None:
-        pid = os.getpid()
-        while not self._stop.wait(POLL) and os.getpid() == pid and not MPI.Is_finalized():
+        pid, looked = os.getpid(), time.monotonic()
+        while not self._stop.is_set() and os.getpid() == pid and not MPI.Is_finalized():
+            if slot.between:
+                self.circles[0].mpi.Iprobe(MPI.ANY_SOURCE, _ASK)
+                time.sleep(DRIVING)
+            else:
+                slot.posted.wait(POLL)
+                slot.posted.clear()
+            if time.monotonic() - looked < POLL:
+                continue
+            looked = time.monotonic()
             for circle in self.circles:
                 circle.answer()
             state = slot.state

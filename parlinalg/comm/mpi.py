@@ -16,6 +16,7 @@ from parlinalg.backend.blas import cores
 from parlinalg.comm import half, limits, split, staging
 from parlinalg.comm.base import Block, Comm
 from parlinalg.comm.chain import Chain
+from parlinalg.comm.datatypes import REDUCTIONS, carrier, lies_in, number
 from parlinalg.comm.half import is_half
 from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.ledger import Book
@@ -25,34 +26,6 @@ from parlinalg.comm.staging import through_host
 from parlinalg.comm.watch import Forming, slot, strike
 from parlinalg.errors import CommError
 
-CARRIERS: dict[int, MPI.Datatype] = {
-    1: MPI.UINT8_T,
-    2: MPI.UINT16_T,
-    4: MPI.UINT32_T,
-    8: MPI.UINT64_T,
-    16: MPI.C_DOUBLE_COMPLEX,
-}
-"""By item size, the datatype that moves elements of any dtype."""
-
-NUMBERS: dict[str, MPI.Datatype] = {
-    "float32": MPI.FLOAT,
-    "float64": MPI.DOUBLE,
-    "complex64": MPI.C_FLOAT_COMPLEX,
-    "complex128": MPI.C_DOUBLE_COMPLEX,
-    "int8": MPI.INT8_T,
-    "int16": MPI.INT16_T,
-    "int32": MPI.INT32_T,
-    "int64": MPI.INT64_T,
-    "uint8": MPI.UINT8_T,
-    "uint16": MPI.UINT16_T,
-    "uint32": MPI.UINT32_T,
-    "uint64": MPI.UINT64_T,
-    "bool": MPI.UINT8_T,
-}
-"""The dtypes MPI can reduce; booleans have max and min only."""
-
-REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-
 Runs = tuple[Sequence[int], Sequence[int] | None]
 """The counts of the runs of a block, and where each begins (None: one after the other)."""
 
@@ -60,35 +33,6 @@ LONG = 1 << 20
 """Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
 
 _HEAD = 256
-_number_of: dict[Any, MPI.Datatype] = {}
-
-
-def number(dtype: Any) -> MPI.Datatype:
-    """The MPI datatype that reduces `dtype`."""
-    known = _number_of.get(dtype)
-    if known is None:
-        if dtype.name not in NUMBERS:
-            raise CommError(
-                f"MPI cannot reduce arrays of dtype {dtype}; it can reduce {', '.join(NUMBERS)}, float16 and bfloat16"
-            )
-        known = _number_of[dtype] = NUMBERS[dtype.name]
-    return known
-
-
-def carrier(block: Block) -> MPI.Datatype:
-    """The MPI datatype that moves the elements of `block`."""
-    if block.dtype.hasobject or block.itemsize not in CARRIERS:
-        raise CommError(
-            f"arrays of dtype {block.dtype} cannot be sent; convert to a number type of 1, 2, 4, 8 or 16 bytes"
-        )
-    return CARRIERS[block.itemsize]
-
-
-def _lies_in(whole: Block, at: int, part: Block) -> bool:
-    """Whether a part of a block lies in it, from element `at` on."""
-    if isinstance(whole, np.ndarray):
-        return bool(part.ctypes.data == whole.ctypes.data + at * whole.itemsize)
-    return bool(part.data.ptr == whole.data.ptr + at * whole.itemsize)
 
 
 class MpiHandle(Handle):
@@ -211,7 +155,7 @@ class MpiComm(Comm):
         if recv.size > limits.max_count:
             return split.all_gather(self, send, recv, counts, wait)
         kind = carrier(send)
-        own = MPI.IN_PLACE if _lies_in(recv, sum(counts[: self.rank]), send) else (send, send.size, kind)
+        own = MPI.IN_PLACE if lies_in(recv, sum(counts[: self.rank]), send) else (send, send.size, kind)
         if counts.count(counts[0]) == self.size:
             whole = (recv, send.size, kind)
             if wait:

@@ -40,12 +40,21 @@ class Slot:
     asked for.
     """
 
-    __slots__ = ("left", "state")
+    __slots__ = ("between", "left", "posted", "state")
 
     def __init__(self) -> None:
         self.state: State | None = None
+        self.between = 0
+        """How many nonblocking operations between nodes are under way."""
+        self.posted = threading.Event()
+        """Set when there is one, for the monitor to drive it on."""
         self.left: str | None = None
         """How the process left its program, once it has."""
+
+    def post(self) -> None:
+        """A nonblocking operation between nodes is under way."""
+        self.between += 1
+        self.posted.set()
 
 
 slot = Slot()

@@ -293,6 +293,11 @@ def _fits(config: Config) -> None:
             f"clip_grad_norm={config.clip_grad_norm} and clip_grad_value={config.clip_grad_value}: the norm would be "
             "of what the other clips; give one of them"
         )
+    if "parameters" in config.offload and config.zero.stage in (1, 2):
+        raise ConfigError(
+            f"offload.parameters={config.offload['parameters']!r} with zero stage {config.zero.stage}, whose values "
+            "lie in buckets that are gathered whole: use stage 3, which cuts them, or 0, or offload the optimizer alone"
+        )
     if config.zero.stage and any(isinstance(h, ZeRO) for h in config.gradient_handler):
         raise ConfigError(f"zero has stage {config.zero.stage}, and gradient_handler names ZeRO too; give one of them")
 

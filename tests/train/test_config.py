@@ -131,6 +131,8 @@ WRONG = [
     ({"skip_nonfinite": 1}, ("skip_nonfinite", "True or False")),
     ({"schedule": {"name": "1f1b"}}, ("pipeline schedule is not there yet",)),
     ({"offload": {"optimizer": "tape"}}, ("offload.optimizer", "'host' or 'disk'")),
+    ({"offload": {"parameters": "disk"}, "zero": 2}, ("offload.parameters", "zero stage 2", "use stage 3")),
+    ({"offload": {"path": "x"}}, ("offload has a path", "optimizer='disk'")),
     ({"offload": {"memory": "4 lots"}}, ("offload.memory", "4GiB")),
     ({"gradient_handler": [{"type": "Moe"}]}, ("gradient_handler[0].type", "'DataParallel'", "'Moe'")),
     ({"gradient_handler": {"type": "ZeRO"}}, ("gradient_handler must be a list",)),

@@ -87,11 +87,11 @@ def ring_attention(
         padding=None if key_padding is None else padding(x, key_padding, keys),
     )  # fmt: skip
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
-    pass_ = _Pass(x, y, shape, keys, ring, tokens, factor, dropout, at)
-    out, lse = pass_.forward()
+    call = _Call(x, y, shape, keys, ring, tokens, factor, dropout, at)
+    out, lse = call.forward()
 
     def prepare(g: Block) -> list[Block]:
-        return pass_.backward(g, out, lse)
+        return call.backward(g, out, lse)
 
     def part(i: int) -> Part:
         layout = inputs[i].layout.with_partial(())
@@ -102,7 +102,7 @@ def ring_attention(
     return record(DistArray(out, shape, rest, grid), inputs, [part(i) for i in range(len(inputs))], prepare)
 
 
-class _Pass:
+class _Call:
     """One call: this rank's blocks, and what both passes do with the ring."""
 
     def __init__(
