@@ -27,5 +27,9 @@ class ConfigError(ParlinalgError, ValueError):
     """A configuration has unknown keys, or values that contradict each other or the ranks."""
 
 
+class ScheduleError(ConfigError):
+    """A pipeline schedule cannot take the numbers given, contradicts itself, or would make ranks wait for each other."""
+
+
 class OffloadError(ParlinalgError, OSError):
     """Offloaded data cannot be written or read: a disk is full, a folder not writable, a file cut short or damaged."""

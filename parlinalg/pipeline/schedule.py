@@ -1,0 +1,187 @@
+"""A pipeline schedule as data: for each rank, the order of its instructions.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from parlinalg.errors import ScheduleError
+
+
+class Op(Enum):
+    """What an instruction does.
+
+    BACKWARD is the whole derivative of a chunk; zero-bubble schedules run its two parts apart: BACKWARD_INPUT, which the
+    stage before waits for, and BACKWARD_WEIGHT, which nobody does.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_FORWARD = "send forward"
+    RECEIVE_FORWARD = "receive forward"
+    SEND_BACKWARD = "send backward"
+    RECEIVE_BACKWARD = "receive backward"
+    REDUCE_GRADIENTS = "reduce gradients"
+    STEP = "step"
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+SENDS = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
+RECEIVES = frozenset({Op.RECEIVE_FORWARD, Op.RECEIVE_BACKWARD})
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stage held by a pipeline rank; `copy` numbers the replicas of the model that a schedule trains at once."""
+
+    stage: int
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a rank's order.
+
+    Attributes
+    ----------
+    op : Op
+    chunk : int
+        Which of this rank's chunks.  A message of chunk c: SEND_FORWARD sends its output, RECEIVE_FORWARD receives its
+        input, SEND_BACKWARD sends the gradient of its input, RECEIVE_BACKWARD receives the gradient of its output.
+    microbatch : int
+        Of REDUCE_GRADIENTS and STEP in asynchronous schedules: the last one whose gradient is in it; else −1.
+    peer : int
+        The pipeline rank at the other end of a message; else −1.
+    """
+
+    op: Op
+    chunk: int = 0
+    microbatch: int = -1
+    peer: int = -1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does, in order.
+
+    A send never blocks, a receive waits for its message.  Messages are matched by their kind, copy, stage of the
+    receiver and microbatch.  Between neighbouring stages on one rank there is none: the worker hands over.
+
+    Attributes
+    ----------
+    name : str
+    ranks, microbatches, stages : int
+    chunks : tuple of tuple of Chunk
+        By pipeline rank, what it holds.
+    orders : tuple of tuple of Instruction
+        By pipeline rank.  A synchronous order ends with one REDUCE_GRADIENTS and one STEP, an asynchronous one has them
+        inside.
+    asynchronous : bool
+        Whether microbatches are under way while the weights change.
+    versions : tuple of int
+        By rank, the versions of the weights it keeps: 1 in synchronous schedules.
+    weights : tuple of tuple of int
+        By rank and microbatch, the STEPs behind the weights that the microbatch works with, forward and backward; empty
+        in synchronous schedules, where there are none before it.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    stages: int
+    chunks: tuple[tuple[Chunk, ...], ...]
+    orders: tuple[tuple[Instruction, ...], ...]
+    asynchronous: bool = False
+    versions: tuple[int, ...] = ()
+    weights: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.versions:
+            object.__setattr__(self, "versions", (1,) * self.ranks)
+
+    @property
+    def copies(self) -> int:
+        """The replicas of the model: 2 where microbatches enter at both ends, else 1."""
+        return 1 + max((chunk.copy for held in self.chunks for chunk in held), default=0)
+
+    def copy_of(self, microbatch: int) -> int:
+        """The replica that a microbatch passes through."""
+        return microbatch % self.copies
+
+    @cached_property
+    def _holders(self) -> dict[Chunk, int]:
+        return {chunk: rank for rank, held in enumerate(self.chunks) for chunk in held}
+
+    def holder(self, stage: int, copy: int = 0) -> int:
+        """The pipeline rank that holds a stage.
+
+        Raises
+        ------
+        ScheduleError
+            If no rank does.
+        """
+        try:
+            return self._holders[Chunk(stage, copy)]
+        except KeyError:
+            raise ScheduleError(
+                f"no rank of {self.name} holds stage {stage} of copy {copy}: it has stages 0 to {self.stages - 1}, "
+                f"copies 0 to {self.copies - 1}"
+            ) from None
+
+    def weights_of(self, rank: int, microbatch: int) -> int:
+        """The STEPs behind the weights that a microbatch works with on a rank."""
+        return self.weights[rank][microbatch] if self.weights else 0
+
+
+def complete(
+    name: str, microbatches: int, stages: int, chunks: Iterable[Iterable[Chunk]],
+    computed: Iterable[Iterable[Instruction]], *, asynchronous: bool = False, versions: tuple[int, ...] = (), weights: tuple[tuple[int, ...], ...] = (),
+) -> Schedule:  # fmt: skip
+    """The schedule of which `computed` has each rank's computations: with messages, and the synchronous ends.
+
+    A chunk's input is received just before it is used, and what it gives is sent as soon as it is there.
+    """
+    held = tuple(tuple(of_rank) for of_rank in chunks)
+    bare = Schedule(name, len(held), microbatches, stages, held, ())
+    end = () if asynchronous else (Instruction(Op.REDUCE_GRADIENTS), Instruction(Op.STEP))
+    orders = tuple(
+        (*(i for compute in of_rank for i in _with_messages(bare, rank, compute)), *end)
+        for rank, of_rank in enumerate(computed)
+    )
+    return Schedule(name, len(held), microbatches, stages, held, orders, asynchronous, versions, weights)
+
+
+def needs(schedule: Schedule, rank: int, compute: Instruction) -> Instruction | None:
+    """The receive that a computation of a rank needs, or None."""
+    chunk = schedule.chunks[rank][compute.chunk]
+    if compute.op is Op.FORWARD:
+        return _message(schedule, rank, compute, Op.RECEIVE_FORWARD, chunk.stage - 1)
+    if compute.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        return _message(schedule, rank, compute, Op.RECEIVE_BACKWARD, chunk.stage + 1)
+    return None
+
+
+def gives(schedule: Schedule, rank: int, compute: Instruction) -> Instruction | None:
+    """The send of what a computation of a rank gives, or None."""
+    chunk = schedule.chunks[rank][compute.chunk]
+    if compute.op is Op.FORWARD:
+        return _message(schedule, rank, compute, Op.SEND_FORWARD, chunk.stage + 1)
+    if compute.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        return _message(schedule, rank, compute, Op.SEND_BACKWARD, chunk.stage - 1)
+    return None
+
+
+def _message(schedule: Schedule, rank: int, compute: Instruction, op: Op, stage: int) -> Instruction | None:
+    if not 0 <= stage < schedule.stages:
+        return None
+    peer = schedule.holder(stage, schedule.chunks[rank][compute.chunk].copy)
+    return Instruction(op, compute.chunk, compute.microbatch, peer) if peer != rank else None
+
+
+def _with_messages(schedule: Schedule, rank: int, compute: Instruction) -> list[Instruction]:
+    around = (needs(schedule, rank, compute), compute, gives(schedule, rank, compute))
+    return [i for i in around if i is not None]

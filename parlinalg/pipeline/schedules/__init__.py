@@ -1,0 +1,71 @@
+"""Pipeline schedules, pure, one a file, found by listing this folder.
+
+A file defines `NAME`, and `generate(ranks, microbatches, chunks, every)`, which gives the schedule or refuses the
+numbers, saying which it can take.  Its orders are generators of computations; `complete` adds the messages.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+from typing import Protocol, cast
+
+from parlinalg.errors import ScheduleError
+from parlinalg.pipeline.schedule import Schedule
+
+__all__ = ["ScheduleFile", "discover", "make"]
+
+
+class ScheduleFile(Protocol):
+    """What a file of this folder defines."""
+
+    NAME: str
+
+    def generate(self, ranks: int, microbatches: int, chunks: int | None, every: int | None) -> Schedule: ...
+
+
+@cache
+def _files() -> dict[str, ScheduleFile]:
+    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
+    found = [cast(ScheduleFile, m) for m in (import_module(f"{__name__}.{n}") for n in names) if hasattr(m, "NAME")]
+    return {file.NAME: file for file in found}
+
+
+def discover() -> dict[str, ScheduleFile]:
+    """All schedules by name, found by listing the folder."""
+    return dict(_files())
+
+
+def make(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, *, every: int | None = None
+) -> Schedule:  # fmt: skip
+    """The schedule of a name.
+
+    Parameters
+    ----------
+    name : str
+        One of `discover()`.
+    ranks : int
+        The pipeline ranks.
+    microbatches : int
+        In one run, between two flushes of the pipeline.
+    chunks : int, optional
+        Stages that a rank holds, in schedules that let one choose.
+    every : int, optional
+        In asynchronous schedules, the microbatches of an optimizer step: there may be several steps in a run.
+
+    Raises
+    ------
+    ScheduleError
+        If there is no such schedule, or it cannot take these numbers; the message says which it can.
+
+    >>> [i.op.value + str(i.microbatch) for i in make("1f1b", 1, 2).orders[0][:4]]
+    ['F0', 'B0', 'F1', 'B1']
+    """
+    if name not in _files():
+        raise ScheduleError(f"there is no pipeline schedule {name!r}; there are {', '.join(sorted(_files()))}")
+    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("every", every)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ScheduleError(f"{name} with {what}={value!r}: it takes a whole number of at least 1")
+    return _files()[name].generate(ranks, microbatches, chunks, every)

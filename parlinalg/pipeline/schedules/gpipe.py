@@ -1,0 +1,29 @@
+"""GPipe: all forward passes, then all backward passes (Huang et al., "GPipe: efficient training of giant neural
+networks using pipeline parallelism", 2019).
+
+Bubble fraction (p − 1) / (m + p − 1); every rank holds all m microbatches.  The backward passes go in the forward
+order, as in the other schedules, so that gradients are summed in the same order in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parlinalg.pipeline.schedule import Instruction, Op, Schedule, complete
+from parlinalg.pipeline.takes import line, one_chunk, synchronous
+
+NAME = "gpipe"
+
+
+def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
+    """The schedule; any numbers of ranks and microbatches."""
+    one_chunk(NAME, chunks)
+    synchronous(NAME, every)
+    return complete(NAME, microbatches, ranks, line(ranks), (order(microbatches) for _ in range(ranks)))
+
+
+def order(microbatches: int) -> Iterator[Instruction]:
+    """The computations of any rank."""
+    for op in (Op.FORWARD, Op.BACKWARD):
+        for j in range(microbatches):
+            yield Instruction(op, 0, j)

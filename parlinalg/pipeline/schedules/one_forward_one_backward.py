@@ -1,0 +1,32 @@
+"""1F1B: a forward and a backward pass alternately (PipeDream-flush: Narayanan et al., "Memory-efficient
+pipeline-parallel DNN training", 2021).
+
+Bubble fraction (p − 1) / (m + p − 1), as GPipe's, but rank r holds only min(p − r, m) microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parlinalg.pipeline.schedule import Instruction, Op, Schedule, complete
+from parlinalg.pipeline.takes import line, one_chunk, synchronous
+
+NAME = "1f1b"
+
+
+def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
+    """The schedule; any numbers of ranks and microbatches."""
+    one_chunk(NAME, chunks)
+    synchronous(NAME, every)
+    return complete(NAME, microbatches, ranks, line(ranks), (order(r, ranks, microbatches) for r in range(ranks)))
+
+
+def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+    """The computations of one rank: the later it comes, the fewer forward passes before its first backward pass."""
+    ahead = min(ranks - rank - 1, microbatches)
+    for j in range(ahead):
+        yield Instruction(Op.FORWARD, 0, j)
+    for j in range(microbatches):
+        if j + ahead < microbatches:
+            yield Instruction(Op.FORWARD, 0, j + ahead)
+        yield Instruction(Op.BACKWARD, 0, j)
