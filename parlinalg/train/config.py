@@ -25,7 +25,6 @@ from parlinalg.train.keys import (
     choice,
     flag,
     listed,
-    missing,
     one_of,
     optional,
     real,
@@ -35,7 +34,7 @@ from parlinalg.train.keys import (
     text,
     whole,
 )
-from parlinalg.train.options import Precision, Zero
+from parlinalg.train.options import Pipelining, Precision, Zero
 from parlinalg.train.overrides import override
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -142,6 +141,8 @@ class Config:
         Mixed precision, if any.
     zero : Zero
         What data parallel ranks share out.
+    schedule : Pipelining or None
+        The order of work in a pipeline.
     gradient_handler : tuple of handlers
         Of `parlinalg.parallel`.
     offload : dict
@@ -175,6 +176,7 @@ class Config:
     dtype: str = "float32"
     precision: Precision = field(default_factory=Precision)
     zero: Zero = field(default_factory=Zero)
+    schedule: Pipelining | None = None
     gradient_handler: tuple[Handler, ...] = ()
     offload: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -232,7 +234,6 @@ def _matched(checked: dict[str, Any]) -> dict[str, Any]:
     return {**checked, "data": data, "model": model}
 
 
-_ONE_PROGRAM = "leave it out"
 CHECKS: dict[str, Check] = {
     "parallel": _parallel,
     "backend": one_of("auto", "numpy", "cupy"),
@@ -256,7 +257,7 @@ CHECKS: dict[str, Check] = {
     "zero": options.zero,
     "gradient_handler": options.handlers,
     "offload": options.offload,
-    "schedule": missing("a pipeline schedule", _ONE_PROGRAM),
+    "schedule": options.pipelining,
 }  # fmt: skip
 
 
@@ -293,6 +294,11 @@ def _fits(config: Config) -> None:
             f"clip_grad_norm={config.clip_grad_norm} and clip_grad_value={config.clip_grad_value}: the norm would be "
             "of what the other clips; give one of them"
         )
+    if config.schedule is not None and pipeline_size(config.parallel) == 1:
+        raise ConfigError(
+            f"schedule={config.schedule.name!r} needs a pipeline, such as parallel=dict(pipeline=2); without one leave "
+            "it out: gradient_accumulation cuts a batch into microbatches"
+        )
     if "parameters" in config.offload and config.zero.stage in (1, 2):
         raise ConfigError(
             f"offload.parameters={config.offload['parameters']!r} with zero stage {config.zero.stage}, whose values "
@@ -300,6 +306,15 @@ def _fits(config: Config) -> None:
         )
     if config.zero.stage and any(isinstance(h, ZeRO) for h in config.gradient_handler):
         raise ConfigError(f"zero has stage {config.zero.stage}, and gradient_handler names ZeRO too; give one of them")
+
+
+def pipeline_size(parallel: Mapping[str, Any]) -> object:
+    """The ranks of the pipeline that the `parallel` dict of a configuration asks for, as it says."""
+    pipeline = parallel.get("pipeline", 1)
+    if isinstance(pipeline, Mapping):
+        each = pipeline.get("tensor")
+        return pipeline.get("size", len(each) if isinstance(each, Sequence) else 1)
+    return pipeline
 
 
 def _bare(check: Check) -> Check:

@@ -145,16 +145,6 @@ def optional(check: Check) -> Check:
     return check_or_none
 
 
-def missing(what: str, instead: str, *off: object) -> Check:
-    """A check of what is not built yet: only the values that mean "off" pass."""
-
-    def check(where: str, value: Any) -> None:
-        if value is not None and value not in off:
-            raise ConfigError(f"{where}={value!r}: {what} is not there yet; {instead}")
-
-    return check
-
-
 def listed(values: Iterable[object]) -> str:
     """Values for people: "'a', 'b' or 'c'"."""
     texts = [repr(v) for v in values]

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from parlinalg.backend.blas import place as cores
+from parlinalg.backend.blas import set_blas_threads, sharing
 from parlinalg.comm import Comm, open_comm
+from parlinalg.comm.place import place_on_node
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
+from parlinalg.pipeline.place import Place
 from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
@@ -31,16 +35,24 @@ class Mesh:
     config : Config
     parallel : Parallel
         The sizes.
+    place : Place
+        Where this rank is in the pipeline; grid and scheme are those of its part of it.
     """
 
-    def __init__(self, grid: Grid, config: Config, parallel: Parallel) -> None:
+    def __init__(self, grid: Grid, config: Config, parallel: Parallel, place: Place) -> None:
         self.grid = grid
         self.config = config
         self.parallel = parallel
-        self.scheme: Scheme = parallel.scheme
+        self.place = place
+        self.scheme: Scheme = parallel.at(place.rank).scheme
+
+    @property
+    def world(self) -> Comm:
+        """The communicator of all ranks of the mesh."""
+        return self.place.world
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """The axes of the grid that a dimension of the configuration, or an axis, spans.
+        """The axes of the grid that a dimension of the configuration, or an axis, spans; "pipeline" spans none.
 
         Parameters
         ----------
@@ -55,7 +67,7 @@ class Mesh:
         if name == DATA:
             return tuple(a for a in (REPLICA, DATA) if a in self.grid.axes)
         if name == "pipeline":
-            return (name,) if name in self.grid.axes else ()
+            return ()
         if name == "sequence":
             return tuple(a for a in (RING, ULYSSES) if a in self.grid.axes)
         if name == "tensor":
@@ -67,22 +79,38 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """How many ranks a dimension ("data", "tensor", …) or an axis spans."""
-        size = 1
+        size = self.place.size if name == "pipeline" else 1
         for axis in self.axes(name):
             size *= self.grid.sizes[axis]
         return size
 
     def rank(self, name: str) -> int:
         """This rank's number along a dimension or an axis; over several axes in row-major order."""
+        if name == "pipeline":
+            return self.place.rank
         return index_of(self.axes(name), self.grid.sizes, self.grid.coords)
 
     def comm(self, name: str) -> Comm:
-        """The communicator of the ranks that differ from this one along a dimension or an axis only."""
+        """The communicator of the ranks that differ from this one along a dimension or an axis only.
+
+        Raises
+        ------
+        ConfigError
+            For "pipeline", if the grids of its ranks are unlike.
+        """
+        if name == "pipeline":
+            if self.place.comm is None:
+                raise ConfigError(
+                    f"the grids of the pipeline's ranks are unlike, {list(self.place.sizes)}: no ranks differ in the "
+                    "pipeline only; use mesh.world and mesh.place.ranks"
+                )
+            return self.place.comm
         return self.grid.comm(self.axes(name))
 
     def close(self) -> None:
         """Free the communicators.  Collective."""
         self.grid.close()
+        self.place.close()
 
     def __enter__(self) -> Mesh:
         return self
@@ -90,7 +118,8 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.grid.__exit__(kind, value, trace)
+        if kind is None:  # an error on this rank must not wait for the others
+            self.close()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}={self.size(n)}" for n in ("data", "pipeline", "sequence", "tensor"))
@@ -142,4 +171,19 @@ def launch(
     checked, parallel = together(world, read, "reading the configuration")
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
-    return Mesh(Grid(parallel.axes, world, backend or checked.backend), checked, parallel)
+    place = Place.of(world, parallel.grids, (REPLICA, DATA))
+    return Mesh(_grid(place, backend or checked.backend), checked, parallel, place)
+
+
+def _grid(place: Place, backend: str) -> Grid:
+    """This rank's grid, whose backend is that of the others', and whose BLAS threads leave them their cores."""
+    sizes, world = place.sizes[place.rank], place.world
+    if place.size == 1:
+        return Grid(sizes, world, backend)
+    grid = together(world, lambda: Grid(sizes, place.group, backend), "making its grid")
+    names = world.share(grid.backend.name)
+    if len(set(names)) > 1:  # "auto" where only some ranks have a GPU
+        grid.close()
+        grid = Grid(sizes, place.group, "numpy")
+    grid.threads = set_blas_threads(sharing(world.share(cores()), world.rank, place_on_node(world)[1]))
+    return grid

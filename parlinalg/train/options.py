@@ -51,6 +51,25 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Pipelining:
+    """The order of work in a pipeline.
+
+    Attributes
+    ----------
+    name : str
+        Of a file of `parlinalg.pipeline.schedules`.
+    microbatches : int or None
+        Into which a step's batch is cut; None: as `gradient_accumulation` says, or as many as the pipeline has ranks.
+    chunks : int or None
+        Stages a rank holds, for schedules that take several; None: as the schedule likes it.
+    """
+
+    name: str = "1f1b"
+    microbatches: int | None = None
+    chunks: int | None = None
+
+
+@dataclass(frozen=True)
 class Zero:
     """What data parallel ranks share out: see `parlinalg.parallel.ZeRO`.
 
@@ -105,6 +124,15 @@ def _loss_scale(where: str, value: Any) -> Any:
 def _communicate(where: str, value: Any) -> str:
     found: str = one_of("16", "bfloat16", "float16", "float32")(where, str(value) if value in (16, 32) else value)
     return found
+
+
+def pipelining(where: str, value: Any) -> Pipelining | None:
+    """A check of `schedule`: a name, or a dict with the keys of `Pipelining`."""
+    if value is None:
+        return None
+    given = {"name": value} if isinstance(value, str) else value
+    checks: dict[str, Check] = {"name": text, "microbatches": optional(whole(1)), "chunks": optional(whole(1))}
+    return Pipelining(**section(where, given, checks))
 
 
 def zero(where: str, value: Any) -> Zero:

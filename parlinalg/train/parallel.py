@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.schemes import Scheme, for_mode, modes, modes_for
 from parlinalg.sequence import ORDERS
-from parlinalg.train.keys import flag, one_of, optional, refuse, section, several, whole
+from parlinalg.train.keys import Check, flag, listed, one_of, optional, refuse, section, several, whole
 
 DATA = "data"
 RING, ULYSSES = "s", "u"
+PARTITIONS = ("uniform", "parameters", "flops", "time")
 TENSOR_KEYS = ("size", "mode", "shape", "depth", "depth_on", "sequence_parallel")
 PARALLEL_KEYS = ("data", "pipeline", "sequence", "tensor")
 
@@ -25,7 +27,7 @@ class Parallel:
     Attributes
     ----------
     data, pipeline, sequence, tensor : int
-        The size of each dimension.
+        The size of each dimension; where the ranks of a pipeline have unlike grids, `tensor` is that of the first.
     ulysses : int
         Of the ranks of a sequence, over how many attention exchanges the cut for one of the heads; these groups form
         the ring.
@@ -38,6 +40,10 @@ class Parallel:
         ring, and "u", Ulysses, where they have ranks, then the tensor axes.
     scheme : Scheme
         The scheme on these axes.
+    partition : str or tuple of int
+        How layers are shared out among the stages of a pipeline; a tuple is the layers of each.
+    parts : tuple of Parallel
+        By pipeline rank what its grid is, where they are unlike; else empty.
     """
 
     data: int
@@ -49,6 +55,17 @@ class Parallel:
     scheme: Scheme
     ulysses: int = 1
     order: str | None = None
+    partition: str | tuple[int, ...] = "uniform"
+    parts: tuple[Parallel, ...] = ()
+
+    def at(self, rank: int) -> Parallel:
+        """What the grid of a pipeline rank is."""
+        return self.parts[rank] if self.parts else self
+
+    @property
+    def grids(self) -> tuple[dict[str, int], ...]:
+        """By pipeline rank: the axes of its grid and their sizes."""
+        return tuple(self.at(p).axes for p in range(self.pipeline))
 
     @property
     def ring(self) -> int:
@@ -73,7 +90,9 @@ def share_out(given: object, ranks: int) -> Parallel:
         Where `tensor` has a mode but neither size nor shape it takes all ranks that the others leave, in the shape
         nearest to a square or cube.  `sequence` also has `ulysses`, which divides its size: over so many ranks
         attention exchanges the cut of the sequence for one of the heads, and over the others it is a ring; and `order`
-        ("zigzag", "striped" or "contiguous").  The mode "sequence" is its short form.
+        ("zigzag", "striped" or "contiguous").  The mode "sequence" is its short form.  `pipeline` also has `partition`
+        ("uniform", "parameters", "flops", "time" or the layers of each stage), and `tensor`, a list with what each of
+        its ranks has in place of `tensor`.
     ranks : int
         The ranks there are.
 
@@ -84,49 +103,116 @@ def share_out(given: object, ranks: int) -> Parallel:
         the ranks; the message says what would be right.
     """
     size = {"size": whole(1)}
-    sections = {key: lambda where, value: _sized(where, value, size) for key in PARALLEL_KEYS}
-    sections["tensor"] = lambda where, value: _sized(where, value, TENSOR_CHECKS)
-    sections["sequence"] = lambda where, value: _sized(where, value, SEQUENCE_CHECKS)
+    checks = {"tensor": TENSOR_CHECKS, "sequence": SEQUENCE_CHECKS, "pipeline": PIPELINE_CHECKS}
+    sections: dict[str, Check] = {key: partial(_sized, checks=checks.get(key, size)) for key in PARALLEL_KEYS}
     checked = section("parallel", {} if given is None else given, sections)
     tensor: dict[str, Any] = checked.get("tensor", {})
-    short = tensor.get("mode") == "sequence"
-    if short and "sequence" in checked:
+    if tensor.get("mode") == "sequence" and "sequence" in checked:
         raise ConfigError(
             "parallel.tensor.mode='sequence' is the short form of parallel.sequence: give sequence=dict(size=…) alone, "
             "and tensor another mode, or none"
         )
     cut = _sequence(checked.get("sequence", {}))
-    pipeline, sequence = checked.get("pipeline", {}).get("size", 1), cut["size"]
-    if pipeline > 1:
-        raise ConfigError(
-            f"parallel.pipeline={pipeline}: pipeline parallelism is not there yet; use pipeline=1 (data, sequence and "
-            "tensor parallelism may be combined)"
-        )
+    pipeline, each = _pipeline(checked.get("pipeline", {}))
+    if each is not None:
+        if "tensor" in checked:
+            raise ConfigError(
+                "parallel.tensor and parallel.pipeline.tensor are both given: the one is of all ranks of the pipeline, "
+                "the other of each; give one of them"
+            )
+        return _unlike(ranks, checked.get("data", {}).get("size"), pipeline, cut, each)
     data: int | None = checked.get("data", {}).get("size")
-    others = pipeline * sequence
-    mode, shape = tensor.get("mode"), tensor.get("shape")
-    count = tensor.get("size")
-    if count is None and shape is not None:
-        count = _product(shape)
-    inferred = count is None
-    if count is None:
+    others = pipeline["size"] * cut["size"]
+    count = _count(tensor)
+    if inferred := count is None:
         left = others * (data or 1)
-        count = 1 if mode is None or ranks % left else ranks // left
-    if mode is None:
-        _without_mode(count, tensor)
+        count = 1 if tensor.get("mode") is None or ranks % left else ranks // left
     data = _check_world(ranks, data, others, count)
-    if inferred and shape is None and mode in ("2d", "2.5d", "3d"):
+    return _one(data, pipeline, cut, count, tensor, inferred)
+
+
+def _count(tensor: Mapping[str, Any]) -> int | None:
+    """The ranks of tensor parallelism as given, by size or shape."""
+    count: int | None = tensor.get("size")
+    if count is None and tensor.get("shape") is not None:
+        count = _product(tensor["shape"])
+    if tensor.get("mode") is None:
+        _without_mode(1 if count is None else count, tensor)
+    return count
+
+
+def _one(
+    data: int,
+    pipeline: Mapping[str, Any],
+    cut: Mapping[str, Any],
+    count: int,
+    tensor: Mapping[str, Any],
+    inferred: bool = False,
+) -> Parallel:
+    """The ranks shared out, once each dimension has its size."""
+    mode, sequence = tensor.get("mode"), cut["size"]
+    if inferred and tensor.get("shape") is None and mode in ("2d", "2.5d", "3d"):
         tensor = {**tensor, "shape": _nearest(mode, count, tensor.get("depth"))}
     chosen = for_mode(mode, depth_on=tensor.get("depth_on"), sequence_parallel=tensor.get("sequence_parallel") or None)
     sizes = chosen.sizes(count, tensor.get("shape"), tensor.get("depth"))
     scheme, axes = chosen.SCHEME, dict(sizes)
-    if short:
+    if mode == "sequence":
         sequence, count, mode = count, 1, None
     elif sequence > 1:
         scheme, axes = _cut_sequence(scheme, axes, sequence, cut["ulysses"])
     if data > 1 or not axes:
         scheme, axes = scheme.with_data(DATA), {DATA: data, **axes}
-    return Parallel(data, pipeline, sequence, count, mode, axes, scheme, cut["ulysses"], cut["order"])
+    return Parallel(
+        data, pipeline["size"], sequence, count, mode, axes, scheme, cut["ulysses"], cut["order"], pipeline["partition"]
+    )
+
+
+def _pipeline(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, Any], ...] | None]:
+    """The size and partition of a pipeline, and the tensor parallelism of each of its ranks where that is given."""
+    each, size = given.get("tensor"), given.get("size")
+    partition = given.get("partition", "uniform")
+    if each is not None:
+        size = len(each) if size is None else size
+        if len(each) != size:
+            raise ConfigError(
+                f"parallel.pipeline.tensor lists {len(each)} grids for a pipeline of {size} ranks: give {size}, or one "
+                "for all by parallel.tensor"
+            )
+    size = 1 if size is None else size
+    if size == 1 and not isinstance(partition, str):
+        raise ConfigError(
+            f"parallel.pipeline.partition={list(partition)} shares out layers, but the pipeline has one rank: give "
+            f"pipeline=dict(size={len(partition)}, …), or leave the partition out"
+        )
+    return {"size": size, "partition": partition}, each
+
+
+def _unlike(
+    ranks: int, data: int | None, pipeline: Mapping[str, Any], cut: Mapping[str, Any],
+    each: Sequence[Mapping[str, Any]],
+) -> Parallel:  # fmt: skip
+    """The ranks shared out where the ranks of a pipeline have tensor parallelism of their own."""
+    counts = []
+    for p, tensor in enumerate(each):
+        if tensor.get("mode") == "sequence":
+            raise ConfigError(
+                f"parallel.pipeline.tensor[{p}].mode='sequence': sequences are cut alike in the whole pipeline, by "
+                "parallel.sequence=dict(size=…)"
+            )
+        count = _count(tensor)
+        if count is None and tensor.get("mode") is not None:
+            raise ConfigError(f"parallel.pipeline.tensor[{p}] needs a size or a shape, such as size=2")
+        counts.append(1 if count is None else count)
+    whole = cut["size"] * sum(counts)
+    total = f"sequence × the pipeline's grids = {cut['size']} × ({' + '.join(map(str, counts))}) = {whole}"
+    if ranks % whole or (data is not None and data * whole != ranks):
+        asked = whole * (data or 1)
+        raise ConfigError(
+            f"{total}{'' if data is None else f', and data × that = {asked}'}, but there are {ranks} ranks: start with "
+            f"mpiexec -n {asked}"
+        )
+    parts = tuple(_one(ranks // whole, pipeline, cut, n, t) for n, t in zip(counts, each, strict=True))
+    return parts[0] if all(p == parts[0] for p in parts) else replace(parts[0], parts=parts)
 
 
 def _sequence(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +250,27 @@ TENSOR_CHECKS = {
     "depth_on": optional(one_of("batch", "k")),
     "sequence_parallel": flag,
 }
+
+
+def _partition(where: str, value: Any) -> str | tuple[int, ...]:
+    """How layers are shared out: a name, or the layers of each stage."""
+    if isinstance(value, str):
+        name: str = one_of(*PARTITIONS)(where, value)
+        return name
+    if not isinstance(value, Sequence):
+        raise refuse(where, value, f"one of {listed(PARTITIONS)}, or a list of the layers of each stage")
+    counts: tuple[int, ...] = several(whole(1), least=1)(where, value)
+    return counts
+
+
+def _grids(where: str, value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise refuse(where, value, "a list, with the tensor parallelism of each rank of the pipeline")
+    found: tuple[dict[str, Any], ...] = several(lambda w, v: _sized(w, v, TENSOR_CHECKS), least=1)(where, value)
+    return found
+
+
+PIPELINE_CHECKS: dict[str, Check] = {"size": whole(1), "partition": _partition, "tensor": _grids}
 SEQUENCE_CHECKS = {"size": whole(1), "ulysses": whole(1), "order": optional(one_of(*ORDERS))}
 
 

@@ -23,6 +23,9 @@ def shared_out(parallel: Parallel, zero: Zero) -> Parallel:
     ConfigError
         If the groups do not divide the data parallel ranks.
     """
+    if parallel.parts:
+        parts = tuple(shared_out(part, zero) for part in parallel.parts)
+        return replace(parts[0], parts=parts)
     if not zero.stage or DATA not in parallel.axes:
         return parallel
     scheme, axes, within = parallel.scheme, parallel.axes, zero.within or parallel.data

@@ -1,0 +1,99 @@
+"""From the gradients of a step to parameters: the norm, clipping, the scale of the loss, and steps left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.optim import Optimizer
+from parlinalg.parallel.clip import clip_gradient_value
+from parlinalg.parallel.precision import Gradients, LossScaler, clipping, examine
+
+#: What looks at the gradients of the whole model, of which these parameters are this rank's.
+Examine = Callable[[Sequence[Parameter], float], Gradients]
+
+
+class Updated(NamedTuple):
+    """What became of a step.
+
+    Attributes
+    ----------
+    norm : float
+        The 2-norm of the gradient of the whole model, before clipping.
+    changed : bool
+        Whether parameters were changed: not where the loss or a gradient is not finite and such steps are left out.
+    """
+
+    norm: float
+    changed: bool
+
+
+@dataclass
+class Update:
+    """Changes the parameters by their gradients.
+
+    Attributes
+    ----------
+    optimizer : Optimizer
+    clip : float or None
+        The largest norm of the gradient of the whole model.
+    clip_value : float or None
+        The largest element of the gradient.
+    scaler : LossScaler or None
+    skip_nonfinite : bool
+        Whether a step whose loss or gradient is not finite leaves all as it is; with a scaler it always does.
+    examine : callable
+        From parameters and what their gradients are multiplied by, the norm over the whole model and whether all is
+        finite; a pipeline looks at all stages.
+    """
+
+    optimizer: Optimizer
+    clip: float | None = None
+    clip_value: float | None = None
+    scaler: LossScaler | None = None
+    skip_nonfinite: bool = False
+    examine: Examine = examine
+
+    @property
+    def scale(self) -> float:
+        """What the loss is to be multiplied by, before the backward pass."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps that are not finite are left out."""
+        return self.skip_nonfinite or self.scaler is not None
+
+    def __call__(self, finite: bool, scale: float) -> Updated:
+        """Make the step, and forget the gradients.  Collective.
+
+        Parameters
+        ----------
+        finite : bool
+            Whether the loss is.
+        scale : float
+            What the gradients are multiplied by.
+        """
+        parameters = self.optimizer.parameters
+        found = self.examine(parameters, scale)
+        finite = finite and found.finite
+        changes = finite or not self.skips
+        if changes:
+            if self.clip_value is not None and finite:
+                most = min(float(np.finfo(np.float32).max), *(_most(p.dtype) for p in parameters))
+                clip_gradient_value(parameters, min(self.clip_value * scale, most))
+            self.optimizer.step(clipping(found.norm, self.clip) / scale)
+        if self.scaler is not None:
+            self.scaler.update(finite)
+        self.optimizer.zero_grad()
+        return Updated(found.norm, changes)
+
+
+def _most(dtype: np.dtype[Any]) -> float:
+    """The largest number of a dtype that gradients have."""
+    return 65504.0 if dtype == np.float16 else math.inf
