@@ -58,8 +58,11 @@ class Sizes:
         return 3 * (sum(2 * m * n * k for m, n, k in self.products) + attention)
 
 
-def weights(sizes: Sizes, seed: int = 0) -> dict[str, np.ndarray]:
-    """All parameters in float32, by parlinalg's names; products are x @ w, qkv's outputs are [heads, 3, head_dim]."""
+def weights(sizes: Sizes, seed: int = 0, *, tied: bool = True) -> dict[str, np.ndarray]:
+    """All parameters in float32, by parlinalg's names; products are x @ w, qkv's outputs are [heads, 3, head_dim].
+
+    The head is the embedding's table, unless it is not `tied`.
+    """
     rng, d = np.random.default_rng(seed), sizes.d
 
     def normal(*shape: int, std: float = 0.02) -> np.ndarray:
@@ -78,7 +81,7 @@ def weights(sizes: Sizes, seed: int = 0) -> dict[str, np.ndarray]:
         }  # fmt: skip
         made.update({f"blocks.{i}.{name}": value for name, value in block.items()})
     made.update({"norm.weight": np.ones(d, np.float32), "norm.bias": np.zeros(d, np.float32)})
-    return made
+    return made if tied else made | {"head.weight": normal(d, sizes.vocab)}
 
 
 def batches(sizes: Sizes, count: int = 2, seed: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:

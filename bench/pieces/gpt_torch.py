@@ -51,13 +51,13 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def load(model: GPT, sizes: Sizes) -> None:
+def load(model: GPT, sizes: Sizes, *, tied: bool = True) -> None:
     """The common weights; a Linear's are transposed."""
     ours = {"attention.qkv": "qkv", "attention.out": "out", "mlp.0": "up", "mlp.2": "down"}
     linears = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)} - {id(model.embedding.weight)}
     mine = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in weights(sizes).items():
+        for name, value in weights(sizes, tied=tied).items():
             for theirs, short in ours.items():
                 name = name.replace(theirs, short)
             p, new = mine.pop(name), torch.from_numpy(value)
