@@ -1,6 +1,7 @@
-"""One piece of `bench/pipeline.py`: PyTorch's pipelines (`torch.distributed.pipelining`), over gloo.
+r"""One piece of `bench/pipeline.py`: PyTorch's pipelines (`torch.distributed.pipelining`), over gloo.
 
-usage: python -m torch.distributed.run --nproc-per-node P pipeline_torch.py SCHEDULE SIZES MICROBATCHES COUNTS WARM STEPS
+usage: python -m torch.distributed.run --nproc-per-node P pipeline_torch.py \
+           SCHEDULE SIZES MICROBATCHES COUNTS WARM STEPS
 
 SCHEDULE is the name of one of its classes, such as Schedule1F1B or ScheduleGPipe, of one stage a rank; COUNTS the
 layers of each stage (embedding, blocks, head), such as 3,3.
@@ -14,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.distributed.pipelining as pipelining
 import torch.nn.functional as F
 from gpt import Memory, Sizes, batches, one_thread, timed, weights
 from gpt_torch import GPT, Block, load, optimizer_of
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 
 class Embed(nn.Module):
