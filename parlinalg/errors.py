@@ -31,5 +31,13 @@ class ScheduleError(ConfigError):
     """A pipeline schedule cannot take the numbers given, contradicts itself, or would make ranks wait for each other."""
 
 
+class EngineError(ParlinalgError, RuntimeError):
+    """An engine's calls come in a wrong order, or it is given what it cannot train with."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is damaged, foreign or incomplete, does not fit, or cannot be written or read."""
+
+
 class OffloadError(ParlinalgError, OSError):
     """Offloaded data cannot be written or read: a disk is full, a folder not writable, a file cut short or damaged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import place, set_blas_threads, sharing
@@ -82,6 +82,8 @@ class Grid:
         self._tickets = 0
         self.polled: list[Pollable] = []
         """What has communication under way while values are computed."""
+        self.mesh: Any = None
+        """What it is a part of, where `parlinalg.launch` made it."""
         try:
             self.sizes = self._agreed(sizes, backend, idle)
             self.size = math.prod(self.sizes.values())

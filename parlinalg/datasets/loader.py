@@ -49,6 +49,10 @@ class Batch:
     def __len__(self) -> int:
         return self.x.shape[0]
 
+    def __iter__(self) -> Iterator[DistArray]:
+        """`x, y = batch`."""
+        return iter((self.x, self.y))
+
 
 class Loader:
     """Global batches in an order that depends on the seed and the epoch alone: the same on every grid.

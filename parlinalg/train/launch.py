@@ -45,6 +45,7 @@ class Mesh:
         self.parallel = parallel
         self.place = place
         self.scheme: Scheme = parallel.at(place.rank).scheme
+        grid.mesh = self  # models know their grid, and `initialize` finds the mesh
 
     @property
     def world(self) -> Comm:
