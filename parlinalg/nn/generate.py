@@ -4,20 +4,70 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import no_grad
+from parlinalg.comm import Comm
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.layout import Layout
 from parlinalg.nn.module import Module
 from parlinalg.nn.sampling import Sampling
 
 Stream = Callable[[int, int], Any]
+
+
+class Decoder(Protocol):
+    """A causal model as generation sees it, wherever its layers are; a model may have one, as `model.decoder()`.
+
+    Attributes
+    ----------
+    world : Comm
+        The ranks that generate together; all of them make every call.
+    chooser : int
+        The one of them that gets the logits, and chooses.
+    config : dict
+        The model's.
+    """
+
+    world: Comm
+    chooser: int
+    config: dict[str, Any]
+
+    def cache(self, length: int) -> Any:
+        """Room for the keys and values of so many tokens of one batch."""
+
+    def logits(self, ids: np.ndarray, cache: Any) -> np.ndarray | None:
+        """The logits [batch, vocabulary] of the token after these [batch, sequence], on the chooser.  Collective.
+
+        With a cache these are the tokens after those it holds, and are added to it.
+        """
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within it dropout is off."""
+
+
+class _Whole:
+    """A model all of whose layers are on one grid."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.world, self.chooser, self.config = model, model.grid.world, 0, model.config
+
+    def cache(self, length: int) -> Any:
+        return self.model.cache(length)
+
+    def logits(self, ids: np.ndarray, cache: Any) -> np.ndarray | None:
+        found = self.model(placed(ids, self.model.ids_layout, self.model.grid), cache=cache, last=True)
+        values: np.ndarray | None = found.data.gather(root=0)
+        return None if values is None else values.reshape(len(ids), -1)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return evaluating(self.model)
 
 
 def generate(
@@ -34,7 +84,8 @@ def generate(
     Parameters
     ----------
     model : GPT or Llama
-        Any causal model with a `cache(length)`, called as `model(ids, cache=…)`; dropout is off.
+        Any causal model with a `cache(length)`, called as `model(ids, cache=…)`, or with a `decoder()`, such as one
+        whose layers are on the ranks of a pipeline; dropout is off.
     input_ids : sequence of sequences of int, or array
         The prompts, of any lengths; those of one length are continued together.
     max_new_tokens : int
@@ -66,37 +117,39 @@ def generate(
         On all ranks, if logits are not finite.
     """
 
-    def checked() -> tuple[list[np.ndarray], Sampling]:
-        return _prompts(input_ids, max_new_tokens, model.config), Sampling(do_sample, temperature, top_k, top_p, seed)
+    decoder: Decoder = model.decoder() if hasattr(model, "decoder") else _Whole(model)
 
-    prompts, sampling = together(model.grid.world, checked, "generating")
+    def checked() -> tuple[list[np.ndarray], Sampling]:
+        return _prompts(input_ids, max_new_tokens, decoder.config), Sampling(do_sample, temperature, top_k, top_p, seed)
+
+    prompts, sampling = together(decoder.world, checked, "generating")
     ends = _ends(eos_token_id)
-    _agreed(model.grid, [[p.tolist() for p in prompts], max_new_tokens, repr(sampling), sorted(ends), use_cache])
+    _agreed(decoder.world, [[p.tolist() for p in prompts], max_new_tokens, repr(sampling), sorted(ends), use_cache])
     done: list[np.ndarray] = list(prompts)
     if max_new_tokens:
-        with no_grad(), _evaluating(model):
+        with no_grad(), decoder.evaluating():
             for length in dict.fromkeys(len(p) for p in prompts):
                 rows = [i for i, p in enumerate(prompts) if len(p) == length]
                 ids = np.stack([prompts[i] for i in rows])
                 for i, sequence in zip(
-                    rows, _continue(model, ids, rows, max_new_tokens, sampling, ends, use_cache, stream)
+                    rows, _continue(decoder, ids, rows, max_new_tokens, sampling, ends, use_cache, stream)
                 ):
                     done[i] = sequence
     return done
 
 
 def _continue(
-    model: Any, ids: np.ndarray, rows: list[int], most: int, sampling: Sampling, ends: frozenset[int], use_cache: bool,
-    stream: Stream | None,
+    decoder: Decoder, ids: np.ndarray, rows: list[int], most: int, sampling: Sampling, ends: frozenset[int],
+    use_cache: bool, stream: Stream | None,
 ) -> list[np.ndarray]:  # fmt: skip
     """The sequences that begin with prompts of one length, [rows, length]."""
     batch, length = ids.shape
-    cache = model.cache(length + most - 1) if use_cache else None
+    cache = decoder.cache(length + most - 1) if use_cache else None
     every = np.concatenate([ids, np.zeros((batch, most), np.int64)], axis=1)
     stops = np.full(batch, length + most)
     for position in range(length, length + most):
         first = position - 1 if use_cache and position > length else 0
-        tokens = _next(model, every[:, first:position], cache, sampling, rows, position)
+        tokens = _next(decoder, every[:, first:position], cache, sampling, rows, position)
         every[:, position] = tokens
         for i in np.flatnonzero(stops > position):
             if stream is not None:
@@ -109,18 +162,14 @@ def _continue(
 
 
 def _next(
-    model: Any, ids: np.ndarray, cache: Any, sampling: Sampling, rows: list[int], position: int
+    decoder: Decoder, ids: np.ndarray, cache: Any, sampling: Sampling, rows: list[int], position: int
 ) -> np.ndarray:  # fmt: skip
-    """The tokens that follow; rank 0 chooses, so that ranks of unlike processors agree."""
-    grid: Grid = model.grid
-    part = tuple(slice(r.start, r.stop) for r in grid.block(model.ids_layout, ids.shape))
-    block = grid.backend.from_host(np.ascontiguousarray(ids[part]))
-    logits = model(DistArray(block, ids.shape, model.ids_layout, grid), cache=cache, last=True)
-    values = logits.data.gather(root=0)
+    """The tokens that follow; one rank chooses, so that ranks of unlike processors agree."""
+    values = decoder.logits(ids, cache)
     tokens = np.empty(len(ids), np.int64)
-    if grid.world.rank == 0:
-        tokens[:] = sampling.choose(values.reshape(len(ids), -1), rows, position)
-    grid.world.broadcast(tokens, 0)
+    if values is not None:
+        tokens[:] = sampling.choose(values, rows, position)
+    decoder.world.broadcast(tokens, decoder.chooser)
     if (tokens < 0).any():
         raise ValueError(
             f"prompt {rows[int(np.argmin(tokens))]}: the model's largest logit at position {position} is not finite; "
@@ -170,17 +219,24 @@ def _ends(eos_token_id: int | Collection[int] | None) -> frozenset[int]:
     return frozenset((operator.index(eos_token_id),))
 
 
-def _agreed(grid: Grid, wanted: list[Any]) -> None:
+def _agreed(world: Comm, wanted: list[Any]) -> None:
     """Raise unless all ranks want the same."""
-    odd = odd_one_out(grid.world, repr(wanted).encode())
+    odd = odd_one_out(world, repr(wanted).encode())
     if odd is not None:
         raise ConfigError(
             f"rank {odd} passes other prompts or options to generate than rank 0; all ranks pass the same"
         )
 
 
+def placed(ids: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
+    """Ids that every rank has, cut for a model; nothing communicates."""
+    part = tuple(slice(r.start, r.stop) for r in grid.block(layout, ids.shape))
+    return DistArray(grid.backend.from_host(np.ascontiguousarray(ids[part])), ids.shape, layout, grid)
+
+
 @contextmanager
-def _evaluating(model: Module) -> Iterator[None]:
+def evaluating(model: Module) -> Iterator[None]:
+    """Within it the model is used, not trained; then its modules are as they were."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
