@@ -13,8 +13,8 @@ from parlinalg.errors import ScheduleError
 class Op(Enum):
     """What an instruction does.
 
-    BACKWARD is the whole derivative of a chunk; zero-bubble schedules run its two parts apart: BACKWARD_INPUT, which the
-    stage before waits for, and BACKWARD_WEIGHT, which nobody does.
+    BACKWARD is the whole derivative of a chunk; zero-bubble schedules run its two parts apart: BACKWARD_INPUT, which
+    the stage before waits for, and BACKWARD_WEIGHT, which nobody does.
     """
 
     FORWARD = "F"
@@ -139,7 +139,8 @@ class Schedule:
 
 def complete(
     name: str, microbatches: int, stages: int, chunks: Iterable[Iterable[Chunk]],
-    computed: Iterable[Iterable[Instruction]], *, asynchronous: bool = False, versions: tuple[int, ...] = (), weights: tuple[tuple[int, ...], ...] = (),
+    computed: Iterable[Iterable[Instruction]], *, asynchronous: bool = False, versions: tuple[int, ...] = (),
+    weights: tuple[tuple[int, ...], ...] = (),
 ) -> Schedule:  # fmt: skip
     """The schedule of which `computed` has each rank's computations: with messages, and the synchronous ends.
 

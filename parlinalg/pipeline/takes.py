@@ -25,6 +25,17 @@ def two_chunks(name: str, chunks: int | None, why: str) -> None:
         raise ScheduleError(f"{name} with chunks={chunks}: {why}; leave chunks out, or give 2")
 
 
+def steps_of(name: str, microbatches: int, every: int) -> int:
+    """The optimizer steps of a run; refuse microbatches that are no multiple of those of a step."""
+    if microbatches % every:
+        fits = ", ".join(str(d) for d in range(1, microbatches + 1) if microbatches % d == 0)
+        raise ScheduleError(
+            f"{name} with microbatches={microbatches} and every={every}: the microbatches of a run are a multiple of "
+            f"those of a step; every may be {fits}"
+        )
+    return microbatches // every
+
+
 def synchronous(name: str, every: int | None) -> None:
     """Refuse to step more than once a run."""
     if every is not None:

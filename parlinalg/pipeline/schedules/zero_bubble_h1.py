@@ -1,0 +1,36 @@
+"""ZB-H1: 1F1B whose backward passes are split, the weight parts in what would be bubbles (Qi et al., "Zero bubble
+pipeline parallelism", 2024).
+
+Idle time (p − 1) (F + I − W) where the input part I of a backward pass takes as long as its weight part W; every rank
+holds min(p, m) microbatches: rank r puts its weight parts off by r microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parlinalg.pipeline.schedule import Instruction, Op, Schedule, complete
+from parlinalg.pipeline.takes import line, one_chunk, synchronous
+
+NAME = "zb-h1"
+
+
+def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
+    """The schedule; any numbers of ranks and microbatches."""
+    one_chunk(NAME, chunks)
+    synchronous(NAME, every)
+    return complete(NAME, microbatches, ranks, line(ranks), (order(r, ranks, microbatches) for r in range(ranks)))
+
+
+def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+    """The computations of one rank."""
+    ahead = min(ranks - rank - 1, microbatches)
+    for j in range(ahead):
+        yield Instruction(Op.FORWARD, 0, j)
+    for j in range(microbatches + rank):
+        if j + ahead < microbatches:
+            yield Instruction(Op.FORWARD, 0, j + ahead)
+        if j < microbatches:
+            yield Instruction(Op.BACKWARD_INPUT, 0, j)
+        if j >= rank:
+            yield Instruction(Op.BACKWARD_WEIGHT, 0, j - rank)
