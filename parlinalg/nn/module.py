@@ -218,7 +218,11 @@ class Module:
         check_names("the model's state", want, have)
         for name, p in mine.items():
             part = tuple(slice(r.start, r.stop) for r in p.grid.block(p.layout, p.shape))
-            p.block[...] = p.grid.backend.from_host(np.array(np.asarray(state[name])[part], p.dtype, order="C"))
+            value = p.grid.backend.from_host(np.array(np.asarray(state[name])[part], p.dtype, order="C"))
+            if p.data.RESTS:
+                p.data.put(value.reshape(-1))  # type: ignore[attr-defined]
+            else:
+                p.block[...] = value
             p.written()
 
     def zero_grad(self) -> None:

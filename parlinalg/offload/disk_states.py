@@ -65,7 +65,6 @@ class DiskStates(ChunkedStates):
         self._touched: set[int] = set()
         self._known: dict[int, tuple[int, int]] = {}
         self._broken = ""
-        self._steps = 0
 
     # ------------------------------------------------------------------ files
     def make(self, entries: Sequence[Entry]) -> None:
@@ -156,7 +155,6 @@ class DiskStates(ChunkedStates):
         try:
             if self.file is not None:
                 self.file.commit({"steps": steps})
-                self._steps = steps
         except OffloadError as error:
             problem = error
         try:
@@ -187,7 +185,7 @@ class DiskStates(ChunkedStates):
                     kept = piece.stretch.values(buffer, self.places.parts[0])[piece.inside]
                     piece.stretch.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
         if self.file.changed or not self.file.generation:
-            self.file.commit({"steps": self._steps})
+            self.file.commit({"steps": self.steps})
 
     def _agree(self, problem: OffloadError | None, *, undo: bool = True) -> None:
         """Raise on all ranks if one has a problem, with everything as before the step."""

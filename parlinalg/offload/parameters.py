@@ -84,7 +84,7 @@ class OffloadedParameters:
         """
         parameters = list(parameters)
         chosen = [p for p in parameters if p.shard is None and self._large(p)]
-        if not chosen and any(p.shard is not None for p in parameters):
+        if not chosen and any(p.shard is not None and self._large(p) for p in parameters):
             raise ConfigError(
                 "ZeRO's stages 1 and 2 keep the values in buckets that are gathered whole: parameters are offloaded "
                 "with zero=dict(stage=0), or with stage=3, which cuts them"

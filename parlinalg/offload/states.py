@@ -26,6 +26,7 @@ class ChunkedStates(ABC):
     def __init__(self, chunk: SupportsIndex | str) -> None:
         self.chunk = max(4096, bytes_of("chunk", chunk))
         self.places = Places((), self.chunk, values=False)
+        self.steps = 0
         self._spare: dict[tuple[int, str, str], Block] = {}
 
     def make(self, entries: Sequence[Entry]) -> None:

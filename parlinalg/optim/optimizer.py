@@ -108,6 +108,7 @@ class Optimizer(ABC):
         for p in self.parameters:
             check_settled(p)
         self.arrange()
+        self.states_place.steps = self.steps
         self.steps += 1
         self.factor = float(factor)
         try:
@@ -166,6 +167,11 @@ class Optimizer(ABC):
             if entry.writes != entry.parameter.writes:
                 self._written(entry)
         return self._entries
+
+    def moved(self) -> None:
+        """Take the values where they lie now, side by side as before: they were moved there as they are."""
+        for entry in self._entries:
+            entry.data = entry.parameter.data
 
     def _resharded(self, old: list[Entry]) -> dict[tuple[int, str], Block]:
         """The states of the elements that this rank updates from now on."""

@@ -16,7 +16,14 @@ class States(Protocol):
 
     An entry has the states `entry.names`, each of `entry.size` elements of `entry.dtype`.  An entry is known by its
     parameter: after `make`, entries made anew of the same parameters and sizes mean the same states.
+
+    Attributes
+    ----------
+    steps : int
+        The steps made before the one under way, as the optimizer counts them; it says so before each.
     """
+
+    steps: int
 
     def make(self, entries: Sequence[Entry]) -> None:
         """Make room for the states of these entries, in this order, all zero; what was kept before is forgotten."""
@@ -46,6 +53,7 @@ class InMemory:
     """States as views into flat buffers, which lie side by side as the entries do."""
 
     def __init__(self) -> None:
+        self.steps = 0
         self._flats: list[Block] = []
         self._views: dict[tuple[int, str], Block] = {}
 

@@ -69,6 +69,26 @@ def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options
     assert not unlike(everything(model, update), state)
 
 
+@pytest.mark.ranks(1, 2)
+def test_values_are_loaded_to_where_they_rest(make_grid, world, folder, backend):
+    model, _ = start(make_grid(sizes(world.size)), reduce=False)
+    want = {name: 2 * value for name, value in model.state_dict().items()}
+    with OffloadedParameters(folder if backend == "numpy" else None, least=1000, gradients=False) as rest:
+        rest.place(model.parameters())
+        assert rest.parameters
+        model.load_state_dict(want)
+        assert not unlike(model.state_dict(), want)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_with_nothing_large_is_left_in_memory(make_grid, world, folder, backend):
+    """Stage 3 shards what is small: it is no reason to refuse."""
+    model, _ = start(make_grid(sizes(world.size)), handlers=(ZeRO(3),))
+    with OffloadedParameters(folder if backend == "numpy" else None, gradients=False) as rest:
+        rest.place(model.parameters())
+        assert not rest.parameters
+
+
 @pytest.mark.serial
 def test_blocks_keep_nothing_in_memory(make_grid, tmp_path):
     model, _ = start(make_grid(sizes(1)), num_hidden_layers=3)

@@ -129,8 +129,11 @@ from parlinalg.offload.disk import DiskFile
 from tests.offload.runs import *
 with pla.Grid(sizes(1), backend="numpy") as grid:
     model, update = start(grid)
+    if sys.argv[3] == "late":
+        go_on(model, update, range(2))
     update.place(DiskStates(sys.argv[1], chunk=4096))
-    go_on(model, update, range(2))
+    if sys.argv[3] != "late":
+        go_on(model, update, range(2))
     calls, original = [0], DiskFile.write
     def write(self, buffer, offset):
         calls[0] += 1
@@ -144,8 +147,8 @@ with pla.Grid(sizes(1), backend="numpy") as grid:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("call", [1, 5, -1])
-def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call):
+@pytest.mark.parametrize(("call", "placed"), [(1, "first"), (5, "first"), (-1, "first"), (-1, "late")])
+def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call, placed):
     grid = make_grid(sizes(1))
     model, update = start(grid)
     go_on(model, update, range(2))
@@ -153,15 +156,15 @@ def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call):
     go_on(model, update, range(2, 3))
     steps[3] = everything(model, update)
     chunks = -(-sum(p.block.size * 16 for p in model.parameters()) // 4096)
-    at = chunks + 3 if call < 0 else call  # in the step after the next
+    at = chunks + 5 if call < 0 else call  # in the step after the next; of states just placed, in the first one
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(at)], check=False, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", KILLED, str(tmp_path), str(at), placed], check=False, capture_output=True, text=True, timeout=60,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     model, update = start(grid)
     made = recover(tmp_path, update)
-    assert made == (3 if call < 0 else 2)
+    assert made == update.steps == (3 if call < 0 and placed == "first" else 2)
     assert not unlike(everything(model, update), steps[made])
     file = tmp_path / "states.0.chunks"
     with DiskFile(file, 0, existing=True), pytest.raises(OffloadError, match="in use by another process"):
