@@ -158,8 +158,8 @@ def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call, pl
     chunks = -(-sum(p.block.size * 16 for p in model.parameters()) // 4096)
     at = chunks + 5 if call < 0 else call  # in the step after the next; of states just placed, in the first one
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), str(at), placed], check=False, capture_output=True, text=True, timeout=60,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", KILLED, str(tmp_path), str(at), placed], check=False, capture_output=True, text=True,
+        timeout=60, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     model, update = start(grid)
