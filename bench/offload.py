@@ -114,7 +114,7 @@ def fast(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     print(f"\nThe disk: {disk['write']:.0f} MB/s written, {disk['read']:.0f} read, {disk['both']:.0f} both at once.")
     same = len({told["digest"] for told in found.values()}) == 1
     print(f"The results are {'the same bits' if same else 'DIFFERENT'}.")
-    return {"disk": disk, "same": same, **found}
+    return {"bandwidth": disk, "same": same, **found}
 
 
 def bandwidth(folder: Path, chunk: int, total: int = 1 << 30) -> dict[str, float]:

@@ -174,4 +174,4 @@ def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(result.read_text())["speed"]
     assert told["same"]
-    assert all(told["disk"][name] > 0 for name in ("write", "read", "both"))
+    assert all(told["bandwidth"][name] > 0 for name in ("write", "read", "both"))

@@ -61,7 +61,7 @@ def test_digits_on_four_ranks(tmp_path: Path) -> None:
     out = tmp_path / "runs" / "digits"
     found = metrics(out)
     assert [m["step"] for m in found] == list(range(1, 193))
-    keys = {"step", "loss", "accuracy", "lr", "samples_per_s"}
+    keys = {"step", "loss", "accuracy", "lr", "samples_per_s", "grad_norm"}
     assert all(set(m) == keys for m in found[:-1])
     assert set(found[-1]) == {*keys, "test_loss", "test_accuracy"}
     assert found[-1]["loss"] < 0.2 < 2 < found[0]["loss"]
