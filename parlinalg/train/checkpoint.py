@@ -1,0 +1,320 @@
+"""Checkpoints of a training, which any other grid can load.
+
+All ranks write at once, each element of each tensor once, by the rank that has the least to write of those that hold
+it, as PyTorch's distributed checkpoints and Megatron's do.  A rank's file is written aside, synced and renamed; when
+all ranks have agreed that theirs are there, the index is written, and with it the checkpoint is complete: a process may
+end at any moment, and what is found is a whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.comm import Comm
+from parlinalg.comm.together import together
+from parlinalg.errors import CheckpointError, ConfigError
+from parlinalg.optim import Optimizer
+from parlinalg.train import checkpoint_folder as folders
+from parlinalg.train.checkpoint_index import INDEX, PAGE, Chunk, Entry, File, Index
+from parlinalg.train.checkpoint_keep import to_drop
+from parlinalg.train.checkpoint_load import Reader, check_fits, read_index
+from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, share_out
+from parlinalg.train.checkpoint_writer import Part, Shard
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes
+    ----------
+    step : int
+    training : dict
+        As it was given to `save`.
+    path : Path
+    bytes_read : int
+        By this rank, beside the index.
+    passed_over : list of str
+        What is wrong with later checkpoints, where it was asked to fall back.
+    """
+
+    step: int
+    training: dict[str, Any]
+    path: Path
+    bytes_read: int
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A save under way."""
+
+    step: int
+    training: dict[str, Any]
+    shard: Shard
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+
+class Checkpoints:
+    """Saves and loads the parameters and the optimizer's states of a training.
+
+    Parameters
+    ----------
+    folder : Path
+        One that all ranks see.  Each checkpoint has a folder of its own in it.
+    comm : Comm
+        All ranks that hold parameters: of a pipeline, those of all stages.
+    parameters : dict of str to Parameter
+        Those that this rank holds, by their names in the whole model.
+    optimizer : Optimizer, optional
+        Of these.  Without one parameters alone are saved or loaded.
+    keep : int or None
+        How many of the last checkpoints stay; None: all.
+    best : str or None
+        A metric: the checkpoint where it was best stays too.
+    background : bool
+        Write on a thread while training goes on.  A save then returns when what is to be written is copied (states on
+        a disk are written at once), and counts once a later `poll`, `finish` or `save` finds all ranks done.
+
+    Examples
+    --------
+    ::
+
+        checkpoints = Checkpoints(out / "checkpoints", grid.world, dict(model.named_parameters()), optimizer)
+        checkpoints.save(step, {"my": "state"})
+        …
+        checkpoints.poll()  # once a step
+        …
+        checkpoints.finish()
+        found = checkpoints.load()  # on any grid; None if there is none
+    """
+
+    def __init__(
+        self, folder: Path, comm: Comm, parameters: Mapping[str, Parameter], optimizer: Optimizer | None = None, *,
+        keep: int | None = 3, best: str | None = None, background: bool = True,
+    ) -> None:  # fmt: skip
+        self.folder, self.comm = folder, comm
+        self.parameters, self.optimizer = dict(parameters), optimizer
+        self.keep, self.best, self.background = keep, best, background
+        self._pending: _Pending | None = None
+        self._measured: dict[int, float | None] = {}
+        self._shared: tuple[str, dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]] | None = None
+
+    # ------------------------------------------------------------------ saving
+    def save(self, step: int, training: Mapping[str, Any] | None = None) -> None:
+        """Save everything as it is now.  Collective.
+
+        Parameters
+        ----------
+        step : int
+            Names the checkpoint.
+        training : dict
+            JSON that `load` gives back.  Its "metrics" are those of the step.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if a folder cannot be written or a disk is full on any, here or when the file is completed;
+            earlier checkpoints stay as they are.
+        """
+        self.finish()
+        pieces = pieces_of(self.parameters, self.optimizer)
+        mine, tensors = self._share_out(description(pieces))
+        parts = [Part(p, corner) for p in pieces for corner in mine.get(p.name, ())]
+        folder = self.folder / folders.name_of(step)
+        token = self.comm.share(os.urandom(4).hex())[0]
+        self._together(lambda: folder.mkdir(parents=True, exist_ok=True), f"making {folder}", root=True)
+        made: list[Shard] = []
+        try:
+            self._together(
+                lambda: made.append(Shard(folder / folders.file_of(self.comm.rank, token), parts)),
+                f"saving to {folder}",
+            )
+        except CheckpointError:
+            for shard in made:
+                shard.discard()
+            self._take_away(folder)
+            raise
+        made[0].start(self.background)
+        self._pending = _Pending(step, dict(training or {}), made[0], tensors)
+        if not self.background:
+            self.finish()
+
+    def _share_out(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
+        """What this rank writes, and the tensors there are; as before where no rank holds other things than then."""
+        digest = hashlib.blake2b(json.dumps(held).encode(), digest_size=16).hexdigest()
+        known = self._shared is not None and self._shared[0] == digest
+        if not all(self.comm.share(known)) or self._shared is None:
+            everyone = self.comm.share(held)
+            tensors = {name: (dtype, tuple(shape)) for theirs in everyone for name, dtype, shape, *_ in theirs}
+            self._shared = digest, share_out(everyone, self.comm.rank), tensors
+        return self._shared[1:]
+
+    def poll(self) -> None:
+        """Complete a save whose files are written on all ranks; else do nothing.  Collective, once a step.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if a file could not be written on any.
+        """
+        if self._pending is None:
+            return
+        flag = np.array([self._pending.shard.writing], np.int32)
+        books, self.comm.books = self.comm.books, []  # the ledger is about the training
+        try:
+            self.comm.all_reduce(flag, op="max")
+        finally:
+            self.comm.books = books
+        if not flag[0]:
+            self._complete()
+
+    def finish(self) -> None:
+        """Wait for a save under way, and complete it.  Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if a file could not be written on any.
+        """
+        if self._pending is not None:
+            self._pending.shard.wait()
+            self._complete()
+
+    def _complete(self) -> None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        folder = self.folder / folders.name_of(pending.step)
+        told = self.comm.share(pending.shard.told())
+        failed = [(rank, t["problem"]) for rank, t in enumerate(told) if t["problem"]]
+        if failed:
+            pending.shard.discard()
+            self._take_away(folder)
+            raise CheckpointError(
+                f"rank {failed[0][0]}, saving step {pending.step}: {failed[0][1]}; earlier checkpoints are as they were"
+            )
+        index = self._index(pending, told)
+        try:
+            self._together(lambda: folders.write_index(folder, index), f"completing {folder}", root=True)
+        except CheckpointError:
+            pending.shard.discard()
+            self._take_away(folder)
+            raise
+        if self.comm.rank == 0:
+            with suppress(OSError):  # the checkpoint is complete all the same
+                self._tidy(folder, index)
+
+    def _index(self, pending: _Pending, told: list[Any]) -> Index:
+        chunks: dict[str, list[Chunk]] = {name: [] for name in pending.tensors}
+        files: dict[str, File] = {}
+        for theirs in told:
+            for name, given in theirs["chunks"]:
+                chunk = Chunk.from_json(given)
+                chunks[name].append(chunk)
+                files[chunk.file] = File(*theirs["file"])
+        tensors = {n: Entry(*pending.tensors[n], tuple(chunks[n])) for n in pending.tensors}
+        return Index(pending.step, pending.training, files, tensors, PAGE)
+
+    def _tidy(self, folder: Path, index: Index) -> None:
+        """Take away the files and checkpoints that nobody needs any more."""
+        folders.remove(folder, {INDEX, *index.files})
+        self._measured[index.step] = self._metric(index.training.get("metrics", {}))
+        there = folders.complete(self.folder)
+        for step in set(there) - set(self._measured):
+            self._measured[step] = self._metric(folders.metrics_of(self.folder / folders.name_of(step)))
+        for step in to_drop({s: self._measured[s] for s in there}, self.keep, self.best):
+            folders.remove(self.folder / folders.name_of(step))
+
+    def _metric(self, metrics: Mapping[str, float]) -> float | None:
+        return None if self.best is None else metrics.get(self.best)
+
+    def _take_away(self, folder: Path) -> None:
+        """Take away what an incomplete save has left, once all ranks have taken away theirs."""
+        self.comm.barrier()
+        if self.comm.rank == 0 and not (folder / INDEX).exists():
+            folders.remove(folder)
+
+    # ------------------------------------------------------------------ loading
+    def steps(self) -> list[int]:
+        """The steps whose checkpoints are complete, the last one last.  Collective."""
+        found: list[int] = self.comm.share(folders.complete(self.folder) if self.comm.rank == 0 else None)[0]
+        return found
+
+    def load(self, step: int | None = None, *, fall_back: bool = False) -> Loaded | None:
+        """Take a checkpoint, of whatever grid, pipeline, ZeRO stage and number of ranks.  Collective.
+
+        Each rank reads the index, and of the files the pages that have something of what it holds.  Arrays of another
+        dtype are converted.
+
+        Parameters
+        ----------
+        step : int, optional
+            By default the last complete one.
+        fall_back : bool
+            Where that is damaged, take the last one that is not.
+
+        Returns
+        -------
+        Loaded or None
+            None: there is no checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if it is damaged, foreign, or does not fit, naming the file and the tensor.  What was loaded
+            is then partly the checkpoint's.
+        """
+        self.finish()
+        steps = [s for s in self.steps() if step is None or s <= step]
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {steps or 'none'}")
+        passed_over: list[str] = []
+        while steps:
+            folder = self.folder / folders.name_of(steps.pop())
+            try:
+                return self._load(folder, tuple(passed_over))
+            except CheckpointError as error:
+                passed_over.append(str(error))
+                if not fall_back or not steps:
+                    raise
+        return None
+
+    def _load(self, folder: Path, passed_over: tuple[str, ...]) -> Loaded:
+        index = self._together(lambda: read_index(folder), "reading")
+        kind, was = type(self.optimizer).__name__, index.training.get("optimizer", {}).get("kind")
+        if self.optimizer is not None and was not in (None, kind):
+            raise CheckpointError(f"the checkpoint {folder} has states of {was}, which {kind} cannot go on from")
+        pieces = pieces_of(self.parameters, self.optimizer)
+        everyone = self.comm.share([p.name for p in pieces])
+        self._together(lambda: check_fits(index, folder, pieces, everyone), "reading")
+        if self.optimizer is not None:
+            self.optimizer.states_place.make(self.optimizer.arrange())  # also where a step has failed half-way
+        with Reader(folder, index) as reader:
+
+            def fill() -> None:
+                for piece in pieces:
+                    piece.write(reader.fill(piece))
+
+            self._together(fill, "reading")
+            return Loaded(index.step, dict(index.training), folder, reader.bytes_read, passed_over)
+
+    # ------------------------------------------------------------------ agreement
+    def _together(self, function: Callable[[], Result], what: str, *, root: bool = False) -> Result:
+        """Call a function on every rank, or on rank 0 alone; if it fails on any, fail on all.  Collective."""
+        call: Callable[[], Any] = function if not root or self.comm.rank == 0 else lambda: None
+        try:
+            return together(self.comm, call, what)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None

@@ -1,0 +1,52 @@
+"""The key `checkpoint` of a configuration.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parlinalg.train.keys import Check, flag, optional, refuse, section, text, whole
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """When checkpoints are made, and which of them stay.
+
+    Attributes
+    ----------
+    on : bool
+        Whether there are any: if so, one at the end and one when a signal stops the training.
+    every : int or None
+        Steps from one to the next.
+    keep : int or None
+        How many of the last ones stay; None: all.
+    best : str or None
+        A metric of the data kept out, such as "validation_loss": where it is the best so far there is a checkpoint too,
+        and it stays as long as no later one is better.
+    background : bool
+        Whether files are written while training goes on.
+    """
+
+    on: bool = True
+    every: int | None = None
+    keep: int | None = 3
+    best: str | None = None
+    background: bool = True
+
+
+_CHECKS: dict[str, Check] = {
+    "every": optional(whole(1)), "keep": optional(whole(1)), "best": optional(text), "background": flag,
+}  # fmt: skip
+
+
+def checkpointing(where: str, value: Any) -> Checkpointing:
+    """A check of `checkpoint`: False for none, the steps between two, or a dict with the keys of `Checkpointing`."""
+    if value is False:
+        return Checkpointing(on=False)
+    if value is None or value is True:
+        return Checkpointing()
+    given = {"every": value} if isinstance(value, int) else value
+    if not isinstance(given, Mapping):
+        raise refuse(where, value, f"False, a number of steps, or a dict with the keys {', '.join(_CHECKS)}")
+    return Checkpointing(**section(where, given, _CHECKS))

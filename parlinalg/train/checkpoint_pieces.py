@@ -1,0 +1,271 @@
+"""What of a checkpoint's tensors each rank holds, as rectangles, and which rank writes which.
+
+A rank holds a block of a parameter; of the optimizer's states it holds the elements it updates, which with ZeRO's
+stages 1 and 2 are a range of the flattened block.  A range is cut into rectangles, at most 2·dims − 1 of them, so that
+a file knows nothing of the ranges that wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.backend.kernels_optim import flat
+from parlinalg.errors import ConfigError
+from parlinalg.optim import Optimizer
+from parlinalg.optim.pieces import counted
+from parlinalg.optim.states import InMemory
+from parlinalg.train.checkpoint_index import Rect, volume
+
+Shape = tuple[int, ...]
+Corner = tuple[Shape, Shape]  # offsets and sizes
+
+SPLIT = 1 << 24
+"""Bytes above which a rectangle that several ranks hold is written by several."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """What one rank holds of a tensor: elements `start` to `stop` of the flattened block.
+
+    Attributes
+    ----------
+    name : str
+        In the checkpoint: "model.NAME", "optimizer.NAME.STATE".
+    dtype : numpy.dtype
+    shape : tuple of int
+        The tensor's.
+    block : tuple of ranges
+        The global indices of the block.
+    start, stop : int
+    group : int
+        The same number for all ranks of one grid, and the least for the one that owns the tensor, where ranks of
+        several hold it.
+    counted : bool
+        Over the ranks of a grid that say so, each element is in the same rectangle of all that hold it.
+    resident : bool
+        Whether it is in memory already.
+    read : callable
+        Gives a slice of these elements, flat and in host memory; it may be a view.
+    write : callable
+        Takes them all.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: Shape
+    block: Rect
+    start: int
+    stop: int
+    group: int
+    counted: bool
+    resident: bool
+    read: Callable[[slice], np.ndarray]
+    write: Callable[[np.ndarray], None]
+
+    def rectangles(self) -> list[tuple[Corner, slice]]:
+        """Its rectangles in the tensor, each with the place of its elements in what `read` gives."""
+        first = tuple(r.start for r in self.block)
+        found, at = [], 0
+        for offsets, sizes in rectangles(tuple(len(r) for r in self.block), self.start, self.stop):
+            n = math.prod(sizes)
+            corner = tuple(a + o for a, o in zip(first, offsets, strict=True)), sizes
+            found.append((corner, slice(at, at + n)))
+            at += n
+        return found
+
+    def where(self, corner: Corner) -> slice:
+        """The place of a rectangle's elements among these; it is one of them, or a part without gaps."""
+        for (offsets, sizes), place in self.rectangles():
+            shift = [c - o for c, o in zip(corner[0], offsets, strict=True)]
+            if all(s >= 0 and s + n <= m for s, n, m in zip(shift, corner[1], sizes, strict=True)):
+                start = place.start + sum(s * math.prod(sizes[d + 1 :]) for d, s in enumerate(shift))
+                return slice(start, start + math.prod(corner[1]))
+        raise ValueError(f"{self.name!r}: no rectangle of this rank has {corner}")
+
+
+def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Corner]:
+    """Elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
+
+    >>> list(rectangles((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        for offsets, sizes in rectangles(shape[1:], start - first * row, stop - first * row):
+            yield (first, *offsets), (1, *sizes)
+        return
+    whole = -(-start // row), stop // row
+    if start % row:
+        yield from _in_row(shape, first, start - first * row, row)
+    if whole[1] > whole[0]:
+        yield (whole[0], *(0,) * (len(shape) - 1)), (whole[1] - whole[0], *shape[1:])
+    if stop % row:
+        yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Shape, i: int, start: int, stop: int) -> Iterator[Corner]:
+    for offsets, sizes in rectangles(shape[1:], start, stop):
+        yield (i, *offsets), (1, *sizes)
+
+
+# ---------------------------------------------------------------------------------------------- of a training
+
+
+def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) -> list[Piece]:
+    """What this rank holds.  Collective over the axes over which parameters are sharded anew."""
+    entries = [] if optimizer is None else optimizer.arrange()  # first: it moves values
+    found = [_value(name, p) for name, p in parameters.items()]
+    if optimizer is None:
+        return found
+    names = {id(p): name for name, p in parameters.items()}
+    resident = isinstance(optimizer.states_place, InMemory)
+    for entry in entries:
+        p = entry.parameter
+        if id(p) not in names:
+            raise ConfigError(f"the optimizer has the parameter {p.name!r}, which is not one of the model's")
+        for state in entry.names:
+            found.append(
+                Piece(
+                    f"optimizer.{names[id(p)]}.{state}", entry.dtype, p.shape, _block(p), entry.start,
+                    entry.start + entry.size, _group(p), counted(p), resident, _reads(optimizer, entry, state),
+                    _writes(optimizer, entry, state),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _value(name: str, p: Parameter) -> Piece:
+    def read(part: slice) -> np.ndarray:
+        return p.grid.backend.to_host(flat(p.block)[part])
+
+    def write(values: np.ndarray) -> None:
+        if p.data.RESTS:
+            p.data.put(p.grid.backend.from_host(values))  # type: ignore[attr-defined]
+        else:
+            p.block[...] = p.grid.backend.from_host(values).reshape(p.block.shape)
+        p.written()
+
+    block = _block(p)
+    return Piece(
+        f"model.{name}", p.dtype, p.shape, block, 0, volume(block), _group(p), counted(p), not p.data.RESTS, read, write
+    )
+
+
+def _reads(optimizer: Optimizer, entry: Any, state: str) -> Callable[[slice], np.ndarray]:
+    backend = entry.data.grid.backend
+    return lambda part: backend.to_host(optimizer.states_place.read(entry, state).reshape(-1)[part])
+
+
+def _writes(optimizer: Optimizer, entry: Any, state: str) -> Callable[[np.ndarray], None]:
+    backend = entry.data.grid.backend
+    return lambda values: optimizer.states_place.write(entry, state, backend.from_host(values))
+
+
+def _block(p: Parameter) -> Rect:
+    return p.grid.block(p.layout, p.shape)
+
+
+def _group(p: Parameter) -> int:
+    return p.grid.world.world_ranks[0]
+
+
+# ---------------------------------------------------------------------------------------------- who writes what
+
+
+def description(pieces: Sequence[Piece]) -> list[Any]:
+    """What a rank holds, for the others: JSON."""
+    return [
+        [p.name, p.dtype.name, p.shape, p.group, p.counted, p.dtype.itemsize, [corner for corner, _ in p.rectangles()]]
+        for p in pieces
+    ]
+
+
+def share_out(everyone: Sequence[Sequence[Any]], rank: int) -> dict[str, list[Corner]]:
+    """The rectangles of each tensor that one rank writes: over all ranks, each element once.  Pure.
+
+    The largest come first, and each goes to the rank that has the least to write so far of those that hold it; one
+    above `SPLIT` bytes is cut for all that hold it.
+
+    Parameters
+    ----------
+    everyone : sequence
+        What `description` gives, of every rank.
+
+    Raises
+    ------
+    ConfigError
+        If ranks hold different tensors under one name, or nobody holds an element.
+    """
+    shapes: dict[str, tuple[Any, ...]] = {}
+    owner: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for r, held in enumerate(everyone):
+        for name, dtype, shape, group, _, itemsize, _ in held:
+            known = shapes.setdefault(name, (dtype, tuple(shape)))
+            if known != (dtype, tuple(shape)):
+                raise ConfigError(f"rank {r} holds {name!r} as {dtype}{tuple(shape)}, others as {known[0]}{known[1]}")
+            owner[name], sizes[name] = min(owner.get(name, group), group), itemsize
+    holders: dict[tuple[str, Shape, Shape], list[int]] = {}
+    for owning in (True, False):
+        for r, held in enumerate(everyone):
+            for name, _, _, group, counts, _, corners in held:
+                if (counts and group == owner[name]) is owning:
+                    for offsets, lengths in corners:
+                        key = name, tuple(offsets), tuple(lengths)
+                        if owning or key in holders:  # the other ranks help where they hold the same
+                            holders.setdefault(key, []).append(r)
+    _complete(shapes, holders)
+    cut = [
+        (name, corner, ranks)
+        for (name, offsets, lengths), ranks in holders.items()
+        for corner in _cut(offsets, lengths, sizes[name], len(ranks))
+    ]
+    cut.sort(key=lambda row: (-math.prod(row[1][1]) * sizes[row[0]], row[0], row[1]))
+    loads = [0] * len(everyone)
+    mine: dict[str, list[Corner]] = {}
+    for name, corner, ranks in cut:
+        to = min(ranks, key=lambda r: (loads[r], r))
+        loads[to] += math.prod(corner[1]) * sizes[name]
+        if to == rank:
+            mine.setdefault(name, []).append(corner)
+    return mine
+
+
+def _complete(shapes: Mapping[str, tuple[Any, ...]], holders: Mapping[tuple[str, Shape, Shape], Any]) -> None:
+    found = dict.fromkeys(shapes, 0)
+    for name, _, lengths in holders:
+        found[name] += math.prod(lengths)
+    for name, (_, shape) in shapes.items():
+        if found[name] != math.prod(shape):
+            raise ConfigError(
+                f"{name!r} has {math.prod(shape)} elements, of which the ranks that were asked hold {found[name]}: all "
+                "ranks that hold parameters take part in saving"
+            )
+
+
+def _cut(offsets: Shape, lengths: Shape, itemsize: int, ranks: int) -> Iterator[Corner]:
+    """A rectangle in parts along its first dim of any length."""
+    nbytes = math.prod(lengths) * itemsize
+    dim = next((d for d, n in enumerate(lengths) if n > 1), None)
+    parts = 1 if dim is None else min(ranks, -(-nbytes // SPLIT), lengths[dim])
+    if dim is None or parts < 2:
+        yield offsets, lengths
+        return
+    for i in range(parts):
+        first, stop = lengths[dim] * i // parts, lengths[dim] * (i + 1) // parts
+        yield (
+            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
+            (*lengths[:dim], stop - first, *lengths[dim + 1 :]),
+        )
