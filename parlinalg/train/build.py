@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from parlinalg import optim
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.datasets import Dataset, Text, digits, npz, text
 from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
 from parlinalg.nn import Module, training_step
 from parlinalg.offload import OffloadPlan, kept, plan
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
@@ -22,7 +25,8 @@ from parlinalg.train.launch import Mesh
 from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.parallel import DATA
 from parlinalg.train.shares import gradient_handlers
-from parlinalg.train.task import Batches, Task
+from parlinalg.train.task import Batches, Criterion, Task
+from parlinalg.train.update import Update
 
 SETS: dict[str, Callable[..., Dataset]] = {"digits": digits, "npz": npz}
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -54,10 +58,15 @@ def optimizer(config: Config, parameters: Iterable[Parameter]) -> optim.Optimize
     return OPTIMIZERS[config.optimizer.name](parameters, **options)
 
 
-def reducer(config: Config, mesh: Mesh, model: Module) -> GradientReducer:
+def criterion(config: Config) -> Criterion:
+    """From logits and targets to the sum of the losses and their number."""
+    return partial(cross_entropy_sum, **config.criterion.options)
+
+
+def reducer(config: Config, grid: Grid, model: Module) -> GradientReducer:
     """What sums the gradients, and with ZeRO shares out the parameters."""
-    handlers = gradient_handlers(config, mesh.grid.sizes)
-    if config.zero.stage == 3 and mesh.grid.sizes.get(DATA, 1) > 1:
+    handlers = gradient_handlers(config, grid.sizes)
+    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1:
         Prefetch(model, axes=DATA, accumulate=config.zero.accumulate)
     return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
 
@@ -102,9 +111,12 @@ def scaler(config: Config) -> LossScaler | None:
 
 def trainer(config: Config, task: Task, optimizer: optim.Optimizer, scheduler: Scheduler) -> Trainer:
     """What makes the steps."""
-    return Trainer(
-        task, optimizer, scheduler, config.clip_grad_norm, config.clip_grad_value, scaler(config), config.skip_nonfinite
-    )
+    return Trainer(task, update(config, optimizer), scheduler)
+
+
+def update(config: Config, optimizer: optim.Optimizer) -> Update:
+    """What changes the parameters by their gradients."""
+    return Update(optimizer, config.clip_grad_norm, config.clip_grad_value, scaler(config), config.skip_nonfinite)
 
 
 def steps(config: Config, train: Batches) -> int:

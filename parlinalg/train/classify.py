@@ -19,6 +19,7 @@ from parlinalg.nn import MLP
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
 from parlinalg.train.metrics import correct
+from parlinalg.train.stages import staged
 from parlinalg.train.task import Criterion, Outcome, Task
 
 HIDDEN = (128,)
@@ -26,22 +27,28 @@ TEST_BATCH = 256  # samples the test takes at a time, at least
 
 
 class Classify(Task):
-    """An MLP that tells the class of a sample."""
+    """An MLP that tells the class of a sample.
+
+    Attributes
+    ----------
+    whole : MLP
+        The model as it is declared; in a pipeline only its own stages have values.
+    """
 
     data: Dataset
-    model: MLP
     curves: ClassVar[Mapping[str, str]] = {"loss": "test_loss", "accuracy": "test_accuracy"}
 
     def __init__(self, config: Config, mesh: Mesh, data: Dataset) -> None:
         options = dict(config.model.options)
         sizes = (data.features, *options.pop("hidden", HIDDEN), data.classes)
         self.data = data
-        if (odd := odd_one_out(mesh.grid.world, *(np.ascontiguousarray(a).data for a in data.arrays))) is not None:
+        if (odd := odd_one_out(mesh.world, *(np.ascontiguousarray(a).data for a in data.arrays))) is not None:
             raise ConfigError(f"{data.name}: rank {odd} reads other samples than rank 0; all ranks need the same files")
         dtype = dtype_named(config.model_dtype)
-        self.model = MLP(sizes, mesh.scheme, mesh.grid, dtype=dtype, seed=config.seed, **options)
+        self.whole = MLP(sizes, mesh.scheme, mesh.grid, dtype=dtype, **options)
+        self.model = staged(config, mesh, self.whole)
         self.criterion: Criterion = partial(cross_entropy_sum, **config.criterion.options)
-        x_layout, y_layout = self.model.input_layout(), Layout(self.model.output_layout().dims[0])
+        x_layout, y_layout = self.whole.input_layout(), Layout(self.whole.output_layout().dims[0])
         self.loader: Loader = Loader(
             data.x, data.y, config.batch_size, mesh.grid, x_layout, y_layout, dtype=dtype, seed=config.seed
         )
@@ -50,10 +57,9 @@ class Classify(Task):
             dtype=dtype, shuffle=False,
         )  # fmt: skip
 
-    def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
-        logits = self.model(Tensor(batch.x))
-        loss, count = self.criterion(logits, batch.y)
-        return loss, count, {"accuracy": correct(logits.data, batch.y)}
+    def losses_of(self, output: Tensor, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+        loss, count = self.criterion(output, batch.y)
+        return loss, count, {"accuracy": correct(output.data, batch.y)}
 
     def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
         return {
@@ -67,8 +73,8 @@ class Classify(Task):
         return {"test_loss": means["loss"], "test_accuracy": means["accuracy"]}
 
     def layouts(self) -> str:
-        loader, model = self.loader, self.model
-        return f"x {loader.x_layout!r}, labels {loader.y_layout!r}, logits {model.output_layout()!r}"
+        loader = self.loader
+        return f"x {loader.x_layout!r}, labels {loader.y_layout!r}, logits {self.whole.output_layout()!r}"
 
     def held_line(self, metrics: Mapping[str, float]) -> str:
         return f"test accuracy {metrics['test_accuracy']:.4f} ({len(self.data.x_test)} samples)"

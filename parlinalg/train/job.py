@@ -70,7 +70,7 @@ class Job:
         together(world, self._make_out, "making the directory")
         self.task = build.task(config, mesh, self.data)
         self.steps = build.steps(config, self.task.loader)
-        build.reducer(config, mesh, self.task.model)
+        build.reducer(config, mesh.grid, self.task.model)
         optimizer = build.optimizer(config, self.task.model.parameters())
         scheduler = build.scheduler(config, optimizer, self.steps)
         self.trainer = build.trainer(config, self.task, optimizer, scheduler)

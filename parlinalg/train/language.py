@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,10 +18,12 @@ from parlinalg.comm.together import odd_one_out, together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError
 from parlinalg.nn import GPT, Llama, auxiliary_losses, sequence_positions
+from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.sequence import sequence_order
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
 from parlinalg.train.sample import continuation, whole_words
+from parlinalg.train.stages import staged
 from parlinalg.train.task import Criterion, Outcome, Task
 
 MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
@@ -36,6 +39,8 @@ class Language(Task):
 
     Attributes
     ----------
+    whole : GPT or Llama
+        The model as it is declared; in a pipeline only its own stages have values.
     peak : float
         Floating-point operations a second of products on all ranks at once; measured by `opening`.
     """
@@ -46,17 +51,16 @@ class Language(Task):
 
     def __init__(self, config: Config, mesh: Mesh, data: Text) -> None:
         self.data, self.mesh = data, mesh
-        odd = odd_one_out(
-            mesh.grid.world, data.train.data, data.validation.data, str(data.tokenizer.vocab_size).encode()
-        )
+        odd = odd_one_out(mesh.world, data.train.data, data.validation.data, str(data.tokenizer.vocab_size).encode())
         if odd is not None:
             raise ConfigError(f"{data.name}: rank {odd} reads other tokens than rank 0; all ranks need the same files")
         self.length = int(config.data.options.get("sequence_length", SEQUENCE))
-        self.model = self._model(config)
+        self.whole = self._declared(config)
+        self.model = staged(config, mesh, self.whole)
         self.sampling = {**SAMPLE, "seed": config.seed, **config.sample}
         self.smoothed: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         self.peak = math.nan
-        rest = (mesh.grid, self.model.ids_layout, self.model.targets_layout)
+        rest = (mesh.grid, self.whole.ids_layout, self.whole.targets_layout)
         self.order = self._order()
         most = max(config.batch_size, HELD_TOKENS // self.length)
 
@@ -72,8 +76,8 @@ class Language(Task):
                 data.validation, self.length, most, *rest, order=self.order, starts=data.validation_starts
             )
 
-        self.loader, self.held = together(mesh.grid.world, windows, "cutting the text into windows")
-        self.flops = self.model.flops(config.batch_size, self.length)
+        self.loader, self.held = together(mesh.world, windows, "cutting the text into windows")
+        self.flops = self.whole.flops(config.batch_size, self.length)
 
     def _order(self) -> np.ndarray | None:
         """The order in which the tokens of a window lie; None: as they come."""
@@ -87,7 +91,7 @@ class Language(Task):
         name = parallel.order_of(causal=True)
         return None if name == "contiguous" else sequence_order(self.length, parallel.ring, name)
 
-    def _model(self, config: Config) -> Any:
+    def _declared(self, config: Config) -> Any:
         options = {**SIZES, **config.model.options}
         vocabulary, length = self.data.tokenizer.vocab_size, self.length
         if options.setdefault("vocab_size", vocabulary) < vocabulary:
@@ -106,20 +110,21 @@ class Language(Task):
             "scheme": self.mesh.scheme,
             "grid": self.mesh.grid,
             "dtype": config.model_dtype,
-            "seed": config.seed,
         }
         try:
             return MODELS[config.model.name](**options, **place)
         except ValueError as error:
             raise ConfigError(f"model: {error}") from error
 
-    def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+    @contextmanager
+    def context(self, batch: Batch) -> Iterator[AuxiliaryLosses]:
+        collected = auxiliary_losses() if self.model.training else nullcontext(AuxiliaryLosses())
+        with sequence_positions(batch.positions, batch.documents), collected as auxiliary:
+            yield auxiliary
+
+    def losses_of(self, output: Tensor, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
         criterion: Criterion = self.smoothed if self.model.training else cross_entropy_sum
-        with sequence_positions(batch.positions, batch.documents), auxiliary_losses() as auxiliary:
-            logits = self.model(batch.x)
-        total, count = criterion(logits, batch.y)
-        if self.model.training and auxiliary:
-            total = total + auxiliary.total() * count
+        total, count = criterion(output, batch.y)
         return total, count, {}
 
     def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
@@ -139,7 +144,7 @@ class Language(Task):
         return found
 
     def layouts(self) -> str:
-        model = self.model
+        model = self.whole
         order = self.mesh.parallel.order_of(causal=True)
         ordered = "" if order == "contiguous" else f", tokens in {order} order"
         return (
@@ -148,10 +153,10 @@ class Language(Task):
         )
 
     def opening(self) -> dict[str, str]:
-        grid = self.mesh.grid
-        dtype = str(self.model.dtype)
-        n = max(grid.world.share(gemm_side(grid.backend, dtype)))
-        self.peak = sum(grid.world.share(gemm_rate(grid.backend, dtype, n, sustained=True)))
+        backend, world = self.mesh.grid.backend, self.mesh.world
+        dtype = str(self.whole.dtype)
+        n = max(world.share(gemm_side(backend, dtype)))
+        self.peak = sum(world.share(gemm_rate(backend, dtype, n, sustained=True)))
         return {
             "step": f"{self.flops / 1e9:.3g} GFLOP of the model",
             "peak": f"{self.peak / 1e9:.3g} GFLOP/s: {n} × {n} products in {dtype}, on all ranks at once",
@@ -175,7 +180,7 @@ class Language(Task):
 
     def leave(self, out: Path, speaks: bool, done: bool) -> tuple[list[str], list[str]]:
         files = ["config.json", "model.safetensors", "tokenizer.json"]
-        if "num_local_experts" in self.model.config:
+        if "num_local_experts" in self.whole.config:
             files = files[2:]
         else:
             self.model.save_pretrained(out)

@@ -7,17 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from parlinalg.autograd import Tensor, no_grad, no_sync
 from parlinalg.datasets import Batch
 from parlinalg.nn import training_step
 from parlinalg.optim import Optimizer, Scheduler
-from parlinalg.parallel.clip import clip_gradient_value
-from parlinalg.parallel.precision import LossScaler, clipping, examine, overflowing
+from parlinalg.parallel.precision import LossScaler, overflowing
 from parlinalg.train.task import Batches, Outcome, Task
+from parlinalg.train.update import Update
+
+if TYPE_CHECKING:
+    from parlinalg.pipeline.worker import Worker
 
 
 @dataclass
@@ -27,45 +29,43 @@ class Trainer:
     Attributes
     ----------
     task : Task
-    optimizer : Optimizer
+    update : Update
+        What changes the parameters by their gradients.
     scheduler : Scheduler
         Counts the steps that changed parameters.
-    clip : float or None
-        The largest norm of the gradient of the whole model.
-    clip_value : float or None
-        The largest element of the gradient.
-    scaler : LossScaler or None
-    skip_nonfinite : bool
-        Whether a step whose loss or gradient is not finite leaves all as it is; with a scaler it always does.
+    worker : Worker or None
+        What runs the stages, where the model is in a pipeline.
     made, skipped : int
         Steps made, and of these the ones left out.
     """
 
     task: Task
-    optimizer: Optimizer
+    update: Update
     scheduler: Scheduler
-    clip: float | None = None
-    clip_value: float | None = None
-    scaler: LossScaler | None = None
-    skip_nonfinite: bool = False
+    worker: Worker | None = None
     made: int = 0
     skipped: int = 0
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.update.optimizer
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        return self.update.scaler
 
     def step(self, parts: Sequence[Batch]) -> Outcome:
         """One step from the microbatches of one batch.  Collective."""
         count = sum(part.count for part in parts)  # known before the first backward pass
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        sums: dict[str, float] = defaultdict(float)
-        for i, part in enumerate(parts):
-            alone = nullcontext() if i == len(parts) - 1 else no_sync()
-            told = nullcontext() if self.scaler is None else overflowing()
-            with alone, told, training_step(self.made, part.offset):
-                loss, _, measures = self.task.losses(part)
-                (loss * (scale / max(1, count))).backward()
-            _add(sums, loss, measures)
+        scale = self.update.scale
+        sums = self._backward(parts, scale / max(1, count))
         means = _means(sums, count)
         lr = self.optimizer.lr
-        norm, skip = self._update(scale, math.isfinite(means["loss"]))
+        norm, changed = self.update(math.isfinite(means["loss"]), scale)
+        if changed:
+            self.scheduler.step()
+        else:
+            self.skipped += 1
         self.made += 1
         return Outcome(
             means.pop("loss"),
@@ -74,28 +74,25 @@ class Trainer:
             lr,
             norm,
             None if self.scaler is None else scale,
-            skip,
+            not changed,
             means,
         )
 
-    def _update(self, scale: float, finite: bool) -> tuple[float, bool]:
-        """Change the parameters by their gradients, which hold the scale; the norm, and whether that was left out."""
-        parameters = self.optimizer.parameters
-        found = examine(parameters, scale)
-        finite = finite and found.finite
-        skip = not finite and (self.skip_nonfinite or self.scaler is not None)
-        if skip:
-            self.skipped += 1
-        else:
-            if self.clip_value is not None and finite:
-                most = min(float(np.finfo(np.float32).max), *(_most(p.dtype) for p in parameters))
-                clip_gradient_value(parameters, min(self.clip_value * scale, most))
-            self.optimizer.step(clipping(found.norm, self.clip) / scale)
-            self.scheduler.step()
-        if self.scaler is not None:
-            self.scaler.update(finite)
-        self.optimizer.zero_grad()
-        return found.norm, skip
+    def _backward(self, parts: Sequence[Batch], factor: float) -> dict[str, float]:
+        """The gradients of the sum of the losses times a factor; the sums of the losses and of further measures."""
+        told = nullcontext() if self.scaler is None else overflowing()
+        if self.worker is not None:
+            with told:
+                return self.worker.step(parts, self.task, self.made, factor)
+        sums: dict[str, float] = defaultdict(float)
+        for i, part in enumerate(parts):
+            alone = nullcontext() if i == len(parts) - 1 else no_sync()
+            told = nullcontext() if self.scaler is None else overflowing()
+            with alone, told, training_step(self.made, part.offset):
+                loss, _, measures = self.task.losses(part)
+                (loss * factor).backward()
+            _add(sums, loss, measures)
+        return sums
 
     def test(self, held: Iterable[Batch]) -> dict[str, float]:
         """The means of the loss and the measures over all targets of these batches that count.  Collective."""
@@ -104,13 +101,23 @@ class Trainer:
         total = 0
         try:
             with no_grad():
-                for batch in held:
-                    loss, count, measures = self.task.losses(batch)
-                    _add(sums, loss, measures)
-                    total += count
+                for several in _together(held, 1 if self.worker is None else self.worker.schedule.microbatches):
+                    total += sum(batch.count for batch in several)
+                    for name, value in self._forward(several).items():
+                        sums[name] += value
         finally:
             self.task.model.train()
         return _means(sums, total)
+
+    def _forward(self, several: Sequence[Batch]) -> dict[str, float]:
+        """The sums of the losses and measures of batches."""
+        if self.worker is not None:
+            return self.worker.forward(several, self.task)
+        sums: dict[str, float] = defaultdict(float)
+        for batch in several:
+            loss, _, measures = self.task.losses(batch)
+            _add(sums, loss, measures)
+        return sums
 
     def state_dict(self) -> dict[str, Any]:
         """What, beside the parameters, a training needs to go on as if it had not stopped, on any grid.  Collective."""
@@ -129,11 +136,6 @@ class Trainer:
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.made, self.skipped = int(state["made"]), int(state["skipped"])
-
-
-def _most(dtype: np.dtype[Any]) -> float:
-    """The largest number of a dtype that gradients have."""
-    return 65504.0 if dtype == np.float16 else math.inf
 
 
 def _add(sums: dict[str, float], loss: Tensor, measures: Mapping[str, float]) -> None:
@@ -155,3 +157,10 @@ def batches(loader: Batches, steps: int, parts: int, start: int = 0) -> Iterator
             made += 1
             yield batch
         epoch, skip = epoch + 1, 0
+
+
+def _together(held: Iterable[Batch], most: int) -> Iterator[list[Batch]]:
+    """At most so many batches at a time."""
+    iterator = iter(held)
+    while several := list(islice(iterator, most)):
+        yield several

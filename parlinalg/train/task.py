@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -12,6 +13,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
 from parlinalg.datasets import Batch
 from parlinalg.nn import Module
+from parlinalg.nn.auxiliary import AuxiliaryLosses
 
 # From logits and targets to the sum of the losses and their number.
 Criterion = Callable[[Tensor, DistArray], tuple[Tensor, int]]
@@ -66,6 +68,7 @@ class Task(ABC):
     data : object
         Printed at the start; has a `name`.
     model : Module
+        Whole on its grid, or this rank's stages of it.
     loader : Batches
         To train on.
     held : iterable of Batch
@@ -81,9 +84,24 @@ class Task(ABC):
     held: Iterable[Batch]
     curves: ClassVar[Mapping[str, str]]
 
+    @contextmanager
+    def context(self, batch: Batch) -> Iterator[AuxiliaryLosses]:
+        """Around the forward pass of a batch, or of each stage; gives the terms of the loss that layers add."""
+        yield AuxiliaryLosses()
+
     @abstractmethod
+    def losses_of(self, output: Any, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+        """The sum of the losses, their number, and the sums of further measures, of what the model gives.  Collective."""
+
     def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
-        """The sum of the losses, their number, and the sums of further measures.  Collective."""
+        """The sum of the losses, with the terms that layers add, their number, and the sums of further measures.
+
+        Collective.
+        """
+        with self.context(batch) as auxiliary:
+            output = self.model(batch.x)
+        total, count, measures = self.losses_of(output, batch)
+        return total + auxiliary.total() * count if auxiliary else total, count, measures
 
     @abstractmethod
     def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:
