@@ -11,6 +11,7 @@ from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.generate import generate
+from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.models import GPT, BertEncoder, Llama, ViT
 from parlinalg.nn.module import Module
@@ -21,7 +22,7 @@ from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
     "GELU", "GPT", "MLP", "Attention", "BertEncoder", "Classifier", "Dropout", "Embedding", "KeyValueCache",
-    "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "PatchEmbedding", "Positions", "RMSNorm", "ReLU",
-    "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation", "auxiliary_losses",
-    "generate", "init", "recompute", "sequence_positions", "training_step",
+    "Layer", "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "PatchEmbedding", "Positions", "RMSNorm",
+    "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation",
+    "auxiliary_losses", "generate", "init", "recompute", "sequence_positions", "training_step",
 ]  # fmt: skip

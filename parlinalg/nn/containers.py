@@ -15,6 +15,7 @@ from parlinalg.layout import Layout
 from parlinalg.nn.activations import activation as activation_module
 from parlinalg.nn.declared import Initializer
 from parlinalg.nn.dropout import Dropout
+from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -41,6 +42,10 @@ class Sequential(Module):
 
     def __getitem__(self, index: int) -> Module:
         return list(self._modules.values())[index]
+
+    def layers(self) -> list[Layer]:
+        """The modules as the layers that a pipeline cuts."""
+        return [Layer(name, module, (module,)) for name, module in self._modules.items()]
 
 
 class MLP(Sequential):
@@ -86,7 +91,7 @@ class MLP(Sequential):
             layers.append(Linear(n, out, scheme, grid, kind, bias=bias, dtype=dtype, weight_init=weight_init))
         super().__init__(*layers)
         self.scheme = scheme
-        self.layers = len(sizes) - 1
+        self.products = len(sizes) - 1
         if seed is not None:
             self.initialize(seed)
 
@@ -97,4 +102,4 @@ class MLP(Sequential):
     def output_layout(self, ndim: int = 2) -> Layout:
         """The layout of the output."""
         scheme = self.scheme.for_dims(ndim)
-        return scheme.inner if self.layers % 2 else scheme.residual
+        return scheme.inner if self.products % 2 else scheme.residual

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -167,8 +167,9 @@ class Module:
                         module._parameters[own] = module._declared[own]
 
     def initialize(
-        self, seed: int = 0, prefix: str = "", values: Callable[[Declared, str], DistArray] | None = None
-    ) -> Any:
+        self, seed: int = 0, prefix: str = "", values: Callable[[Declared, str], DistArray] | None = None,
+        only: Collection[Module] | None = None,
+    ) -> Any:  # fmt: skip
         """Name all parameters and modules, and make the declared ones' values.  To be called on the whole model.
 
         Parameters
@@ -178,6 +179,8 @@ class Module:
             The qualified name of this module, where it is a part (a stage of a pipeline) of a larger model.
         values : callable, optional
             Makes the values of what is declared under a qualified name, instead of its initializer.
+        only : collection of Module, optional
+            Modules whose own parameters are made, those of a stage of a pipeline; the others' stay declared.
 
         Returns
         -------
@@ -188,8 +191,11 @@ class Module:
         def made(declared: Declared, name: str) -> DistArray:
             return declared.make(seed, name) if values is None else values(declared, name)
 
+        wanted = None if only is None else {id(module) for module in only}
         for name, module in self.named_modules(prefix):
             module.name, module.seed = name, seed
+            if wanted is not None and id(module) not in wanted:
+                continue
             for own, held in module._parameters.items():
                 qualified = _join(name, own)
                 declared = module._declared.get(own)
@@ -200,6 +206,12 @@ class Module:
                 else:
                     module._parameters[own] = Parameter(made(held, qualified), qualified)
         return self
+
+    def forget(self, modules: Iterable[Module] | None = None) -> None:
+        """Leave the values of these modules' own declared parameters (by default of all within this one) again."""
+        for module in self.modules() if modules is None else modules:
+            for own, declared in module._declared.items():
+                module._parameters[own] = declared
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """All parameters by their qualified names as global NumPy arrays, on every rank.  Collective."""

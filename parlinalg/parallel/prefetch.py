@@ -20,7 +20,6 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
 from parlinalg.nn import Module
-from parlinalg.nn.models.transformer import Transformer
 from parlinalg.parallel.handlers import ACCUMULATE
 from parlinalg.redistribute import Move, redistribute, start
 
@@ -228,8 +227,9 @@ class Prefetch:
 
 
 def _layers(model: Module) -> list[tuple[Module, ...]]:
-    if isinstance(model, Transformer):
-        return [layer.modules for layer in model.layers()]
+    layers = getattr(model, "layers", None)
+    if callable(layers):
+        return [layer.modules for layer in layers()]
     return [(member,) for member in model._modules.values()]
 
 

@@ -15,7 +15,8 @@ from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
-from parlinalg.nn.models.transformer import Layer, Transformer, activation, spread
+from parlinalg.nn.layer import Layer
+from parlinalg.nn.models.transformer import Transformer, activation, spread
 from parlinalg.nn.norms import LayerNorm
 from parlinalg.schemes import Scheme
 
@@ -116,7 +117,7 @@ class BertEncoder(Transformer):
 
     def ends(self) -> tuple[Layer, Layer]:
         first = (self.embedding, self.types, self.positions, self.norm, self.dropout)
-        return Layer("embedding", self.embed, first), Layer("head", self.logits, (self.embedding,))
+        return Layer("embedding", self.embed, first, True), Layer("head", self.logits, (self.embedding,), True)
 
 
 def key_padding(attention_mask: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from numpy.typing import DTypeLike
@@ -15,8 +16,9 @@ from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
+from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
-from parlinalg.nn.models.transformer import Layer, Transformer, spread
+from parlinalg.nn.models.transformer import Transformer, spread
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
 from parlinalg.schemes import Scheme
@@ -136,4 +138,16 @@ class CausalModel(Transformer, Pretrained):
     def ends(self) -> tuple[Layer, Layer]:
         first = [m for name, m in self._modules.items() if name in ("embedding", "positions", "dropout")]
         head = self.embedding if self.tied else self.head
-        return Layer("embedding", self.embed, tuple(first)), Layer("head", self.logits, (self.norm, head))
+        return (
+            Layer("embedding", self.embed, tuple(first), True, lambda ids, cache, start: self.embed(ids, start)),
+            Layer("head", self.logits, (self.norm, head), True, lambda x, cache, start: self.logits(x, last=True)),
+        )
+
+    def layers(self) -> list[Layer]:
+        first, *blocks, last = super().layers()
+        return [first, *(b._replace(cached=partial(_with_cache, b.forward), caches=True) for b in blocks), last]
+
+
+def _with_cache(block: Callable[..., Tensor], x: Tensor, cache: KeyValueCache, start: int) -> Tensor:
+    """A block's outputs, where keys and values of the tokens before `start` are in its cache."""
+    return block(x, cache=cache)

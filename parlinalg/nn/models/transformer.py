@@ -6,13 +6,12 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from parlinalg.array.create import dtype_named
-from parlinalg.autograd import Tensor
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -20,6 +19,7 @@ from parlinalg.nn import init
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.experts import MixtureOfExperts
+from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -29,24 +29,6 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_
                "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-
-
-class Layer(NamedTuple):
-    """A layer of a model, as a pipeline cuts it.
-
-    Attributes
-    ----------
-    name : str
-        "embedding", "blocks.0", …, "head".
-    forward : callable
-        From what the layer before gave (the first: the model's inputs).
-    modules : tuple of Module
-        All that it uses; a tied table is in the first and the last layer's.
-    """
-
-    name: str
-    forward: Callable[..., Tensor]
-    modules: tuple[Module, ...]
 
 
 class Transformer(Module):

@@ -14,7 +14,8 @@ from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Positions
-from parlinalg.nn.models.transformer import Layer, Transformer, activation, spread
+from parlinalg.nn.layer import Layer
+from parlinalg.nn.models.transformer import Transformer, activation, spread
 from parlinalg.nn.norms import LayerNorm
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 from parlinalg.schemes import Scheme
@@ -122,6 +123,6 @@ class ViT(Transformer):
 
     def ends(self) -> tuple[Layer, Layer]:
         return (
-            Layer("embedding", self.embed, (self.patches, self.positions, self.dropout)),
-            Layer("head", self.logits, (self.norm, self.classifier)),
+            Layer("embedding", self.embed, (self.patches, self.positions, self.dropout), True),
+            Layer("head", self.logits, (self.norm, self.classifier), True),
         )

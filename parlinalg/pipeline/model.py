@@ -1,0 +1,312 @@
+"""A model cut into stages, of which each rank holds its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.names import check_names
+from parlinalg.nn.declared import Declared
+from parlinalg.nn.layer import Layer
+from parlinalg.nn.module import Module
+from parlinalg.pipeline.partition import by_hand, check_stages, share_layers
+from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.stage import Stage
+from parlinalg.schemes import Scheme
+
+Partition = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of the whole model, known on every rank.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : dtype
+    stages : tuple of int
+        The stages that hold it; the first owns it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stages: tuple[int, ...]
+
+
+class PipelineModel(Module):
+    """This rank's stages of a model.
+
+    Names of parameters and modules are those of the whole model, so values, dropout and saved states are the same on
+    every grid and in every split.
+
+    Parameters
+    ----------
+    whole : Module
+        The model, declared on this rank's grid.
+    layers : sequence of Layer
+        All of its layers, in order.
+    counts : sequence of int
+        The layers of each stage.
+    place : Place
+    schedule : Schedule
+        Its `chunks` say which stages a rank holds.
+
+    Attributes
+    ----------
+    whole : Module
+        Only the modules of this rank's stages have values.
+    chunks : tuple of Stage
+        In the order of `schedule.chunks[place.rank]`.
+    counts : tuple of int
+    stages : int
+    place : Place
+    inventory : dict of str to Held
+        All parameters of the whole model.
+    shared : dict of str to tuple of int
+        The names of those that several stages hold, such as the table of an embedding that is the head too, and the
+        stages; the first owns it.
+    grid : Grid
+    scheme : Scheme or None
+        Of the whole model, where it has one.
+    """
+
+    whole: Module
+    grid: Grid
+    scheme: Scheme | None
+
+    def __init__(
+        self, whole: Module, layers: Sequence[Layer], counts: Sequence[int], place: Place, schedule: Schedule
+    ) -> None:  # fmt: skip
+        super().__init__()
+        object.__setattr__(self, "whole", whole)  # its names are its own, without a prefix
+        self.counts, self.stages, self.place = tuple(counts), len(counts), place
+        self._names = {id(module): name for name, module in whole.named_modules()}
+        ends = np.cumsum([0, *counts])
+        parts = [list(layers[a:b]) for a, b in pairwise(ends)]
+        self.inventory = _inventory(whole, parts)
+        self.shared = {name: held.stages for name, held in self.inventory.items() if len(held.stages) > 1}
+        self.chunks = tuple(
+            Stage(chunk.stage, self.stages, parts[chunk.stage], self._names, chunk.copy)
+            for chunk in schedule.chunks[place.rank]
+        )
+        self._owners = [schedule.holder(number) for number in range(self.stages)]
+        own = {id(m): m for stage in self.chunks for m in stage.modules()}
+        self._own = [m for _, m in whole.named_modules() if id(m) in own]
+        whole.forget([m for m in whole.modules() if id(m) not in own])
+        self.grid = _grid(whole, self.inventory)
+        self.scheme = getattr(whole, "scheme", None)
+
+    def forward(self, x: Any) -> Any:
+        """The whole model's outputs, where this rank holds all of its stages, in order."""
+        if [stage.number for stage in self.chunks] != list(range(self.stages)):
+            raise ConfigError(
+                f"this rank holds {', '.join(map(str, self.chunks))} of {self.stages} stages: the model runs by its "
+                "pipeline, a stage at a time (parlinalg.pipeline.Worker)"
+            )
+        for stage in self.chunks:
+            x = stage(x)
+        return x
+
+    def layers(self) -> list[Layer]:
+        """The layers of this rank's stages."""
+        return [layer for stage in self.chunks for layer in stage.layers]
+
+    def owner(self, name: str) -> int:
+        """The pipeline rank that owns a parameter of the whole model."""
+        return self._owners[self.inventory[name].stages[0]]
+
+    # ------------------------------------------------------------------ members
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module under the empty name, then those of its stages, with their names in the whole model."""
+        yield prefix, self
+        for module in self._own:
+            name = self._names[id(module)]
+            yield (f"{prefix}.{name}" if prefix and name else prefix or name), module
+
+    # ------------------------------------------------------------------ state
+    def start_from(self, rule: Callable[[str, Declared], Any]) -> None:
+        self.whole.start_from(rule)
+
+    def initialize(
+        self, seed: int = 0, prefix: str = "", values: Callable[[Declared, str], DistArray] | None = None,
+        only: Collection[Module] | None = None,
+    ) -> Any:  # fmt: skip
+        """Make the values of this rank's stages: those that the whole model has with this seed."""
+        self.name, self.seed = prefix, seed
+        self.whole.initialize(seed, prefix, values, self._own if only is None else only)
+        return self
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """All parameters of the whole model by name as global NumPy arrays, on every rank.  Collective over all ranks.
+
+        A parameter that several stages hold is in it once, as its owner has it.
+        """
+        mine = dict(self.named_parameters())
+        state, world = {}, self.place.world
+        for name, held in self.inventory.items():
+            owner = self.owner(name)
+            if owner == self.place.rank:
+                whole = mine[name].gather()
+            else:
+                whole = np.empty(held.shape, held.dtype)
+            if self.place.size > 1:
+                whole = np.ascontiguousarray(whole)
+                world.broadcast(whole, self.place.ranks[owner][0])
+            state[name] = whole
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the parameters of the whole model: the global arrays, on every rank.
+
+        Raises
+        ------
+        ConfigError
+            Naming all that are missing, unexpected or misshapen in the whole model; then nothing has changed.
+        """
+        want = {name: held.shape for name, held in self.inventory.items()}
+        check_names("the model's state", want, {name: np.shape(a) for name, a in state.items()})
+        super().load_state_dict({name: state[name] for name, _ in self.named_parameters()})
+
+    def train(self, mode: bool = True) -> Any:
+        self.whole.train(mode)
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.whole).__name__}, {self.counts} layers a stage; here {', '.join(map(str, self.chunks))}"
+
+
+def split(model: Module, place: Place, schedule: Schedule, partition: Partition = "uniform") -> PipelineModel:
+    """Cut a model into the stages of a schedule, and keep this rank's.
+
+    Parameters
+    ----------
+    model : Module
+        Declared on this rank's grid, better without values: those of other stages are dropped.  It lists its layers by
+        `layers()`, or its stages by `stages`.
+    place : Place
+    schedule : Schedule
+    partition : {"uniform", "parameters", "flops", "time"} or sequence of int
+        How layers are shared out; numbers are the layers of each stage.
+
+    Raises
+    ------
+    ConfigError
+        If the schedule is not of the pipeline's size, the model cannot be cut, has fewer layers than there are stages,
+        or a partition by hand does not fit.
+    """
+    if schedule.ranks != place.size:
+        raise ConfigError(
+            f"the schedule {schedule.name!r} is of {schedule.ranks} pipeline ranks, but there are {place.size}; "
+            "make it for as many"
+        )
+    layers, counts = listed_layers(model)
+    if counts is None:
+        counts = shares(layers, schedule.stages, partition)
+    elif len(counts) != schedule.stages:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(counts)} stages of its own, but the schedule has {schedule.stages} "
+            "(pipeline ranks × chunks); give both as many, or let the model list its layers"
+        )
+    return PipelineModel(model, layers, counts, place, schedule)
+
+
+def shares(layers: Sequence[Layer], stages: int, partition: Partition) -> tuple[int, ...]:
+    """The layers of each stage."""
+    if not isinstance(partition, str):
+        return by_hand(partition, layers, stages)
+    check_stages(len(layers), stages)
+    if partition == "uniform":
+        return share_layers(layers, stages)
+    raise ConfigError(f"partition is 'uniform', or a list of the layers of each stage, not {partition!r}")
+
+
+def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
+    """A model's layers in their order, and where it has stages of its own how many of them are in each.
+
+    A model has `layers()`, a list of `Layer` or Module, or `stages` (a list, or a method that gives one): of each stage
+    a `Layer` or Module, or a list of them.
+
+    Raises
+    ------
+    ConfigError
+        If it has neither, or a layer is none.
+    """
+    own = getattr(model, "stages", None)
+    if own is not None:
+        stages = [[s] if isinstance(s, Layer | Module) else list(s) for s in (own() if callable(own) else own)]
+        return [_layer(model, x) for stage in stages for x in stage], tuple(len(stage) for stage in stages)
+    layers = getattr(model, "layers", None)
+    if not callable(layers):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be cut into stages: give it a method layers() that lists them (of "
+            "nn.Layer or Module, each taking what the one before gives), a list `stages`, or make it an nn.Sequential"
+        )
+    return [_layer(model, x) for x in layers()], None
+
+
+def _layer(model: Module, given: Any) -> Layer:
+    if isinstance(given, Layer):
+        return given
+    if not isinstance(given, Module):
+        raise ConfigError(f"{type(model).__name__} lists a layer {given!r}: a layer is an nn.Layer or a Module")
+    name = next((n for n, module in model.named_modules() if module is given), type(given).__name__)
+    return Layer(name, given, (given,))
+
+
+def _inventory(whole: Module, parts: Sequence[Sequence[Layer]]) -> dict[str, Held]:
+    """All parameters of a model by name, with the stages that hold them.
+
+    Raises
+    ------
+    ConfigError
+        If a parameter is in no layer, or a layer has a module that is not in the model.
+    """
+    stages: dict[int, list[int]] = {}
+    known = {id(module) for module in whole.modules()}
+    for number, part in enumerate(parts):
+        for layer in part:
+            for module in (m for own in layer.modules for m in own.modules()):
+                if id(module) not in known:
+                    raise ConfigError(
+                        f"layer {layer.name!r} of {type(whole).__name__} uses a {type(module).__name__} that is not in "
+                        "the model: assign it to an attribute of the model, so that it has a name"
+                    )
+                held = stages.setdefault(id(module), [])
+                if number not in held:
+                    held.append(number)
+    found: dict[str, Held] = {}
+    names: dict[int, str] = {}
+    for name, module in whole.named_modules():
+        for own, p in module._parameters.items():
+            qualified = f"{name}.{own}" if name else own
+            if id(module) not in stages:
+                raise ConfigError(
+                    f"parameter {qualified!r} of {type(whole).__name__} is in none of its layers: list the module that "
+                    "holds it in the `modules` of each layer that uses it"
+                )
+            first = names.setdefault(id(p), qualified)
+            before = found[first].stages if first in found else ()
+            both = tuple(sorted({*before, *stages[id(module)]}))
+            found[first] = Held(tuple(p.shape), np.dtype(p.dtype), both)
+    return found
+
+
+def _grid(whole: Module, inventory: Mapping[str, Held]) -> Grid:
+    grid = getattr(whole, "grid", None)
+    if grid is not None:
+        return grid
+    for module in whole.modules():
+        for p in module._parameters.values():
+            return p.grid
+    raise ConfigError(
+        f"{type(whole).__name__} has no parameters and no `grid`: a pipeline needs the grid of its arrays"
+    )

@@ -1,0 +1,144 @@
+"""How the layers of a model are shared out among the stages of a pipeline.  Every layer is in exactly one stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from parlinalg.errors import ConfigError
+from parlinalg.nn.layer import Layer
+
+Counts = tuple[int, ...]
+
+
+def uniform(layers: int, stages: int) -> Counts:
+    """As many layers in each stage as in the others, the first ones one more where that does not come out even.
+
+    >>> uniform(30, 4)
+    (8, 8, 7, 7)
+    """
+    check_stages(layers, stages)
+    each, more = divmod(layers, stages)
+    return tuple(each + (s < more) for s in range(stages))
+
+
+def balanced(costs: Sequence[float], stages: int) -> Counts:
+    """The layers of each stage, such that the dearest stage costs least, and of all such cuts the most even one.
+
+    Parameters
+    ----------
+    costs : sequence of float
+        Of each layer, at least 0.
+    stages : int
+
+    Examples
+    --------
+    >>> balanced([5, 1, 1, 1, 1, 1], 2)
+    (1, 5)
+    >>> balanced([1] * 30, 4)
+    (8, 8, 7, 7)
+    """
+    check_stages(len(costs), stages)
+    if not all(math.isfinite(c) and c >= 0 for c in costs):
+        raise ConfigError(f"the costs of layers are numbers of at least 0, not {list(costs)}")
+    before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
+    most = _least(before, stages, square=False, most=math.inf)[0]
+    return _least(before, stages, square=True, most=most * (1 + 1e-12))[1]
+
+
+def _least(before: np.ndarray, stages: int, square: bool, most: float) -> tuple[float, Counts]:
+    """The least maximum (or sum of squares) of the stages' costs, none above `most`, and the cut that has it.
+
+    `before[i]` is the cost of the first i layers.  Stage by stage, from the last: `best[i]` is the least for the layers
+    from i on.
+    """
+    n = len(before) - 1
+    best = np.full(n + 1, math.inf)
+    best[n] = 0.0
+    taken = []
+    for left in range(1, stages + 1):
+        now, take = np.full(n + 1, math.inf), np.zeros(n + 1, int)
+        for i in range(n - left + 1):
+            own = before[i + 1 :] - before[i]
+            rest = best[i + 1 :]
+            value = own * own + rest if square else np.maximum(own, rest)
+            value = np.where(own <= most, value, math.inf)
+            last = len(value) - 1 - int(np.argmin(value[::-1]))  # of equal ones the longest
+            now[i], take[i] = value[last], last + 1
+        best = now
+        taken.append(take)
+    counts, i = [], 0
+    for take in reversed(taken):
+        counts.append(int(take[i]))
+        i += counts[-1]
+    return float(best[0]), tuple(counts)
+
+
+def check_stages(layers: int, stages: int) -> None:
+    """Raise a ConfigError unless each stage can have a layer."""
+    if stages > layers:
+        raise ConfigError(
+            f"a pipeline of {stages} stages needs as many layers, but the model has {layers}: use at most {layers} "
+            "stages (pipeline ranks × chunks of the schedule), or a deeper model"
+        )
+
+
+def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Counts:
+    """The layers of each stage as the user lists them.
+
+    Parameters
+    ----------
+    given : sequence of int
+        Of all layers; or without the model's ends (embedding and head), which then go with the first and the last
+        stage.
+
+    Raises
+    ------
+    ConfigError
+        If there are not as many numbers as stages, they do not sum to the layers, or a stage has none; the message says
+        what would be right.
+    """
+    counts = tuple(given)
+    inner = sum(not layer.end for layer in layers)
+    like = list(uniform(max(inner, stages), stages))
+    if len(counts) != stages:
+        raise ConfigError(
+            f"the partition {list(counts)} has {len(counts)} numbers, but there are {stages} stages (pipeline ranks × "
+            f"chunks of the schedule): give one for each, such as {like}"
+        )
+    whole = sum(counts)
+    if whole == inner != len(layers):
+        counts = with_ends(counts, layers)
+    elif whole != len(layers):
+        right = (
+            f"{len(layers)} layers" if inner == len(layers) else f"{inner} blocks ({len(layers)} layers with both ends)"
+        )
+        raise ConfigError(
+            f"the partition {list(given)} has {whole} layers in all, but the model has {right}: give numbers that sum "
+            f"to {inner}, such as {like}"
+        )
+    if min(counts) < 1:
+        empty = counts.index(min(counts))
+        raise ConfigError(
+            f"the partition {list(given)} leaves stage {empty} without a layer; give each at least one, such as {like}"
+        )
+    return counts
+
+
+def with_ends(counts: Sequence[int], layers: Sequence[Layer]) -> Counts:
+    """The layers of each stage, from those without the model's ends."""
+    first = next((i for i, layer in enumerate(layers) if not layer.end), 0)
+    last = next((i for i, layer in enumerate(reversed(layers)) if not layer.end), 0)
+    found = list(counts)
+    found[0] += first
+    found[-1] += last
+    return tuple(found)
+
+
+def share_layers(layers: Sequence[Layer], stages: int) -> Counts:
+    """The uniform partition: of the blocks, with the model's ends in the first and the last stage; where there are more
+    stages than blocks, of all layers."""
+    inner = sum(not layer.end for layer in layers)
+    return with_ends(uniform(inner, stages), layers) if inner >= stages else uniform(len(layers), stages)
