@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ class Owner(Protocol):
 
     def gather(self) -> None:
         """Give every rank the elements that the others have updated.  Collective over the shards' axes."""
+
+    def moved(self, arrays: Mapping[int, Block]) -> None:
+        """Take the values where they lie now: from the address of an array, the copy in which they lie instead."""
 
 
 @dataclass(eq=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Shard
+from parlinalg.backend.kernels_optim import address
 from parlinalg.comm import Handle
 from parlinalg.parallel.buckets import Bucket, Slot
 
@@ -57,6 +58,12 @@ class Values:
         for handle in pending:
             handle.wait()
 
+    def moved(self, arrays: Mapping[int, Block]) -> None:
+        """Take the values where they lie now; see `parlinalg.autograd.Owner`."""
+        for bucket in self.buckets:
+            if bucket.values is not None:
+                bucket.values = arrays.get(address(bucket.values), bucket.values)
+
     def leave(self) -> None:
         """Every rank updates the whole parameters again."""
         for bucket in self.buckets:
@@ -74,8 +81,6 @@ def _view(bucket: Bucket, slot: Slot) -> Block:
 
 def _lies_in(block: Block, view: Block) -> bool:
     """Whether a block is the same memory as a view."""
-    from parlinalg.backend.kernels_optim import address
-
     return block.base is view.base and address(block) == address(view)
 
 
