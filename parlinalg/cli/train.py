@@ -24,7 +24,11 @@ def add(commands: Commands) -> None:
         help="where metrics.jsonl, metrics.png, ranks.json and the trained model of a text go (runs/NAME)",
     )
     train.add_argument("--steps", type=int, metavar="N", help="optimizer steps, instead of the configuration's")
-    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR")
+    train.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR, if there is one")
+    train.add_argument(
+        "--fall-back", action="store_true", help="with --resume: if the last checkpoint is damaged, take an earlier one"
+    )
+    train.add_argument("--checkpoint-every", type=int, metavar="N", help="make a checkpoint every N steps")
     train.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
         help="replace a value of the configuration, such as parallel.tensor.mode=2d; may be repeated",
@@ -34,10 +38,14 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code."""
-    if args.resume:
-        raise ConfigError("--resume: checkpoints are not there yet; leave it out to train from the start")
+    if args.fall_back and not args.resume:
+        raise ConfigError("--fall-back says how to resume: add --resume, or leave it out to train from the start")
     from parlinalg.train.job import train
 
-    settings = [*args.settings, *([] if args.steps is None else [f"steps={args.steps}"])]
+    settings = list(args.settings)
+    if args.steps is not None:
+        settings.append(f"steps={args.steps}")
+    if args.checkpoint_every is not None:
+        settings.append(f"checkpoint.every={args.checkpoint_every}")
     out = args.out or Path("runs") / Path(args.config).stem
-    return train(args.config, out, settings)
+    return train(args.config, out, settings, resume=args.resume, fall_back=args.fall_back)

@@ -18,6 +18,7 @@ from typing import Any
 from parlinalg.errors import ConfigError
 from parlinalg.parallel.handlers import Handler, ZeRO
 from parlinalg.train import options
+from parlinalg.train.checkpoint_options import Checkpointing, checkpointing
 from parlinalg.train.keys import (
     Check,
     Choice,
@@ -167,6 +168,8 @@ class Config:
         Whether a step whose loss or gradient is not finite is left out, on all ranks; with a loss scale it always is.
     validate_every : int or None
         Steps from one measurement on the data kept out of training to the next; one follows the last step anyway.
+    checkpoint : Checkpointing
+        When checkpoints are made, and which of them stay.
     sample : dict
         How a language model writes its sample at the end; the keys of `SAMPLE`.
     """
@@ -193,6 +196,7 @@ class Config:
     clip_grad_value: float | None = None
     skip_nonfinite: bool = False
     validate_every: int | None = None
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
     sample: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -257,6 +261,7 @@ CHECKS: dict[str, Check] = {
     "zero": options.zero,
     "gradient_handler": options.handlers,
     "offload": options.offload,
+    "checkpoint": checkpointing,
     "schedule": options.pipelining,
 }  # fmt: skip
 
@@ -298,6 +303,12 @@ def _fits(config: Config) -> None:
         raise ConfigError(
             f"schedule={config.schedule.name!r} needs a pipeline, such as parallel=dict(pipeline=2); without one leave "
             "it out: gradient_accumulation cuts a batch into microbatches"
+        )
+    asked = None if config.schedule is None else config.schedule.microbatches
+    if asked is not None and config.gradient_accumulation not in (1, asked):
+        raise ConfigError(
+            f"gradient_accumulation={config.gradient_accumulation} and schedule.microbatches={asked} both say into how "
+            "many microbatches a batch is cut; give one of them, or the same number"
         )
     if "parameters" in config.offload and config.zero.stage in (1, 2):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from parlinalg.train.launch import Mesh, launch
 from parlinalg.train.loop import batches
 from parlinalg.train.plots import plot
 from parlinalg.train.progress import Progress
+from parlinalg.train.resume import FOLDER, Data, Saving
 from parlinalg.train.shares import said
 
 
@@ -28,8 +30,11 @@ def train(
     out: Path,
     settings: Sequence[str] = (),
     comm: object = None,
+    *,
+    resume: bool = False,
+    fall_back: bool = False,
 ) -> int:
-    """Train a model, and leave `metrics.jsonl`, `metrics.png` and `ranks.json` in `out`.  Collective.
+    """Train a model; leave `metrics.jsonl`, `metrics.png`, `ranks.json` and checkpoints in `out`.  Collective.
 
     Parameters
     ----------
@@ -40,6 +45,10 @@ def train(
         Values to replace, such as "parallel.tensor.mode=2d".
     comm : mpi4py communicator, Comm or None
         The ranks, by default all of `MPI.COMM_WORLD`.
+    resume : bool
+        Go on from the last checkpoint in `out`, if there is one, as if the training had not been interrupted.
+    fall_back : bool
+        Where that one is damaged, go on from the last that is not.
 
     Returns
     -------
@@ -56,7 +65,7 @@ def train(
     except CommError as error:
         raise ConfigError(str(error)) from error
     with launch(config, world, settings=settings) as mesh:
-        return Job(mesh, out, world).run()
+        return Job(mesh, out, world).run(resume=resume, fall_back=fall_back)
 
 
 class Job:
@@ -75,29 +84,35 @@ class Job:
         scheduler = build.scheduler(config, optimizer, self.steps)
         self.trainer = build.trainer(config, self.task, optimizer, scheduler)
         self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload")
+        place = Data(config.seed, config.batch_size, len(self.task.loader))
+        self.saving = Saving(self.trainer, world, out, config.checkpoint, place, self.steps)
 
     def _make_out(self) -> None:
         if self.speaks:
             self.out.mkdir(parents=True, exist_ok=True)
 
-    def run(self) -> int:
+    def run(self, *, resume: bool = False, fall_back: bool = False) -> int:
         """Train, measure, and say how it went; the exit code."""
         self._open()
         start = perf_counter()
         away = nullcontext() if self.offload is None else self.offload.apply()
-        with (
-            StopSignals() as stop, ledger(self.mesh.grid) as book,
-            Progress(self.out, self.steps, self.speaks) as told, away,
-        ):  # fmt: skip
-            name = self._steps(stop, told)
-        self._close(told.history, book, perf_counter() - start, name)
+        with StopSignals() as stop, ledger(self.mesh.grid) as book, away:
+            text = self.saving.resume(fall_back=fall_back) if resume else self.saving.fresh()
+            if text and self.speaks:
+                print(f"{text}\n", flush=True)
+            begun = self.trainer.made
+            with Progress(self.out, self.steps, self.speaks, begun) as told:
+                name = self._steps(stop, told)
+            self.saving.close()
+        self._close(told.history, book, perf_counter() - start, name, begun)
         return 128 + int(getattr(signal, name)) if name else 0
 
     def _steps(self, stop: StopSignals, progress: Progress) -> str | None:
         """Make the steps; the name of the signal that stopped them, if one did."""
         config, task = self.mesh.config, self.task
-        before = perf_counter()
-        for number, batch in enumerate(batches(task.loader, self.steps, config.gradient_accumulation), 1):
+        before, begun = perf_counter(), self.trainer.made
+        following = batches(task.loader, self.steps, config.gradient_accumulation, begun)
+        for number, batch in enumerate(following, begun + 1):
             outcome = self.trainer.step(batch)
             metrics = {"step": number, **task.metrics(outcome, perf_counter() - before), "grad_norm": outcome.norm}
             if outcome.scale is not None:
@@ -108,7 +123,9 @@ class Job:
                 metrics |= task.held_metrics(self.trainer.test(task.held))
             before = perf_counter()
             progress.add(metrics, before)
-            if name := stop.requested(self.world):
+            name = stop.requested(self.world)
+            self.saving.after(number, metrics, stopped=name is not None)
+            if name:
                 return name
         return None
 
@@ -135,20 +152,26 @@ class Job:
             report.write_ranks(self.out, ranks)
             print(f"parlinalg {__version__}\n{text}\n", flush=True)
 
-    def _close(self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None) -> None:
+    def _close(
+        self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None, begun: int
+    ) -> None:  # fmt: skip
         task = self.task
         lines, files = task.leave(self.out, self.speaks, done=stopped is None)
         if not self.speaks:
             return
-        made = history[-1]["step"] if history else 0
+        made = self.trainer.made
         why = plot(self.out / "metrics.png", history, task.curves, f"{self.data.name}, {self.mesh.scheme.name}")
         if stopped:
             print(f"\nstopped by {stopped} after step {made} of {self.steps} ({seconds:.1f} s)")
         else:
-            print(f"\n{made} steps in {seconds:.1f} s ({made / seconds:.3g} a second)")
-            print(task.held_line(history[-1]))
+            new = made - begun
+            print(f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){f', {made} in all' * (begun > 0)}")
+            held = task.held_metrics(defaultdict(lambda: 1.0))
+            if measured := [metrics for metrics in history if held.keys() <= metrics.keys()]:
+                print(task.held_line(measured[-1]))
         for line in (*task.closing(history), *lines):
             print(line)
         print(f"\ncommunication of rank 0, what it received:\n{book}\n")
+        files = [*files, *([f"{FOLDER}/"] if self.saving.options.on else [])]
         names = ", ".join(["metrics.jsonl", "ranks.json", *([] if why else ["metrics.png"]), *files])
         print(f"written to {self.out}: {names}" + (f"; no picture: {why}" if why else ""), flush=True)

@@ -36,8 +36,8 @@ class _Dicts(ast.NodeTransformer):
 def override(config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """A configuration with values replaced by settings such as "optimizer.lr=0.01", one after the other.
 
-    A dict that is missing on the way is made; a number in place of a dict is its size (`parallel.tensor`), a name its
-    name (`optimizer`).
+    A dict that is missing on the way is made; a number in place of a dict is its size (`parallel.tensor`; of
+    `checkpoint` the steps between two), a name its name (`optimizer`).
 
     Raises
     ------
@@ -56,7 +56,7 @@ def override(config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, An
             if inside is None:
                 inside = {}
             elif isinstance(inside, int) and not isinstance(inside, bool):
-                inside = {"size": inside}
+                inside = {"every" if key == "checkpoint" else "size": inside}
             elif isinstance(inside, str):
                 inside = {"name": inside}
             if not isinstance(inside, dict):

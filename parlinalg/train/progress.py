@@ -29,9 +29,11 @@ class Progress:
     out : Path
         The directory of `metrics.jsonl`.
     total : int
-        The steps to come.
+        The last step.
     speaks : bool
         Whether this rank shows and writes.
+    start : int
+        The steps made before, in a training that goes on: what the file says of them stays, and of no later ones.
 
     Attributes
     ----------
@@ -39,7 +41,7 @@ class Progress:
         The metrics so far.
     """
 
-    def __init__(self, out: Path, total: int, speaks: bool) -> None:
+    def __init__(self, out: Path, total: int, speaks: bool, start: int = 0) -> None:
         self.history: list[dict[str, Any]] = []
         self._file: TextIO | None = None
         self._bar: Any = None
@@ -47,12 +49,14 @@ class Progress:
         self._shown: dict[str, str] = {}
         self._total = total
         if speaks:
-            self._file = (out / "metrics.jsonl").open("w")
+            path = out / "metrics.jsonl"
+            self.history = up_to(path, start) if start else []
+            self._file = path.open("a" if start else "w")
             try:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=total, unit="step", file=sys.stderr, dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
 
     def add(self, metrics: dict[str, Any], now: float) -> None:
         """Take the metrics of one step; `now` is the time in seconds."""
@@ -82,3 +86,23 @@ class Progress:
             self._bar.close()
         if self._file is not None:
             self._file.close()
+
+
+def up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """The metrics of the steps up to this one; what the file says of later ones is taken out of it.
+
+    A line that is not whole, as of a process that was killed, is no step's.
+    """
+    kept, texts = [], []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            metrics = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(metrics, dict) and metrics.get("step", step + 1) <= step:
+            kept.append({name: math.nan if value is None else value for name, value in metrics.items()})
+            texts.append(f"{line}\n")
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("".join(texts), "utf-8")
+    aside.replace(path)
+    return kept
