@@ -17,7 +17,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def wait_text(told: Told) -> str:
     """`all_reduce over ('r',) at train.py:12`."""
-    return f"{told['op']} over {tuple(told['axes'])} at {told['line']}"
+    return f"{told['op']} over {tuple(told['axes'])} at {told['line']}{_at(told)}"
+
+
+def _at(told: Told) -> str:
+    return f" ({told['doing']})" if "doing" in told else ""
 
 
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
@@ -67,7 +71,7 @@ def _doing(told: Told) -> str:
         return f"left early ({told['left']})"
     if "op" in told:
         return f"waits in {wait_text(told)}"
-    return f"is at {told['line']}, in no collective"
+    return f"is at {told['line']}{_at(told)}, in no collective"
 
 
 def left_early(me: int, how: str, waiting: Mapping[int, Told]) -> str:

@@ -40,7 +40,7 @@ class Slot:
     asked for.
     """
 
-    __slots__ = ("between", "left", "posted", "state")
+    __slots__ = ("between", "doing", "left", "posted", "state")
 
     def __init__(self) -> None:
         self.state: State | None = None
@@ -48,6 +48,8 @@ class Slot:
         """How many nonblocking operations between nodes are under way."""
         self.posted = threading.Event()
         """Set when there is one, for the monitor to drive it on."""
+        self.doing: str | None = None
+        """What the process is at, such as "stage 2, microbatch 3, backward", where it says so."""
         self.left: str | None = None
         """How the process left its program, once it has."""
 
@@ -96,11 +98,13 @@ def describe(asker: int, key: str | None) -> dict[str, Any]:
     Returns
     -------
     dict
-        `line`: where the main thread is.  `left`: how the process ended its program, if it has.  If it waits in an
-        operation, `op`, `axes`, `number` and `key` say which, `since` for how many seconds, and `for_you` whether for
-        `asker` too.  `calls`: the operations begun on the communicator `key`.
+        `line`: where the main thread is.  `doing`: what it is at, where it says so.  `left`: how the process ended its
+        program, if it has.  If it waits in an operation, `op`, `axes`, `number` and `key` say which, `since` for how
+        many seconds, and `for_you` whether for `asker` too.  `calls`: the operations begun on the communicator `key`.
     """
     told: dict[str, Any] = {"line": main_line()}
+    if slot.doing is not None:
+        told["doing"] = slot.doing
     state = slot.state
     if slot.left is not None:
         told["left"] = slot.left

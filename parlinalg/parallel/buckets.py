@@ -121,6 +121,12 @@ class Bucket:
         """Whether whole gradients are there only while they are under way."""
         return bool(self.scatter) and self.treatment.stage >= 2
 
+    @property
+    def scattered(self) -> bool:
+        """Whether all of the parameters' gradients so far are in the ranks' parts, summed."""
+        shards = [slot.parameter.shard for slot in self.slots]
+        return self.passing and all(s is not None and s.grad is not None for s in shards) and not self.treatment.keeps
+
     def storage(self) -> Block:
         """The data; made if there is none."""
         if self.data is None:

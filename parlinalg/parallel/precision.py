@@ -9,7 +9,7 @@ scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.backend.kernels_optim import all_finite, square_sum
+from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.optim.pieces import distinct, gradients
@@ -119,7 +120,10 @@ class Gradients(NamedTuple):
     finite: bool
 
 
-def examine(parameters: Iterable[Parameter], scale: float = 1.0) -> Gradients:
+def examine(
+    parameters: Iterable[Parameter], scale: float = 1.0, *, over: Comm | None = None,
+    owns: Callable[[Parameter], bool] | None = None,
+) -> Gradients:  # fmt: skip
     """The norm of all gradients, and whether they are finite: one pass, one all-reduce of two numbers.  Collective.
 
     Every rank looks at all that it holds, shards of ZeRO or whole blocks, copies too: what is wrong in one rank's copy
@@ -129,6 +133,11 @@ def examine(parameters: Iterable[Parameter], scale: float = 1.0) -> Gradients:
     ----------
     scale : float
         That of the loss: the norm is divided by it.
+    over : Comm, optional
+        All ranks whose parameters count, where they are on several grids, such as the stages of a pipeline; by default
+        the ranks of the parameters' grids.
+    owns : callable, optional
+        Whether this rank's grid is the one that counts a parameter, which other grids may hold too.
 
     Raises
     ------
@@ -138,24 +147,31 @@ def examine(parameters: Iterable[Parameter], scale: float = 1.0) -> Gradients:
     once = distinct(parameters)
     settled = gradients(once)
     total, finite = 0.0, True
+    both = np.zeros(2)
     grids: dict[int, Grid] = {id(p.grid): p.grid for p in once}
     for grid in grids.values():
         mine = grid.backend.zeros((2,), np.float64)
         seen = grid.backend.zeros((), np.float64)
-        pieces = [(piece, counted) for p, piece, counted in settled if p.grid is grid]
-        for piece, counted in pieces:
+        pieces = [(p, piece, counted) for p, piece, counted in settled if p.grid is grid]
+        for p, piece, counted in pieces:
             with overflowing():
                 squares = square_sum(piece)
             seen = seen + squares
-            if counted:
+            if counted and (owns is None or owns(p)):
                 mine[:1] += squares
-        if not math.isfinite(float(seen)) and not all(all_finite(piece) for piece, _ in pieces):
+        if not math.isfinite(float(seen)) and not all(all_finite(piece) for _, piece, _ in pieces):
             mine[1] = 1
+        if over is not None:
+            both += grid.backend.to_host(mine)
+            continue
         grid.everyone.all_reduce(mine)
         if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
             grid.world.broadcast(mine, 0)
         squares, wrong = grid.backend.to_host(mine).tolist()
         total, finite = total + squares, finite and not wrong
+    if over is not None:
+        over.all_reduce(both)
+        total, finite = float(both[0]), not both[1]
     return Gradients(math.sqrt(total) / scale, finite)
 
 

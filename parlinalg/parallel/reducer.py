@@ -146,6 +146,17 @@ class GradientReducer:
             if not pending.handle.test():
                 return
 
+    def settle(self) -> None:
+        """Settle what passes within `no_sync` left, where no pass outside of it is to come.  Collective."""
+        kept = [p.fetcher.kept for p in self.parameters if p.fetcher is not None and p.fetcher.kept]
+        for sums in {id(each): each for each in kept}.values():
+            for node, terms in list(sums.values()):
+                owner = node.owner() if node.owner is not None else None
+                if owner is not None and owner.reducer is self:
+                    del sums[node.age]
+                    self.ready(owner, *terms.summed())
+        self.finish()
+
     def finish(self, *, sync: bool = True) -> None:
         """Settle all gradients, those of parameters that were not reached as zeros; without `sync`, those kept in parts
         alone."""
@@ -154,7 +165,8 @@ class GradientReducer:
             for p in self._arrived.values():
                 self._place(self._slots[id(p)], None, ())
         for bucket in self.buckets:
-            if sync or not (bucket.treatment.keeps or bucket.missing == len(bucket.slots)):
+            reached = bucket.missing < len(bucket.slots)
+            if (reached or not bucket.scattered) if sync else (reached and not bucket.treatment.keeps):
                 for slot in bucket.slots:
                     if id(slot.parameter) not in self._arrived:
                         self._place(slot, None, ())

@@ -1,0 +1,312 @@
+"""Messages between the stages of a pipeline: trees of arrays, from one processor grid to another.
+
+The first message of a kind is preceded by what it looks like; then both sides know, and the receiver can post its
+receives before the sender is there.  Sends never wait.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.create import dtype_named
+from parlinalg.autograd import Tensor
+from parlinalg.comm import Comm, Handle
+from parlinalg.errors import LayoutError
+from parlinalg.exchange import Rect, local, volume
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.pipeline.buffers import Buffers
+from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.roles import Table, translated
+from parlinalg.pipeline.route import Route, route
+from parlinalg.pipeline.tree import Form
+
+Block = Any
+HEAD = 4096
+"""Bytes of what is said ahead of the first message; more follow where they do not do."""
+TAGS = 32767
+"""Every MPI takes tags up to this one."""
+
+
+class Edge(NamedTuple):
+    """Where microbatches pass from a stage to this one, of a copy of the model."""
+
+    stage: int
+    copy: int = 0
+
+
+class Leaf(NamedTuple):
+    """An array that passes: its shape and dtype, its layouts before and after, and whether its gradient comes back."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    source: Layout
+    target: Layout
+    wants: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What passes at an edge, but for the numbers."""
+
+    form: Form
+    leaves: tuple[Leaf, ...]
+
+    def packed(self) -> bytes:
+        """As bytes, for the receiver."""
+        leaves = [[leaf.shape, leaf.dtype, leaf.source.dims, leaf.target.dims, leaf.wants] for leaf in self.leaves]
+        return json.dumps([self.form, leaves]).encode()
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Frame:
+        """From what `packed` gave."""
+        form, leaves = json.loads(data)
+        return cls(form, tuple(Leaf(tuple(s), d, Layout(*a), Layout(*b), w) for s, d, a, b, w in leaves))
+
+
+@dataclass(eq=False)
+class Incoming:
+    """Arrays on their way to this rank.
+
+    Attributes
+    ----------
+    blocks : list of array or None
+        Where they arrive; None is no array.
+    parts : list of (Handle, array, tuple of slices, int)
+        Rectangles that arrive apart, and where in which of the blocks they belong.
+    """
+
+    blocks: list[Block]
+    handles: list[Handle] = field(default_factory=list)
+    parts: list[tuple[Block, tuple[slice, ...], int]] = field(default_factory=list)
+
+    def test(self) -> bool:
+        """Whether all is here; lets MPI make progress."""
+        return all(handle.test() for handle in self.handles)
+
+    def wait(self) -> list[Block]:
+        """The blocks, once they are here."""
+        for handle in self.handles:
+            handle.wait()
+        for part, where, i in self.parts:
+            self.blocks[i][where] = part
+        return self.blocks
+
+
+class Edges:
+    """This rank's messages to and from the stages before and after its own.
+
+    Parameters
+    ----------
+    place : Place
+    comm : Comm
+        Of the ranks of `place.world`, for these messages alone.
+    grid : Grid
+        This rank's.
+    tables : sequence of dict
+        By pipeline rank: the layouts of its scheme (see `roles.table_of`).
+    takes : dict of Edge to str or None
+        What the first product of each stage takes (see `roles.first_role`).
+    """
+
+    def __init__(
+        self, place: Place, comm: Comm, grid: Grid, tables: Sequence[Table], takes: dict[Edge, str | None]
+    ) -> None:  # fmt: skip
+        self.place, self.comm, self.grid = place, comm, grid
+        self.tables, self.takes = tables, takes
+        self.position = place.ranks[place.rank].index(place.world.rank)
+        """This rank's place in the row-major order of its grid."""
+        self.buffers = Buffers(grid.backend)
+        self._axes = [tuple(sizes.items()) for sizes in place.sizes]
+        self._frames: dict[tuple[Edge, Hashable], Frame] = {}
+        self._sent: deque[Handle] = deque()
+        self._coming: dict[Incoming, None] = {}
+        numbers = {edge: i for i, edge in enumerate(sorted(takes))}
+        self._numbers = numbers
+        self._turns = (TAGS - 1) // max(1, 2 * len(numbers))
+
+    # ------------------------------------------------------------------ what passes
+    def known(self, edge: Edge, like: Hashable) -> bool:
+        """Whether this rank knows what passes at an edge, for microbatches like this."""
+        return (edge, like) in self._frames
+
+    def frame(self, edge: Edge, like: Hashable) -> Frame:
+        """What passes there."""
+        return self._frames[edge, like]
+
+    def _frame_of(self, edge: Edge, peer: int, form: Form, tensors: Sequence[Tensor]) -> Frame:
+        here, there = self.place.rank, peer
+        leaves = []
+        for t in tensors:
+            source = self.grid.effective(t.layout)
+            target = translated(
+                source, self.place.sizes[here], self.tables[here], self.place.sizes[there], self.tables[there],
+                self.takes[edge],
+            )  # fmt: skip
+            leaves.append(Leaf(t.shape, t.dtype.name, source, target, t.node is not None))
+        return Frame(form, tuple(leaves))
+
+    # ------------------------------------------------------------------ forward
+    def send(
+        self, edge: Edge, microbatch: int, peer: int, like: Hashable, form: Form, tensors: Sequence[Tensor]
+    ) -> Frame:  # fmt: skip
+        """Start to send what a stage gave to the pipeline rank that holds the next one.
+
+        Parameters
+        ----------
+        edge : Edge
+            That of the stage that receives.
+        like : hashable
+            Microbatches that are alike in it look alike at every edge.
+
+        Raises
+        ------
+        LayoutError
+            If they do not, or an array has no layout on the other grid.
+        """
+        found = self._frame_of(edge, peer, form, tensors)
+        tag = self._tag(edge, microbatch, back=False)
+        if not self.known(edge, like):
+            self._frames[edge, like] = found
+            self._announce(found.packed(), peer, tag)
+        elif found != self.frame(edge, like):
+            raise LayoutError(
+                f"what passes to stage {edge.stage} was {self.frame(edge, like)} for a microbatch like this, and now "
+                f"is {found}: its shapes may depend on the shapes of a batch only"
+            )
+        for leaf, tensor in zip(found.leaves, tensors, strict=True):
+            self._send(tensor.block, self._way(leaf, peer, back=False, outward=True), peer, tag)
+        return found
+
+    def post(self, edge: Edge, microbatch: int, peer: int, like: Hashable) -> Incoming:
+        """Be ready to receive what a stage gets; waits only where it has to be told what that is."""
+        tag = self._tag(edge, microbatch, back=False)
+        if not self.known(edge, like):
+            self._frames[edge, like] = Frame.unpacked(self._told(peer, tag))
+        leaves = self.frame(edge, like).leaves
+        return self._post([(leaf, self._way(leaf, peer, back=False, outward=False)) for leaf in leaves], peer, tag)
+
+    # ------------------------------------------------------------------ backward
+    def send_back(
+        self, edge: Edge, microbatch: int, peer: int, like: Hashable, grads: Sequence[DistArray | None]
+    ) -> None:  # fmt: skip
+        """Start to send the gradients of what a stage got; None is a gradient of zeros."""
+        tag = self._tag(edge, microbatch, back=True)
+        for leaf, grad in zip(self.frame(edge, like).leaves, grads, strict=True):
+            if leaf.wants:
+                way = self._way(leaf, peer, back=True, outward=True)
+                self._send(self._zeros(leaf) if grad is None else grad.block, way, peer, tag)
+
+    def post_back(self, edge: Edge, microbatch: int, peer: int, like: Hashable) -> Incoming:
+        """Be ready to receive the gradients of what a stage gave."""
+        leaves = self.frame(edge, like).leaves
+        ways = [(leaf, self._way(leaf, peer, back=True, outward=False) if leaf.wants else None) for leaf in leaves]
+        return self._post(ways, peer, self._tag(edge, microbatch, back=True))
+
+    # ------------------------------------------------------------------ under way
+    def poll(self) -> None:
+        """Drive on what is under way: MPI progresses only within its calls."""
+        while self._sent and self._sent[0].test():
+            self._sent.popleft()
+        for incoming in self._coming:
+            if not incoming.test():
+                return
+
+    def take(self, incoming: Incoming) -> list[Block]:
+        """Wait for arrays to arrive."""
+        blocks = incoming.wait()
+        self._coming.pop(incoming, None)
+        return blocks
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._sent:
+            self._sent.popleft().wait()
+        self.buffers.trim()
+
+    # ------------------------------------------------------------------ blocks
+    def _tag(self, edge: Edge, microbatch: int, *, back: bool) -> int:
+        """Tells messages apart between two ranks; after so many microbatches again the same."""
+        return 1 + (2 * self._numbers[edge] + back) * self._turns + microbatch % self._turns
+
+    def _way(self, leaf: Leaf, peer: int, *, back: bool, outward: bool) -> Route:
+        """The route of an array; `back` of its gradient, `outward` from this rank."""
+        mine, theirs = self._axes[self.place.rank], self._axes[peer]
+        one, other = (leaf.target, leaf.source) if back else (leaf.source, leaf.target)
+        return route(leaf.shape, one, mine if outward else theirs, other, theirs if outward else mine)
+
+    def _zeros(self, leaf: Leaf) -> Block:
+        shape = self.grid.block_shape(leaf.target, leaf.shape)
+        return self.grid.backend.zeros(shape, dtype_named(leaf.dtype))
+
+    def _send(self, block: Block, way: Route, peer: int, tag: int) -> None:
+        have = way.haves[self.position]
+        for target, part in way.sends(self.position):
+            sent = block if part == have else block[local(part, have)]
+            if not sent.flags.c_contiguous:
+                packed = self.buffers.take(sent.shape, sent.dtype)
+                packed[...] = sent
+                sent = packed
+            self._sent.append(self.comm.send(sent, self.place.ranks[peer][target], tag=tag, wait=False))
+
+    def _post(self, ways: Sequence[tuple[Leaf, Route | None]], peer: int, tag: int) -> Incoming:
+        found = Incoming([None] * len(ways))
+        for i, (leaf, way) in enumerate(ways):
+            if way is None:
+                continue
+            dtype, want = dtype_named(leaf.dtype), way.wants[self.position]
+            block = found.blocks[i] = self.buffers.take(_shape(want), dtype)
+            for source, part in way.receives(self.position):
+                whole = volume(part) == block.size
+                got = block if whole else self.buffers.take(_shape(part), dtype)
+                if not whole:
+                    found.parts.append((got, local(part, want), i))
+                found.handles.append(
+                    self.comm.receive(got, self.place.ranks[peer][source], tag=tag, wait=False)
+                )  # fmt: skip
+        self._coming[found] = None
+        return found
+
+    # ------------------------------------------------------------------ what is said ahead
+    def _announce(self, data: bytes, peer: int, tag: int) -> None:
+        """Tell the ranks of another grid, each by one of this one, in one order with what follows."""
+        head = np.zeros(HEAD, np.uint8)
+        head[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+        first = data[: HEAD - 8]
+        head[8 : 8 + len(first)] = np.frombuffer(first, np.uint8)
+        rest = np.frombuffer(data[HEAD - 8 :], np.uint8)
+        theirs = self.place.ranks[peer]
+        for target, rank in enumerate(theirs):
+            if self._teller(target, len(theirs), len(self.place.ranks[self.place.rank])) == self.position:
+                for part in (head, rest):
+                    if part.size:
+                        self._sent.append(self.comm.send(part, rank, tag=tag, wait=False))
+
+    def _told(self, peer: int, tag: int) -> bytes:
+        """What the other grid's rank says ahead."""
+        ours, theirs = self.place.ranks[self.place.rank], self.place.ranks[peer]
+        source = theirs[self._teller(self.position, len(ours), len(theirs))]
+        head = np.empty(HEAD, np.uint8)
+        self.comm.receive(head, source, tag=tag)
+        length = int.from_bytes(head[:8].tobytes(), "little")
+        data = head[8 : 8 + length].tobytes()
+        if len(data) < length:
+            rest = np.empty(length - len(data), np.uint8)
+            self.comm.receive(rest, source, tag=tag)
+            data += rest.tobytes()
+        return data
+
+    @staticmethod
+    def _teller(target: int, targets: int, sources: int) -> int:
+        return target * sources // targets
+
+
+def _shape(rect: Rect) -> tuple[int, ...]:
+    return tuple(len(each) for each in rect)

@@ -1,0 +1,247 @@
+"""Parameters that several ranks of a pipeline hold: tied tables in its first and last stage, and copies of the model.
+
+Each holder's gradient is settled over its own grid; then they are summed over the holders, before the norm, and each
+holder makes the same update.  The first holder owns the parameter: its elements count in the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Parameter
+from parlinalg.backend import namespace
+from parlinalg.comm import Comm
+from parlinalg.comm.handle import Handle
+from parlinalg.errors import ConfigError
+from parlinalg.exchange import local
+from parlinalg.layout import Layout
+from parlinalg.optim.pieces import held
+from parlinalg.parallel.buckets import MIB
+from parlinalg.pipeline.edges import TAGS
+from parlinalg.pipeline.model import PipelineModel
+from parlinalg.pipeline.route import Route, route
+from parlinalg.pipeline.schedule import Schedule
+
+Block = Any
+BUCKET = 25 * MIB
+
+
+class Tie(NamedTuple):
+    """A parameter that several pipeline ranks hold: these, the owner first, and its layout in each of their grids."""
+
+    name: str
+    holders: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+
+
+class Ties:
+    """Sums the gradients of shared parameters over their holders.  Making it is collective over the pipeline.
+
+    Where all grids are alike and the holders' ranks update the same elements, each sums what it updates, a shard of
+    ZeRO or a block: an all-reduce over the holders.  Else the owner's grid gathers the others' blocks, whatever their
+    grids and layouts, sums them in one order, and gives them back.
+
+    Parameters
+    ----------
+    model : PipelineModel
+    schedule : Schedule
+        Says which ranks hold which stages, and their copies.
+    comm : Comm
+        Of the ranks of `model.place.world`.
+    """
+
+    def __init__(self, model: PipelineModel, schedule: Schedule, comm: Comm) -> None:
+        self.place = place = model.place
+        self.comm = comm
+        self.named = dict(model.named_parameters())
+        self.position = place.ranks[place.rank].index(place.world.rank)
+        holders = {name: _holders(held.stages, schedule) for name, held in model.inventory.items()}
+        shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        self._owner = {name: ranks[0] for name, ranks in shared.items()}
+        self._comms: dict[tuple[int, ...], Comm] = {}
+        if not shared:
+            self.ties: list[Tie] = []
+            self.alike = True
+            return
+        told = comm.share({n: p.layout.dims for n, p in self.named.items() if n in shared} if not self.position else {})
+        layouts = [{n: Layout(*dims) for n, dims in told[ranks[0]].items()} for ranks in place.ranks]
+        self.ties = [Tie(n, ranks, tuple(layouts[r][n] for r in ranks)) for n, ranks in shared.items()]
+        for ranks in sorted({tuple(sorted(tie.holders)) for tie in self.ties}):
+            if place.rank in ranks and place.comm is not None:
+                self._comms[ranks] = place.comm.sub(ranks, ("pipeline",))
+        self._spans = self._spans_here()
+        self.alike = self._agreed()
+        """Whether all holders' ranks update the same elements."""
+
+    def owns(self, parameter: Parameter) -> bool:
+        """Whether this pipeline rank counts a parameter in sums over the whole model."""
+        return self._owner.get(parameter.name, self.place.rank) == self.place.rank
+
+    def close(self) -> None:
+        """Free the communicators."""
+        for comm in self._comms.values():
+            comm.free()
+        self._comms.clear()
+
+    # ------------------------------------------------------------------ sums
+    def sum(self) -> None:
+        """Give all holders of each shared parameter the sum of their settled gradients.  Collective."""
+        if not self.ties:
+            return
+        if self._spans_here() != self._spans:
+            raise ConfigError(
+                "what the ranks update of shared parameters is no more what it was when the pipeline's worker was "
+                "made; make another worker after attaching or detaching a gradient reducer"
+            )
+        for tie in self._mine:
+            p = self.named[tie.name]
+            if p.requires_grad and held(p) is None:
+                _give_zeros(p)
+        if self.alike:
+            self._sum_alike()
+        else:
+            for number, tie in enumerate(self.ties):
+                if self.place.rank in tie.holders and self.named[tie.name].requires_grad:
+                    self._sum_apart(number, tie)
+
+    @property
+    def _mine(self) -> list[Tie]:
+        """Those held here."""
+        return [tie for tie in self.ties if self.place.rank in tie.holders]
+
+    def _spans_here(self) -> list[list[int]]:
+        return [_span(self.named[tie.name]) for tie in self._mine]
+
+    def _agreed(self) -> bool:
+        """Whether all grids are alike, and what their ranks update of shared parameters.  Collective."""
+        if self.place.comm is None:
+            return False
+        same = all(layout == tie.layouts[0] for tie in self.ties for layout in tie.layouts)
+        for holders, ties in self._grouped():
+            theirs = self._comms[holders].share([_span(self.named[t.name]) for t in ties])
+            same = same and all(each == theirs[0] for each in theirs)
+        return all(self.comm.share(same))
+
+    def _grouped(self) -> Iterable[tuple[tuple[int, ...], list[Tie]]]:
+        """The parameters held here that the same ranks hold, in one order on all of them."""
+
+        def key(tie: Tie) -> tuple[int, ...]:
+            return tuple(sorted(tie.holders))
+
+        return [(holders, list(ties)) for holders, ties in groupby(sorted(self._mine, key=key), key)]
+
+    def _sum_alike(self) -> None:
+        for holders, ties in self._grouped():
+            comm = self._comms[holders]
+            pieces = [held(p) for t in ties if (p := self.named[t.name]).requires_grad]
+            for bucket in _buckets(pieces):
+                _all_reduce(comm, bucket)
+
+    def _sum_apart(self, number: int, tie: Tie) -> None:
+        """The owner's grid sums what comes from the others' blocks, and gives it back."""
+        p = self.named[tie.name]
+        block = whole(p)
+        owner, *others = tie.holders
+        tag = 1 + number % (TAGS - 1)
+        if self.place.rank == owner:
+            for other in others:
+                block += self._receive(block, self._way(tie, other, owner), other, tag)
+            sent = [h for other in others for h in self._send(block, self._way(tie, owner, other), other, tag)]
+        else:
+            sent = self._send(block, self._way(tie, self.place.rank, owner), owner, tag)
+            block = self._receive(block, self._way(tie, owner, self.place.rank), owner, tag)
+        for handle in sent:
+            handle.wait()
+        take(p, block)
+
+    def _way(self, tie: Tie, source: int, target: int) -> Route:
+        layouts, sizes = dict(zip(tie.holders, tie.layouts, strict=True)), self.place.sizes
+        shape = self.named[tie.name].shape
+        return route(
+            shape, layouts[source], tuple(sizes[source].items()), layouts[target], tuple(sizes[target].items())
+        )
+
+    def _send(self, block: Block, way: Route, to: int, tag: int) -> list[Handle]:
+        have, found = way.haves[self.position], []
+        for target, part in way.sends(self.position):
+            sent = block[local(part, have)].copy(order="C")
+            found.append(self.comm.send(sent, self.place.ranks[to][target], tag=tag, wait=False))
+        return found
+
+    def _receive(self, like: Block, way: Route, source: int, tag: int) -> Block:
+        grid = next(iter(self.named.values())).grid
+        out = grid.backend.empty(like.shape, like.dtype)
+        want = way.wants[self.position]
+        for sender, part in way.receives(self.position):
+            got = grid.backend.empty(tuple(len(r) for r in part), like.dtype)
+            self.comm.receive(got, self.place.ranks[source][sender], tag=tag)
+            out[local(part, want)] = got
+        return out
+
+
+def _holders(stages: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    """The pipeline ranks that hold a parameter of these stages, the owner first."""
+    ranks = [schedule.holder(stage, copy) for copy in range(schedule.copies) for stage in sorted(stages)]
+    return tuple(dict.fromkeys(ranks))
+
+
+def _span(p: Parameter) -> list[int]:
+    """The elements of its block that this rank updates."""
+    return [0, int(p.block.size)] if p.shard is None else [p.shard.start, p.shard.stop]
+
+
+def _give_zeros(p: Parameter) -> None:
+    """A gradient for a parameter that no microbatch reached here, but may elsewhere."""
+    zeros = p.grid.backend.zeros
+    if p.shard is not None:
+        p.shard.grad = zeros((p.shard.stop - p.shard.start,), p.dtype)
+    else:
+        p.grad = DistArray(zeros(p.block.shape, p.dtype), p.shape, p.layout, p.grid)
+
+
+def whole(p: Parameter) -> Block:
+    """A settled gradient's block, gathered where ranks share it: nobody else's.  Collective over the shard's axes."""
+    if p.shard is None:
+        return held(p).copy(order="C")
+    block = p.grid.backend.empty(p.block.shape, p.dtype)
+    p.grid.comm(p.shard.axes).all_gather(_flat(p.shard.grad), block, list(p.shard.lengths))
+    return block
+
+
+def take(p: Parameter, block: Block) -> None:
+    """Write a gradient's block to where this rank has its own."""
+    mine = held(p)
+    mine[...] = block if p.shard is None else block.reshape(-1)[p.shard.start : p.shard.stop]
+
+
+def _flat(block: Block) -> Block:
+    return block if block.flags.c_contiguous else block.copy(order="C")
+
+
+def _buckets(pieces: Iterable[Block]) -> Iterable[list[Block]]:
+    """Pieces of one dtype that are summed together."""
+    found: dict[str, list[Block]] = {}
+    nbytes: dict[str, int] = {}
+    for piece in pieces:
+        kind = piece.dtype.str
+        found.setdefault(kind, []).append(piece)
+        nbytes[kind] = nbytes.get(kind, 0) + int(piece.nbytes)
+        if nbytes[kind] >= BUCKET:
+            yield found.pop(kind)
+            nbytes.pop(kind)
+    yield from found.values()
+
+
+def _all_reduce(comm: Comm, pieces: Sequence[Block]) -> None:
+    if len(pieces) == 1 and pieces[0].flags.c_contiguous:
+        comm.all_reduce(pieces[0])
+        return
+    both = namespace(pieces[0]).concatenate([piece.reshape(-1) for piece in pieces])
+    comm.all_reduce(both)
+    at = 0
+    for piece in pieces:
+        piece[...] = both[at : at + piece.size].reshape(piece.shape)
+        at += piece.size

@@ -1,0 +1,231 @@
+"""The worker: does what a schedule says, one instruction after the other.
+
+After ShallowSpeed, where a schedule is instructions and a worker looks each up in one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Protocol
+
+from parlinalg.autograd import Parameter, Tensor, no_grad
+from parlinalg.autograd.parameter import settle
+from parlinalg.comm import Comm
+from parlinalg.datasets import Batch
+from parlinalg.errors import CommError, ConfigError, ScheduleError
+from parlinalg.parallel.precision import Gradients, examine
+from parlinalg.parallel.reducer import GradientReducer
+from parlinalg.pipeline.edges import Edge, Edges
+from parlinalg.pipeline.model import PipelineModel
+from parlinalg.pipeline.plain import flushed, passes
+from parlinalg.pipeline.roles import first_role, table_of
+from parlinalg.pipeline.run import Run
+from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.simulate import Span, check
+from parlinalg.pipeline.ties import Ties
+
+
+class Work(Protocol):
+    """A task's part in what a worker does."""
+
+    def context(self, batch: Batch) -> AbstractContextManager[Sequence[Tensor]]:
+        """Around the forward pass of each stage; gives the terms of the loss that its layers add."""
+        ...
+
+    def losses_of(self, output: Any, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+        """Of what the last stage gives: the sum of the losses, their number, and the sums of further measures."""
+        ...
+
+
+class Worker:
+    """This rank's part of a pipeline.  Making it is collective over all ranks of the mesh.
+
+    Microbatches pass from stage to stage in messages that nobody waits for but the stage that needs them; receives are
+    posted ahead.  After the last backward pass gradients are settled over each stage's grid, and those of parameters
+    that several ranks hold are summed over these.
+
+    Parameters
+    ----------
+    model : PipelineModel
+        Initialized.
+    schedule : Schedule
+        The one that the model was split for.
+    reducer : GradientReducer, optional
+        Of the parameters held here.
+
+    Attributes
+    ----------
+    ties : Ties
+        The parameters that several ranks hold.
+    spans : list of Span or None
+        What this rank did when in the last step, in seconds since its begin; None unless it is set to a list, which
+        the next step fills.
+    outputs : dict of int to tree, or None
+        On the ranks with the last stage, what it gave, by microbatch; None unless it is set to a dict.
+
+    Raises
+    ------
+    ScheduleError
+        On all ranks, if the schedule is wrong: it is simulated first.
+    ConfigError
+        If the model was split for another schedule.
+    """
+
+    def __init__(self, model: PipelineModel, schedule: Schedule, reducer: GradientReducer | None = None) -> None:
+        check(schedule)
+        self.model, self.schedule, self.reducer = model, schedule, reducer
+        self.place = place = model.place
+        held = tuple((stage.number, stage.copy) for stage in model.chunks)
+        wanted = tuple((chunk.stage, chunk.copy) for chunk in schedule.chunks[place.rank])
+        if schedule.ranks != place.size or held != wanted or model.stages != schedule.stages:
+            raise ConfigError(
+                f"pipeline rank {place.rank} of {place.size} holds the stages and copies {held} of {model.stages} "
+                f"stages, but by the schedule {schedule.name!r} of {schedule.ranks} ranks it is to hold {wanted} of "
+                f"{schedule.stages}: split the model for the schedule it runs"
+            )
+        self.grid = model.grid
+        self.position = place.ranks[place.rank].index(place.world.rank)
+        self.comm: Comm = place.world.sub(range(place.world.size), ("pipeline",))
+        self.edges = self._edges()
+        self.ties = Ties(model, schedule, self.comm)
+        self.spans: list[Span] | None = None
+        self.outputs: dict[int, Any] | None = None
+        self._others: dict[tuple[int, bool], Schedule] = {}
+        self._broken = ""
+
+    def _edges(self) -> Edges:
+        """The messages of this rank, once all know each other's layouts."""
+        place, schedule = self.place, self.schedule
+        roles = [first_role([m for layer in stage.layers for m in layer.modules]) for stage in self.model.chunks]
+        told = self.comm.share([table_of(self.model.scheme, self.grid.sizes), roles] if not self.position else None)
+        takes = {
+            Edge(chunk.stage, chunk.copy): told[place.ranks[rank][0]][1][i]
+            for rank, held in enumerate(schedule.chunks)
+            for i, chunk in enumerate(held)
+        }
+        return Edges(place, self.comm, self.grid, [told[ranks[0]][0] for ranks in place.ranks], takes)
+
+    # ------------------------------------------------------------------ training and use
+    def step(self, batches: Sequence[Batch], work: Work, step: int, factor: float) -> dict[str, float]:
+        """Forward and backward passes of all microbatches, and settled gradients.  Collective.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            The microbatches, the same on all ranks, each cut for the rank's own grid: the first stage takes `x` of
+            them, the last `y`.  As many as the schedule has, or fewer, as at the end of an epoch.
+        work : Work
+        step : int
+            The number of the step, for dropout.
+        factor : float
+            Gradients are those of the sum of all losses times it.
+
+        Returns
+        -------
+        dict of str to float
+            The sums of the "loss", with the terms that layers add, and of the measures, over all microbatches; on every
+            rank, to the same bits.
+
+        Raises
+        ------
+        ConfigError
+            If there are more microbatches than the schedule has, or none.
+        """
+        schedule = self._for(len(batches))
+        run = self._start(schedule, batches, work)
+        run.training(step, factor)
+        return self._finish(run)
+
+    def forward(self, batches: Sequence[Batch], work: Work) -> dict[str, float]:
+        """Forward passes alone, of any number of batches; gives what `step` does.  Collective."""
+        if not batches:
+            return {"loss": 0.0}
+        key = len(batches), False
+        if key not in self._others:
+            self._others[key] = passes(self.schedule, len(batches))
+        run = self._start(self._others[key], batches, work)
+        with no_grad():
+            run.using()
+        return self._finish(run)
+
+    def examine(self, parameters: Sequence[Parameter], scale: float = 1.0) -> Gradients:
+        """The norm of the gradients of the whole model, shared parameters and copies once, and whether all are finite.
+
+        Collective over all ranks; as `parlinalg.parallel.examine`, of the parameters held here.
+        """
+        return examine(parameters, scale, over=self.comm, owns=self.ties.owns)
+
+    def settle(self) -> None:
+        """Sum the gradients over each stage's grid, then over the holders of shared parameters."""
+        if self.reducer is not None:
+            self.reducer.settle()
+        settle(list(self.model.parameters()))
+        self.ties.sum()
+
+    # ------------------------------------------------------------------ one run
+    def _for(self, microbatches: int) -> Schedule:
+        """The schedule for so many microbatches."""
+        most = self.schedule.microbatches
+        if microbatches == most:
+            return self.schedule
+        if not 1 <= microbatches < most:
+            raise ConfigError(
+                f"the schedule {self.schedule.name!r} is of {most} microbatches, and a step is given {microbatches}: "
+                f"give {most}, or at the end of an epoch at least 1"
+            )
+        key = microbatches, True
+        if key not in self._others:
+            self._others[key] = self._fewer(microbatches)
+        return self._others[key]
+
+    def _fewer(self, microbatches: int) -> Schedule:
+        chunks = max(map(len, self.schedule.chunks)) if self.schedule.copies == 1 else None
+        try:
+            found = make(self.schedule.name, self.schedule.ranks, microbatches, chunks)
+        except ScheduleError:
+            found = flushed(self.schedule, microbatches)
+        if found.chunks != self.schedule.chunks:
+            found = flushed(self.schedule, microbatches)
+        check(found)
+        return found
+
+    def _start(self, schedule: Schedule, batches: Sequence[Batch], work: Work) -> Run:
+        if self._broken:
+            raise CommError(
+                f"this worker's pipeline was broken off ({self._broken}), and messages may be lost: make another worker"
+            )
+        return Run(self, schedule, batches, work)
+
+    def _finish(self, run: Run) -> dict[str, float]:
+        """Do the run, and tell all ranks what it gave."""
+        try:
+            run.go()
+        except BaseException as error:
+            self._broken = run.doing
+            error.add_note(f"in the pipeline: {run.doing}, rank {self.place.world.rank}")
+            raise
+        everyone = self.comm.share(run.sums if not self.position else [])
+        sums: dict[str, float] = {"loss": 0.0}
+        for _, _, found in sorted((each for told in everyone for each in told), key=lambda each: each[:2]):
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    # ------------------------------------------------------------------ the end
+    def close(self) -> None:
+        """Free the communicators.  Collective."""
+        if not self._broken:
+            self.ties.close()
+            self.comm.free()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # an error on this rank must not wait for the others
+            self.close()
