@@ -15,10 +15,12 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
 from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.schedule import Schedule
 from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
 from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel, share_out
+from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.shares import REPLICA, shared_out
 
 
@@ -37,13 +39,18 @@ class Mesh:
         The sizes.
     place : Place
         Where this rank is in the pipeline; grid and scheme are those of its part of it.
+    schedule : Schedule or None
+        What the configuration's pipeline does; None where it has one rank.
     """
 
-    def __init__(self, grid: Grid, config: Config, parallel: Parallel, place: Place) -> None:
+    def __init__(
+        self, grid: Grid, config: Config, parallel: Parallel, place: Place, schedule: Schedule | None = None
+    ) -> None:  # fmt: skip
         self.grid = grid
         self.config = config
         self.parallel = parallel
         self.place = place
+        self.schedule = schedule
         self.scheme: Scheme = parallel.at(place.rank).scheme
         grid.mesh = self  # models know their grid, and `initialize` finds the mesh
 
@@ -165,15 +172,16 @@ def launch(
     """
     world = open_comm(comm)
 
-    def read() -> tuple[Config, Parallel]:
+    def read() -> tuple[Config, Parallel, Schedule | None]:
         checked = load({} if config is None else config, settings)
-        return checked, shared_out(share_out(checked.parallel, world.size), checked.zero)
+        parallel = shared_out(share_out(checked.parallel, world.size), checked.zero)
+        return checked, parallel, schedule_for(checked, parallel)
 
-    checked, parallel = together(world, read, "reading the configuration")
+    checked, parallel, schedule = together(world, read, "reading the configuration")
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
     place = Place.of(world, parallel.grids, (REPLICA, DATA))
-    return Mesh(_grid(place, backend or checked.backend), checked, parallel, place)
+    return Mesh(_grid(place, backend or checked.backend), checked, parallel, place, schedule)
 
 
 def _grid(place: Place, backend: str) -> Grid:

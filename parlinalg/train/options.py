@@ -8,6 +8,7 @@ from typing import Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.parallel.handlers import ACCUMULATE, KINDS, Handler, ZeRO
+from parlinalg.pipeline.schedules import discover
 from parlinalg.train.keys import (
     Check,
     check_keys,
@@ -62,11 +63,14 @@ class Pipelining:
         Into which a step's batch is cut; None: as `gradient_accumulation` says, or as many as the pipeline has ranks.
     chunks : int or None
         Stages a rank holds, for schedules that take several; None: as the schedule likes it.
+    every : int or None
+        In asynchronous schedules, the microbatches of an optimizer step; None: as the schedule likes it.
     """
 
     name: str = "1f1b"
     microbatches: int | None = None
     chunks: int | None = None
+    every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,13 @@ def pipelining(where: str, value: Any) -> Pipelining | None:
     if value is None:
         return None
     given = {"name": value} if isinstance(value, str) else value
-    checks: dict[str, Check] = {"name": text, "microbatches": optional(whole(1)), "chunks": optional(whole(1))}
+    count = optional(whole(1))
+    checks: dict[str, Check] = {
+        "name": one_of(*sorted(discover())),
+        "microbatches": count,
+        "chunks": count,
+        "every": count,
+    }
     return Pipelining(**section(where, given, checks))
 
 
