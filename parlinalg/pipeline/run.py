@@ -61,6 +61,7 @@ class Run:
         self.losses: list[tuple[int, int, Tensor, dict[str, float], float]] = []
         self.sums: list[tuple[int, int, dict[str, float]]] = []
         self.doing = "before the first microbatch"
+        self.timed = COMPUTE | {Op.REDUCE_GRADIENTS}
         self.does: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: lambda i: self.backward(i, later=False),
@@ -97,7 +98,7 @@ class Run:
                     self.post_ahead(at)
                     began = perf_counter()
                     self.does[instruction.op](instruction)
-                    if spans is not None and instruction.op in COMPUTE | {Op.REDUCE_GRADIENTS}:
+                    if spans is not None and instruction.op in self.timed:
                         self.grid.backend.synchronize()
                         spans.append(
                             Span(self.worker.place.rank, instruction.op, instruction.chunk, instruction.microbatch,

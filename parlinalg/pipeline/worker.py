@@ -197,6 +197,9 @@ class Worker:
             raise CommError(
                 f"this worker's pipeline was broken off ({self._broken}), and messages may be lost: make another worker"
             )
+        return self._run(schedule, batches, work)
+
+    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Work) -> Run:
         return Run(self, schedule, batches, work)
 
     def _finish(self, run: Run) -> dict[str, float]:
