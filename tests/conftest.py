@@ -32,6 +32,7 @@ if BACKEND == "cupy":
     sys.path.insert(0, str(STANDIN))
 
 from tests.agreement import agree, keep_stderr, launched_ranks, told, verdict_comm  # noqa: E402
+from tests.runs import begin  # noqa: E402
 
 RANKS = launched_ranks()
 if RANKS is None:
@@ -108,6 +109,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         names = comm.allgather([item.nodeid for item in session.items])
         if any(theirs != names[0] for theirs in names):
             raise pytest.UsageError("the ranks collected different tests; parametrise over no set")
+    elif BACKEND == "numpy":
+        begin(session.items, session.config)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
