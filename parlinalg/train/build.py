@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from parlinalg import optim
 from parlinalg.autograd import Parameter
@@ -18,12 +19,15 @@ from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Schedu
 from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
+from parlinalg.pipeline.model import PipelineModel
+from parlinalg.pipeline.worker import Worker
 from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
 from parlinalg.train.language import Language
 from parlinalg.train.launch import Mesh
 from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.parallel import DATA
+from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.shares import gradient_handlers
 from parlinalg.train.task import Batches, Criterion, Task
 from parlinalg.train.update import Update
@@ -88,6 +92,11 @@ def offload(
         return None
     options["optimizer_states"] = options.pop("optimizer", None)
     bytes_kept = 0
+    if "memory" in options and mesh.place.size > 1:
+        raise ConfigError(
+            "offload.memory with a pipeline: what the tape keeps of a microbatch is measured by passes through the "
+            "whole model, which no rank has; say what is offloaded, such as offload=dict(optimizer='disk')"
+        )
     if "memory" in options:
         parts, least = config.gradient_accumulation, max(1, config.batch_size // mesh.size("data"))
         (first, *_) = next(batches(task.loader, 1, max(parts, least)))
@@ -109,9 +118,18 @@ def scaler(config: Config) -> LossScaler | None:
     return LossScaler(options.pop("start", START), **options)
 
 
-def trainer(config: Config, task: Task, optimizer: optim.Optimizer, scheduler: Scheduler) -> Trainer:
-    """What makes the steps."""
-    return Trainer(task, update(config, optimizer), scheduler)
+def trainer(
+    config: Config, mesh: Mesh, task: Task, optimizer: optim.Optimizer, scheduler: Scheduler,
+    reducer: GradientReducer | None = None,
+) -> Trainer:  # fmt: skip
+    """What makes the steps.  Collective."""
+    schedule = schedule_for(config, mesh.parallel)
+    changes = update(config, optimizer)
+    if schedule is None:
+        return Trainer(task, changes, scheduler)
+    worker = Worker(cast(PipelineModel, task.model), schedule, reducer)
+    changes.examine = worker.examine
+    return Trainer(task, changes, scheduler, worker)
 
 
 def update(config: Config, optimizer: optim.Optimizer) -> Update:

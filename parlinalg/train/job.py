@@ -19,6 +19,7 @@ from parlinalg.train import build, report
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh, launch
 from parlinalg.train.loop import batches
+from parlinalg.train.pipelines import microbatches_of
 from parlinalg.train.plots import plot
 from parlinalg.train.progress import Progress
 from parlinalg.train.resume import FOLDER, Data, Saving
@@ -79,10 +80,11 @@ class Job:
         together(world, self._make_out, "making the directory")
         self.task = build.task(config, mesh, self.data)
         self.steps = build.steps(config, self.task.loader)
-        build.reducer(config, mesh.grid, self.task.model)
+        reducer = build.reducer(config, mesh.grid, self.task.model)
         optimizer = build.optimizer(config, self.task.model.parameters())
         scheduler = build.scheduler(config, optimizer, self.steps)
-        self.trainer = build.trainer(config, self.task, optimizer, scheduler)
+        self.trainer = build.trainer(config, mesh, self.task, optimizer, scheduler, reducer)
+        self.parts = microbatches_of(config, mesh.place.size)
         self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload")
         place = Data(config.seed, config.batch_size, len(self.task.loader))
         self.saving = Saving(self.trainer, world, out, config.checkpoint, place, self.steps)
@@ -111,7 +113,7 @@ class Job:
         """Make the steps; the name of the signal that stopped them, if one did."""
         config, task = self.mesh.config, self.task
         before, begun = perf_counter(), self.trainer.made
-        following = batches(task.loader, self.steps, config.gradient_accumulation, begun)
+        following = batches(task.loader, self.steps, self.parts, begun)
         for number, batch in enumerate(following, begun + 1):
             outcome = self.trainer.step(batch)
             metrics = {"step": number, **task.metrics(outcome, perf_counter() - before), "grad_norm": outcome.norm}
@@ -132,7 +134,7 @@ class Job:
     def _open(self) -> None:
         config = self.mesh.config
         ranks = report.places(self.mesh)
-        split = f" in {config.gradient_accumulation} microbatches" * (config.gradient_accumulation > 1)
+        split = f" in {self.parts} microbatches" * (self.parts > 1)
         text = report.opening(
             self.mesh,
             ranks,

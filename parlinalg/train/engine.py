@@ -1,0 +1,419 @@
+"""The engine: a model, its criterion and its optimizer behind the calls of a training loop.
+
+Accumulated gradients, clipping, the scale of the loss and the sums over data parallel ranks are handled inside, as the
+configuration says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
+from parlinalg.comm import Comm
+from parlinalg.datasets import Batch
+from parlinalg.errors import EngineError
+from parlinalg.grid import Grid
+from parlinalg.nn import Module, auxiliary_losses, sequence_positions
+from parlinalg.nn.auxiliary import AuxiliaryLosses
+from parlinalg.nn.steps import Draws, drawing
+from parlinalg.optim import Optimizer
+from parlinalg.parallel.precision import overflowing
+from parlinalg.parallel.reducer import GradientReducer
+from parlinalg.pipeline import Schedule
+from parlinalg.pipeline.model import PipelineModel
+from parlinalg.pipeline.worker import Worker
+from parlinalg.train.feed import placed, rows_of
+from parlinalg.train.layouts import inputs_layout
+from parlinalg.train.sizes import detached, size_of
+from parlinalg.train.update import Update
+
+if TYPE_CHECKING:
+    from parlinalg.train.pipeline_schedules import BaseSchedule
+
+#: From outputs and labels to a mean loss, or to the sum of the losses and their number.
+Criterion = Callable[[Any, Any], Any]
+
+
+class Engine:
+    """What `initialize` gives to train with.
+
+    Attributes
+    ----------
+    model : Module
+    optimizer : Optimizer
+    accumulate : int
+        Calls of `step` that make one step of the optimizer.
+    made, skipped : int
+        Steps of the optimizer, and of these the ones left out since a loss or gradient was not finite.
+    schedule : schedule or None
+        What `execute_schedule` runs.
+
+    Examples
+    --------
+    >>> for inputs, labels in train_dataloader:  # doctest: +SKIP
+    ...     engine.zero_grad()
+    ...     loss = engine.criterion(engine(inputs), labels)
+    ...     engine.backward(loss)
+    ...     if engine.step():
+    ...         lr_scheduler.step()
+    """
+
+    def __init__(
+        self, model: Module, update: Update, criterion: Criterion, grid: Grid, world: Comm, *, accumulate: int = 1,
+        schedule: BaseSchedule | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.grid, self.world = model, grid, world
+        self._workers: dict[Schedule, Worker] = {}
+        self.accumulate = accumulate
+        self.schedule = schedule
+        self.made = self.skipped = 0
+        self._update, self._criterion = update, criterion
+        self._norm: float | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be ready for the first microbatch of a step."""
+        self._microbatch = 0  # calls of step() in this step of the optimizer
+        self._rows = 0  # of the microbatches before this one
+        self._total = 0.0  # weights of the microbatches so far
+        self._reference = 1.0  # the weight of the first one, in terms of which gradients are held
+        self._finite = True
+        self._next_microbatch()
+
+    def _next_microbatch(self) -> None:
+        self._draws: Draws | None = None
+        self._forwarded = 0  # rows since the last backward pass
+        self._counted = 0  # targets since the last backward pass
+        self._weight: float | None = None  # of this microbatch, once it had a backward pass
+        self._auxiliary: list[Tensor] = []
+
+    # ------------------------------------------------------------------ what it is
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._update.optimizer
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the model is cut into stages, so that schedules alone can run it."""
+        return isinstance(self.model, PipelineModel)
+
+    @property
+    def training(self) -> bool:
+        return self.model.training
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of the gradient of the whole model in the last step, before clipping; None before the first."""
+        return self._norm
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before the backward pass."""
+        return self._update.scale
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The model's parameters that this rank has blocks of."""
+        return self.model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """These parameters with their qualified names."""
+        return self.model.named_parameters()
+
+    def train(self, mode: bool = True) -> Engine:
+        """Say that the model is trained (or, False, used)."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Say that the model is used: dropout does nothing."""
+        return self.train(False)
+
+    # ------------------------------------------------------------------ a step
+    def __call__(self, inputs: Any) -> Any:
+        """What the model gives.  Collective.
+
+        Parameters
+        ----------
+        inputs : array, DistArray, Tensor, a tree of them, or Batch
+            Host arrays are whole and the same on every rank; each cuts its own block.  A `Batch` of text also tells
+            where its tokens come from.
+
+        Raises
+        ------
+        EngineError
+            If the model is cut into the stages of a pipeline.
+        """
+        if self.pipelined:
+            raise EngineError(
+                "engine(x): this model is cut into the stages of a pipeline, of which this rank holds a part; use "
+                "schedule.forward_backward_step(engine, data_iter), with forward_only=True to evaluate"
+            )
+        x = inputs.x if isinstance(inputs, Batch) else inputs
+        if not self.training:
+            with self.context(inputs):
+                return self.model(self.placed(x))
+        if self._draws is None:
+            self._draws = Draws(self.made, self._rows)
+            self._forwarded = rows_of(x)
+        with self.context(inputs) as auxiliary, drawing(self._draws):
+            output = self.model(self.placed(x))
+        self._auxiliary += auxiliary
+        return output
+
+    def placed(self, x: Any) -> Any:
+        """Inputs as the model takes them: host arrays are cut, and what is floating gets the model's dtype."""
+        whole = getattr(self.model, "whole", self.model)
+        dtype = next((p.dtype for p in self.parameters()), None)
+        if isinstance(x, dict):
+            return {key: self.placed(value) for key, value in x.items()}
+        if isinstance(x, tuple | list):
+            return type(x)(self.placed(value) for value in x)
+        return placed(x, self.grid, inputs_layout(whole, x), dtype)
+
+    @contextmanager
+    def context(self, batch: Any) -> Iterator[AuxiliaryLosses]:
+        """Around every forward pass: where tokens come from; gives the terms of the loss that layers add."""
+        positions, documents = getattr(batch, "positions", None), getattr(batch, "documents", None)
+        collected: Any = auxiliary_losses() if self.training else nullcontext(AuxiliaryLosses())
+        with sequence_positions(positions, documents), collected as found:
+            yield found
+
+    def criterion(self, output: Any, label: Any) -> Tensor:
+        """The mean loss of outputs and labels, with the terms that layers add to it.  Collective.
+
+        Labels that are host arrays are cut as the first dims of the output.
+        """
+        loss, count = self.counted(output, label)
+        self._counted += count
+        mean = loss * (1 / max(1, count))
+        for term in self._auxiliary:
+            mean = mean + term
+        self._auxiliary = []
+        return mean
+
+    def counted(self, output: Any, label: Any) -> tuple[Tensor, int]:
+        """The sum of the losses, and how many they are."""
+        first = output
+        while isinstance(first, tuple | list | dict):
+            first = next(iter(first.values() if isinstance(first, dict) else first))
+        layout = first.layout if isinstance(first, Tensor | DistArray) else None
+        label = placed(label, self.grid, layout)
+        found = self._criterion(output, label)
+        if isinstance(found, tuple) and len(found) == 2:
+            total, count = found
+            return check_loss(total), int(count)
+        count = size_of(label)
+        return check_loss(found) * count, count
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a mean loss to those of the step's microbatches before it, each as it has targets.
+
+        Collective.
+
+        Raises
+        ------
+        EngineError
+            If no forward pass in training went before, the loss depends on no parameter or is used up, or is not
+            finite and steps that are not finite are not left out.
+        """
+        check_loss(loss)
+        if not self._forwarded and self._weight is None:
+            raise EngineError(
+                "engine.backward(loss) before engine(x): every backward pass follows a forward pass in training "
+                "(engine.train()) of its own"
+            )
+        if loss.node is None:
+            raise EngineError(
+                "engine.backward(loss): the loss depends on no parameter; compute it from what engine(x) gives, after "
+                "engine.train() and outside of no_grad()"
+            )
+        if loss.node.parts is None and loss.node.again is None:
+            raise EngineError(
+                "engine.backward(loss): this loss had its backward pass; compute it again for another one"
+            )
+        weight = self._weight
+        if weight is None:
+            weight = float(self._counted or self._forwarded)
+            self._weigh(weight)
+        self._add(loss, loss.item(), weight)
+        self._weight = weight
+
+    def _weigh(self, weight: float) -> None:
+        """Count a microbatch's targets among the step's."""
+        if not self._total:
+            self._reference = max(1.0, weight)
+        self._total += weight
+
+    def _add(self, loss: Tensor, value: float, weight: float, last: bool = True) -> None:
+        """The backward pass of a mean loss over so many targets; `last`: this batch has no further microbatch."""
+        self.check_finite(value)
+        syncs = last and self._microbatch == self.accumulate - 1
+        with nullcontext() if syncs else no_sync(), overflowing() if self._update.skips else nullcontext():
+            (loss * (self._update.scale * weight / self._reference)).backward()
+        self._rows += self._forwarded
+        self._next_microbatch()
+
+    def microbatch(self, part: Any, *, last: bool, forward_only: bool) -> tuple[float, Any, int]:
+        """Run a microbatch of a schedule, forward and, unless it is only that, backward.  Collective.
+
+        Returns
+        -------
+        loss : float
+            The mean.
+        output : array, or a tree of them
+        count : int
+            The targets it is the mean of.
+        """
+        label = part.y if isinstance(part, Batch) else part[1]
+        with no_grad() if forward_only else nullcontext():
+            output = self(part if isinstance(part, Batch) else part[0])
+            loss = self.criterion(output, label)
+        count, value = self._counted, float(loss.item())
+        if forward_only:
+            self._next_microbatch()
+        else:
+            self._weigh(float(count))
+            self._add(loss, value, float(count), last)
+            if last:
+                self._weight = self._total
+        return value, detached(output), count
+
+    def check_finite(self, loss: float) -> None:
+        """Note whether a microbatch's loss is finite; raise where steps that are not finite are not left out."""
+        if math.isfinite(loss):
+            return
+        self._finite = False
+        if not self._update.skips:
+            at = f"step {self.made}, microbatch {self._microbatch}"
+            self.zero_grad(all=True)
+            raise EngineError(
+                f"the criterion gives {loss} in {at}: nothing has changed; lower the learning rate, clip by "
+                "clip_grad_norm=1.0, or leave such steps out by skip_nonfinite=True"
+            )
+
+    def step(self) -> bool:
+        """Change the parameters, if this microbatch is the last one of a step.  Collective.
+
+        Returns
+        -------
+        bool
+            Whether the parameters have changed: then `lr_scheduler.step()` is due.
+
+        Raises
+        ------
+        EngineError
+            If there was no backward pass since the last call.
+        """
+        if self._weight is None:
+            raise EngineError(
+                "engine.step() without a backward pass since the last one: call engine.backward(loss), or a "
+                "schedule's forward_backward_step, before each"
+            )
+        self._microbatch += 1
+        if self._microbatch < self.accumulate:
+            self._next_microbatch()
+            return False
+        held = self._update.scale * max(1.0, self._total) / self._reference
+        self._norm, changed = self._update(self._finite, held)
+        self.made += 1
+        self.skipped += not changed
+        self._begin()
+        return changed
+
+    def zero_grad(self, *, all: bool = False) -> None:
+        """Forget the gradients, unless they are those of earlier microbatches of a step under way.
+
+        `step` forgets them too.
+
+        Parameters
+        ----------
+        all : bool
+            Those of earlier microbatches too: the step begins again.
+        """
+        if all or (self._microbatch == 0 and self._weight is None):
+            self.optimizer.zero_grad()
+            self._begin()
+
+    # ------------------------------------------------------------------ schedules
+    def execute_schedule(self, data_iter: Iterator[Any], **options: Any) -> tuple[Any, Any, Any]:
+        """The engine's schedule's `forward_backward_step(engine, data_iter, …)`."""
+        if self.schedule is None:
+            raise EngineError("this engine has no schedule; give initialize(…, schedule=PipelineSchedule(4))")
+        return self.schedule.forward_backward_step(self, data_iter, **options)
+
+    def gradients_held(self, total: float, reference: float, rows: int, loss: float) -> None:
+        """Note that a schedule has left the gradients of a step, in terms of `reference` instead of `total` targets."""
+        self._weight, self._total, self._reference, self._rows = total, total, reference, rows
+        self.check_finite(loss)
+
+    def check_free(self, what: str) -> None:
+        """Raise unless a schedule may run: not with gradients that wait for a step."""
+        if self._weight is not None:
+            raise EngineError(
+                f"{what} after a backward pass whose step is not made: call engine.step(), or zero_grad()"
+            )
+
+    def worker(self, schedule: Schedule) -> Worker:
+        """What runs the model's stages by a schedule.  Collective at the first use of each."""
+        model = self.model
+        if not isinstance(model, PipelineModel):
+            raise EngineError("this model is not cut into stages")
+        if schedule not in self._workers:
+            check_cut(model, schedule)
+            reducer = next((p.reducer for p in self.parameters() if p.reducer is not None), None)
+            self._workers[schedule] = Worker(model, schedule, cast(GradientReducer | None, reducer))
+        self._update.examine = self._workers[schedule].examine
+        return self._workers[schedule]
+
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """What a training needs to go on as if it had not stopped, on any grid; between two steps.  Collective."""
+        scaler = self._update.scaler
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "made": self.made,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave.  Collective."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self._update.scaler is not None and state["scaler"] is not None:
+            self._update.scaler.load_state_dict(state["scaler"])
+        self.made, self.skipped = int(state["made"]), int(state["skipped"])
+        self.zero_grad(all=True)
+
+
+def check_cut(model: PipelineModel, schedule: Schedule) -> None:
+    """Raise an EngineError unless a model was cut as a schedule wants it."""
+    have = [(stage.number, stage.copy) for stage in model.chunks]
+    want = [(chunk.stage, chunk.copy) for chunk in schedule.chunks[model.place.rank]]
+    if have != want or model.stages != schedule.stages:
+        raise EngineError(
+            f"the schedule {schedule.name!r} has {schedule.stages} stages, and here those numbered "
+            f"{[number for number, _ in want]}; the model was cut into {model.stages}, here "
+            f"{[number for number, _ in have]}: name the schedule in the configuration, schedule=dict(name="
+            f"{schedule.name!r}, …), or give it to initialize(…, schedule=…)"
+        )
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Raise an EngineError unless this is a Tensor of one element."""
+    if not isinstance(loss, Tensor):
+        raise EngineError(
+            f"a loss is a Tensor of one element, not {type(loss).__name__}; a criterion gives a mean loss, or (sum, "
+            "count)"
+        )
+    if loss.size != 1:
+        raise EngineError(
+            f"a loss is a Tensor of one element, not of shape {loss.shape}; take its .mean(), or give a criterion that "
+            "does"
+        )
+    return loss

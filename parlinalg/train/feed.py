@@ -1,0 +1,274 @@
+"""Data loaders as an engine sees them: iterables of inputs and labels, epoch after epoch, whole or in microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from parlinalg.array import DistArray, distribute
+from parlinalg.autograd import Tensor
+from parlinalg.comm import Comm
+from parlinalg.datasets import Batch
+from parlinalg.errors import ConfigError, EngineError, ParlinalgError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout, piece
+
+Pair = tuple[Any, Any] | Batch
+Result = TypeVar("Result")
+
+
+class Feed:
+    """A data loader: every `iter()` of it is another epoch.
+
+    Parameters
+    ----------
+    source : iterable
+        Of pairs (inputs, labels): host arrays, the same and whole on every rank, or `DistArray`s; or a loader of
+        `parlinalg.datasets`, whose epochs have orders of their own.
+    world : Comm
+        All ranks that iterate it.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be iterated.
+    """
+
+    def __init__(self, source: Any, world: Comm) -> None:
+        if not isinstance(source, Iterable):
+            raise ConfigError(
+                f"a dataloader is an iterable of pairs (inputs, labels), not {type(source).__name__}; a list of pairs "
+                "is one, or a loader of parlinalg.datasets"
+            )
+        self.source: Any = source
+        self.world = world
+        self.epochs = 0
+        """Epochs begun."""
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self.source)
+
+    def __iter__(self) -> Pass:
+        self.epochs += 1
+        return Pass(self, self.epochs - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """The epochs begun."""
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with the epoch after those begun."""
+        self.epochs = int(state["epochs"])
+
+
+class Pass:
+    """The batches of one epoch, each whole (`next()`) or in microbatches (`take`)."""
+
+    def __init__(self, feed: Feed, epoch: int) -> None:
+        self.feed, self.epoch = feed, epoch
+        self.given = 0
+        self._cuts = callable(getattr(feed.source, "epoch", None))
+        self._parts = 0
+        self._iterator: Iterator[Any] = iter(()) if self._cuts else iter(feed.source)
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._cuts:
+            return self._next_cut(1)[0]
+        return agreed(self.feed.world, self._next)
+
+    def take(self, parts: int) -> list[Any]:
+        """The next batch in so many microbatches, or as many as it has rows, if these are fewer.
+
+        Raises
+        ------
+        StopIteration
+            At the end of the epoch; the ranks do not agree on it.
+        """
+        return self._next_cut(parts) if self._cuts else cut(self._next(), parts)
+
+    def _next_cut(self, parts: int) -> list[Any]:
+        """The next batch of a loader that cuts its batches itself: nothing moves."""
+        if parts != self._parts:
+            self._parts = parts
+            self._iterator = iter(self.feed.source.epoch(self.epoch, parts, self.given))
+        found: list[Any] = next(self._iterator)
+        self.given += 1
+        return found
+
+    def _next(self) -> Any:
+        pair = _pair(next(self._iterator))
+        self.given += 1
+        return pair
+
+
+def _pair(given: Any) -> Any:
+    """What an iterator gives, if it is a pair."""
+    if isinstance(given, Batch) or (isinstance(given, tuple | list) and len(given) == 2):
+        return given
+    what = type(given).__name__ + (f" of {len(given)}" if isinstance(given, tuple | list) else "")
+    raise EngineError(f"a dataloader gives pairs (inputs, labels), not a {what}")
+
+
+def agreed(world: Comm, draw: Callable[[], Result], rows: Callable[[Result], int] | None = None) -> Result:
+    """What `draw` gives, where it gives something on all ranks, of as many rows.  Collective.
+
+    Raises
+    ------
+    StopIteration
+        If it ends on all of them.
+    EngineError
+        On all ranks, if it ends or fails on some, or rows differ.
+    """
+    made: list[Result] = []
+    said: list[Any] = ["", 0]
+    try:
+        made.append(draw())
+        said[1] = 0 if rows is None else rows(made[0])
+    except StopIteration:
+        said[0] = "ends"
+    except ParlinalgError as error:
+        said[0] = str(error)
+    told = world.share(said)
+    if all(what == "ends" for what, _ in told):
+        raise StopIteration
+    for rank, (what, count) in enumerate(told):
+        if what == "ends":
+            raise EngineError(
+                f"the batches of rank {rank} end, those of other ranks go on: all ranks iterate the same batches, "
+                "whole, and each cuts its own block"
+            )
+        if what:
+            raise EngineError(what if all(t[0] for t in told) else f"rank {rank}: {what}")
+        if count != told[0][1]:
+            raise EngineError(
+                f"rank {rank} has a batch of {count} rows, rank 0 one of {told[0][1]}: all ranks iterate the same "
+                "batches, whole, and each cuts its own block"
+            )
+    return made[0]
+
+
+def drawn(data_iter: Iterator[Any], parts: int, world: Comm) -> list[Any]:
+    """The next batch of an iterator, in at most so many microbatches.  Collective.
+
+    Raises
+    ------
+    EngineError
+        On all ranks, if the iterator has ended or gives no pair on any.
+    """
+
+    def draw() -> list[Any]:
+        if isinstance(data_iter, Pass):
+            return data_iter.take(parts)
+        if not isinstance(data_iter, Iterator):
+            raise EngineError(
+                f"data_iter is an iterator, iter(train_dataloader), not {type(data_iter).__name__}: a loader itself "
+                "would begin again at every step"
+            )
+        return cut(_pair(next(data_iter)), parts)
+
+    try:
+        return agreed(world, draw, lambda found: sum(rows_of(x) for x, _ in found))
+    except StopIteration:
+        given = f" after {data_iter.given} batches" if isinstance(data_iter, Pass) else ""
+        raise EngineError(
+            f"data_iter ends{given}, and a step needs another batch: make at most len(train_dataloader) steps of an "
+            "iterator, and a new one by iter(train_dataloader) for the next epoch"
+        ) from None
+
+
+def rows_of(x: Any) -> int:
+    """The rows of a batch's inputs: of the first array in a tree of them."""
+    if isinstance(x, dict):
+        return rows_of(next(iter(x.values())))
+    if isinstance(x, tuple | list):
+        return rows_of(x[0])
+    shape = np.shape(x) if not hasattr(x, "shape") else tuple(x.shape)
+    if not shape:
+        raise EngineError(f"a batch's inputs and labels are arrays whose first dim counts samples, not {x!r}")
+    return int(shape[0])
+
+
+def cut(pair: Pair, parts: int) -> list[Pair]:
+    """A batch in microbatches of nearly equal numbers of rows, at most as many as it has rows.
+
+    Blocks of `DistArray`s move, since each microbatch is cut over the same axes; host arrays do not.
+    """
+    if parts == 1:
+        return [pair]
+    x, y = pair
+    rows = rows_of(x)
+    if rows_of(y) != rows:
+        raise EngineError(f"a batch has {rows} rows of inputs and {rows_of(y)} of labels; their first dims must agree")
+    pieces = [p for p in (piece(rows, parts, i) for i in range(parts)) if p]
+    if not isinstance(pair, Batch):
+        return [(_rows(x, p), _rows(y, p)) for p in pieces]
+    if pair.ignored:
+        raise EngineError(
+            f"a Batch of which {pair.ignored} targets do not count cannot be cut: which ones is not known; give the "
+            "engine the loader itself, which cuts its batches"
+        )
+    documents = pair.documents
+    return [
+        Batch(
+            _rows(x, p), _rows(y, p), pair.offset + p.start, pair.positions,
+            None if documents is None else documents[p.start : p.stop],
+        )
+        for p in pieces
+    ]  # fmt: skip
+
+
+def _rows(x: Any, part: range) -> Any:
+    """These rows of an array or of all arrays in a tree."""
+    if isinstance(x, dict):
+        return {key: _rows(value, part) for key, value in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)(_rows(value, part) for value in x)
+    if isinstance(x, Tensor):
+        x = x.data
+    return x[part.start : part.stop] if isinstance(x, DistArray) else np.asarray(x)[part.start : part.stop]
+
+
+def joined(arrays: Sequence[Any]) -> Any:
+    """The rows of several microbatches' arrays, one after the other, or of trees of them.  Collective."""
+    first = arrays[0]
+    if len(arrays) == 1:
+        return first
+    if isinstance(first, dict):
+        return {key: joined([a[key] for a in arrays]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(joined(list(column)) for column in zip(*arrays, strict=True))
+    if not isinstance(first, DistArray):
+        return np.concatenate(arrays)
+    whole = first.layout.with_dim(0, None)
+    together: Any = np.concatenate([a.redistribute(whole) for a in arrays])
+    return together.redistribute(first.layout)
+
+
+def placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | None = None) -> Any:
+    """A batch's host arrays as `DistArray`s; what is one already stays.  Collective.
+
+    Parameters
+    ----------
+    x : array, DistArray, Tensor, or a tree of them
+    layout : Layout or None
+        For arrays of its number of dims; others are cut by its first dims and whole along the rest.
+    dtype : dtype, optional
+        Of what is floating.
+    """
+    if isinstance(x, dict):
+        return {key: placed(value, grid, layout, dtype) for key, value in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)(placed(value, grid, layout, dtype) for value in x)
+    if isinstance(x, DistArray | Tensor):
+        return x
+    host = np.asarray(x)
+    if host.dtype.kind == "f" and dtype is not None:
+        host = host.astype(dtype, copy=False)
+    dims = () if layout is None else layout.dims[: host.ndim]
+    return distribute(host, grid, Layout(*dims, *[None] * (host.ndim - len(dims))))

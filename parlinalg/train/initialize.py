@@ -1,0 +1,150 @@
+"""From a model, an optimizer and a criterion to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parlinalg.autograd import Parameter
+from parlinalg.errors import ConfigError
+from parlinalg.nn import Module
+from parlinalg.optim import Optimizer
+from parlinalg.optim.schedules import Scheduler
+from parlinalg.train import build
+from parlinalg.train.config import Config, load
+from parlinalg.train.engine import Criterion, Engine
+from parlinalg.train.feed import Feed
+from parlinalg.train.launch import Mesh
+from parlinalg.train.layouts import grid_of
+from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
+from parlinalg.train.stages import staged
+
+Optimize = Optimizer | Callable[[Iterable[Parameter]], Optimizer] | None
+Rate = Scheduler | Callable[[Optimizer], Scheduler] | None
+
+
+def initialize(
+    model: Module, optimizer: Optimize = None, criterion: Criterion | None = None, train_dataloader: Any = None,
+    test_dataloader: Any = None, lr_scheduler: Rate = None, *, mesh: Mesh | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None, schedule: BaseSchedule | None = None,
+) -> tuple[Engine, Feed | None, Feed | None, Any]:  # fmt: skip
+    """An engine that trains a model as a configuration says.  Collective.
+
+    Of the configuration count: `gradient_accumulation`, `clip_grad_norm`, `clip_grad_value`, `skip_nonfinite`,
+    `precision`, `zero`, `gradient_handler`, `schedule`; and `seed`, `optimizer`, `criterion`, `lr_schedule` for what is
+    not given here.
+
+    Parameters
+    ----------
+    model : Module
+        On the mesh's grid, with its scheme.  Where the mesh has a pipeline: a whole model, declared only, that is cut
+        into stages here (`parlinalg.pipeline.split` says how), or one that is cut already.  What has no values yet gets
+        those of the configuration's seed.
+    optimizer : Optimizer, or callable
+        Of the model's parameters; a callable, such as `lambda p: AdamW(p, lr=1e-3)` or a class, is given them: for
+        models that are cut, or have no values, before.  By default as the configuration says.
+    criterion : callable, optional
+        From outputs and labels to (the sum of the losses, their number), such as `autograd.ops.cross_entropy_sum`, or
+        to their mean; the former is right also where targets are ignored.
+    train_dataloader, test_dataloader : iterable, optional
+        See `parlinalg.train.feed.Feed`.
+    lr_scheduler : Scheduler, or callable
+        A callable is given the optimizer.  By default that of the configuration's `lr_schedule`, where one is named and
+        the number of steps is known.
+    mesh : Mesh, optional
+        By default that of the model's grid, if `launch` made it.
+    config : dict, str, Path or Config, optional
+        By default the mesh's.
+    schedule : schedule, optional
+        By default as the configuration says.
+
+    Returns
+    -------
+    engine : Engine
+    train_dataloader, test_dataloader : Feed or None
+        Each iteration of one is another epoch.
+    lr_scheduler : Scheduler or None
+        To be stepped where `engine.step()` says that parameters have changed.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if what is given does not fit together.
+    """
+    grid = grid_of(model) if mesh is None else mesh.grid
+    mesh = mesh if mesh is not None else grid.mesh
+    if config is not None:
+        config = load(config)
+    else:
+        config = mesh.config if mesh is not None else load({})
+    schedule = schedule_of(config, mesh) if schedule is None else schedule
+    made = _has_values(model)
+    if mesh is not None and mesh.place.size > 1 and not hasattr(model, "chunks"):
+        _not_yet(optimizer, "is cut into stages here")
+        model = staged(config, mesh, model, schedule.made(mesh.place.size))
+    elif not made:
+        _not_yet(optimizer, "has no values yet")
+        model.initialize(config.seed)
+    parameters = list(model.parameters())
+    if all(p.reducer is None for p in parameters):
+        build.reducer(config, grid, model)
+    made_optimizer = _optimizer(config, optimizer, parameters)
+    accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
+    world = grid.world if mesh is None else mesh.world
+    engine = Engine(
+        model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
+        accumulate=accumulate, schedule=schedule,
+    )  # fmt: skip
+    train = None if train_dataloader is None else Feed(train_dataloader, world)
+    test = None if test_dataloader is None else Feed(test_dataloader, world)
+    return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train)
+
+
+def _has_values(model: Module) -> bool:
+    return all(isinstance(held, Parameter) for m in model.modules() for held in m._parameters.values())
+
+
+def _not_yet(optimizer: Optimize, why: str) -> None:
+    """Refuse an optimizer of parameters that are not made yet."""
+    if isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"initialize: the model {why}, so that {type(optimizer).__name__} cannot be that of its parameters: give a "
+            f"callable, such as optimizer=lambda parameters: {type(optimizer).__name__}(parameters, lr={optimizer.lr})"
+        )
+
+
+def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter]) -> Optimizer:
+    if optimizer is None:
+        return build.optimizer(config, parameters)
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(
+                f"initialize takes an Optimizer or a callable that makes one from parameters, not "
+                f"{type(optimizer).__name__}"
+            )
+        optimizer = optimizer(parameters)
+    known = {id(p) for p in parameters}
+    strange = next((p for p in optimizer.parameters if id(p) not in known), None)
+    if strange is not None:
+        raise ConfigError(
+            f"initialize: the optimizer has the parameter {strange.name!r}, which is not the model's; make it of "
+            "model.parameters()"
+        )
+    return optimizer
+
+
+def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | None) -> Any:
+    if given is not None:
+        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    if config.lr_schedule.name == "constant" and not config.lr_schedule.options:
+        return None
+    steps = config.steps
+    if steps is None:
+        if train is None:
+            raise ConfigError(
+                f"initialize: the configuration's lr_schedule ({config.lr_schedule}) needs the number of steps: give "
+                "the configuration steps=…, or initialize a train_dataloader, or an lr_scheduler"
+            )
+        steps = -(-config.epochs * len(train) // config.gradient_accumulation)
+    return build.scheduler(config, optimizer, steps)

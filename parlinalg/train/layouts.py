@@ -1,0 +1,48 @@
+"""How the inputs of a model are cut, where they come as host arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from parlinalg.errors import EngineError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.nn import Module
+from parlinalg.schemes import Scheme
+
+
+def grid_of(model: Module) -> Grid:
+    """The grid of a model: its own, or that of the first part which has one."""
+    for module in model.modules():
+        found = getattr(module, "grid", None)
+        if isinstance(found, Grid):
+            return found
+        for held in module._parameters.values():
+            return held.grid
+    raise EngineError(f"{type(model).__name__} has no parameters, and no grid: there is nothing to train")
+
+
+def inputs_layout(model: Module, x: Any) -> Layout:
+    """The layout of a host array of a model's inputs.
+
+    A model may say: by `ids_layout` or `images_layout`, or by `input_layout(ndim)`.  Else numbers are cut as the
+    residual stream of the scheme of its first part that has one, and whole numbers as ids, that have no features.
+    """
+    whole = np.asarray(x).dtype.kind in "iub"
+    for name in ("ids_layout", "images_layout"):
+        found = getattr(model, name, None)
+        if isinstance(found, Layout):
+            return found
+    ndim = np.ndim(x)
+    if callable(getattr(model, "input_layout", None)):
+        layout: Layout = model.input_layout(ndim)
+        return layout
+    scheme = next((m.scheme for m in model.modules() if isinstance(getattr(m, "scheme", None), Scheme)), None)
+    if scheme is None:
+        raise EngineError(
+            f"{type(model).__name__} does not say how its inputs are cut: give it an input_layout(ndim), or pass "
+            "DistArrays"
+        )
+    return scheme.leading(ndim).tokens if whole else scheme.for_dims(ndim).residual

@@ -1,0 +1,246 @@
+"""Schedules as an engine runs them: a batch of an iterator, in microbatches, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from parlinalg.autograd import Tensor
+from parlinalg.datasets import Batch
+from parlinalg.errors import ConfigError, EngineError
+from parlinalg.nn.auxiliary import AuxiliaryLosses
+from parlinalg.pipeline import Schedule, make
+from parlinalg.train.config import Config
+from parlinalg.train.feed import drawn, joined, rows_of
+from parlinalg.train.launch import Mesh
+from parlinalg.train.options import Pipelining
+from parlinalg.train.pipelines import microbatches_of
+from parlinalg.train.sizes import detached, size_of
+
+if TYPE_CHECKING:
+    from parlinalg.train.engine import Engine
+
+#: Output and label where this rank holds the last stage, and the mean loss.
+Result = tuple[Any, Any, float | None]
+
+
+class BaseSchedule:
+    """A way to run an engine over one batch.
+
+    Parameters
+    ----------
+    num_microbatches : int
+        Into which a batch is cut along its first dim.
+    """
+
+    def __init__(self, num_microbatches: int = 1) -> None:
+        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise ConfigError(f"num_microbatches is a whole number of at least 1, not {num_microbatches!r}")
+        self.num_microbatches = num_microbatches
+
+    def forward_backward_step(
+        self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:  # fmt: skip
+        """Take the next batch, and run the model over it, forward and backward; `engine.step()` is to follow.
+
+        Collective over all ranks, which iterate the same batches.
+
+        Parameters
+        ----------
+        engine : Engine
+        data_iter : iterator
+            Such as `iter(train_dataloader)`.
+        forward_only : bool
+            No backward pass, no gradients, and no step to follow: with `engine.eval()`, what evaluates.
+        return_loss, return_output_label : bool
+            What is asked for; outputs of several microbatches are joined, which moves them and takes memory.
+
+        Returns
+        -------
+        output : array or None
+            What the model gives for the whole batch; on the ranks that hold the last stage, None on others.
+        label : array or None
+            The batch's labels, where there are outputs.
+        loss : float or None
+            The mean over the batch, on every rank.
+
+        Raises
+        ------
+        EngineError
+            On all ranks, if the iterator has ended on any, the batch has fewer rows than there are microbatches,
+            gradients wait for a step, or the loss is not finite and such steps are not left out.
+        """
+        raise NotImplementedError
+
+    def made(self, ranks: int) -> Schedule:
+        """The order of work of so many pipeline ranks."""
+        raise ConfigError(
+            f"{type(self).__name__} is for models that are whole on their grid, and the pipeline has {ranks} ranks: "
+            f"give PipelineSchedule({max(ranks, self.num_microbatches)}), or leave it to the configuration's schedule"
+        )
+
+    def batches(self, engine: Engine, data_iter: Iterator[Any]) -> list[Any]:
+        """The next batch in microbatches."""
+        parts = drawn(data_iter, self.num_microbatches, engine.world)
+        if len(parts) < self.num_microbatches:
+            rows = sum(rows_of(x) for x, _ in parts)
+            raise EngineError(
+                f"a batch of {rows} rows does not fall into {self.num_microbatches} microbatches: give batches of at "
+                f"least {self.num_microbatches} rows (a last, smaller one of an epoch too), or num_microbatches of at "
+                f"most {rows}"
+            )
+        return parts
+
+
+class NonPipelineSchedule(BaseSchedule):
+    """Microbatches one after the other, on a model that is whole on its grid.
+
+    With one, and `gradient_accumulation` in the configuration, each call takes a further batch into the step.
+    """
+
+    def forward_backward_step(
+        self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:  # fmt: skip
+        if engine.pipelined:
+            raise EngineError(
+                f"{type(self).__name__}: this model is cut into the stages of a pipeline; use "
+                f"PipelineSchedule({max(2, self.num_microbatches)}), or engine.schedule, that of the configuration"
+            )
+        if not forward_only:
+            engine.check_free(f"{type(self).__name__}.forward_backward_step")
+        parts = self.batches(engine, data_iter)
+        outputs, labels, total, count = [], [], 0.0, 0
+        for i, part in enumerate(parts):
+            loss, output, weight = engine.microbatch(part, last=i == len(parts) - 1, forward_only=forward_only)
+            total, count = total + loss * weight, count + weight
+            if return_output_label:
+                outputs.append(output)
+                labels.append(part[1] if not isinstance(part, Batch) else part.y)
+        joint = (joined(outputs), joined(labels)) if return_output_label else (None, None)
+        return *joint, total / max(1, count) if return_loss else None
+
+
+class PipelineSchedule(NonPipelineSchedule):
+    """Microbatches through the stages of a pipeline.
+
+    On a model that is whole on its grid it runs them one after the other.
+
+    Parameters
+    ----------
+    num_microbatches : int
+    schedule : str
+        One of `parlinalg.pipeline.discover()`: "gpipe", "1f1b", "interleaved", "chimera", "zb-h1", "zb-v", …
+    num_model_chunks : int, optional
+        Stages that a rank holds, in schedules that let one choose.  The model must have been cut for as many: name the
+        schedule in the configuration, or give this to `initialize`.
+    """
+
+    def __init__(
+        self, num_microbatches: int, schedule: str = "1f1b", num_model_chunks: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(num_microbatches)
+        self.name, self.num_model_chunks = schedule, num_model_chunks
+
+    def made(self, ranks: int) -> Schedule:
+        return make(self.name, ranks, self.num_microbatches, self.num_model_chunks)
+
+    def forward_backward_step(
+        self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> Result:  # fmt: skip
+        if not engine.pipelined:
+            return super().forward_backward_step(engine, data_iter, forward_only, return_loss, return_output_label)
+        if not forward_only:
+            engine.check_free(f"{type(self).__name__}.forward_backward_step")
+        worker = engine.worker(self.made(engine.model.place.size))
+        parts = self.batches(engine, data_iter)
+        offset = 0
+        samples: list[Any] = []
+        for part in parts:
+            samples.append(Sample(engine, part, offset))
+            offset += len(samples[-1])
+        work: Any = Stages(engine, return_output_label)
+        reference = max(1, sum(sample.count for sample in samples))
+        if forward_only:
+            sums = worker.forward(samples, work)
+        else:
+            sums = worker.step(samples, work, engine.made, engine.loss_scale / reference)
+        total = sums["count"]
+        loss = sums["loss"] / max(1.0, total)
+        if not forward_only:
+            engine.gradients_held(total, reference, offset, loss)
+        outputs = [work.outputs[sample.offset] for sample in samples if sample.offset in work.outputs]
+        labels = [sample.label for sample in samples if sample.offset in work.outputs]
+        joint = (joined(outputs), joined(labels)) if outputs else (None, None)
+        return *joint, loss if return_loss else None
+
+    def __repr__(self) -> str:
+        chunks = "" if self.num_model_chunks is None else f", num_model_chunks={self.num_model_chunks}"
+        return f"PipelineSchedule({self.num_microbatches}, {self.name!r}{chunks})"
+
+
+class InterleavedPipelineSchedule(PipelineSchedule):
+    """Several stages a rank, each of fewer layers, so that the pipeline fills sooner (Narayanan et al., "Efficient
+    large-scale language model training on GPU clusters using Megatron-LM", 2021).
+
+    Parameters
+    ----------
+    num_microbatches : int
+        A multiple of the pipeline's ranks.
+    num_model_chunks : int
+    """
+
+    def __init__(self, num_microbatches: int, num_model_chunks: int) -> None:
+        super().__init__(num_microbatches, "interleaved", num_model_chunks)
+
+
+class Sample:
+    """A microbatch as the stages see it; its inputs are cut where they are asked for, in the first one."""
+
+    def __init__(self, engine: Engine, part: Any, offset: int) -> None:
+        self._engine, self.offset = engine, offset
+        self._given, self.label = part
+        self.positions = getattr(part, "positions", None)
+        self.documents = getattr(part, "documents", None)
+        self.y = None
+        """Labels are cut when there are outputs, as these."""
+        self.count: int = part.count if isinstance(part, Batch) else size_of(self.label)
+
+    @cached_property
+    def x(self) -> Any:
+        """The inputs, as the model takes them.  Collective."""
+        return self._engine.placed(self._given)
+
+    def __len__(self) -> int:
+        return rows_of(self._given)
+
+
+class Stages:
+    """What the engine has to say of the stages' work; see `parlinalg.pipeline.worker.Work`."""
+
+    def __init__(self, engine: Engine, keeps: bool) -> None:
+        self._engine, self._keeps = engine, keeps
+        self.outputs: dict[int, Any] = {}
+
+    def context(self, batch: Sample) -> AbstractContextManager[AuxiliaryLosses]:
+        """Around every stage's forward pass."""
+        return self._engine.context(batch)
+
+    def losses_of(self, output: Any, batch: Sample) -> tuple[Tensor, int, dict[str, float]]:
+        """The sum of the losses, their number, and that as a measure."""
+        total, count = self._engine.counted(output, batch.label)
+        if self._keeps:
+            self.outputs[batch.offset] = detached(output)
+        return total, count, {"count": float(count)}
+
+
+def schedule_of(config: Config, mesh: Mesh | None) -> BaseSchedule:
+    """The schedule that a configuration says."""
+    if mesh is None or mesh.place.size == 1:
+        return NonPipelineSchedule()
+    chosen = config.schedule or Pipelining()
+    return PipelineSchedule(microbatches_of(config, mesh.place.size), chosen.name, chosen.chunks)
