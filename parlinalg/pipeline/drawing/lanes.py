@@ -1,4 +1,4 @@
-"""What every drawing shows: lanes of labelled boxes, one a rank, or two where a measured run is under the simulated one.
+"""What every drawing shows: lanes of labelled boxes, one a rank, or two where a measured run is under a simulated one.
 
 A label is the operation and the microbatch, F3 or B3 (I and W are the parts of B), and a letter for the chunk where
 ranks hold several.

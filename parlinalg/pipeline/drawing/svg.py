@@ -64,7 +64,7 @@ def _lane(lane: Lane, y: float, high: float, scale: float, until: float) -> list
 def _drawn(box: Box, y: float, high: float, scale: float) -> list[str]:
     x, width = LEFT + box.span.start * scale, (box.span.stop - box.span.start) * scale
     parts = [_rect(x, y, width, high, box.colour, "#ffffff")]
-    size = min(11.0, high * 0.55, 1.7 * width / len(box.label))
+    size = min(11.0, high * 0.55, 1.45 * width / len(box.label))
     if size >= 5:
         parts.append(
             _text(x + width / 2, y + high / 2 + size * 0.36, box.label, size, fill="#fff" if box.dark else INK)
