@@ -4,30 +4,55 @@ from parlinalg import autograd, nn, optim, parallel, random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync
 from parlinalg.comm import ledger, trace
-from parlinalg.errors import CommError, ConfigError, GridError, LayoutError, ParlinalgError, PlanError
+from parlinalg.errors import CommError, ConfigError, EngineError, GridError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.matmul import matmul, plan_matmul
 from parlinalg.plan import Plan
 from parlinalg.sequence import sequence_order
-from parlinalg.train import Mesh, launch
+from parlinalg.train import (
+    CheckpointHook,
+    EarlyStopHook,
+    Engine,
+    EvaluateHook,
+    Hook,
+    InterleavedPipelineSchedule,
+    LogHook,
+    Mesh,
+    NonPipelineSchedule,
+    PipelineSchedule,
+    Trainer,
+    initialize,
+    launch,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointHook",
     "CommError",
     "ConfigError",
     "DistArray",
+    "EarlyStopHook",
+    "Engine",
+    "EngineError",
+    "EvaluateHook",
     "Grid",
     "GridError",
+    "Hook",
+    "InterleavedPipelineSchedule",
     "Layout",
     "LayoutError",
+    "LogHook",
     "Mesh",
+    "NonPipelineSchedule",
     "Parameter",
     "ParlinalgError",
+    "PipelineSchedule",
     "Plan",
     "PlanError",
     "Tensor",
+    "Trainer",
     "autograd",
     "check_gradients",
     "distribute",
@@ -36,6 +61,7 @@ __all__ = [
     "from_blocks",
     "from_function",
     "full",
+    "initialize",
     "launch",
     "ledger",
     "matmul",

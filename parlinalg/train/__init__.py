@@ -1,6 +1,26 @@
-"""Training: configurations, the mesh of ranks they ask for, and the job that trains a model on it."""
+"""Training: configurations, the mesh of ranks they ask for, engines, and the job that trains a model."""
 
 from parlinalg.train.config import Config
+from parlinalg.train.engine import Engine
+from parlinalg.train.hooks import CheckpointHook, EarlyStopHook, EvaluateHook, Hook, LogHook
+from parlinalg.train.initialize import initialize
 from parlinalg.train.launch import Mesh, launch
+from parlinalg.train.pipeline_schedules import InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule
+from parlinalg.train.trainer import Trainer
 
-__all__ = ["Config", "Mesh", "launch"]
+__all__ = [
+    "CheckpointHook",
+    "Config",
+    "EarlyStopHook",
+    "Engine",
+    "EvaluateHook",
+    "Hook",
+    "InterleavedPipelineSchedule",
+    "LogHook",
+    "Mesh",
+    "NonPipelineSchedule",
+    "PipelineSchedule",
+    "Trainer",
+    "initialize",
+    "launch",
+]

@@ -51,6 +51,9 @@ class Engine:
         Steps of the optimizer, and of these the ones left out since a loss or gradient was not finite.
     schedule : schedule or None
         What `execute_schedule` runs.
+    rows : int
+    targets : float
+        Of the last batch that a schedule ran: its rows, and the targets that its loss is the mean of.
 
     Examples
     --------
@@ -71,6 +74,7 @@ class Engine:
         self.accumulate = accumulate
         self.schedule = schedule
         self.made = self.skipped = 0
+        self.rows, self.targets = 0, 0.0
         self._update, self._criterion = update, criterion
         self._norm: float | None = None
         self._begin()
@@ -363,7 +367,6 @@ class Engine:
         if not isinstance(model, PipelineModel):
             raise EngineError("this model is not cut into stages")
         if schedule not in self._workers:
-            check_cut(model, schedule)
             reducer = next((p.reducer for p in self.parameters() if p.reducer is not None), None)
             self._workers[schedule] = Worker(model, schedule, cast(GradientReducer | None, reducer))
         self._update.examine = self._workers[schedule].examine
@@ -389,19 +392,6 @@ class Engine:
             self._update.scaler.load_state_dict(state["scaler"])
         self.made, self.skipped = int(state["made"]), int(state["skipped"])
         self.zero_grad(all=True)
-
-
-def check_cut(model: PipelineModel, schedule: Schedule) -> None:
-    """Raise an EngineError unless a model was cut as a schedule wants it."""
-    have = [(stage.number, stage.copy) for stage in model.chunks]
-    want = [(chunk.stage, chunk.copy) for chunk in schedule.chunks[model.place.rank]]
-    if have != want or model.stages != schedule.stages:
-        raise EngineError(
-            f"the schedule {schedule.name!r} has {schedule.stages} stages, and here those numbered "
-            f"{[number for number, _ in want]}; the model was cut into {model.stages}, here "
-            f"{[number for number, _ in have]}: name the schedule in the configuration, schedule=dict(name="
-            f"{schedule.name!r}, …), or give it to initialize(…, schedule=…)"
-        )
 
 
 def check_loss(loss: Any) -> Tensor:

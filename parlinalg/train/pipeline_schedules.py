@@ -82,10 +82,10 @@ class BaseSchedule:
             f"give PipelineSchedule({max(ranks, self.num_microbatches)}), or leave it to the configuration's schedule"
         )
 
-    def batches(self, engine: Engine, data_iter: Iterator[Any]) -> list[Any]:
-        """The next batch in microbatches."""
+    def batches(self, engine: Engine, data_iter: Iterator[Any], learns: bool) -> list[Any]:
+        """The next batch in microbatches; an evaluation may take fewer."""
         parts = drawn(data_iter, self.num_microbatches, engine.world)
-        if len(parts) < self.num_microbatches:
+        if learns and len(parts) < self.num_microbatches:
             rows = sum(rows_of(x) for x, _ in parts)
             raise EngineError(
                 f"a batch of {rows} rows does not fall into {self.num_microbatches} microbatches: give batches of at "
@@ -112,7 +112,7 @@ class NonPipelineSchedule(BaseSchedule):
             )
         if not forward_only:
             engine.check_free(f"{type(self).__name__}.forward_backward_step")
-        parts = self.batches(engine, data_iter)
+        parts = self.batches(engine, data_iter, not forward_only)
         outputs, labels, total, count = [], [], 0.0, 0
         for i, part in enumerate(parts):
             loss, output, weight = engine.microbatch(part, last=i == len(parts) - 1, forward_only=forward_only)
@@ -120,6 +120,7 @@ class NonPipelineSchedule(BaseSchedule):
             if return_output_label:
                 outputs.append(output)
                 labels.append(part[1] if not isinstance(part, Batch) else part.y)
+        engine.rows, engine.targets = sum(rows_of(x) for x, _ in parts), float(count)
         joint = (joined(outputs), joined(labels)) if return_output_label else (None, None)
         return *joint, total / max(1, count) if return_loss else None
 
@@ -157,7 +158,7 @@ class PipelineSchedule(NonPipelineSchedule):
         if not forward_only:
             engine.check_free(f"{type(self).__name__}.forward_backward_step")
         worker = engine.worker(self.made(engine.model.place.size))
-        parts = self.batches(engine, data_iter)
+        parts = self.batches(engine, data_iter, not forward_only)
         offset = 0
         samples: list[Any] = []
         for part in parts:
@@ -173,6 +174,7 @@ class PipelineSchedule(NonPipelineSchedule):
         loss = sums["loss"] / max(1.0, total)
         if not forward_only:
             engine.gradients_held(total, reference, offset, loss)
+        engine.rows, engine.targets = offset, total
         outputs = [work.outputs[sample.offset] for sample in samples if sample.offset in work.outputs]
         labels = [sample.label for sample in samples if sample.offset in work.outputs]
         joint = (joined(outputs), joined(labels)) if outputs else (None, None)

@@ -1,0 +1,184 @@
+"""What a `Trainer` calls at the points of a training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parlinalg.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parlinalg.train.trainer import Trainer
+
+
+class Hook:
+    """Does nothing at any point: a subclass overrides the methods of those that it needs.
+
+    Every rank calls every hook, so that hooks may be collective.  Outputs and labels are there on the ranks that hold
+    the last stage, for hooks that want them.
+    """
+
+    wants_output = False
+    """Whether the outputs of a batch are to be kept and joined, for `output` and `label`; else these are None."""
+
+    def before_train(self, trainer: Trainer) -> None: ...
+
+    def after_train(self, trainer: Trainer) -> None: ...
+
+    def before_train_epoch(self, trainer: Trainer) -> None: ...
+
+    def after_train_epoch(self, trainer: Trainer) -> None: ...
+
+    def before_train_iter(self, trainer: Trainer) -> None: ...
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None: ...
+
+    def before_test(self, trainer: Trainer) -> None: ...
+
+    def after_test(self, trainer: Trainer) -> None: ...
+
+    def before_test_iter(self, trainer: Trainer) -> None: ...
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None: ...
+
+
+class LogHook(Hook):
+    """Says the metrics, on rank 0.
+
+    Parameters
+    ----------
+    every : int
+        Steps from one line to the next.
+    to : callable or path
+        What takes the line; of a path, the file that gets the metrics of every such step as a line of JSON.
+    """
+
+    def __init__(self, every: int = 1, to: Callable[[str], object] | str | Path = print) -> None:
+        self.every, self.to = _every("LogHook", every), to
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
+        if trainer.step % self.every == 0:
+            self._say(trainer)
+
+    def after_test(self, trainer: Trainer) -> None:
+        self._say(trainer)
+
+    def _say(self, trainer: Trainer) -> None:
+        if trainer.engine.world.rank != 0:
+            return
+        if callable(self.to):
+            numbers = ", ".join(f"{name} {value:.6g}" for name, value in trainer.metrics.items())
+            self.to(f"epoch {trainer.epoch}, step {trainer.step}: {numbers}")
+            return
+        known = {name: v if math.isfinite(v) else None for name, v in trainer.metrics.items()}
+        with Path(self.to).open("a") as file:
+            file.write(json.dumps({"step": trainer.step, "epoch": trainer.epoch, **known}) + "\n")
+
+
+class CheckpointHook(Hook):
+    """Saves.
+
+    Parameters
+    ----------
+    save : callable
+        Called with the trainer, on all ranks.
+    every : int
+        Steps from one call to the next; one follows the last step anyway.
+    """
+
+    def __init__(self, save: Callable[[Trainer], object], every: int) -> None:
+        self.save, self.every = save, _every("CheckpointHook", every)
+        self._saved = -1
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
+        if trainer.step % self.every == 0:
+            self._save(trainer)
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self._saved != trainer.step:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        self.save(trainer)
+        self._saved = trainer.step
+
+
+class EvaluateHook(Hook):
+    """Evaluates between steps, for `metrics["test_loss"]`.
+
+    Parameters
+    ----------
+    dataloader : Feed or iterable
+    every : int
+        Steps from one evaluation to the next.
+    """
+
+    def __init__(self, dataloader: Iterable[Any], every: int) -> None:
+        self.dataloader, self.every = dataloader, _every("EvaluateHook", every)
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
+        if trainer.step % self.every == 0:
+            trainer.evaluate(self.dataloader)
+
+
+class EarlyStopHook(Hook):
+    """Ends a training that gets no better.
+
+    Parameters
+    ----------
+    metric : str
+        "test_loss" is looked at after every evaluation, others after every epoch.
+    patience : int
+        How often it may be no better, one time after the other, before the training ends.
+    least : float
+        By how much it has to change to be better.
+    mode : {"min", "max"}
+        Whether less is better, or more.
+
+    Attributes
+    ----------
+    best : float or None
+        The best value so far.
+    """
+
+    def __init__(
+        self, metric: str = "test_loss", patience: int = 3, least: float = 0.0, mode: str = "min"
+    ) -> None:  # fmt: skip
+        if mode not in ("min", "max"):
+            raise ConfigError(f"EarlyStopHook: mode is 'min' or 'max', not {mode!r}")
+        self.metric, self.patience, self.least = metric, _every("EarlyStopHook", patience, "patience"), least
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.best: float | None = None
+        self.worse = 0
+
+    def after_test(self, trainer: Trainer) -> None:
+        if self.metric == "test_loss":
+            self._look(trainer)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if self.metric != "test_loss":
+            self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> None:
+        if self.metric not in trainer.metrics:
+            raise ConfigError(
+                f"EarlyStopHook: there is no metric {self.metric!r}; there are {', '.join(trainer.metrics)}"
+            )
+        value = trainer.metrics[self.metric]
+        better = self.best is None or self.sign * value < self.sign * self.best - self.least
+        if better and math.isfinite(value):
+            self.best, self.worse = value, 0
+            return
+        self.worse += 1
+        if self.worse >= self.patience:
+            told = "never a number" if self.best is None else f"no better than {self.best:.6g}"
+            trainer.stop(f"{self.metric} was {told} {self.worse} times")
+
+
+def _every(hook: str, value: int, name: str = "every") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{hook}: {name} is a whole number of at least 1, not {value!r}")
+    return value

@@ -1,0 +1,190 @@
+"""A training loop over an engine, with hooks at its points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import Any
+
+from parlinalg.errors import ConfigError, EngineError
+from parlinalg.train.engine import Engine
+from parlinalg.train.feed import Feed
+from parlinalg.train.hooks import Hook
+from parlinalg.train.pipeline_schedules import BaseSchedule
+
+
+class Trainer:
+    """Trains an engine epoch after epoch.
+
+    Parameters
+    ----------
+    engine : Engine
+    schedule : schedule, optional
+        By default the engine's.
+    lr_scheduler : scheduler, optional
+        Stepped after every step that changed the parameters.
+    hooks : sequence of Hook
+        Called in this order at every point.
+
+    Attributes
+    ----------
+    epoch, step : int
+        Epochs and steps made; a step changes the parameters once.
+    metrics : dict of str to float
+        The last numbers of all kinds: "loss", "lr", "grad_norm", "samples_per_s", "test_loss" and what hooks add; the
+        same on every rank, but for those that measure time.
+
+    Examples
+    --------
+    >>> trainer = Trainer(engine, lr_scheduler=lr_scheduler, hooks=[LogHook(every=10)])  # doctest: +SKIP
+    >>> trainer.fit(train_dataloader, epochs=3, test_dataloader=test_dataloader)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, engine: Engine, schedule: BaseSchedule | None = None, *, lr_scheduler: Any = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:  # fmt: skip
+        chosen = schedule or engine.schedule
+        if chosen is None:
+            raise ConfigError("Trainer: neither it nor the engine has a schedule; give schedule=NonPipelineSchedule()")
+        for hook in hooks:
+            if not isinstance(hook, Hook):
+                raise ConfigError(
+                    f"Trainer: a hook is a parlinalg.Hook, not {type(hook).__name__}; make it a subclass, which "
+                    "overrides the methods that it needs"
+                )
+        self.engine, self.schedule, self.lr_scheduler = engine, chosen, lr_scheduler
+        self.hooks = list(hooks)
+        self.epoch = self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.why = ""
+        """Why the training was stopped, if it was."""
+
+    def stop(self, why: str) -> None:
+        """End the training after this step, on all ranks: hooks call it on all of them alike."""
+        self.why = why
+
+    def fit(
+        self, train_dataloader: Iterable[Any], epochs: int | None = None, *, steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None, test_interval: int = 1,
+    ) -> dict[str, float]:  # fmt: skip
+        """Train.  Collective.
+
+        Parameters
+        ----------
+        train_dataloader : Feed or iterable
+        epochs : int, optional
+            Passes over it, or until `steps` are made.
+        steps : int, optional
+            Steps in all, those made before counted.
+        test_dataloader : Feed or iterable, optional
+            Evaluated after every `test_interval` epochs, and at the end.
+
+        Returns
+        -------
+        dict of str to float
+            The last metrics.
+        """
+        if epochs is None and steps is None:
+            raise ConfigError("Trainer.fit: say how long to train, by epochs or by steps")
+        feed = self._feed(train_dataloader)
+        if not self._batches(feed):
+            raise EngineError("Trainer.fit: the train_dataloader has no batches")
+        end = None if epochs is None else self.epoch + epochs
+        self.why = ""
+        self.engine.train()
+        self._call("before_train")
+        tested = -1
+        while not self.why and (end is None or self.epoch < end) and (steps is None or self.step < steps):
+            self._epoch(feed, steps)
+            last = self.why or (end is not None and self.epoch >= end) or (steps is not None and self.step >= steps)
+            if test_dataloader is not None and (last or self.epoch % test_interval == 0) and tested != self.step:
+                self.evaluate(test_dataloader)
+                tested = self.step
+            self._call("after_train_epoch")
+        self._call("after_train")
+        return dict(self.metrics)
+
+    def _epoch(self, feed: Feed, steps: int | None) -> None:
+        """The steps of an epoch, or as many as are left."""
+        engine = self.engine
+        self._call("before_train_epoch")
+        batches = iter(feed)
+        for _ in range(self._batches(feed) // engine.accumulate):
+            if self.why or (steps is not None and self.step >= steps):
+                return
+            self._call("before_train_iter")
+            began, total, count, rows = perf_counter(), 0.0, 0.0, 0
+            for _ in range(engine.accumulate):
+                output, label, loss = self.schedule.forward_backward_step(
+                    engine, batches, return_output_label=any(hook.wants_output for hook in self.hooks)
+                )
+                total, count = total + (loss or 0.0) * engine.targets, count + engine.targets
+                rows += engine.rows
+                lr = engine.optimizer.lr
+                changed = engine.step()
+            if changed and self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            self.step += 1
+            self.metrics |= {"loss": total / max(1.0, count), "lr": lr, "grad_norm": engine.gradient_norm or 0.0}
+            self.metrics["samples_per_s"] = rows / max(perf_counter() - began, 1e-9)
+            self._call("after_train_iter", output, label, self.metrics["loss"])
+        self.epoch += 1
+
+    def evaluate(self, test_dataloader: Iterable[Any]) -> float:
+        """The mean loss over all targets of these batches, which is `metrics["test_loss"]` too.  Collective."""
+        engine, feed = self.engine, self._feed(test_dataloader)
+        was = engine.training
+        engine.eval()
+        self._call("before_test")
+        total = count = 0.0
+        batches = iter(feed)
+        try:
+            for _ in range(self._batches(feed)):
+                self._call("before_test_iter")
+                output, label, loss = self.schedule.forward_backward_step(
+                    engine, batches, forward_only=True,
+                    return_output_label=any(hook.wants_output for hook in self.hooks),
+                )  # fmt: skip
+                total, count = total + (loss or 0.0) * engine.targets, count + engine.targets
+                self._call("after_test_iter", output, label, loss)
+        finally:
+            engine.train(was)
+        self.metrics["test_loss"] = total / max(1.0, count)
+        self._call("after_test")
+        return self.metrics["test_loss"]
+
+    def _feed(self, loader: Iterable[Any]) -> Feed:
+        return loader if isinstance(loader, Feed) else Feed(loader, self.engine.world)
+
+    def _batches(self, feed: Feed) -> int:
+        """How many batches an epoch has, on all ranks."""
+        counts = self.engine.world.share(len(feed))
+        odd = next((rank for rank, n in enumerate(counts) if n != counts[0]), None)
+        if odd is not None:
+            raise EngineError(
+                f"the dataloader of rank {odd} has {counts[odd]} batches, that of rank 0 {counts[0]}: all ranks "
+                "iterate the same batches, whole, and each cuts its own block"
+            )
+        return counts[0]
+
+    def _call(self, point: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, point)(self, *arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the training needs to go on as if it had not stopped, between two steps.  Collective."""
+        rate = self.lr_scheduler
+        return {
+            "engine": self.engine.state_dict(),
+            "lr_scheduler": None if rate is None else rate.state_dict(),
+            "epoch": self.epoch,
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave.  Collective."""
+        self.engine.load_state_dict(state["engine"])
+        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.epoch, self.step = int(state["epoch"]), int(state["step"])
