@@ -236,6 +236,10 @@ class MixtureOfExperts(Module):
         if self.z_loss_coef:
             add_auxiliary(ops.z_loss(scores) * self.z_loss_coef)
 
+    @property
+    def multiplications(self) -> int:
+        return self.hidden * (self.experts + self.top_k * self.inner * (3 if self.gated else 2))
+
     def extra_repr(self) -> str:
         cut = f", cut over {', '.join(self.axis)}" if self.axis else ""
         return f"{self.experts} × ({self.hidden} → {self.inner}), top {self.top_k}, {self.scheme.name}{cut}"

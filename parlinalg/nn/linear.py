@@ -96,6 +96,10 @@ class Linear(Module):
             raise LayoutError(f"this layer takes inputs of shape [..., {_text(self.inputs)}], not {x.shape}")
         return ops.matmul(x, self.weight, self.plan(leading), bias=self.bias, keep=self.keep)
 
+    @property
+    def multiplications(self) -> int:
+        return math.prod(self.inputs) * math.prod(self.outputs)
+
     def extra_repr(self) -> str:
         return f"{_text(self.inputs)} → {_text(self.outputs)}, {self.scheme.name}: {self.kind}"
 

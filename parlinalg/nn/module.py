@@ -253,6 +253,11 @@ class Module:
         return self.train(False)
 
     @property
+    def multiplications(self) -> int:
+        """Multiplications a row (a token) of this module's own products."""
+        return 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the parameters' blocks on this rank; known before they are made."""
         held = {id(p): p for m in self.modules() for p in m._parameters.values()}

@@ -16,10 +16,11 @@ from parlinalg.names import check_names
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
-from parlinalg.pipeline.partition import by_hand, check_stages, share_layers
+from parlinalg.pipeline.partition import balanced, by_hand, check_stages, share_layers
 from parlinalg.pipeline.place import Place
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.stage import Stage
+from parlinalg.pipeline.weigh import flops_of, parameters_of, seconds_of
 from parlinalg.schemes import Scheme
 
 Partition = str | Sequence[int]
@@ -184,8 +185,10 @@ class PipelineModel(Module):
         return f"{type(self.whole).__name__}, {self.counts} layers a stage; here {', '.join(map(str, self.chunks))}"
 
 
-def split(model: Module, place: Place, schedule: Schedule, partition: Partition = "uniform") -> PipelineModel:
-    """Cut a model into the stages of a schedule, and keep this rank's.
+def split(
+    model: Module, place: Place, schedule: Schedule, partition: Partition = "uniform", sample: Any = None
+) -> PipelineModel:  # fmt: skip
+    """Cut a model into the stages of a schedule, and keep this rank's.  Collective over all ranks.
 
     Parameters
     ----------
@@ -195,7 +198,10 @@ def split(model: Module, place: Place, schedule: Schedule, partition: Partition 
     place : Place
     schedule : Schedule
     partition : {"uniform", "parameters", "flops", "time"} or sequence of int
-        How layers are shared out; numbers are the layers of each stage.
+        How layers are shared out: as many in each stage, such that the stages' parameters, FLOPs or measured times are
+        as even as can be, or the layers of each stage.
+    sample : Tensor, DistArray or tree of them; or callable
+        What the model takes, of a microbatch's shape; a callable makes it.  Needed for "time".
 
     Raises
     ------
@@ -210,7 +216,7 @@ def split(model: Module, place: Place, schedule: Schedule, partition: Partition 
         )
     layers, counts = listed_layers(model)
     if counts is None:
-        counts = shares(layers, schedule.stages, partition)
+        counts = shares(model, layers, schedule.stages, partition, place, sample)
     elif len(counts) != schedule.stages:
         raise ConfigError(
             f"{type(model).__name__} has {len(counts)} stages of its own, but the schedule has {schedule.stages} "
@@ -219,14 +225,28 @@ def split(model: Module, place: Place, schedule: Schedule, partition: Partition 
     return PipelineModel(model, layers, counts, place, schedule)
 
 
-def shares(layers: Sequence[Layer], stages: int, partition: Partition) -> tuple[int, ...]:
-    """The layers of each stage."""
+def shares(
+    model: Module, layers: Sequence[Layer], stages: int, partition: Partition, place: Place, sample: Any = None
+) -> tuple[int, ...]:  # fmt: skip
+    """The layers of each stage, the same on all ranks."""
     if not isinstance(partition, str):
         return by_hand(partition, layers, stages)
     check_stages(len(layers), stages)
     if partition == "uniform":
         return share_layers(layers, stages)
-    raise ConfigError(f"partition is 'uniform', or a list of the layers of each stage, not {partition!r}")
+    if partition == "parameters":
+        return balanced(parameters_of(layers), stages)
+    sample = sample() if callable(sample) else sample
+    if partition == "flops":
+        return balanced(flops_of(model, layers, sample), stages)
+    if partition != "time":
+        raise ConfigError(
+            "partition is 'uniform', 'parameters', 'flops', 'time' or a list of the layers of each stage, not "
+            f"{partition!r}"
+        )
+    if sample is None:
+        raise ConfigError("partition='time' measures the layers: give split(…, sample=…), what the model takes")
+    return balanced(seconds_of(model, layers, sample, place.world), stages)
 
 
 def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:

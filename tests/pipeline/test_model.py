@@ -70,6 +70,7 @@ def pipelined(world: Any, backend: str, **parallel: Any) -> Iterator[Mesh]:
         yield mesh
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_after_one_another_are_the_model(name: str, stages: int, make_grid: Callable[..., Any]) -> None:
@@ -143,6 +144,7 @@ class Twice(nn.Module):
         return [self.one, [self.relu, Layer("last", self.two, (self.two,))]]
 
 
+@pytest.mark.serial
 def test_models_with_stages_of_their_own(make_grid: Callable[..., Any]) -> None:
     model, place = Twice(SERIAL, make_grid({"data": 1})), Place.alone(sizes={"data": 1})
     part = split(model, place, make("interleaved", 1, 2, 2))
@@ -160,6 +162,7 @@ class Listless(nn.Module):
         self.one, self.two = nn.Linear(3, 4, scheme, grid), nn.Linear(4, 3, scheme, grid)
 
 
+@pytest.mark.serial
 def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) -> None:
     grid, place, schedule = make_grid({"data": 1}), Place.alone(sizes={"data": 1}), make("1f1b", 1, 2)
     model: Any = Listless(SERIAL, grid)
@@ -176,3 +179,44 @@ def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) ->
         split(model, place, schedule)
     with pytest.raises(ConfigError, match=r"'1f1b' is of 2 pipeline ranks, but there are 1"):
         split(gpt(SERIAL, grid), place, make("1f1b", 2, 2))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("partition", ["parameters", "flops", "time"])
+def test_partitions_by_cost(partition: str, world: Any, backend: str) -> None:
+    """A model whose last layers are the dearest gives the first rank most layers; all ranks agree."""
+    with pipelined(world, backend, pipeline=SIZE) as mesh:
+        wide = nn.Sequential(*(nn.Linear(n, m, mesh.scheme, mesh.grid) for n, m in WIDTHS))
+        x = pla.ones((64, 8), mesh.grid, pla.Layout(None, None), "float32")
+        part = split(wide, mesh.place, make("1f1b", SIZE, 2), partition, sample=pla.Tensor(x))
+        assert sum(part.counts) == len(WIDTHS)
+        assert len(set(map(str, world.share(part.counts)))) == 1
+        if SIZE <= 4:
+            assert part.counts[0] >= 12 - 2 * (partition == "time")
+        assert not any(isinstance(p, pla.Parameter) for m in wide.modules() for p in m._parameters.values())
+        part.initialize(1)
+
+
+WIDTHS = [(8, 8)] * 11 + [(8, 512), (512, 512), (512, 512), (512, 8)]
+
+
+@pytest.mark.serial
+def test_transformers_are_balanced_by_flops_and_time(make_grid: Callable[..., Any]) -> None:
+    model, place = gpt(SERIAL, make_grid({"data": 1}), vocab_size=600), Place.alone(sizes={"data": 1})
+    assert sum(model.layer_flops(2, 7)) == model.flops(2, 7)
+    assert len(model.layer_flops(2, 7)) == len(model.layers())
+    ids = inputs("gpt", model)
+    schedule = make("interleaved", 1, 2, 2)
+    head = model.layer_flops(1, 7)
+    assert head[0] == 0
+    assert head[-1] > head[1]
+    by_flops = split(model, place, schedule, "flops", sample=lambda: ids).counts
+    assert by_flops == (5, 2)
+    assert sum(split(model, place, schedule, "time", sample=ids).counts) == 7
+    assert split(model, place, schedule, "parameters").counts == (3, 4)
+    with pytest.raises(ConfigError, match=r"partition='time' measures the layers: give split"):
+        split(model, place, schedule, "time")
+    with pytest.raises(ConfigError, match=r"partition is 'uniform', 'parameters', .*not 'even'"):
+        split(model, place, schedule, "even")
+    with pytest.raises(ConfigError, match=r"no layer of Sequential has products that are known"):
+        split(nn.Sequential(nn.LayerNorm(3, SERIAL, model.grid), nn.ReLU()), place, schedule, "flops")

@@ -18,9 +18,7 @@ from parlinalg.layout import Layout
 from parlinalg.nn import init
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.declared import Declared, Initializer
-from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.layer import Layer
-from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
 
@@ -84,14 +82,19 @@ class Transformer(Module):
         Those of the products, and of all pairs of queries and keys, masked or not, as is usual (Chowdhery et al.,
         "PaLM", 2022, appendix B); what is computed again does not count.
         """
-        linear = sum(_weights(m) for m in self.blocks.modules() if isinstance(m, Linear | MixtureOfExperts))
-        heads, width = self.config["num_attention_heads"], self.head_dim
-        pairs = len(self.blocks) * 2 * sequence * heads * width
-        return 6 * (batch * sequence * (linear + pairs) + self.outside(batch, sequence))
+        return sum(self.layer_flops(batch, sequence))
 
-    def outside(self, batch: int, sequence: int) -> int:
-        """Multiplications of the forward pass outside of the blocks: of the head."""
-        return batch * sequence * int(self.config["vocab_size"] * self.config["hidden_size"])
+    def layer_flops(self, batch: int, sequence: int) -> list[int]:
+        """The same of each of the `layers`."""
+        pairs = 2 * sequence * self.config["num_attention_heads"] * self.head_dim
+        first, last = self.outside(batch, sequence)
+        linear = [sum(m.multiplications for m in block.modules()) for block in self.blocks]
+        blocks = [batch * sequence * (n + pairs) for n in linear]
+        return [6 * n for n in (first, *blocks, last)]
+
+    def outside(self, batch: int, sequence: int) -> tuple[int, int]:
+        """Multiplications of the forward pass before the blocks, and after them: of the head."""
+        return 0, batch * sequence * int(self.config["vocab_size"] * self.config["hidden_size"])
 
     @property
     def head_dim(self) -> int:
@@ -101,14 +104,6 @@ class Transformer(Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self.config.items())
-
-
-def _weights(layer: Linear | MixtureOfExperts) -> int:
-    """Multiplications a token."""
-    if isinstance(layer, MixtureOfExperts):
-        inner = layer.inner * (3 if layer.gated else 2)
-        return layer.hidden * (layer.experts + layer.top_k * inner)
-    return math.prod(layer.inputs) * math.prod(layer.outputs)
 
 
 # ------------------------------------------------------------------ initial values

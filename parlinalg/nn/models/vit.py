@@ -115,11 +115,15 @@ class ViT(Transformer):
         """Floating-point operations of one forward and backward pass; the sequence is that of the patches."""
         return super().flops(batch, 1 + self.patches.patches)
 
-    def outside(self, batch: int, sequence: int) -> int:
-        """Multiplications of the forward pass outside of the blocks: of the patches and the classes."""
+    def layer_flops(self, batch: int, sequence: int | None = None) -> list[int]:
+        """The same of each of the `layers`."""
+        return super().layer_flops(batch, 1 + self.patches.patches)
+
+    def outside(self, batch: int, sequence: int) -> tuple[int, int]:
+        """Multiplications of the forward pass outside of the blocks: of the patches, and of the classes."""
         patch = self.config["num_channels"] * self.patches.patch[0] * self.patches.patch[1]
-        per_image = self.patches.patches * patch + self.config["num_labels"]
-        return batch * int(per_image * self.config["hidden_size"])
+        hidden = self.config["hidden_size"]
+        return batch * self.patches.patches * patch * hidden, batch * self.config["num_labels"] * hidden
 
     def ends(self) -> tuple[Layer, Layer]:
         return (

@@ -1,0 +1,127 @@
+"""What the layers of a model cost, by which a partition balances its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Parameter, Tensor, no_sync
+from parlinalg.comm import Comm
+from parlinalg.errors import ConfigError
+from parlinalg.nn.layer import Layer
+from parlinalg.nn.module import Module
+from parlinalg.nn.steps import training_step
+from parlinalg.pipeline.tree import put_together, take_apart
+
+ROUNDS = 3
+
+
+def parameters_of(layers: Sequence[Layer]) -> list[float]:
+    """The elements of the parameters of each layer, on all ranks together; known before they are made."""
+    found = []
+    for layer in layers:
+        held = {id(p): p for own in layer.modules for m in own.modules() for p in m._parameters.values()}
+        found.append(float(sum(math.prod(p.shape) for p in held.values())))
+    return found
+
+
+def flops_of(model: Module, layers: Sequence[Layer], sample: Any = None) -> list[float]:
+    """The floating-point operations of a forward and backward pass of each layer.
+
+    A model may know them, by `layer_flops(batch, sequence)`; of others the products count.
+
+    Parameters
+    ----------
+    model : Module
+    layers : sequence of Layer
+    sample : Tensor or DistArray, optional
+        What the first layer takes: its second dim is the length of sequences, by default the most that the model takes.
+
+    Raises
+    ------
+    ConfigError
+        If no layer has a product.
+    """
+    known = getattr(model, "layer_flops", None)
+    if callable(known):
+        shape: tuple[int, ...] = getattr(sample, "shape", ())
+        config = getattr(model, "config", {})
+        length = shape[1] if len(shape) == 2 else config.get("max_position_embeddings", 1)
+        return [float(f) for f in known(1, length)]
+    found = []
+    for layer in layers:
+        modules = {id(m): m for own in layer.modules for m in own.modules()}
+        found.append(6.0 * sum(m.multiplications for m in modules.values()))
+    if not any(found):
+        raise ConfigError(
+            f"partition='flops': no layer of {type(model).__name__} has products that are known, and the model no "
+            "layer_flops(batch, sequence): use 'time', which measures, 'parameters' or 'uniform'"
+        )
+    return found
+
+
+def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm, rounds: int = ROUNDS) -> list[float]:
+    """The seconds of a forward and backward pass of each layer, on the slowest rank.  Collective.
+
+    Every pipeline rank measures every layer, on its own grid; layers without values get some meanwhile, one layer at a
+    time.
+
+    Parameters
+    ----------
+    model : Module
+    layers : sequence of Layer
+    sample : Tensor, DistArray, or tree of them
+        What the first layer takes.
+    world : Comm
+        All ranks, which learn the same.
+    rounds : int
+        Passes that are measured, after one that is not; the shortest counts.
+    """
+    found, x = [], sample
+    for layer in layers:
+        modules = {id(m): m for own in layer.modules for m in own.modules()}
+        bare = [m for m in modules.values() if not all(isinstance(p, Parameter) for p in m._parameters.values())]
+        model.initialize(model.seed, only=bare)
+        best, y = math.inf, None
+        for i in range(rounds + 1):
+            form, inputs = take_apart(x)
+            leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
+            whole = put_together(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
+            began = perf_counter()
+            with no_sync(), training_step(0):
+                y = layer.forward(whole)
+                _backward(take_apart(y)[1])
+            if i:
+                best = min(best, perf_counter() - began)
+        for m in modules.values():
+            for p in m._parameters.values():
+                if isinstance(p, Parameter):
+                    p.grad = None
+        model.forget(bare)
+        form, outputs = take_apart(y)
+        x = put_together(form, [t.detach() for t in outputs])
+        found.append(best)
+    everyone = np.array(world.share(found))
+    return [float(t) for t in everyone.max(0)]
+
+
+def _plain(tensor: Tensor, given: Any) -> Any:
+    """Ids as the layer takes them: an array where the sample is one."""
+    return tensor.data if isinstance(given, DistArray) else tensor
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    """A backward pass from all outputs at once, with any gradient."""
+    roots = [t for t in outputs if t.requires_grad]
+    if len(roots) == 1 and not roots[0].layout.partial:
+        roots[0].backward(roots[0].data)
+    elif roots:
+        total = roots[0].sum()
+        for t in roots[1:]:
+            total = total + t.sum()
+        total.backward()
