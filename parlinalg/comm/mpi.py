@@ -55,7 +55,10 @@ class MpiHandle(Handle):
         if request is not None:
             slot.state = (monotonic(), self._comm, self._op, self._number)
             try:
-                request.Wait()
+                if self._number < 0 and self._comm.crowded:  # the other's turn to compute, perhaps on this core
+                    wait_asleep(request)
+                else:
+                    request.Wait()
             finally:
                 slot.state = None
             self._done()

@@ -1,20 +1,118 @@
-"""Every synchronous schedule on every kind of grid gives the losses of one rank."""
+"""Every synchronous schedule on every kind of grid gives the losses of one rank, with dropout, or refuses the numbers.
+
+Drawn is a sample in which every two of a schedule, a number of stages, of microbatches, and a kind of grid meet.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from functools import cache
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 import pytest
 
+from parlinalg.errors import ScheduleError
+from parlinalg.pipeline.schedules import make
+from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, differs, pipeline, serial
 
+GRIDS: dict[str, dict[str, Any]] = {
+    "data 2": {"data": 2},
+    "1D 2": {"tensor": {"size": 2, "mode": "1d"}},
+    "2D 2×2": {"tensor": {"size": 4, "mode": "2d"}},
+    "ZeRO 1": {"data": 2},
+    "sequence 2": {"sequence": 2},
+    "alone": {},
+}
+RANKS = {name: 4 if name == "2D 2×2" else 1 if name == "alone" else 2 for name in GRIDS}
+MOST = 12
+STAGES, MICROBATCHES = (1, 2, 4, 3), (2, 4, 8, 3)
 
-@pytest.mark.ranks(2)
+
+class Case(NamedTuple):
+    schedule: str
+    stages: int
+    microbatches: int
+    grid: str
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * RANKS[self.grid]
+
+    @property
+    def taken(self) -> bool:
+        """Whether the schedule takes these numbers."""
+        try:
+            make(self.schedule, self.stages, self.microbatches)
+        except ScheduleError:
+            return False
+        return True
+
+
+def every_case() -> list[Case]:
+    cases = (Case(*each) for each in product(SYNCHRONOUS, STAGES, MICROBATCHES, GRIDS))
+    return [case for case in cases if case.ranks <= MOST and case.taken and case.ranks > 1]
+
+
+@cache
+def sample() -> list[Case]:
+    """Cases in which all pairs meet that meet anywhere; greedily the fewest."""
+
+    def pairs(case: Case) -> set[tuple[Any, ...]]:
+        return {(i, case[i], j, case[j]) for i, j in combinations(range(4), 2)}
+
+    cases = every_case()
+    left = {pair for case in cases for pair in pairs(case)}
+    found = []
+    while left:
+        best = max(cases, key=lambda case: (len(pairs(case) & left), -case.ranks, -case.microbatches))
+        left -= pairs(best)
+        found.append(best)
+    return found
+
+
+def chosen(full: bool) -> list[Case]:
+    return [case for case in (every_case() if full else sample()) if case.ranks == SIZE]
+
+
+def told(case: Case) -> str:
+    return f"{case.schedule}, {case.stages} stages, {case.microbatches} microbatches, {case.grid}"
+
+
+def check(case: Case, world: Any, backend: str, steps: int = 10) -> list[str]:
+    stages = make(case.schedule, case.stages, case.microbatches).stages
+    layers = max(2, stages - 1)
+    losses, norms = serial(world, layers, clip=0.5)
+    parallel = {"pipeline": case.stages, **GRIDS[case.grid]}
+    zero = 1 if case.grid == "ZeRO 1" else 0
+    with pipeline(world, backend, case.schedule, parallel, case.microbatches, layers, zero=zero) as p:
+        found = [p.step(step, clip=0.5) for step in range(steps)]
+    wrong = differs([loss for loss, _ in found], losses[:steps]) + differs([norm for _, norm in found], norms[:steps])
+    return [f"{told(case)}: {text}" for text in wrong]
+
+
+@pytest.mark.ranks(2, 3, 4, 6, 8, 12)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_two_stages(name: str, world: Any, backend: str) -> None:
-    layers = 3
-    want, norms = serial(world, layers)
-    with pipeline(world, backend, name, {"pipeline": 2, "data": 1}, 2, layers) as p:
-        found = [p.step(step) for step in range(10)]
-    assert not differs([f[0] for f in found], want)
-    assert not differs([f[1] for f in found], norms)
+def test_as_one_rank(name: str, world: Any, backend: str, full: bool) -> None:
+    wrong = [text for case in chosen(full) if case.schedule == name for text in check(case, world, backend)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.serial
+def test_the_sample_has_all_pairs() -> None:
+    every, drawn = every_case(), sample()
+    for i, j in combinations(range(4), 2):
+        assert {(c[i], c[j]) for c in every} == {(c[i], c[j]) for c in drawn}
+    assert {case.schedule for case in drawn} == set(SYNCHRONOUS)
+    assert {case.ranks for case in drawn} <= {2, 3, 4, 6, 8, 12}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_other_numbers_are_refused_with_those_taken(name: str) -> None:
+    for stages, microbatches in product((2, 3, 4), range(1, 10)):
+        try:
+            make(name, stages, microbatches)
+        except ScheduleError as error:
+            assert re.search(r"\d", str(error)), str(error)
