@@ -143,8 +143,8 @@ def refuse(model: PipelineModel, schedule: Schedule) -> None:
         name, stages = next(iter(model.shared.items()))
         raise ConfigError(
             f"{schedule.name}: {name!r} is held by stages {', '.join(map(str, stages))}, whose steps are not made at "
-            "one time; untie it (a language model's head by tie_word_embeddings=False), or take a synchronous schedule, "
-            "such as 1f1b"
+            "one time; untie it (a language model's head by tie_word_embeddings=False), or take a synchronous "
+            "schedule, such as 1f1b"
         )
 
 

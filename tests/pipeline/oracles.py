@@ -7,6 +7,7 @@ a version before the first of a run is asked for, it is the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Perceptron:
 
     def __init__(self, widths: Sequence[int], seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        self.start = [rng.normal(size=both) / np.sqrt(both[0]) for both in zip(widths[:-1], widths[1:], strict=True)]
+        self.start = [rng.normal(size=both) / np.sqrt(both[0]) for both in pairwise(widths)]
 
     @staticmethod
     def gradients(weights: Sequence[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[float, list[np.ndarray]]:

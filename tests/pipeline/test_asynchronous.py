@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import nn, optim, schemes
+from parlinalg.datasets import Batch
 from parlinalg.parallel import GradientReducer, ZeRO
+from parlinalg.pipeline.asynchronous import AsynchronousWorker
+from parlinalg.pipeline.model import split
+from parlinalg.pipeline.schedule import Op
+from parlinalg.pipeline.schedules import make
 from parlinalg.pipeline.stash import Stash
+from parlinalg.train.launch import launch
+from tests.conftest import SIZE
+from tests.models import alone
 from tests.pipeline.oracles import Delayed, Perceptron, pipedream, two_buffered
+from tests.pipeline.running import SERIAL, Text, batches, model_on
 from tests.training import mean_loss
 
 DATA = schemes.discover()["data"].SCHEME
@@ -26,10 +38,9 @@ def rows(step, count=6, widths=(5, 3)):
 @pytest.mark.serial
 @pytest.mark.parametrize("delay", [pipedream(3), two_buffered(3), lambda stage: 0], ids=["pipedream", "2bw", "none"])
 def test_the_oracles_agree_with_each_other(delay):
-    serial = schemes.discover()["serial"].SCHEME
     by_hand = Perceptron((5, 4, 4, 3))
     with pla.Grid({"one": 1}) as grid:
-        linears = [nn.Linear(*w.shape, serial, grid, bias=False, dtype=np.float64) for w in by_hand.start]
+        linears = [nn.Linear(*w.shape, SERIAL, grid, bias=False, dtype=np.float64) for w in by_hand.start]
         model = nn.Sequential(linears[0], nn.Tanh(), linears[1], nn.Tanh(), linears[2]).initialize(0)
         model.load_state_dict({f"{2 * s}.weight": w for s, w in enumerate(by_hand.start)})
 
@@ -40,17 +51,17 @@ def test_the_oracles_agree_with_each_other(delay):
         def placed(a):
             return pla.distribute(a, grid, pla.Layout(None, None))
 
-        batches = [rows(t) for t in range(7)]
+        given = [rows(t) for t in range(7)]
         parts = [
             [
                 SimpleNamespace(x=placed(x[at]), y=placed(y[at]), offset=at.start, count=at.stop - at.start)
                 for at in (slice(0, 4), slice(4, 6))
             ]
-            for x, y in batches
+            for x, y in given
         ]
         oracle = Delayed(model, optim.SGD(model.parameters(), 0.1), lambda name: int(name[0]) // 2, losses_of)
         losses = oracle.run(parts, delay)
-        want, weights = by_hand.train(batches, 0.1, delay)
+        want, weights = by_hand.train(given, 0.1, delay)
         np.testing.assert_allclose(losses, want, rtol=1e-12)
         for s, w in enumerate(weights):
             np.testing.assert_allclose(oracle.weights()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
@@ -66,7 +77,7 @@ def test_a_version_stays_while_the_newest_is_updated(stage, make_grid, world):
         model = nn.MLP((5, 4, 3), DATA, grid, "gelu", dtype=np.float64, seed=5)
         reducer = GradientReducer(model.parameters(), [ZeRO(stage)] if stage else None, first_bucket=200, bucket=300)
         update = optim.AdamW(model.parameters(), 0.1)
-        stash, losses, late, found = Stash(update), {}, {}, []
+        stash, losses, found = Stash(update), {}, []
 
         def forward(t):
             x, _ = rows(t, 8)
@@ -109,3 +120,125 @@ def test_a_version_stays_while_the_newest_is_updated(stage, make_grid, world):
     for got, want in zip(trained(True), trained(False), strict=True):
         host = [a if isinstance(a, np.ndarray) else grid.backend.to_host(a) for a in (got, want)]
         np.testing.assert_allclose(*host, rtol=1e-12, atol=1e-13)
+
+
+# ------------------------------------------------------------------ through a pipeline
+DELAYS = {"pipedream": pipedream, "pipedream-2bw": two_buffered}
+
+
+class Squares:
+    """Half the squared error."""
+
+    def context(self, batch: Batch) -> Any:
+        return nullcontext([])
+
+    def losses_of(self, output: Any, batch: Batch) -> Any:
+        error = output - pla.Tensor(batch.y)
+        return (error * error).sum() * 0.5, batch.count, {}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", DELAYS)
+def test_a_perceptron_is_trained_as_by_hand(name, world, backend):
+    by_hand = Perceptron((5, *[4] * (SIZE - 1), 3))
+    schedule = make(name, SIZE, 9, every=1 if name == "pipedream" or SIZE == 2 else 3)
+    every = 9 // sum(i.op is Op.STEP for i in schedule.orders[0])
+    data = [rows(t) for t in range(9)]
+    steps = [[np.concatenate(both) for both in zip(*data[t : t + every], strict=True)] for t in range(0, 9, every)]
+    losses, weights = by_hand.train(steps, 0.1, DELAYS[name](SIZE))
+    with launch({"parallel": {"pipeline": SIZE}}, world, backend) as mesh:
+        linears = [nn.Linear(*w.shape, mesh.scheme, mesh.grid, bias=False, dtype="float64") for w in by_hand.start]
+        layers = [layer for linear in linears for layer in (linear, nn.Tanh())][:-1]
+        model = split(nn.Sequential(*layers), mesh.place, schedule, [*[2] * (SIZE - 1), 1]).initialize(0)
+        model.load_state_dict({f"{2 * s}.weight": w for s, w in enumerate(by_hand.start)})
+        worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1))
+        parts = [
+            Batch(*(pla.distribute(a, mesh.grid, pla.Layout(None, None)) for a in both), 6 * t)
+            for t, both in enumerate(data)
+        ]
+        sums = worker.step(parts, Squares(), 0, factor=3.0)  # of the mean over elements: three times that over rows
+        np.testing.assert_allclose(sums["loss"] / (6 * every), sum(losses), rtol=1e-12)
+        for s, w in enumerate(weights):
+            np.testing.assert_allclose(model.state_dict()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
+        assert len(worker.stash) == 1
+        worker.close()
+
+
+LAYERS, RATE = 3, 0.02
+_wanted: dict[str, Any] = {}
+
+
+def wanted(world: Any, name: str, stages: int, stage_of: Mapping[str, int], runs: list[int], every: int) -> Any:
+    """What the oracle says: the loss of each run, and on rank 0 the weights at the end."""
+    key = repr((name, stages, runs, every))
+    if key not in _wanted:
+        means, weights = None, {}
+        if world.rank == 0:
+            with alone(world) as grid:
+                means, weights = _trained_late(grid, DELAYS[name](stages), stage_of, runs, every)
+        _wanted[key] = world.share(means)[0], weights
+    return _wanted[key]
+
+
+def _trained_late(grid: Any, delay: Any, stage_of: Mapping[str, int], runs: list[int], every: int) -> Any:
+    model = model_on(SERIAL, grid, LAYERS, tie_word_embeddings=False).initialize(5)
+    update, work = optim.AdamW(model.parameters(), RATE), Text()
+    oracle = Delayed(model, update, stage_of.__getitem__, lambda batch: work.losses_of(model(batch.x), batch)[:2])
+    means = []
+    for run, microbatches in enumerate(runs):
+        parts = batches(model, run, microbatches, rows=microbatches + 1)
+        steps = [parts[at : at + every] for at in range(0, microbatches, every)]
+        losses = oracle.run(steps, delay, run)
+        counts = [sum(part.count for part in step) for step in steps]
+        means.append(float(np.dot(losses, counts)) / sum(counts))
+    return means, model.state_dict()
+
+
+def cases(full: bool) -> list[tuple[str, dict[str, Any], int, int]]:
+    """Schedule, grid, stages and microbatches a step."""
+    one, two = {"size": 2, "mode": "1d"}, {"size": 4, "mode": "2d"}
+    grids: dict[int, list[dict[str, Any]]] = {
+        2: [{"pipeline": 2}],
+        4: [{"pipeline": 4}, {"pipeline": 2, "data": 2}, {"pipeline": 2, "tensor": one}],
+        8: [{"pipeline": 4, "tensor": one}, {"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": two}],
+    }  # fmt: skip
+    found = []
+    for turn, name in enumerate(DELAYS):
+        for number, parallel in enumerate(grids.get(SIZE, [])):
+            stages = parallel["pipeline"]
+            least = 1 if name == "pipedream" else max(1, stages - 1)
+            if full or stages == SIZE or (number + turn) % 2:
+                found += [(name, parallel, stages, every) for every in ((least, least + 1) if full else (least,))]
+    return found
+
+
+@pytest.mark.ranks(2, 4, 8)
+def test_asynchronous_schedules_equal_their_oracles(world, backend, full):
+    for turn, (name, parallel, stages, every) in enumerate(cases(full)):
+        most = every * max(3, 6 // every)
+        runs = [most, most - 1]  # the last one is cut short
+        schedule = make(name, stages, runs[0], every=every)
+        zero = (turn % 3 if full else 1) if parallel.get("data") else 0
+        with launch({"parallel": parallel}, world, backend) as mesh:
+            whole = model_on(mesh.scheme, mesh.grid, LAYERS, tie_word_embeddings=False)
+            model = split(whole, mesh.place, schedule).initialize(5)
+            handlers = [ZeRO(zero, "data")] if zero else []
+            reducer = GradientReducer(model.parameters(), handlers, first_bucket=2000, bucket=4000)
+            worker = AsynchronousWorker(model, schedule, optim.AdamW(model.parameters(), RATE), reducer)
+            means = []
+            for run, microbatches in enumerate(runs):
+                parts = batches(whole, run, microbatches, rows=microbatches + 1)
+                sums = worker.step(parts, Text(), run)
+                means.append(sums["loss"] / sums["targets"])
+            state = model.state_dict()
+            assert len(worker.stash) == 1
+            stage_of = {n: held.stages[0] for n, held in model.inventory.items()}
+            worker.close()
+        losses, weights = wanted(world, name, stages, stage_of, runs, every)
+        np.testing.assert_allclose(means, losses, rtol=1e-12, err_msg=f"{name}, {parallel}, every {every}")
+        for n, w in weights.items():
+            if n.endswith("qkv.bias"):  # that of the keys has no gradient but what rounding leaves, which AdamW shows
+                w[:, -2] = state[n][:, -2] = 0
+            np.testing.assert_allclose(
+                state[n], w, rtol=0, atol=1e-12 * np.abs(w).max(), err_msg=f"{name}, {parallel}, every {every}: {n}"
+            )
