@@ -1,0 +1,468 @@
+"""Checkpoints: what is in them, what is read of them, and what becomes of damaged ones and of disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parlinalg.comm import SingleComm
+from parlinalg.errors import CheckpointError, ConfigError
+from parlinalg.nn.pretrained.tensorfile import Writer, read_header
+from parlinalg.train import checkpoint, checkpoint_index, checkpoint_pieces, checkpoint_writer
+from parlinalg.train.checkpoint_folder import metrics_of
+from parlinalg.train.checkpoint_index import Index, meet, volume
+from parlinalg.train.checkpoint_load import Reader, read_index
+from parlinalg.train.checkpoint_options import checkpointing
+from parlinalg.train.checkpoint_pieces import rectangles, share_out
+from parlinalg.train.job import Job
+from parlinalg.train.launch import launch
+from parlinalg.train.loop import batches
+from tests.conftest import SIZE
+
+BASE: dict[str, Any] = {
+    "dtype": "float64", "batch_size": 47, "steps": 6, "model": {"hidden": (31, 13), "dropout": 0.2},
+    "optimizer": {"name": "adamw", "lr": 5e-3},
+}  # fmt: skip
+SERIAL = SingleComm()
+
+
+def go_on(job: Job, stop: int) -> list[str]:
+    following = batches(job.task.loader, stop, job.mesh.config.gradient_accumulation, job.trainer.made)
+    return [repr(job.trainer.step(batch)) for batch in following]
+
+
+def save(job: Job, **training: Any) -> None:
+    job.saving.checkpoints.save(job.trainer.made, {**job.saving._state({}), **training})
+    job.saving.close()
+
+
+def everything(job: Job) -> dict[str, Any]:
+    states = job.trainer.optimizer.state_dict()["states"]
+    arrays = {f"optimizer.{n}.{s}": a for n, named in states.items() for s, a in named.items()}
+    return arrays | {f"model.{n}": a for n, a in job.task.model.state_dict().items()}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and parts so small that everything has several."""
+    for module in (checkpoint, checkpoint_index, checkpoint_writer):
+        monkeypatch.setattr(module, "PAGE", 256)
+    monkeypatch.setattr(checkpoint_pieces, "SPLIT", 1000)
+
+
+@pytest.fixture
+def start(seven: Path, folder: Path, world: Any, backend: str) -> Iterator[Callable[..., Job]]:
+    """Makes a training."""
+    meshes: list[Any] = []
+
+    def make(comm: Any = world, out: Path = folder, **more: Any) -> Job:
+        settings = {**BASE, "data": str(seven), **more}
+        meshes.append(launch(settings, comm, backend if comm is world else "numpy"))
+        return Job(meshes[-1], out, comm)
+
+    yield make
+    for mesh in reversed(meshes):
+        mesh.close()
+
+
+# ---------------------------------------------------------------------------------------------- every kind of state
+KINDS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+    "plain": {"optimizer": {"name": "sgd", "lr": 0.1}},
+    "lamb": {"optimizer": "lamb"},
+    "lars": {"optimizer": "lars", "zero": 1},
+    "masters, loss scale": {
+        "dtype": "float32", "precision": {"dtype": "fp16", "loss_scale": {"start": 2.0**17, "growth_every": 2}},
+        "zero": 2,
+    },
+    "bfloat16": {"dtype": "float32", "precision": "bf16"},
+    "states on a disk": {"offload": {"optimizer": "disk"}},
+    "all on a disk": {"offload": {"optimizer": "disk", "parameters": "disk"}, "zero": 0},
+}  # fmt: skip
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_state_comes_back(kind: str, start: Any, small: None, world: Any, folder: Path) -> None:
+    if SIZE == 3 and "disk" in kind:
+        return
+    job = start(**KINDS[kind])
+    away = None if job.offload is None else job.offload.apply()
+    if away is not None:
+        away.__enter__()
+    go_on(job, 2)
+    save(job)
+    found = everything(job)
+    want = go_on(job, 4)
+    if away is not None:
+        away.__exit__(None, None, None)
+    again = start(out=folder, **{**KINDS[kind], "offload": None})
+    again.saving.resume()
+    for name, array in everything(again).items():
+        assert array.tobytes() == found[name].tobytes(), name
+    assert go_on(again, 4) == want
+
+
+@pytest.mark.ranks(2, 4)
+def test_each_element_is_written_once_and_shared_out(start: Any, small: None, folder: Path, world: Any) -> None:
+    job = start(zero=1)
+    go_on(job, 1)
+    save(job)
+    index = read_index(folder / "checkpoints" / "step-00000001")
+    arrays = everything(job)
+    assert set(index.tensors) == set(arrays)
+    for name, entry in index.tensors.items():
+        seen = np.zeros(entry.shape, int)
+        for chunk in entry.chunks:
+            seen[tuple(slice(r.start, r.stop) for r in chunk.region)] += 1
+            assert len(chunk.checksums) == -(-math.prod(chunk.sizes) * 8 // 256)
+        assert (seen == 1).all(), name
+    written = [f.nbytes - f.header for f in index.files.values()]
+    assert len(written) == world.size
+    assert sum(written) == sum(a.nbytes for a in arrays.values())
+    assert max(written) < 1.2 * sum(written) / world.size
+    for file in index.files:  # safetensors, as others read them
+        for stored in read_header(folder / "checkpoints" / "step-00000001" / file).values():
+            name, _, part = stored.name.partition("[")
+            ranges = [r.split(":") for r in part.rstrip("]").split(",")] if part else []
+            cut = tuple(slice(int(a), int(b)) for a, b in ranges)
+            np.testing.assert_array_equal(stored.mapped(), arrays[name][cut])
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_reads_what_it_needs(start: Any, small: None, folder: Path, world: Any) -> None:
+    job = start(parallel={"tensor": {"mode": "2d"}}, model={"hidden": (64, 64)})
+    go_on(job, 1)
+    save(job)
+    again = start(parallel={"tensor": {"mode": "2d", "shape": (4, 1)}}, model={"hidden": (64, 64)})
+    found = again.saving.checkpoints.load()
+    assert found is not None
+    index = read_index(found.path)
+    entries = again.trainer.optimizer.arrange()
+    needed = sum(p.block.nbytes for p in again.trainer.optimizer.parameters) + 2 * sum(e.size for e in entries) * 8
+    chunks = [c for e in index.tensors.values() for c in e.chunks]
+    headers = sum(f.header for f in index.files.values())
+    total = sum(f.nbytes for f in index.files.values())
+    assert found.bytes_read <= needed + 2 * 256 * len(chunks) + headers
+    assert found.bytes_read < 0.6 * total
+    least = sum(world.share(found.bytes_read))
+    assert least >= total - headers, "all of it was read by somebody"
+
+
+# ---------------------------------------------------------------------------------------------- damage
+@pytest.fixture
+def two(start: Any, small: None, folder: Path) -> Job:
+    """A training with checkpoints of steps 1 and 2."""
+    job = start(SERIAL)
+    for step in (1, 2):
+        go_on(job, step)
+        save(job)
+    return job
+
+
+def damaged(job: Job, *parts: str, fall_back: bool = True) -> None:
+    """The last checkpoint is refused, with words; the one before it loads."""
+    with pytest.raises(CheckpointError) as caught:
+        job.saving.resume()
+    for part in parts:
+        assert part in str(caught.value)
+    if fall_back:
+        assert "after step 1" in job.saving.resume(fall_back=True)
+        assert job.trainer.made == 1
+
+
+@pytest.mark.serial
+def test_a_flipped_byte_anywhere_is_detected(two: Job, folder: Path, full: bool) -> None:
+    last = folder / "checkpoints" / "step-00000002"
+    index = read_index(last)
+    (shard,) = index.files
+    random = np.random.default_rng(3)
+    for name in (shard, "index.json"):
+        whole = (last / name).read_bytes()
+        n = len(whole)
+        places = range(n) if full else [0, 9, n // 2, n - 2, *random.integers(0, n - 1, 20)]
+        for at in places:
+            bytes_ = bytearray(whole)
+            bytes_[at] ^= 1 << int(random.integers(8))
+            (last / name).write_bytes(bytes_)
+            with pytest.raises(CheckpointError, match=name) as caught:
+                two.saving.checkpoints.load()
+            if name == shard and at >= index.files[shard].header:
+                assert repr(index.tensor_at(shard, at)) in str(caught.value)
+        (last / name).write_bytes(whole)
+    assert two.saving.checkpoints.load() is not None
+    (last / shard).write_bytes(b"\0" * len((last / shard).read_bytes()))
+    damaged(two, shard, "its header")
+
+
+@pytest.mark.serial
+def test_what_is_cut_short_missing_or_foreign_is_refused(two: Job, folder: Path) -> None:
+    last, before = folder / "checkpoints" / "step-00000002", folder / "checkpoints" / "step-00000001"
+    index = read_index(last)
+    (shard,) = index.files
+    whole, text = (last / shard).read_bytes(), (last / "index.json").read_text()
+    middle = len(whole) // 2
+    (last / shard).write_bytes(whole[:middle])
+    damaged(two, shard, "cut short", f"{middle} bytes instead of {len(whole)}", repr(index.tensor_at(shard, middle)))
+    (last / shard).write_bytes(whole + b"\0")
+    damaged(two, "longer")
+    (other,) = read_index(before).files
+    (last / shard).write_bytes((before / other).read_bytes())
+    damaged(two, shard, "differs")
+    (last / shard).unlink()
+    damaged(two, shard, "model.", "No such file")
+    (last / shard).write_bytes(whole)
+
+    def rewritten(change: Callable[[Any], None]) -> str:
+        body = json.loads(text)
+        change(body)
+        return json.dumps(body)
+
+    for what, contents, part in (
+        ("short", text[: len(text) // 2], "cut short"),
+        ("foreign", json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors"}}), "no index of a checkpoint"),
+        ("later", rewritten(lambda b: b.update(version=2)), "version 2"),
+        ("changed", rewritten(lambda b: b["body"].update(step=7)), "checksum of its contents"),
+    ):
+        (last / "index.json").write_text(contents)
+        damaged(two, "index.json", part)
+        assert what
+    shutil.copy(before / "index.json", last / "index.json")  # its files are not here
+    damaged(two, other, "cannot be read")
+    (before / "index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+        two.saving.resume(fall_back=True)
+
+
+@pytest.mark.serial
+def test_a_checkpoint_of_another_training_is_refused(two: Job, start: Any, folder: Path) -> None:
+    for more, message in (
+        ({"model": {"hidden": (31, 13, 5)}}, r"missing: model\.\d.*misshapen|missing"),
+        ({"model": {"hidden": (30, 13)}}, r"misshapen: .*\(13, 31\) instead of \(13, 30\)"),
+        ({"model": {"hidden": (31,)}}, r"unexpected: model\."),
+        ({"optimizer": "lamb"}, "has states of AdamW, which LAMB cannot go on from"),
+        ({"optimizer": "sgd"}, "has states of AdamW"),
+        ({"batch_size": 46}, "batch_size=47, this one has batch_size=46"),
+        ({"seed": 1}, "seed=0, this one has seed=1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            start(SERIAL, **more).saving.resume()
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9; it has \[1, 2\]"):
+        two.saving.checkpoints.load(9)
+    assert two.saving.checkpoints.load(1).step == 1
+    alone = checkpoint.Checkpoints(two.saving.folder, SERIAL, two.saving.checkpoints.parameters)
+    assert alone.load().step == 2, "parameters alone"
+
+
+# ---------------------------------------------------------------------------------------------- disks that fail
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_is_an_error_on_all_ranks(
+    background: bool, start: Any, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the last rank the disk is full after a few tensors."""
+    job = start(checkpoint={"background": background})
+    go_on(job, 1)
+    save(job)
+    want = everything(job)
+    go_on(job, 2)
+    plain, written = Writer.write, []
+
+    def write(self: Any, name: str, tensor: Any) -> None:
+        written.append(name)
+        if len(written) > 2 and world.rank == world.size - 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(self, name, tensor)
+
+    monkeypatch.setattr(Writer, "write", write)
+    with pytest.raises(CheckpointError, match=f"rank {world.size - 1}, saving step 2: .*No space left.*earlier"):
+        save(job)
+    monkeypatch.setattr(Writer, "write", plain)
+    world.barrier()
+    there = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert there == ["step-00000001"], "nothing is left of it"
+    assert "after step 1" in job.saving.resume()
+    np.testing.assert_equal(everything(job), want)
+    save(job)
+    world.barrier()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_folder_that_cannot_be_written(start: Any, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start()
+    go_on(job, 1)
+    save(job)
+    if world.rank == 0:
+        (folder / "checkpoints" / "step-00000002").write_text("a file")
+    go_on(job, 2)
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        save(job)
+    go_on(job, 3)
+    monkeypatch.setattr(checkpoint.folders, "write_index", _fails)
+    with pytest.raises(CheckpointError, match="no index today"):
+        save(job)
+    world.barrier()
+    assert not (folder / "checkpoints" / "step-00000003").exists()
+    assert job.saving.checkpoints.steps() == [1]
+
+
+def _fails(*_: Any) -> None:
+    raise OSError("no index today")
+
+
+@pytest.mark.serial
+def test_states_that_are_changed_while_files_are_written_are_not_in_them(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    job = start(SERIAL)
+    go_on(job, 1)
+    want, gate = everything(job), threading.Event()
+    plain = Writer.write
+
+    def write(self: Any, name: str, tensor: Any) -> None:
+        assert gate.wait(20)
+        plain(self, name, tensor)
+
+    monkeypatch.setattr(Writer, "write", write)
+    job.saving.checkpoints.save(1, job.saving._state({}))
+    go_on(job, 3)
+    job.saving.checkpoints.poll()
+    assert job.saving.checkpoints.steps() == [], "no index before all is written"
+    gate.set()
+    job.saving.close()
+    job.saving.resume()
+    np.testing.assert_equal(everything(job), want)
+
+
+# ---------------------------------------------------------------------------------------------- which ones stay
+@pytest.mark.ranks(1, 2)
+def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -> None:
+    losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: math.nan, 5: 2.0, 6: 3.0}
+    job = start(checkpoint={"every": 1, "keep": 2, "best": "test_loss"})
+    for step, loss in losses.items():
+        go_on(job, step)
+        job.saving.after(step, {"step": step, "test_loss": loss}, stopped=False)
+    job.saving.close()
+    world.barrier()
+    assert job.saving.checkpoints.steps() == [2, 5, 6]
+    assert metrics_of(folder / "checkpoints" / "step-00000002")["test_loss"] == 1.0
+    again = start(checkpoint={"keep": 1, "best": "test_loss"})
+    again.saving.resume()
+    assert again.saving.best == 1.0
+    again.saving.after(7, {"test_loss": 1.5}, stopped=False)  # neither due nor the best
+    assert again.saving.checkpoints.steps() == [2, 5, 6]
+    again.saving.after(8, {"test_loss": 0.5}, stopped=False)
+    again.saving.close()
+    world.barrier()
+    assert again.saving.checkpoints.steps() == [8]
+
+
+def test_settings() -> None:
+    assert checkpointing("checkpoint", False).on is False
+    assert checkpointing("checkpoint", 7).every == 7
+    assert checkpointing("checkpoint", {"every": 100, "keep": None, "background": False}).keep is None
+    with pytest.raises(ConfigError, match="did you mean 'every'"):
+        checkpointing("checkpoint", {"evry": 3})
+    with pytest.raises(ConfigError, match="False, a number of steps, or a dict"):
+        checkpointing("checkpoint", "daily")
+
+
+@pytest.mark.serial
+def test_the_best_is_a_metric_that_there_is(start: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'validation_loss' is no metric .*'test_loss' or 'test_accuracy'"):
+        start(SERIAL, checkpoint={"best": "validation_loss"})
+
+
+# ---------------------------------------------------------------------------------------------- pure
+@pytest.mark.serial
+@given(st.lists(st.integers(0, 4), max_size=4), st.data())
+def test_ranges_are_cut_into_few_rectangles(shape: list[int], data: st.DataObject) -> None:
+    n = math.prod(shape)
+    start = data.draw(st.integers(0, n))
+    stop = data.draw(st.integers(start, n))
+    flat = np.arange(n).reshape(shape)
+    found = list(rectangles(tuple(shape), start, stop))
+    parts = [flat[tuple(slice(a, a + k) for a, k in zip(*corner, strict=True))].reshape(-1) for corner in found]
+    assert np.concatenate([np.arange(0), *parts]).tolist() == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.serial
+def test_shards_that_differ_between_copies_and_ties_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_pieces, "SPLIT", 16)
+
+    def held(name: str, group: int, counted: bool, *corners: Any) -> list[Any]:
+        return [name, "float64", [8], group, counted, 8, [list(corner) for corner in corners]]
+
+    whole, low, high, other = ([0], [8]), ([0], [5]), ([5], [3]), ([0], [4])
+    everyone = [
+        [held("tied", 0, True, whole), held("m", 0, True, low)],
+        [held("tied", 0, False, whole), held("m", 0, True, high)],
+        [held("tied", 2, True, whole), held("m", 0, False, other)],  # a copy whose shards end elsewhere
+        [held("tied", 2, True, ([0], [4]))],
+    ]
+    seen: dict[str, Any] = {"tied": np.zeros(8, int), "m": np.zeros(8, int)}
+    writers = set()
+    for rank in range(4):
+        for name, corners in share_out(everyone, rank).items():
+            for (a,), (n,) in corners:
+                seen[name][a : a + n] += 1
+                writers.add((name, rank))
+    assert all((count == 1).all() for count in seen.values())
+    assert {("tied", 2), ("m", 0), ("m", 1)} <= writers
+    assert not {("m", 2), ("tied", 3)} & writers
+    with pytest.raises(ConfigError, match=r"'m' has 8 elements, of which .* hold 5"):
+        share_out(everyone[:1], 0)
+    everyone[1][0][1] = "float32"
+    with pytest.raises(ConfigError, match="rank 1 holds 'tied' as float32"):
+        share_out(everyone, 0)
+
+
+@pytest.mark.serial
+@given(data=st.data())
+def test_any_part_of_a_tensor_is_read_from_any_chunks(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """Chunks and the rectangle that is wanted are drawn; no page is read that has nothing of it."""
+    from parlinalg.train.checkpoint_index import Chunk, Entry, checksums
+    from parlinalg.train.checkpoint_writer import header_of
+
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
+    array = np.random.default_rng(0).normal(size=shape)
+    cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    corners = [()]
+    for cut in cuts:
+        corners = [(*c, (a, b)) for c in corners for a, b in pairwise(cut)]
+    folder = tmp_path_factory.mktemp("chunks")
+    parts = {str(i): array[tuple(slice(*r) for r in corner)] for i, corner in enumerate(corners)}
+    writer = Writer(folder / "f", {n: p.shape for n, p in parts.items()}, dict.fromkeys(parts, array.dtype))
+    for name, part in parts.items():
+        writer.write(name, part)
+    writer.close()
+    writer.appear()
+    found = read_header(folder / "f")
+    chunks = tuple(
+        Chunk("f", found[str(i)].offset, tuple(a for a, _ in corner), tuple(b - a for a, b in corner),
+              checksums(np.ascontiguousarray(parts[str(i)]).reshape(-1).view(np.uint8).data, 32))
+        for i, corner in enumerate(corners)
+    )  # fmt: skip
+    index = Index(0, {}, {"f": header_of(folder / "f")}, {"x": Entry("float64", shape, chunks)}, 32)
+    assert Index.parse(index.text(), "f") == index
+    region = tuple(range(*sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
+    out = np.empty(tuple(map(len, region)))
+    with Reader(folder, index) as reader:
+        reader._fill("x", index.tensors["x"], region, out)
+        due = sum(-(-8 * volume(c.region) // 32) * 32 for c in chunks if volume(meet(c.region, region)))
+        assert reader.bytes_read <= (due + index.files["f"].header if volume(region) else 0)
+    np.testing.assert_array_equal(out, array[tuple(slice(r.start, r.stop) for r in region)])
