@@ -10,7 +10,9 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 GRACE = float(os.environ.get("PARLINALG_TEST_GRACE", "20"))  # seconds a failed rank waits for the others
 LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -55,6 +57,28 @@ def agree(failure: str) -> list[str]:
                 comm.Abort(1)
             time.sleep(0.001)
     return list(comm.allgather(failure)) if any(all_of_them) else [""] * comm.size
+
+
+def once(function: Callable[[], Result]) -> Result:
+    """What a function gives, which rank 0 calls alone, on all ranks: what every rank is compared with is computed once,
+    while the others leave the cores to it.  Collective over all ranks."""
+    comm = verdict_comm()
+    if comm is None:
+        return function()
+    result: Any = None
+    problem = ""
+    if comm.rank == 0:
+        try:
+            result = function()
+        except Exception:
+            problem = traceback.format_exc()
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.001)
+    problem, result = comm.bcast((problem, result), 0)
+    if problem:
+        raise FailedElsewhereError(f"on rank 0:\n{problem}")
+    return result
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import ledger
-from parlinalg.datasets import Loader, digits, npz
+from parlinalg.datasets import Loader, digits, npz, sets
 from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
@@ -74,6 +74,15 @@ def test_digits() -> None:
     assert (found.features, found.classes, len(found.x) + len(found.x_test)) == (64, 10, 1797)
     assert 0 <= found.x.min() < found.x.max() == 1
     assert (found.x_test == digits().x_test).all()
+
+
+@pytest.mark.serial
+def test_digits_are_those_that_their_package_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = digits(seed=3)
+    monkeypatch.setattr(sets, "DIGITS", "nowhere")
+    want = digits(seed=3)
+    for name in ("x", "y", "x_test", "y_test"):
+        assert np.array_equal(getattr(found, name), getattr(want, name))
 
 
 X = np.random.default_rng(3).normal(size=(23, 7))

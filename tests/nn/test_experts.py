@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from parlinalg.autograd.ops.routing import Queues, Routing
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer
+from tests.agreement import once
 from tests.cases import placed
 from tests.models import CLOSE, alone, anything, differences, every_scheme, loss_of, make
 from tests.training import sizes_for
@@ -157,7 +158,7 @@ def known(world: Any) -> Any:
         with alone(world) as grid:
             return {name: array.gather() for name, array in passed(SERIAL, grid, **KINDS[kind]).items()}
 
-    return found
+    return lambda kind: once(lambda: found(kind))
 
 
 def cases(ranks: int, full: bool) -> Iterator[tuple[str, str, dict[str, int], Any]]:
@@ -201,12 +202,12 @@ def test_tokens_queue_in_the_order_of_their_sequence(make_grid: Any, world: Any,
 
 
 def trained(scheme: Any, grid: Any, kind: str = "gpt", **options: Any) -> list[float]:
-    """The losses of ten steps of a model with experts, the terms they add among them."""
+    """The losses of five steps of a model with experts, the terms they add among them."""
     model = make(kind, scheme, grid, anything, num_local_experts=3, capacity_factor=0.9, **options)
     GradientReducer(model.parameters(), first_bucket=2000, bucket=4000)
     optimizer = AdamW(model.parameters(), 0.01)
     found = []
-    for step in range(10):
+    for step in range(5):
         with nn.training_step(step), nn.auxiliary_losses() as auxiliary:
             loss = loss_of(model, step % 3)
             assert len(auxiliary) == len(model.blocks)
@@ -218,14 +219,18 @@ def trained(scheme: Any, grid: Any, kind: str = "gpt", **options: Any) -> list[f
     return found
 
 
+def _alone(world: Any, kind: str) -> list[float]:
+    with alone(world) as grid:
+        return trained(SERIAL, grid, kind, p=0.1)
+
+
 @EVERY
 def test_models_with_experts_train_as_on_one_rank(make_grid: Any, world: Any, full: bool) -> None:
     """With dropout, and recomputed where the one rank keeps."""
     every, draw = every_scheme(), random.Random(world.size)
     found = list(cases(world.size, full))
     for kind in ("gpt", "llama") if full else (("gpt", "llama")[world.size % 3 % 2],):
-        with alone(world) as grid:
-            want = trained(SERIAL, grid, kind, p=0.1)
+        want = once(partial(_alone, world, kind))
         for _, name, sizes, axis in found if full else [draw.choice(found)]:
             grid = make_grid(sizes)
             got = trained(every[name], grid, kind, p=0.1, recompute="block", expert_axis=axis)

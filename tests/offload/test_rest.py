@@ -31,7 +31,7 @@ def windows():
     return Path("/proc/self/maps").read_text().count(".window") if Path("/proc/self/maps").exists() else 0
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("kind", "what", "options"), [
     ("gpt", "parameters", {"p": 0.1}),
     ("llama", "activations", {"recompute": True, "p": 0.1, "num_hidden_layers": 2}),

@@ -23,7 +23,8 @@ from parlinalg.grid import factorizations
 from parlinalg.train.job import Job
 from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
-from tests.conftest import SIZE
+from tests.agreement import once
+from tests.conftest import BACKEND, SIZE
 
 STEPS, CLOSE = 10, 1e-12
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
@@ -87,6 +88,7 @@ CASES: list[Case] = [
     (12, "llama", {"sequence": {"size": 6, "ulysses": 2}, "tensor": one_d(2), "parts": 2}),
     (12, "experts", {"data": 2, "tensor": shaped("2.5d", 3, 2, 1), "zero": 2}),
 ]  # fmt: skip
+CHOSEN = CASES if BACKEND == "numpy" else CASES[::3]  # for the stand-in, which differs in arrays alone
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def run(comm: Any, settings: dict[str, Any], backend: str, out: Path) -> np.ndar
 
 @cache
 def serial(kind: str, path: Path) -> np.ndarray:
-    return run(SingleComm(), config(kind, path, {}), "numpy", path.parent)
+    return once(lambda: run(SingleComm(), config(kind, path, {}), "numpy", path.parent))
 
 
 def check(kind: str, case: dict[str, Any], tale: Path, world: Any, backend: str) -> None:
@@ -137,7 +139,7 @@ def check(kind: str, case: dict[str, Any], tale: Path, world: Any, backend: str)
 
 
 @pytest.mark.parametrize(
-    ("kind", "case"), [pytest.param(k, c, marks=pytest.mark.ranks(n), id=f"{n}-{k}-{c}") for n, k, c in CASES]
+    ("kind", "case"), [pytest.param(k, c, marks=pytest.mark.ranks(n), id=f"{n}-{k}-{c}") for n, k, c in CHOSEN]
 )
 def test_losses_are_those_of_one_rank(kind: str, case: dict[str, Any], tale: Path, world: Any, backend: str) -> None:
     check(kind, case, tale, world, backend)
