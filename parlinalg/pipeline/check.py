@@ -77,6 +77,7 @@ class _Reader:
         self.schedule, self.rank = schedule, rank
         self.done: set[tuple[Op, int, int]] = set()
         self.steps = 0
+        self.known = 0  # the microbatches whose backward passes are known to be behind
         self.reduced = True  # whether a REDUCE_GRADIENTS has come since the last backward pass
         self.gone = False  # whether the step of a synchronous schedule is behind
 
@@ -195,7 +196,8 @@ class _Reader:
         """Refuse to reduce gradients that lack microbatches."""
         last = i.microbatch if self.schedule.asynchronous else self.schedule.microbatches - 1
         for c, chunk in enumerate(self.schedule.chunks[self.rank]):
-            for j in range(last + 1):
+            for j in range(self.known, last + 1):
                 if self.schedule.copy_of(j) == chunk.copy and not any((op, c, j) in self.done for op in _LAST):
                     missing = self.told(Instruction(Op.BACKWARD, c, j))
                     raise self.fail(f"does {i.op.name} before {missing}")
+        self.known = max(self.known, last + 1)

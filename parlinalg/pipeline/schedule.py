@@ -103,7 +103,7 @@ class Schedule:
         if not self.versions:
             object.__setattr__(self, "versions", (1,) * self.ranks)
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """The replicas of the model: 2 where microbatches enter at both ends, else 1."""
         return 1 + max((chunk.copy for held in self.chunks for chunk in held), default=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from parlinalg.pipeline.schedule import Instruction, Op
@@ -27,11 +28,18 @@ def kept(order: Iterable[Instruction], weights: Sequence[int]) -> int:
     weights : sequence of int
         By microbatch, the steps behind the weights it works with.
     """
-    steps, left, most = 0, dict(enumerate(weights)), 0
+    steps, left = 0, Counter(weights)  # left: by version, the microbatches still to use it
+    there, most = {0}, 1
     for instruction in order:
         if instruction.op is Op.STEP:
+            if not left[steps]:
+                there.discard(steps)
             steps += 1
+            there.add(steps)
+            most = max(most, len(there))
         elif instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            left.pop(instruction.microbatch, None)
-        most = max(most, len({steps, *(used for used in left.values() if used <= steps)}))
+            used = weights[instruction.microbatch]
+            left[used] -= 1
+            if not left[used] and used != steps:
+                there.discard(used)
     return most
