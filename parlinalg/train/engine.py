@@ -7,7 +7,7 @@ configuration says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,14 +28,12 @@ from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
 from parlinalg.train.feed import placed, rows_of
 from parlinalg.train.layouts import inputs_layout
-from parlinalg.train.sizes import detached, size_of
+from parlinalg.train.losses import Criterion, check_loss, counted
+from parlinalg.train.sizes import detached
 from parlinalg.train.update import Update
 
 if TYPE_CHECKING:
     from parlinalg.train.pipeline_schedules import BaseSchedule
-
-#: From outputs and labels to a mean loss, or to the sum of the losses and their number.
-Criterion = Callable[[Any, Any], Any]
 
 
 class Engine:
@@ -176,6 +174,8 @@ class Engine:
             return {key: self.placed(value) for key, value in x.items()}
         if isinstance(x, tuple | list):
             return type(x)(self.placed(value) for value in x)
+        if isinstance(x, Tensor | DistArray):
+            return x
         return placed(x, self.grid, inputs_layout(whole, x), dtype)
 
     @contextmanager
@@ -201,17 +201,7 @@ class Engine:
 
     def counted(self, output: Any, label: Any) -> tuple[Tensor, int]:
         """The sum of the losses, and how many they are."""
-        first = output
-        while isinstance(first, tuple | list | dict):
-            first = next(iter(first.values() if isinstance(first, dict) else first))
-        layout = first.layout if isinstance(first, Tensor | DistArray) else None
-        label = placed(label, self.grid, layout)
-        found = self._criterion(output, label)
-        if isinstance(found, tuple) and len(found) == 2:
-            total, count = found
-            return check_loss(total), int(count)
-        count = size_of(label)
-        return check_loss(found) * count, count
+        return counted(self._criterion, output, label, self.grid)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a mean loss to those of the step's microbatches before it, each as it has targets.
@@ -392,18 +382,3 @@ class Engine:
             self._update.scaler.load_state_dict(state["scaler"])
         self.made, self.skipped = int(state["made"]), int(state["skipped"])
         self.zero_grad(all=True)
-
-
-def check_loss(loss: Any) -> Tensor:
-    """Raise an EngineError unless this is a Tensor of one element."""
-    if not isinstance(loss, Tensor):
-        raise EngineError(
-            f"a loss is a Tensor of one element, not {type(loss).__name__}; a criterion gives a mean loss, or (sum, "
-            "count)"
-        )
-    if loss.size != 1:
-        raise EngineError(
-            f"a loss is a Tensor of one element, not of shape {loss.shape}; take its .mean(), or give a criterion that "
-            "does"
-        )
-    return loss

@@ -13,10 +13,11 @@ from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.train import build
 from parlinalg.train.config import Config, load
-from parlinalg.train.engine import Criterion, Engine
+from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
 from parlinalg.train.launch import Mesh
 from parlinalg.train.layouts import grid_of
+from parlinalg.train.losses import Criterion
 from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
 from parlinalg.train.stages import staged
 

@@ -1,0 +1,49 @@
+"""What a criterion gives: a mean loss, or the sum of the losses and their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Tensor
+from parlinalg.errors import EngineError
+from parlinalg.grid import Grid
+from parlinalg.train.feed import placed
+from parlinalg.train.sizes import size_of
+
+#: From outputs and labels to a mean loss, or to the sum of the losses and their number.
+Criterion = Callable[[Any, Any], Any]
+
+
+def counted(criterion: Criterion, output: Any, label: Any, grid: Grid) -> tuple[Tensor, int]:
+    """The sum of the losses, and how many they are.  Collective.
+
+    A mean loss counts as one of all elements of the label.  Labels that are host arrays are cut as the first dims of
+    the output, of a tree its first array.
+    """
+    first = output
+    while isinstance(first, tuple | list | dict):
+        first = next(iter(first.values() if isinstance(first, dict) else first))
+    layout = first.layout if isinstance(first, Tensor | DistArray) else None
+    label = placed(label, grid, layout)
+    found = criterion(output, label)
+    if isinstance(found, tuple) and len(found) == 2:
+        return check_loss(found[0]), int(found[1])
+    count = size_of(label)
+    return check_loss(found) * count, count
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Raise an EngineError unless this is a Tensor of one element."""
+    if not isinstance(loss, Tensor):
+        raise EngineError(
+            f"a loss is a Tensor of one element, not {type(loss).__name__}; a criterion gives a mean loss, or (sum, "
+            "count)"
+        )
+    if loss.size != 1:
+        raise EngineError(
+            f"a loss is a Tensor of one element, not of shape {loss.shape}; take its .mean(), or give a criterion that "
+            "does"
+        )
+    return loss
