@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from parlinalg.train import job
+from parlinalg.train.checkpoint_folder import complete, name_of, remove
+from parlinalg.train.job import train
+from parlinalg.train.loop import Trainer
 from tests.train import checkpoints as cp
 
 # What is saved, and by what it is loaded: ranks, `parallel`, stage of ZeRO.
@@ -50,3 +56,99 @@ def test_a_training_goes_on_on_any_grid(tale: Path, folder: Path, world: Any, ba
         if comm is not None:
             cp.close(cp.gone_on(comm, cp.config(tale, parallel, zero), folder, backend, more), want)
         world.barrier()
+
+
+# ---------------------------------------------------------------------------------------------- as users start it
+KEYS = ("step", "loss", "accuracy", "lr", "grad_norm", "test_loss", "test_accuracy")
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says, but for times."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k in KEYS} for line in lines]
+
+
+@pytest.fixture
+def whole(
+    seven: Path, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A configuration, and the metrics of its training."""
+    monkeypatch.setattr(job, "plot", lambda *_: "none is wanted")  # it takes longer than the training
+    settings = {
+        "data": str(seven), "dtype": "float64", "batch_size": 47, "steps": 9, "validate_every": 3,
+        "model": {"hidden": (31, 13), "dropout": 0.2}, "checkpoint": {"every": 2},
+    }  # fmt: skip
+    assert train(settings, folder / "whole", comm=world) == 0
+    world.barrier()
+    return settings, told(folder / "whole")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_makes_a_checkpoint_from_which_training_goes_on(
+    name: str, whole: Any, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The signal comes to one rank, after step 5, where no checkpoint is due."""
+    settings, want = whole
+    plain = Trainer.step
+
+    def step(self: Any, parts: Any) -> Any:
+        if self.made == 4 and world.rank == world.size - 1:
+            signal.raise_signal(getattr(signal, name))
+        return plain(self, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        assert train(settings, folder / "out", comm=world) == 128 + getattr(signal, name)
+    world.barrier()
+    assert told(folder / "out") == want[:5]
+    assert complete(folder / "out" / "checkpoints") == [2, 4, 5]
+    world.barrier()
+    assert train(settings, folder / "out", comm=world, resume=True) == 0
+    world.barrier()
+    assert told(folder / "out") == want
+    said = capfd.readouterr().out
+    if world.rank == 0:
+        assert f"stopped by {name} after step 5 of 9" in said
+        assert "going on after step 5, from" in said
+        assert "4 steps in" in said
+        assert "9 in all" in said
+
+
+@pytest.mark.ranks(1, 2)
+def test_steps_after_the_checkpoint_are_made_again_and_told_once(whole: Any, folder: Path, world: Any) -> None:
+    settings, want = whole
+    out = folder / "whole"
+    if world.rank == 0:
+        for step in (8, 9):
+            remove(out / "checkpoints" / name_of(step))
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 10, "lo')  # a process that was killed
+        (out / "checkpoints" / name_of(8)).mkdir()
+        (out / "checkpoints" / name_of(8) / "rank-00000.0a1b2c3d.safetensors").touch()
+    world.barrier()
+    assert train(settings, out, comm=world, resume=True) == 0
+    world.barrier()
+    assert told(out) == want
+    assert complete(out / "checkpoints") == [6, 8, 9]
+    world.barrier()
+    assert train(settings, out, comm=world, resume=True) == 0, "nothing is left to do"
+    assert train({**settings, "steps": 11}, out, comm=world, resume=True) == 0, "more steps"
+    world.barrier()
+    assert [m["step"] for m in told(out)] == list(range(1, 12))
+    assert told(out)[:8] == want[:8]
+    world.barrier()
+    assert train({**settings, "checkpoint": False}, out, comm=world, resume=True) == 0
+    assert train(settings, out, comm=world) == 0, "from the start: what was there is set aside"
+    world.barrier()
+    assert told(out) == want
+    assert complete(out / "checkpoints") == [6, 8, 9]
+    assert complete(out / "checkpoints.old") == [9, 10, 11]
+
+
+@pytest.mark.ranks(1, 2)
+def test_without_a_checkpoint_training_begins(whole: Any, folder: Path, world: Any) -> None:
+    settings, want = whole
+    assert train(settings, folder / "new", comm=world, resume=True) == 0
+    world.barrier()
+    assert told(folder / "new") == want
