@@ -45,7 +45,7 @@ def part_of(world: Any, ranks: int) -> Any:
 
 def steps(job: Job, first: int, stop: int) -> list[tuple[float, float]]:
     """Losses and norms."""
-    following = batches(job.task.loader, stop, job.mesh.config.gradient_accumulation, first)
+    following = batches(job.task.loader, stop, job.parts, first)
     return [(o.loss, o.norm) for o in map(job.trainer.step, following)]
 
 
