@@ -1,0 +1,176 @@
+"""What a pipeline's worker does beside plain training: ZeRO, unlike grids, fewer microbatches, use, overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parlinalg.errors import CommError, ConfigError
+from parlinalg.parallel.precision import overflowing
+from parlinalg.pipeline.schedule import Op
+from tests.conftest import SIZE
+from tests.pipeline.running import Pipeline, differs, pipeline, serial
+
+LAYERS = 3
+
+
+def same(
+    world: Any, backend: str, name: str, parallel: Mapping[str, Any], microbatches: int, steps: int = 3,
+    layers: int = LAYERS, model: Mapping[str, Any] | None = None, auxiliary: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """A pipeline's losses and norms are those of one rank."""
+    given = dict(model or {})
+    parts = microbatches if auxiliary else 1  # auxiliary terms are of a microbatch's tokens
+    losses, norms = serial(world, layers, 3, 0.5, auxiliary, parts, **given)
+    with pipeline(world, backend, name, parallel, microbatches, layers, auxiliary=auxiliary, **options, **given) as p:
+        found = [p.step(step, clip=0.5) for step in range(steps)]
+    wrong = differs([loss for loss, _ in found], losses) + differs([norm for _, norm in found], norms)
+    assert not wrong, wrong
+
+
+# ------------------------------------------------------------------ ZeRO
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("accumulate", ["reduce-scatter", "whole"])
+@pytest.mark.parametrize("name", ["1f1b", "chimera", "zb-v"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero(stage: int, name: str, accumulate: str, world: Any, backend: str, full: bool) -> None:
+    if full or (name == "1f1b") == (accumulate == "reduce-scatter"):
+        same(world, backend, name, {"pipeline": 2, "data": 2}, 4, zero=stage, accumulate=accumulate)
+
+
+# ------------------------------------------------------------------ grids that differ
+UNLIKE: dict[int, list[tuple[int, list[dict[str, Any]]]]] = {
+    3: [(1, [{"size": 1}, {"size": 2, "mode": "1d"}]), (1, [{"size": 2, "mode": "2d", "shape": (2, 1)}, {"size": 1}])],
+    4: [(1, [{"size": 3, "mode": "1d"}, {"size": 1}])],
+    8: [(1, [{"size": 2, "mode": "1d"}, {"size": 6, "mode": "2d", "shape": (2, 3)}]),
+        (2, [{"size": 1}, {"size": 3, "mode": "1d", "sequence_parallel": True}])],
+}  # fmt: skip
+
+
+@pytest.mark.ranks(3, 4, 8)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_stages_on_unlike_grids(zero: int, world: Any, backend: str, full: bool) -> None:
+    for data, tensors in UNLIKE[SIZE]:
+        for name in ("1f1b", "chimera") if full else ("zb-v",) if zero else ("interleaved",):
+            parallel = {"data": data, "pipeline": {"size": 2, "tensor": tensors}}
+            same(world, backend, name, parallel, 2, zero=zero if data > 1 else 0)
+
+
+# ------------------------------------------------------------------ models
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_a_head_of_its_own(name: str, world: Any, backend: str) -> None:
+    parallel = {"pipeline": 2, "data": SIZE // 2}
+    same(world, backend, name, parallel, 2, model={"tie_word_embeddings": False})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", ["attention", "block"])
+def test_recomputed(recompute: str, world: Any, backend: str) -> None:
+    for name in ("1f1b", "zb-h1"):
+        same(world, backend, name, {"pipeline": 2, "data": 1}, 3, model={"recompute": recompute})
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("partition", [[1, 4], [3, 2]])
+def test_layers_shared_out_unevenly(partition: list[int], world: Any, backend: str) -> None:
+    same(world, backend, "1f1b", {"pipeline": 2, "data": SIZE // 2}, 3, partition=partition)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("recompute", [None, "block"])
+def test_experts_add_to_the_loss_in_every_stage(recompute: str | None, world: Any, backend: str) -> None:
+    model = {"num_local_experts": 3, "capacity_factor": None, "recompute": recompute, "router_aux_loss_coef": 0.3}
+    for name in ("1f1b", "zb-v"):
+        same(world, backend, name, {"pipeline": 2, "data": SIZE // 2}, 2, model=model, auxiliary=True)
+
+
+# ------------------------------------------------------------------ numbers of microbatches
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb-v"])
+def test_fewer_microbatches_at_the_end_of_an_epoch(name: str, world: Any, backend: str) -> None:
+    losses, _ = serial(world, LAYERS, 3, clip=0.5)
+    with pipeline(world, backend, name, {"pipeline": 2, "data": 1}, 4, LAYERS) as p:
+        for step, parts in enumerate((4, 3, 1)):
+            batches = p.batches(step, parts)
+            count = sum(b.count for b in batches)
+            found = p.worker.step(batches, p.work, step, 1 / count)["loss"] / count
+            assert abs(found - losses[step]) <= 1e-12 * losses[step], (step, found, losses[step])
+            norm = p.worker.examine(p.optimizer.parameters).norm
+            p.optimizer.step(min(1.0, 0.5 / (norm + 1e-6)))
+            p.optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="is of 4 microbatches, and a step is given 5"):
+            p.worker.step(p.batches(0, 5), p.work, 0, 1.0)
+
+
+# ------------------------------------------------------------------ use
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb-v"])
+def test_forward_passes_alone(name: str, world: Any, backend: str) -> None:
+    with pipeline(world, backend, name, {"pipeline": SIZE, "data": 1}, 4, 7, embd_pdrop=0.0) as p:
+        p.model.eval()
+        found = [p.worker.forward(p.batches(0, parts), p.work) for parts in (1, 5, 9)]
+        p.worker.outputs = {}
+        p.worker.forward(p.batches(0, 3), p.work)
+        mine = {j: out.shape for j, out in p.worker.outputs.items()}
+        assert p.worker.forward([], p.work) == {"loss": 0.0}
+        assert all(q.grad is None for q in p.model.parameters())
+    assert not differs([each["loss"] for each in found], [found[0]["loss"]] * 3)
+    assert {each["targets"] for each in found} == {found[0]["targets"]}
+    assert len({tuple(each) for each in world.share([each["loss"] for each in found])}) == 1
+    everywhere = {int(j): tuple(shape) for told in world.share(mine) for j, shape in told.items()}
+    assert everywhere == dict.fromkeys(range(3), (3, 6, 11))
+
+
+# ------------------------------------------------------------------ what goes wrong
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("where", range(2))
+def test_an_overflow_in_any_stage_is_known_everywhere(where: int, world: Any, backend: str) -> None:
+    with pipeline(world, backend, "1f1b", {"pipeline": 2, "data": SIZE // 2}, 2, LAYERS) as p:
+        p.step(0)
+        batches = p.batches(1)
+        p.worker.step(batches, p.work, 1, 1.0)
+        parameters = list(p.model.parameters())
+        if p.mesh.place.rank == where and p.worker.position == 0:
+            parameters[-1].grad.block[...] = np.inf
+        with overflowing():
+            found = p.worker.examine(parameters)
+        assert not found.finite
+        assert all(not there for there in world.share(found.finite))
+
+
+@pytest.mark.ranks(2)
+def test_an_error_names_the_microbatch_and_the_worker_is_over(world: Any, backend: str) -> None:
+    made = pipeline(world, backend, "1f1b", {"pipeline": 2, "data": 1}, 2, LAYERS)
+    p: Pipeline = made.__enter__()  # left open: nobody may wait for messages that never come
+    stage = p.model.chunks[0]
+    layer = stage.layers[-1]
+    if stage.first:
+
+        def fails(x: Any) -> Any:
+            raise ValueError("a wrong number")
+
+        stage.layers = (*stage.layers[:-1], layer._replace(forward=fails))
+        with pytest.raises(ValueError, match="a wrong number") as error:
+            p.step(0)
+        assert error.value.__notes__ == ["in the pipeline: stage 0, microbatch 0, forward, rank 0"]
+        with pytest.raises(CommError, match="broken off"):
+            p.step(0)
+
+
+# ------------------------------------------------------------------ what it tells
+@pytest.mark.ranks(2, 4)
+def test_spans(world: Any, backend: str) -> None:
+    with pipeline(world, backend, "zb-h1", {"pipeline": SIZE, "data": 1}, 4, 3) as p:
+        p.worker.spans = []
+        p.step(0)
+        p.step(1)
+        order = [i for i in p.schedule.orders[p.mesh.place.rank] if i.op.value in ("F", "B", "I", "W")]
+        spans = [s for s in p.worker.spans if s.op is not Op.REDUCE_GRADIENTS]
+        assert [(s.op, s.chunk, s.microbatch) for s in spans] == [(i.op, i.chunk, i.microbatch) for i in order]
+        assert all(s.rank == p.mesh.place.rank and 0 <= s.start <= s.stop for s in spans)
+        assert all(a.stop <= b.start for a, b in pairwise(spans))
