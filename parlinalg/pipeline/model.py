@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
 from parlinalg.pipeline.partition import balanced, by_hand, check_stages, share_layers
 from parlinalg.pipeline.place import Place
-from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.schedule import Chunk, Schedule
 from parlinalg.pipeline.stage import Stage
 from parlinalg.pipeline.weigh import flops_of, parameters_of, seconds_of
 from parlinalg.schemes import Scheme
+
+if TYPE_CHECKING:
+    from parlinalg.pipeline.generate import PipelineDecoder
 
 Partition = str | Sequence[int]
 
@@ -53,10 +56,12 @@ class PipelineModel(Module):
     ----------
     whole : Module
         The model, declared on this rank's grid.
-    layers : sequence of Layer
-        All of its layers, in order.
+    parts : dict of int to sequence of Layer
+        The layers of this rank's stages, at least, by number.
     counts : sequence of int
         The layers of each stage.
+    inventory : dict of str to Held
+        All parameters of the whole model.
     place : Place
     schedule : Schedule
         Its `chunks` say which stages a rank holds.
@@ -85,15 +90,16 @@ class PipelineModel(Module):
     scheme: Scheme | None
 
     def __init__(
-        self, whole: Module, layers: Sequence[Layer], counts: Sequence[int], place: Place, schedule: Schedule
+        self, whole: Module, parts: Mapping[int, Sequence[Layer]], counts: Sequence[int],
+        inventory: Mapping[str, Held], place: Place, schedule: Schedule,
     ) -> None:  # fmt: skip
         super().__init__()
         object.__setattr__(self, "whole", whole)  # its names are its own, without a prefix
         self.counts, self.stages, self.place = tuple(counts), len(counts), place
+        self._decoder: PipelineDecoder | None = None
+        self._holders = {chunk: rank for rank, held in enumerate(schedule.chunks) for chunk in held}
         self._names = {id(module): name for name, module in whole.named_modules()}
-        ends = np.cumsum([0, *counts])
-        parts = [list(layers[a:b]) for a, b in pairwise(ends)]
-        self.inventory = _inventory(whole, parts)
+        self.inventory = dict(inventory)
         self.shared = {name: held.stages for name, held in self.inventory.items() if len(held.stages) > 1}
         self.chunks = tuple(
             Stage(chunk.stage, self.stages, parts[chunk.stage], self._names, chunk.copy)
@@ -103,7 +109,12 @@ class PipelineModel(Module):
         own = {id(m): m for stage in self.chunks for m in stage.modules()}
         self._own = [m for _, m in whole.named_modules() if id(m) in own]
         whole.forget([m for m in whole.modules() if id(m) not in own])
-        self.grid = _grid(whole, self.inventory)
+        grid = grid_of(whole)
+        if grid is None:
+            raise ConfigError(
+                f"{type(whole).__name__} has no parameters and no `grid`: a pipeline needs its arrays' grid"
+            )
+        self.grid = grid
         self.scheme = getattr(whole, "scheme", None)
 
     def forward(self, x: Any) -> Any:
@@ -124,6 +135,24 @@ class PipelineModel(Module):
     def owner(self, name: str) -> int:
         """The pipeline rank that owns a parameter of the whole model."""
         return self._owners[self.inventory[name].stages[0]]
+
+    def holder(self, stage: int, copy: int = 0) -> int:
+        """The pipeline rank that holds a stage."""
+        return self._holders[Chunk(stage, copy)]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole model's, of models that have one."""
+        config: dict[str, Any] = self.whole.config
+        return config
+
+    def decoder(self) -> PipelineDecoder:
+        """The model as generation sees it.  The first call is collective over all ranks of the mesh."""
+        from parlinalg.pipeline.generate import PipelineDecoder
+
+        if self._decoder is None:
+            self._decoder = PipelineDecoder(self)
+        return self._decoder
 
     # ------------------------------------------------------------------ members
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
@@ -222,7 +251,9 @@ def split(
             f"{type(model).__name__} has {len(counts)} stages of its own, but the schedule has {schedule.stages} "
             "(pipeline ranks × chunks); give both as many, or let the model list its layers"
         )
-    return PipelineModel(model, layers, counts, place, schedule)
+    ends = [0, *accumulate(counts)]
+    parts = {number: layers[a:b] for number, (a, b) in enumerate(pairwise(ends))}
+    return PipelineModel(model, parts, counts, inventory_of(model, parts), place, schedule)
 
 
 def shares(
@@ -282,7 +313,7 @@ def _layer(model: Module, given: Any) -> Layer:
     return Layer(name, given, (given,))
 
 
-def _inventory(whole: Module, parts: Sequence[Sequence[Layer]]) -> dict[str, Held]:
+def inventory_of(whole: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[str, Held]:
     """All parameters of a model by name, with the stages that hold them.
 
     Raises
@@ -292,7 +323,7 @@ def _inventory(whole: Module, parts: Sequence[Sequence[Layer]]) -> dict[str, Hel
     """
     stages: dict[int, list[int]] = {}
     known = {id(module) for module in whole.modules()}
-    for number, part in enumerate(parts):
+    for number, part in parts.items():
         for layer in part:
             for module in (m for own in layer.modules for m in own.modules()):
                 if id(module) not in known:
@@ -320,13 +351,7 @@ def _inventory(whole: Module, parts: Sequence[Sequence[Layer]]) -> dict[str, Hel
     return found
 
 
-def _grid(whole: Module, inventory: Mapping[str, Held]) -> Grid:
-    grid = getattr(whole, "grid", None)
-    if grid is not None:
-        return grid
-    for module in whole.modules():
-        for p in module._parameters.values():
-            return p.grid
-    raise ConfigError(
-        f"{type(whole).__name__} has no parameters and no `grid`: a pipeline needs the grid of its arrays"
-    )
+def grid_of(model: Module) -> Grid | None:
+    """The grid of a model's arrays, if it says, or has parameters."""
+    grid: Grid | None = getattr(model, "grid", None)
+    return grid or next((p.grid for m in model.modules() for p in m._parameters.values()), None)

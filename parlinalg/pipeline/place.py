@@ -122,6 +122,11 @@ class Place:
         world = SingleComm() if world is None else world
         return cls.of(world, [{"data": world.size} if sizes is None else sizes])
 
+    def channel(self) -> Comm:
+        """A communicator of all ranks for messages of one kind, freed with the place.  Collective."""
+        self._made.append(self.world.sub(range(self.world.size), ("pipeline",)))
+        return self._made[-1]
+
     def close(self) -> None:
         """Free the communicators that were made for it.  Collective."""
         for comm in self._made:

@@ -1,0 +1,122 @@
+"""Generation through the stages of a pipeline: each rank keeps the keys and values of its own layers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.autograd import Tensor
+from parlinalg.errors import ConfigError
+from parlinalg.nn.cache import KeyValueCache
+from parlinalg.nn.generate import evaluating, placed
+from parlinalg.pipeline.edges import Edge, Edges
+from parlinalg.pipeline.model import PipelineModel
+from parlinalg.pipeline.roles import first_role, table_of
+from parlinalg.pipeline.stage import Stage
+from parlinalg.pipeline.tree import put_together, take_apart
+
+
+class StageCaches:
+    """The keys and values of this rank's stages, for as many tokens as all ranks know of.
+
+    Attributes
+    ----------
+    length : int
+        How many tokens they hold.
+    stages : dict of int to list of KeyValueCache
+        By the number of the stage.
+    """
+
+    def __init__(self, stages: dict[int, list[KeyValueCache]]) -> None:
+        self.length = 0
+        self.stages = stages
+
+
+class PipelineDecoder:
+    """A causal model in a pipeline, as `parlinalg.nn.generate` sees it.
+
+    The tokens of a step pass from stage to stage; of the logits of the last one the first rank of its grid chooses what
+    comes next, and tells all.  Where a schedule trains two copies of the model, the first is used.  Making it is
+    collective over all ranks of the mesh; its communicator is freed with the model's place.
+
+    Parameters
+    ----------
+    model : PipelineModel
+
+    Raises
+    ------
+    ConfigError
+        If the model's layers cannot go on from a cache: it is no causal language model.
+    """
+
+    def __init__(self, model: PipelineModel) -> None:
+        if not hasattr(model.whole, "cache"):
+            raise ConfigError(
+                f"{type(model.whole).__name__} generates no text: its layers keep no keys and values of earlier "
+                "tokens; a GPT and a Llama do"
+            )
+        self.model, self.place, self.grid = model, model.place, model.grid
+        self.world = self.place.world
+        self.config: dict[str, Any] = model.whole.config
+        self.holders = [model.holder(number) for number in range(model.stages)]
+        self.chooser = self.place.ranks[self.holders[-1]][0]
+        self.held: dict[int, Stage] = {stage.number: stage for stage in model.chunks if not stage.copy}
+        self.edges = self._edges()
+        self._turn = 0
+
+    def _edges(self) -> Edges:
+        comm, place = self.place.channel(), self.place
+        roles = {
+            stage.number: first_role([m for layer in stage.layers for m in layer.modules])
+            for stage in self.held.values()
+        }
+        told = comm.share([table_of(self.model.scheme, self.grid.sizes), sorted(roles.items())])
+        first = [told[ranks[0]] for ranks in place.ranks]
+        takes = {Edge(number): role for _, theirs in first for number, role in theirs}
+        return Edges(place, comm, self.grid, [table for table, _ in first], takes)
+
+    def cache(self, length: int) -> StageCaches:
+        """Room for so many tokens, in each of this rank's stages."""
+        return StageCaches({number: stage.caches(length) for number, stage in self.held.items()})
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Within it dropout is off."""
+        both = ExitStack()
+        both.enter_context(evaluating(self.model.whole))
+        both.enter_context(evaluating(self.model))
+        return both
+
+    def logits(self, ids: np.ndarray, cache: StageCaches | None) -> np.ndarray | None:
+        """The logits of the token after these, on the chooser; see `parlinalg.nn.generate.Decoder`.  Collective."""
+        batch, tokens = ids.shape
+        cache = self.cache(tokens) if cache is None else cache
+        self._turn += 1
+        x: Any = None
+        for number, stage in sorted(self.held.items()):
+            if stage.first:
+                x = placed(ids, self.model.whole.ids_layout, self.grid)
+            elif self.holders[number - 1] != self.place.rank:
+                x = self._received(number, (batch, tokens))
+            x = stage.generate(x, cache.stages[number], cache.length)
+            if not stage.last and self.holders[number + 1] != self.place.rank:
+                self._send(number + 1, x, (batch, tokens))
+        cache.length += tokens
+        values: np.ndarray | None = x.data.gather(root=0) if len(self.holders) - 1 in self.held else None
+        self.edges.finish()
+        return None if values is None else values.reshape(batch, -1)
+
+    def _send(self, number: int, x: Any, like: tuple[int, int]) -> None:
+        form, tensors = take_apart(x)
+        whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
+        self.edges.send(Edge(number), self._turn, self.holders[number], like, form, whole)
+
+    def _received(self, number: int, like: tuple[int, int]) -> Any:
+        edge = Edge(number)
+        blocks = self.edges.take(self.edges.post(edge, self._turn, self.holders[number - 1], like))
+        frame = self.edges.frame(edge, like)
+        leaves = zip(blocks, frame.leaves, strict=True)
+        tensors = [Tensor(DistArray(block, leaf.shape, leaf.target, self.grid)) for block, leaf in leaves]
+        return put_together(frame.form, tensors)
