@@ -1,6 +1,26 @@
 """Pipelines: the layers of a model on ranks that follow one another, and microbatches that pass through them."""
 
+from parlinalg.pipeline.build import build_by_hand, build_pipeline_model, build_pipeline_model_from_cfg
+from parlinalg.pipeline.model import PipelineModel, split
+from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.registry import register
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.schedules import discover, make
+from parlinalg.pipeline.stage import Stage
 
-__all__ = ["Chunk", "Instruction", "Op", "Schedule", "discover", "make"]
+__all__ = [
+    "Chunk",
+    "Instruction",
+    "Op",
+    "PipelineModel",
+    "Place",
+    "Schedule",
+    "Stage",
+    "build_by_hand",
+    "build_pipeline_model",
+    "build_pipeline_model_from_cfg",
+    "discover",
+    "make",
+    "register",
+    "split",
+]

@@ -91,7 +91,7 @@ def test_stages_after_one_another_are_the_model(name: str, stages: int, make_gri
     assert sum(part.counts) == len(listed_layers(serial)[0])
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_hold_their_stages_only(name: str, world: Any, backend: str, make_grid: Callable[..., Any]) -> None:
     with pipelined(world, backend, pipeline=SIZE) as mesh:
@@ -119,7 +119,7 @@ def test_ranks_hold_their_stages_only(name: str, world: Any, backend: str, make_
         assert all(np.array_equal(a, other[n]) for n, a in part.state_dict().items())
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 def test_a_model_with_values_leaves_those_of_other_stages(world: Any, backend: str) -> None:
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         model = gpt(mesh.scheme, mesh.grid).initialize(5)
@@ -181,7 +181,7 @@ def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) ->
         split(gpt(SERIAL, grid), place, make("1f1b", 2, 2))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("partition", ["parameters", "flops", "time"])
 def test_partitions_by_cost(partition: str, world: Any, backend: str) -> None:
     """A model whose last layers are the dearest gives the first rank most layers; all ranks agree."""

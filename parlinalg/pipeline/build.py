@@ -1,0 +1,201 @@
+"""Pipelines from lists of layers, from data, and from stages that users build by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from parlinalg.array.create import dtype_named
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.nn.containers import Sequential
+from parlinalg.nn.layer import Layer
+from parlinalg.nn.module import Module
+from parlinalg.pipeline import registry
+from parlinalg.pipeline.model import Held, Partition, PipelineModel, grid_of, inventory_of, listed_layers, split
+from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.schedules import make
+from parlinalg.schemes import Scheme
+
+
+class Where(Protocol):
+    """What a pipeline is built on; `parlinalg.launch` gives one."""
+
+    grid: Grid
+    scheme: Scheme
+    place: Place
+    schedule: Schedule | None
+
+
+def build_pipeline_model(
+    model: Module, num_chunks: int = 1, *, mesh: Where | None = None, partition: Partition | None = None,
+    sample: Any = None, schedule: Schedule | None = None, seed: int | None = None,
+) -> PipelineModel:  # fmt: skip
+    """Cut a model into stages, and keep this rank's.  Collective.
+
+    Parameters
+    ----------
+    model : Module
+        A Sequential, or another that lists its layers.
+    num_chunks : int
+        The stages that a pipeline rank holds.
+    mesh : Mesh, optional
+        By default that of the model's grid.
+    partition : optional
+        As of `split`; by default as the mesh's configuration says.
+    sample : optional
+        As of `split`.
+    schedule : Schedule, optional
+        Says which rank holds which stage; by default the mesh's, or where that has other chunks, 1F1B or interleaved.
+    seed : int, optional
+        With it the values are made.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be cut so; see `split`.
+    """
+    if mesh is None:
+        mesh = _mesh(getattr(grid_of(model), "mesh", None))
+    if partition is None:
+        partition = getattr(getattr(mesh, "parallel", None), "partition", "uniform")
+    made = split(model, mesh.place, _schedule(mesh, num_chunks, schedule), partition, sample)
+    return made if seed is None else made.initialize(seed)
+
+
+def build_pipeline_model_from_cfg(
+    cfg: Mapping[str, Any] | Sequence[Any], num_chunks: int = 1, *, mesh: Where, partition: Partition | None = None,
+    sample: Any = None, schedule: Schedule | None = None, seed: int | None = None, dtype: Any = None,
+) -> PipelineModel:  # fmt: skip
+    """Build a model that is given as data, cut it into stages, and keep this rank's.  Collective.
+
+    Parameters
+    ----------
+    cfg : list of dict, or dict
+        The layers: dicts with a `type` of `parlinalg.pipeline.registry` and its arguments; or a dict with `layers`, and
+        maybe `partition` and `dtype`.  Linear layers without a `kind` go alternately into a block and out of it.
+    num_chunks, partition, sample, schedule, seed
+        As of `build_pipeline_model`.
+    mesh : Mesh
+        Its grid and scheme are those of the layers.
+    dtype : dtype, optional
+        By default as the mesh's configuration says.
+
+    Raises
+    ------
+    ConfigError
+        If a type or an argument is unknown, or the model cannot be cut.
+    """
+    mesh = _mesh(mesh)
+    options: dict[str, Any] = {"layers": cfg}
+    if isinstance(cfg, Mapping):
+        unknown = [key for key in cfg if key not in ("layers", "partition", "dtype")]
+        if unknown or "layers" not in cfg:
+            raise ConfigError(
+                f"a model as data is a list of layers, or a dict with layers=[…] and maybe partition and dtype; not "
+                f"one with the keys {', '.join(map(repr, cfg))}"
+            )
+        options = dict(cfg)
+    config = getattr(mesh, "config", None)
+    dtype = dtype or options.get("dtype") or getattr(config, "model_dtype", None)
+    model = sequential(options["layers"], mesh.scheme, mesh.grid, dtype)
+    partition = options.get("partition") if partition is None else partition
+    return build_pipeline_model(
+        model, num_chunks, mesh=mesh, partition=partition, sample=sample, schedule=schedule, seed=seed
+    )  # fmt: skip
+
+
+def sequential(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = None) -> Sequential:
+    """The layers that are given as data, one after the other, declared.
+
+    Linear layers without a `kind` go alternately into a block and out of it, as those of `nn.MLP`.
+    """
+    if not isinstance(layers, list | tuple) or not layers:
+        raise ConfigError(f"layers is a list of dicts, such as [dict(type='Linear', …), …], not {layers!r}")
+    place = registry.placed(scheme, grid, dtype_named(dtype) if isinstance(dtype, str) else dtype)
+    made, inward = [], True
+    for i, given in enumerate(layers):
+        if isinstance(given, Mapping) and given.get("type") == "Linear":
+            given = {"kind": "expand" if inward else "contract", **given}
+            inward = given["kind"] != "expand"
+        made.append(registry.build(given, place, f"layers[{i}]"))
+    model = Sequential(*made)
+    model.grid, model.scheme = grid, scheme
+    return model
+
+
+def build_by_hand(
+    chunks: Module | Iterable[Module], *, mesh: Where, schedule: Schedule | None = None, seed: int | None = None
+) -> PipelineModel:
+    """A pipeline of stages that users build themselves, each rank those that `mesh.rank("pipeline")` is to hold.
+
+    Collective.  Parameters are named by the number of their stage, as in a Sequential of the stages: "0.weight".
+
+    Parameters
+    ----------
+    chunks : Module or iterable of Module
+        In the order of `schedule.chunks[mesh.rank("pipeline")]`.
+    mesh, schedule, seed
+        As of `build_pipeline_model`.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if on any there are not as many as the schedule gives it.
+    """
+    given = [chunks] if isinstance(chunks, Module) else list(chunks)
+    place, schedule = mesh.place, _schedule(mesh, len(given), schedule, by_hand=True)
+    held = schedule.chunks[place.rank]
+    problem = ""
+    if len(given) != len(held):
+        problem = (
+            f"rank {place.world.rank} builds {len(given)} stages by hand, but {schedule.name} gives it {len(held)}"
+        )
+    for told in place.world.share(problem):
+        if told:
+            raise ConfigError(f"{told}: give one module for each of schedule.chunks[mesh.rank('pipeline')]")
+    whole = Module()
+    whole.grid, whole.scheme = mesh.grid, mesh.scheme
+    parts = {}
+    for chunk, module in zip(held, given, strict=True):
+        setattr(whole, str(chunk.stage), module)
+        cuttable = callable(getattr(module, "layers", None)) or hasattr(module, "stages")
+        parts[chunk.stage] = listed_layers(module)[0] if cuttable else [Layer(str(chunk.stage), module, (module,))]
+    mine = {
+        name: [list(one.shape), one.dtype.name, *one.stages] for name, one in inventory_of(whole, parts).items()
+    }  # fmt: skip
+    first = place.world.rank == place.ranks[place.rank][0]
+    told = place.world.share([mine, {n: len(part) for n, part in parts.items()}] if first else [{}, {}])
+    inventory, counts = {}, {}
+    for number in range(schedule.stages):
+        theirs, lengths = told[place.ranks[schedule.holder(number)][0]]
+        counts[number] = lengths[str(number)]
+        for name, (shape, dtype, stage) in theirs.items():
+            if stage == number:
+                inventory[name] = Held(tuple(shape), np.dtype(dtype_named(dtype)), (stage,))
+    made = PipelineModel(whole, parts, list(counts.values()), inventory, place, schedule)
+    return made if seed is None else made.initialize(seed)
+
+
+def _mesh(mesh: Any) -> Any:
+    if mesh is None:
+        raise ConfigError("a pipeline is built on a mesh: give mesh=parlinalg.launch(config)")
+    return mesh
+
+
+def _schedule(mesh: Where, chunks: int, given: Schedule | None, by_hand: bool = False) -> Schedule:
+    """A schedule in which each rank holds so many stages."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ConfigError(f"num_chunks is a whole number of at least 1, not {chunks!r}")
+    chosen = given or mesh.schedule
+    if chosen is not None and (by_hand or len(chosen.chunks[mesh.place.rank]) == chunks):
+        return chosen
+    if given is not None:
+        raise ConfigError(
+            f"num_chunks={chunks}, but a rank of the schedule {given.name!r} holds {len(given.chunks[0])} stages"
+        )
+    ranks = mesh.place.size
+    return make("1f1b", ranks, ranks) if chunks == 1 else make("interleaved", ranks, ranks, chunks)

@@ -1,0 +1,148 @@
+"""Types of layers by name, for models that are given as data."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+from parlinalg import nn
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.nn.module import Module
+from parlinalg.schemes import Scheme
+
+Maker = Callable[..., Module]
+Kind = TypeVar("Kind", bound=Maker)
+
+#: What every layer gets beside its own arguments, where it takes them.
+PLACE = ("scheme", "grid", "dtype")
+
+_types: dict[str, Maker] = {
+    kind.__name__: kind
+    for kind in (
+        nn.Attention, nn.Classifier, nn.Dropout, nn.Embedding, nn.GELU, nn.LayerNorm, nn.Linear, nn.MLP,
+        nn.MixtureOfExperts, nn.PatchEmbedding, nn.Positions, nn.RMSNorm, nn.ReLU, nn.Sequential, nn.SiLU, nn.Sigmoid,
+        nn.SwiGLU, nn.Tanh, nn.TransformerBlock,
+    )
+}  # fmt: skip
+
+
+@overload
+def register(kind: Kind, name: str | None = None) -> Kind: ...
+
+
+@overload
+def register(kind: str) -> Callable[[Kind], Kind]: ...
+
+
+def register(kind: Any, name: str | None = None) -> Any:
+    """Add a type of layers, a class or a function that makes one; also as a decorator.
+
+    It is called with the arguments that the data gives, and with `scheme`, `grid` and `dtype` where it takes arguments
+    of these names.
+
+    Parameters
+    ----------
+    kind : callable
+        Or, as `@register("Name")`, the name.
+    name : str, optional
+        By default the callable's own.
+
+    Raises
+    ------
+    ConfigError
+        If another type has the name already.
+
+    Examples
+    --------
+    >>> @register
+    ... class Halves(nn.Module):
+    ...     def forward(self, x):
+    ...         return x * 0.5
+    >>> "Halves" in registered()
+    True
+    """
+    if isinstance(kind, str):
+        return lambda made: register(made, kind)
+    if not callable(kind):
+        raise ConfigError(f"register takes a class, or a function that makes a module, not {kind!r}")
+    own = str(name or getattr(kind, "__name__", type(kind).__name__))
+    if _types.get(own, kind) is not kind:
+        raise ConfigError(f"a type of layers {own!r} is registered already, {_types[own]!r}; give another name")
+    _types[own] = kind
+    return kind
+
+
+def registered() -> list[str]:
+    """The names of all types."""
+    return sorted(_types)
+
+
+def build(given: object, place: Mapping[str, Any], where: str = "layer") -> Module:
+    """A layer from its data: a dict with its `type` and arguments; a module stays what it is.
+
+    Parameters
+    ----------
+    given : dict or Module
+        A "Sequential" has its layers in `layers`, of the same form.
+    place : dict
+        The `scheme`, `grid` and `dtype` of the model, for types that take them.
+    where : str
+        Names the layer in messages.
+
+    Raises
+    ------
+    ConfigError
+        If the type is unknown, or does not take the arguments; the message says what it takes.
+    """
+    if isinstance(given, Module):
+        return given
+    if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
+        raise ConfigError(
+            f"{where} is {given!r}: a layer is a dict with a type, such as dict(type='Linear', in_features=3, "
+            "out_features=512), or a module"
+        )
+    options = {key: value for key, value in given.items() if key != "type"}
+    name: str = given["type"]
+    if name not in _types:
+        lower = {known.lower(): known for known in _types}
+        near = difflib.get_close_matches(name.lower(), lower, n=1)
+        hint = f"did you mean {lower[near[0]]!r}?  " if near else ""
+        raise ConfigError(
+            f"{where} has the type {name!r}, which nobody has registered: {hint}There are {', '.join(registered())}; "
+            "pipeline.register adds one"
+        )
+    if name == "Sequential":
+        inner = options.pop("layers", None)
+        if options or not isinstance(inner, list | tuple):
+            raise ConfigError(f"{where} (Sequential) takes layers=[…], a list of layers, and nothing else")
+        return nn.Sequential(*(build(each, place, f"{where}.layers[{i}]") for i, each in enumerate(inner)))
+    return _made(_types[name], name, options, place, where)
+
+
+def _made(kind: Maker, name: str, options: dict[str, Any], place: Mapping[str, Any], where: str) -> Module:
+    signature = inspect.signature(kind)
+    takes = signature.parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    own = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in PLACE]
+    for key in options:
+        if key not in takes and not anything:
+            near = difflib.get_close_matches(str(key), own, n=1)
+            hint = f"did you mean {near[0]!r}?  " if near else ""
+            raise ConfigError(f"{where} ({name}) has no argument {key!r}: {hint}It takes {', '.join(own) or 'none'}")
+    given = {**{key: value for key, value in place.items() if key in takes and value is not None}, **options}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{where} ({name}): {error}; it takes {', '.join(own) or 'none'}") from error
+    made = kind(**given)
+    if not isinstance(made, Module):
+        raise ConfigError(f"{where} ({name}) makes a {type(made).__name__}: a layer is a Module")
+    return made
+
+
+def placed(scheme: Scheme, grid: Grid, dtype: Any = None) -> dict[str, Any]:
+    """What every layer gets beside its own arguments."""
+    return {"scheme": scheme, "grid": grid, "dtype": dtype}

@@ -1,0 +1,152 @@
+"""Models as data, as lists of layers, and by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn
+from parlinalg.errors import ConfigError
+from parlinalg.pipeline import (
+    PipelineModel,
+    build_by_hand,
+    build_pipeline_model,
+    build_pipeline_model_from_cfg,
+    make,
+    register,
+)
+from parlinalg.pipeline.registry import registered
+from parlinalg.train.launch import launch
+from tests.conftest import SIZE
+
+LAYERS = [
+    {"type": "Linear", "in_features": 3, "out_features": 16},
+    {"type": "ReLU"},
+    {"type": "Linear", "in_features": 16, "out_features": 16},
+    {"type": "LayerNorm", "hidden": 16},
+    {"type": "Sequential", "layers": [{"type": "Linear", "in_features": 16, "out_features": 5}, {"type": "Tanh"}]},
+    {"type": "Dropout", "p": 0.25},
+    {"type": "Linear", "in_features": 5, "out_features": 5, "bias": False},
+    {"type": "GELU", "approximate": "tanh"},
+]
+
+
+def mesh_of(world: Any, backend: str, **more: Any) -> Any:
+    return launch({"parallel": {"pipeline": SIZE}, "dtype": "float64", **more}, world, backend)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_model_as_data_is_what_its_layers_are(world: Any, backend: str) -> None:
+    with mesh_of(world, backend) as mesh:
+        part = build_pipeline_model_from_cfg(LAYERS, mesh=mesh, seed=2)
+        own: list[Any] = [
+            nn.Linear(3, 16, mesh.scheme, mesh.grid, dtype=np.float64), nn.ReLU(),
+            nn.Linear(16, 16, mesh.scheme, mesh.grid, "contract", dtype=np.float64),
+            nn.LayerNorm(16, mesh.scheme, mesh.grid, dtype=np.float64),
+            nn.Sequential(nn.Linear(16, 5, mesh.scheme, mesh.grid, dtype=np.float64), nn.Tanh()),
+            nn.Dropout(0.25), nn.Linear(5, 5, mesh.scheme, mesh.grid, dtype=np.float64, bias=False), nn.GELU("tanh"),
+        ]  # fmt: skip
+        whole = nn.Sequential(*own)
+        other = build_pipeline_model(nn.Sequential(*own), seed=2)
+        whole.initialize(2)
+        want = whole.state_dict()
+        for found in (part, other):
+            state = found.state_dict()
+            assert list(state) == list(want)
+            assert all(np.array_equal(state[n], want[n]) for n in want)
+        assert part.counts == other.counts
+        if SIZE == 1:
+            x = pla.Tensor(pla.ones((4, 3), mesh.grid, pla.Layout(None, None), "float64"))
+            with nn.training_step(1):
+                right = whole(x).gather()
+            with nn.training_step(1):
+                assert np.array_equal(part(x).gather(), right)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_chunks_and_partitions(world: Any, backend: str) -> None:
+    layers = [{"type": "Linear", "in_features": 4, "out_features": 4} for _ in range(4 * SIZE)]
+    with mesh_of(world, backend) as mesh:
+        part = build_pipeline_model_from_cfg(layers, 2, mesh=mesh)
+        assert [stage.number for stage in part.chunks] == [world.rank, world.rank + SIZE]
+        assert part.counts == (2,) * (2 * SIZE)
+        counts = [3, *[4] * (SIZE - 1)]
+        counts[-1] += 4 * SIZE - sum(counts)
+        part = build_pipeline_model_from_cfg({"layers": layers, "partition": counts, "dtype": "float32"}, mesh=mesh)
+        assert part.counts == tuple(counts)
+        assert part.inventory["0.weight"].dtype == np.float32
+        with pytest.raises(ConfigError, match="num_chunks=2, but a rank of the schedule '1f1b' holds 1"):
+            build_pipeline_model_from_cfg(layers, 2, mesh=mesh, schedule=make("1f1b", SIZE, 2))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_stages_by_hand(world: Any, backend: str) -> None:
+    """Each rank builds its own stage; names, states and counts are known on all ranks."""
+    with mesh_of(world, backend) as mesh:
+        rank = mesh.rank("pipeline")
+        modules = [nn.Linear(3 + rank, 4 + rank, mesh.scheme, mesh.grid, dtype=np.float64)]
+        own: Any = modules[0] if rank % 2 else nn.Sequential(*modules, nn.ReLU())
+        part: PipelineModel = build_by_hand(own, mesh=mesh, seed=4)
+        inner = ["0." if r % 2 == 0 else "" for r in range(SIZE)]
+        assert list(part.inventory) == [f"{r}.{inner[r]}{n}" for r in range(SIZE) for n in ("weight", "bias")]
+        assert part.counts == tuple(2 - r % 2 for r in range(SIZE))
+        state = part.state_dict()
+        assert [state[n].shape for n in state if n.endswith("weight")] == [(3 + r, 4 + r) for r in range(SIZE)]
+        part.load_state_dict({n: a * 2 for n, a in state.items()})
+        assert all(np.array_equal(a, 2 * state[n]) for n, a in part.state_dict().items())
+        wrong = [own] * (1 + (rank == 0))
+        with pytest.raises(ConfigError, match=r"rank 0 builds 2 stages by hand, but 1f1b gives it 1"):
+            build_by_hand(wrong, mesh=mesh, schedule=make("1f1b", SIZE, 2))
+
+
+@register
+class Scaled(nn.Module):
+    """A layer of a user."""
+
+    def __init__(self, by: float, grid: Any) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Any) -> Any:
+        return x * self.by
+
+
+@pytest.mark.serial
+def test_users_add_types() -> None:
+    register("Halved")(lambda: Scaled(0.5, None))
+    with launch({}) as mesh:
+        part = build_pipeline_model_from_cfg(
+            [{"type": "Scaled", "by": 3.0}, {"type": "Halved"}, nn.ReLU()], mesh=mesh
+        ).initialize(0)  # fmt: skip
+        x = pla.Tensor(pla.ones((2, 3), mesh.grid, pla.Layout(None, None), "float64"))
+        assert float(part(x).gather()[0, 0]) == 1.5
+    assert {"Scaled", "Halved", "Linear"} <= set(registered())
+    register(Scaled)  # again the same
+    with pytest.raises(ConfigError, match="a type of layers 'Linear' is registered already"):
+        register(Scaled, "Linear")
+    with pytest.raises(ConfigError, match="takes a class, or a function that makes a module, not 3"):
+        register(3)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], r"layers is a list of dicts"),
+        ({"layer": []}, r"a dict with layers=\[…\] .* not one with the keys 'layer'"),
+        ([3], r"layers\[0\] is 3: a layer is a dict with a type"),
+        ([{"in_features": 3}], r"layers\[0\] is .*a dict with a type, such as dict\(type='Linear'"),
+        ([{"type": "Linaer"}], r"layers\[0\] has the type 'Linaer', .*did you mean 'Linear'\?  There are Attention, "),
+        ([{"type": "ReLU"}, {"type": "Linear", "in_featurs": 3}], r"layers\[1\] \(Linear\) has no argument "
+         r"'in_featurs': did you mean 'in_features'\?  It takes in_features, out_features, kind"),
+        ([{"type": "Linear", "in_features": 3}], r"\(Linear\): missing a required argument: 'out_features'"),
+        ([{"type": "Sequential", "layers": [{"type": "Relu"}]}], r"layers\[0\].layers\[0\] has the .* mean 'ReLU'"),
+        ([{"type": "Sequential"}], r"layers\[0\] \(Sequential\) takes layers=\[…\]"),
+    ],
+)  # fmt: skip
+def test_wrong_data_says_what_is_right(layers: Any, message: str) -> None:
+    with launch({}) as mesh, pytest.raises(ConfigError, match=message):
+        build_pipeline_model_from_cfg(layers, mesh=mesh)
