@@ -19,8 +19,7 @@ from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Schedu
 from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
-from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.worker import Worker
+from parlinalg.pipeline import PipelineModel
 from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
 from parlinalg.train.language import Language
@@ -29,6 +28,7 @@ from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.parallel import DATA
 from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.shares import gradient_handlers
+from parlinalg.train.stages import worker_of
 from parlinalg.train.task import Batches, Criterion, Task
 from parlinalg.train.update import Update
 
@@ -127,9 +127,7 @@ def trainer(
     changes = update(config, optimizer)
     if schedule is None:
         return Trainer(task, changes, scheduler)
-    worker = Worker(cast(PipelineModel, task.model), schedule, reducer)
-    changes.examine = worker.examine
-    return Trainer(task, changes, scheduler, worker)
+    return Trainer(task, changes, scheduler, worker_of(cast(PipelineModel, task.model), schedule, changes, reducer))
 
 
 def update(config: Config, optimizer: optim.Optimizer) -> Update:

@@ -30,6 +30,7 @@ from parlinalg.train.feed import placed, rows_of
 from parlinalg.train.layouts import inputs_layout
 from parlinalg.train.losses import Criterion, check_loss, counted
 from parlinalg.train.sizes import detached
+from parlinalg.train.stages import worker_of
 from parlinalg.train.update import Update
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Engine:
         self._total = 0.0  # weights of the microbatches so far
         self._reference = 1.0  # the weight of the first one, in terms of which gradients are held
         self._finite = True
+        self._stepped = False  # by a schedule whose stages make their own steps
         self._next_microbatch()
 
     def _next_microbatch(self) -> None:
@@ -311,12 +313,18 @@ class Engine:
         if self._microbatch < self.accumulate:
             self._next_microbatch()
             return False
-        held = self._update.scale * max(1.0, self._total) / self._reference
-        self._norm, changed = self._update(self._finite, held)
+        if self._stepped:
+            self._norm, changed = None, True
+        else:
+            self._norm, changed = self._update(self._finite, self._held())
         self.made += 1
         self.skipped += not changed
         self._begin()
         return changed
+
+    def _held(self) -> float:
+        """What the gradients are multiplied by."""
+        return self._update.scale * max(1.0, self._total) / self._reference
 
     def zero_grad(self, *, all: bool = False) -> None:
         """Forget the gradients, unless they are those of earlier microbatches of a step under way.
@@ -339,9 +347,12 @@ class Engine:
             raise EngineError("this engine has no schedule; give initialize(…, schedule=PipelineSchedule(4))")
         return self.schedule.forward_backward_step(self, data_iter, **options)
 
-    def gradients_held(self, total: float, reference: float, rows: int, loss: float) -> None:
+    def gradients_held(
+        self, total: float, reference: float, rows: int, loss: float, *, stepped: bool = False
+    ) -> None:  # fmt: skip
         """Note that a schedule has left the gradients of a step, in terms of `reference` instead of `total` targets."""
         self._weight, self._total, self._reference, self._rows = total, total, reference, rows
+        self._stepped = stepped
         self.check_finite(loss)
 
     def check_free(self, what: str) -> None:
@@ -358,8 +369,7 @@ class Engine:
             raise EngineError("this model is not cut into stages")
         if schedule not in self._workers:
             reducer = next((p.reducer for p in self.parameters() if p.reducer is not None), None)
-            self._workers[schedule] = Worker(model, schedule, cast(GradientReducer | None, reducer))
-        self._update.examine = self._workers[schedule].examine
+            self._workers[schedule] = worker_of(model, schedule, self._update, cast(GradientReducer | None, reducer))
         return self._workers[schedule]
 
     # ------------------------------------------------------------------ state

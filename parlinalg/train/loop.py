@@ -16,7 +16,7 @@ from parlinalg.nn import training_step
 from parlinalg.optim import Optimizer, Scheduler
 from parlinalg.parallel.precision import LossScaler, overflowing
 from parlinalg.train.task import Batches, Outcome, Task
-from parlinalg.train.update import Update
+from parlinalg.train.update import Update, Updated
 
 if TYPE_CHECKING:
     from parlinalg.pipeline.worker import Worker
@@ -54,14 +54,21 @@ class Trainer:
     def scaler(self) -> LossScaler | None:
         return self.update.scaler
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages make their steps at different times; then one of `step` is all of a batch's."""
+        return self.worker is not None and self.worker.schedule.asynchronous
+
     def step(self, parts: Sequence[Batch]) -> Outcome:
         """One step from the microbatches of one batch.  Collective."""
         count = sum(part.count for part in parts)  # known before the first backward pass
         scale = self.update.scale
-        sums = self._backward(parts, scale / max(1, count))
+        sums = self._backward(parts, 1.0 if self.asynchronous else scale / max(1, count))
         means = _means(sums, count)
         lr = self.optimizer.lr
-        norm, changed = self.update(math.isfinite(means["loss"]), scale)
+        norm, changed = Updated(math.nan, True)  # of an asynchronous schedule, that made its steps itself
+        if not self.asynchronous:
+            norm, changed = self.update(math.isfinite(means["loss"]), scale)
         if changed:
             self.scheduler.step()
         else:

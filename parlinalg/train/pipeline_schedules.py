@@ -135,6 +135,7 @@ class PipelineSchedule(NonPipelineSchedule):
     num_microbatches : int
     schedule : str
         One of `parlinalg.pipeline.discover()`: "gpipe", "1f1b", "interleaved", "chimera", "zb-h1", "zb-v", …
+        Stages of the asynchronous ones ("pipedream", "pipedream-2bw") make their own steps, before `engine.step()`.
     num_model_chunks : int, optional
         Stages that a rank holds, in schedules that let one choose.  The model must have been cut for as many: name the
         schedule in the configuration, or give this to `initialize`.
@@ -169,11 +170,12 @@ class PipelineSchedule(NonPipelineSchedule):
         if forward_only:
             sums = worker.forward(samples, work)
         else:
-            sums = worker.step(samples, work, engine.made, engine.loss_scale / reference)
+            stepped = worker.schedule.asynchronous
+            sums = worker.step(samples, work, engine.made, 1.0 if stepped else engine.loss_scale / reference)
         total = sums["count"]
         loss = sums["loss"] / max(1.0, total)
         if not forward_only:
-            engine.gradients_held(total, reference, offset, loss)
+            engine.gradients_held(total, reference, offset, loss, stepped=stepped)
         engine.rows, engine.targets = offset, total
         outputs = [work.outputs[sample.offset] for sample in samples if sample.offset in work.outputs]
         labels = [sample.label for sample in samples if sample.offset in work.outputs]

@@ -38,7 +38,8 @@ def continuation(
         Called on every rank with each further piece of the text, as soon as it is written.
     """
     ids = tokenizer.encode(prompt, special=special).astype(np.int64)
-    most, end = model.config["max_position_embeddings"], len(ids) + max_new_tokens
+    config = getattr(model, "whole", model).config  # of a model in a pipeline, or that is whole
+    most, end = config["max_position_embeddings"], len(ids) + max_new_tokens
     chosen: dict[str, Any] = {
         "do_sample": temperature > 0,
         "temperature": temperature or 1.0,

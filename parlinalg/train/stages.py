@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from parlinalg.nn import Module
-from parlinalg.pipeline import Schedule
-from parlinalg.pipeline.model import split
+from parlinalg.parallel.reducer import GradientReducer
+from parlinalg.pipeline import PipelineModel, Schedule, split
+from parlinalg.pipeline.asynchronous import AsynchronousWorker
+from parlinalg.pipeline.worker import Worker
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
 from parlinalg.train.pipelines import schedule_for
+from parlinalg.train.update import Update
 
 
 def staged(config: Config, mesh: Mesh, model: Module, schedule: Schedule | None = None) -> Any:
@@ -26,3 +29,21 @@ def staged(config: Config, mesh: Mesh, model: Module, schedule: Schedule | None 
     if schedule is not None:
         model = split(model, mesh.place, schedule, mesh.parallel.partition)
     return model.initialize(config.seed)
+
+
+def worker_of(
+    model: PipelineModel, schedule: Schedule, update: Update, reducer: GradientReducer | None
+) -> Worker:  # fmt: skip
+    """What runs a model's stages by a schedule; collective.  The update then looks at all stages.
+
+    Raises
+    ------
+    ConfigError
+        If the schedule cannot train this model, or make steps as the update does.
+    """
+    if schedule.asynchronous:
+        update.check_asynchronous(schedule.name)
+        return AsynchronousWorker(model, schedule, update.optimizer, reducer, update.of_one_stage)
+    worker = Worker(model, schedule, reducer)
+    update.examine = worker.examine
+    return worker

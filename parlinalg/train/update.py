@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.autograd import Parameter
+from parlinalg.errors import ConfigError
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.clip import clip_gradient_value
 from parlinalg.parallel.precision import Gradients, LossScaler, clipping, examine
@@ -84,14 +85,40 @@ class Update:
         finite = finite and found.finite
         changes = finite or not self.skips
         if changes:
-            if self.clip_value is not None and finite:
-                most = min(float(np.finfo(np.float32).max), *(_most(p.dtype) for p in parameters))
-                clip_gradient_value(parameters, min(self.clip_value * scale, most))
+            if finite:
+                self._clip_value(scale)
             self.optimizer.step(clipping(found.norm, self.clip) / scale)
         if self.scaler is not None:
             self.scaler.update(finite)
         self.optimizer.zero_grad()
         return Updated(found.norm, changes)
+
+    def _clip_value(self, scale: float) -> None:
+        if self.clip_value is not None:
+            parameters = self.optimizer.parameters
+            most = min(float(np.finfo(np.float32).max), *(_most(p.dtype) for p in parameters))
+            clip_gradient_value(parameters, min(self.clip_value * scale, most))
+
+    def of_one_stage(self) -> None:
+        """Make a step of this rank's stages, whatever others do: for asynchronous schedules."""
+        self._clip_value(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check_asynchronous(self, name: str) -> None:
+        """Raise a ConfigError if a step needs what is known of all stages at one time alone."""
+        wanted = {
+            "clip_grad_norm": self.clip is not None,
+            "a loss scale (precision='fp16')": self.scaler is not None,
+            "skip_nonfinite": self.skip_nonfinite,
+        }
+        if any(wanted.values()):
+            found = next(what for what, wants in wanted.items() if wants)
+            raise ConfigError(
+                f"{found} with the schedule {name!r}: its stages make their steps at different times, so that there is "
+                "no gradient of the whole model; leave it out (clip_grad_value and bf16 go), or take a synchronous "
+                "schedule, such as '1f1b'"
+            )
 
 
 def _most(dtype: np.dtype[Any]) -> float:
