@@ -1,0 +1,146 @@
+"""The trainer calls its hooks at their points, alike on all ranks; logs, checkpoints, evaluations, early stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn
+from parlinalg.errors import ConfigError, EngineError
+from parlinalg.optim import SGD, Scheduler
+from parlinalg.optim.schedules import Constant, Step
+from tests.conftest import SIZE
+
+SIZES = (5, 8, 3)
+
+
+def pairs(count: int = 3, rows: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=(rows, SIZES[0])), rng.integers(0, SIZES[-1], rows)) for _ in range(count)]
+
+
+def trainer(mesh: Any, *hooks: pla.Hook, rate: Any = None, lr: float = 0.1, schedule: Any = None) -> Any:
+    model = nn.MLP(SIZES, mesh.scheme, mesh.grid, dtype=np.float64)
+    engine, _, _, scheduler = pla.initialize(model, lambda p: SGD(p, lr), lr_scheduler=rate)
+    return pla.Trainer(engine, schedule, lr_scheduler=scheduler, hooks=hooks)
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {"dtype": "float64", "parallel": {"pipeline": SIZE} if SIZE == 2 else {}, **more}
+
+
+class Notes(pla.Hook):
+    """Notes at which points it is called."""
+
+    wants_output = True
+
+    def __init__(self) -> None:
+        self.points: list[str] = []
+        self.shapes: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith(("before_", "after_")):
+            return found
+
+        def called(*arguments: Any) -> None:
+            self.points.append(name)
+            if len(arguments) > 1:
+                self.shapes.append(None if arguments[1] is None else (arguments[1].shape, arguments[2].shape))
+
+        return called
+
+
+@pytest.mark.ranks(1, 2)
+def test_points(world: Any, backend: str) -> None:
+    with pla.launch(settings(), world, backend) as mesh:
+        notes = Notes()
+        found = trainer(mesh, notes, rate=lambda o: Scheduler(o, Step(2, 0.5)))
+        metrics = found.fit(pairs(), epochs=2, test_dataloader=pairs(1), test_interval=2)
+        iters = ["before_train_iter", "after_train_iter"] * 3
+        test = ["before_test", "before_test_iter", "after_test_iter", "after_test"]
+        assert notes.points == [
+            "before_train", "before_train_epoch", *iters, "after_train_epoch", "before_train_epoch", *iters, *test,
+            "after_train_epoch", "after_train",
+        ]  # fmt: skip
+        last = not found.engine.pipelined or found.engine.model.chunks[-1].last
+        assert notes.shapes == [((6, 3), (6,)) if last else None] * 7
+        assert (found.epoch, found.step, found.engine.made) == (2, 6, 6)
+        assert metrics["lr"] == 0.1 * 0.25
+        assert set(metrics) == {"loss", "lr", "grad_norm", "samples_per_s", "test_loss"}
+        found.fit(pairs(), steps=8)
+        assert (found.epoch, found.step) == (2, 8)
+
+
+@pytest.mark.ranks(1, 2)
+def test_hooks_that_come_with_it(world: Any, backend: str, folder: Path) -> None:
+    saved: list[int] = []
+    lines: list[str] = []
+    with pla.launch(settings(gradient_accumulation=1), world, backend) as mesh:
+        hooks = [
+            pla.EvaluateHook(pairs(1), every=4),
+            pla.LogHook(2, lines.append),
+            pla.LogHook(3, folder / "log.jsonl"),
+            pla.CheckpointHook(lambda t: saved.append(t.step), every=4),
+        ]
+        trainer(mesh, *hooks).fit(pairs(), epochs=3)
+        assert saved == [4, 8, 9]
+        world.barrier()
+        told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        assert [t["step"] for t in told] == [3, 4, 6, 8, 9]  # after evaluations too
+        assert told[1]["test_loss"] > 0
+        assert len(lines) == (6 if world.rank == 0 else 0)
+        assert all("loss" in line and "step" in line for line in lines)
+
+
+@pytest.mark.ranks(1, 2)
+def test_early_stop(world: Any, backend: str) -> None:
+    with pla.launch(settings(), world, backend) as mesh:
+        stop = pla.EarlyStopHook(patience=2)
+        found = trainer(mesh, stop, lr=0.0, rate=lambda o: Scheduler(o, Constant()))
+        found.fit(pairs(), epochs=9, test_dataloader=pairs(1))
+        assert found.epoch == 3  # the first is the best, two are no better
+        assert found.why == f"test_loss was no better than {stop.best:.6g} 2 times"
+        stop = pla.EarlyStopHook("loss", patience=1, mode="max")
+        found = trainer(mesh, stop)
+        found.fit(pairs(), epochs=9)
+        assert found.epoch < 9  # a loss that falls gets no larger
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_training_goes_on(world: Any, backend: str) -> None:
+    with pla.launch(settings(), world, backend) as mesh:
+        rate = lambda o: Scheduler(o, Step(2, 0.5))  # noqa: E731
+        first = trainer(mesh, rate=rate)
+        first.fit(pairs(), epochs=1)
+        state = first.state_dict()
+        want = first.fit(pairs(), epochs=1)["loss"]
+        second = trainer(mesh, rate=rate)
+        second.load_state_dict(state)
+        assert (second.epoch, second.step) == (1, 3)
+        assert second.fit(pairs(), epochs=1)["loss"] == want
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_refused(world: Any, backend: str) -> None:
+    with pla.launch(settings(), world, backend) as mesh:
+        with pytest.raises(ConfigError, match=r"a hook is a parlinalg\.Hook, not str"):
+            trainer(mesh, "log")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="say how long to train"):
+            trainer(mesh).fit(pairs())
+        with pytest.raises(EngineError, match="has no batches"):
+            trainer(mesh).fit([], epochs=1)
+        with pytest.raises(ConfigError, match="every is a whole number of at least 1, not 0"):
+            pla.LogHook(0)
+        with pytest.raises(ConfigError, match="mode is 'min' or 'max', not 'less'"):
+            pla.EarlyStopHook(mode="less")
+        with pytest.raises(ConfigError, match="there is no metric 'accuracy'; there are loss"):
+            trainer(mesh, pla.EarlyStopHook("accuracy")).fit(pairs(), epochs=1)
+        if SIZE > 1:
+            with pytest.raises(EngineError, match="the dataloader of rank 1 has 2 batches, that of rank 0 3"):
+                trainer(mesh).fit(pairs()[: 3 - world.rank], epochs=1)
