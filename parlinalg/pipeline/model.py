@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ from parlinalg.names import check_names
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
+from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline.partition import balanced, by_hand, check_stages, share_layers
 from parlinalg.pipeline.place import Place
 from parlinalg.pipeline.schedule import Chunk, Schedule
@@ -206,6 +208,20 @@ class PipelineModel(Module):
         check_names("the model's state", want, {name: np.shape(a) for name, a in state.items()})
         super().load_state_dict({name: state[name] for name, _ in self.named_parameters()})
 
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
+        """Write the whole model so that `transformers` loads it; see `Pretrained.save_pretrained`.  Collective.
+
+        Raises
+        ------
+        ConfigError
+            On all ranks, if rank 0 cannot write, the model is none that `transformers` has, or has experts.
+        """
+        if not isinstance(self.whole, Pretrained):
+            raise ConfigError(
+                f"{type(self.whole).__name__} is no model that `transformers` has; state_dict() gives its weights"
+            )
+        self.whole.save_parameters(folder, dict(self.named_parameters()), self.place.world, max_shard_size)
+
     def train(self, mode: bool = True) -> Any:
         self.whole.train(mode)
         return super().train(mode)
@@ -276,7 +292,10 @@ def shares(
             f"{partition!r}"
         )
     if sample is None:
-        raise ConfigError("partition='time' measures the layers: give split(…, sample=…), what the model takes")
+        raise ConfigError(
+            "partition='time' measures the layers: cut the model by pipeline.split(…, sample=…), with what it "
+            "takes, of a microbatch's shape"
+        )
     return balanced(seconds_of(model, layers, sample, place.world), stages)
 
 

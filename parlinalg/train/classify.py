@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from parlinalg.array import zeros
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
@@ -19,6 +20,7 @@ from parlinalg.nn import MLP
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
 from parlinalg.train.metrics import correct
+from parlinalg.train.pipelines import rows_of_a_microbatch
 from parlinalg.train.stages import staged
 from parlinalg.train.task import Criterion, Outcome, Task
 
@@ -46,7 +48,11 @@ class Classify(Task):
             raise ConfigError(f"{data.name}: rank {odd} reads other samples than rank 0; all ranks need the same files")
         dtype = dtype_named(config.model_dtype)
         self.whole = MLP(sizes, mesh.scheme, mesh.grid, dtype=dtype, **options)
-        self.model = staged(config, mesh, self.whole)
+        shape = (rows_of_a_microbatch(config, mesh.parallel), data.features)
+        layout = self.whole.input_layout()
+        self.model = staged(
+            config, mesh, self.whole, sample=lambda: Tensor(zeros(shape, mesh.grid, layout, dtype))
+        )  # fmt: skip
         self.criterion: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         x_layout, y_layout = self.whole.input_layout(), Layout(self.whole.output_layout().dims[0])
         self.loader: Loader = Loader(

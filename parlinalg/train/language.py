@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from parlinalg.array import zeros
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.backend.rate import gemm_rate, gemm_side
@@ -22,6 +23,7 @@ from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.sequence import sequence_order
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh
+from parlinalg.train.pipelines import rows_of_a_microbatch
 from parlinalg.train.sample import continuation, whole_words
 from parlinalg.train.stages import staged
 from parlinalg.train.task import Criterion, Outcome, Task
@@ -56,7 +58,10 @@ class Language(Task):
             raise ConfigError(f"{data.name}: rank {odd} reads other tokens than rank 0; all ranks need the same files")
         self.length = int(config.data.options.get("sequence_length", SEQUENCE))
         self.whole = self._declared(config)
-        self.model = staged(config, mesh, self.whole)
+        shape = (rows_of_a_microbatch(config, mesh.parallel), self.length)
+        self.model = staged(
+            config, mesh, self.whole, sample=lambda: zeros(shape, mesh.grid, self.whole.ids_layout, np.int64)
+        )  # fmt: skip
         self.sampling = {**SAMPLE, "seed": config.seed, **config.sample}
         self.smoothed: Criterion = partial(cross_entropy_sum, **config.criterion.options)
         self.peak = math.nan

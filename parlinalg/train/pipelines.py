@@ -19,6 +19,12 @@ def microbatches_of(config: Config, pipeline: int) -> int:
     return config.gradient_accumulation if config.gradient_accumulation > 1 else pipeline
 
 
+def rows_of_a_microbatch(config: Config, parallel: Parallel) -> int:
+    """The most rows of a microbatch, on all data parallel ranks together."""
+    parts = microbatches_of(config, parallel.pipeline) if parallel.pipeline > 1 else config.gradient_accumulation
+    return -(-config.batch_size // parts)
+
+
 def schedule_for(config: Config, parallel: Parallel) -> Schedule | None:
     """The schedule of a configuration's pipeline; None where it has one rank.
 

@@ -15,7 +15,7 @@ from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.update import Update
 
 
-def staged(config: Config, mesh: Mesh, model: Module, schedule: Schedule | None = None) -> Any:
+def staged(config: Config, mesh: Mesh, model: Module, schedule: Schedule | None = None, sample: Any = None) -> Any:
     """A model that is declared only, with the values of the configuration's seed: whole, or this rank's stages of it.
 
     Collective.
@@ -24,10 +24,12 @@ def staged(config: Config, mesh: Mesh, model: Module, schedule: Schedule | None 
     ----------
     schedule : Schedule, optional
         By which it is cut; by default the configuration's.
+    sample : array, or callable that makes one
+        What the model takes of a microbatch, by which a partition counts or measures.
     """
     schedule = schedule or schedule_for(config, mesh.parallel)
     if schedule is not None:
-        model = split(model, mesh.place, schedule, mesh.parallel.partition)
+        model = split(model, mesh.place, schedule, mesh.parallel.partition, sample)
     return model.initialize(config.seed)
 
 

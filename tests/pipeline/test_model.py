@@ -214,7 +214,7 @@ def test_transformers_are_balanced_by_flops_and_time(make_grid: Callable[..., An
     assert by_flops == (5, 2)
     assert sum(split(model, place, schedule, "time", sample=ids).counts) == 7
     assert split(model, place, schedule, "parameters").counts == (3, 4)
-    with pytest.raises(ConfigError, match=r"partition='time' measures the layers: give split"):
+    with pytest.raises(ConfigError, match=r"partition='time' measures the layers: cut the model by pipeline.split"):
         split(model, place, schedule, "time")
     with pytest.raises(ConfigError, match=r"partition is 'uniform', 'parameters', .*not 'even'"):
         split(model, place, schedule, "even")
