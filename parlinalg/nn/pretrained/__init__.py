@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from numpy.typing import DTypeLike
 
+from parlinalg.autograd import Parameter
+from parlinalg.comm import Comm
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -97,12 +99,25 @@ class Pretrained(Module):
         ConfigError
             On all ranks, if rank 0 cannot write, or the model has experts.
         """
+        self.save_parameters(folder, dict(self.named_parameters()), self.grid.world, max_shard_size)
+
+    def save_parameters(
+        self, folder: str | os.PathLike[str], parameters: Mapping[str, Parameter], comm: Comm,
+        max_shard_size: int | str = "5GB",
+    ) -> None:  # fmt: skip
+        """As `save_pretrained`, of a model whose parameters lie on several grids, such as a pipeline's stages.
+
+        Parameters
+        ----------
+        parameters : dict of str to Parameter
+            Those that this rank has blocks of, by their names in this model.
+        comm : Comm
+            All ranks.
+        """
         if "num_local_experts" in self.config:
             raise ConfigError(
                 f"{type(self).__name__}: a model with num_local_experts={self.config['num_local_experts']} is not "
                 "written in the format of `transformers`; state_dict() gives its weights"
             )
-        most = parse_bytes(max_shard_size)
         settings = {**self.architecture.settings(self.config), **self.token_ids}
-        parameters = dict(self.named_parameters())
-        save(Path(folder), parameters, self.architecture, self.config, settings, most, self.grid.world)
+        save(Path(folder), parameters, self.architecture, self.config, settings, parse_bytes(max_shard_size), comm)

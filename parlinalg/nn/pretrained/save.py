@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.comm import Comm
 from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError
 from parlinalg.nn.pretrained.architecture import Architecture, Arguments
 from parlinalg.nn.pretrained.table import Place
 from parlinalg.nn.pretrained.tensorfile import Writer
@@ -28,10 +30,14 @@ def save(
 ) -> None:  # fmt: skip
     """Write the parameters and the settings on rank 0, which holds one parameter at a time.  Collective.
 
+    A parameter that ranks of several grids hold, as those of a pipeline's stages, is written as the first of them has
+    it.
+
     Parameters
     ----------
     folder : Path
     parameters : dict of str to Parameter
+        Those that this rank has blocks of.
     architecture : Architecture
     arguments : dict
         The model's.
@@ -40,7 +46,7 @@ def save(
     most : int
         Bytes of tensors in one file.
     comm : Comm
-        All ranks of the parameters' grid.
+        All ranks of all parameters' grids.
 
     Raises
     ------
@@ -48,7 +54,10 @@ def save(
         On all ranks, if rank 0 cannot write; then no file has changed.
     """
     table = architecture.table(arguments)
-    dtypes = {place.tensor: parameters[name].dtype for name, places in table.items() for place in places}
+    held = _held(parameters, comm)
+    if lacking := [name for name in table if name not in held]:
+        raise ConfigError(f"no rank holds {', '.join(lacking)}: all ranks of a model's grids take part in saving it")
+    dtypes = {place.tensor: dtype_named(held[name][1]) for name, places in table.items() for place in places}
     config = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -63,11 +72,40 @@ def save(
     try:
         on_root(lambda: folder.mkdir(parents=True, exist_ok=True))
         for name, places in table.items():
-            values = parameters[name].data.gather(root=0)
+            values = _gathered(name, parameters, held[name], comm)
             on_root(lambda places=places, values=values: files.write(places, values))  # type: ignore[misc]
         on_root(lambda: files.finish(config))
     finally:
         files.discard()
+
+
+def _held(parameters: Mapping[str, Parameter], comm: Comm) -> dict[str, tuple[int, str, Shape]]:
+    """For each parameter the rank of `comm` that is the first of the first grid that holds it, its dtype and shape."""
+    places = {world_rank: rank for rank, world_rank in enumerate(comm.world_ranks)}
+    mine = [[name, places[p.grid.world.world_ranks[0]], p.dtype.name, p.shape] for name, p in parameters.items()]
+    found: dict[str, tuple[int, str, Shape]] = {}
+    for theirs in comm.share(mine):
+        for name, first, dtype, shape in theirs:
+            if name not in found or first < found[name][0]:
+                found[name] = first, dtype, tuple(shape)
+    return found
+
+
+def _gathered(name: str, parameters: Mapping[str, Parameter], held: tuple[int, str, Shape], comm: Comm) -> Any:
+    """The whole parameter on rank 0 of `comm`, None elsewhere."""
+    first, dtype, shape = held
+    p, values = parameters.get(name), None
+    if p is not None and p.grid.world.world_ranks[0] == comm.world_ranks[first]:
+        values = p.data.gather(root=0)
+    if first == 0:
+        return values
+    if comm.rank == first:
+        comm.send(np.ascontiguousarray(values), 0)
+    if comm.rank != 0:
+        return None
+    values = np.empty(shape, dtype_named(dtype))
+    comm.receive(values, first)
+    return values
 
 
 class _Files:
