@@ -1,8 +1,8 @@
 """ZB-H1: 1F1B whose backward passes are split, the weight parts in what would be bubbles (Qi et al., "Zero bubble
 pipeline parallelism", 2024).
 
-Idle time (p − 1) (F + I − W) where the input part I of a backward pass takes as long as its weight part W; every rank
-holds min(p, m) microbatches: rank r puts its weight parts off by r microbatches.
+Every rank is idle for (p − 1) (F + I − W), where the weight part W of a backward pass takes no longer than its input
+part I and the forward pass F, and m ≥ p; it holds min(p, m) microbatches, as rank r puts its weight parts off by r.
 """
 
 from __future__ import annotations

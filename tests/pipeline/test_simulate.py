@@ -1,0 +1,158 @@
+"""The simulator against the formulas of the schedules' papers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from parlinalg.errors import ScheduleError
+from parlinalg.pipeline import Op, make
+from parlinalg.pipeline.predict import costs_of, predict
+from parlinalg.pipeline.simulate import Costs, Simulation, Span, simulate
+
+pytestmark = pytest.mark.serial
+
+TIMES = ((1, 1), (1, 2), (2, 3), (0.7, 1.9))  # of a forward and a backward pass
+PARTS = ((1, 1, 1), (2, 3, 1), (1, 2, 2), (3, 2, 1), (2, 3, 2))  # F, and the two parts of B
+
+
+def numbers(full: bool) -> Iterator[tuple[int, int]]:
+    if full:
+        yield from ((p, m) for p in range(1, 9) for m in range(1, 17))
+    else:
+        yield from ((1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 3), (4, 4), (4, 12), (6, 5), (8, 16))
+
+
+def run(name: str, p: int, m: int, v: int | None = None, *, every: int | None = None, **costs: float) -> Simulation:
+    return simulate(make(name, p, m, v, every=every), Costs(**costs))
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubbles_and_peaks_of_flushed_schedules(name: str, full: bool) -> None:
+    for p, m in numbers(full):
+        for forward, backward in TIMES:
+            found = run(name, p, m, forward=forward, backward=backward, weight=0)
+            assert found.bubble == close((p - 1) / (m + p - 1))
+            assert found.makespan == close((m + p - 1) * (forward + backward))
+            assert found.peaks == tuple(m if name == "gpipe" else min(p - r, m) for r in range(p))
+
+
+def test_bubbles_and_peaks_of_interleaved_schedules(full: bool) -> None:
+    sample = [(1, 2), (2, 2), (2, 6), (3, 6), (4, 8)]
+    for p, m in [(p, k * p) for p in range(1, 9) for k in range(1, 5)] if full else sample:
+        for v in (2, 3, 4):
+            for forward, backward in TIMES:
+                found = run("interleaved", p, m, v, forward=forward, backward=backward, weight=0)
+                assert found.bubble == close((p - 1) / (v * m + p - 1))
+            held = [min(v * m, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
+            assert found.held == tuple(held)
+            assert found.peaks == close([h / v for h in held])
+
+
+def test_bubbles_and_peaks_of_chimera() -> None:
+    for p in (2, 4, 6, 8, 12):
+        for backward, factor in ((1, 2), (2, 1.5)):
+            found = run("chimera", p, p, backward=backward)
+            assert found.bubble == close((p - 2) / (factor * p + p - 2))
+            assert found.peaks == tuple(p / 2 + 1 + min(r, p - 1 - r) for r in range(p))
+        for units in (2, 3):  # joined without a bubble where all passes take the same time
+            found = run("chimera", p, units * p, backward=1)
+            assert found.bubble == close((p - 2) / (2 * units * p + p - 2))
+
+
+def test_bubbles_and_peaks_of_split_backward_passes(full: bool) -> None:
+    for p, m in numbers(full):
+        for forward, inward, weight in PARTS:
+            found = run("zb-h1", p, m, forward=forward, backward=inward + weight, weight=weight)
+            assert found.peaks == (min(p, m),) * p
+            if m >= p and weight <= min(forward, inward):
+                for r in range(p):
+                    assert found.makespan - found.busy(r) == close((p - 1) * (forward + inward - weight))
+                flushed = run("1f1b", p, m, forward=forward, backward=inward + weight, weight=weight)
+                assert found.makespan < flushed.makespan or p == 1
+        found = run("zb-v", p, m, forward=1, backward=2, weight=1)
+        assert found.bubble >= (p - 1) / (6 * m + p - 1) - 1e-12
+        assert max(found.peaks) <= p
+        if m >= 2 * p - 1:
+            assert [found.gaps(r) for r in range(p)] == close([0.0] * p)
+            assert found.bubble == close((p - 1) / (6 * m + p - 1))
+            assert found.peaks == (p,) * p
+
+
+def test_asynchronous_schedules_are_never_idle_once_all_ranks_work() -> None:
+    for name, every in (("pipedream", 1), ("pipedream-2bw", 4)):
+        for p in (1, 2, 4):
+            for forward, backward in TIMES:
+                found = run(name, p, 16, every=every, forward=forward, backward=backward, weight=0)
+                for r in range(p):
+                    spans = found.of_rank(r)
+                    first = next(k for k, s in enumerate(spans) if s.op is Op.BACKWARD)
+                    last = max(k for k, s in enumerate(spans) if s.op is Op.FORWARD)
+                    assert all(a.stop == close(b.start) for a, b in pairwise(spans[first : last + 1]))
+                flushes = sum(
+                    run("1f1b", p, every, forward=forward, backward=backward, weight=0).makespan
+                    for _ in range(16 // every)
+                )
+                assert found.makespan < flushes or p == 1
+                assert found.peaks == tuple(min(p - r, 16) for r in range(p))
+
+
+def test_costs_by_stage_and_latencies() -> None:
+    schedule = make("gpipe", 2, 2)
+    found = simulate(schedule, Costs(forward=[1, 3], backward=[2, 5], weight=[0, 1], latency=10))
+    assert [tuple(s)[1:] for s in found.spans] == [
+        (Op.FORWARD, 0, 0, 0, 1), (Op.FORWARD, 0, 1, 1, 2), (Op.BACKWARD, 0, 0, 32, 34), (Op.BACKWARD, 0, 1, 37, 39),
+        (Op.FORWARD, 0, 0, 11, 14), (Op.FORWARD, 0, 1, 14, 17),
+        (Op.BACKWARD, 0, 0, 17, 22), (Op.BACKWARD, 0, 1, 22, 27),
+    ]  # fmt: skip
+    assert found.makespan == 39
+    assert found.bubble == (39 - 6 + 39 - 16) / 78
+    assert (found.gaps(0), found.gaps(1)) == (33, 0)
+    one_way = simulate(schedule, Costs(forward=[1, 3], backward=[2, 5], weight=0, latency={(1, 0): 4}))
+    assert one_way.makespan == 1 + 6 + 10 + 4 + 2
+    turn = simulate(
+        make("zb-v", 1, 1), Costs(forward=[1, 2], backward=[5, 7], weight=[1, 2], latency=100, reduce=3, step=[4])
+    )
+    assert [(s.op.value, s.start, s.stop) for s in turn.spans] == [
+        ("F", 0, 1), ("F", 1, 3), ("I", 3, 8), ("W", 8, 10), ("I", 10, 14), ("W", 14, 15), ("reduce gradients", 15, 18),
+        ("step", 18, 22),
+    ]  # fmt: skip
+
+
+def test_costs_that_do_not_fit_are_refused() -> None:
+    schedule = make("interleaved", 2, 2)
+
+    def refused(message: str, **costs: object) -> None:
+        with pytest.raises(ScheduleError, match=message):
+            simulate(schedule, Costs(**costs))  # type: ignore[arg-type]
+
+    refused(r"2 costs forward=\[1, 2\]: interleaved takes one number, or 4, one for each stage", forward=[1, 2])
+    refused(r"1 costs step=\[1\]: interleaved takes one number, or 2, one for each rank", step=[1])
+    refused("a cost backward=-1: times are finite numbers of at least 0", backward=-1)
+    refused("a cost latency=nan", latency=float("nan"))
+    refused("a cost latency=inf", latency={(0, 1): float("inf")})
+    refused("stage 2: weight=3 is a part of backward=2", weight=[1, 1, 3, 1])
+
+
+def test_measured_spans_give_the_costs_of_a_prediction() -> None:
+    for name in ("1f1b", "zb-v", "chimera"):
+        schedule = make(name, 2, 4)
+        per_stage = [1.0 + s for s in range(schedule.stages)]
+        costs = Costs(per_stage, [3 * c for c in per_stage], [1.5 * c for c in per_stage], 0.25, [0.5, 0.25], 0.125)
+        real = simulate(schedule, costs)
+        spans = [tuple(s._replace(start=s.start + 100, stop=s.stop + 100)) for s in real.spans]
+        again = predict(schedule, spans, latency=0.25)
+        assert again.makespan == close(real.makespan)
+        assert again.costs.weight == close(list(costs.weight))  # type: ignore[call-overload]
+        assert predict(schedule, costs).makespan == real.makespan
+    late = [Span(0, Op.FORWARD, 0, j, j, j + (9 if j == 1 else 2)) for j in range(3)]
+    back = [Span(0, Op.BACKWARD, 0, j, j, j + 4) for j in range(3)]
+    assert costs_of(make("gpipe", 1, 3), late + back).forward == [2]
+    with pytest.raises(ScheduleError, match="no measured span of a forward and a backward pass of stage 0 of gpipe"):
+        costs_of(make("gpipe", 1, 3), late)
