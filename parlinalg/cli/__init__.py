@@ -7,11 +7,11 @@ import io
 import sys
 from collections.abc import Sequence
 
-from parlinalg.cli import doctor, generate, plan, schedule, train
+from parlinalg.cli import doctor, generate, map, plan, schedule, train
 from parlinalg.cli.parser import Parser, speaks
 from parlinalg.errors import ParlinalgError
 
-COMMANDS = (train, generate, plan, schedule, doctor)
+COMMANDS = (train, generate, plan, schedule, map, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

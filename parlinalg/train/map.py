@@ -1,0 +1,260 @@
+"""Which rank is where: a page about the ranks of a configuration, folded where they are many.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from parlinalg.nn.layer import Layer
+from parlinalg.pipeline.partition import by_hand, share_layers
+from parlinalg.pipeline.place import arrange
+from parlinalg.pipeline.schedule import Schedule
+from parlinalg.train.config import LANGUAGE, Config
+from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel
+from parlinalg.train.shares import REPLICA
+
+OUTER = (REPLICA, DATA)
+ROWS = 12  # lines of one list before it is folded
+COLUMNS = 16  # ranks in a line
+DEPTH = 4  # of Language's models by default
+
+Nodes = Sequence[int]
+
+
+def rank_map(
+    parallel: Parallel, schedule: Schedule | None = None, nodes: Nodes | int | None = None,
+    layers: Sequence[int] | None = None,
+) -> str:  # fmt: skip
+    """The dimensions and their groups, and which ranks hold which stage.
+
+    Parameters
+    ----------
+    parallel : Parallel
+        That of a mesh.
+    schedule : Schedule, optional
+        Of the pipeline; says which stages a pipeline rank holds.
+    nodes : sequence of int, or int, optional
+        The node of each rank, or how many ranks a node has, one after the other.
+    layers : sequence of int, optional
+        How many layers each stage has.
+
+    Returns
+    -------
+    str
+        Of at most some 50 lines, for any number of ranks.
+
+    Examples
+    --------
+    >>> from parlinalg.train.parallel import share_out
+    >>> print(rank_map(share_out(dict(pipeline=2, tensor=dict(size=2, mode="1d")), 8), nodes=4))
+    ranks       8 = data 2 × pipeline 2 × tensor 2 (1d: t=2), on 2 nodes of 4
+      tensor    4 groups of 2 ranks, next to one another, such as 0, 1; within a node
+      pipeline  4 groups of 2 ranks, 2 apart, such as 0, 2; within a node
+      data      4 groups of 2 ranks, 4 apart, such as 0, 4; across 2 nodes
+    data 0      pipeline 0: ranks 0–1, node 0
+                pipeline 1: ranks 2–3, node 0
+    data 1      pipeline 0: ranks 4–5, node 1
+                pipeline 1: ranks 6–7, node 1
+    """
+    places = arrange(parallel.grids, OUTER)
+    total = sum(map(len, places))
+    where = [rank // nodes for rank in range(total)] if isinstance(nodes, int) else nodes
+    lines = [_world(parallel, total, where), *_groups(parallel, places, where)]
+    lines += _stages(parallel, places, where, schedule, layers)
+    lines += _grid(parallel, places)
+    return "\n".join(lines)
+
+
+def _world(parallel: Parallel, total: int, where: Nodes | None) -> str:
+    parts = []
+    for name in ("data", "pipeline", "sequence", "tensor"):
+        size = getattr(parallel, name)
+        if size > 1 and not (name == "tensor" and parallel.parts):
+            parts.append(f"{name} {size}{_shape(parallel, name)}")
+    if parallel.parts:
+        shapes = [f"{part.tensor}{_shape(part, 'tensor')}" for part in parallel.parts]
+        parts.append(f"tensor {', '.join(shapes)}")
+    spread = "" if where is None else f", on {_nodes_text(where)}"
+    return f"{'ranks':<12}{total:,} = {' × '.join(parts) or 'data 1'}{spread}"
+
+
+def _shape(parallel: Parallel, name: str) -> str:
+    """The axes of a dimension, where they say more than its size."""
+    axes = {a: n for a, n in parallel.axes.items() if a in _axes(parallel, name)}
+    text = " × ".join(f"{a}={n}" for a, n in axes.items())
+    if name == "tensor":
+        return f" ({parallel.mode}: {text})" if parallel.mode else ""
+    return f" ({text})" if len(axes) > 1 else ""
+
+
+def _nodes_text(where: Nodes) -> str:
+    each = [len(list(ranks)) for ranks in _by_node(where).values()]
+    if len(each) == 1:
+        return "1 node"
+    size = str(each[0]) if len(set(each)) == 1 else f"{min(each)} to {max(each)}"
+    return f"{len(each):,} nodes of {size}"
+
+
+def _by_node(where: Nodes) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(where):
+        found.setdefault(node, []).append(rank)
+    return found
+
+
+def _axes(parallel: Parallel, name: str) -> tuple[str, ...]:
+    """The axes that a dimension spans."""
+    match name:
+        case "data":
+            return tuple(a for a in parallel.axes if a in OUTER)
+        case "sequence":
+            return tuple(a for a in parallel.axes if a in (RING, ULYSSES))
+        case "tensor":
+            return tuple(a for a in parallel.axes if a not in (*OUTER, RING, ULYSSES))
+        case _:
+            return ()
+
+
+def _groups(parallel: Parallel, places: Sequence[Sequence[int]], where: Nodes | None) -> list[str]:
+    """For each dimension of several ranks: its groups, and whether they stay within a node."""
+    lines = []
+    for name in ("tensor", "sequence", "pipeline", "data"):
+        groups: list[list[int]] = []
+        if name == "pipeline":
+            if parallel.pipeline > 1 and not parallel.parts:
+                groups = [list(ranks) for ranks in zip(*places, strict=True)]
+        else:
+            for p, ranks in enumerate(places):
+                groups += _along(parallel.at(p).axes, _axes(parallel.at(p), name), ranks)
+        groups = [ranks for ranks in groups if len(ranks) > 1]
+        if groups:
+            lines.append(f"  {name:<10}{_group_text(groups, where)}")
+    return lines
+
+
+def _along(sizes: Mapping[str, int], axes: Iterable[str], ranks: Sequence[int]) -> list[list[int]]:
+    """The groups of a grid's ranks that differ along these axes only."""
+    strides, step = {}, 1
+    for axis in reversed(list(sizes)):
+        strides[axis] = step
+        step *= sizes[axis]
+    own, others = [0], [0]
+    for axis, n in sizes.items():
+        if axis in axes:
+            own = [i + strides[axis] * k for i in own for k in range(n)]
+        else:
+            others = [i + strides[axis] * k for i in others for k in range(n)]
+    return [[ranks[base + i] for i in own] for base in others]
+
+
+def _group_text(groups: Sequence[Sequence[int]], where: Nodes | None) -> str:
+    lengths = {len(g) for g in groups}
+    size = str(max(lengths)) if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
+    steps = {b - a for g in groups for a, b in pairwise(g)}
+    apart = ", next to one another" if steps == {1} else f", {max(steps):,} apart" if len(steps) == 1 else ""
+    text = f"{len(groups):,} group{'s' * (len(groups) > 1)} of {size} ranks{apart}, such as {_some(groups[0])}"
+    if where is None:
+        return text
+    spans = [len({where[rank] for rank in g}) for g in groups]
+    if max(spans) == 1:
+        return f"{text}; within a node"
+    least, most = min(spans), max(spans)
+    return f"{text}; across {most if least == most else f'{least} to {most}'} nodes"
+
+
+def _some(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return _span(ranks)
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, …, {ranks[-1]}"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+
+def _stages(
+    parallel: Parallel, places: Sequence[Sequence[int]], where: Nodes | None, schedule: Schedule | None,
+    layers: Sequence[int] | None,
+) -> list[str]:  # fmt: skip
+    """For every data index the ranks of each pipeline rank, which follow one another."""
+    if parallel.data == parallel.pipeline == 1:
+        return []
+    inner = [len(ranks) // parallel.data for ranks in places]
+    lines = []
+    shown = min(parallel.data, max(1, ROWS // parallel.pipeline))
+    for d in range(shown):
+        rows = []
+        for p, ranks in enumerate(places):
+            here = ranks[d * inner[p] : (d + 1) * inner[p]]
+            node = "" if where is None else f", {_node_text([where[rank] for rank in here])}"
+            grid = f", {' × '.join(f'{a}={n}' for a, n in parallel.at(p).axes.items())}" if parallel.parts else ""
+            head = f"pipeline {p}: " if parallel.pipeline > 1 else ""
+            held = _held(p, schedule, layers) if d == 0 else ""
+            rows.append(f"{head}rank{'s' * (len(here) > 1)} {_span(here)}{node}{grid}{held}")
+        lines += _headed(f"data {d}" if parallel.data > 1 else "in order", _folded(rows))
+    if shown < parallel.data:
+        step = sum(inner)
+        rest = f"data {shown}" + (f"–{parallel.data - 1}" if parallel.data > shown + 1 else "")
+        lines.append(f"{rest:<12}the same from rank {shown * step:,} on, {step:,} ranks each")
+    return lines
+
+
+def _node_text(nodes: Sequence[int]) -> str:
+    found = sorted(set(nodes))
+    return f"node {found[0]}" if len(found) == 1 else f"nodes {_some(found)}"
+
+
+def _held(rank: int, schedule: Schedule | None, layers: Sequence[int] | None) -> str:
+    """The stages that a pipeline rank holds, and their layers."""
+    if schedule is None or schedule.ranks == 1:
+        return ""
+    stages = [chunk.stage for chunk in schedule.chunks[rank]]
+    text = f"; stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    if layers is not None:
+        counts = [layers[s] for s in stages]
+        text += f" ({' + '.join(map(str, counts))} layer{'s' * (sum(counts) > 1)})"
+    return text
+
+
+def _folded(rows: Sequence[str]) -> list[str]:
+    return list(rows) if len(rows) <= ROWS else [*rows[: ROWS // 2], "⋮", *rows[-ROWS // 4 :]]
+
+
+def _headed(head: str, rows: Sequence[str]) -> list[str]:
+    return [f"{head if i == 0 else '':<12}{row}" for i, row in enumerate(rows)]
+
+
+def _grid(parallel: Parallel, places: Sequence[Sequence[int]]) -> list[str]:
+    """The ranks of the first grid as a table: a line for each index of all its axes but the last."""
+    lines: list[str] = []
+    drawn: list[Mapping[str, int]] = []
+    for p, ranks in enumerate(places):
+        axes = {a: n for a, n in parallel.at(p).axes.items() if a not in OUTER and n > 1}
+        if len(axes) < 2 or axes in drawn:
+            continue
+        drawn.append(axes)
+        *outer, last = axes
+        wide = axes[last]
+        rows = []
+        for i in range(math.prod(axes[a] for a in outer)):
+            left, at = i, []
+            for axis in reversed(outer):
+                left, index = divmod(left, axes[axis])
+                at.append(f"{axis}={index}")
+            line = [str(rank) for rank in ranks[i * wide : (i + 1) * wide]]
+            line = line if len(line) <= COLUMNS else [*line[: COLUMNS // 2], "…", line[-1]]
+            rows.append(f"{', '.join(reversed(at))}: {' '.join(line)}")
+        lines += _headed("a grid", _folded(rows))
+    return lines
+
+
+def layer_counts(config: Config, parallel: Parallel, schedule: Schedule | None) -> tuple[int, ...] | None:
+    """The layers of each stage, with the embedding and the head, where they are known before the model is made."""
+    if schedule is None or config.model.name not in LANGUAGE or parallel.partition in ("parameters", "flops", "time"):
+        return None
+    depth = config.model.options.get("num_hidden_layers", DEPTH)
+    layers = [Layer(str(i), lambda x: x, (), i in (0, depth + 1)) for i in range(depth + 2)]
+    if isinstance(parallel.partition, str):
+        return share_layers(layers, schedule.stages)
+    return by_hand(parallel.partition, layers, schedule.stages)
