@@ -28,7 +28,7 @@ from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.parallel import DATA
 from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.shares import gradient_handlers
-from parlinalg.train.stages import worker_of
+from parlinalg.train.stages import optimizer_of, worker_of
 from parlinalg.train.task import Batches, Criterion, Task
 from parlinalg.train.update import Update
 
@@ -54,12 +54,13 @@ def task(config: Config, mesh: Mesh, data: Dataset | Text) -> Task:
     return Language(config, mesh, data) if isinstance(data, Text) else Classify(config, mesh, data)
 
 
-def optimizer(config: Config, parameters: Iterable[Parameter]) -> optim.Optimizer:
+def optimizer(config: Config, parameters: Iterable[Parameter], grid: Grid) -> optim.Optimizer:
     """The optimizer of these parameters."""
     options = {"lr": LR[config.optimizer.name], **config.optimizer.options}
     if config.precision.dtype is not None:
         options["master"] = config.dtype
-    return OPTIMIZERS[config.optimizer.name](parameters, **options)
+    make = OPTIMIZERS[config.optimizer.name]
+    return optimizer_of(lambda p: make(p, **options), list(parameters), grid)
 
 
 def criterion(config: Config) -> Criterion:

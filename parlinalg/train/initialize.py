@@ -8,6 +8,7 @@ from typing import Any
 
 from parlinalg.autograd import Parameter
 from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
 from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
@@ -19,7 +20,7 @@ from parlinalg.train.launch import Mesh
 from parlinalg.train.layouts import grid_of
 from parlinalg.train.losses import Criterion
 from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
-from parlinalg.train.stages import staged
+from parlinalg.train.stages import optimizer_of, staged
 
 Optimize = Optimizer | Callable[[Iterable[Parameter]], Optimizer] | None
 Rate = Scheduler | Callable[[Optimizer], Scheduler] | None
@@ -90,7 +91,7 @@ def initialize(
     parameters = list(model.parameters())
     if all(p.reducer is None for p in parameters):
         build.reducer(config, grid, model)
-    made_optimizer = _optimizer(config, optimizer, parameters)
+    made_optimizer = _optimizer(config, optimizer, parameters, grid)
     accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
     world = grid.world if mesh is None else mesh.world
     engine = Engine(
@@ -115,16 +116,16 @@ def _not_yet(optimizer: Optimize, why: str) -> None:
         )
 
 
-def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter]) -> Optimizer:
+def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter], grid: Grid) -> Optimizer:
     if optimizer is None:
-        return build.optimizer(config, parameters)
+        return build.optimizer(config, parameters, grid)
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
             raise ConfigError(
                 f"initialize takes an Optimizer or a callable that makes one from parameters, not "
                 f"{type(optimizer).__name__}"
             )
-        optimizer = optimizer(parameters)
+        optimizer = optimizer_of(optimizer, parameters, grid)
     known = {id(p) for p in parameters}
     strange = next((p for p in optimizer.parameters if id(p) not in known), None)
     if strange is not None:

@@ -81,7 +81,7 @@ class Job:
         self.task = build.task(config, mesh, self.data)
         self.steps = build.steps(config, self.task.loader)
         reducer = build.reducer(config, mesh.grid, self.task.model)
-        optimizer = build.optimizer(config, self.task.model.parameters())
+        optimizer = build.optimizer(config, self.task.model.parameters(), mesh.grid)
         scheduler = build.scheduler(config, optimizer, self.steps)
         self.trainer = build.trainer(config, mesh, self.task, optimizer, scheduler, reducer)
         self.parts = microbatches_of(config, mesh.place.size)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from parlinalg.array import zeros
+from parlinalg.autograd import Parameter
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
 from parlinalg.nn import Module
+from parlinalg.optim import Optimizer
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import PipelineModel, Schedule, split
 from parlinalg.pipeline.asynchronous import AsynchronousWorker
@@ -49,3 +57,14 @@ def worker_of(
     worker = Worker(model, schedule, reducer)
     update.examine = worker.examine
     return worker
+
+
+def optimizer_of(
+    make: Callable[[Sequence[Parameter]], Optimizer], parameters: Sequence[Parameter], grid: Grid
+) -> Optimizer:  # fmt: skip
+    """The optimizer of these parameters; of a stage without any, such as one of an activation, one of none."""
+    if parameters:
+        return make(parameters)
+    optimizer = make([Parameter(zeros((0,), grid, Layout(None), np.float32), "none")])
+    optimizer.parameters = []
+    return optimizer

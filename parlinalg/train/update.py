@@ -96,7 +96,7 @@ class Update:
     def _clip_value(self, scale: float) -> None:
         if self.clip_value is not None:
             parameters = self.optimizer.parameters
-            most = min(float(np.finfo(np.float32).max), *(_most(p.dtype) for p in parameters))
+            most = min([float(np.finfo(np.float32).max), *(_most(p.dtype) for p in parameters)])
             clip_gradient_value(parameters, min(self.clip_value * scale, most))
 
     def of_one_stage(self) -> None:
