@@ -148,7 +148,7 @@ class Edges:
             source = self.grid.effective(t.layout)
             target = translated(
                 source, self.place.sizes[here], self.tables[here], self.place.sizes[there], self.tables[there],
-                self.takes[edge],
+                self.takes[edge], t.dtype.kind not in "iub",
             )  # fmt: skip
             leaves.append(Leaf(t.shape, t.dtype.name, source, target, t.node is not None))
         return Frame(form, tuple(leaves))

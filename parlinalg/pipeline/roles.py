@@ -48,7 +48,7 @@ def first_role(modules: Iterable[Module]) -> str | None:
 
 def translated(
     layout: Layout, sizes: Mapping[str, int], table: Table, other_sizes: Mapping[str, int], other: Table,
-    takes: str | None,
+    takes: str | None, features: bool = True,
 ) -> Layout:  # fmt: skip
     """The layout on another grid of an array that has this one here.
 
@@ -60,6 +60,8 @@ def translated(
         Those of the other grid.
     takes : {"residual", "inner", None}
         What the stage there takes, which decides where the layout here does not tell.
+    features : bool
+        Whether its last dim is one of features, where the layout does not tell: not so of ids and masks.
 
     Raises
     ------
@@ -72,7 +74,7 @@ def translated(
     if not ndim:
         return layout
     names = [name for name, dims in table.items() if dims == bare and name in other]
-    names.sort(key=lambda name: (name.split()[0] != takes, "without" in name))
+    names.sort(key=lambda name: (("without" in name) == features, name.split()[0] != takes))
     if names:
         return Layout(*(tuple(cut) for cut in other[names[0]]))
     if not any(bare):
