@@ -1,7 +1,8 @@
-"""Draw the figures of the theory page, from the library's own tables: `python docs/figures.py`.
+"""Draw the figures of the documentation from the library's own tables and schedules: `python docs/figures.py`.
 
 For each grid: its ranks, and the matrices of one product x · w = y at rest.  A block bears the ranks that hold it; the
-thick outline is what rank 1 needs, or makes, at work.  Written as plain SVG, so that equal tables give equal files.
+thick outline is what rank 1 needs, or makes, at work.  For each pipeline schedule: its timeline, as simulated.  Written
+as plain SVG, so that equal tables give equal files.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 
 from parlinalg.layout import Layout, coordinates
 from parlinalg.moves import moves
+from parlinalg.pipeline.drawing import svg
+from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.simulate import simulate
 from parlinalg.plan import Plan
 from parlinalg.schemes import discover
 
@@ -27,6 +31,17 @@ SHOWN = {  # file: (scheme, sizes of its axes, plans)
     "2.5d_k": ("2.5d, depth on k", {"d": 2, "r": 2, "c": 2}, ("expand",)),
     "3d": ("3d", {"i": 2, "j": 2, "l": 2}, ("expand",)),
 }
+TIMELINES = {  # file: name, ranks, microbatches, chunks, microbatches of a step
+    "schedule_gpipe": ("gpipe", 4, 8, None, None),
+    "schedule_1f1b": ("1f1b", 4, 8, None, None),
+    "schedule_interleaved": ("interleaved", 4, 8, 2, None),
+    "schedule_chimera": ("chimera", 4, 8, None, None),
+    "schedule_zb_h1": ("zb-h1", 4, 8, None, None),
+    "schedule_zb_v": ("zb-v", 4, 8, None, None),
+    "schedule_pipedream": ("pipedream", 4, 12, None, None),
+    "schedule_pipedream_2bw": ("pipedream-2bw", 4, 12, None, 4),
+}
+FILES = (*SHOWN, *TIMELINES)
 SIDE = 128.0
 STEP = {0: (74.0, 0.0), 1: (0.0, 74.0), 2: (36.0, -30.0)}  # of an axis on paper: the last one runs to the right
 SHORT = {"all_gather": "gathered", "reduce_scatter": "reduce-scattered", "all_reduce": "all-reduced"}
@@ -161,7 +176,10 @@ def draw_product(paper: Paper, x: float, y: float, plan: Plan, sizes: Mapping[st
 
 
 def draw(file: str) -> str:
-    """The figure of one grid, as SVG."""
+    """A figure, as SVG."""
+    if file in TIMELINES:
+        schedule, ranks, microbatches, chunks, every = TIMELINES[file]
+        return svg(simulate(make(schedule, ranks, microbatches, chunks, every=every)))
     name, sizes, plans = SHOWN[file]
     scheme = discover()[name].SCHEME.leading(1)
     row = SIDE + 84
@@ -180,9 +198,9 @@ def draw(file: str) -> str:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for file in SHOWN:
+    for file in FILES:
         (FOLDER / f"{file}.svg").write_text(draw(file))
-    print(f"{len(SHOWN)} figures in {FOLDER}", file=sys.stderr)
+    print(f"{len(FILES)} figures in {FOLDER}", file=sys.stderr)
 
 
 if __name__ == "__main__":

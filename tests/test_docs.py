@@ -116,7 +116,7 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 def test_figures_are_up_to_date() -> None:
     figures = load(DOCS / "figures.py")
-    for file in figures.SHOWN:
+    for file in figures.FILES:
         assert (figures.FOLDER / f"{file}.svg").read_text() == figures.draw(file), "run python docs/figures.py"
 
 
