@@ -1,0 +1,146 @@
+"""Trainings that are killed at random moments, each in a process of its own forked from this one, which imports once.
+
+python -m tests.train.kills FOLDER TRIALS: half of the kills come during a save.  Tells how it went in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parlinalg.comm import SingleComm
+from parlinalg.nn.pretrained.tensorfile import Writer
+from parlinalg.train import checkpoint_folder, checkpoint_writer, job, progress
+from parlinalg.train.job import train
+
+STEPS = 9
+SETTINGS: dict[str, Any] = {
+    "dtype": "float64", "batch_size": 31, "steps": STEPS, "validate_every": 4,
+    "optimizer": {"name": "adamw", "lr": 5e-3},
+    "model": {"hidden": (40, 30), "dropout": 0.2}, "checkpoint": {"every": 2, "keep": 2, "best": "test_loss"},
+    "backend": "numpy",
+}  # fmt: skip
+KEYS = ("step", "loss", "accuracy", "lr", "grad_norm", "test_loss", "test_accuracy")
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says, but for times."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k in KEYS} for line in lines]
+
+
+def forked(function: Callable[[], Any], watch: Callable[[int], object] = lambda pid: None) -> int:
+    """Call a function in a process of its own; its exit code, or minus the signal that ended it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
+            os._exit(function())
+        except BaseException:
+            os._exit(99)
+    watch(pid)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_in_a_save(moment: int) -> Callable[[Any, str], None]:
+    """Has the process killed before or after one of the calls by which saves change files: the one of this number."""
+    left = [moment]
+
+    def around(place: Any, name: str) -> None:
+        plain = getattr(place, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if left[0] == 0:
+                die()
+            left[0] -= 1
+            found = plain(*args, **options)
+            if left[0] == 0:
+                die()
+            left[0] -= 1
+            return found
+
+        setattr(place, name, call)
+
+    return around
+
+
+def in_a_save(settings: dict[str, Any], out: Path, moment: int) -> int:
+    around = dying_in_a_save(moment)
+    for name in ("write", "close", "appear"):
+        around(Writer, name)
+    around(checkpoint_writer, "sync_folder")
+    around(checkpoint_folder, "write_index")
+    around(checkpoint_folder, "sync_folder")  # within write_index, after the renaming
+    around(Path, "unlink")
+    return train(settings, out, comm=SingleComm())
+
+
+def anywhere(settings: dict[str, Any], out: Path, seconds: float) -> int:
+    """Killed from outside, so many seconds after the first step."""
+    return forked(
+        lambda: train(settings, out, comm=SingleComm()),
+        lambda pid: (_after_first_step(out, pid), time.sleep(seconds), os.kill(pid, signal.SIGKILL)),
+    )
+
+
+def _after_first_step(out: Path, pid: int) -> None:
+    while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
+        time.sleep(0.002)
+
+
+def trial(number: int, settings: dict[str, Any], folder: Path, draw: random.Random, seconds: float) -> dict[str, Any]:
+    """Kill a training, and have it go on to its end."""
+    out = folder / f"trial {number}"
+    ended, moment = 0, 0.0
+    while ended == 0:  # it came to its end before it was killed
+        shutil.rmtree(out, ignore_errors=True)
+        if number % 2:
+            moment = draw.randrange(260)
+            ended = forked(lambda: in_a_save(settings, out, int(moment)))
+        else:
+            moment = draw.uniform(0, seconds)
+            ended = anywhere(settings, out, moment)
+    complete = checkpoint_folder.complete(out / "checkpoints")
+    ended_again = forked(lambda: train(settings, out, comm=SingleComm(), resume=True))
+    return {
+        "during": "a save" if number % 2 else "anything",
+        "moment": moment, "killed": ended == -signal.SIGKILL, "ended": ended, "complete": complete,
+        "then": ended_again, "metrics": told(out), "left": sorted(p.name for p in (out / "checkpoints").iterdir()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder, trials = Path(sys.argv[1]), int(sys.argv[2])
+    draws = np.random.default_rng(5)
+    y = np.arange(170) % 5
+    np.savez(folder / "data.npz", x=draws.normal(size=(170, 9)) + np.eye(5, 9)[y], y=y)
+    settings = {**SETTINGS, "data": str(folder / "data.npz")}
+    job.plot = lambda *_: "none is wanted"  # type: ignore[assignment]
+    progress.EVERY = 1e9
+    sys.modules["tqdm"] = None  # type: ignore[assignment]
+    start = time.perf_counter()
+    assert forked(lambda: train(settings, folder / "whole", comm=SingleComm())) == 0
+    seconds = time.perf_counter() - start
+    draw = random.Random(sys.argv[3] if len(sys.argv) > 3 else "1")
+    rows = [trial(i, settings, folder, draw, seconds) for i in range(trials)]
+    print(json.dumps({"want": told(folder / "whole"), "trials": rows}))
+
+
+if __name__ == "__main__":
+    main()

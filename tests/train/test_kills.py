@@ -1,0 +1,62 @@
+"""A training that is killed goes on exactly, from its last complete checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, child_environment, launch, mpiexec
+from tests.train.kills import KEYS, STEPS, told
+
+pytestmark = pytest.mark.serial
+
+
+@pytest.mark.timeout(600)
+def test_after_a_kill_at_any_moment_training_goes_on_exactly(tmp_path: Path, full: bool) -> None:
+    trials = 50 if full else 3
+    done = launch(0, ["-m", "tests.train.kills", str(tmp_path), str(trials)], env={"PARLINALG_MPI": "0"}, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert [m["step"] for m in found["want"]] == list(range(1, STEPS + 1))
+    assert found["want"][0].keys() == {*KEYS} - {"test_loss", "test_accuracy"}
+    assert len(found["trials"]) == trials
+    for trial in found["trials"]:
+        assert trial["killed"], trial
+        assert trial["then"] == 0, trial
+        assert trial["metrics"] == found["want"], trial
+        assert set(trial["left"]) >= {"step-00000008", "step-00000009"}, trial
+    assert sum(t["during"] == "a save" for t in found["trials"]) == trials // 2
+    if full:
+        assert len({tuple(t["complete"]) for t in found["trials"]}) > 3, "killed early and late"
+
+
+@pytest.mark.timeout(300)
+def test_after_one_of_two_ranks_was_killed(tmp_path: Path, full: bool) -> None:
+    settings = ["parallel.data=2", "zero=1", "dtype=float64", "steps=40", "checkpoint=5", "model=dict(hidden=(40,))"]
+    arguments = ["-m", "parlinalg", "train", "digits", *(a for s in settings for a in ("--set", s)), "--out"]
+    if not full:
+        return
+    assert launch(2, [*arguments, str(tmp_path / "whole")]).returncode == 0
+    draw = random.Random(3)
+    for trial in range(5):
+        out = tmp_path / str(trial)
+        command = [*mpiexec(), "-n", "2", sys.executable, *arguments, str(out)]
+        with (tmp_path / "said").open("w") as said:
+            process = subprocess.Popen(command, env=child_environment(), cwd=ROOT, stdout=said, stderr=said)
+        while not ((out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.8))
+        pids = [place["pid"] for place in json.loads((out / "ranks.json").read_text())]
+        os.kill(pids[trial % 2], signal.SIGKILL)
+        assert process.wait(60) != 0
+        assert launch(2, [*arguments, str(out), "--resume"]).returncode == 0
+        assert told(out) == told(tmp_path / "whole")
