@@ -86,6 +86,32 @@ def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
     assert not any("losses" in line for line in told["short"])
 
 
+def test_pipelines_agree_on_losses_and_are_predicted(tmp_path: Path) -> None:
+    result = tmp_path / "pipeline.json"
+    pieces = [f"parlinalg:{name}:2" for name in ("zb-v", "pipedream-2bw")]
+    pieces += ["torch:1f1b:2"] if find_spec("torch") else []
+    options = ["--model", "16x4x2x8x4x32", "--microbatches", "4", "--batches", "2", "--rounds", "1", "--warm", "1"]
+    options += ["--steps", "1", "--pieces", *pieces, "parlinalg:1f1b:8", "--crowded", "--json", str(result)]
+    done = launch(0, [str(BENCH / "pipeline.py"), *options], timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    assert list(told["missing"]) == ["parlinalg:1f1b:8"]
+    rows = {row["piece"]: row for row in told["rows"]}
+    assert set(rows) == set(pieces)
+    first = rows["parlinalg:zb-v:2"]["losses"]
+    for piece, row in rows.items():
+        assert (row["losses"] == pytest.approx(first, rel=1e-4)) == ("pipedream" not in piece)
+        assert row["median_s"] > 0
+        if piece.startswith("parlinalg"):
+            costs = row["runs"][0]["costs"]
+            stages = 4 if "zb-v" in piece else 2
+            assert [len(costs[name]) for name in ("forward", "backward", "step")] == [stages, stages, 2]
+            most = max(sum(costs[name][s] for name in ("forward", "backward")) for s in range(stages))
+            assert row["predicted_s"] > 4 * most
+            assert 0 < row["bubble"] < 1
+    assert not any("losses" in line for line in told["short"])
+
+
 def test_ring_counts_the_balance_of_each_order(tmp_path: Path) -> None:
     result = tmp_path / "ring.json"
     options = ["--ranks", "2", "--lengths", "512", "--heads", "1", "--width", "8", "--rounds", "1", "--crowded"]

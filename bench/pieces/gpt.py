@@ -116,8 +116,9 @@ def timed(
     tell: bool,
     memory: Memory,
     **said: Any,
-) -> None:
-    """Run `warm` steps uncounted, then `steps` timed ones; tell seconds, processor seconds and losses as JSON.
+) -> dict[str, Any]:
+    """Run `warm` steps uncounted, then `steps` timed ones; seconds, processor seconds and losses, which one rank is to
+    tell as JSON.
 
     Memory is the peak over all steps, the first included, less that before the first.
     """
@@ -127,13 +128,15 @@ def timed(
     seconds, busy = [], []
     for i in range(steps):
         barrier()
-        start, used = time.perf_counter(), time.process_time()
+        start, began = time.perf_counter(), time.process_time()
         losses.append(step(warm + i))
         seconds.append(time.perf_counter() - start)
-        busy.append(time.process_time() - used)
+        busy.append(time.process_time() - began)
+    used = {"before": before, "peak": memory.peak() - before}
+    told = {"seconds": seconds, "cpu": busy, "losses": losses, "memory": used, **said}
     if tell:
-        told = {"before": before, "peak": memory.peak() - before}
-        print(json.dumps({"seconds": seconds, "cpu": busy, "losses": losses, "memory": told, **said}), flush=True)
+        print(json.dumps(told), flush=True)
+    return told
 
 
 def _status(field: str) -> int:
