@@ -44,6 +44,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     import parlinalg as pla
     from parlinalg import nn, offload, optim, schemes
     from parlinalg.autograd import ops
+    from parlinalg.parallel.precision import clipping, examine
 
     threading.stack_size(1 << 18)  # a thread's stack counts as address space too
     scheme = schemes.discover()["serial"].SCHEME
@@ -78,7 +79,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
             losses.append(loss.item())
             del loss
             middle = time.perf_counter()
-            update.step()
+            update.step(clipping(examine(model.parameters()).norm, 1.0))
             update.zero_grad()
             times.append(time.perf_counter() - start)
             updates.append(time.perf_counter() - middle)

@@ -30,8 +30,9 @@ class OffloadedParameters:
 
     The parameters keep their place in the model: modules, optimizers, `state_dict` see arrays as before.  On a disk
     values, and with `gradients` settled gradients too, lie in one file a rank, of which windows are mapped as they are
-    used; the next one is read ahead.  Offloaded gradients are settled one by one, without their reducer, which is
-    detached; one that does more than sum whole gradients (ZeRO, shared parameters, 16 bits) keeps them.
+    used; the next one is read ahead.  From host memory beside a GPU each is copied when it is used.  Offloaded
+    gradients are settled one by one, without their reducer, which is detached; one that does more than sum whole
+    gradients (ZeRO, shared parameters, 16 bits) keeps them.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class OffloadedParameters:
     least : int or str
         Parameters whose blocks have fewer bytes stay where they are.
     gradients : bool
-        Whether gradients rest there too; only where blocks live in host memory.
+        Whether gradients rest there too.
     name : str
         What the files' names begin with.
 
@@ -106,8 +107,6 @@ class OffloadedParameters:
         if self._home is not None or not grids:
             raise ConfigError("OffloadedParameters are placed once, of a model that has parameters; make another one")
         cpu = all(g.backend.xp is np for g in grids)
-        if self.gradients and not cpu:
-            raise ConfigError("gradients are offloaded only where blocks live in host memory: gradients=False")
         if self.path is None and cpu:
             raise ConfigError("parameters already are in host memory; give path=, a folder on a disk")
         comms = worlds(grids)

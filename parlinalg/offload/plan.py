@@ -82,6 +82,8 @@ class Table:
 def decide(table: Table, memory: int, movable: Iterable[str], chunk: int) -> tuple[str, ...] | None:
     """The first of what can be moved, in `ORDER`, without which the rest fits; None if it never does.  Pure.
 
+    What would leave no less in memory stays.
+
     >>> table = Table(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
     >>> decide(table, 200, ORDER, chunk=1), decide(table, 120, ORDER, chunk=1), decide(table, 60, ORDER, chunk=1)
     ((), ('optimizer',), ('optimizer', 'activations', 'parameters'))
@@ -91,7 +93,9 @@ def decide(table: Table, memory: int, movable: Iterable[str], chunk: int) -> tup
     while table.rest(chosen, chunk) > memory:
         if not left:
             return None
-        chosen.append(left.pop(0))
+        kind = left.pop(0)
+        if table.rest([*chosen, kind], chunk) < table.rest(chosen, chunk):
+            chosen.append(kind)
     return tuple(chosen)
 
 
@@ -161,8 +165,7 @@ class Offload:
         plan = self.plan
         folder = {kind: plan.path if place == "disk" else None for kind, place in plan.places.items()}
         if "parameters" in plan.places:
-            cpu = all(p.grid.backend.xp is np for p in plan.model.parameters())
-            self.parameters = OffloadedParameters(folder["parameters"], gradients=cpu)
+            self.parameters = OffloadedParameters(folder["parameters"])
             self._stack.callback(self.parameters.close)
             self.parameters.place(plan.model.parameters())
         if "activations" in plan.places:
@@ -270,7 +273,7 @@ def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
         mine[0] += p.block.size * p.dtype.itemsize
         if p.shard is not None:
             mine[6] += (p.block.size + n) * p.dtype.itemsize
-        elif p.grid.backend.xp is not np or not replaceable(p.reducer):
+        elif not replaceable(p.reducer):
             mine[6] += n * p.dtype.itemsize
         mine[1] += n * p.dtype.itemsize
         mine[2] += n * (names + more) * dtype.itemsize

@@ -179,6 +179,8 @@ def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
 
     def place(indexed: tuple[int, Parameter]) -> tuple[float, int]:
         index, p = indexed
+        if p.shard is None and p.grad is not None and p.grad.RESTS:
+            return math.inf, index
         lies = p.block if p.shard is not None else None if p.grad is None else p.grad.block
         if lies is None or lies.base is None:
             return math.inf, -index  # gradients arrive in reverse order of use

@@ -5,7 +5,7 @@ A piece is the whole block of a parameter, or, where ranks with the same block s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,27 +22,27 @@ def distinct(parameters: Iterable[Parameter]) -> list[Parameter]:
     return list({id(p): p for p in parameters}.values())
 
 
-def gradients(parameters: Iterable[Parameter]) -> list[tuple[Parameter, Block, bool]]:
+def gradients(parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, Block, bool]]:
     """For each parameter that has one, its settled gradient's piece on this rank, and whether this rank counts it.
 
-    Returns
-    -------
-    list of (Parameter, array, bool)
-        Each parameter once.  The array is flat, a view where the gradient lies in C order.  Over all ranks, each
-        element is counted once.
+    Yields
+    ------
+    (Parameter, array, bool)
+        Each parameter once, its gradient when it is asked for: of those that rest on a disk one at a time is mapped.
+        The array is flat, a view where the gradient lies in C order.  Over all ranks, each element is counted once.
 
     Raises
     ------
     LayoutError
         If a gradient is not settled.
     """
-    found = []
-    for p in distinct(parameters):
+    once = distinct(parameters)
+    for p in once:
         check_settled(p)
+    for p in once:
         piece = p.updated[1]
         if piece is not None:
-            found.append((p, piece, counted(p)))
-    return found
+            yield p, piece, counted(p)
 
 
 def held(parameter: Parameter) -> Block:
@@ -50,6 +50,12 @@ def held(parameter: Parameter) -> Block:
     if parameter.shard is not None:
         return parameter.shard.grad
     return None if parameter.grad is None else parameter.grad.block
+
+
+def changed(parameter: Parameter, block: Block) -> None:
+    """Say that what `held` gave was changed: a gradient that rests elsewhere takes it."""
+    if parameter.shard is None and parameter.grad is not None and parameter.grad.RESTS:
+        parameter.grad.put(block.reshape(-1))  # type: ignore[attr-defined]
 
 
 def check_settled(parameter: Parameter) -> None:

@@ -9,7 +9,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.backend import namespace
 from parlinalg.backend.kernels_optim import scale, square_sum
 from parlinalg.errors import ConfigError
-from parlinalg.optim.pieces import check_settled, distinct, gradients, held, over_ranks
+from parlinalg.optim.pieces import changed, check_settled, distinct, gradients, held, over_ranks
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
@@ -52,6 +52,7 @@ def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm
             block = held(p)
             if block is not None:
                 scale(block, factor)
+                changed(p, block)
     return norm
 
 
@@ -75,3 +76,4 @@ def clip_gradient_value(parameters: Iterable[Parameter], limit: float) -> None:
         if block is not None:
             most = block.dtype.type(limit)
             namespace(block).clip(block, -most, most, out=block)
+            changed(p, block)

@@ -145,21 +145,20 @@ def examine(
         If a gradient is not settled.
     """
     once = distinct(parameters)
-    settled = gradients(once)
     total, finite = 0.0, True
     both = np.zeros(2)
     grids: dict[int, Grid] = {id(p.grid): p.grid for p in once}
     for grid in grids.values():
         mine = grid.backend.zeros((2,), np.float64)
         seen = grid.backend.zeros((), np.float64)
-        pieces = [(p, piece, counted) for p, piece, counted in settled if p.grid is grid]
-        for p, piece, counted in pieces:
+        here = [p for p in once if p.grid is grid]
+        for p, piece, counted in gradients(here):
             with overflowing():
                 squares = square_sum(piece)
             seen = seen + squares
             if counted and (owns is None or owns(p)):
                 mine[:1] += squares
-        if not math.isfinite(float(seen)) and not all(all_finite(piece) for _, piece, _ in pieces):
+        if not math.isfinite(float(seen)) and not all(all_finite(piece) for _, piece, _ in gradients(here)):
             mine[1] = 1
         if over is not None:
             both += grid.backend.to_host(mine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from parlinalg import offload
@@ -12,7 +13,8 @@ from parlinalg.autograd.saved import saved
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.plan import ORDER, Table, decide
-from parlinalg.parallel import ZeRO
+from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value
+from parlinalg.parallel.precision import examine
 from tests.models import loss_of
 from tests.offload.runs import everything, go_on, sizes, start, unlike
 
@@ -48,7 +50,7 @@ def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options
     path = folder if backend == "numpy" else None
     made = []
     if alone:
-        made.append(OffloadedParameters(path, least=1000, gradients=backend == "numpy"))
+        made.append(OffloadedParameters(path, least=1000))
         made[-1].place(model.parameters())
     if what != "parameters":
         made.append(OffloadedActivations(path, least=0))
@@ -63,9 +65,8 @@ def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options
     for each in made:
         each.close()
     assert not list(folder.glob(f"*.{world.rank}.*"))
-    if backend == "numpy" or not alone or world.size == 1:
-        assert found == losses
-        assert not unlike(state, want)
+    assert found == losses
+    assert not unlike(state, want)
     assert not unlike(everything(model, update), state)
 
 
@@ -78,6 +79,26 @@ def test_values_are_loaded_to_where_they_rest(make_grid, world, folder, backend)
         assert rest.parameters
         model.load_state_dict(want)
         assert not unlike(model.state_dict(), want)
+
+
+@pytest.mark.ranks(1, 2)
+def test_gradients_are_clipped_where_they_rest(make_grid, world, folder, backend):
+    def clipped(rest):
+        model, _ = start(make_grid(sizes(world.size)), reduce=False)
+        if rest is not None:
+            rest.place(model.parameters())
+            assert len(rest.parameters) > 5
+        found = []
+        for clip in (lambda ps: [*examine(ps), clip_gradient_norm(ps, 0.1)], lambda ps: clip_gradient_value(ps, 0.001)):
+            loss_of(model).backward()
+            found += [clip(list(model.parameters())), *(p.grad.gather() for p in model.parameters())]
+            model.zero_grad()
+        return found
+
+    want = clipped(None)
+    with OffloadedParameters(folder if backend == "numpy" else None, least=1000) as rest:
+        for got, right in zip(clipped(rest), want, strict=True):
+            np.testing.assert_array_equal(got, right)
 
 
 @pytest.mark.ranks(2)
@@ -173,3 +194,5 @@ def test_what_is_offloaded_first():
     assert decide(table, 98, ORDER, 1) == ORDER
     assert decide(table, 30, ORDER, 1) is None
     assert decide(table, 120, ("parameters",), 1) is None
+    stateless = Table(values=40, gradients=40, states=0, activations=30, largest=4, block=15)
+    assert decide(stateless, 60, ORDER, 1) == ("parameters",), "what frees nothing stays"
