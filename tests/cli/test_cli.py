@@ -106,6 +106,7 @@ def test_a_text_is_trained_on_one_grid_and_written_on_another(
     assert main([*write, "--set", "dtype=float64"]) == 0
     assert capsys.readouterr().out == three.stdout
     assert three.stdout.startswith("It was")
+    assert run(3, *write, "--set", "dtype=float64", "--set", "parallel=dict(pipeline=3)").stdout == three.stdout
 
     def wrong(message: str, *more: str) -> None:
         assert main([*write, *more]) == 2
@@ -147,7 +148,7 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
         (["generate", "nowhere", "--prompt", "a"], ["there is no folder nowhere"]),
         (["generate", "nowhere", "--prompt", "a", "--temperature", "-1"], ["--temperature must be at least 0"]),
         (["train", "text", "--set", "data.path=nothing.txt"], ["there is no text 'nothing.txt'"]),
-        (["train", "digits", "--resume"], ["checkpoints are not there yet"]),
+        (["train", "digits", "--fall-back"], ["--fall-back says how to resume: add --resume"]),
         (["train", "digits", "--steps", "0"], ["steps must be a whole number of at least 1"]),
         (["train", "digits", "--set", "seed"], ["KEY=VALUE"]),
         (["trian"], ["invalid choice: 'trian'"]),
@@ -212,6 +213,12 @@ def test_signals_end_all_ranks_at_the_next_step(name: str, tmp_path: Path) -> No
     assert len(metrics(tmp_path)) == int(steps[1])
     assert (tmp_path / "metrics.png").exists()
     assert "Traceback" not in text
+    last = int(steps[1]) + 2
+    more = ["--set", f"steps={last}", "--resume", "--checkpoint-every", "1"]
+    done = run(0, "train", "digits", *more, "--out", str(tmp_path))  # on one rank now
+    assert f"going on after step {steps[1]}" in done.stdout, done.stdout + done.stderr
+    assert [m["step"] for m in metrics(tmp_path)] == list(range(1, last + 1))
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
 def test_plan_explains_itself() -> None:
