@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from parlinalg.cli.parser import Commands, say
 from parlinalg.errors import CommError, ConfigError
+
+if TYPE_CHECKING:
+    from parlinalg.train.launch import Mesh
 
 KEYS = ("parallel", "backend", "dtype")  # of a configuration, that matter here
 
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         kind = together(world, lambda: model_class(args.folder), "reading the model")
         tokens = together(world, lambda: tokenizer(args.folder), "reading the tokenizer")
         stops = together(world, lambda: ends(args.folder), "reading the model")
-        model = kind.from_pretrained(args.folder, mesh.scheme, mesh.grid, dtype)
+        model = _model(kind, args.folder, mesh, dtype)
 
         def told(text: str) -> None:
             if world.rank == 0:
@@ -74,6 +77,17 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         told("\n")
     return 0
+
+
+def _model(kind: Any, folder: Path, mesh: Mesh, dtype: str | None) -> Any:
+    """The folder's model, whole on this rank's grid or cut into a pipeline's stages."""
+    if mesh.schedule is None:
+        return kind.from_pretrained(folder, mesh.scheme, mesh.grid, dtype)
+    from parlinalg.pipeline.pretrained import from_pretrained
+
+    return from_pretrained(
+        kind, folder, mesh.place, mesh.schedule, mesh.scheme, mesh.grid, dtype, partition=mesh.parallel.partition
+    )
 
 
 def model_class(folder: Path) -> Any:

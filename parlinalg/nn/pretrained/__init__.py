@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from numpy.typing import DTypeLike
 
+from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.comm import Comm
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.nn.declared import Declared
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import gpt2, llama
 from parlinalg.nn.pretrained.architecture import Architecture
@@ -73,14 +75,28 @@ class Pretrained(Module):
             On all ranks, before any weight is read: a folder or file that is missing or cut short, an architecture or
             setting that is not known, a tensor that is missing, unexpected or misshapen; the message names it.
         """
-        path = Path(folder)
-        found = together(grid.world, lambda: read(path, cls.architecture, ARCHITECTURES, changes), f"reading {path}")
-        make: Any = cls
-        chosen = found.dtype if dtype is None else dtype
-        model: Self = make(**found.arguments, scheme=scheme, grid=grid, dtype=chosen)
-        together(grid.world, lambda: model.initialize(seed, values=found.make), f"reading {path}")
-        model.token_ids = {name: found.settings.get(name) for name in TOKENS}
+        model, values = cls.declared_by(folder, scheme, grid, grid.world, dtype, **changes)
+        together(grid.world, lambda: model.initialize(seed, values=values), f"reading {Path(folder)}")
         return model.eval()
+
+    @classmethod
+    def declared_by(
+        cls, folder: str | os.PathLike[str], scheme: Scheme, grid: Grid, comm: Comm, dtype: DTypeLike | None = None,
+        **changes: Any,
+    ) -> tuple[Self, Callable[[Declared, str], DistArray]]:  # fmt: skip
+        """The model of a folder without values, and what `initialize` makes them by; no weight is read yet.
+
+        Collective over `comm`, all ranks that read the folder, such as those of a pipeline's stages; the rest is as of
+        `from_pretrained`.
+        """
+        path = Path(folder)
+        found = together(comm, lambda: read(path, cls.architecture, ARCHITECTURES, changes), f"reading {path}")
+        make: Any = cls
+        model: Self = make(
+            **found.arguments, scheme=scheme, grid=grid, dtype=found.dtype if dtype is None else dtype
+        )  # fmt: skip
+        model.token_ids = {name: found.settings.get(name) for name in TOKENS}
+        return model, found.make
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
         """Write the model so that `transformers` loads it: `config.json` and `model.safetensors`.  Collective.
