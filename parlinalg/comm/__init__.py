@@ -11,6 +11,7 @@ from typing import Any
 from parlinalg.comm.base import Comm
 from parlinalg.comm.check import check_replicas
 from parlinalg.comm.handle import Handle
+from parlinalg.comm.launchers import launched, problem
 from parlinalg.comm.ledger import Book, ledger
 from parlinalg.comm.places import ranks_map
 from parlinalg.comm.signals import StopSignals
@@ -64,6 +65,10 @@ def open_comm(comm: Any = None) -> Comm:
     if comm is None:
         comm = MPI.COMM_WORLD
         _check_launcher(comm.size, f"mpi4py uses {MPI.Get_library_version().splitlines()[0]!r}")
+        if comm.size > 1 and launched().by == "srun":
+            for told in comm.allgather(problem(comm.size, comm.rank)):
+                if told:
+                    raise CommError(told)
     if comm.size == 1:
         return SingleComm()
     own = comm.Dup()
@@ -104,6 +109,8 @@ def between_gpus(comm: Comm, backend: str) -> Comm:
 
 def _check_launcher(size: int, why: str) -> None:
     """Raise if a launcher started several processes that would not see one another."""
+    if size == 1 and (told := problem(1, 0)):
+        raise CommError(f"{told} ({why})")
     started = max(int(os.environ.get(name, "1") or 1) for name in _LAUNCHED)
     if size == 1 and started > 1:
         raise CommError(

@@ -71,6 +71,8 @@ class Place:
         Of the ranks at this position in all pipeline ranks, where all grids have the same sizes, else None.
     group : Comm
         Of the ranks of this pipeline rank, on which its grid is made.
+    made : list of Comm
+        Those that `close` frees.
     """
 
     world: Comm
@@ -80,7 +82,7 @@ class Place:
     sizes: tuple[dict[str, int], ...]
     comm: Comm | None
     group: Comm
-    _made: list[Comm] = field(default_factory=list, repr=False)
+    made: list[Comm] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, world: Comm, sizes: Sequence[Sizes], outer: Collection[str] = ()) -> Place:
@@ -124,11 +126,11 @@ class Place:
 
     def channel(self) -> Comm:
         """A communicator of all ranks for messages of one kind, freed with the place.  Collective."""
-        self._made.append(self.world.sub(range(self.world.size), ("pipeline",)))
-        return self._made[-1]
+        self.made.append(self.world.sub(range(self.world.size), ("pipeline",)))
+        return self.made[-1]
 
     def close(self) -> None:
         """Free the communicators that were made for it.  Collective."""
-        for comm in self._made:
+        for comm in self.made:
             comm.free()
-        self._made.clear()
+        self.made.clear()

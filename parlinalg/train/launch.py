@@ -8,7 +8,8 @@ from types import TracebackType
 
 from parlinalg.backend.blas import place as cores
 from parlinalg.backend.blas import set_blas_threads, sharing
-from parlinalg.comm import Comm, open_comm
+from parlinalg.comm import Comm, SingleComm, open_comm
+from parlinalg.comm.launchers import launched
 from parlinalg.comm.place import place_on_node
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
@@ -22,6 +23,8 @@ from parlinalg.train.keys import listed
 from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel, share_out
 from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.shares import REPLICA, shared_out
+
+LAUNCHERS = ("auto", "mpirun", "srun", "one")
 
 
 class Mesh:
@@ -140,6 +143,7 @@ def launch(
     backend: str | None = None,
     *,
     settings: Sequence[str] = (),
+    launcher: str = "auto",
 ) -> Mesh:
     """Share out the ranks as a configuration says.  Collective.
 
@@ -154,6 +158,9 @@ def launch(
         Where blocks live, by default as the configuration says.
     settings : sequence of str
         Values to replace, such as "parallel.tensor.mode=2d".
+    launcher : {"auto", "mpirun", "srun", "one"}
+        What started the ranks: "auto" takes it as it is, "mpirun" and "srun" refuse to go on where it was another, and
+        "one" is this process alone, without MPI.
 
     Returns
     -------
@@ -161,6 +168,8 @@ def launch(
 
     Raises
     ------
+    CommError
+        If Slurm and MPI disagree about the ranks; the message says how to start them.
     ConfigError
         On all ranks, if the configuration is wrong on any of them, does not fit the ranks, or differs between them.
 
@@ -170,7 +179,7 @@ def launch(
     >>> mesh.size("tensor"), mesh.rank("data"), mesh.grid.sizes
     (1, 0, {'r': 1, 'c': 1})
     """
-    world = open_comm(comm)
+    world = open_comm(_started(comm, launcher))
 
     def read() -> tuple[Config, Parallel, Schedule | None]:
         checked = load({} if config is None else config, settings)
@@ -181,7 +190,32 @@ def launch(
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
     place = Place.of(world, parallel.grids, (REPLICA, DATA))
+    if world is not comm:
+        place.made.append(world)
     return Mesh(_grid(place, backend or checked.backend), checked, parallel, place, schedule)
+
+
+def _started(comm: object, launcher: str) -> object:
+    """What to open the communicator of, once the launcher is the one that is asked for."""
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"launcher is one of {listed(LAUNCHERS)}, not {launcher!r}")
+    if launcher == "auto":
+        return comm
+    if comm is not None:
+        raise ConfigError(
+            f"launcher={launcher!r} says where all ranks come from, and comm gives some; give one of them"
+        )
+    found = launched().by
+    if launcher == "one":
+        return SingleComm()
+    if (launcher, found) not in (("mpirun", "mpiexec"), ("srun", "srun")):
+        started = {"mpiexec": "mpiexec started it", "srun": "srun started it", "one": "it was started alone"}[found]
+        right = {"mpirun": "mpiexec -n 4 python SCRIPT", "srun": "srun --mpi=pmi2 python SCRIPT, in a job of Slurm"}
+        raise ConfigError(
+            f"launcher={launcher!r}, but as far as this process knows {started}: start with {right[launcher]}, or "
+            "leave launcher out"
+        )
+    return None
 
 
 def _grid(place: Place, backend: str) -> Grid:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parlinalg.comm.launchers import problem
 from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError
+from parlinalg.errors import CommError, ConfigError
 from parlinalg.train.launch import launch
 from tests.conftest import SIZE
 
@@ -78,3 +79,94 @@ def test_together_fails_on_all_ranks(world: Any) -> None:
     with pytest.raises(ConfigError, match=r"^rank 1, looking: the disk is gone$"):
         together(world, fail, "looking")
     assert together(world, lambda: world.rank) == world.rank
+
+
+@pytest.mark.ranks(4, 6)
+def test_ranks_of_a_pipeline_have_grids_of_their_own(world: Any, backend: str) -> None:
+    """Data outermost, then the pipeline, then what is within a stage."""
+    with launch({"parallel": {"data": SIZE // 2, "pipeline": 2}}, world, backend) as mesh:
+        assert (mesh.rank("data"), mesh.rank("pipeline")) == divmod(world.rank, 2)
+        assert (mesh.size("data"), mesh.size("pipeline"), mesh.size("tensor")) == (SIZE // 2, 2, 1)
+        assert mesh.place.ranks == (tuple(range(0, SIZE, 2)), tuple(range(1, SIZE, 2)))
+        assert mesh.world is world
+        assert mesh.grid.rank_of(mesh.grid.coords) == mesh.place.ranks[mesh.place.rank].index(world.rank)
+        total = mesh.grid.backend.from_host(np.array([float(world.rank)]))
+        mesh.comm("pipeline").all_reduce(total)
+        assert float(total[0]) == 4 * mesh.rank("data") + 1
+        mesh.grid.everyone.all_reduce(total)
+        assert float(total[0]) == sum(range(SIZE))
+        assert (mesh.schedule.name, mesh.schedule.microbatches) == ("1f1b", 2)
+    tensor = {"size": SIZE // 2, "mode": "1d"}
+    with launch({"parallel": {"pipeline": 2, "tensor": tensor}}, world, backend) as mesh:
+        assert world.rank == (mesh.rank("data") * 2 + mesh.rank("pipeline")) * (SIZE // 2) + mesh.rank("tensor")
+
+
+@pytest.mark.ranks(6)
+def test_pipelines_of_unlike_grids(world: Any, backend: str) -> None:
+    each = [{"size": 1}, {"size": 2, "mode": "1d"}]
+    with launch({"parallel": {"pipeline": {"tensor": each}}}, world, backend) as mesh:
+        assert mesh.place.ranks == ((0, 3), (1, 2, 4, 5))
+        assert mesh.place.sizes == ({"data": 2}, {"data": 2, "t": 2})
+        assert mesh.rank("data") == world.rank // 3
+        assert mesh.rank("tensor") == max(0, world.rank % 3 - 1)
+        assert mesh.scheme.name == ("data × 1d" if world.rank % 3 else "data × serial")
+        with pytest.raises(ConfigError, match="grids of the pipeline's ranks are unlike"):
+            mesh.comm("pipeline")
+    with launch(
+        {"parallel": {"pipeline": {"tensor": each}}, "zero": {"stage": 1, "within": 1}}, world, backend
+    ) as mesh:
+        assert mesh.grid.sizes["replica"] == mesh.size("data") == 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_wrong_pipelines_are_refused_on_all_ranks(world: Any) -> None:
+    with pytest.raises(ConfigError, match=r"schedule: interleaved over .* with microbatches=1: it takes multiples of"):
+        launch({"parallel": {"pipeline": SIZE}, "schedule": {"name": "interleaved", "microbatches": 1}}, world)
+    with pytest.raises(ConfigError, match=r"there are \d+ ranks"):
+        launch({"parallel": {"pipeline": SIZE + 1, "data": 1}}, world)
+
+
+@pytest.mark.serial
+def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch({}, launcher="one") as mesh:
+        assert mesh.world.size == 1
+    for name in ("srun", "mpirun"):
+        with pytest.raises(ConfigError, match=rf"launcher='{name}', but .* it was started alone: start with "):
+            launch({}, launcher=name)
+    with pytest.raises(ConfigError, match="launcher is one of 'auto', 'mpirun', 'srun' or 'one', not 'ssh'"):
+        launch({}, launcher="ssh")
+    with launch({}) as mesh, pytest.raises(ConfigError, match="comm gives some; give one of them"):
+        launch({}, mesh.world, launcher="one")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    with pytest.raises(ConfigError, match=r"launcher='mpirun', but .* srun started it: start with mpiexec -n 4"):
+        launch({}, launcher="mpirun")
+    monkeypatch.delenv("PARLINALG_MPI", raising=False)
+    with pytest.raises(CommError, match=r"srun started 4 processes, but each sees only itself.*srun --mpi=pmi2"):
+        launch({}, launcher="srun")
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("environ", "size", "rank", "message"),
+    [
+        ({}, 1, 0, ""),
+        (SRUN, 4, 2, ""),
+        (SRUN, 1, 0, "srun started 4 processes, but each sees only itself"),
+        (SRUN, 4, 1, "rank 1 of 4, Slurm that it is task 2 of 4"),
+        (SRUN, 8, 2, "rank 2 of 8, Slurm that it is task 2 of 4"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1, 0, ""),
+        # mpiexec within a job: srun has started a daemon on each node
+        ({**SRUN, "MPI_LOCALNRANKS": "8", "PMI_SIZE": "16"}, 16, 9, ""),
+        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "16"}, 16, 9, ""),
+        # the script of sbatch itself
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, 1, 0, ""),
+    ],
+)  # fmt: skip
+def test_slurm_and_mpi_agree_or_say_why_not(environ: dict[str, str], size: int, rank: int, message: str) -> None:
+    told = problem(size, rank, environ)
+    assert message in told
+    assert bool(told) == bool(message)
