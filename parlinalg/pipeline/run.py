@@ -204,6 +204,7 @@ class Run:
                 passage.add(term, self.factor * batch.count)
                 self.losses.append((stage.number, i.microbatch, term.detach(), {}, float(batch.count)))
             self.passages[unit] = passage
+            self.worker.held = max(self.worker.held, len(self.passages))
 
     def last(self, i: Instruction, output: Any, leaves: list[Tensor]) -> Passage:
         """The last stage's output: the loss."""

@@ -65,6 +65,8 @@ class Worker:
         the next step fills.
     outputs : dict of int to tree, or None
         On the ranks with the last stage, what it gave, by microbatch; None unless it is set to a dict.
+    held : int
+        The most microbatches of a chunk that this rank has held between forward and backward passes, at once.
 
     Raises
     ------
@@ -93,6 +95,7 @@ class Worker:
         self.ties = Ties(model, schedule, self.comm)
         self.spans: list[Span] | None = None
         self.outputs: dict[int, Any] | None = None
+        self.held = 0
         self._others: dict[tuple[int, bool], Schedule] = {}
         self._broken = ""
 

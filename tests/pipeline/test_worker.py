@@ -11,15 +11,18 @@ import pytest
 
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.parallel.precision import overflowing
-from parlinalg.pipeline.schedule import Op
+from parlinalg.pipeline.run import AHEAD, Run
+from parlinalg.pipeline.schedule import Instruction, Op
+from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.simulate import simulate
 from tests.conftest import SIZE
-from tests.pipeline.running import Pipeline, differs, pipeline, serial
+from tests.pipeline.running import SYNCHRONOUS, Pipeline, differs, pipeline, serial
 
 LAYERS = 3
 
 
 def same(
-    world: Any, backend: str, name: str, parallel: Mapping[str, Any], microbatches: int, steps: int = 3,
+    world: Any, backend: str, name: str, parallel: Mapping[str, Any], microbatches: int, steps: int = 2,
     layers: int = LAYERS, model: Mapping[str, Any] | None = None, auxiliary: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """A pipeline's losses and norms are those of one rank."""
@@ -28,7 +31,7 @@ def same(
     losses, norms = serial(world, layers, 3, 0.5, auxiliary, parts, **given)
     with pipeline(world, backend, name, parallel, microbatches, layers, auxiliary=auxiliary, **options, **given) as p:
         found = [p.step(step, clip=0.5) for step in range(steps)]
-    wrong = differs([loss for loss, _ in found], losses) + differs([norm for _, norm in found], norms)
+    wrong = differs([loss for loss, _ in found], losses[:steps]) + differs([norm for _, norm in found], norms[:steps])
     assert not wrong, wrong
 
 
@@ -61,7 +64,7 @@ def test_stages_on_unlike_grids(zero: int, world: Any, backend: str, full: bool)
 
 
 # ------------------------------------------------------------------ models
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
 def test_a_head_of_its_own(name: str, world: Any, backend: str) -> None:
     parallel = {"pipeline": 2, "data": SIZE // 2}
@@ -71,21 +74,21 @@ def test_a_head_of_its_own(name: str, world: Any, backend: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", ["attention", "block"])
 def test_recomputed(recompute: str, world: Any, backend: str) -> None:
-    for name in ("1f1b", "zb-h1"):
-        same(world, backend, name, {"pipeline": 2, "data": 1}, 3, model={"recompute": recompute})
+    name = "zb-h1" if recompute == "block" else "1f1b"
+    same(world, backend, name, {"pipeline": 2, "data": 1}, 3, model={"recompute": recompute})
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("partition", [[1, 4], [3, 2]])
 def test_layers_shared_out_unevenly(partition: list[int], world: Any, backend: str) -> None:
     same(world, backend, "1f1b", {"pipeline": 2, "data": SIZE // 2}, 3, partition=partition)
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("recompute", [None, "block"])
-def test_experts_add_to_the_loss_in_every_stage(recompute: str | None, world: Any, backend: str) -> None:
+def test_experts_add_to_the_loss_in_every_stage(world: Any, backend: str, full: bool) -> None:
+    recompute = "block" if SIZE == 2 else None
     model = {"num_local_experts": 3, "capacity_factor": None, "recompute": recompute, "router_aux_loss_coef": 0.3}
-    for name in ("1f1b", "zb-v"):
+    for name in ("1f1b", "zb-v") if full else ("zb-v",):
         same(world, backend, name, {"pipeline": 2, "data": SIZE // 2}, 2, model=model, auxiliary=True)
 
 
@@ -109,7 +112,7 @@ def test_fewer_microbatches_at_the_end_of_an_epoch(name: str, world: Any, backen
 
 # ------------------------------------------------------------------ use
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb-v"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"] if SIZE == 4 else ["chimera", "zb-v"])
 def test_forward_passes_alone(name: str, world: Any, backend: str) -> None:
     with pipeline(world, backend, name, {"pipeline": SIZE, "data": 1}, 4, 7, embd_pdrop=0.0) as p:
         p.model.eval()
@@ -163,7 +166,7 @@ def test_an_error_names_the_microbatch_and_the_worker_is_over(world: Any, backen
 
 
 # ------------------------------------------------------------------ what it tells
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_spans(world: Any, backend: str) -> None:
     with pipeline(world, backend, "zb-h1", {"pipeline": SIZE, "data": 1}, 4, 3) as p:
         p.worker.spans = []
@@ -174,3 +177,43 @@ def test_spans(world: Any, backend: str) -> None:
         assert [(s.op, s.chunk, s.microbatch) for s in spans] == [(i.op, i.chunk, i.microbatch) for i in order]
         assert all(s.rank == p.mesh.place.rank and 0 <= s.start <= s.stop for s in spans)
         assert all(a.stop <= b.start for a, b in pairwise(spans))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_as_many_microbatches_are_held_as_simulated(name: str, world: Any, backend: str) -> None:
+    layers = make(name, SIZE, 4).stages
+    with pipeline(world, backend, name, {"pipeline": SIZE, "data": 1}, 4, layers) as p:
+        p.step(0)
+        assert p.worker.held == simulate(p.schedule).held[p.mesh.place.rank]
+
+
+@pytest.mark.ranks(2, 4)
+def test_receives_are_posted_before_they_are_due(world: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, when all is known: while one is waited for the next one is posted."""
+    under_way: list[int] = []
+    waits = Run.arrived
+
+    def arrived(run: Run, i: Instruction) -> Any:
+        under_way.append(len(run.posted))
+        return waits(run, i)
+
+    with pipeline(world, backend, "1f1b", {"pipeline": SIZE, "data": 1}, 4, 3) as p:
+        p.step(0)
+        monkeypatch.setattr(Run, "arrived", arrived)
+        p.step(1)
+    assert under_way
+    assert set(under_way[:-1]) == {AHEAD}
+    assert under_way[-1] == 1
+
+
+@pytest.mark.ranks(2)
+def test_messages_arrive_in_the_same_memory_every_step(world: Any, backend: str) -> None:
+    with pipeline(world, backend, "1f1b", {"pipeline": 2, "data": 1}, 4, 3) as p:
+        p.step(0)
+        p.step(1)
+        before = p.worker.edges.buffers.nbytes
+        p.step(2)
+        rows, hidden = 3, 12
+        assert p.worker.edges.buffers.nbytes == before
+        assert 0 < before <= 4 * rows * 6 * hidden * 8
