@@ -27,6 +27,7 @@ def add(commands: Commands) -> None:
         "gradients (default: %(default)s)",
     )  # fmt: skip
     schedule.add_argument("--latency", type=float, default=0.0, help="of a message (default: 0)")
+    schedule.add_argument("--cores", type=int, metavar="C", help="ranks that can work at once (default: all)")
     for kind, what in (("svg", "an SVG"), ("png", "a PNG"), ("chrome", "a trace for Chrome or Perfetto")):
         schedule.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the timeline as {what}")
     schedule.set_defaults(run=run)
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     schedule = make(args.name, args.stages, args.microbatches, args.chunks, every=args.every)
     forward, backward, weight = _costs(args.costs)
-    simulation = simulate(schedule, Costs(forward, backward, weight, args.latency))
+    simulation = simulate(schedule, Costs(forward, backward, weight, args.latency), args.cores)
     if speaks():
         say(page(simulation))
         for path in _written(simulation, args):

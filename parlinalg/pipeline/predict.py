@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 from parlinalg.errors import ScheduleError
@@ -13,7 +13,9 @@ from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Simulation, simulate
 
 
-def predict(schedule: Schedule, measured: Costs | Iterable[Sequence[object]], latency: float = 0.0) -> Simulation:
+def predict(
+    schedule: Schedule, measured: Costs | Iterable[Sequence[object]], latency: float = 0.0, cores: int | None = None
+) -> Simulation:
     """Simulate a schedule with measured costs.
 
     Parameters
@@ -23,13 +25,17 @@ def predict(schedule: Schedule, measured: Costs | Iterable[Sequence[object]], la
         The stages' costs, or spans of a run of this schedule, from which they are taken.
     latency : float
         Of a message, with spans.
+    cores : int, optional
+        As in `simulate`.
     """
-    return simulate(schedule, measured if isinstance(measured, Costs) else costs_of(schedule, measured, latency))
+    costs = measured if isinstance(measured, Costs) else costs_of(schedule, measured, latency)
+    return simulate(schedule, costs, cores)
 
 
 def costs_of(
-    schedule: Schedule, spans: Iterable[Sequence[object]], latency: float | Mapping[tuple[int, int], float] = 0.0
-) -> Costs:
+    schedule: Schedule, spans: Iterable[Sequence[object]], latency: float | Mapping[tuple[int, int], float] = 0.0,
+    pick: Callable[[list[float]], float] = median,
+) -> Costs:  # fmt: skip
     """The stages' costs in a run: of each the median over microbatches (and steps, and copies).
 
     Parameters
@@ -39,6 +45,8 @@ def costs_of(
     spans : iterable of (rank, op, chunk, microbatch, start, stop)
     latency : float or dict
         As in `Costs`.
+    pick : callable
+        What to take instead of the median; `min` where ranks share cores, which makes most passes longer.
 
     Raises
     ------
@@ -52,7 +60,7 @@ def costs_of(
         times[span.op, place].append(span.stop - span.start)
 
     def of(op: Op, place: int) -> float:
-        return median(times[op, place]) if times[op, place] else 0.0
+        return pick(times[op, place]) if times[op, place] else 0.0
 
     stages, ranks = range(schedule.stages), range(schedule.ranks)
     for stage in stages:

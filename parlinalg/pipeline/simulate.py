@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ class Simulation:
         return tuple(held * self.schedule.ranks / self.schedule.stages for held in self.held)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None = None) -> Simulation:
     """Run a schedule on paper.
 
     Parameters
@@ -81,6 +82,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     schedule : Schedule
     costs : Costs, optional
         By default a backward pass takes as long as two forward passes, and half of it is its weight part.
+    cores : int, optional
+        How many ranks can work at full speed at once, by default all; more than that share the cores equally, as ranks
+        do on a machine with fewer cores than ranks.
 
     Raises
     ------
@@ -94,17 +98,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     (33.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
     """
     costs = Costs() if costs is None else costs
+    if cores is not None and cores < 1:
+        raise ScheduleError(f"cores={cores}: ranks work on a whole number of cores of at least 1")
     check_orders(schedule)
     costs.check(schedule)
     ranks = [_Rank(schedule, rank, costs) for rank in range(schedule.ranks)]
     arrivals: dict[Message, float] = {}
-    moving = True
-    while moving:
-        moving = sum(rank.run(arrivals) for rank in ranks) > 0
+    now = 0.0
+    while now < math.inf:
+        while sum(rank.go_on(now, arrivals) for rank in ranks):
+            pass
+        busy = [rank for rank in ranks if rank.at_work is not None]
+        speed = 1.0 if cores is None else min(1.0, cores / max(1, len(busy)))
+        for rank in busy:
+            rank.work_at(speed, now)
+        now = min(rank.until for rank in ranks)
     if any(rank.waits is not None for rank in ranks):
         raise ScheduleError(_deadlock(ranks))
     return Simulation(
-        schedule, costs, tuple(s for rank in ranks for s in rank.spans), max(rank.now for rank in ranks),
+        schedule, costs, tuple(s for rank in ranks for s in rank.spans), max(rank.end for rank in ranks),
         tuple(rank.most for rank in ranks),
     )  # fmt: skip
 
@@ -129,46 +141,66 @@ def message(schedule: Schedule, rank: int, i: Instruction) -> Message:
 
 
 class _Rank:
-    """A rank under way."""
+    """A rank under way: at work, waiting for a message, or at its end."""
 
     def __init__(self, schedule: Schedule, rank: int, costs: Costs) -> None:
         self.schedule, self.rank, self.costs = schedule, rank, costs
-        self.next, self.now = 0, 0.0
+        self.order = schedule.orders[rank]
+        self.next = 0
+        self.until = 0.0  # when it goes on, as far as that is known
+        self.at_work: Instruction | None = None
+        self.begun = self.since = self.left = self.speed = self.end = 0.0
         self.held = self.most = 0
         self.spans: list[Span] = []
 
     @property
     def waits(self) -> Instruction | None:
         """The receive it waits at, or None at its end."""
-        order = self.schedule.orders[self.rank]
-        return order[self.next] if self.next < len(order) else None
+        return self.order[self.next] if self.next < len(self.order) else None
 
-    def run(self, arrivals: dict[Message, float]) -> bool:
-        """Go on until a message has not come; whether any instruction was done."""
-        begun = self.next
-        order = self.schedule.orders[self.rank]
-        while self.next < len(order):
-            i = order[self.next]
+    def go_on(self, now: float, arrivals: dict[Message, float]) -> bool:
+        """Do what takes no time, up to the next work or to a message that has not come; whether anything was done."""
+        if self.at_work is not None:
+            if self.until > now:
+                return False
+            self.finish(self.at_work, now)
+        before = self.next
+        self.until = math.inf
+        while self.next < len(self.order) and self.at_work is None:
+            i = self.order[self.next]
             if i.op in RECEIVES:
-                arrived = arrivals.get(message(self.schedule, self.rank, i))
-                if arrived is None:
+                arrived = arrivals.get(message(self.schedule, self.rank, i), math.inf)
+                if arrived > now:
+                    self.until = arrived
                     break
-                self.now = max(self.now, arrived)
             elif i.op in SENDS:
-                arrivals[message(self.schedule, self.rank, i)] = self.now + self.costs.delay(self.rank, i.peer)
+                arrivals[message(self.schedule, self.rank, i)] = now + self.costs.delay(self.rank, i.peer)
             else:
-                self.work(i)
+                self.begin(i, now)
             self.next += 1
-        return self.next > begun
+        return self.next > before
 
-    def work(self, i: Instruction) -> None:
-        start, self.now = self.now, self.now + self.costs.of(self.schedule, self.rank, i)
-        if i.op in COMPUTE or self.now > start:
-            self.spans.append(Span(self.rank, i.op, i.chunk, i.microbatch, start, self.now))
+    def begin(self, i: Instruction, now: float) -> None:
+        self.at_work, self.begun, self.since, self.speed = i, now, now, 0.0
+        self.left = self.costs.of(self.schedule, self.rank, i)
         if i.op is Op.FORWARD:
             self.held += 1
             self.most = max(self.most, self.held)
-        elif i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        if not self.left:
+            self.finish(i, now)
+
+    def work_at(self, speed: float, now: float) -> None:
+        """Work with a part of a core from now on."""
+        if speed != self.speed:
+            self.left -= (now - self.since) * self.speed
+            self.since, self.speed = now, speed
+            self.until = now + self.left / speed
+
+    def finish(self, i: Instruction, now: float) -> None:
+        self.at_work, self.end = None, now
+        if i.op in COMPUTE or now > self.begun:
+            self.spans.append(Span(self.rank, i.op, i.chunk, i.microbatch, self.begun, now))
+        if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             self.held -= 1
 
 

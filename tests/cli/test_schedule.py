@@ -43,6 +43,8 @@ def test_options_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert max(e.get("dur", 0) for e in json.loads(files["chrome"].read_text())["traceEvents"]) == 1500
     assert main(["schedule", "1f1b", "-p", "2", "-m", "1", "--latency", "1.5"]) == 0
     assert "time             9," in capsys.readouterr().out  # 1 + 1.5 + 1 + 2 + 1.5 + 2
+    assert main(["schedule", "1f1b", "-p", "2", "-m", "3", "--cores", "1"]) == 0
+    assert "time             18," in capsys.readouterr().out
     assert main(["schedule", "pipedream", "-p", "2", "-m", "4", "--every", "2"]) == 0
     assert "weights          2 1 versions by rank" in capsys.readouterr().out
     assert main(["schedule", "chimera", "-p", "2", "-m", "4"]) == 0

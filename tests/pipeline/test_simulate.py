@@ -14,15 +14,15 @@ from parlinalg.pipeline.simulate import Costs, Simulation, Span, simulate
 
 pytestmark = pytest.mark.serial
 
-TIMES = ((1, 1), (1, 2), (2, 3), (0.7, 1.9))  # of a forward and a backward pass
-PARTS = ((1, 1, 1), (2, 3, 1), (1, 2, 2), (3, 2, 1), (2, 3, 2))  # F, and the two parts of B
+TIMES = ((1, 2), (0.7, 1.9))  # of a forward and a backward pass
+PARTS = ((1, 1, 1), (1, 2, 2), (3, 2, 1))  # F, and the two parts of B
 
 
 def numbers(full: bool) -> Iterator[tuple[int, int]]:
     if full:
         yield from ((p, m) for p in range(1, 9) for m in range(1, 17))
     else:
-        yield from ((1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 3), (4, 4), (4, 12), (6, 5), (8, 16))
+        yield from ((1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (3, 7), (4, 3), (4, 4), (6, 5), (5, 11))
 
 
 def run(name: str, p: int, m: int, v: int | None = None, *, every: int | None = None, **costs: float) -> Simulation:
@@ -46,7 +46,7 @@ def test_bubbles_and_peaks_of_flushed_schedules(name: str, full: bool) -> None:
 def test_bubbles_and_peaks_of_interleaved_schedules(full: bool) -> None:
     sample = [(1, 2), (2, 2), (2, 6), (3, 6), (4, 8)]
     for p, m in [(p, k * p) for p in range(1, 9) for k in range(1, 5)] if full else sample:
-        for v in (2, 3, 4):
+        for v in (2, 3):
             for forward, backward in TIMES:
                 found = run("interleaved", p, m, v, forward=forward, backward=backward, weight=0)
                 assert found.bubble == close((p - 1) / (v * m + p - 1))
@@ -56,7 +56,7 @@ def test_bubbles_and_peaks_of_interleaved_schedules(full: bool) -> None:
 
 
 def test_bubbles_and_peaks_of_chimera() -> None:
-    for p in (2, 4, 6, 8, 12):
+    for p in (2, 4, 6):
         for backward, factor in ((1, 2), (2, 1.5)):
             found = run("chimera", p, p, backward=backward)
             assert found.bubble == close((p - 2) / (factor * p + p - 2))
@@ -89,7 +89,7 @@ def test_asynchronous_schedules_are_never_idle_once_all_ranks_work() -> None:
     for name, every in (("pipedream", 1), ("pipedream-2bw", 4)):
         for p in (1, 2, 4):
             for forward, backward in TIMES:
-                found = run(name, p, 16, every=every, forward=forward, backward=backward, weight=0)
+                found = run(name, p, 12, every=every, forward=forward, backward=backward, weight=0)
                 for r in range(p):
                     spans = found.of_rank(r)
                     first = next(k for k, s in enumerate(spans) if s.op is Op.BACKWARD)
@@ -97,10 +97,10 @@ def test_asynchronous_schedules_are_never_idle_once_all_ranks_work() -> None:
                     assert all(a.stop == close(b.start) for a, b in pairwise(spans[first : last + 1]))
                 flushes = sum(
                     run("1f1b", p, every, forward=forward, backward=backward, weight=0).makespan
-                    for _ in range(16 // every)
+                    for _ in range(12 // every)
                 )
                 assert found.makespan < flushes or p == 1
-                assert found.peaks == tuple(min(p - r, 16) for r in range(p))
+                assert found.peaks == tuple(min(p - r, 12) for r in range(p))
 
 
 def test_costs_by_stage_and_latencies() -> None:
@@ -123,6 +123,25 @@ def test_costs_by_stage_and_latencies() -> None:
         ("F", 0, 1), ("F", 1, 3), ("I", 3, 8), ("W", 8, 10), ("I", 10, 14), ("W", 14, 15), ("reduce gradients", 15, 18),
         ("step", 18, 22),
     ]  # fmt: skip
+
+
+def test_ranks_that_share_cores() -> None:
+    schedule = make("1f1b", 3, 4)
+    alone = simulate(schedule)
+    assert simulate(schedule, cores=3).spans == alone.spans
+    assert simulate(schedule, cores=7).spans == alone.spans
+    one = simulate(schedule, cores=1)
+    assert one.makespan == close(3 * 4 * 3)  # the core is never idle: always some rank has work
+    assert one.peaks == alone.peaks
+    two = simulate(make("gpipe", 2, 2), Costs(forward=1, backward=4, weight=0), cores=1)
+    assert [(s.rank, s.op.value, s.start, s.stop) for s in two.spans] == [
+        (0, "F", 0, 1), (0, "F", 1, 3), (0, "B", 8, 16), (0, "B", 16, 20),
+        (1, "F", 1, 3), (1, "F", 3, 4), (1, "B", 4, 8), (1, "B", 8, 16),
+    ]  # fmt: skip
+    late = simulate(make("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3), cores=1)
+    assert late.makespan == simulate(make("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3)).makespan
+    with pytest.raises(ScheduleError, match="cores=0: ranks work on a whole number of cores of at least 1"):
+        simulate(schedule, cores=0)
 
 
 def test_costs_that_do_not_fit_are_refused() -> None:
