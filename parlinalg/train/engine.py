@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
@@ -26,8 +25,8 @@ from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import Schedule
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
-from parlinalg.train.feed import placed, rows_of
-from parlinalg.train.layouts import inputs_layout
+from parlinalg.train.feed import rows_of
+from parlinalg.train.layouts import place_inputs
 from parlinalg.train.losses import Criterion, check_loss, counted
 from parlinalg.train.sizes import detached
 from parlinalg.train.stages import worker_of
@@ -170,15 +169,8 @@ class Engine:
 
     def placed(self, x: Any) -> Any:
         """Inputs as the model takes them: host arrays are cut, and what is floating gets the model's dtype."""
-        whole = getattr(self.model, "whole", self.model)
         dtype = next((p.dtype for p in self.parameters()), None)
-        if isinstance(x, dict):
-            return {key: self.placed(value) for key, value in x.items()}
-        if isinstance(x, tuple | list):
-            return type(x)(self.placed(value) for value in x)
-        if isinstance(x, Tensor | DistArray):
-            return x
-        return placed(x, self.grid, inputs_layout(whole, x), dtype)
+        return place_inputs(getattr(self.model, "whole", self.model), x, self.grid, dtype)
 
     @contextmanager
     def context(self, batch: Any) -> Iterator[AuxiliaryLosses]:
@@ -373,22 +365,37 @@ class Engine:
         return self._workers[schedule]
 
     # ------------------------------------------------------------------ state
-    def state_dict(self) -> dict[str, Any]:
-        """What a training needs to go on as if it had not stopped, on any grid; between two steps.  Collective."""
+    def progress(self) -> dict[str, Any]:
+        """How far the training is, beside parameters and the states of the optimizer: what JSON can carry."""
         scaler = self._update.scaler
+        return {
+            "made": self.made,
+            "skipped": self.skipped,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "optimizer": {"steps": self.optimizer.steps, "lr": self.optimizer.lr},
+        }
+
+    def set_progress(self, progress: Mapping[str, Any]) -> None:
+        """Be as far as `progress` said: the next step is the first of its batch's microbatches."""
+        if self._update.scaler is not None and progress["scaler"] is not None:
+            self._update.scaler.load_state_dict(progress["scaler"])
+        self.optimizer.steps = int(progress["optimizer"]["steps"])
+        self.optimizer.lr = float(progress["optimizer"]["lr"])
+        self.made, self.skipped = int(progress["made"]), int(progress["skipped"])
+        self.zero_grad(all=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a training needs to go on as if it had not stopped; in a pipeline, with the states of the optimizer of
+        this rank's stages alone, on the same grid (`CheckpointHook` saves for any).  Collective.
+        """
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "made": self.made,
-            "skipped": self.skipped,
+            "progress": self.progress(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave.  Collective."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self._update.scaler is not None and state["scaler"] is not None:
-            self._update.scaler.load_state_dict(state["scaler"])
-        self.made, self.skipped = int(state["made"]), int(state["skipped"])
-        self.zero_grad(all=True)
+        self.set_progress(state["progress"])

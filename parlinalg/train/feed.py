@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,24 +56,20 @@ class Feed:
         self.epochs += 1
         return Pass(self, self.epochs - 1)
 
-    def state_dict(self) -> dict[str, int]:
-        """The epochs begun."""
-        return {"epochs": self.epochs}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on with the epoch after those begun."""
-        self.epochs = int(state["epochs"])
+    def at(self, epoch: int, skip: int = 0) -> Pass:
+        """An epoch by its number, but for its first `skip` batches; loaders of parlinalg do not read these."""
+        return Pass(self, epoch, skip)
 
 
 class Pass:
     """The batches of one epoch, each whole (`next()`) or in microbatches (`take`)."""
 
-    def __init__(self, feed: Feed, epoch: int) -> None:
+    def __init__(self, feed: Feed, epoch: int, skip: int = 0) -> None:
         self.feed, self.epoch = feed, epoch
-        self.given = 0
+        self.given = skip
         self._cuts = callable(getattr(feed.source, "epoch", None))
         self._parts = 0
-        self._iterator: Iterator[Any] = iter(()) if self._cuts else iter(feed.source)
+        self._iterator: Iterator[Any] = iter(()) if self._cuts else islice(feed.source, skip, None)
 
     def __iter__(self) -> Pass:
         return self

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parlinalg.errors import ConfigError
+from parlinalg.train.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
     from parlinalg.train.trainer import Trainer
@@ -79,30 +80,58 @@ class LogHook(Hook):
 
 
 class CheckpointHook(Hook):
-    """Saves.
+    """Saves the training, to go on from on any grid.
 
     Parameters
     ----------
-    save : callable
-        Called with the trainer, on all ranks.
+    to : str, Path or callable
+        A folder that all ranks see; or what is called with the trainer instead, on all ranks.
     every : int
-        Steps from one call to the next; one follows the last step anyway.
+        Steps from one checkpoint to the next; one follows the last step anyway.
+    keep, best, background
+        As of `parlinalg.train.checkpoint.Checkpoints`; `best` names one of the trainer's metrics.
+    resume : bool
+        Whether a training begins with the last checkpoint in the folder, where there is one: on this grid or another.
     """
 
-    def __init__(self, save: Callable[[Trainer], object], every: int) -> None:
-        self.save, self.every = save, _every("CheckpointHook", every)
+    def __init__(
+        self, to: str | Path | Callable[[Trainer], object], every: int, *, keep: int | None = 3,
+        best: str | None = None, background: bool = True, resume: bool = False,
+    ) -> None:  # fmt: skip
+        self.to, self.every = to, _every("CheckpointHook", every)
+        self.options: dict[str, Any] = {"keep": keep, "best": best, "background": background}
+        self.resume = resume
+        self._checkpoints: Checkpoints | None = None
         self._saved = -1
 
+    def before_train(self, trainer: Trainer) -> None:
+        if callable(self.to):
+            return
+        engine = trainer.engine
+        held = dict(engine.named_parameters())
+        self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
+        found = self._checkpoints.load() if self.resume else None
+        if found is not None:
+            trainer.set_progress(found.training)
+            self._saved = trainer.step
+
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.poll()
         if trainer.step % self.every == 0:
             self._save(trainer)
 
     def after_train(self, trainer: Trainer) -> None:
         if self._saved != trainer.step:
             self._save(trainer)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
 
     def _save(self, trainer: Trainer) -> None:
-        self.save(trainer)
+        if self._checkpoints is not None:
+            self._checkpoints.save(trainer.step, {"metrics": trainer.metrics, **trainer.progress()})
+        elif callable(self.to):
+            self.to(trainer)
         self._saved = trainer.step
 
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.array import DistArray
+from parlinalg.autograd import Tensor
 from parlinalg.errors import EngineError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
 from parlinalg.schemes import Scheme
+from parlinalg.train.feed import placed
 
 
 def grid_of(model: Module) -> Grid:
@@ -46,3 +49,14 @@ def inputs_layout(model: Module, x: Any) -> Layout:
             "DistArrays"
         )
     return scheme.leading(ndim).tokens if whole else scheme.for_dims(ndim).residual
+
+
+def place_inputs(model: Module, x: Any, grid: Grid, dtype: np.dtype[Any] | None) -> Any:
+    """A model's inputs, arrays or a tree of them, as `DistArray`s; what is floating in this dtype.  Collective."""
+    if isinstance(x, dict):
+        return {key: place_inputs(model, value, grid, dtype) for key, value in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)(place_inputs(model, value, grid, dtype) for value in x)
+    if isinstance(x, Tensor | DistArray):
+        return x
+    return placed(x, grid, inputs_layout(model, x), dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -56,6 +56,7 @@ class Trainer:
         self.engine, self.schedule, self.lr_scheduler = engine, chosen, lr_scheduler
         self.hooks = list(hooks)
         self.epoch = self.step = 0
+        self._taken = 0  # batches of the epoch under way
         self.metrics: dict[str, float] = {}
         self.why = ""
         """Why the training was stopped, if it was."""
@@ -68,7 +69,7 @@ class Trainer:
         self, train_dataloader: Iterable[Any], epochs: int | None = None, *, steps: int | None = None,
         test_dataloader: Iterable[Any] | None = None, test_interval: int = 1,
     ) -> dict[str, float]:  # fmt: skip
-        """Train.  Collective.
+        """Train, from where the training is: in the middle of an epoch too.  Collective.
 
         Parameters
         ----------
@@ -109,8 +110,8 @@ class Trainer:
         """The steps of an epoch, or as many as are left."""
         engine = self.engine
         self._call("before_train_epoch")
-        batches = iter(feed)
-        for _ in range(self._batches(feed) // engine.accumulate):
+        batches, whole = feed.at(self.epoch, self._taken), self._batches(feed)
+        while self._taken + engine.accumulate <= whole:
             if self.why or (steps is not None and self.step >= steps):
                 return
             self._call("before_train_iter")
@@ -125,11 +126,11 @@ class Trainer:
                 changed = engine.step()
             if changed and self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-            self.step += 1
+            self.step, self._taken = self.step + 1, self._taken + engine.accumulate
             self.metrics |= {"loss": total / max(1.0, count), "lr": lr, "grad_norm": engine.gradient_norm or 0.0}
             self.metrics["samples_per_s"] = rows / max(perf_counter() - began, 1e-9)
             self._call("after_train_iter", output, label, self.metrics["loss"])
-        self.epoch += 1
+        self.epoch, self._taken = self.epoch + 1, 0
 
     def evaluate(self, test_dataloader: Iterable[Any]) -> float:
         """The mean loss over all targets of these batches, which is `metrics["test_loss"]` too.  Collective."""
@@ -138,7 +139,7 @@ class Trainer:
         engine.eval()
         self._call("before_test")
         total = count = 0.0
-        batches = iter(feed)
+        batches = feed.at(0)
         try:
             for _ in range(self._batches(feed)):
                 self._call("before_test_iter")
@@ -172,19 +173,31 @@ class Trainer:
         for hook in self.hooks:
             getattr(hook, point)(self, *arguments)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the training needs to go on as if it had not stopped, between two steps.  Collective."""
+    # ------------------------------------------------------------------ state
+    def progress(self) -> dict[str, Any]:
+        """How far the training is, beside parameters and the states of the optimizer: what JSON can carry."""
         rate = self.lr_scheduler
         return {
-            "engine": self.engine.state_dict(),
+            "engine": self.engine.progress(),
             "lr_scheduler": None if rate is None else rate.state_dict(),
             "epoch": self.epoch,
             "step": self.step,
+            "batches": self._taken,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def set_progress(self, progress: Mapping[str, Any]) -> None:
+        """Be as far as `progress` said."""
+        self.engine.set_progress(progress["engine"])
+        if self.lr_scheduler is not None and progress["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(progress["lr_scheduler"])
+        self.epoch, self.step = int(progress["epoch"]), int(progress["step"])
+        self._taken = int(progress["batches"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the training needs to go on as if it had not stopped, between two steps.  Collective."""
+        return {"state": self.engine.state_dict(), **self.progress()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave.  Collective."""
-        self.engine.load_state_dict(state["engine"])
-        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        self.epoch, self.step = int(state["epoch"]), int(state["step"])
+        self.engine.load_state_dict(state["state"])
+        self.set_progress(state)

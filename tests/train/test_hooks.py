@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn
 from parlinalg.errors import ConfigError, EngineError
-from parlinalg.optim import SGD, Scheduler
+from parlinalg.optim import SGD, AdamW, Scheduler
 from parlinalg.optim.schedules import Constant, Step
 from tests.conftest import SIZE
 
@@ -31,7 +32,8 @@ def trainer(mesh: Any, *hooks: pla.Hook, rate: Any = None, lr: float = 0.1, sche
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    return {"dtype": "float64", "parallel": {"pipeline": SIZE} if SIZE == 2 else {}, **more}
+    """A pipeline of 2 where there are ranks for it."""
+    return {"dtype": "float64", "parallel": {"pipeline": 2} if SIZE % 2 == 0 else {}, **more}
 
 
 class Notes(pla.Hook):
@@ -75,6 +77,8 @@ def test_points(world: Any, backend: str) -> None:
         assert set(metrics) == {"loss", "lr", "grad_norm", "samples_per_s", "test_loss"}
         found.fit(pairs(), steps=8)
         assert (found.epoch, found.step) == (2, 8)
+        found.fit(pairs(), steps=10)  # goes on in the epoch
+        assert (found.epoch, found.step) == (3, 10)
 
 
 @pytest.mark.ranks(1, 2)
@@ -112,18 +116,35 @@ def test_early_stop(world: Any, backend: str) -> None:
         assert found.epoch < 9  # a loss that falls gets no larger
 
 
-@pytest.mark.ranks(1, 2)
-def test_a_training_goes_on(world: Any, backend: str) -> None:
-    with pla.launch(settings(), world, backend) as mesh:
-        rate = lambda o: Scheduler(o, Step(2, 0.5))  # noqa: E731
-        first = trainer(mesh, rate=rate)
-        first.fit(pairs(), epochs=1)
-        state = first.state_dict()
-        want = first.fit(pairs(), epochs=1)["loss"]
-        second = trainer(mesh, rate=rate)
-        second.load_state_dict(state)
-        assert (second.epoch, second.step) == (1, 3)
-        assert second.fit(pairs(), epochs=1)["loss"] == want
+@pytest.mark.ranks(1, 2, 4)
+def test_a_training_goes_on_on_another_grid(world: Any, backend: str, folder: Path) -> None:
+    """From the middle of an epoch, with the rate and the order of batches that it had."""
+
+    def losses(config: dict[str, Any], steps: int, every: int) -> list[float]:
+        found: list[float] = []
+
+        class Keep(pla.Hook):
+            def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: float) -> None:
+                found.append(loss)
+
+        with pla.launch(config, world, backend) as mesh:
+            model = nn.MLP(SIZES, mesh.scheme, mesh.grid, dropout=0.3, dtype=np.float64)
+            engine, _, _, rate = pla.initialize(
+                model, lambda p: AdamW(p, 0.1), lr_scheduler=lambda o: Scheduler(o, Step(2, 0.5))
+            )
+            hooks = [Keep(), pla.CheckpointHook(folder, every, resume=True)]
+            pla.Trainer(engine, lr_scheduler=rate, hooks=hooks).fit(pairs(4), steps=steps)
+        return found
+
+    other = {"dtype": "float64", "zero": 1, "parallel": {}}
+    want = losses(settings(), 7, 99)
+    assert len(want) == 7
+    if world.rank == 0:
+        for path in folder.iterdir():
+            shutil.rmtree(path)
+    world.barrier()
+    first = losses(settings(), 3, 3)
+    np.testing.assert_allclose(first + losses(other, 7, 3), want, rtol=1e-12)
 
 
 @pytest.mark.ranks(1, 2)
