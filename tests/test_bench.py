@@ -201,3 +201,19 @@ def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) 
     told = json.loads(result.read_text())["speed"]
     assert told["same"]
     assert all(told["bandwidth"][name] > 0 for name in ("write", "read", "both"))
+
+
+def test_a_measured_timeline_lies_over_the_simulated_one(tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"run.{kind}" for kind in ("svg", "chrome", "json")}
+    options = ["--model", "16x2x2x8x4x32", "--microbatches", "4", "--steps", "2", "--schedule", "zb-h1"]
+    options += [a for kind, path in files.items() for a in (f"--{kind}", str(path))]
+    done = launch(2, [str(BENCH / "pipeline_timeline.py"), *options], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "zb-h1 on 2 ranks" in done.stdout
+    told = json.loads(files["json"].read_text())
+    assert told["measured_ms"] > 0
+    assert told["predicted_ms"] > 0
+    assert len(told["costs_ms"]["weight"]) == 2
+    measured = [e for e in json.loads(files["chrome"].read_text())["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
+    assert [e["name"] for e in measured if e["tid"] == 1][:4] == ["F0", "I0", "F1", "I1"]
+    assert files["svg"].read_text().count(">measured<") == 2
