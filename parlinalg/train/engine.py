@@ -1,7 +1,6 @@
 """The engine: a model, its criterion and its optimizer behind the calls of a training loop.
 
-Accumulated gradients, clipping, the scale of the loss and the sums over data parallel ranks are handled inside, as the
-configuration says.
+Accumulated gradients, clipping, the scale of the loss and sums over data parallel ranks are handled inside.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.model, self.grid, self.world = model, grid, world
         self._workers: dict[Schedule, Worker] = {}
-        self.accumulate = accumulate
-        self.schedule = schedule
+        self.accumulate, self.schedule = accumulate, schedule
         self.made = self.skipped = 0
         self.rows, self.targets = 0, 0.0
         self._update, self._criterion = update, criterion
@@ -169,8 +167,9 @@ class Engine:
 
     def placed(self, x: Any) -> Any:
         """Inputs as the model takes them: host arrays are cut, and what is floating gets the model's dtype."""
-        dtype = next((p.dtype for p in self.parameters()), None)
-        return place_inputs(getattr(self.model, "whole", self.model), x, self.grid, dtype)
+        model = self.model
+        known: Any = model.inventory.values() if isinstance(model, PipelineModel) else model.parameters()
+        return place_inputs(getattr(model, "whole", model), x, self.grid, next((p.dtype for p in known), None))
 
     @contextmanager
     def context(self, batch: Any) -> Iterator[AuxiliaryLosses]:

@@ -1,0 +1,22 @@
+# ruff: noqa: C408 -- dict(key=value) is how configurations are written
+"""The GPT of `text`, in a pipeline of two stages, each on a 2D grid: `mpiexec -n 4 parlinalg train hybrid`.
+
+On 8 ranks the grids are 2 × 2; with `--set parallel.data=2` the batch is shared too.
+"""
+
+parallel = dict(pipeline=2, tensor=dict(mode="2d"))  # the grid takes all ranks that the others leave
+schedule = dict(name="zb-h1", microbatches=4)
+
+data = dict(name="text", sequence_length=128, validation=0.1)
+model = dict(name="gpt", hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
+criterion = dict(name="cross_entropy")
+optimizer = dict(name="adamw", lr=8e-3, betas=(0.9, 0.99), weight_decay=0.1)
+lr_schedule = dict(name="cosine", warmup=40, end=0.05)
+sample = dict(prompt="The ", max_new_tokens=400, temperature=0.8, top_p=0.7)
+
+dtype = "float32"
+seed = 0
+batch_size = 32
+steps = 500
+clip_grad_norm = 1.0
+validate_every = 100
