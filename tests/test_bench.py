@@ -217,3 +217,17 @@ def test_a_measured_timeline_lies_over_the_simulated_one(tmp_path: Path) -> None
     measured = [e for e in json.loads(files["chrome"].read_text())["traceEvents"] if e["pid"] == 1 and e["ph"] == "X"]
     assert [e["name"] for e in measured if e["tid"] == 1][:4] == ["F0", "I0", "F1", "I1"]
     assert files["svg"].read_text().count(">measured<") == 2
+
+
+def test_checkpoints_are_saved_while_steps_go_on(tmp_path: Path) -> None:
+    result = tmp_path / "checkpoint.json"
+    options = ["--path", str(tmp_path), "--model", "16x1x2x8", "--steps", "5", "--rounds", "2", "--ranks", "2"]
+    done = launch(
+        0, [str(BENCH / "checkpoint.py"), *options, "--crowded", "--json", str(result)], timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(result.read_text())["rows"]
+    assert 0 < row["bytes"] - 12 * row["parameters"] < 30_000, "values and both moments once, and headers"
+    assert len(row["rounds"]["complete"]) == 1
+    assert row["without"] > 0
+    assert row["with"] > row["copying"] > 0

@@ -72,7 +72,7 @@ class Checkpoints:
 
     Parameters
     ----------
-    folder : Path
+    folder : str or Path
         One that all ranks see.  Each checkpoint has a folder of its own in it.
     comm : Comm
         All ranks that hold parameters: of a pipeline, those of all stages.
@@ -102,10 +102,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, comm: Comm, parameters: Mapping[str, Parameter], optimizer: Optimizer | None = None, *,
-        keep: int | None = 3, best: str | None = None, background: bool = True,
+        self, folder: str | Path, comm: Comm, parameters: Mapping[str, Parameter], optimizer: Optimizer | None = None,
+        *, keep: int | None = 3, best: str | None = None, background: bool = True,
     ) -> None:  # fmt: skip
-        self.folder, self.comm = folder, comm
+        self.folder, self.comm = Path(folder), comm
         self.parameters, self.optimizer = dict(parameters), optimizer
         self.keep, self.best, self.background = keep, best, background
         self._pending: _Pending | None = None
