@@ -1,0 +1,112 @@
+"""Parameters that several ranks of a pipeline hold: one sum for all holders, counted once, and equal bits for ever."""
+
+from __future__ import annotations
+
+from hashlib import sha1
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parlinalg.comm.ledger import ledger
+from parlinalg.errors import ConfigError
+from tests.conftest import SIZE
+from tests.models import alone
+from tests.pipeline.running import SERIAL, Text, batches, model_on, pipeline
+
+LAYERS, TABLE = 3, "embedding.weight"
+UNLIKE = {3: [{"size": 1}, {"size": 2, "mode": "1d"}], 4: [{"size": 3, "mode": "1d"}, {"size": 1}],
+          8: [{"size": 2, "mode": "1d"}, {"size": 6, "mode": "2d", "shape": (2, 3)}]}  # fmt: skip
+
+
+def expected(world: Any) -> dict[str, np.ndarray]:
+    """The gradients of one rank, of the sum of the losses."""
+    with alone(world) as grid:
+        model = model_on(SERIAL, grid, LAYERS, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0).initialize(5)
+        (batch,) = batches(model, 0, 1)
+        loss, _, _ = Text().losses_of(model(batch.x), batch)
+        loss.backward()
+        return {n: p.grad.gather() for n, p in model.named_parameters()}
+
+
+def differing(p: Any, want: dict[str, np.ndarray]) -> list[str]:
+    """The parameters whose gradients, whole or in shards, are not what they should be."""
+    wrong = []
+    for name, q in p.model.named_parameters():
+        part = tuple(slice(r.start, r.stop) for r in q.grid.block(q.layout, q.shape))
+        mine = want[name][part].reshape(-1)
+        got = q.updated[1]
+        if q.shard is not None:
+            mine = mine[q.shard.start : q.shard.stop]
+        if not np.abs(q.grid.backend.to_host(got) - mine).max(initial=0) <= 1e-11 * np.abs(want[name]).max():
+            wrong.append(name)
+    return wrong
+
+
+def parallel_of(kind: str) -> dict[str, Any]:
+    if kind == "unlike":
+        return {"data": 1, "pipeline": {"size": 2, "tensor": UNLIKE[SIZE]}}
+    return {"data": SIZE // 2, "pipeline": 2}
+
+
+CASES = [
+    *(pytest.param("1f1b", "alike", zero, marks=pytest.mark.ranks(4)) for zero in (0, 1, 2)),
+    *(pytest.param("chimera", "alike", zero, marks=pytest.mark.ranks(4)) for zero in (0, 1, 2)),
+    *(pytest.param(name, "unlike", 0, marks=pytest.mark.ranks(3, 4, 8)) for name in ("1f1b", "chimera")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "zero"), CASES)
+def test_holders_have_the_sum(name: str, kind: str, zero: int, world: Any, backend: str) -> None:
+    want = expected(world)
+    dry = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    with pipeline(world, backend, name, parallel_of(kind), 2, LAYERS, zero=zero, **dry) as p:
+        p.worker.step(p.batches(0), p.work, 0, 1.0)
+        assert world.share(differing(p, want)) == [[]] * SIZE
+        tied = {tie.name for tie in p.worker.ties.ties}
+        assert tied == (set(want) if name == "chimera" else {TABLE})
+        owned = [n for n, q in p.model.named_parameters() if p.worker.ties.owns(q)]
+        first = [ranks[0] for ranks in p.mesh.place.ranks]
+        everywhere = sorted(n for rank in first for n in world.share(owned)[rank])
+        assert everywhere == sorted(want)
+        # Chimera's two holders have the same parameters, so their shards are alike; a tied table's are not.
+        assert p.worker.ties.alike == (kind == "alike" and (not zero or name == "chimera"))
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize(("name", "kind"), [("1f1b", "unlike"), ("chimera", "unlike"), ("chimera", "alike")])
+def test_holders_keep_equal_bits(name: str, kind: str, world: Any, backend: str) -> None:
+    if kind == "alike" and SIZE == 3:
+        return
+    with pipeline(world, backend, name, parallel_of(kind), 2, LAYERS) as p:
+        for step in range(3):
+            p.step(step, clip=0.5)
+        mine = {n: sha1(q.gather().tobytes()).hexdigest() for n, q in p.model.named_parameters()}
+        for there in world.share(mine):
+            assert not [n for n, digest in there.items() if mine.get(n, digest) != digest]
+
+
+@pytest.mark.ranks(2)
+def test_words_of_a_tied_table(world: Any, backend: str) -> None:
+    with pipeline(world, backend, "1f1b", {"data": 1, "pipeline": 2}, 2, LAYERS) as p:
+        p.step(0)
+        with ledger(p.worker.comm) as book:
+            p.worker.step(p.batches(1), p.work, 1, 1.0)
+        size = 11 * 12
+        key = ("all_reduce", ("pipeline",))
+        assert book.calls[key] == 1
+        assert book.words[key] == 2 * (size - size // 2)
+        rows = 9 * 6 * 12  # of all microbatches: one way on each of the two ranks
+        assert book.words["receive", ("pipeline",)] == rows
+
+
+@pytest.mark.ranks(2)
+def test_another_reducer_needs_another_worker(world: Any, backend: str) -> None:
+    with pipeline(world, backend, "chimera", {"data": 1, "pipeline": 2}, 2, LAYERS) as p:
+        p.step(0)
+        p.worker.ties._spans[0] = [0, 1]
+        with pytest.raises(ConfigError, match="make another worker"):
+            p.step(1)
+        p.worker._broken = ""  # on all ranks alike, after all messages
+        p.worker.ties._spans = p.worker.ties._spans_here()
+        p.step(1)
