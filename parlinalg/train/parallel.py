@@ -259,7 +259,7 @@ def _partition(where: str, value: Any) -> str | tuple[int, ...]:
         return name
     if not isinstance(value, Sequence):
         raise refuse(where, value, f"one of {listed(PARTITIONS)}, or a list of the layers of each stage")
-    counts: tuple[int, ...] = several(whole(1), least=1)(where, value)
+    counts: tuple[int, ...] = several(whole(0), least=1)(where, value)
     return counts
 
 
@@ -310,10 +310,11 @@ def _check_world(ranks: int, data: int | None, others: int, tensor: int) -> int:
     """The size of data, such that all sizes multiply to the ranks."""
     if data is None:
         if ranks % (others * tensor):
+            what, n = ("tensor size", ranks // others) if ranks % others == 0 else ("pipeline × sequence", ranks)
             raise ConfigError(
                 f"pipeline × sequence × tensor = {others * tensor} does not divide the {ranks} ranks there are: "
-                f"start with a multiple of {others * tensor} ranks (mpiexec -n {others * tensor}), or use a "
-                f"tensor size of {_divisors(ranks // others if ranks % others == 0 else ranks)}"
+                f"start with a multiple of {others * tensor} ranks (mpiexec -n {others * tensor}), or use a {what} of "
+                f"{_divisors(n)}"
             )
         return ranks // (others * tensor)
     if data * others * tensor != ranks:

@@ -12,9 +12,10 @@ from parlinalg.errors import ConfigError
 from parlinalg.parallel import DataParallel, ZeRO
 from parlinalg.train.config import Config, check, examples, load
 from parlinalg.train.keys import Choice
-from parlinalg.train.options import Precision, Zero
+from parlinalg.train.options import Pipelining, Precision, Zero
 from parlinalg.train.overrides import override, value_of
 from parlinalg.train.parallel import share_out
+from parlinalg.train.pipelines import schedule_for
 from parlinalg.train.shares import gradient_handlers, said, shared_out
 
 pytestmark = pytest.mark.serial
@@ -50,6 +51,13 @@ SHARED = [
     ({"sequence": {"size": 4, "ulysses": 4}}, 4, {"u": 4}, "u × serial"),
     ({"sequence": {"size": 4, "ulysses": 2}}, 8, {"data": 2, "s": 2, "u": 2}, "data × s × u × serial"),
     ({"data": 1, "sequence": 2, "tensor": {"mode": "2d"}}, 8, {"s": 2, "r": 2, "c": 2}, "s × 2d"),
+    ({"pipeline": 2}, 4, {"data": 2}, "data × serial"),
+    ({"pipeline": {"size": 2}, "tensor": {"mode": "1d"}}, 8, {"t": 4}, "1d"),
+    (
+        {"data": 2, "pipeline": {"size": 2}, "sequence": {"size": 2, "ulysses": 1}, "tensor": {"mode": "2d"}},
+        32, {"data": 2, "s": 2, "r": 2, "c": 2}, "data × s × 2d",
+    ),
+    ({"pipeline": {"tensor": [{"size": 2, "mode": "1d"}] * 2}}, 4, {"t": 2}, "1d"),
 ]  # fmt: skip
 
 
@@ -83,6 +91,23 @@ WRONG_SHARES = [
     ({"data": True}, 1, ("parallel.data", "True")),
     ({"tensor": "4"}, 4, ("parallel.tensor", "'4'")),
     ({"pipeline": 2}, 3, ("pipeline × sequence × tensor = 2 does not divide the 3 ranks", "mpiexec -n 2")),
+    ({"pipeline": {"size": 2, "partion": "time"}}, 2, ("parallel.pipeline", "did you mean 'partition'", "tensor")),
+    ({"pipeline": {"size": 0}}, 2, ("parallel.pipeline.size", "at least 1")),
+    (
+        {"pipeline": {"size": 2, "partition": "even"}},
+        2,
+        ("pipeline.partition", "'uniform', 'parameters', 'flops' or 'time'"),
+    ),
+    ({"pipeline": {"size": 2, "partition": 3}}, 2, ("pipeline.partition", "a list of the layers of each stage", "3")),
+    ({"pipeline": {"size": 2, "partition": [3, -1]}}, 2, ("pipeline.partition[1]", "at least 0", "-1")),
+    ({"pipeline": {"partition": [3, 4]}}, 2, ("partition=[3, 4]", "the pipeline has one rank", "size=2")),
+    ({"pipeline": {"size": 3, "tensor": [1, 1]}}, 2, ("lists 2 grids for a pipeline of 3 ranks", "give 3")),
+    ({"pipeline": {"tensor": [1, 2]}}, 3, ("parallel.tensor has size 2 but no mode",)),
+    ({"pipeline": {"tensor": [1, {"mode": "1d"}]}}, 3, ("pipeline.tensor[1] needs a size or a shape",)),
+    ({"pipeline": {"tensor": [1, {"mode": "sequence", "size": 2}]}}, 3, ("pipeline.tensor[1].mode='sequence'",)),
+    ({"pipeline": {"tensor": {"size": 2}}}, 2, ("pipeline.tensor must be a list",)),
+    ({"pipeline": {"tensor": [1, 1]}, "tensor": 1}, 2, ("parallel.tensor and parallel.pipeline.tensor", "give one")),
+    ({"data": 2, "pipeline": {"tensor": [1, {"mode": "1d", "size": 2}]}}, 3, ("1 × (1 + 2) = 3", "mpiexec -n 6")),
     ({"sequence": {"size": 12, "ulysses": 5}}, 12, ("ulysses=5 does not divide", "size=12", "1, 2, 3, 4, 6 or 12")),
     ({"sequence": {"size": 2, "order": "zebra"}}, 2, ("parallel.sequence.order", "'striped'", "'zebra'")),
     ({"sequence": 2, "tensor": {"mode": "sequence"}}, 4, ("the short form of parallel.sequence", "alone")),
@@ -129,7 +154,21 @@ WRONG = [
     ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ("clip_grad_value=1.0", "give one of them")),
     ({"clip_grad_value": 0}, ("clip_grad_value", "above 0")),
     ({"skip_nonfinite": 1}, ("skip_nonfinite", "True or False")),
-    ({"schedule": {"name": "1f1b"}}, ("needs a pipeline",)),
+    ({"schedule": {"name": "1f1b"}}, ("schedule='1f1b' needs a pipeline", "parallel=dict(pipeline=2)", "leave it out")),
+    ({"schedule": "gpipe", "parallel": {"pipeline": {"size": 1}}}, ("schedule='gpipe' needs a pipeline",)),
+    ({"schedule": "1b1f"}, ("schedule.name", "'1f1b'", "'zb-v'", "not '1b1f'")),
+    ({"schedule": {"nam": "1f1b"}}, ("schedule", "did you mean 'name'", "microbatches")),
+    ({"schedule": 3}, ("schedule must be a dict",)),
+    ({"schedule": {"microbatches": 0}}, ("schedule.microbatches", "at least 1", "0")),
+    (
+        {"parallel": {"pipeline": 2}, "schedule": {"microbatches": 4}, "gradient_accumulation": 2},
+        ("gradient_accumulation=2 and schedule.microbatches=4", "give one of them"),
+    ),
+    ({"parallel": {"pipeline": 2}, "offload": {"optimizer": "disk"}}, ("parallel.pipeline=2", "stages are not")),
+    (
+        {"parallel": {"pipeline": {"tensor": [1, 1]}}, "offload": {"memory": "1GiB"}},
+        ("parallel.pipeline=2", "leave offload out"),
+    ),
     ({"offload": {"optimizer": "tape"}}, ("offload.optimizer", "'host' or 'disk'")),
     ({"offload": {"parameters": "disk"}, "zero": 2}, ("offload.parameters", "zero stage 2", "use stage 3")),
     ({"offload": {"path": "x"}}, ("offload has a path", "optimizer='disk'")),
@@ -153,6 +192,51 @@ WRONG = [
 @pytest.mark.parametrize(("values", "parts"), WRONG)
 def test_wrong_values_say_what_would_be_right(values: Any, parts: tuple[str, ...]) -> None:
     refused(lambda: check(values), *parts)
+
+
+def test_pipelines_of_a_configuration() -> None:
+    """Schedules, microbatches and partitions, as they are given and as they are not."""
+
+    def made(ranks: int, **keys: Any) -> Any:
+        config = check(keys)
+        parallel = share_out(config.parallel, ranks)
+        return schedule_for(config, parallel)
+
+    assert made(1) is None
+    assert made(4) is None
+    found = made(8, parallel={"pipeline": 4})
+    assert (found.name, found.ranks, found.microbatches, found.stages) == ("1f1b", 4, 4, 4)
+    assert made(4, parallel={"pipeline": 4}, gradient_accumulation=6).microbatches == 6
+    assert made(4, parallel={"pipeline": 4}, gradient_accumulation=8, schedule={"microbatches": 8}).microbatches == 8
+    assert check({"parallel": {"pipeline": 2}, "schedule": "gpipe"}).schedule == Pipelining("gpipe")
+    given = {"name": "interleaved", "microbatches": 4, "chunks": 3}
+    assert made(2, parallel={"pipeline": 2}, schedule=given).stages == 6
+    assert made(2, parallel={"pipeline": {"size": 2, "partition": [1] * 6}}, schedule=given).stages == 6
+    assert made(2, parallel={"pipeline": 2}, schedule={"name": "pipedream", "microbatches": 4, "every": 2}).asynchronous
+    refused(
+        lambda: made(2, parallel={"pipeline": {"size": 2, "partition": [3, 3]}}, schedule=given),
+        "partition=[3, 3] has 2 numbers", "'interleaved' has 6 stages (2 ranks × 3 chunks)", "give 6 numbers",
+    )  # fmt: skip
+    refused(
+        lambda: made(2, parallel={"pipeline": 2}, schedule={"chunks": 2}),
+        "schedule: 1f1b with chunks=2", "leave chunks out, or take the schedule interleaved",
+    )  # fmt: skip
+    refused(
+        lambda: made(4, parallel={"pipeline": 4}, schedule={"name": "interleaved", "microbatches": 6}),
+        "interleaved over 4 ranks with microbatches=6: it takes multiples of 4, such as 4 or 8",
+    )
+    refused(lambda: made(3, parallel={"pipeline": 3}, schedule="chimera"), "it takes an even number of them")
+    refused(lambda: made(2, parallel={"pipeline": 2}, schedule={"name": "1f1b", "every": 2}), "it steps once")
+
+
+def test_unlike_grids_are_shared_out() -> None:
+    each = [{"size": 2, "mode": "1d"}, {"mode": "2d", "shape": (2, 2)}]
+    found = share_out({"sequence": 2, "pipeline": {"tensor": each}}, 24)
+    assert (found.data, found.pipeline, found.sequence) == (2, 2, 2)
+    assert found.grids == ({"data": 2, "s": 2, "t": 2}, {"data": 2, "s": 2, "r": 2, "c": 2})
+    assert [found.at(p).scheme.name for p in range(2)] == ["data × s × 1d", "data × s × 2d"]
+    cut = shared_out(found, Zero(3, 1))
+    assert cut.grids[1] == {"replica": 2, "data": 1, "s": 2, "r": 2, "c": 2}
 
 
 def test_every_key_is_optional_and_what_means_off_passes() -> None:
@@ -204,8 +288,10 @@ def test_examples_are_right() -> None:
     assert {"digits", "text"} <= set(examples())
     for name in examples():
         config = load(name)
-        for ranks in range(1, 13):
-            assert share_out(config.parallel, ranks).tensor == ranks
+        for ranks in range(8, 17, 8) if name == "hybrid" else range(1, 13):
+            found = share_out(config.parallel, ranks)
+            assert name == "hybrid" or found.tensor == ranks
+            schedule_for(config, found)
 
 
 @pytest.mark.parametrize(
