@@ -13,6 +13,7 @@ from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.run import Run
 from parlinalg.pipeline.schedule import Instruction, Op, Schedule
 from parlinalg.pipeline.stash import Stash
+from parlinalg.pipeline.versions import kept
 from parlinalg.pipeline.worker import Work, Worker
 
 USES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
@@ -170,10 +171,11 @@ def shorter(schedule: Schedule, microbatches: int) -> Schedule:
     """The first microbatches of an asynchronous schedule; those that make no whole step make one at the end."""
     orders = []
     for order in schedule.orders:
-        kept = [i for i in order if i.microbatch < microbatches]
-        last = max((i.microbatch for i in kept if i.op is Op.STEP), default=-1)
+        own = [i for i in order if i.microbatch < microbatches]
+        last = max((i.microbatch for i in own if i.op is Op.STEP), default=-1)
         if last < microbatches - 1:
-            kept += [Instruction(op, 0, microbatches - 1) for op in (Op.REDUCE_GRADIENTS, Op.STEP)]
-        orders.append(tuple(kept))
+            own += [Instruction(op, 0, microbatches - 1) for op in (Op.REDUCE_GRADIENTS, Op.STEP)]
+        orders.append(tuple(own))
     weights = tuple(of_rank[:microbatches] for of_rank in schedule.weights)
-    return replace(schedule, microbatches=microbatches, orders=tuple(orders), weights=weights)
+    versions = tuple(kept(order, used) for order, used in zip(orders, weights, strict=True))
+    return replace(schedule, microbatches=microbatches, orders=tuple(orders), versions=versions, weights=weights)

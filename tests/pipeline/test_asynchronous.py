@@ -14,10 +14,11 @@ import parlinalg as pla
 from parlinalg import nn, optim, schemes
 from parlinalg.datasets import Batch
 from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.pipeline.asynchronous import AsynchronousWorker
+from parlinalg.pipeline.asynchronous import AsynchronousWorker, shares, shorter
 from parlinalg.pipeline.model import split
 from parlinalg.pipeline.schedule import Op
 from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.simulate import check
 from parlinalg.pipeline.stash import Stash
 from parlinalg.train.launch import launch
 from tests.conftest import SIZE
@@ -156,7 +157,10 @@ def test_a_perceptron_is_trained_as_by_hand(name, world, backend):
             Batch(*(pla.distribute(a, mesh.grid, pla.Layout(None, None)) for a in both), 6 * t)
             for t, both in enumerate(data)
         ]
+        kept, update = [], worker.update
+        worker.update = lambda: (kept.append(len(worker.stash)), update())
         sums = worker.step(parts, Squares(), 0, factor=3.0)  # of the mean over elements: three times that over rows
+        assert max(kept) == schedule.versions[mesh.place.rank]
         np.testing.assert_allclose(sums["loss"] / (6 * every), sum(losses), rtol=1e-12)
         for s, w in enumerate(weights):
             np.testing.assert_allclose(model.state_dict()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
@@ -242,3 +246,45 @@ def test_asynchronous_schedules_equal_their_oracles(world, backend, full):
             np.testing.assert_allclose(
                 state[n], w, rtol=0, atol=1e-12 * np.abs(w).max(), err_msg=f"{name}, {parallel}, every {every}: {n}"
             )
+
+
+@pytest.mark.ranks(2)
+def test_what_is_refused(world, backend):
+    with launch({"parallel": {"pipeline": 2}}, world, backend) as mesh:
+
+        def made(schedule, **options):
+            model = split(model_on(mesh.scheme, mesh.grid, 2, **options), mesh.place, schedule).initialize(0)
+            return AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1))
+
+        with pytest.raises(pla.ConfigError, match=r"pipedream: 'embedding.weight' is held by stages 0, 1, .* untie it"):
+            made(make("pipedream", 2, 4))
+        with pytest.raises(pla.ConfigError, match="'1f1b' is synchronous: it takes a Worker"):
+            made(make("1f1b", 2, 4), tie_word_embeddings=False)
+        worker = made(make("pipedream-2bw", 2, 4, every=2), tie_word_embeddings=False)
+        with pytest.raises(pla.ConfigError, match="is of 4 microbatches, and a step is given 5"):
+            worker.step(batches(worker.model.whole, 0, 5), Text(), 0)
+        worker.close()
+        fetched = split(
+            model_on(mesh.scheme, mesh.grid, 2, tie_word_embeddings=False), mesh.place, make("pipedream", 2, 4)
+        ).initialize(0)
+        for p in fetched.parameters():
+            p.fetcher = SimpleNamespace()
+        with pytest.raises(pla.ConfigError, match="is fetched ahead of their use; use zero stage 0, 1 or 2"):
+            Stash(optim.SGD(fetched.parameters(), 0.1))
+
+
+@pytest.mark.serial
+def test_fewer_microbatches_end_with_a_step_of_their_own():
+    for name, every in (("pipedream", 1), ("pipedream", 3), ("pipedream-2bw", 3)):
+        whole = make(name, 4, 12, every=every)
+        for count in range(1, 12):
+            cut = shorter(whole, count)
+            check(cut)
+            for order, before in zip(cut.orders, whole.orders, strict=True):
+                steps = [i.microbatch for i in order if i.op is Op.STEP]
+                assert steps == [*range(every - 1, count, every), *([count - 1] if count % every else [])]
+                passes = [i for i in order if i.op not in (Op.STEP, Op.REDUCE_GRADIENTS)]
+                assert passes == [i for i in before if i in passes]
+            if not count % every:
+                assert cut == make(name, 4, count, every=every)
+    assert shares(shorter(make("pipedream", 2, 6, every=3), 4).orders[0], [2, 1, 1, 5]) == [1 / 4] * 3 + [1 / 5]
