@@ -15,7 +15,7 @@ from parlinalg.backend import Backend
 from parlinalg.errors import OffloadError
 from parlinalg.offload.disk import DiskFile, aligned, checksum, whole_pages
 
-BOUNCE = 1 << 22  # bytes copied at a time, through a buffer that may be read and written past the page cache
+BOUNCE = 1 << 22  # bytes copied at a time at most, through a buffer that may be read and written past the page cache
 GROWTH = 1 << 26  # bytes by which the file grows at least
 
 
@@ -67,7 +67,8 @@ class DiskStore:
     def __init__(self, path: Path, pending: int) -> None:
         self.file = DiskFile(path, 0)
         self.pending = pending
-        self._bounce = aligned(BOUNCE), aligned(BOUNCE)
+        self._at_a_time = min(BOUNCE, whole_pages(max(1, pending // 8)))
+        self._bounce = aligned(self._at_a_time), aligned(self._at_a_time)
         self._writer = ThreadPoolExecutor(1, "parlinalg-offload-write")
         self._reader = ThreadPoolExecutor(1, "parlinalg-offload-read")
         self._under_way: deque[tuple[Future[None], int]] = deque()
@@ -113,8 +114,8 @@ class DiskStore:
         raw = away.hold
         assert raw is not None
         away.crc = checksum(raw)
-        for at in range(0, raw.size, BOUNCE):
-            part = raw[at : at + BOUNCE]
+        for at in range(0, raw.size, self._at_a_time):
+            part = raw[at : at + self._at_a_time]
             buffer = self._bounce[0][: whole_pages(part.size)]
             buffer[: part.size] = part
             self.file.write(buffer, away.offset + at)
@@ -138,8 +139,8 @@ class DiskStore:
         if away.written is not None:
             away.written.result()
         raw = np.empty(away.nbytes, np.uint8)
-        for at in range(0, raw.size, BOUNCE):
-            part = raw[at : at + BOUNCE]
+        for at in range(0, raw.size, self._at_a_time):
+            part = raw[at : at + self._at_a_time]
             buffer = self._bounce[1][: whole_pages(part.size)]
             self.file.read(buffer, away.offset + at)
             part[:] = buffer[: part.size]

@@ -71,7 +71,8 @@ class Table:
         away = set(offloaded)
         left = self.total
         if "optimizer" in away:
-            left += min(0, BUFFERS * chunk - self.states)
+            held = (BUFFERS + 1) * chunk * (self.states + self.gradients)  # a chunk has the values of its states too
+            left += min(0, -(-held // max(1, self.states)) - self.states)
         if "activations" in away:
             left += min(0, 3 * self.block - self.activations)
         if "parameters" in away:
@@ -169,7 +170,8 @@ class Offload:
             self._stack.callback(self.parameters.close)
             self.parameters.place(plan.model.parameters())
         if "activations" in plan.places:
-            self.activations = OffloadedActivations(folder["activations"])
+            window = max(LEAST_CHUNK, plan.table.block) if plan.memory is not None else "64MiB"
+            self.activations = OffloadedActivations(folder["activations"], pending=window, ahead=window)
             self._stack.callback(self.activations.close)
             self.activations.place(blocks_of(plan.model))
         if "optimizer" in plan.places:
@@ -211,7 +213,7 @@ def plan(
     kept : int or str
         Bytes that the tape keeps in a step: `kept(loss)` after a forward pass.
     optimizer_states, activations, parameters : {"disk", "host"}, optional
-        Offloaded in any case.  `optimizer` is taken for `optimizer_states` too.
+        Offloaded in any case.
 
     Raises
     ------
@@ -226,7 +228,7 @@ def plan(
             raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
     table = table_of(model, optimizer, bytes_of("kept", kept))
     limit = None if memory is None else bytes_of("memory", memory)
-    chunk = MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (16 * BUFFERS)))
+    chunk = MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (32 * BUFFERS)))
     if limit is not None:
         where = "disk" if folder is not None else "host" if not cpu else None
         movable = [k for k in ORDER if where and (k != "parameters" or table.fixed < table.values + table.gradients)]

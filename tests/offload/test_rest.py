@@ -186,6 +186,29 @@ def test_a_limit_decides(make_grid, world, folder, backend):
 
 
 @pytest.mark.serial
+def test_a_limit_holds(make_grid, tmp_path):
+    """NumPy's memory at the most in a step, beside the limit."""
+    import tracemalloc
+
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    options = {"dtype": "float32", "hidden_size": 128, "num_hidden_layers": 4}
+    model, update = start(make_grid(sizes(1)), **options)
+    keeps = offload.kept(loss_of(model))
+    whole = offload.plan(model, update, kept=keeps).table.total
+    plan = offload.plan(model, update, memory=int(0.4 * whole), path=tmp_path, kept=keeps)
+    assert len(plan.places) == 3
+    with plan.apply() as made:
+        assert made.activations is not None
+        assert made.activations.pending == made.activations.ahead == max(4096, plan.table.block)
+        go_on(model, update, range(1))
+        tracemalloc.reset_peak()
+        go_on(model, update, range(1, 2))
+        assert tracemalloc.get_traced_memory()[1] - before <= 0.4 * whole
+    tracemalloc.stop()
+
+
+@pytest.mark.serial
 def test_what_is_offloaded_first():
     table = Table(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
     assert decide(table, 190, ORDER, 1) == ()
