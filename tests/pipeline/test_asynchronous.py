@@ -224,7 +224,8 @@ def test_asynchronous_schedules_equal_their_oracles(world, backend, full):
         schedule = make(name, stages, runs[0], every=every)
         zero = (turn % 3 if full else 1) if parallel.get("data") else 0
         with launch({"parallel": parallel}, world, backend) as mesh:
-            whole = model_on(mesh.scheme, mesh.grid, LAYERS, tie_word_embeddings=False)
+            again = "block" if turn % 2 else None
+            whole = model_on(mesh.scheme, mesh.grid, LAYERS, tie_word_embeddings=False, recompute=again)
             model = split(whole, mesh.place, schedule).initialize(5)
             handlers = [ZeRO(zero, "data")] if zero else []
             reducer = GradientReducer(model.parameters(), handlers, first_bucket=2000, bucket=4000)
