@@ -377,6 +377,19 @@ def test_weights_of_asynchronous_schedules() -> None:
     assert make("pipedream", 2, 4).weights_of(1, 3) == 3
 
 
+def test_versions_are_those_still_to_be_used() -> None:
+    for name, p, m, every in (("pipedream", 4, 12, 2), ("pipedream", 5, 12, 3), ("pipedream-2bw", 4, 12, 3)):
+        schedule = make(name, p, m, every=every)
+        for order, weights, versions in zip(schedule.orders, schedule.weights, schedule.versions):
+            most = 0
+            for k in range(len(order)):
+                steps = sum(i.op is Op.STEP for i in order[: k + 1])
+                left = {i.microbatch for i in order[k + 1 :] if i.op is Op.BACKWARD}
+                most = max(most, len({steps} | {weights[j] for j in left if weights[j] <= steps}))
+            assert versions == most, (name, p, every)
+    assert make("pipedream", 4, 12, every=2).versions == (3, 2, 2, 1)
+
+
 def test_rank_by_rank_all_backward_passes_come_in_the_order_of_the_microbatches() -> None:
     """So that a stage's gradients are summed in one order in all schedules."""
     for schedule in taken((1, 2, 4), (2, 4)):
