@@ -134,7 +134,7 @@ def test_one_rank_needs_no_mpi(tmp_path: Path) -> None:
         (["--set", "parallel.data=3"], ["there are 4 ranks", "mpiexec -n 3"]),
         (["--set", "optimiser.lr=1"], ["did you mean 'optimizer'"]),
         (["--set", "data=nothing.npz"], ["no data file 'nothing.npz'"]),
-        (["--set", "parallel.pipeline=2"], ["pipeline parallelism is not there yet"]),
+        (["--set", "parallel.pipeline=2", "--set", "schedule.name=1f2b"], ["schedule.name must be one of '1f1b'"]),
     ],
 )
 def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
