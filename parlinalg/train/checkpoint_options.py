@@ -34,6 +34,13 @@ class Checkpointing:
     best: str | None = None
     background: bool = True
 
+    def __str__(self) -> str:
+        if not self.on:
+            return "none"
+        often = "at the end" if self.every is None else f"every {self.every} steps and at the end"
+        stay = "all stay" if self.keep is None else f"the last {self.keep} stay" if self.keep > 1 else "the last stays"
+        return f"{often}; {stay}" + (f", and where {self.best} is the best" if self.best else "")
+
 
 _CHECKS: dict[str, Check] = {
     "every": optional(whole(1)), "keep": optional(whole(1)), "best": optional(text), "background": flag,

@@ -147,6 +147,7 @@ class Job:
                 f"{config.lr_schedule}",
                 **said(config, self.mesh.grid.sizes),
                 **({} if self.offload is None else {"offload": self.offload}),
+                "checkpoints": config.checkpoint,
                 **self.task.opening(),
             },
         )

@@ -28,7 +28,6 @@ from parlinalg.train.checkpoint_pieces import rectangles, share_out
 from parlinalg.train.job import Job
 from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
-from tests.conftest import SIZE
 
 BASE: dict[str, Any] = {
     "dtype": "float64", "batch_size": 47, "steps": 6, "model": {"hidden": (31, 13), "dropout": 0.2},
@@ -90,13 +89,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "states on a disk": {"offload": {"optimizer": "disk"}},
     "all on a disk": {"offload": {"optimizer": "disk", "parameters": "disk"}, "zero": 0},
 }  # fmt: skip
+ONLY = {"lars": (3,), "masters, loss scale": (1, 3), "all on a disk": (1,)}  # numbers of ranks beside 2
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.ranks(2, *ONLY.get(kind, ()))) for kind in KINDS],
+)
 def test_every_kind_of_state_comes_back(kind: str, start: Any, small: None, world: Any, folder: Path) -> None:
-    if SIZE == 3 and "disk" in kind:
-        return
     job = start(**KINDS[kind])
     away = None if job.offload is None else job.offload.apply()
     if away is not None:
@@ -370,9 +370,12 @@ def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -
     assert again.saving.checkpoints.steps() == [8]
 
 
+@pytest.mark.serial
 def test_settings() -> None:
     assert checkpointing("checkpoint", False).on is False
     assert checkpointing("checkpoint", 7).every == 7
+    assert str(checkpointing("checkpoint", 7)) == "every 7 steps and at the end; the last 3 stay"
+    assert str(checkpointing("checkpoint", {"keep": None})) == "at the end; all stay"
     assert checkpointing("checkpoint", {"every": 100, "keep": None, "background": False}).keep is None
     with pytest.raises(ConfigError, match="did you mean 'every'"):
         checkpointing("checkpoint", {"evry": 3})

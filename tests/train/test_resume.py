@@ -87,8 +87,9 @@ def whole(
     return settings, told(folder / "whole")
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("SIGTERM", marks=pytest.mark.ranks(1)), pytest.param("SIGUSR1", marks=pytest.mark.ranks(2))]
+)
 def test_a_signal_makes_a_checkpoint_from_which_training_goes_on(
     name: str, whole: Any, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -150,7 +151,7 @@ def test_steps_after_the_checkpoint_are_made_again_and_told_once(whole: Any, fol
     assert complete(out / "checkpoints.old") == [9, 10, 11]
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1)
 def test_without_a_checkpoint_training_begins(whole: Any, folder: Path, world: Any) -> None:
     settings, want = whole
     assert train(settings, folder / "new", comm=world, resume=True) == 0
