@@ -10,8 +10,10 @@ from typing import Any
 
 from parlinalg.autograd import Parameter
 from parlinalg.comm.places import ranks_map
+from parlinalg.layout import coordinates
 from parlinalg.schemes import table_of_schemes
 from parlinalg.train.launch import Mesh
+from parlinalg.train.map import rank_map
 from parlinalg.units import format_bytes
 
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")  # of a block
@@ -19,9 +21,16 @@ SHOWN = 64  # ranks named one by one
 
 
 def places(mesh: Mesh) -> list[dict[str, Any]]:
-    """For every rank its host, pid and coordinates in the grid, on every rank.  Collective."""
-    world = mesh.grid.world
-    return [{**place, "coords": mesh.grid.coords_of(rank)} for rank, place in enumerate(ranks_map(world))]
+    """For every rank its host, pid and coordinates, in a pipeline also its stages, on every rank.  Collective."""
+    found = ranks_map(mesh.world)
+    for p, ranks in enumerate(mesh.place.ranks):
+        sizes = mesh.place.sizes[p]
+        for rank, coords in zip(ranks, coordinates(tuple(sizes), sizes), strict=True):
+            found[rank]["coords"] = coords
+            if mesh.schedule is not None:
+                found[rank]["coords"] = {"pipeline": p, **coords}
+                found[rank]["stages"] = [chunk.stage for chunk in mesh.schedule.chunks[p]]
+    return found
 
 
 def write_ranks(out: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -44,9 +53,13 @@ def opening(
         Further lines: a head and a text each.
     """
     grid = mesh.grid
-    held = grid.world.share(sum(p.block.nbytes for p in parameters.values()))
-    total = sum(p.data.nbytes for p in parameters.values())
-    count = sum(p.size for p in parameters.values())
+    held = mesh.world.share(sum(p.block.nbytes for p in parameters.values()))
+    first = mesh.world.rank == mesh.place.ranks[mesh.place.rank][0]
+    mine = {name: [p.size, p.data.nbytes] for name, p in parameters.items()} if first else {}
+    whole: dict[str, list[int]] = {}
+    for theirs in mesh.world.share(mine) if mesh.place.size > 1 else [mine]:
+        whole |= theirs
+    count, total = (sum(of[i] for of in whole.values()) for i in (0, 1))
     each = format_bytes(min(held)) + (f" to {format_bytes(max(held))}" if max(held) > min(held) else "")
     axes = " × ".join(f"{a}={n}" for a, n in grid.sizes.items())
     threads = f"{grid.threads} BLAS thread{'s' * (grid.threads > 1)} a rank"
@@ -61,6 +74,9 @@ def opening(
     lines += _parameters(parameters)
     lines += ["", table_of_schemes({"": mesh.scheme}), ""]
     lines += _ranks(ranks)
+    if mesh.world.size > 1:
+        hosts = [place["host"] for place in ranks]
+        lines += ["", rank_map(mesh.parallel, mesh.schedule, [hosts.index(host) for host in hosts])]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from parlinalg.comm.launchers import problem
 from parlinalg.comm.together import together
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.train.launch import launch
+from parlinalg.train.report import opening, places
 from tests.conftest import SIZE
 
 
@@ -99,6 +100,20 @@ def test_ranks_of_a_pipeline_have_grids_of_their_own(world: Any, backend: str) -
     tensor = {"size": SIZE // 2, "mode": "1d"}
     with launch({"parallel": {"pipeline": 2, "tensor": tensor}}, world, backend) as mesh:
         assert world.rank == (mesh.rank("data") * 2 + mesh.rank("pipeline")) * (SIZE // 2) + mesh.rank("tensor")
+
+
+@pytest.mark.ranks(6)
+def test_every_rank_has_its_place(world: Any, backend: str) -> None:
+    """`ranks.json` and the map at the start: of all ranks, also those of other stages."""
+    parallel = {"data": 1, "pipeline": 3, "tensor": {"size": 2, "mode": "1d"}}
+    with launch({"parallel": parallel, "schedule": "zb-v"}, world, backend) as mesh:
+        found = places(mesh)
+        assert [place["rank"] for place in found] == list(range(6))
+        assert [place["coords"] for place in found] == [{"pipeline": r // 2, "t": r % 2} for r in range(6)]
+        assert [place["stages"] for place in found[::2]] == [[0, 5], [1, 4], [2, 3]]
+        text = opening(mesh, found, {}, {})
+        assert "ranks       6 = pipeline 3 × tensor 2 (1d: t=2), on 1 node" in text
+        assert "pipeline 2: ranks 4–5, node 0; stages 2, 3" in text
 
 
 @pytest.mark.ranks(6)
