@@ -66,6 +66,10 @@ MODULES = {
     "optim.schedules": "Learning rates",
     "datasets": "Data",
     "parallel": "Gradients over ranks",
+    "pipeline": "Pipelines",
+    "pipeline.simulate": "Pipelines on paper",
+    "pipeline.predict": "Pipelines on paper with measured times",
+    "pipeline.drawing": "Timelines of pipelines",
     "train": "Training",
     "cli": "Command line",
 }

@@ -112,6 +112,7 @@ def test_messages_are_where_they_are_needed() -> None:
     assert line(up) == "F1 sf1 rf0 F0 B0 sb0 rb1 B1 reduce step"
 
 
+@pytest.mark.timeout(600)
 def test_every_instruction_once_and_no_deadlock(full: bool) -> None:
     ranks, microbatches = (range(1, 9), range(1, 17)) if full else ((1, 2, 3, 4), (1, 2, 3, 4, 6))
     seen = Counter()
@@ -170,6 +171,7 @@ def told_of(schedule: Schedule) -> str | None:
     return None
 
 
+@pytest.mark.timeout(600)
 def test_swapped_instructions_are_judged_as_the_graph_of_all_ranks_does(full: bool) -> None:
     """An order that lacks what it needs is told of its rank; else what hangs is a cycle of the graph."""
     draw = random.Random(0)

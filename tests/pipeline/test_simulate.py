@@ -12,7 +12,7 @@ from parlinalg.pipeline import Op, make
 from parlinalg.pipeline.predict import costs_of, predict
 from parlinalg.pipeline.simulate import Costs, Simulation, Span, simulate
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
 TIMES = ((1, 2), (0.7, 1.9))  # of a forward and a backward pass
 PARTS = ((1, 1, 1), (1, 2, 2), (3, 2, 1))  # F, and the two parts of B
