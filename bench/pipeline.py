@@ -8,7 +8,7 @@ figures are medians over all rounds.
 After its steps each of our pieces measures what its stages' passes, messages and steps take, apart from any schedule
 and all ranks at the same time; of these the simulator makes the prediction.
 
-    python bench/pipeline.py                        # 2 ranks, all schedules: about 10 minutes
+    python bench/pipeline.py                        # 2 ranks, all schedules: about 15 minutes
     python bench/pipeline.py --ranks 2 4            # on 4 ranks too
     python bench/pipeline.py --pieces torch:1f1b:2 parlinalg:1f1b:2 --rounds 3
 
