@@ -21,6 +21,7 @@ from parlinalg.train.job import Job, train
 from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from parlinalg.train.sample import continuation
+from tests.conftest import BACKEND
 from tests.launching import launch as start
 
 CLOSE = 1e-12
@@ -115,10 +116,10 @@ def test_on_ranks_of_its_own(full: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("precision", "zero"), [("bf16", 2), ("fp16", 3)])
+@pytest.mark.parametrize(("precision", "zero"), [("bf16", 2), ("fp16", 3)][BACKEND != "numpy" :])
 def test_lower_precision(precision: str, zero: int, tale: Path, world: Any, backend: str) -> None:
     """The losses of one rank but for the rounding of 16 bits."""
-    more = {"precision": precision, "dtype": "float32", "schedule": {"name": "1f1b"}}
+    more = {"precision": precision, "dtype": "float32", "schedule": {"name": "1f1b"}, "steps": 2}
     given = {"parallel": {"data": 2, "pipeline": 2}, "zero": zero}
     found, _ = trained(world, settings(tale, **given, **more), backend, tale)
     want, _ = serial(tale, **{k: v for k, v in more.items() if k != "schedule"})
@@ -129,7 +130,7 @@ def test_lower_precision(precision: str, zero: int, tale: Path, world: Any, back
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 def test_asynchronous_schedules_learn(name: str, tale: Path, world: Any, backend: str) -> None:
     model = {**BASE["model"], "tie_word_embeddings": False}
-    more = {"parallel": {"pipeline": 2}, "schedule": {"name": name}, "model": model, "steps": 12}
+    more = {"parallel": {"pipeline": 2}, "schedule": {"name": name}, "model": model, "steps": 8}
     with pytest.raises(ConfigError, match=f"clip_grad_norm with the schedule '{name}': its stages make their steps"):
         trained(world, settings(tale, **more), backend, tale)
     found, _ = trained(world, settings(tale, **more, clip_grad_norm=None), backend, tale)
@@ -190,18 +191,18 @@ def test_forms_of_the_configuration(world: Any, backend: str) -> None:
                 assert mesh.size(name) == size
                 assert 0 <= mesh.rank(name) < size
             model = pla.nn.MLP((7, 6, 5, 3), mesh.scheme, mesh.grid, dtype=np.float64)
-            engine, train, _, _ = pla.initialize(model, train_dataloader=[(x, y)] * 3)
+            engine, train, _, _ = pla.initialize(model, train_dataloader=[(x, y)] * 2)
             assert engine.schedule is not None
             found = []
             data_iter = iter(train)
-            for _ in range(3):
+            for _ in range(2):
                 found.append(engine.schedule.forward_backward_step(engine, data_iter)[2])
                 engine.step()
             return found
 
     sizes: dict[str, int] = {}
     want = losses({}, SingleComm())
-    for config, sizes in forms():
+    for config, sizes in forms() if BACKEND == "numpy" else forms()[-2:]:
         np.testing.assert_allclose(losses(config, world), want, rtol=CLOSE, err_msg=repr(config))
 
 
