@@ -220,3 +220,18 @@ def test_transformers_are_balanced_by_flops_and_time(make_grid: Callable[..., An
         split(model, place, schedule, "even")
     with pytest.raises(ConfigError, match=r"no layer of Sequential has products that are known"):
         split(nn.Sequential(nn.LayerNorm(3, SERIAL, model.grid), nn.ReLU()), place, schedule, "flops")
+
+
+@pytest.mark.serial
+def test_masks_go_through_the_stages_of_bert(make_grid: Callable[..., Any]) -> None:
+    grid = make_grid({"data": 1})
+    serial, place = bert(SERIAL, grid).initialize(2), Place.alone(sizes={"data": 1})
+    ids = inputs("bert", serial)
+    mask = pla.distribute((np.arange(7) < 5) * np.ones((3, 1), int), grid, serial.ids_layout)
+    part = split(bert(SERIAL, grid), place, make("interleaved", 1, 3, 3)).initialize(2)
+    found = part({"ids": ids, "attention_mask": mask, "token_type_ids": ids * 0 + 1})
+    want = serial.logits(serial(ids, mask, ids * 0 + 1))
+    assert np.array_equal(found.gather(), want.gather())
+    assert not np.array_equal(found.gather(), part({"ids": ids}).gather())
+    with pytest.raises(ConfigError, match=r"a dict with ids and maybe attention_mask .* not one with 'id'"):
+        part({"id": ids})

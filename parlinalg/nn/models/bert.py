@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,6 +120,38 @@ class BertEncoder(Transformer):
     def ends(self) -> tuple[Layer, Layer]:
         first = (self.embedding, self.types, self.positions, self.norm, self.dropout)
         return Layer("embedding", self.embed, first, True), Layer("head", self.logits, (self.embedding,), True)
+
+    def layers(self) -> list[Layer]:
+        """The layers in their order; the first takes ids, or a dict of the arguments of `forward`.
+
+        With an attention mask pairs of hidden states and mask go from layer to layer.
+        """
+        first, *blocks, last = super().layers()
+        return [
+            first._replace(forward=self._enter),
+            *(block._replace(forward=partial(_padded, block.forward)) for block in blocks),
+            last._replace(forward=lambda x: self.logits(x[0] if isinstance(x, tuple) else x)),
+        ]
+
+    def _enter(self, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return self.embed(given)
+        unknown = set(given) - {"ids", "attention_mask", "token_type_ids"}
+        if unknown or "ids" not in given:
+            raise ConfigError(
+                f"BertEncoder takes ids, or a dict with ids and maybe attention_mask and token_type_ids, not one with "
+                f"{', '.join(map(repr, given))}"
+            )
+        x, mask = self.embed(given["ids"], given.get("token_type_ids")), given.get("attention_mask")
+        return x if mask is None else (x, mask)
+
+
+def _padded(block: Callable[..., Tensor], x: Any) -> Any:
+    """A block's outputs, beside the mask of padding where there is one."""
+    if not isinstance(x, tuple):
+        return block(x)
+    hidden, mask = x
+    return block(hidden, key_padding=key_padding(mask)), mask
 
 
 def key_padding(attention_mask: Any) -> Any:
