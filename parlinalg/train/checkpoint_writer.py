@@ -7,7 +7,9 @@ later step.
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Sequence
@@ -18,9 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.errors import CheckpointError, ParlinalgError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
 from parlinalg.train.checkpoint_index import PAGE, Chunk, File, checksums
 from parlinalg.train.checkpoint_pieces import Corner, Piece
+from parlinalg.units import format_bytes
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ class Shard:
 
     Raises
     ------
-    OSError, ParlinalgError
+    ParlinalgError
         If the file cannot be made or written, or states cannot be read.
     """
 
@@ -88,15 +92,17 @@ class Shard:
         if not parts:
             return
         shapes = {part.key: part.corner[1] for part in self._parts}
-        self._writer = Writer(path, shapes, {part.key: part.piece.dtype for part in self._parts})
         try:
+            self._writer = Writer(path, shapes, {part.key: part.piece.dtype for part in self._parts})
             for part in self._parts:
                 if part.piece.resident:
                     part.copy()
                 else:
                     self._write(part)
-        except BaseException:
+        except BaseException as error:
             self.discard()
+            if isinstance(error, OSError) and not isinstance(error, ParlinalgError):
+                raise CheckpointError(told_of(path, error)) from error
             raise
 
     def start(self, background: bool) -> None:
@@ -127,7 +133,7 @@ class Shard:
                     part.copied = None
             self._finish()
         except Exception as error:  # told to all ranks when they next meet
-            self.problem = f"{self.path} cannot be written: {error}"
+            self.problem = told_of(self.path, error)
             self.discard()
 
     def _write(self, part: Part) -> None:
@@ -160,6 +166,16 @@ class Shard:
         if self._writer is not None:
             self._writer.discard()
             self.path.unlink(missing_ok=True)
+
+
+def told_of(path: Path, error: Exception) -> str:
+    """Why a file cannot be written, and what would help."""
+    text = f"{path} cannot be written: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            free = format_bytes(shutil.disk_usage(path.parent).free)
+            text += f"; {free} are free in {path.parent}: make room there, or keep fewer (checkpoint.keep)"
+    return text
 
 
 def header_of(path: Path) -> File:
