@@ -149,7 +149,7 @@ def test_what_a_training_leaves(tale: Path, world: Any, backend: str, capfd: pyt
     names = {f.name for f in out.iterdir()}
     assert names == {
         "metrics.jsonl", "metrics.png", "ranks.json", "config.json", "model.safetensors", "tokenizer.json",
-        "sample.txt",
+        "sample.txt", "checkpoints",
     }  # fmt: skip
     sample = (out / "sample.txt").read_text()
     assert sample.startswith("It ")
