@@ -16,18 +16,18 @@ from parlinalg import nn
 from parlinalg.autograd import no_sync
 
 Weights = dict[str, np.ndarray]
-Delay = Callable[[int], int]
-"""From a stage, how many steps old the weights are that it uses."""
+Version = Callable[[int, int], int]
+"""From a stage and a microbatch, the steps behind the weights that it uses there."""
 
 
-def pipedream(stages: int) -> Delay:
-    """A step every microbatch: stage s is p - 1 - s steps behind."""
-    return lambda stage: stages - 1 - stage
+def pipedream(stages: int, every: int = 1) -> Version:
+    """Stage s is p - 1 - s microbatches behind."""
+    return lambda stage, microbatch: max(0, microbatch - (stages - 1 - stage)) // every
 
 
-def two_buffered(stages: int) -> Delay:
+def two_buffered(stages: int, every: int = 1) -> Version:
     """All stages are one step behind."""
-    return lambda stage: 1
+    return lambda stage, microbatch: max(0, microbatch // every - 1)
 
 
 class Perceptron:
@@ -51,12 +51,12 @@ class Perceptron:
         return 0.5 * float((error * error).sum()), found[::-1]
 
     def train(
-        self, batches: Sequence[tuple[np.ndarray, np.ndarray]], rate: float, delay: Delay
+        self, batches: Sequence[tuple[np.ndarray, np.ndarray]], rate: float, version: Version
     ) -> tuple[list[float], list[np.ndarray]]:
         """The losses of a run with a step for each batch by its mean, and the weights after it."""
         history, losses = [self.start], []
         for t, (x, y) in enumerate(batches):
-            used = [history[max(0, t - delay(s))][s] for s in range(len(self.start))]
+            used = [history[version(s, t)][s] for s in range(len(self.start))]
             loss, grads = self.gradients(used, x, y)
             losses.append(loss / len(x))
             history.append([w - rate * g / len(x) for w, g in zip(history[-1], grads, strict=True)])
@@ -89,24 +89,21 @@ class Delayed:
         for name, p in self.model.named_parameters():
             p.block[...] = weights[name]
 
-    def run(self, batches: Sequence[Sequence[Any]], delay: Delay, step: int = 0) -> list[float]:
+    def run(self, batches: Sequence[Sequence[Any]], version: Version, step: int = 0) -> list[float]:
         """A run between two flushes, of one optimizer step for the microbatches of each batch; their mean losses."""
-        history, losses = [self.weights()], []
-        for t, parts in enumerate(batches):
-            self.put({name: history[max(0, t - delay(self.stage_of(name)))][name] for name in history[0]})
-            losses.append(self._gradients(parts, step))
+        history, losses, at = [self.weights()], [], 0
+        for parts in batches:
+            count, total = max(1, sum(part.count for part in parts)), 0.0
+            for j, part in enumerate(parts, at):
+                self.put({name: history[version(self.stage_of(name), j)][name] for name in history[0]})
+                with no_sync(), nn.training_step(step, part.offset):
+                    loss, _ = self.losses_of(part)
+                    (loss * (1 / count)).backward()
+                total += loss.item()
+            at += len(parts)
+            losses.append(total / count)
             self.put(history[-1])
             self.optimizer.step()
             self.optimizer.zero_grad()
             history.append(self.weights())
         return losses
-
-    def _gradients(self, parts: Sequence[Any], step: int) -> float:
-        count, total = sum(part.count for part in parts), 0.0
-        with no_sync():
-            for part in parts:
-                with nn.training_step(step, part.offset):
-                    loss, _ = self.losses_of(part)
-                    (loss * (1 / max(1, count))).backward()
-                total += loss.item()
-        return total / max(1, count)

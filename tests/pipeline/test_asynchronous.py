@@ -37,8 +37,10 @@ def rows(step, count=6, widths=(5, 3)):
 
 # ------------------------------------------------------------------ the oracles
 @pytest.mark.serial
-@pytest.mark.parametrize("delay", [pipedream(3), two_buffered(3), lambda stage: 0], ids=["pipedream", "2bw", "none"])
-def test_the_oracles_agree_with_each_other(delay):
+@pytest.mark.parametrize("name", ["pipedream", "2bw", "prompt"])
+def test_the_oracles_agree_with_each_other(name):
+    makers = {"pipedream": pipedream, "2bw": two_buffered, "prompt": lambda stages, every=1: lambda s, j: j // every}
+    by_step, by_microbatch = makers[name](3), makers[name](3, 1 if name == "pipedream" else 2)
     by_hand = Perceptron((5, 4, 4, 3))
     with pla.Grid({"one": 1}) as grid:
         linears = [nn.Linear(*w.shape, SERIAL, grid, bias=False, dtype=np.float64) for w in by_hand.start]
@@ -53,16 +55,17 @@ def test_the_oracles_agree_with_each_other(delay):
             return pla.distribute(a, grid, pla.Layout(None, None))
 
         given = [rows(t) for t in range(7)]
+        cuts = (slice(0, 6),) if name == "pipedream" else (slice(0, 4), slice(4, 6))
         parts = [
             [
                 SimpleNamespace(x=placed(x[at]), y=placed(y[at]), offset=at.start, count=at.stop - at.start)
-                for at in (slice(0, 4), slice(4, 6))
+                for at in cuts
             ]
             for x, y in given
         ]
         oracle = Delayed(model, optim.SGD(model.parameters(), 0.1), lambda name: int(name[0]) // 2, losses_of)
-        losses = oracle.run(parts, delay)
-        want, weights = by_hand.train(given, 0.1, delay)
+        losses = oracle.run(parts, by_microbatch)
+        want, weights = by_hand.train(given, 0.1, by_step)
         np.testing.assert_allclose(losses, want, rtol=1e-12)
         for s, w in enumerate(weights):
             np.testing.assert_allclose(oracle.weights()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
@@ -124,7 +127,7 @@ def test_a_version_stays_while_the_newest_is_updated(stage, make_grid, world):
 
 
 # ------------------------------------------------------------------ through a pipeline
-DELAYS = {"pipedream": pipedream, "pipedream-2bw": two_buffered}
+VERSIONS = {"pipedream": pipedream, "pipedream-2bw": two_buffered}
 
 
 class Squares:
@@ -139,14 +142,14 @@ class Squares:
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("name", DELAYS)
+@pytest.mark.parametrize("name", VERSIONS)
 def test_a_perceptron_is_trained_as_by_hand(name, world, backend):
     by_hand = Perceptron((5, *[4] * (SIZE - 1), 3))
     schedule = make(name, SIZE, 9, every=1 if name == "pipedream" or SIZE == 2 else 3)
     every = 9 // sum(i.op is Op.STEP for i in schedule.orders[0])
     data = [rows(t) for t in range(9)]
     steps = [[np.concatenate(both) for both in zip(*data[t : t + every], strict=True)] for t in range(0, 9, every)]
-    losses, weights = by_hand.train(steps, 0.1, DELAYS[name](SIZE))
+    losses, weights = by_hand.train(steps, 0.1, VERSIONS[name](SIZE))
     with launch({"parallel": {"pipeline": SIZE}}, world, backend) as mesh:
         linears = [nn.Linear(*w.shape, mesh.scheme, mesh.grid, bias=False, dtype="float64") for w in by_hand.start]
         layers = [layer for linear in linears for layer in (linear, nn.Tanh())][:-1]
@@ -179,12 +182,12 @@ def wanted(world: Any, name: str, stages: int, stage_of: Mapping[str, int], runs
         means, weights = None, {}
         if world.rank == 0:
             with alone(world) as grid:
-                means, weights = _trained_late(grid, DELAYS[name](stages), stage_of, runs, every)
+                means, weights = _trained_late(grid, VERSIONS[name](stages, every), stage_of, runs, every)
         _wanted[key] = world.share(means)[0], weights
     return _wanted[key]
 
 
-def _trained_late(grid: Any, delay: Any, stage_of: Mapping[str, int], runs: list[int], every: int) -> Any:
+def _trained_late(grid: Any, version: Any, stage_of: Mapping[str, int], runs: list[int], every: int) -> Any:
     model = model_on(SERIAL, grid, LAYERS, tie_word_embeddings=False).initialize(5)
     update, work = optim.AdamW(model.parameters(), RATE), Text()
     oracle = Delayed(model, update, stage_of.__getitem__, lambda batch: work.losses_of(model(batch.x), batch)[:2])
@@ -192,7 +195,7 @@ def _trained_late(grid: Any, delay: Any, stage_of: Mapping[str, int], runs: list
     for run, microbatches in enumerate(runs):
         parts = batches(model, run, microbatches, rows=microbatches + 1)
         steps = [parts[at : at + every] for at in range(0, microbatches, every)]
-        losses = oracle.run(steps, delay, run)
+        losses = oracle.run(steps, version, run)
         counts = [sum(part.count for part in step) for step in steps]
         means.append(float(np.dot(losses, counts)) / sum(counts))
     return means, model.state_dict()
@@ -207,7 +210,7 @@ def cases(full: bool) -> list[tuple[str, dict[str, Any], int, int]]:
         8: [{"pipeline": 4, "tensor": one}, {"pipeline": 4, "data": 2}, {"pipeline": 2, "tensor": two}],
     }  # fmt: skip
     found = []
-    for turn, name in enumerate(DELAYS):
+    for turn, name in enumerate(VERSIONS):
         for number, parallel in enumerate(grids.get(SIZE, [])):
             stages = parallel["pipeline"]
             least = 1 if name == "pipedream" else max(1, stages - 1)
