@@ -20,8 +20,8 @@ def staircase(simulation: Simulation) -> str:
     >>> from parlinalg.pipeline.schedules import make
     >>> from parlinalg.pipeline.simulate import Costs, simulate
     >>> print(staircase(simulate(make("1f1b", 2, 3), Costs(forward=1, backward=2))))
-    rank 0  F0 F1 .  B0--- F2 .  B1--- B2---
-    rank 1  .  F0 B0--- F1 B1--- F2 B2--- .
+    rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---
+    rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .
     """
     rows = lanes(simulation)
     unit = _unit(simulation)
