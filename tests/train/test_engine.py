@@ -12,7 +12,7 @@ import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.comm import SingleComm
-from parlinalg.datasets import Loader
+from parlinalg.datasets import Loader, Windows
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.optim import SGD, AdamW, Scheduler
 from parlinalg.optim.schedules import Cosine
@@ -159,6 +159,51 @@ def test_the_calls_of_a_loop(accumulate: int, kind: str, world: Any, backend: st
 
 def held(y: Any) -> np.ndarray:
     return y.gather() if isinstance(y, pla.DistArray) else y
+
+
+@pytest.mark.ranks(2, 3)
+def test_gradients_of_microbatches_are_summed_once(world: Any, backend: str) -> None:
+    """Two microbatches a step move half of what two steps move."""
+    words = []
+    for accumulate in (1, 2):
+        with pla.launch({**SETTINGS, "gradient_accumulation": accumulate}, world, backend) as mesh:
+            engine, train, _, _ = pla.initialize(mlp(mesh), train_dataloader=pairs())
+            for epoch in range(2):  # the first shows what the buckets are
+                with pla.ledger(mesh.grid) as book:
+                    for x, y in train:
+                        engine.backward(engine.criterion(engine(x), y))
+                        engine.step()
+                if epoch:
+                    words.append(sum(n for name, n in book.words.items() if "reduce" in str(name)))
+    assert words[1] < 0.6 * words[0]
+
+
+@pytest.mark.ranks(2, 4)
+def test_text_in_another_order(world: Any, backend: str) -> None:
+    """Windows whose tokens lie in a ring's zigzag order, in a pipeline too: batches tell where they come from."""
+
+    def losses(comm: Any, parallel: dict[str, Any], **more: Any) -> list[Any]:
+        config = {"dtype": "float64", "optimizer": {"lr": 1e-2}, "parallel": parallel, **more}
+        with pla.launch(config, comm, backend if comm is world else "numpy") as mesh:
+            model = nn.GPT(
+                vocab_size=13, max_position_embeddings=9, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,
+                attn_pdrop=0.2, scheme=mesh.scheme, grid=mesh.grid, dtype="float64",
+            )  # fmt: skip
+            zigzag = mesh.parallel.order_of(causal=True) == "zigzag"
+            order = pla.sequence_order(9, mesh.parallel.ring, "zigzag") if zigzag else None
+            rest = (9, 4, mesh.grid, model.ids_layout, model.targets_layout)
+            tokens = np.arange(60) * 7 % 13
+            engine, train, _, _ = pla.initialize(model, train_dataloader=Windows(tokens, *rest, seed=2, order=order))
+            schedule = pla.PipelineSchedule(2)
+            data_iter, found = iter(train), []
+            found.append(schedule.forward_backward_step(engine, data_iter, return_output_label=False)[2])
+            engine.step()
+            engine.eval()
+            return [*found, schedule.forward_backward_step(engine, iter(train), forward_only=True)[2]]
+
+    want = losses(SingleComm(), {})
+    parallel = {"sequence": 2} if SIZE == 2 else {"sequence": 2, "pipeline": 2}
+    np.testing.assert_allclose(losses(world, parallel), want, rtol=CLOSE)
 
 
 @pytest.mark.ranks(1, 2)
