@@ -392,8 +392,7 @@ def test_versions_are_those_still_to_be_used() -> None:
     assert make("pipedream", 4, 12, every=2).versions == (3, 2, 2, 1)
 
 
-def test_rank_by_rank_all_backward_passes_come_in_the_order_of_the_microbatches() -> None:
-    """So that a stage's gradients are summed in one order in all schedules."""
+def test_gradients_are_summed_in_the_order_of_the_microbatches() -> None:
     for schedule in taken((1, 2, 4), (2, 4)):
         for rank, order in enumerate(schedule.orders):
             for c in range(len(schedule.chunks[rank])):
