@@ -16,6 +16,7 @@ from parlinalg.datasets import Loader, Windows
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.optim import SGD, AdamW, Scheduler
 from parlinalg.optim.schedules import Cosine
+from parlinalg.pipeline import build_by_hand, build_pipeline_model_from_cfg
 from tests.conftest import SIZE
 
 CLOSE = 1e-12
@@ -349,3 +350,32 @@ def test_what_initialize_refuses(world: Any, backend: str) -> None:
         if SIZE > 1:
             with pytest.raises(ConfigError, match="is for models that are whole on their grid"):
                 pla.initialize(mlp(mesh), schedule=pla.NonPipelineSchedule())
+
+
+@pytest.mark.ranks(2)
+def test_models_by_hand_and_as_data(world: Any, backend: str) -> None:
+    """What is built for `mesh.rank("pipeline")`, or given as dicts, trains as the model whole on one rank."""
+    x, y = pairs()[0]
+
+    def losses(mesh: Any, model: Any) -> list[Any]:
+        engine, train, _, _ = pla.initialize(model, lambda p: SGD(p, 0.3), train_dataloader=[(x, y)] * 2)
+        data_iter = iter(train)
+        return [(engine.execute_schedule(data_iter)[2], engine.step())[0] for _ in range(2)]
+
+    def parts(mesh: Any) -> list[nn.Module]:
+        place: Any = {"scheme": mesh.scheme, "grid": mesh.grid, "dtype": np.float64}
+        first, last = nn.Linear(SIZES[0], 6, kind="expand", **place), nn.Linear(6, SIZES[-1], kind="contract", **place)
+        return [nn.Sequential(first, nn.GELU()), nn.Sequential(last)]
+
+    with pla.launch(SETTINGS, SingleComm(), "numpy") as mesh:
+        nested, flat = parts(mesh), [layer for part in parts(mesh) for layer in part]  # type: ignore[attr-defined]
+        want = losses(mesh, nn.Sequential(*nested)), losses(mesh, nn.Sequential(*flat))
+    with pla.launch({**SETTINGS, "parallel": {"pipeline": 2}}, world, backend) as mesh:
+        by_hand = build_by_hand(parts(mesh)[mesh.rank("pipeline")], mesh=mesh)
+        np.testing.assert_allclose(losses(mesh, by_hand), want[0], rtol=CLOSE)
+        cfg = [
+            {"type": "Linear", "in_features": SIZES[0], "out_features": 6}, {"type": "GELU"},
+            {"type": "Linear", "in_features": 6, "out_features": SIZES[-1]},
+        ]  # fmt: skip
+        as_data = build_pipeline_model_from_cfg(cfg, mesh=mesh, dtype="float64")
+        np.testing.assert_allclose(losses(mesh, as_data), want[1], rtol=CLOSE)
