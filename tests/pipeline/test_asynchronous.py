@@ -247,9 +247,8 @@ def test_asynchronous_schedules_equal_their_oracles(world, backend, full):
         for n, w in weights.items():
             if n.endswith("qkv.bias"):  # that of the keys has no gradient but what rounding leaves, which AdamW shows
                 w[:, -2] = state[n][:, -2] = 0
-            np.testing.assert_allclose(
-                state[n], w, rtol=0, atol=1e-12 * np.abs(w).max(), err_msg=f"{name}, {parallel}, every {every}: {n}"
-            )
+            error = np.linalg.norm(state[n] - w) / np.linalg.norm(w)  # AdamW shows the rounding of single elements
+            assert error <= 1e-12, f"{name}, {parallel}, every {every}: {n} by {error:.1e}"
 
 
 @pytest.mark.ranks(2)
