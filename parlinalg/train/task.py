@@ -91,7 +91,7 @@ class Task(ABC):
 
     @abstractmethod
     def losses_of(self, output: Any, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
-        """The sum of the losses, their number, and the sums of further measures, of what the model gives.  Collective."""
+        """Of what the model gives: the sum of the losses, their number, sums of further measures.  Collective."""
 
     def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
         """The sum of the losses, with the terms that layers add, their number, and the sums of further measures.
