@@ -28,7 +28,7 @@ class ConfigError(ParlinalgError, ValueError):
 
 
 class ScheduleError(ConfigError):
-    """A pipeline schedule cannot take the numbers given, contradicts itself, or would make ranks wait for each other."""
+    """A pipeline schedule cannot take the numbers given, contradicts itself, or makes ranks wait for each other."""
 
 
 class EngineError(ParlinalgError, RuntimeError):
