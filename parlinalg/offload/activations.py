@@ -19,7 +19,7 @@ from parlinalg.autograd import Parameter, Tensor
 from parlinalg.autograd.tape import Node, reachable
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
-from parlinalg.offload.agreement import agree, worlds
+from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.extents import DiskStore, HostStore, Store
 from parlinalg.offload.packing import Packer
 from parlinalg.offload.states import bytes_of
@@ -80,7 +80,7 @@ class OffloadedActivations:
             if self.path is None:
                 self._store = HostStore(grid.backend)
             else:
-                self._store = DiskStore(self.path / f"{self.name}.{comms[0].rank}.extents", self.pending)
+                self._store = DiskStore(self.path / f"{self.name}.{number(comms)}.extents", self.pending)
         except OffloadError as error:
             problem = error
         agree(comms, problem, f"making {self.path}")

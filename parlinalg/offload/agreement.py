@@ -14,6 +14,11 @@ def worlds(grids: Iterable[Grid]) -> list[Comm]:
     return list({id(g.world): g.world for g in grids}.values())
 
 
+def number(comms: Sequence[Comm]) -> int:
+    """This process's number among all that were started together: files of several grids may share a folder."""
+    return comms[0].world_ranks[comms[0].rank]
+
+
 def agree(comms: Sequence[Comm], problem: OffloadError | None, what: str) -> None:
     """Raise an OffloadError on all ranks if one has a problem.  Collective.
 

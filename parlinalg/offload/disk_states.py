@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from parlinalg.errors import OffloadError
-from parlinalg.offload.agreement import agree, worlds
+from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.chunks import ChunkFile
 from parlinalg.offload.disk import aligned
 from parlinalg.offload.places import Piece, Places
@@ -91,7 +91,7 @@ class DiskStates(ChunkedStates):
             raise
 
     def _make(self) -> None:
-        rank = self._worlds[0].rank
+        rank = number(self._worlds)
         backend = self.places.stretches[0].backend
         path = file_of(self.path, self.name, rank)
         self.file = ChunkFile(path, self.places.count, self.places.parts, self._label())

@@ -19,7 +19,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
 from parlinalg.nn.declared import Declared
-from parlinalg.offload.agreement import agree, worlds
+from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.resting import DiskHome, HostHome, Resting, room
 from parlinalg.offload.states import bytes_of
 from parlinalg.parallel import DataParallel, GradientReducer, SequenceParallel
@@ -116,7 +116,7 @@ class OffloadedParameters:
             if self.path is None:
                 self._home = HostHome(nbytes, grids[0].backend)
             else:
-                self._home = DiskHome(self.path / f"{self.name}.{comms[0].rank}.window", nbytes)
+                self._home = DiskHome(self.path / f"{self.name}.{number(comms)}.window", nbytes)
                 self._end = weakref.finalize(self, self._home.close)
         except OffloadError as error:
             problem = error

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from parlinalg.errors import OffloadError
-from parlinalg.offload.agreement import agree, worlds
+from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.chunks import ChunkFile
 from parlinalg.offload.disk import aligned
 from parlinalg.offload.disk_states import file_of
@@ -48,7 +48,7 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     problem: OffloadError | None = None
     try:
         if any(e.size and e.names for e in entries):
-            file = ChunkFile.open(file_of(Path(path), name, comms[0].rank))
+            file = ChunkFile.open(file_of(Path(path), name, number(comms)))
             _check(file, kinds)
     except OffloadError as error:
         problem = error

@@ -93,11 +93,6 @@ def offload(
         return None
     options["optimizer_states"] = options.pop("optimizer", None)
     bytes_kept = 0
-    if "memory" in options and mesh.place.size > 1:
-        raise ConfigError(
-            "offload.memory with a pipeline: what the tape keeps of a microbatch is measured by passes through the "
-            "whole model, which no rank has; say what is offloaded, such as offload=dict(optimizer='disk')"
-        )
     if "memory" in options:
         parts, least = config.gradient_accumulation, max(1, config.batch_size // mesh.size("data"))
         (first, *_) = next(batches(task.loader, 1, max(parts, least)))

@@ -164,10 +164,10 @@ WRONG = [
         {"parallel": {"pipeline": 2}, "schedule": {"microbatches": 4}, "gradient_accumulation": 2},
         ("gradient_accumulation=2 and schedule.microbatches=4", "give one of them"),
     ),
-    ({"parallel": {"pipeline": 2}, "offload": {"optimizer": "disk"}}, ("parallel.pipeline=2", "stages are not")),
+    ({"parallel": {"pipeline": 2}, "offload": {"activations": "disk"}}, ("parallel.pipeline=2", "recompute='block'")),
     (
         {"parallel": {"pipeline": {"tensor": [1, 1]}}, "offload": {"memory": "1GiB"}},
-        ("parallel.pipeline=2", "leave offload out"),
+        ("parallel.pipeline=2", "optimizer='disk'"),
     ),
     ({"offload": {"optimizer": "tape"}}, ("offload.optimizer", "'host' or 'disk'")),
     ({"offload": {"parameters": "disk"}, "zero": 2}, ("offload.parameters", "zero stage 2", "use stage 3")),

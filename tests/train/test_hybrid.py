@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,16 @@ GRID: dict[str, Any] = {"size": 4, "mode": "2d"}
 HYBRIDS: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": {"pipeline": 2}}),
     (3, {"parallel": {"pipeline": {"tensor": [{"size": 1}, {"size": 2, "mode": "1d"}]}}}),
-    (4, {"parallel": {"data": 2, "pipeline": 2}, "zero": 1, "schedule": {"name": "zb-v"}}),
+    (2, {"parallel": {"pipeline": 2}, "offload": {"optimizer": "disk", "parameters": "disk"}}),
+    (
+        4,
+        {
+            "parallel": {"data": 2, "pipeline": 2},
+            "zero": 1,
+            "schedule": {"name": "zb-v"},
+            "offload": {"optimizer": "disk"},
+        },
+    ),
     (4, {"parallel": {"pipeline": 2, "sequence": 2}, "schedule": "zb-h1"}),
     (6, {"parallel": {"pipeline": {"size": 3, "partition": [1, 3, 1]}, "tensor": {"size": 2, "mode": "1d"}}}),
     (8, {"parallel": {"pipeline": 2, "tensor": GRID}}),
@@ -72,11 +82,12 @@ def trained(comm: Any, config: dict[str, Any], backend: str, out: Path) -> tuple
     with launch(config, comm, backend) as mesh:
         job = Job(mesh, out, mesh.world)
         found = []
-        for batch in batches(job.task.loader, job.steps, job.parts):
-            outcome = job.trainer.step(batch)
-            found += [outcome.loss, outcome.norm]
-        found.append(job.trainer.test(job.task.held)["loss"])
-        return found, continuation(job.task.model, job.task.data.tokenizer, "It was", 4, top_k=9, seed=3)
+        with nullcontext() if job.offload is None else job.offload.apply():
+            for batch in batches(job.task.loader, job.steps, job.parts):
+                outcome = job.trainer.step(batch)
+                found += [outcome.loss, outcome.norm]
+            found.append(job.trainer.test(job.task.held)["loss"])
+            return found, continuation(job.task.model, job.task.data.tokenizer, "It was", 4, top_k=9, seed=3)
 
 
 _known: dict[str, tuple[list[float], str]] = {}
