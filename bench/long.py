@@ -49,16 +49,22 @@ class Rank:
             scheme = scheme.with_sequence("s")
         self.ring = ranks // args.ulysses
         self.grid = pla.Grid({"s": self.ring, "u": args.ulysses}, self.world, "numpy")
-        tracemalloc.start()
-        self.model = nn.Llama(
-            vocab_size=args.vocabulary, max_position_embeddings=2**30, hidden_size=args.hidden,
-            num_hidden_layers=args.layers, num_attention_heads=args.heads, intermediate_size=args.hidden * 8 // 3,
-            scheme=scheme, grid=self.grid, dtype=args.dtype, seed=1,
-        )  # fmt: skip
-        GradientReducer(self.model.parameters(), first_bucket=MIB // 4, bucket=MIB)
-        self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-3)
         self.pla, self.nn, self.ops = pla, nn, ops
-        self.steps = 0
+
+        def make(layers: int) -> None:
+            self.model = nn.Llama(
+                vocab_size=args.vocabulary, max_position_embeddings=2**30, hidden_size=args.hidden,
+                num_hidden_layers=layers, num_attention_heads=args.heads, intermediate_size=args.hidden * 8 // 3,
+                scheme=scheme, grid=self.grid, dtype=args.dtype, seed=1,
+            )  # fmt: skip
+            GradientReducer(self.model.parameters(), first_bucket=MIB // 4, bucket=MIB)
+            self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-3)
+            self.steps = 0
+
+        make(1)
+        self.step(4 * ranks)  # what is imported and remembered then is no part of a training
+        tracemalloc.start()
+        make(args.layers)
 
     def loss(self, length: int) -> Any:
         """The mean loss of a sequence, whose tokens each rank cuts out of it in the order that balances the ring."""
