@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="run the full sweeps, not samples of them")
     group.addoption("--with-mpi", action="store_true", help="accepted, and not needed: mpiexec is noticed")
     group.addoption("--runs", default="", help="which runs to start, as 2,4,4:cupy (default: all in test_runs.py)")
+    group.addoption(
+        "--share", type=int, default=1, help="run a seeded one in so many of the tests that name no number of ranks"
+    )
     group.addoption("--run-paths", default="tests", help="what those runs run: paths, separated by spaces")
 
 
@@ -86,21 +90,23 @@ def _hypothesis_profiles(full: bool) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted, unwanted = [], []
+    share = 1 if config.getoption("--full") else config.getoption("--share")
     for item in items:
-        (wanted if _runs_here(item) else unwanted).append(item)
+        (wanted if _runs_here(item, share) else unwanted).append(item)
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = wanted
 
 
-def _runs_here(item: pytest.Item) -> bool:
+def _runs_here(item: pytest.Item, share: int) -> bool:
     if item.get_closest_marker("serial"):
         return RANKS is None and BACKEND == "numpy"
     if mark := item.get_closest_marker("ranks"):
         return SIZE in mark.args
     if mark := item.get_closest_marker("mpi"):
-        return RANKS is not None and mark.kwargs.get("min_size", 1) <= SIZE and SIZE not in RARE
-    return SIZE not in RARE
+        if RANKS is None or mark.kwargs.get("min_size", 1) > SIZE:
+            return False
+    return SIZE not in RARE and crc32(f"{item.nodeid} {SIZE} {BACKEND}".encode()) % share == 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

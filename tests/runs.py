@@ -16,6 +16,8 @@ import pytest
 from tests.launching import launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
+SHARES = {(1, "numpy"): 3, (1, "cupy"): 3, (3, "numpy"): 3, (4, "cupy"): 3, (6, "numpy"): 3, (8, "numpy"): 2}
+"""Of these runs a part, another one each, of the tests that run on any number of ranks; all of them with --full."""
 MANY = 100  # tests of this process beside which runs of one rank are worth starting
 
 _beside = ThreadPoolExecutor(1)
@@ -51,6 +53,8 @@ def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     full = config.getoption("--full")
     arguments = ["-m", "pytest", *config.getoption("--run-paths").split(), "-q", "-p", "no:cacheprovider"]
     arguments += ["--tb=short", "--color=no"]
+    if config.getoption("--run-paths") == "tests":
+        arguments += ["--share", str(SHARES.get((ranks, backend), 1))]
     if expression := config.getoption("-m"):
         arguments += ["-m", expression]
     if full:

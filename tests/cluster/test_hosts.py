@@ -87,6 +87,7 @@ def test_the_part_for_8_ranks_across_8_hosts(
     report = tmp_path / "report.json"
     paths = ["tests"] if full else [f"tests/{path}" for path in CHOSEN if (ROOT / "tests" / path).exists()]
     arguments = ["-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--tb=short"]
+    arguments += [] if full else ["--share", "2"]
     start = time.monotonic()
     env = {"PARLINALG_TEST_REPORT": str(report), "PARLINALG_TEST_BACKEND": "numpy"}
     done = across_hosts(8, arguments, timeout=840, **env)
@@ -102,7 +103,7 @@ def test_the_part_for_8_ranks_across_8_hosts(
 def test_interfaces_receive_what_the_ledger_says(across_hosts: Run, tmp_path: Path, runs_done: list[str]) -> None:
     result = tmp_path / "received.json"
     script = str(ROOT / "bench" / "cluster" / "received.py")
-    options = ["--mb", "4", "--side", "768", "--tokens", "512", "--json", str(result)]
+    options = ["--mb", "2", "--side", "512", "--tokens", "256", "--json", str(result)]
     done = across_hosts(8, [script, *options], timeout=300)
     assert done.returncode == 0, done.stderr
     rows = {row["operation"]: row for row in json.loads(result.read_text())["rows"]}
