@@ -103,9 +103,8 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
         return RANKS is None and BACKEND == "numpy"
     if mark := item.get_closest_marker("ranks"):
         return SIZE in mark.args
-    if mark := item.get_closest_marker("mpi"):
-        if RANKS is None or mark.kwargs.get("min_size", 1) > SIZE:
-            return False
+    if (mark := item.get_closest_marker("mpi")) and (RANKS is None or mark.kwargs.get("min_size", 1) > SIZE):
+        return False
     return SIZE not in RARE and crc32(f"{item.nodeid} {SIZE} {BACKEND}".encode()) % share == 0
 
 
