@@ -51,9 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="run the full sweeps, not samples of them")
     group.addoption("--with-mpi", action="store_true", help="accepted, and not needed: mpiexec is noticed")
     group.addoption("--runs", default="", help="which runs to start, as 2,4,4:cupy (default: all in test_runs.py)")
-    group.addoption(
-        "--share", type=int, default=1, help="run a seeded one in so many of the tests that name no number of ranks"
-    )
+    group.addoption("--share", type=int, default=1, help="run a seeded one in so many of the tests")
     group.addoption("--run-paths", default="tests", help="what those runs run: paths, separated by spaces")
 
 
@@ -102,10 +100,17 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
     if item.get_closest_marker("serial"):
         return RANKS is None and BACKEND == "numpy"
     if mark := item.get_closest_marker("ranks"):
-        return SIZE in mark.args
+        if SIZE not in mark.args or len(mark.args) < 3:
+            return SIZE in mark.args
+        return SIZE in RARE or _chosen(item, share)
     if (mark := item.get_closest_marker("mpi")) and (RANKS is None or mark.kwargs.get("min_size", 1) > SIZE):
         return False
-    return SIZE not in RARE and crc32(f"{item.nodeid} {SIZE} {BACKEND}".encode()) % share == 0
+    return SIZE not in RARE and _chosen(item, share)
+
+
+def _chosen(item: pytest.Item, share: int) -> bool:
+    """Whether a run that takes one in so many tests takes this one."""
+    return crc32(f"{item.nodeid} {SIZE} {BACKEND}".encode()) % share == 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -16,8 +16,9 @@ import pytest
 from tests.launching import launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-SHARES = {(1, "numpy"): 3, (1, "cupy"): 3, (3, "numpy"): 3, (4, "cupy"): 3, (6, "numpy"): 3, (8, "numpy"): 2}
-"""Of these runs a part, another one each, of the tests that run on any number of ranks; all of them with --full."""
+SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 4, (4, "numpy"): 2, (4, "cupy"): 4, (6, "numpy"): 4,
+          (8, "numpy"): 3}  # fmt: skip
+"""In these runs one in so many, others each time, of the tests that run on several numbers of ranks; --full: all."""
 MANY = 100  # tests of this process beside which runs of one rank are worth starting
 
 _beside = ThreadPoolExecutor(1)
