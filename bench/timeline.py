@@ -85,6 +85,7 @@ class Case:
 
 def replay(spans: Trace, grid: pla.Grid) -> None:
     """Make a step's operations again, each awaited before the next."""
+
     def numbers(n: int) -> np.ndarray:
         return np.random.default_rng(n).random(n, np.float32)
 
