@@ -186,8 +186,8 @@ def main() -> int:
             case.spans.write(args.chrome.replace("{case}", case.name))
     if world.rank == 0:
         body = [
-            (r["case"], f"{r['megabytes']:.1f}", f"{r['seconds']:.3f}", f"{r['alone']:.3f}", f"{r['exposed']:.3f}", f"{r['most']:.3f}",
-             "–" if r["hidden"] is None else f"{100 * r['hidden']:.0f}%")
+            (r["case"], f"{r['megabytes']:.1f}", f"{r['seconds']:.3f}", f"{r['alone']:.3f}",
+             f"{r['exposed']:.3f}", f"{r['most']:.3f}", "–" if r["hidden"] is None else f"{100 * r['hidden']:.0f}%")
             for r in rows
         ]  # fmt: skip
         print(harness.table(("case", "MB a rank", "step s", "alone s", "exposed s", "most s", "hidden"), body))
