@@ -116,10 +116,11 @@ class DiskFile:
 
     def check(self) -> None:
         """Raise an OffloadError if the file is shorter than it was made."""
+        due = self.nbytes  # first: another thread may make the file larger after its size was asked
         size = os.fstat(self._fd).st_size
-        if size < self.nbytes:
+        if size < due:
             raise OffloadError(
-                f"{self.path} was cut short by someone else: it has {size} bytes of {self.nbytes}; none of it is used"
+                f"{self.path} was cut short by someone else: it has {size} bytes of {due}; none of it is used"
             )
 
     def read(self, buffer: np.ndarray, offset: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from parlinalg import offload
 from parlinalg.autograd.saved import saved
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
+from parlinalg.offload.disk import DiskFile
 from parlinalg.offload.plan import ORDER, Table, decide
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value
 from parlinalg.parallel.precision import examine
@@ -139,6 +141,26 @@ def test_a_file_of_values_that_is_cut_is_told(make_grid, tmp_path):
     with pytest.raises(OffloadError, match=r"values.0.window was cut short"):
         loss_of(model)
     rest.discard()
+
+
+@pytest.mark.serial
+def test_a_file_that_grows_while_it_is_looked_at_is_not_cut(tmp_path, monkeypatch):
+    """One thread makes it larger while the writing thread asks for its size."""
+    with DiskFile(tmp_path / "file", 8192) as file:
+        fstat = os.fstat
+
+        def grown_meanwhile(fd):
+            size = fstat(fd)
+            monkeypatch.undo()
+            file.grow(1 << 20)
+            return size
+
+        monkeypatch.setattr(os, "fstat", grown_meanwhile)
+        file.check()
+        assert file.nbytes == 1 << 20
+        os.truncate(file.path, 8192)
+        with pytest.raises(OffloadError, match=r"cut short by someone else: it has 8192 bytes of 1048576"):
+            file.check()
 
 
 @pytest.mark.serial

@@ -184,15 +184,17 @@ def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) ->
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("partition", ["parameters", "flops", "time"])
 def test_partitions_by_cost(partition: str, world: Any, backend: str) -> None:
-    """A model whose last layers are the dearest gives the first rank most layers; all ranks agree."""
+    """A model whose last layers are the dearest gives the first rank most layers; all ranks agree.
+
+    Times are of a machine that others use too: there, only that the ranks agree.
+    """
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         wide = nn.Sequential(*(nn.Linear(n, m, mesh.scheme, mesh.grid) for n, m in WIDTHS))
         x = pla.ones((64, 8), mesh.grid, pla.Layout(None, None), "float32")
         part = split(wide, mesh.place, make("1f1b", SIZE, 2), partition, sample=pla.Tensor(x))
         assert sum(part.counts) == len(WIDTHS)
         assert len(set(map(str, world.share(part.counts)))) == 1
-        if SIZE <= 4:
-            assert part.counts[0] >= 12 - 2 * (partition == "time")
+        assert partition == "time" or part.counts[0] >= 12
         assert not any(isinstance(p, pla.Parameter) for m in wide.modules() for p in m._parameters.values())
         part.initialize(1)
 
