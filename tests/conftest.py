@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -42,6 +43,7 @@ if RANKS is None:
 os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
 RARE = {12}  # numbers of ranks at which only the tests run that name them
+SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
 UNAVAILABLE = "cannot be had here:"
 collect_ignore = [] if BACKEND == "cupy" else ["backend/test_halves.py", "backend/test_standin.py"]
 
@@ -86,6 +88,12 @@ def _hypothesis_profiles(full: bool) -> None:
     settings.load_profile("mpi")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if RANKS is not None and collection_path.suffix == ".py":  # thousands of items times all ranks
+        return True if SERIAL.search(collection_path.read_text()) else None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted, unwanted = [], []
     share = 1 if config.getoption("--full") else config.getoption("--share")
@@ -100,16 +108,19 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
     if item.get_closest_marker("serial"):
         return RANKS is None and BACKEND == "numpy"
     if mark := item.get_closest_marker("ranks"):
-        if SIZE not in mark.args or len(mark.args) < 3:
-            return SIZE in mark.args
-        return SIZE in RARE or _chosen(item, share)
-    if (mark := item.get_closest_marker("mpi")) and (RANKS is None or mark.kwargs.get("min_size", 1) > SIZE):
-        return False
-    return SIZE not in RARE and _chosen(item, share)
+        home = min(mark.args)
+        if SIZE not in mark.args:
+            return False
+    else:
+        mark = item.get_closest_marker("mpi")
+        home = mark.kwargs.get("min_size", 1) if mark else 2
+        if SIZE in RARE or (mark and (RANKS is None or home > SIZE)):
+            return False
+    return (home == SIZE and BACKEND == "numpy") or _chosen(item, share)
 
 
 def _chosen(item: pytest.Item, share: int) -> bool:
-    """Whether a run that takes one in so many tests takes this one."""
+    """Whether a run that takes one in so many tests takes this one; each runs at its least number of ranks anyway."""
     return crc32(f"{item.nodeid} {SIZE} {BACKEND}".encode()) % share == 0
 
 

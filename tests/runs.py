@@ -1,4 +1,4 @@
-"""The tests under mpiexec, each run once; those of one rank beside the tests of this process, which use one core."""
+"""The tests in other processes: under mpiexec, and, beside the tests of this process, those that mostly wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +16,13 @@ import pytest
 from tests.launching import launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 4, (4, "numpy"): 2, (4, "cupy"): 4, (6, "numpy"): 4,
-          (8, "numpy"): 3}  # fmt: skip
-"""In these runs one in so many, others each time, of the tests that run on several numbers of ranks; --full: all."""
-MANY = 100  # tests of this process beside which runs of one rank are worth starting
+SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 4, (4, "cupy"): 8, (6, "numpy"): 5,
+          (8, "numpy"): 5, (12, "numpy"): 2}  # fmt: skip
+"""In these runs one in so many, others each time, of the tests that also run on fewer ranks; --full: all."""
+APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
+         "tests/test_agreement.py", "tests/test_launching.py")  # fmt: skip
+"""Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
+MANY = 1000  # tests of this process beside which others are worth starting
 
 _beside = ThreadPoolExecutor(1)
 _ahead: dict[tuple[int, str], Future[Run]] = {}
@@ -40,21 +43,28 @@ def outcome(ranks: int, backend: str, config: pytest.Config) -> Run:
     return _run(ranks, backend, config) if ahead is None else ahead.result()
 
 
-def begin(items: Sequence[pytest.Item], config: pytest.Config) -> None:
-    """Start the runs of one rank, one after the other, where many other tests come before them."""
+def apart() -> Run | None:
+    """How the tests of `APART` went in a process of their own; None if they run in this one."""
+    return _ahead[0, "numpy"].result() if (0, "numpy") in _ahead else None
+
+
+def begin(items: list[pytest.Item], config: pytest.Config) -> None:
+    """If all tests are to run, take those of `APART` out; run them, then the runs of one rank, beside the rest."""
     runs = [item.callspec.params for item in items if getattr(item, "originalname", "") == "test_on_ranks"]
-    if len(items) - len(runs) < MANY:
+    if len(items) < MANY or not runs or config.getoption("--collect-only"):
         return
-    for run in runs:
-        if run["ranks"] == 1:
-            _ahead[1, run["backend"]] = _beside.submit(_run, 1, run["backend"], config)
+    away = [item for item in items if item.nodeid.startswith(APART)]
+    config.hook.pytest_deselected(items=away)
+    items[:] = [item for item in items if not item.nodeid.startswith(APART)]
+    for ranks, backend in [(0, "numpy"), *((run["ranks"], run["backend"]) for run in runs if run["ranks"] == 1)]:
+        _ahead[ranks, backend] = _beside.submit(_run, ranks, backend, config)
 
 
 def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     full = config.getoption("--full")
-    arguments = ["-m", "pytest", *config.getoption("--run-paths").split(), "-q", "-p", "no:cacheprovider"]
-    arguments += ["--tb=short", "--color=no"]
-    if config.getoption("--run-paths") == "tests":
+    paths = APART if ranks == 0 else config.getoption("--run-paths").split()
+    arguments = ["-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
+    if ranks and config.getoption("--run-paths") == "tests":
         arguments += ["--share", str(SHARES.get((ranks, backend), 1))]
     if expression := config.getoption("-m"):
         arguments += ["-m", expression]
