@@ -7,6 +7,7 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
 - none: the test runs on any number of ranks;
 - `serial`: it does not communicate, or starts its own ranks, and runs in the one-rank run without MPI only;
 - `ranks(2, 4)`: it runs on these numbers of ranks only (12 ranks run only tests that name 12);
+  `ranks(1, full=(4,))`: with `--full` on those too;
 - `mpi(min_size=2)`: it needs at least so many.
 
 Under mpiexec the outcome of every test is agreed by all ranks, and rank 0 alone prints.  A skipped test fails the run,
@@ -61,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for mark in (
         "serial: runs once, on one rank without MPI",
-        "ranks(*sizes): runs on these numbers of ranks only",
+        "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
         "mpi(min_size=2): needs at least so many ranks",
     ):
         config.addinivalue_line("markers", mark)
@@ -109,7 +110,7 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
         return RANKS is None and BACKEND == "numpy"
     if mark := item.get_closest_marker("ranks"):
         home = min(mark.args)
-        if SIZE not in mark.args:
+        if SIZE not in mark.args and not (item.config.getoption("--full") and SIZE in mark.kwargs.get("full", ())):
             return False
     else:
         mark = item.get_closest_marker("mpi")

@@ -16,8 +16,8 @@ import pytest
 from tests.launching import launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 4, (4, "cupy"): 8, (6, "numpy"): 5,
-          (8, "numpy"): 5, (12, "numpy"): 2}  # fmt: skip
+SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 5, (4, "cupy"): 10, (6, "numpy"): 8,
+          (8, "numpy"): 8, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many, others each time, of the tests that also run on fewer ranks; --full: all."""
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
          "tests/test_agreement.py", "tests/test_launching.py")  # fmt: skip

@@ -240,17 +240,21 @@ class Walk:
 
     With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
     parameters, from what `run()` prepared and kept.  Behind values not made `since` that age the walk does not go.
+    With `starts=True` reducers start their sums as gradients arrive, also within `no_sync`, and nobody waits for them
+    here: who walks has to settle the reducers.
     """
 
     def __init__(
-        self, root: Node, term: Term, *, retain: bool = False, later: bool = False, since: int = -1
+        self, root: Node, term: Term, *, retain: bool = False, later: bool = False, since: int = -1,
+        starts: bool = False,
     ) -> None:  # fmt: skip
         self.nodes = reachable(root, since)
         self.retain = retain
         self.later = later
         self.deferred: list[Callable[[], None]] = []
         self.homeward = Homeward()
-        self.sync = _syncing.get()
+        self.sync = starts or _syncing.get()
+        self.starts = starts
         self.arrived: dict[int, Arrivals] = {}
         self.edges: dict[int, int] = {}
         """For each parameter the terms that have not arrived yet."""
@@ -390,8 +394,9 @@ class Walk:
 
     def finish(self) -> None:
         self.homeward.finish(self)
-        for reducer in self.reducers:
-            reducer.finish(sync=self.sync)
+        if not self.starts:
+            for reducer in self.reducers:
+                reducer.finish(sync=self.sync)
 
 
 def live(nodes: Sequence[Node | None], parts: Sequence[Part]) -> tuple[tuple[Node, ...], tuple[Part, ...]]:

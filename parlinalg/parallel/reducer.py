@@ -140,6 +140,22 @@ class GradientReducer:
             slot.hold(slot.partial)
         self._start(sync, complete_only=True)
 
+    def no_more(self, parameters: Iterable[Parameter]) -> None:
+        """Of these no gradient arrives any more before all are settled: their buckets need not wait for any.
+
+        What passes within `no_sync` left of them is what is summed.
+        """
+        for p in parameters:
+            slot = self._slots.get(id(p))
+            if slot is None or (p.fetcher is not None and p.fetcher.kept):
+                continue
+            if id(p) in self._arrived:  # an error broke the last pass off
+                self._begin_again()
+            self._arrived[id(p)] = p
+            self._place(slot, None, ())
+            slot.bucket.missing -= 1
+        self._start(True, complete_only=True)
+
     def poll(self) -> None:
         """Drive pending communication on: MPI progresses only within its calls."""
         for pending in (*self._pending, *self._after):

@@ -61,6 +61,7 @@ class Run:
         self.losses: list[tuple[int, int, Tensor, dict[str, float], float]] = []
         self.sums: list[tuple[int, int, dict[str, float]]] = []
         self.doing = "before the first microbatch"
+        self.ends = lasts(self.order)
         self.timed = COMPUTE | {Op.REDUCE_GRADIENTS}
         self.does: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self.forward,
@@ -229,7 +230,10 @@ class Run:
     def backward(self, i: Instruction, *, later: bool) -> None:
         unit, chunk = (i.chunk, i.microbatch), self.held[i.chunk]
         passage = self.passages[unit] if later else self.passages.pop(unit)
-        passage.backward(self.grads.pop(unit, ()), later=later)
+        ends = unit in self.ends
+        if ends and not later:
+            self.worker.starts(i.chunk)
+        passage.backward(self.grads.pop(unit, ()), later=later, starts=ends)
         grads = passage.input_gradients()
         if not chunk.stage:
             return
@@ -240,7 +244,23 @@ class Run:
             self.grads[before, i.microbatch] = [None if g is None else g.block for g in grads]
 
     def backward_weight(self, i: Instruction) -> None:
-        self.passages.pop((i.chunk, i.microbatch)).parameters()
+        unit = i.chunk, i.microbatch
+        if unit in self.ends:
+            self.worker.starts(i.chunk)
+        self.passages.pop(unit).parameters()
+
+
+def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
+    """The last passes to give gradients before each REDUCE_GRADIENTS; in them the sums start."""
+    found: set[Unit] = set()
+    last: Unit | None = None
+    for i in order:
+        if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            last = i.chunk, i.microbatch
+        elif i.op is Op.REDUCE_GRADIENTS and last is not None:
+            found.add(last)
+            last = None
+    return frozenset(found)
 
 
 def _like(batch: Batch) -> Hashable:

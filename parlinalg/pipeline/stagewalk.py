@@ -41,7 +41,7 @@ class Passage:
         if isinstance(term, Tensor) and term.node is not None:
             self.terms.append((term.node, factor))
 
-    def backward(self, grads: Sequence[Block | None] = (), *, later: bool = False) -> None:
+    def backward(self, grads: Sequence[Block | None] = (), *, later: bool = False, starts: bool = False) -> None:
         """Walk back from the gradients of all outputs at once, and from the terms of the loss.
 
         Parameters
@@ -50,6 +50,8 @@ class Passage:
             This rank's blocks, which nobody else needs.  None where there is no gradient.
         later : bool
             Leave the gradients of parameters for `parameters`.
+        starts : bool
+            Start the sums of gradients as they arrive: no other pass adds to them before they are settled.
         """
         sources: list[Node] = []
         parts: list[Part] = []
@@ -66,7 +68,7 @@ class Passage:
         if sources:
             start = DistArray(self.grid.backend.zeros((), np.float32), (), Layout(), self.grid)
             root = Node(start, tuple(sources), tuple(parts))
-            walk = Walk(root, (start.block, start.layout), later=later)
+            walk = Walk(root, (start.block, start.layout), later=later, starts=starts)
             walk.run()
             if later:
                 self._walk = walk

@@ -44,8 +44,8 @@ class Worker:
     """This rank's part of a pipeline.  Making it is collective over all ranks of the mesh.
 
     Microbatches pass from stage to stage in messages that nobody waits for but the stage that needs them; receives are
-    posted ahead.  After the last backward pass gradients are settled over each stage's grid, and those of parameters
-    that several ranks hold are summed over these.
+    posted ahead.  The sums of gradients over a stage's grid start in its last backward pass, as they arrive; after it
+    they are settled, and those of parameters that several ranks hold are summed over these.
 
     Parameters
     ----------
@@ -160,6 +160,12 @@ class Worker:
         Collective over all ranks; as `parlinalg.parallel.examine`, of the parameters held here.
         """
         return examine(parameters, scale, over=self.comm, owns=self.ties.owns)
+
+    def starts(self, chunk: int) -> None:
+        """Start the sums of gradients, as far as the chunk's last pass, which is to come, does not add to them."""
+        if self.reducer is not None and len(self.model.chunks) > 1:
+            reached = {id(p) for p in self.model.chunks[chunk].parameters()}
+            self.reducer.no_more(p for p in self.reducer.parameters if id(p) not in reached)
 
     def settle(self) -> None:
         """Sum the gradients over each stage's grid, then over the holders of shared parameters."""

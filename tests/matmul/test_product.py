@@ -93,7 +93,7 @@ def grid(request, world, backend):
 def test_all_pairs_of_resting_layouts(grid, full, world, backend):
     a, b = numbers((5, 7), seed=1), numbers((7, 3), seed=2)
     every = layouts(grid.axes, 2, partial=False)
-    most = None if full or (backend == "numpy" and world.size <= 4) else PAIRS[world.size]
+    most = None if full or (backend == "numpy" and world.size <= 3) else PAIRS[world.size]
     for t, (one, other) in enumerate(pairs(every, every, most)):
         x, y = turned(a, grid, one, t % 2), turned(b, grid, other, t % 4 > 1)
         goal = None if t % 3 else every[(7 * t) % len(every)]

@@ -15,7 +15,7 @@ from tests.peers.encoders import ENCODERS, inputs, make
 from tests.peers.test_transformers import near
 from tests.training import sizes_for
 
-pytestmark = [pytest.mark.ranks(1, 4), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks(1, full=(2, 4)), pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("bert", "2d"), ("vit", "2d"), ("bert", "sequence"), ("vit", "3d")])

@@ -15,7 +15,7 @@ from parlinalg.nn.pretrained.tensorfile import read_header
 from tests.peers.references import CASES, NEW, inputs, make
 from tests.training import sizes_for
 
-pytestmark = [pytest.mark.ranks(1, 4), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks(1, full=(2, 4)), pytest.mark.timeout(120)]
 UNKEPT = {"_name_or_path", "n_inner"}  # the latter is written out
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 SCHEMES = {"2d": "float64", "3d": "float32", "1d with sequence cuts": "float64"}

@@ -15,6 +15,8 @@ from parlinalg.pipeline.run import AHEAD, Run
 from parlinalg.pipeline.schedule import Instruction, Op
 from parlinalg.pipeline.schedules import make
 from parlinalg.pipeline.simulate import simulate
+from parlinalg.pipeline.stagewalk import Passage
+from parlinalg.pipeline.worker import Worker
 from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, Pipeline, differs, pipeline, serial
 
@@ -205,6 +207,35 @@ def test_receives_are_posted_before_they_are_due(world: Any, backend: str, monke
     assert under_way
     assert set(under_way[:-1]) == {AHEAD}
     assert under_way[-1] == 1
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("name", "zero"), [("1f1b", 0), ("1f1b", 2), ("zb-h1", 0), ("zb-v", 1)])
+def test_sums_start_in_the_last_backward_pass(
+    name: str, zero: int, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some buckets are under way when REDUCE_GRADIENTS settles them; none starts before the last pass."""
+    started: list[int] = []
+    passes: list[int] = []
+    with pipeline(world, backend, name, {"pipeline": 2, "data": 2}, 4, LAYERS, zero=zero) as p:
+        p.step(0)  # on which the buckets are made
+        settle, backward = Worker.settle, Passage.backward
+
+        def settled(worker: Worker) -> None:
+            started.append(p.reducer._started)
+            settle(worker)
+
+        def passed(passage: Passage, *args: Any, **options: Any) -> None:
+            passes.append(p.reducer._started)
+            backward(passage, *args, **options)
+
+        monkeypatch.setattr(Worker, "settle", settled)
+        monkeypatch.setattr(Passage, "backward", passed)
+        p.step(1)
+        assert len(p.reducer.buckets) > 1
+    assert len(started) == 1
+    assert started[0] > 0
+    assert not any(passes[:-1])
 
 
 @pytest.mark.ranks(2)
