@@ -1,5 +1,5 @@
-"""Whether the interfaces of emulated hosts receive what the ledger says: collectives, a product of every scheme, and
-attention over sequences that are cut.
+"""Whether the interfaces of emulated hosts receive what the ledger says: collectives, a product of every scheme,
+attention over sequences that are cut, and steps of training, data parallel with every stage of ZeRO.
 
     python bench/cluster/hosts.py run --hosts 8 --rate 1gbit -- python bench/cluster/received.py [--mb 8] [--json FILE]
 
@@ -23,7 +23,9 @@ import numpy as np
 import words
 
 import parlinalg as pla
+from parlinalg.autograd.ops import cross_entropy
 from parlinalg.comm import Comm, open_comm
+from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
 from parlinalg.schemes import discover
 
 COUNTER = Path("/sys/class/net/e0/statistics/rx_bytes")
@@ -105,6 +107,32 @@ def sequences(comm: Comm, tokens: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
+def steps(comm: Comm, hidden: int) -> dict[str, Callable[[], Any]]:
+    """A step of a GPT of 2 layers over all hosts, each with a sample of its own; the ledger's words are of weights."""
+    found = {}
+    for stage in range(4):
+        grid = pla.Grid({"data": comm.size}, comm)
+        scheme = discover()["zero3" if stage == 3 else "data"].SCHEME
+        model = pla.nn.GPT(
+            vocab_size=64, max_position_embeddings=4, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=4,
+            scheme=scheme, grid=grid, dtype="float32", seed=1,
+        )  # fmt: skip
+        GradientReducer(model.parameters(), [ZeRO(stage)] if stage else [])
+        if stage == 3:
+            Prefetch(model)
+        optimizer = pla.optim.AdamW(model.parameters(), lr=1e-3)
+        ids = np.random.default_rng(0).integers(0, 64, (comm.size, 4))
+        x, y = (pla.distribute(each, grid, model.ids_layout) for each in (ids, ids[:, ::-1].copy()))
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: Any = x, y: Any = y) -> None:
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        found[f"step: {f'ZeRO {stage}' if stage else 'data parallel'}"] = step
+    return found
+
+
 def measure(comm: Comm, actions: dict[str, Callable[[], Any]], repeats: int) -> list[dict[str, Any]]:
     rows = []
     for name, action in actions.items():
@@ -148,7 +176,7 @@ def main() -> int:
     parser.add_argument("--side", type=int, default=1024, help="of the products' matrices")
     parser.add_argument("--tokens", type=int, default=1024, help="of the sequence that attention meets")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["collectives", "products", "sequences"])
+    parser.add_argument("--only", choices=["collectives", "products", "sequences", "steps"])
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
     if not COUNTER.exists():
@@ -162,6 +190,8 @@ def main() -> int:
         rows += measure(comm, products(comm, args.side), args.repeats)
     if args.only in (None, "sequences"):
         rows += measure(comm, sequences(comm, args.tokens), args.repeats)
+    if args.only in (None, "steps"):
+        rows += measure(comm, steps(comm, args.side // 4), args.repeats)
     if comm.rank == 0:
         print(show(rows, comm.size), flush=True)
         if args.json:

@@ -109,6 +109,7 @@ def test_interfaces_receive_what_the_ledger_says(across_hosts: Run, tmp_path: Pa
     rows = {row["operation"]: row for row in json.loads(result.read_text())["rows"]}
     assert {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"} < set(rows)
     assert sum(name.startswith("product") for name in rows) > 8
+    assert sum(name.startswith("step") for name in rows) == 4
     for name, row in rows.items():
         assert row["ledger"] >= 1e6, row
         assert abs(row["ratio"] - 1) < 0.05, row
