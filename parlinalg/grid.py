@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -228,6 +228,11 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid({self.sizes}, backend={self.backend.name!r})"
+
+
+def worlds(grids: Iterable[Grid]) -> list[Comm]:
+    """The communicators over all ranks of each grid, once each, in order."""
+    return list({id(g.world): g.world for g in grids}.values())
 
 
 def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from parlinalg.comm.base import Comm
@@ -12,31 +12,47 @@ from parlinalg.errors import ConfigError, ParlinalgError
 Result = TypeVar("Result")
 
 
-def together(comm: Comm, function: Callable[[], Result], what: str = "") -> Result:
+def together(
+    comm: Comm | Sequence[Comm], function: Callable[[], Result], what: str = "",
+    kinds: Sequence[type[ParlinalgError]] = (ConfigError,),
+) -> Result:  # fmt: skip
     """Call a function that does not communicate on every rank; if it fails on any, fail on all.  Collective.
 
     Parameters
     ----------
-    comm : Comm
+    comm : Comm, or sequence of them
+        Of several, as of a model on several grids: all ranks of all of them fail.
     function : callable
     what : str
         Names the rank's place in the message where only some ranks fail, such as "reading the data".
+    kinds : sequence of types
+        Errors that are raised as what they are; others are raised as the first of these.
 
     Raises
     ------
-    ConfigError
+    ConfigError, or one of `kinds`
         On all ranks, with the message of the first rank that failed by one of parlinalg's errors or an OSError.
     """
     made: list[Result] = []
-    problem = ""
+    told: tuple[int, str] = 0, ""
+    cause: Exception | None = None
     try:
         made.append(function())
     except (ParlinalgError, OSError) as error:
-        problem = str(error)
-    problems = comm.share(problem)
-    if any(problems):
-        rank = next(r for r, text in enumerate(problems) if text)
-        raise ConfigError(problems[rank] if all(problems) else f"rank {rank}, {what}: {problems[rank]}")
+        kind = next((i for i, each in enumerate(kinds) if isinstance(error, each)), 0)
+        told, cause = (kind, str(error) or type(error).__name__), error
+    failed: ParlinalgError | None = None
+    for each in [comm] if isinstance(comm, Comm) else comm:
+        everyone = each.share(told)
+        if failed is None and any(text for _, text in everyone):
+            rank = next(r for r, (_, text) in enumerate(everyone) if text)
+            kind, text = everyone[rank]
+            told = kind, text if all(text for _, text in everyone) else f"rank {rank}, {what}: {text}"
+            failed = kinds[kind](told[1])
+    if failed is None and cause is not None:  # without any communicator
+        raise cause
+    if failed is not None:
+        raise failed from cause
     return made[0]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, recording
-from parlinalg.errors import ConfigError
+from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.grid import worlds
 from parlinalg.names import check_names
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.recompute import recomputed
@@ -214,20 +217,42 @@ class Module:
                 module._parameters[own] = declared
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All parameters by their qualified names as global NumPy arrays, on every rank.  Collective."""
-        return {name: parameter.gather() for name, parameter in self.named_parameters()}
+        """All parameters by their qualified names as global NumPy arrays, on every rank.  Collective.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, if a value rests on a disk that fails on any.
+        """
+        found = {}
+        for name, p in self.named_parameters():
+            window = None
+            if p.data.RESTS:  # open while it is gathered: that it can be is agreed on
+                window = together(p.grid.world, partial(getattr, p, "block"), f"reading {name}", (OffloadError,))
+            found[name] = p.gather()
+            del window
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the parameters that `state_dict` gave, on any grid: the global arrays, on every rank.
+        """Take the parameters that `state_dict` gave, on any grid: the global arrays, on every rank.  Collective.
 
         Raises
         ------
         ConfigError
-            Naming all that are missing, unexpected or misshapen; then nothing has changed.
+            On all ranks, naming all that are missing, unexpected or misshapen on any; then nothing has changed.
+        OffloadError
+            On all ranks, if a value rests on a disk that fails on any.
         """
         mine = dict(self.named_parameters())
-        want, have = {n: p.shape for n, p in mine.items()}, {n: np.shape(a) for n, a in state.items()}
-        check_names("the model's state", want, have)
+        comms = worlds(p.grid for p in mine.values())
+        want = {n: p.shape for n, p in mine.items()}
+        together(
+            comms, lambda: check_names("the model's state", want, {n: np.shape(a) for n, a in state.items()}),
+            "loading the model's state",
+        )  # fmt: skip
+        together(comms, lambda: self._take(mine, state), "loading the model's state", (ConfigError, OffloadError))
+
+    def _take(self, mine: Mapping[str, Parameter], state: Mapping[str, Any]) -> None:
         for name, p in mine.items():
             part = tuple(slice(r.start, r.stop) for r in p.grid.block(p.layout, p.shape))
             value = p.grid.backend.from_host(np.array(np.asarray(state[name])[part], p.dtype, order="C"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from parlinalg.comm.base import Comm
+from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
-from parlinalg.grid import Grid
+from parlinalg.grid import worlds
 
-
-def worlds(grids: Iterable[Grid]) -> list[Comm]:
-    """The communicators over all ranks of each grid, once each, in order."""
-    return list({id(g.world): g.world for g in grids}.values())
+__all__ = ["agree", "number", "worlds"]
 
 
 def number(comms: Sequence[Comm]) -> int:
@@ -27,11 +25,9 @@ def agree(comms: Sequence[Comm], problem: OffloadError | None, what: str) -> Non
     OffloadError
         With the message of the first rank that has one.
     """
-    for comm in comms:
-        texts = comm.share("" if problem is None else str(problem))
-        if any(texts):
-            rank = next(r for r, text in enumerate(texts) if text)
-            told = texts[rank] if comm.size == 1 or all(texts) else f"rank {rank}, {what}: {texts[rank]}"
-            raise OffloadError(told) from problem
-    if problem is not None:
-        raise problem
+
+    def fail() -> None:
+        if problem is not None:
+            raise problem
+
+    together(comms, fail, what, (OffloadError,))

@@ -14,6 +14,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.homeward import most_bytes
 from parlinalg.autograd.tape import Node, Reducer
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -63,15 +64,28 @@ class OffloadedParameters:
     def initialize(self, model: Module, seed: int = 0) -> Any:
         """Make a model's parameters where they will rest, one at a time: `model.initialize(seed)` for a model that does
         not fit in memory.  Collective.  Returns the model.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, if the folder cannot be written or the disk is too small on any.
         """
         declared = [d for m in model.modules() for d in m._parameters.values() if isinstance(d, Declared)]
         self._open([d.grid for d in declared], [d.nbytes for d in declared if self._large(d)])
 
+        problems: list[OffloadError] = []
+
         def made(declared: Declared, name: str) -> DistArray:
             value = declared.make(seed, name)
-            return self._rest(value) if self._large(declared) else value
+            if self._large(declared) and not problems:
+                try:
+                    return self._rest(value)
+                except OffloadError as error:
+                    problems.append(error)
+            return value
 
         model.initialize(seed, values=made)
+        agree(worlds(d.grid for d in declared), problems[0] if problems else None, f"writing to {self.path}")
         self._adopt(model.parameters())
         return model
 
@@ -95,8 +109,13 @@ class OffloadedParameters:
         for reducer in reducers if self.gradients else ():
             reducer.detach()  # type: ignore[attr-defined]
         self._open([p.grid for p in parameters], [int(p.block.nbytes) for p in chosen])
-        for p in chosen:
-            p.data = self._rest(p.data)
+        moved: list[DistArray] = []
+        together(
+            worlds(p.grid for p in parameters), lambda: moved.extend(self._rest(p.data) for p in chosen),
+            f"writing to {self.path}", (OffloadError,),
+        )  # fmt: skip
+        for p, data in zip(chosen, moved, strict=True):
+            p.data = data
         self._adopt(chosen)
 
     def _large(self, p: Parameter | Declared) -> bool:

@@ -40,6 +40,7 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     ------
     OffloadError
         On all ranks, if a file is missing, cut short or damaged, or of another model or grid; nothing is changed then.
+        Also if the states cannot be written to where they lie now; then load a checkpoint.
     """
     entries = optimizer.arrange()
     comms = worlds(e.data.grid for e in entries)
@@ -68,7 +69,11 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
             problem = error
         agree(comms, problem, f"reading {path}")  # all is known to be whole before anything is changed
         if file is not None:
-            _take(file, kinds, optimizer)
+            try:
+                _take(file, kinds, optimizer)
+            except OffloadError as error:
+                problem = error
+        agree(comms, problem, f"taking what {path} has")
     finally:
         if file is not None:
             file.close(remove=False)
@@ -79,6 +84,12 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
 def _check(file: ChunkFile, kinds: dict[tuple[str, int], Entry]) -> None:
     """Raise unless the file is of these entries."""
     theirs = {(row[0], row[2]): row for row in file.label["entries"]}
+    strange = sorted({name for name, start in theirs if (name, start) not in kinds})
+    if strange:
+        raise OffloadError(
+            f"{file.path} is of another model, grid or optimizer: it has states of {', '.join(map(repr, strange))}, as "
+            "this rank does not"
+        )
     for key, e in kinds.items():
         if e.size and e.names:
             mine = [key[0], e.size, key[1], list(e.names), e.dtype.name, e.data.dtype.name]

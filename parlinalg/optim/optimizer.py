@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from parlinalg.autograd import Owner, Parameter
-from parlinalg.errors import ConfigError
+from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.grid import worlds
 from parlinalg.names import check_names
 from parlinalg.optim.flat import Entry, Run, flatten, runs, span
 from parlinalg.optim.pieces import check_settled, distinct
 from parlinalg.optim.states import InMemory, States
 
 Block = Any
+Result = TypeVar("Result")
 
 
 class Optimizer(ABC):
@@ -132,11 +136,21 @@ class Optimizer(ABC):
             run.put_back()
 
     def place(self, states: States) -> None:
-        """Keep the states elsewhere from now on; those there are move."""
+        """Keep the states elsewhere from now on; those there are move.  Collective.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, if states cannot be read where they are, or written to where they go, on any; they then stay.
+        """
         states.make(self._entries)
-        for entry in self._entries:
-            for name in entry.names:
-                states.write(entry, name, self.states_place.read(entry, name))
+
+        def move() -> None:
+            for entry in self._entries:
+                for name in entry.names:
+                    states.write(entry, name, self.states_place.read(entry, name))
+
+        self._together(move, "moving the optimizer's states")
         self.states_place = states
 
     def arrange(self) -> list[Entry]:
@@ -150,12 +164,7 @@ class Optimizer(ABC):
             entries = flatten(self.parameters, self.states, self.master)
             self.states_place.make(entries)
             self._entries = entries
-            for entry in self._entries:
-                for name in entry.names:
-                    if old:
-                        self.states_place.write(entry, name, kept.pop((id(entry.parameter), name)))
-                    elif name == "master":
-                        self.states_place.write(entry, name, entry.value)
+            self._where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
         elif not all(e.current for e in old):
             order = [e.parameter for e in old]
             place = {id(p): i for i, p in enumerate(order)}
@@ -163,9 +172,11 @@ class Optimizer(ABC):
             self._entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
             for entry, before in zip(self._entries, old, strict=True):
                 entry.writes = before.writes - (not before.current)
-        for entry in self._entries:
-            if entry.writes != entry.parameter.writes:
-                self._written(entry)
+        written = [e for e in self._entries if e.writes != e.parameter.writes]
+        if any("master" in e.names for e in written):
+            self._where_they_lie(lambda: self._written(written), "taking values that were written as masters")
+        for entry in written:
+            entry.writes = entry.parameter.writes
         return self._entries
 
     def moved(self) -> None:
@@ -179,21 +190,32 @@ class Optimizer(ABC):
         for entry in old:
             shard = entry.parameter.shard
             for name in entry.names:
-                block = self.states_place.read(entry, name)
+                block = self._where_they_lie(
+                    partial(self.states_place.read, entry, name), "moving the optimizer's states"
+                )  # fmt: skip
                 if entry.span != span(entry.parameter):
                     whole = entry.whole(block).block.reshape(-1)
                     block = whole if shard is None else whole[shard.start : shard.stop].copy()
                 kept[id(entry.parameter), name] = block
         return kept
 
-    def _written(self, entry: Entry) -> None:
-        """Take a value that was written to as the master, where it is not what the master rounds to."""
-        entry.writes = entry.parameter.writes
-        if "master" in entry.names:
-            master = self.states_place.read(entry, "master").copy()
-            changed = master.astype(entry.value.dtype) != entry.value
-            master[changed] = entry.value[changed]
-            self.states_place.write(entry, "master", master)
+    def _fill(self, kept: dict[tuple[int, str], Block]) -> None:
+        """Write the states that were kept, or the masters of the values."""
+        for entry in self._entries:
+            for name in entry.names:
+                if (id(entry.parameter), name) in kept:
+                    self.states_place.write(entry, name, kept.pop((id(entry.parameter), name)))
+                elif name == "master":
+                    self.states_place.write(entry, name, entry.value)
+
+    def _written(self, entries: Sequence[Entry]) -> None:
+        """Take values that were written to as masters, where they are not what these round to."""
+        for entry in entries:
+            if "master" in entry.names:
+                master = self.states_place.read(entry, "master").copy()
+                changed = master.astype(entry.value.dtype) != entry.value
+                master[changed] = entry.value[changed]
+                self.states_place.write(entry, "master", master)
 
     def _owners(self) -> list[Owner]:
         """What holds the values of sharded parameters, once each."""
@@ -217,36 +239,68 @@ class Optimizer(ABC):
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, learning rate, and for each parameter's name its states as global NumPy arrays.  Collective."""
+        """Steps, learning rate, and for each parameter's name its states as global NumPy arrays.  Collective.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, if the states lie on a disk that fails on any.
+        """
         self.arrange()
-        arrays = {
-            name: {s: entry.whole(self.states_place.read(entry, s)).gather() for s in entry.names}
-            for name, entry in self._named().items()
-        }
+        arrays: dict[str, dict[str, np.ndarray]] = {}
+        for name, entry in self._named().items():
+            arrays[name] = {}
+            for s in entry.names:
+                block = self._where_they_lie(partial(self.states_place.read, entry, s), f"reading the state {name}.{s}")
+                arrays[name][s] = entry.whole(block).gather()
         return {"steps": self.steps, "lr": self.lr, "states": arrays}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` gave, on any grid: the global arrays, on every rank.
+        """Take what `state_dict` gave, on any grid: the global arrays, on every rank.  Collective.
 
         Raises
         ------
         ConfigError
-            Naming all states that are missing, unexpected or misshapen.
+            On all ranks, naming all states that are missing, unexpected or misshapen on any; nothing has changed then.
+        OffloadError
+            On all ranks, if the states lie on a disk that fails on any; some are then those that were to be loaded.
         """
         self.arrange()
-        named = self._named()
-        given = {f"{n}.{s}": a for n, arrays in state["states"].items() for s, a in arrays.items()}
-        want = {f"{n}.{s}": e.data.shape for n, e in named.items() for s in e.names}
-        check_names("the optimizer's state", want, {n: tuple(np.shape(a)) for n, a in given.items()})
-        for name, entry in named.items():
-            for s in entry.names:
-                ranges = entry.data.grid.block(entry.data.layout, entry.data.shape)
-                part = np.asarray(given[f"{name}.{s}"])[tuple(slice(r.start, r.stop) for r in ranges)]
-                mine = part.reshape(-1)[entry.start : entry.start + entry.size]
-                block = entry.data.grid.backend.from_host(np.array(mine, entry.dtype, order="C"))
-                self.states_place.write(entry, s, block)
+        given = self._together(lambda: self._checked(state), "loading the optimizer's state")
+
+        def load() -> None:
+            for name, entry in self._named().items():
+                for s in entry.names:
+                    ranges = entry.data.grid.block(entry.data.layout, entry.data.shape)
+                    part = np.asarray(given[f"{name}.{s}"])[tuple(slice(r.start, r.stop) for r in ranges)]
+                    mine = part.reshape(-1)[entry.start : entry.start + entry.size]
+                    block = entry.data.grid.backend.from_host(np.array(mine, entry.dtype, order="C"))
+                    self.states_place.write(entry, s, block)
+
+        self._where_they_lie(load, "loading the optimizer's state")
         self.steps = int(state["steps"])
         self.lr = float(state["lr"])
+
+    def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays of a saved state by parameter and state, if they are those that this optimizer has."""
+        missing = [key for key in ("steps", "lr", "states") if key not in state]
+        if missing:
+            raise ConfigError(
+                f"the optimizer's state has no {', '.join(map(repr, missing))}: give what state_dict() gave, a dict "
+                "with 'steps', 'lr' and 'states'"
+            )
+        given = {f"{n}.{s}": a for n, arrays in state["states"].items() for s, a in arrays.items()}
+        want = {f"{n}.{s}": e.data.shape for n, e in self._named().items() for s in e.names}
+        check_names("the optimizer's state", want, {n: tuple(np.shape(a)) for n, a in given.items()})
+        return given
+
+    def _together(self, function: Callable[[], Result], what: str) -> Result:
+        """Call a function that does not communicate; if it fails on any rank, fail on all.  Collective."""
+        return together(worlds(p.grid for p in self.parameters), function, what, (ConfigError, OffloadError))
+
+    def _where_they_lie(self, function: Callable[[], Result], what: str) -> Result:
+        """The same for one that fails only if the states lie where reading or writing can fail."""
+        return function() if isinstance(self.states_place, InMemory) else self._together(function, what)
 
     def _named(self) -> dict[str, Entry]:
         """The entries by their parameters' names, in the order of the parameters."""

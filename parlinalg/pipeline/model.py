@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.names import check_names
@@ -202,10 +203,15 @@ class PipelineModel(Module):
         Raises
         ------
         ConfigError
-            Naming all that are missing, unexpected or misshapen in the whole model; then nothing has changed.
+            On all ranks, naming all that are missing, unexpected or misshapen in the whole model on any; then nothing
+            has changed.
         """
         want = {name: held.shape for name, held in self.inventory.items()}
-        check_names("the model's state", want, {name: np.shape(a) for name, a in state.items()})
+        together(
+            self.place.world,
+            lambda: check_names("the model's state", want, {name: np.shape(a) for name, a in state.items()}),
+            "loading the model's state",
+        )
         super().load_state_dict({name: state[name] for name, _ in self.named_parameters()})
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
