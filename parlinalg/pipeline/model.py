@@ -300,7 +300,7 @@ def shares(
     if sample is None:
         raise ConfigError(
             "partition='time' measures the layers: cut the model by pipeline.split(…, sample=…), with what it "
-            "takes, of a microbatch's shape"
+            "takes, of a microbatch's shape; or give parlinalg.initialize a train_dataloader, or sample=…"
         )
     return balanced(seconds_of(model, layers, sample, place.world), stages)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +47,7 @@ class Feed:
         self.world = world
         self.epochs = 0
         """Epochs begun."""
+        self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -60,6 +61,32 @@ class Feed:
         """An epoch by its number, but for its first `skip` batches; loaders of parlinalg do not read these."""
         return Pass(self, epoch, skip)
 
+    def first(self, parts: int = 1) -> Any:
+        """The first of so many microbatches of the first batch, which iterations give all the same.  Collective.
+
+        Raises
+        ------
+        StopIteration
+            If there is no batch.
+        EngineError
+            On all ranks, if there is none on some, or no pair.
+        """
+
+        def draw() -> Any:
+            if callable(getattr(self.source, "epoch", None)):
+                return next(iter(self.source.epoch(0, parts)))[0]
+            if self._begun is None:
+                iterator = iter(self.source)
+                self._begun = _pair(next(iterator)), iterator
+            return cut(self._begun[0], parts)[0]
+
+        return agreed(self.world, lambda: [draw()], lambda found: sum(rows_of(x) for x, _ in found))[0]
+
+    def opened(self) -> Iterator[Any]:
+        """An iterator of the source; the first one goes on from what `first` has drawn, which it gives again."""
+        begun, self._begun = self._begun, None
+        return iter(self.source) if begun is None else chain(begun[:1], begun[1])
+
 
 class Pass:
     """The batches of one epoch, each whole (`next()`) or in microbatches (`take`)."""
@@ -69,7 +96,7 @@ class Pass:
         self.given = skip
         self._cuts = callable(getattr(feed.source, "epoch", None))
         self._parts = 0
-        self._iterator: Iterator[Any] = iter(()) if self._cuts else islice(feed.source, skip, None)
+        self._iterator: Iterator[Any] = iter(()) if self._cuts else islice(feed.opened(), skip, None)
 
     def __iter__(self) -> Pass:
         return self

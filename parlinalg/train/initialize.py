@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from parlinalg.train.config import Config, load
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
 from parlinalg.train.launch import Mesh
-from parlinalg.train.layouts import grid_of
+from parlinalg.train.layouts import grid_of, place_inputs
 from parlinalg.train.losses import Criterion
 from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
 from parlinalg.train.stages import optimizer_of, staged
@@ -30,6 +31,7 @@ def initialize(
     model: Module, optimizer: Optimize = None, criterion: Criterion | None = None, train_dataloader: Any = None,
     test_dataloader: Any = None, lr_scheduler: Rate = None, *, mesh: Mesh | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None, schedule: BaseSchedule | None = None,
+    sample: Any = None,
 ) -> tuple[Engine, Feed | None, Feed | None, Any]:  # fmt: skip
     """An engine that trains a model as a configuration says.  Collective.
 
@@ -60,6 +62,9 @@ def initialize(
         By default the mesh's.
     schedule : schedule, optional
         By default as the configuration says.
+    sample : Tensor, DistArray or tree of them; or callable that makes one
+        What the model takes of a microbatch, by which the partitions "time" and "flops" of a pipeline cut it.  By
+        default from the first batch of `train_dataloader`, which the training gets all the same.
 
     Returns
     -------
@@ -81,10 +86,16 @@ def initialize(
     else:
         config = mesh.config if mesh is not None else load({})
     schedule = schedule_of(config, mesh) if schedule is None else schedule
+    world = grid.world if mesh is None else mesh.world
+    train = None if train_dataloader is None else Feed(train_dataloader, world)
+    test = None if test_dataloader is None else Feed(test_dataloader, world)
     made = _has_values(model)
     if mesh is not None and mesh.place.size > 1 and not hasattr(model, "chunks"):
         _not_yet(optimizer, "is cut into stages here")
-        model = staged(config, mesh, model, schedule.made(mesh.place.size))
+        made_schedule = schedule.made(mesh.place.size)
+        if sample is None and train is not None:
+            sample = partial(_first, model, grid, train, made_schedule.microbatches)
+        model = staged(config, mesh, model, made_schedule, sample)
     elif not made:
         _not_yet(optimizer, "has no values yet")
         model.initialize(config.seed)
@@ -93,18 +104,28 @@ def initialize(
         build.reducer(config, grid, model)
     made_optimizer = _optimizer(config, optimizer, parameters, grid)
     accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
-    world = grid.world if mesh is None else mesh.world
     engine = Engine(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
         accumulate=accumulate, schedule=schedule,
     )  # fmt: skip
-    train = None if train_dataloader is None else Feed(train_dataloader, world)
-    test = None if test_dataloader is None else Feed(test_dataloader, world)
     return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train)
 
 
 def _has_values(model: Module) -> bool:
     return all(isinstance(held, Parameter) for m in model.modules() for held in m._parameters.values())
+
+
+def _first(model: Module, grid: Grid, train: Feed, microbatches: int) -> Any:
+    """What a model takes of the first microbatch.  Collective."""
+    try:
+        x, _ = train.first(microbatches)
+    except StopIteration:
+        raise ConfigError(
+            "initialize: the layers are to be measured or counted with the first batch of train_dataloader, which "
+            "gives none: give sample=…, what the model takes of a microbatch, or another partition"
+        ) from None
+    dtype = next((p.dtype for m in model.modules() for p in m._parameters.values()), None)
+    return place_inputs(model, x, grid, dtype)
 
 
 def _not_yet(optimizer: Optimize, why: str) -> None:
