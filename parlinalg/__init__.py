@@ -12,6 +12,7 @@ from parlinalg.plan import Plan
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
+    Checkpoints,
     EarlyStopHook,
     Engine,
     EvaluateHook,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointHook",
+    "Checkpoints",
     "CommError",
     "ConfigError",
     "DistArray",

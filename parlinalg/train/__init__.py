@@ -1,5 +1,6 @@
 """Training: configurations, the mesh of ranks they ask for, engines, and the job that trains a model."""
 
+from parlinalg.train.checkpoint import Checkpoints
 from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
 from parlinalg.train.hooks import CheckpointHook, EarlyStopHook, EvaluateHook, Hook, LogHook
@@ -10,6 +11,7 @@ from parlinalg.train.trainer import Trainer
 
 __all__ = [
     "CheckpointHook",
+    "Checkpoints",
     "Config",
     "EarlyStopHook",
     "Engine",
