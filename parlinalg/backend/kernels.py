@@ -114,52 +114,66 @@ def _inner_tanh(xp: Any, x: Block, s: Block, out: Block) -> None:
     xp.tanh(out, out=out)
 
 
-def _gelu_tanh(xp: Any, x: Block, out: Block, s: Block) -> None:
+def _phi_tanh(xp: Any, x: Block, out: Block, s: Block) -> None:
+    """Φ(x) by tanh; s = x²."""
     _inner_tanh(xp, x, s, out)
     xp.add(out, 1, out=out)
+    xp.multiply(out, 0.5, out=out)
+
+
+def _gelu_tanh(xp: Any, x: Block, out: Block, s: Block) -> None:
+    _phi_tanh(xp, x, out, s)
     xp.multiply(out, x, out=out)
-    xp.multiply(out, 0.5, out=out)
 
 
-def _gelu_tanh_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block) -> None:
-    # d/dx x (1 + t)/2 = (1 + t + x (1 - t²) u′)/2 with t = tanh(u)
-    _inner_tanh(xp, x, s, t)
-    xp.multiply(s, 3 * _A * _C, out=s)
-    xp.add(s, _C, out=s)
-    xp.multiply(s, x, out=s)
-    xp.multiply(t, t, out=out)
-    xp.subtract(1, out, out=out)
-    xp.multiply(out, s, out=out)
-    xp.add(out, t, out=out)
-    xp.add(out, 1, out=out)
+def _gelu_tanh_slope(xp: Any, x: Block, y: Block, out: Block, s: Block, t: Block) -> None:
+    # y = x h with h = (1 + tanh(u))/2, whose derivative is 2 h (1 - h) u′: that of y is h + 2 y (1 - h) u′
+    _phi_tanh(xp, x, out, s)
+    xp.multiply(out, x, out=y)
+    xp.multiply(s, 6 * _A * _C, out=s)
+    xp.add(s, 2 * _C, out=s)
+    xp.multiply(s, y, out=s)
+    xp.subtract(1, out, out=t)
+    xp.multiply(s, t, out=s)
+    xp.add(out, s, out=out)
+
+
+def _gelu_tanh_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block, y: Block) -> None:
+    _gelu_tanh_slope(xp, x, y, out, s, t)
     xp.multiply(out, g, out=out)
-    xp.multiply(out, 0.5, out=out)
 
 
 def _erf(xp: Any, x: Block, out: Block, s: Block, t: Block) -> None:
     erf_into(xp, x, out, s, t)
 
 
+def _phi_erf(xp: Any, x: Block, out: Block, s: Block, t: Block, u: Block) -> None:
+    """Φ(x); u = x/√2."""
+    xp.multiply(x, _R, out=u)
+    erf_into(xp, u, out, s, t, relative=x.dtype.itemsize == 8)
+    xp.add(out, 1, out=out)
+    xp.multiply(out, 0.5, out=out)
+
+
 def _gelu_erf(xp: Any, x: Block, out: Block, s: Block, t: Block, u: Block) -> None:
-    xp.multiply(x, _R, out=u)
-    erf_into(xp, u, out, s, t, relative=x.dtype.itemsize == 8)
-    xp.add(out, 1, out=out)
+    _phi_erf(xp, x, out, s, t, u)
     xp.multiply(out, x, out=out)
-    xp.multiply(out, 0.5, out=out)
 
 
-def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block, u: Block) -> None:
+def _gelu_erf_slope(xp: Any, x: Block, y: Block, out: Block, s: Block, t: Block, u: Block) -> None:
     # d/dx x Φ(x) = Φ(x) + x φ(x)
-    xp.multiply(x, _R, out=u)
-    erf_into(xp, u, out, s, t, relative=x.dtype.itemsize == 8)
-    xp.add(out, 1, out=out)
-    xp.multiply(out, 0.5, out=out)
+    _phi_erf(xp, x, out, s, t, u)
+    xp.multiply(out, x, out=y)
     xp.multiply(u, u, out=s)
     xp.negative(s, out=s)
     xp.exp(s, out=s)
     xp.multiply(s, x, out=s)
     xp.multiply(s, _N, out=s)
     xp.add(out, s, out=out)
+
+
+def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block, u: Block, y: Block) -> None:
+    _gelu_erf_slope(xp, x, y, out, s, t, u)
     xp.multiply(out, g, out=out)
 
 
@@ -174,7 +188,18 @@ def gelu_grad(x: Block, g: Block, approximate: bool) -> Block:
     """The gradient of gelu at x times g."""
     if cuda.ready(x, g):
         return cuda.elementwise("gelu_tanh_grad" if approximate else "gelu_erf_grad", x, g)
-    return fused(_gelu_tanh_grad, x, g, scratch=2) if approximate else fused(_gelu_erf_grad, x, g, scratch=3)
+    return fused(_gelu_tanh_grad, x, g, scratch=3) if approximate else fused(_gelu_erf_grad, x, g, scratch=4)
+
+
+def gelu_and_slope(x: Block, approximate: bool) -> tuple[Block, Block]:
+    """gelu(x), bit for bit as by `gelu`, and its derivative at x; on NumPy, of float32 or float64."""
+    y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    kernel: Callable[..., None] = _gelu_tanh_slope if approximate else _gelu_erf_slope
+    flats = [b.reshape(-1) for b in (np.ascontiguousarray(x), y, slope)]
+    room = np.empty((2 if approximate else 3, min(x.size, CHUNK)), x.dtype)
+    for part in spans(x.size, np):
+        kernel(np, *(f[part] for f in flats), *(r[: part.stop - part.start] for r in room))
+    return y, slope
 
 
 def erf(x: Block) -> Block:

@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from parlinalg import Grid, Layout, LayoutError, Tensor
-from parlinalg.autograd import ops
+from parlinalg import DistArray, Grid, Layout, LayoutError, Tensor
+from parlinalg.autograd import no_grad, ops
+from parlinalg.autograd.saved import saved
+from parlinalg.backend import kernels
 from tests.autograd.cases import MATRICES, agree, close, cut, numbers, tensor, value_and_gradients
 
 X, Y, POSITIVE = numbers(5, 7), numbers(5, 7, seed=1), np.abs(numbers(5, 7, seed=2)) + 0.5
@@ -144,3 +146,20 @@ def test_wrong_operands(widest: Grid) -> None:
         Tensor(cut(X + 1j, widest, MATRICES[0]))
     with pytest.raises(TypeError, match="int64 has no gradient"):
         Tensor(cut(np.arange(4), widest, Layout("a")), requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_keeps_one_array_and_gives_the_same_recorded_or_not(approximate: str, dtype: type, serial: Grid) -> None:
+    many = kernels.CHUNK + 5
+    block = serial.backend.from_host(np.linspace(-9, 4, many).astype(dtype))
+    x = Tensor(DistArray(block, (many,), Layout(None), serial), requires_grad=True)
+    y = ops.gelu(x, approximate)
+    assert [row.nbytes for row in saved(y.sum())] == [block.nbytes]
+    with no_grad():
+        plain = ops.gelu(x, approximate)
+    y.sum().backward()
+    assert (serial.backend.to_host(plain.block) == serial.backend.to_host(y.block)).all()
+    assert x.grad is not None
+    want = kernels.gelu_grad(block, serial.backend.xp.ones_like(block), approximate == "tanh")
+    np.testing.assert_allclose(serial.backend.to_host(x.grad.block), serial.backend.to_host(want), rtol=0, atol=1e-15)

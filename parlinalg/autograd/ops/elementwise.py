@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from parlinalg.array.reductions import summed
+from parlinalg.autograd.tape import recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels, namespace
 from parlinalg.errors import ConfigError
@@ -103,8 +106,17 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
     ----------
     approximate : {"none", "tanh"}
         "tanh" is 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), as in GPT-2.
+
+    On the host the forward pass keeps the derivative in place of x, so that tanh or erf is taken once.  16-bit floats
+    keep x, of which the derivative is had without a rounding of its own.
     """
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"gelu: approximate is 'none' or 'tanh', not {approximate!r}")
     fast = approximate == "tanh"
+    x = as_tensor(x)
+    if namespace(x.block) is np and x.dtype.itemsize > 2 and recording() and x.requires_grad:
+        data = summed(x.data, "gelu")
+        y, slope = kernels.gelu_and_slope(data.block, fast)
+        rest = data.layout
+        return record(data.like(y), [x], [lambda g: (g * slope, rest)])
     return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))
