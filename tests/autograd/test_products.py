@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from itertools import product as pairs
+from typing import Any
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Plan, Tensor
-from parlinalg.autograd import ops
+from parlinalg.autograd import arrivals, ops
 from parlinalg.schemes.words import product_words
 from tests.autograd.cases import MATRICES, agree, cut, numbers, tensor
 
+Block = Any
 A, B = numbers(5, 7), numbers(7, 6, seed=3)
 
 #: Plans on the axes a, b and c: one for each row of the table of schemes, and groups of several dims.
@@ -176,3 +178,21 @@ def test_constants_and_distributed_arrays_multiply_too(widest: Grid) -> None:
     y.sum().backward()
     assert w.grad is not None
     np.testing.assert_allclose(w.grad.gather(), np.outer(A.sum(0), np.ones(6)), rtol=1e-12)
+
+
+def test_terms_of_a_weight_used_as_it_is_and_turned_lie_alike(serial: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a tied embedding, whose sum takes several times as long otherwise."""
+    met: list[bool] = []
+    add = arrivals._sum
+
+    def noted(a: Block, b: Block, into: bool) -> Block:
+        met.extend((a.flags.c_contiguous, b.flags.c_contiguous))
+        return add(a, b, into)
+
+    monkeypatch.setattr(arrivals, "_sum", noted)
+    x, w = tensor(A, serial, Layout(None, None)), tensor(numbers(6, 7), serial, Layout(None, None))
+    (ops.matmul(x, w.T).sum() + (w * w).sum()).backward()
+    assert met
+    assert all(met)
+    assert w.grad is not None
+    np.testing.assert_allclose(w.grad.gather(), A.sum(axis=0) + 2 * numbers(6, 7), rtol=1e-12)

@@ -113,6 +113,7 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     at = _Layouts.of(plan)
     source = fetched(w)
     xs, ws = at_work(x.data, at.x), weight_at_work(w, at.w)
+    turned = ws.ndim == 2 and nk == 1 and not ws.flags.c_contiguous and ws.flags.f_contiguous
     y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
     if bias is not None:
         y += inputs[2].block.astype(dtype, copy=False)
@@ -139,7 +140,12 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         if source is not None and source.order == (1, 0) and nb == 0 and nk == 1:
             # dwᵀ[n, k] = dyᵀ[n, m] x[m, k]: that of a transposed view, as its parameter lies
             return gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype), at.dw.permuted((1, 0))
-        d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
+        if (
+            turned
+        ):  # a transposed view has a gradient that lies as it does, to be added to others of what it is a view of
+            d = gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype).T
+        else:
+            d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
         term = d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
         return term if source is None else source.term(term)
 
