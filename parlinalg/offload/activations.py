@@ -2,7 +2,8 @@
 
 When a block's forward pass is done, the arrays that its rules hold are taken out of them and written; when the walk
 back comes to a value, its arrays are there again, read ahead in the order of the walk: last in, first out (Rhu et al.,
-"vDNN: virtualized deep neural networks", 2016).
+"vDNN: virtualized deep neural networks", 2016).  In a pipeline several microbatches are under way: each has an order of
+its own, and what only gradients of parameters need stays away until these are computed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from parlinalg.autograd import Parameter, Tensor
 from parlinalg.autograd.tape import Node, reachable
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
+from parlinalg.nn.steps import Draws, current
 from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.extents import DiskStore, HostStore, Store
 from parlinalg.offload.packing import Packer
 from parlinalg.offload.states import bytes_of
 
 Block = Any
+Line = list["weakref.ref[Kept]"]
 
 
 class OffloadedActivations:
@@ -55,7 +58,8 @@ class OffloadedActivations:
         self.modules: list[Module] = []
         self._store: Store | None = None
         self._packer: Packer | None = None
-        self._line: list[weakref.ref[Kept]] = []
+        self._lines: dict[Any, Line] = {}
+        self._draws: Draws | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
     def place(self, modules: Iterable[Module]) -> None:
@@ -107,30 +111,37 @@ class OffloadedActivations:
         if packer is None:
             return
         packer.kept = {id(_memory(p.block)) for p in parameters if not p.data.RESTS}
-        self._line = [k for k in self._line if k() is not None]
+        line = self._line()
         for node in nodes:
-            cells: list[Any] = []
-            met: set[int] = set()
-            parts = [packer.rule(p, cells, met) for p in node.parts or ()]
-            prepare, again = packer.rule(node.prepare, cells, met), packer.rule(node.again, cells, met)
-            if cells:
-                kept = Kept(self, packer, cells)
-                self._line.append(weakref.ref(kept))
-                node.parts = tuple(kept.first(p) for p in parts)
-                node.prepare = None if prepare is None else kept.first(prepare)
-                node.again = None if again is None else kept.first(again)
+            kept = Kept(self, packer, line)
+            parts = tuple(kept.taken(p) for p in node.parts or ())
+            prepare, again = kept.taken(node.prepare), kept.taken(node.again)
+            if kept.cells:
+                line.append(weakref.ref(kept))
+                node.parts, node.prepare, node.again = parts, prepare, again
+
+    def _line(self) -> Line:
+        """The order of the microbatch under way: stages and microbatches have walks of their own."""
+        draws = current()
+        if draws is not self._draws and self._packer is not None:
+            self._draws = draws
+            self._packer.forget()
+        key = None if draws is None else (draws.step, draws.start)
+        if key not in self._lines:
+            self._lines = {k: line for k, line in self._lines.items() if any(each() is not None for each in line)}
+        line = self._lines.setdefault(key, [])
+        line[:] = [each for each in line if each() is not None]
+        return line
 
     def come(self, kept: Kept) -> None:
-        """The walk has come to a value: what it and those before it hold is read."""
-        while self._line:
-            last = self._line[-1]()
-            if last is not None and last is not kept:
-                break
-            self._line.pop()
-            if last is kept:
-                break
+        """The walk has come to a value: what those before it in its line hold is read ahead."""
+        line = kept.line
+        at = next((i for i in reversed(range(len(line))) if line[i]() is kept), None)
+        if at is None:  # it was come to before
+            return
+        del line[at]
         total = 0
-        for reference in reversed(self._line):
+        for reference in reversed(line[:at]):
             before = reference()
             if before is not None:
                 total += before.soon()
@@ -156,17 +167,33 @@ class OffloadedActivations:
 
 
 class Kept:
-    """The cells of a value's rules in which arrays are missing."""
+    """What is missing of a value's rules.
 
-    def __init__(self, owner: OffloadedActivations, packer: Packer, cells: list[Any]) -> None:
-        self.owner, self.packer, self.cells = owner, packer, cells
+    Attributes
+    ----------
+    line : list of weak references to Kept
+        The values of its microbatch with something missing, in the order of their creation.
+    cells : list
+        Those in which arrays are missing, of all its rules.
+    """
 
-    def first(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """The rule, which first has its arrays brought back."""
+    def __init__(self, owner: OffloadedActivations, packer: Packer, line: Line) -> None:
+        self.owner, self.packer, self.line = owner, packer, line
+        self.cells: list[Any] = []
+
+    def taken(self, rule: Callable[..., Any] | None) -> Any:
+        """The rule without its arrays, which it first brings back: its own, since parts may run long after others."""
+        cells: list[Any] = []
+        bare = self.packer.rule(rule, cells, set())
+        if not cells:
+            return bare
+        self.cells += cells
 
         def ready(*args: Any) -> Any:
-            self.back()
-            return rule(*args)
+            self.owner.come(self)
+            for cell in cells:
+                cell.cell_contents = self.packer.back(cell.cell_contents)
+            return bare(*args)
 
         return ready
 
@@ -176,14 +203,6 @@ class Kept:
         for each in away.values():
             self.packer.store.soon(each)
         return sum(a.nbytes for a in away.values())
-
-    def back(self) -> None:
-        """Put all arrays back."""
-        if self.cells:
-            self.owner.come(self)
-            cells, self.cells = self.cells, []
-            for cell in cells:
-                cell.cell_contents = self.packer.back(cell.cell_contents)
 
 
 def _memory(array: Block) -> Block:

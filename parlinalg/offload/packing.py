@@ -57,7 +57,7 @@ class Packed(NamedTuple):
 class Packer:
     """Takes arrays of at least so many bytes out of rules, and puts them into a store.
 
-    Memory that several arrays are views of is put away once, as long as it lives.
+    Memory that several arrays are views of is put away once, as long as it lives, until `forget`.
     """
 
     def __init__(self, store: Store, backend: Backend, least: int) -> None:
@@ -66,6 +66,10 @@ class Packer:
         self._back: weakref.WeakKeyDictionary[Away, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self.kept: set[int] = set()
         """The memory that is not to be taken out: the parameters'."""
+
+    def forget(self) -> None:
+        """Put away anew what comes: another forward pass begins, and memory may be in use again for something else."""
+        self._known.clear()
 
     # ------------------------------------------------------------------ out
     def rule(self, rule: Any, cells: list[Any], met: set[int]) -> Any:

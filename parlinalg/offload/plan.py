@@ -22,7 +22,8 @@ import numpy as np
 from parlinalg.autograd import Parameter, Tensor
 from parlinalg.autograd.saved import saved
 from parlinalg.backend.kernels_optim import work_dtype
-from parlinalg.errors import ConfigError
+from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
 from parlinalg.offload.activations import OffloadedActivations
 from parlinalg.offload.agreement import worlds
@@ -141,10 +142,18 @@ class OffloadPlan:
         return "host memory" if place == "host" else f"{self.path}"
 
     def apply(self) -> Offload:
-        """Do it, before the first step.  Collective; close what is returned when the training is over."""
+        """Do it, before the first step.  Collective; close what is returned when the training is over.
+
+        Raises
+        ------
+        OffloadError
+            On all ranks, those of other stages too, if a folder cannot be written or a disk is too small on any.
+        """
         made = Offload(self)
+        place = getattr(self.model, "place", None)
+        everyone = [] if place is None else [place.world]
         try:
-            made.start()
+            together(everyone, made.start, "offloading its stages", (ConfigError, OffloadError))
         except BaseException:
             made.close()
             raise
@@ -171,9 +180,11 @@ class Offload:
             self.parameters.place(plan.model.parameters())
         if "activations" in plan.places:
             window = max(LEAST_CHUNK, plan.table.block) if plan.memory is not None else "64MiB"
-            self.activations = OffloadedActivations(folder["activations"], pending=window, ahead=window)
-            self._stack.callback(self.activations.close)
-            self.activations.place(blocks_of(plan.model))
+            blocks = blocks_of(plan.model)
+            if blocks:  # a stage may have none
+                self.activations = OffloadedActivations(folder["activations"], pending=window, ahead=window)
+                self._stack.callback(self.activations.close)
+                self.activations.place(blocks)
         if "optimizer" in plan.places:
             on_disk = plan.places["optimizer"] == "disk" and plan.path is not None
             states = DiskStates(plan.path, chunk=plan.chunk) if on_disk and plan.path else HostStates(plan.chunk)
@@ -287,7 +298,15 @@ def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
 
 
 def blocks_of(model: Module) -> list[Module]:
-    """The modules whose activations are put away together: the layers of a transformer, else the members."""
+    """The modules whose activations are put away together: the layers of a transformer, else the members.
+
+    Of a model in a pipeline those of this rank's stages, without the model's ends where there are others.
+    """
+    if hasattr(model, "chunks"):
+        layers = [layer for stage in model.chunks for layer in stage.layers]
+        inner = [layer for layer in layers if not layer.end] or layers
+        modules = {id(m): m for layer in inner for m in layer.modules}
+        return [m for m in modules.values() if any(isinstance(p, Parameter) for p in m.parameters())]
     blocks = list(_members(getattr(model, "blocks", None) if hasattr(model, "blocks") else model))
     return [b for b in blocks if any(isinstance(p, Parameter) for p in b.parameters())] or [model]
 

@@ -30,7 +30,7 @@ class Passage:
 
     def __init__(self, grid: Grid, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
         self.grid = grid
-        self.inputs = list(inputs)
+        self.inputs = [t.node for t in inputs]  # their values are the rules' to keep
         self.outputs = [t.node for t in outputs]
         self.terms: list[tuple[Node, float]] = []
         """Terms of the loss that this stage has, and what the gradient of each is."""
@@ -81,7 +81,7 @@ class Passage:
 
     def input_gradients(self) -> list[DistArray | None]:
         """The gradients of what the stage got, and forget that."""
-        grads = [t.grad for t in self.inputs]
+        grads = [None if node is None else node.grad for node in self.inputs]
         self.inputs = []
         return grads
 

@@ -29,13 +29,12 @@ def check_together(config: Config) -> None:
             f"schedule={config.schedule.name!r} needs a pipeline, such as parallel=dict(pipeline=2); without one leave "
             "it out: gradient_accumulation cuts a batch into microbatches"
         )
-    for key in ("memory", "activations"):
-        if key in config.offload and pipeline_size(config.parallel) != 1:
-            raise ConfigError(
-                f"offload.{key}={config.offload[key]!r} and parallel.pipeline={pipeline_size(config.parallel)}: what "
-                "the stages keep of several microbatches is neither measured nor put away; say what else is offloaded, "
-                "such as offload=dict(optimizer='disk'), and use recompute='block' to keep less"
-            )
+    if "memory" in config.offload and pipeline_size(config.parallel) != 1:
+        raise ConfigError(
+            f"offload.memory={config.offload['memory']!r} and parallel.pipeline={pipeline_size(config.parallel)}: what "
+            "the stages keep of several microbatches is not measured; say what is offloaded, such as "
+            "offload=dict(optimizer='disk', activations='disk')"
+        )
     asked = None if config.schedule is None else config.schedule.microbatches
     if asked is not None and config.gradient_accumulation not in (1, asked):
         raise ConfigError(

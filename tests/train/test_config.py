@@ -164,7 +164,7 @@ WRONG = [
         {"parallel": {"pipeline": 2}, "schedule": {"microbatches": 4}, "gradient_accumulation": 2},
         ("gradient_accumulation=2 and schedule.microbatches=4", "give one of them"),
     ),
-    ({"parallel": {"pipeline": 2}, "offload": {"activations": "disk"}}, ("parallel.pipeline=2", "recompute='block'")),
+    ({"parallel": {"pipeline": 2}, "offload": {"memory": "1GiB"}}, ("parallel.pipeline=2", "activations='disk'")),
     (
         {"parallel": {"pipeline": {"tensor": [1, 1]}}, "offload": {"memory": "1GiB"}},
         ("parallel.pipeline=2", "optimizer='disk'"),

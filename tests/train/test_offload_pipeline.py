@@ -1,0 +1,96 @@
+"""Activations of a pipeline's stages elsewhere, several microbatches of them at a time: the same bits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parlinalg.offload import OffloadedActivations
+from parlinalg.offload.activations import Kept
+from parlinalg.train.job import Job
+from parlinalg.train.launch import launch
+from parlinalg.train.loop import batches
+from tests.train.test_hybrid import TEXT, settings
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": {"schedule": {"name": "interleaved", "chunks": 2}},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zb-v": {"schedule": "zb-v"},
+    "chimera": {"schedule": "chimera"},
+    "recompute": {},
+    "pipedream-2bw": {"schedule": "pipedream-2bw", "clip_grad_norm": None},
+}
+
+
+@pytest.fixture
+def tale(folder: Path, world: Any) -> Path:
+    if world.rank == 0:
+        (folder / "tale.txt").write_text(TEXT)
+    world.barrier()
+    return folder
+
+
+def run(config: dict[str, Any], world: Any, backend: str, out: Path) -> tuple[list[float], dict[str, np.ndarray], Job]:
+    """The losses of steps, and all values after them."""
+    with launch(config, world, backend) as mesh:
+        job = Job(mesh, out, mesh.world)
+        found = []
+        with nullcontext() if job.offload is None else job.offload.apply():
+            for batch in batches(job.task.loader, job.steps, job.parts):
+                found.append(job.trainer.step(batch).loss)
+            found.append(job.trainer.test(job.task.held)["loss"])
+        return found, job.task.model.state_dict(), job
+
+
+def same(found: Any, want: Any) -> None:
+    assert found[0] == want[0]
+    assert found[1].keys() == want[1].keys()
+    assert not [name for name in want[1] if found[1][name].tobytes() != want[1][name].tobytes()]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ranks(*((2, 4) if n in ("1f1b", "zb-h1") else (2,)))) for n in SCHEDULES]
+)
+def test_every_bit_as_in_memory(
+    name: str, tale: Path, world: Any, backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    if not full and name not in ("interleaved", "zb-h1"):
+        pytest.skip("with --full")
+    parallel: dict[str, Any] = {"pipeline": 2}
+    if world.size == 4:
+        parallel["tensor"] = {"size": 2, "mode": "1d"}
+    config = settings(tale, parallel=parallel, **SCHEDULES[name])
+    config["model"] = {**config["model"], "num_hidden_layers": 4, "tie_word_embeddings": name != "pipedream-2bw"}
+    if name == "recompute":
+        config["model"]["recompute"] = "block"
+    want = run(config, world, backend, tale)
+    flight: list[int] = []
+    lines: list[int] = []
+    original = OffloadedActivations._put_away
+
+    def put_away(self: OffloadedActivations, *given: Any) -> None:
+        self._packer.least = 0  # type: ignore[union-attr]
+        original(self, *given)
+        flight.append(sum(any(k() is not None for k in line) for line in self._lines.values()))
+        lines.append(sum(len(list(k.packer.held(c.cell_contents))) for k, c in cells(self)))
+
+    monkeypatch.setattr(OffloadedActivations, "_put_away", put_away)
+    where = "disk" if backend == "numpy" else "host"
+    found = run({**config, "offload": {"activations": where}}, world, backend, tale)
+    same(found, want)
+    assert found[2].offload.places == {"activations": where}  # type: ignore[union-attr]
+    assert max(lines) > 1, "something is away"
+    if world.rank < world.size // 2:
+        assert max(flight) > 1, "several microbatches are away at once"
+    assert not list(tale.rglob("*.extents"))
+
+
+def cells(owner: OffloadedActivations) -> list[tuple[Kept, Any]]:
+    """What is away, with whose it is."""
+    alive = [kept for line in owner._lines.values() for each in line if (kept := each()) is not None]
+    return [(kept, cell) for kept in alive for cell in kept.cells]
