@@ -5,6 +5,7 @@ Nothing here imports MPI: the scripts start the ranks of every piece they compar
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -154,6 +155,29 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
+def in_turns(parser: argparse.ArgumentParser) -> None:
+    """The options of a script whose pieces take turns."""
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2, help="steps not counted")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps a piece and round")
+    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
+    parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
+    parser.add_argument("--json", help="write the result here")
+
+
+def begin(args: argparse.Namespace, missing: Callable[[], Mapping[str, str]]) -> tuple[float, dict[str, str]] | None:
+    """The share of the cores in use, and the pieces that cannot be had with the reasons, told; None if the cores are
+    not idle."""
+    stop_cleanly()
+    share = busy_at_start(args.wait, args.crowded)
+    if share is None:
+        return None
+    lacks = dict(missing())
+    for piece, reason in lacks.items():
+        print(f"without {piece}: {reason}", file=sys.stderr)
+    return share, lacks
+
+
 def stop_cleanly() -> None:
     """Let SIGTERM raise SystemExit, so that what was started is ended."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -165,6 +189,17 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, _, high = quantiles(values, n=4, method="inclusive")
     return low, median(values), high
+
+
+def disagreements(rows: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+    """Pieces whose losses are not those of the first, relative; each with its losses."""
+    odd = []
+    for row in rows[1:]:
+        want, have = rows[0]["losses"], row["losses"]
+        worst = max(abs(a - b) / abs(a) for a, b in zip(want, have))
+        if not worst <= tolerance:
+            odd.append(f"losses of {row['piece']} and {rows[0]['piece']} differ by {worst:.1e}: {have} {want}")
+    return odd
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -192,12 +192,7 @@ def verdicts(result: dict[str, Any]) -> list[str]:
                 f"goal is within {OF_PREDICTION:.0%}"
             )
     prompt = [r for r in rows if schedule_of(r) not in LATE]
-    for r in prompt[1:]:
-        want, have = prompt[0]["losses"], r["losses"]
-        worst = max(abs(a - b) / abs(a) for a, b in zip(want, have))
-        if not worst <= LOSSES:
-            short.append(f"losses of {r['piece']} and {prompt[0]['piece']} differ by {worst:.1e}: {have} {want}")
-    return short
+    return short + harness.disagreements(prompt, LOSSES)
 
 
 def arguments() -> argparse.Namespace:
@@ -207,12 +202,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pieces", nargs="+", help="library:schedule:ranks, such as parlinalg:zb-h1:2")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batches", type=int, default=4, help="between two flushes of an asynchronous schedule")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=2, help="steps not counted")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps a piece and round")
-    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
-    parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
-    parser.add_argument("--json", help="write the result here")
+    harness.in_turns(parser)
     args = parser.parse_args()
     args.pieces = args.pieces or [piece for ranks in args.ranks for piece in pieces_on(ranks)]
     return args
@@ -220,13 +210,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    harness.stop_cleanly()
-    share = harness.busy_at_start(args.wait, args.crowded)
-    if share is None:
+    begun = harness.begin(args, lambda: missing(args.pieces, Sizes.parse(args.model)))
+    if begun is None:
         return 1
-    lacks = missing(args.pieces, Sizes.parse(args.model))
-    for piece, reason in lacks.items():
-        print(f"without {piece}: {reason}", file=sys.stderr)
+    share, lacks = begun
     result = measure([p for p in args.pieces if p not in lacks], args)
     print(f"\n{show(result)}\n", flush=True)
     short = verdicts(result)

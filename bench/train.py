@@ -212,21 +212,11 @@ def verdicts(results: list[dict[str, Any]]) -> list[str]:
                 f"{title}: a step takes {alone['memory'] / 2**20:.0f} MiB, PyTorch's {torch['memory'] / 2**20:.0f}; "
                 f"the goal is {OF_MEMORY} ×"
             )
-        short += disagreements(title, result["rows"], LOSSES if result["dtype"] == "float32" else LOSSES_IN_HALVES)
+        tolerance = LOSSES if result["dtype"] == "float32" else LOSSES_IN_HALVES
+        # PyTorch's data parallel ranks tell the losses of their own half of the batch
+        whole = [r for i, r in enumerate(result["rows"]) if not i or not r["piece"].startswith("torch:data")]
+        short += [f"{title}: {odd}" for odd in harness.disagreements(whole, tolerance)]
     return short
-
-
-def disagreements(title: str, rows: list[dict[str, Any]], tolerance: float) -> list[str]:
-    """Pieces whose losses are not those of the first."""
-    odd = []
-    for row in rows[1:]:
-        if row["piece"].startswith("torch:data"):
-            continue  # tells the loss of its own half of the batch
-        want, have = rows[0]["losses"], row["losses"]
-        worst = max(abs(a - b) / abs(a) for a, b in zip(want, have))
-        if not worst <= tolerance:
-            odd.append(f"{title}: losses of {row['piece']} and {rows[0]['piece']} differ by {worst:.1e}: {have} {want}")
-    return odd
 
 
 def arguments() -> argparse.Namespace:
@@ -235,12 +225,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pieces", nargs="+", help="library:mode:ranks, such as parlinalg:2d:4")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", help="by default float32, on a GPU bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=2, help="steps not counted")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps a piece and round")
-    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
-    parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
-    parser.add_argument("--json", help="write the result here")
+    harness.in_turns(parser)
     args = parser.parse_args()
     gpu = args.device == "cuda"
     args.models = args.models or (["gpu"] if gpu else ["d512", "d1024"])
@@ -251,13 +236,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    harness.stop_cleanly()
-    share = harness.busy_at_start(args.wait, args.crowded)
-    if share is None:
+    begun = harness.begin(args, lambda: missing(args.pieces))
+    if begun is None:
         return 1
-    lacks = missing(args.pieces)
-    for piece, reason in lacks.items():
-        print(f"without {piece}: {reason}", file=sys.stderr)
+    share, lacks = begun
     pieces = [p for p in args.pieces if p not in lacks]
     results = [
         measure(m, MODELS.get(m, m), pieces, args) for m in args.models

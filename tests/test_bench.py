@@ -68,6 +68,12 @@ def test_matmul_takes_turns_and_tells_what_is_missing(tmp_path: Path) -> None:
     assert told["machine"]["cores"] >= 1
 
 
+def test_losses_that_differ_are_told(harness) -> None:
+    rows = [{"piece": n, "losses": [4.0, x]} for n, x in (("a", 2.0), ("b", 2.001), ("c", 2.1), ("d", float("nan")))]
+    told = harness.disagreements(rows, 1e-3)
+    assert [line[:18] for line in told] == ["losses of c and a ", "losses of d and a "]
+
+
 def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
     result = tmp_path / "train.json"
     pieces = ["gemm:-:1", "parlinalg:serial:1", "parlinalg:1d:2", "parlinalg:data:2"]
