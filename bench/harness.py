@@ -196,8 +196,9 @@ def disagreements(rows: Sequence[Mapping[str, Any]], tolerance: float) -> list[s
     odd = []
     for row in rows[1:]:
         want, have = rows[0]["losses"], row["losses"]
-        worst = max(abs(a - b) / abs(a) for a, b in zip(want, have))
-        if not worst <= tolerance:
+        apart = [abs(a - b) / abs(a) for a, b in zip(want, have)]
+        if not all(each <= tolerance for each in apart):  # nor where one is no number
+            worst = max(apart, key=lambda each: (each != each, each))
             odd.append(f"losses of {row['piece']} and {rows[0]['piece']} differ by {worst:.1e}: {have} {want}")
     return odd
 
