@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -198,7 +199,7 @@ def disagreements(rows: Sequence[Mapping[str, Any]], tolerance: float) -> list[s
         want, have = rows[0]["losses"], row["losses"]
         apart = [abs(a - b) / abs(a) for a, b in zip(want, have)]
         if not all(each <= tolerance for each in apart):  # nor where one is no number
-            worst = max(apart, key=lambda each: (each != each, each))
+            worst = max(apart, key=lambda each: (math.isnan(each), each))
             odd.append(f"losses of {row['piece']} and {rows[0]['piece']} differ by {worst:.1e}: {have} {want}")
     return odd
 
