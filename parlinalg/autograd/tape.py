@@ -240,8 +240,7 @@ class Walk:
 
     With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
     parameters, from what `run()` prepared and kept.  Behind values not made `since` that age the walk does not go.
-    With `starts=True` reducers start their sums as gradients arrive, also within `no_sync`, and nobody waits for them
-    here: who walks has to settle the reducers.
+    With `starts=True` sums of gradients start as these arrive, also within `no_sync`; who walks has to settle them.
     """
 
     def __init__(
@@ -249,15 +248,12 @@ class Walk:
         starts: bool = False,
     ) -> None:  # fmt: skip
         self.nodes = reachable(root, since)
-        self.retain = retain
-        self.later = later
+        self.retain, self.later, self.starts = retain, later, starts
         self.deferred: list[Callable[[], None]] = []
         self.homeward = Homeward()
         self.sync = starts or _syncing.get()
-        self.starts = starts
         self.arrived: dict[int, Arrivals] = {}
-        self.edges: dict[int, int] = {}
-        """For each parameter the terms that have not arrived yet."""
+        self.edges: dict[int, int] = {}  # for each parameter the terms that have not arrived yet
         for source in (root, *(s for node in self.nodes if node.age > since for s in node.sources)):
             if source.owner is not None:
                 self.edges[source.age] = self.edges.get(source.age, 0) + 1
