@@ -224,8 +224,7 @@ def reachable(root: Node, since: int = -1) -> list[Node]:
 
     Of values not made `since` that age none is looked behind.
     """
-    found: dict[int, Node] = {}
-    stack = [root]
+    found, stack = dict[int, Node](), [root]
     while stack:
         node = stack.pop()
         if node.age not in found:
@@ -253,7 +252,7 @@ class Walk:
         self.homeward = Homeward()
         self.sync = starts or _syncing.get()
         self.arrived: dict[int, Arrivals] = {}
-        self.edges: dict[int, int] = {}  # for each parameter the terms that have not arrived yet
+        self.edges: dict[int, int] = {}  # the terms of each parameter that have not arrived
         for source in (root, *(s for node in self.nodes if node.age > since for s in node.sources)):
             if source.owner is not None:
                 self.edges[source.age] = self.edges.get(source.age, 0) + 1
