@@ -87,6 +87,7 @@ def test_losses_are_those_of_one_rank(make_grid, world, full):
             want[kind] = serial(world, kind, p=0.1, steps=steps)
         again = {"recompute": "block"} if (i + world.size) % 2 else {}
         got, _, fetcher, _ = trained(kind, CUT[name], grid, steps, p=0.1, **again)
+        grid.close()  # MPI has 2048 communicators
         np.testing.assert_allclose(got, want[kind], rtol=1e-12, err_msg=f"{kind}, {name}, {sizes}, {again}")
         assert fetcher.missed == 0
         assert len(fetcher.known) >= 7  # embedding, two blocks and head, and back
