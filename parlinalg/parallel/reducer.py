@@ -100,6 +100,8 @@ class GradientReducer:
         self._slots: dict[int, Slot] = {}
         self._arrived: dict[int, Parameter] = {}
         self._started = 0
+        self._over: set[Bucket] = set()
+        """Those that get nothing more in this pass, and have nothing to sum."""
         self._pending: list[Pending] = []
         self._after: list[Pending] = []
         """Parts that are all-reduced after they were reduce-scattered."""
@@ -143,11 +145,13 @@ class GradientReducer:
     def no_more(self, parameters: Iterable[Parameter]) -> None:
         """Of these no gradient arrives any more before all are settled: their buckets need not wait for any.
 
-        What passes within `no_sync` left of them is what is summed.
+        What passes within `no_sync` left of them is what is summed; a bucket of which they have summed all is over.
         """
-        for p in parameters:
+        each = {id(p): p for p in parameters}
+        self._over = {b for b in self.buckets if b.scattered and all(id(s.parameter) in each for s in b.slots)}
+        for p in each.values():
             slot = self._slots.get(id(p))
-            if slot is None or (p.fetcher is not None and p.fetcher.kept):
+            if slot is None or slot.bucket in self._over or (p.fetcher is not None and p.fetcher.kept):
                 continue
             if id(p) in self._arrived:  # an error broke the last pass off
                 self._begin_again()
@@ -207,6 +211,7 @@ class GradientReducer:
             bucket.missing = len(bucket.slots)
             bucket.pool.clear()
         self._started = 0
+        self._over.clear()
         self._arrived.clear()
 
     def _partial(self, parameter: Parameter, layout: Layout) -> Cut:
@@ -263,7 +268,7 @@ class GradientReducer:
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
             if sync or not bucket.treatment.keeps:
-                if bucket.missing and complete_only:
+                if bucket.missing and complete_only and bucket not in self._over:
                     return
                 if not bucket.missing:
                     self._sum(bucket)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from parlinalg.errors import CommError, ConfigError
+from parlinalg.parallel import GradientReducer, ZeRO
 from parlinalg.parallel.precision import overflowing
 from parlinalg.pipeline.run import AHEAD, Run
 from parlinalg.pipeline.schedule import Instruction, Op
@@ -236,6 +237,29 @@ def test_sums_start_in_the_last_backward_pass(
     assert len(started) == 1
     assert started[0] > 0
     assert not any(passes[:-1])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_what_is_reduce_scattered_is_not_once_more(
+    name: str, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO-2 each microbatch's gradients are, once: the last pass adds nothing for a rank's other chunks."""
+    sums: list[Any] = []
+    adds = GradientReducer._sum
+
+    def added(reducer: GradientReducer, bucket: Any) -> None:
+        sums.append(bucket)
+        adds(reducer, bucket)
+
+    model = {"tie_word_embeddings": False}
+    with pipeline(world, backend, name, {"pipeline": 2, "data": 2}, 4, LAYERS, zero=2, **model) as p:
+        p.reducer.detach()
+        p.worker.reducer = GradientReducer(p.model.parameters(), [ZeRO(2)], first_bucket=1, bucket=1)
+        p.step(0)
+        monkeypatch.setattr(GradientReducer, "_sum", added)
+        p.step(1)
+        assert {sums.count(bucket) for bucket in p.worker.reducer.buckets} == {4}
 
 
 @pytest.mark.ranks(2)
