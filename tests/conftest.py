@@ -34,8 +34,12 @@ BACKEND = os.environ.get("PARLINALG_TEST_BACKEND", "numpy")  # cupy: the stand-i
 if BACKEND == "cupy":
     sys.path.insert(0, str(STANDIN))
 
+from parlinalg.backend import compiled  # noqa: E402
 from tests.agreement import agree, keep_stderr, launched_ranks, told, verdict_comm  # noqa: E402
 from tests.runs import begin  # noqa: E402
+
+if os.environ.get("PARLINALG_TEST_COMPILED") == "1":
+    compiled.SMALL = 1  # compiled loops for the tests' blocks too, which are small
 
 RANKS = launched_ranks()
 if RANKS is None:

@@ -19,6 +19,7 @@ LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter 
 SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 5, (4, "cupy"): 10, (6, "numpy"): 8,
           (8, "numpy"): 8, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many, others each time, of the tests that also run on fewer ranks; --full: all."""
+COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
          "tests/test_agreement.py", "tests/test_launching.py")  # fmt: skip
 """Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
@@ -73,6 +74,7 @@ def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         env = {"PARLINALG_TEST_BACKEND": backend, "PARLINALG_TEST_REPORT": str(report)}
+        env["PARLINALG_TEST_COMPILED"] = str(int(backend == "numpy" and ranks in COMPILED))
         start = time.monotonic()
         done = launch(ranks, arguments, env=env, timeout=LIMIT * (10 if full else 1))
         seconds = time.monotonic() - start

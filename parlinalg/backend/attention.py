@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import compiled, namespace
 from parlinalg.backend.counted import count
 from parlinalg.backend.kernels import work_dtype
 from parlinalg.backend.visible import Visible, row_spans
@@ -103,6 +103,7 @@ class _Task:
             rows = rows // size * size if rows >= size else -(-size // -(-size // rows))
         self.rows = visible.rows(self.queries, rows)
         self.step = rows
+        self.loops = compiled.loops(q)
         self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
 
     def units(self) -> Iterator[tuple[slice, slice]]:
@@ -189,6 +190,26 @@ class _Task:
         """The sums of the rows of s, as columns."""
         return self.xp.matmul(s, self.ones[: s.shape[-1]])
 
+    def exponentiate(self, s: Block, shift: Block = None) -> Block:
+        """s = exp(s - shift) in place; the sums of its rows, as columns."""
+        if self.loops is not None and s.size:
+            sums = self.xp.empty((*s.shape[:-1], 1), s.dtype)
+            tops = sums.reshape(-1)[:0] if shift is None else compiled.flat(shift)
+            self.loops.exp_and_sum(compiled.rows(s), tops, sums.reshape(-1))
+            return sums
+        if shift is not None:
+            s -= shift
+        self.xp.exp(s, out=s)
+        return self.sums(s)
+
+    def through_softmax(self, dp: Block, p: Block, dot: Block) -> None:
+        """dp = (dp - dot) p in place: the gradient of scores from that of probabilities."""
+        if self.loops is not None and p.size:
+            self.loops.softmax_grad(compiled.rows(p), compiled.rows(dp), compiled.flat(dot))
+            return
+        dp -= dot
+        dp *= p
+
     def thinned(self, s: Block, factor: Block, rows: slice) -> Block:
         """s times the factors of dropout, in an array of its own."""
         out = self.room.get("thinned", *s.shape)
@@ -248,20 +269,19 @@ def forward(
             for at, stop in task.spans(b, h, rows):
                 keys = slice(at, stop)
                 s = task.scores(qs, kt[..., keys], b, h, rows, keys)
+                new = None
                 if not calm:
                     new = s.max(axis=-1, keepdims=True)
                     xp.maximum(new, least if top is None else top, out=new)  # finite where nothing is seen
-                    s -= new
                     if top is not None:
                         top -= new
                         xp.exp(top, out=top)
                         for past in (o, total, *done):
                             past *= top
                     top = new
-                xp.exp(s, out=s)
+                sums = task.exponentiate(s, new)
                 if keep:
                     done.append(s)
-                sums = task.sums(s)
                 p = s if dropped is None else task.thinned(s, dropped(b, h, rows, keys), rows)
                 if total is None:
                     o, total = task.product("out", p, vs[..., keys, :]), sums
@@ -333,9 +353,7 @@ def backward(
                 keys = slice(at, stop)
                 if kept is None:
                     p = task.scores(qs, kt[..., keys], b, h, rows, keys)
-                    if not plain:
-                        p -= shift
-                    xp.exp(p, out=p)
+                    task.exponentiate(p, None if plain else shift)
                 else:
                     p = task.place(*qs.shape[:-1], stop - at)
                 dp = task.product("dp", do, vt[..., keys])
@@ -346,8 +364,7 @@ def backward(
                     dvs[..., keys, :] += task.product("more", task.thinned(p, factor, rows).swapaxes(-1, -2), do)
                     spread = task.apart(dp, rows)
                     spread *= factor
-                dp -= dot
-                dp *= p
+                task.through_softmax(dp, p, dot)
                 dks[..., keys, :] += task.product("more", dp.swapaxes(-1, -2), qs)
                 if dqs is None:
                     dqs = task.product("dq", dp, ks[..., keys, :])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import cuda, namespace
+from parlinalg.backend import compiled, cuda, namespace
 from parlinalg.backend.erf import erf_into
 
 Block = Any
@@ -181,6 +181,10 @@ def gelu(x: Block, approximate: bool) -> Block:
     """x Φ(x), with Φ the normal distribution's, or its approximation by tanh (Hendrycks and Gimpel, 2016)."""
     if cuda.ready(x):
         return cuda.elementwise("gelu_tanh" if approximate else "gelu_erf", x)
+    if (loops := compiled.loops(x)) is not None:
+        y = np.empty(x.shape, x.dtype)
+        (loops.gelu_tanh if approximate else loops.gelu_erf)(compiled.flat(x), y.reshape(-1))
+        return y
     return fused(_gelu_tanh, x, scratch=1) if approximate else fused(_gelu_erf, x, scratch=3)
 
 
@@ -194,8 +198,11 @@ def gelu_grad(x: Block, g: Block, approximate: bool) -> Block:
 def gelu_and_slope(x: Block, approximate: bool) -> tuple[Block, Block]:
     """gelu(x), bit for bit as by `gelu`, and its derivative at x; on NumPy, of float32 or float64."""
     y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    flats = [compiled.flat(b) for b in (x, y, slope)]
+    if (loops := compiled.loops(x)) is not None:
+        (loops.gelu_tanh_slope if approximate else loops.gelu_erf_slope)(*flats)
+        return y, slope
     kernel: Callable[..., None] = _gelu_tanh_slope if approximate else _gelu_erf_slope
-    flats = [b.reshape(-1) for b in (np.ascontiguousarray(x), y, slope)]
     room = np.empty((2 if approximate else 3, min(x.size, CHUNK)), x.dtype)
     for part in spans(x.size, np):
         kernel(np, *(f[part] for f in flats), *(r[: part.stop - part.start] for r in room))
@@ -228,6 +235,10 @@ def row_exp_sum(z: Block, m: Block) -> Block:
     if cuda.ready(z):
         return cuda.row_exp_sum(z, m)
     xp = namespace(z)
+    if (loops := compiled.loops(z, m)) is not None:
+        out = np.empty(m.shape, m.dtype)
+        loops.row_exp_sum(compiled.rows(z), compiled.flat(m), out.reshape(-1))
+        return out
     rows, shift = _rows(z), m.reshape(-1, 1)
     out = xp.empty(rows.shape[0], m.dtype)
     for part in spans(rows.shape[0], xp, rows.shape[1]):
@@ -246,6 +257,11 @@ def row_exp(z: Block, m: Block, scale: Block | None = None) -> Block:
     if cuda.ready(z):
         return cuda.row_exp(z, m, scale)
     xp = namespace(z)
+    factors = xp.ones_like(m) if scale is None else scale
+    if (loops := compiled.loops(z, m, factors)) is not None:
+        out = np.empty(z.shape, z.dtype)
+        loops.row_exp(compiled.rows(z), compiled.flat(m), compiled.flat(factors), compiled.rows(out))
+        return out
     rows, shift = _rows(z), m.reshape(-1, 1)
     out = xp.empty(rows.shape, z.dtype)
     factor = None if scale is None else scale.reshape(-1, 1)

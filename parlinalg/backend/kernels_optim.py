@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import cuda, namespace
+from parlinalg.backend import compiled, cuda, namespace
 
 Array = Any
 
@@ -68,7 +68,11 @@ def adam(
     root = math.sqrt(1 - b2**step)
     rate, tiny = lr / (1 - b1**step) * root, eps * root  # the correction of v, taken out of the root
     decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
-    if cuda.adam(p, g, m, v, b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor):
+    numbers = (b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor)
+    if cuda.adam(p, g, m, v, *numbers):
+        return
+    if (loops := compiled.loops(p, g, m, v)) is not None and all(a.flags.c_contiguous for a in (p, g, m, v)):
+        loops.adam(p, g, m, v, *map(p.dtype.type, numbers))
         return
     for part, (s, t, u) in chunks(p, 3):
         q, d, mean, square = read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.backend import cuda, namespace
+from parlinalg.backend import compiled, cuda, namespace
 from parlinalg.backend.kernels import _rows, spans, work_dtype
 
 Block = Any
@@ -68,6 +68,8 @@ def norm(
     if total is None and cuda.ready(x):
         value, *moments = cuda.norm(x, weight, bias, eps, centred)
         return value, Moments(*moments)
+    if (loops := compiled.loops(x)) is not None:
+        return _norm(loops, x, weight, bias, n, eps, centred, total)
     xp, work = namespace(x), work_dtype(x.dtype)
     rows = _rows(xp.ascontiguousarray(x))
     y = xp.empty(rows.shape, x.dtype)
@@ -115,6 +117,8 @@ def norm_grad(
     """
     if total is None and cuda.ready(x, g):
         return cuda.norm_grad(x, g, weight, at.mean, at.scale)
+    if (loops := compiled.loops(x, g)) is not None:
+        return _norm_grad(loops, x, g, weight, at, n, total)
     xp, work = namespace(x), work_dtype(x.dtype)
     rows, grads = _rows(xp.ascontiguousarray(x)), _rows(xp.ascontiguousarray(g))
     count, width = rows.shape
@@ -157,6 +161,56 @@ def norm_grad(
 
     _staged(parts, [(terms, sums), (finish, None)], total)
     return dx.reshape(x.shape), dw, db
+
+
+def _norm(
+    loops: Any, x: Block, weight: Block, bias: Block, n: int, eps: float, centred: bool, total: Total | None
+) -> tuple[Block, Moments]:
+    """`norm` by compiled loops."""
+    rows, dtype = compiled.rows(x), x.dtype
+    y, scale = np.empty(rows.shape, dtype), np.empty(len(rows), dtype)
+    none = np.empty(0, dtype)
+    mean = np.empty(len(rows), dtype) if centred else none
+    gain, shift = _vector(weight, dtype), none if bias is None else _vector(bias, dtype)
+    count = dtype.type(max(1, n))
+
+    def finish(part: slice) -> None:
+        scale[part] = 1 / np.sqrt(scale[part] / count + dtype.type(eps))
+        loops.norm(rows[part], mean[part], scale[part], gain, shift, y[part])
+
+    means = (lambda part: loops.row_means(rows[part], count, mean[part]), mean)
+    squares = (lambda part: loops.row_squares(rows[part], mean[part], scale[part]), scale)
+    _staged(_parts(rows), [means] * centred + [squares, (finish, None)], total)
+    return y.reshape(x.shape), Moments(mean if centred else None, scale)
+
+
+def _norm_grad(
+    loops: Any, x: Block, g: Block, weight: Block, at: Moments, n: int, total: Total | None
+) -> tuple[Block, Block, Block]:
+    """`norm_grad` by compiled loops."""
+    rows, grads, dtype = compiled.rows(x), compiled.rows(g), x.dtype
+    dx, sums = np.empty(rows.shape, dtype), np.empty((2, len(rows)), dtype)
+    dw, db = (np.zeros(rows.shape[1], dtype) for _ in range(2))
+    dw_part, db_part = (np.empty(rows.shape[1], dtype) for _ in range(2))
+    mean = np.empty(0, dtype) if at.mean is None else at.mean
+    gain, count = _vector(weight, dtype), dtype.type(max(1, n))
+
+    def terms(part: slice) -> None:
+        nonlocal dw, db
+        loops.norm_terms(rows[part], grads[part], mean[part], at.scale[part], gain, sums[:, part], dw_part, db_part)
+        dw += dw_part  # sums of sums
+        if at.mean is not None:
+            db += db_part
+
+    def finish(part: slice) -> None:
+        loops.norm_grad(rows[part], grads[part], mean[part], at.scale[part], gain, sums[:, part], count, dx[part])
+
+    _staged(_parts(rows), [(terms, sums), (finish, None)], total)
+    return dx.reshape(x.shape), dw, db
+
+
+def _vector(x: Block, dtype: Any) -> Block:
+    return np.ascontiguousarray(x, dtype)
 
 
 def _room(xp: Any, parts: Sequence[slice], rows: Block, work: Any) -> Block:
@@ -208,6 +262,10 @@ def swiglu(z: Block) -> Block:
     """silu(z[..., 0]) z[..., 1]."""
     if cuda.ready(z):
         return cuda.elementwise("swiglu", z, shape=z.shape[:-1])
+    if (loops := compiled.loops(z)) is not None:
+        y = np.empty(z.shape[:-1], z.dtype)
+        loops.swiglu(compiled.flat(z), y.reshape(-1))
+        return y
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     out = xp.empty(gates.shape, z.dtype)
@@ -227,6 +285,10 @@ def swiglu_grad(z: Block, g: Block) -> Block:
     """The gradient of `swiglu` at z times g."""
     if cuda.ready(z, g):
         return cuda.elementwise("swiglu_grad", z, g)
+    if (loops := compiled.loops(z, g)) is not None:
+        dz = np.empty(z.shape, z.dtype)
+        loops.swiglu_grad(compiled.flat(z), compiled.flat(g), dz.reshape(-1))
+        return dz
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     grads = xp.ascontiguousarray(g).reshape(-1)
