@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
         help="how a configuration shares out ranks, without MPI",
         description="Which rank is where, as a configuration shares them out: `parlinalg map gpt3.py --ranks 3072`.",
     )
-    found.add_argument("config", help="a Python file of settings, or a shipped example: digits or text")
+    found.add_argument("config", help="a Python file of settings, or a shipped example: digits, text or hybrid")
     found.add_argument("--ranks", "-p", type=int, required=True, metavar="P", help="the ranks there would be")
     found.add_argument("--ranks-per-node", type=int, metavar="N", help="and how many of them on a node")
     found.add_argument(

@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         help="train a model as a configuration says",
         description="Train a model as a configuration says: `mpiexec -n 4 parlinalg train text`.",
     )
-    train.add_argument("config", help="a Python file of settings, or a shipped example: digits or text")
+    train.add_argument("config", help="a Python file of settings, or a shipped example: digits, text or hybrid")
     train.add_argument(
         "--out",
         type=Path,

@@ -69,6 +69,8 @@ def open_comm(comm: Any = None) -> Comm:
             for told in comm.allgather(problem(comm.size, comm.rank)):
                 if told:
                     raise CommError(told)
+    if not isinstance(comm, MPI.Intracomm):
+        raise CommError(f"comm is an mpi4py communicator, such as MPI.COMM_WORLD, or None for that, not {comm!r}")
     if comm.size == 1:
         return SingleComm()
     own = comm.Dup()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -37,6 +38,10 @@ class Declared:
     init: Initializer
     fan_in: int = 1
     fan_out: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.shape, default=0) < 0:
+            raise ConfigError(f"a parameter of shape {self.shape} cannot be: sizes are whole numbers of at least 0")
 
     def make(self, seed: int, name: str) -> DistArray:
         """The values; the same on every grid."""

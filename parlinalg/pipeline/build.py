@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from parlinalg.array.create import dtype_named
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.containers import Sequential
@@ -58,8 +59,12 @@ def build_pipeline_model(
     ConfigError
         If the model cannot be cut so; see `split`.
     """
-    if mesh is None:
-        mesh = _mesh(getattr(grid_of(model), "mesh", None))
+    if not isinstance(model, Module):
+        raise ConfigError(
+            f"build_pipeline_model takes a model, such as nn.Sequential(*layers), not {type(model).__name__}; "
+            "build_pipeline_model_from_cfg takes one as data"
+        )
+    mesh = _mesh(getattr(grid_of(model), "mesh", None) if mesh is None else mesh)
     if partition is None:
         partition = getattr(getattr(mesh, "parallel", None), "partition", "uniform")
     made = split(model, mesh.place, _schedule(mesh, num_chunks, schedule), partition, sample)
@@ -101,7 +106,9 @@ def build_pipeline_model_from_cfg(
         options = dict(cfg)
     config = getattr(mesh, "config", None)
     dtype = dtype or options.get("dtype") or getattr(config, "model_dtype", None)
-    model = sequential(options["layers"], mesh.scheme, mesh.grid, dtype)
+    model = together(
+        mesh.place.world, lambda: sequential(options["layers"], mesh.scheme, mesh.grid, dtype), "building the model"
+    )
     partition = options.get("partition") if partition is None else partition
     return build_pipeline_model(
         model, num_chunks, mesh=mesh, partition=partition, sample=sample, schedule=schedule, seed=seed
@@ -115,7 +122,11 @@ def sequential(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = N
     """
     if not isinstance(layers, list | tuple) or not layers:
         raise ConfigError(f"layers is a list of dicts, such as [dict(type='Linear', …), …], not {layers!r}")
-    place = registry.placed(scheme, grid, dtype_named(dtype) if isinstance(dtype, str) else dtype)
+    try:
+        made_dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
+    except TypeError as error:
+        raise ConfigError(f"dtype must be such as 'float32' or 'float64', not {dtype!r}") from error
+    place = registry.placed(scheme, grid, made_dtype)
     made, inward = [], True
     for i, given in enumerate(layers):
         if isinstance(given, Mapping) and given.get("type") == "Linear":
@@ -146,11 +157,13 @@ def build_by_hand(
     ConfigError
         On all ranks, if on any there are not as many as the schedule gives it.
     """
-    given = [chunks] if isinstance(chunks, Module) else list(chunks)
-    place, schedule = mesh.place, _schedule(mesh, len(given), schedule, by_hand=True)
+    given: list[Any] = [chunks] if isinstance(chunks, Module) or not isinstance(chunks, Iterable) else list(chunks)
+    place, schedule = _mesh(mesh).place, _schedule(mesh, max(1, len(given)), schedule, by_hand=True)
     held = schedule.chunks[place.rank]
     problem = ""
-    if len(given) != len(held):
+    if strange := [each for each in given if not isinstance(each, Module)]:
+        problem = f"rank {place.world.rank} builds a stage by hand that is {strange[0]!r}, no Module"
+    elif len(given) != len(held):
         problem = (
             f"rank {place.world.rank} builds {len(given)} stages by hand, but {schedule.name} gives it {len(held)}"
         )
@@ -181,8 +194,9 @@ def build_by_hand(
 
 
 def _mesh(mesh: Any) -> Any:
-    if mesh is None:
-        raise ConfigError("a pipeline is built on a mesh: give mesh=parlinalg.launch(config)")
+    if not all(hasattr(mesh, name) for name in ("grid", "scheme", "place")):
+        told = "" if mesh is None else f", not {type(mesh).__name__}"
+        raise ConfigError(f"a pipeline is built on a mesh: give mesh=parlinalg.launch(config){told}")
     return mesh
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.comm.together import together
+from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.names import check_names
@@ -260,6 +260,16 @@ def split(
         If the schedule is not of the pipeline's size, the model cannot be cut, has fewer layers than there are stages,
         or a partition by hand does not fit.
     """
+    if isinstance(model, PipelineModel):
+        raise ConfigError(f"{model!r} is cut into stages already: cut the whole model")
+    told: list[Any] = [schedule.name, schedule.ranks, schedule.stages, partition]
+    for name, module in model.named_modules():
+        told += [name, type(module).__name__, [(n, p.shape, str(p.dtype)) for n, p in module._parameters.items()]]
+    if (odd := odd_one_out(place.world, repr(told).encode())) is not None:
+        raise ConfigError(
+            f"rank {odd} cuts another model than rank 0, or cuts it otherwise: declare the same whole model on all "
+            "ranks; pipeline.build_by_hand takes stages that each rank makes itself"
+        )
     if schedule.ranks != place.size:
         raise ConfigError(
             f"the schedule {schedule.name!r} is of {schedule.ranks} pipeline ranks, but there are {place.size}; "
@@ -324,7 +334,8 @@ def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
     if not callable(layers):
         raise ConfigError(
             f"{type(model).__name__} cannot be cut into stages: give it a method layers() that lists them (of "
-            "nn.Layer or Module, each taking what the one before gives), a list `stages`, or make it an nn.Sequential"
+            "nn.Layer or Module, each taking what the one before gives), a list `stages`, or make it an nn.Sequential; "
+            "one stage of a model, made on its rank alone, is for pipeline.build_by_hand"
         )
     return [_layer(model, x) for x in layers()], None
 

@@ -100,6 +100,8 @@ def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Count
         If there are not as many numbers as stages, they do not sum to the layers, or a stage has none; the message says
         what would be right.
     """
+    if not isinstance(given, Sequence) or not all(hasattr(n, "__index__") for n in given):
+        raise ConfigError(f"partition is a name, or a list of the layers of each stage, not {given!r}")
     counts = tuple(given)
     inner = sum(not layer.end for layer in layers)
     like = list(uniform(max(inner, stages), stages))

@@ -137,7 +137,11 @@ def _made(kind: Maker, name: str, options: dict[str, Any], place: Mapping[str, A
         signature.bind(**given)
     except TypeError as error:
         raise ConfigError(f"{where} ({name}): {error}; it takes {', '.join(own) or 'none'}") from error
-    made = kind(**given)
+    try:
+        made = kind(**given)
+    except Exception as error:
+        error.add_note(f"making {where} ({name}) of a model that is given as data")
+        raise
     if not isinstance(made, Module):
         raise ConfigError(f"{where} ({name}) makes a {type(made).__name__}: a layer is a Module")
     return made

@@ -28,6 +28,7 @@ from parlinalg.train import checkpoint_folder as folders
 from parlinalg.train.checkpoint_index import INDEX, PAGE, Chunk, Entry, File, Index
 from parlinalg.train.checkpoint_keep import to_drop
 from parlinalg.train.checkpoint_load import Reader, check_fits, read_index
+from parlinalg.train.checkpoint_options import check_options, check_training
 from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, share_out
 from parlinalg.train.checkpoint_writer import Part, Shard
 
@@ -105,12 +106,45 @@ class Checkpoints:
         self, folder: str | Path, comm: Comm, parameters: Mapping[str, Parameter], optimizer: Optimizer | None = None,
         *, keep: int | None = 3, best: str | None = None, background: bool = True,
     ) -> None:  # fmt: skip
+        check_options(keep, best, background)
+        if not isinstance(comm, Comm) or not isinstance(parameters, Mapping):
+            raise ConfigError(
+                f"Checkpoints takes a folder, a Comm such as grid.world or engine.world, and a dict such as "
+                f"dict(model.named_parameters()), not {type(comm).__name__} and {type(parameters).__name__}"
+            )
         self.folder, self.comm = Path(folder), comm
         self.parameters, self.optimizer = dict(parameters), optimizer
         self.keep, self.best, self.background = keep, best, background
         self._pending: _Pending | None = None
         self._measured: dict[int, float | None] = {}
         self._shared: tuple[str, dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]] | None = None
+
+    def open(self, *, fresh: bool) -> str:
+        """Make the folder, so that one that cannot be written is found before a training.  Collective.
+
+        Parameters
+        ----------
+        fresh : bool
+            Whether the training begins: checkpoints that are there are another one's, and set aside.
+
+        Returns
+        -------
+        str
+            What to say of it on rank 0, where there were some.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if it cannot be made or written.
+        """
+
+        def make() -> str:
+            folders.make(self.folder)
+            old = folders.set_aside(self.folder) if fresh else None
+            folders.make(self.folder)
+            return "" if old is None else f"the checkpoints of an earlier training are in {old} now"
+
+        return self._together(make, f"making {self.folder}", root=True) or ""
 
     # ------------------------------------------------------------------ saving
     def save(self, step: int, training: Mapping[str, Any] | None = None) -> None:
@@ -119,7 +153,8 @@ class Checkpoints:
         Parameters
         ----------
         step : int
-            Names the checkpoint.
+            Names the checkpoint.  Those of later steps, which a training has gone back from, are set aside once it is
+            complete.
         training : dict
             JSON that `load` gives back.  Its "metrics" are those of the step.
 
@@ -129,6 +164,7 @@ class Checkpoints:
             On all ranks, if a folder cannot be written or a disk is full on any, here or when the file is completed;
             earlier checkpoints stay as they are.
         """
+        self._together(lambda: check_training(step, training), "saving")
         self.finish()
         pieces = pieces_of(self.parameters, self.optimizer)
         mine, tensors = self._share_out(description(pieces))
@@ -230,6 +266,7 @@ class Checkpoints:
     def _tidy(self, folder: Path, index: Index) -> None:
         """Take away the files and checkpoints that nobody needs any more."""
         folders.remove(folder, {INDEX, *index.files})
+        folders.set_later_aside(self.folder, index.step)
         self._measured[index.step] = self._metric(index.training.get("metrics", {}))
         there = folders.complete(self.folder)
         for step in set(there) - set(self._measured):

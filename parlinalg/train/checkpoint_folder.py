@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +101,27 @@ def set_aside(folder: Path) -> Path | None:
         shutil.rmtree(old)
     folder.replace(old)
     return old
+
+
+def set_later_aside(folder: Path, step: int) -> None:
+    """Put the checkpoints of later steps with those that are set aside: a training has gone back from them."""
+    old = folder.with_name(f"{folder.name}.old")
+    for later in (s for s in complete(folder) if s > step):
+        old.mkdir(exist_ok=True)
+        if (old / name_of(later)).exists():
+            shutil.rmtree(old / name_of(later))
+        (folder / name_of(later)).replace(old / name_of(later))
+
+
+def make(folder: Path) -> None:
+    """Make a folder that can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        what = "it is a file" if folder.is_file() else error.strerror
+        raise CheckpointError(f"checkpoints cannot be written to the folder {folder}: {what}") from error
 
 
 def metrics_of(folder: Path) -> dict[str, float]:

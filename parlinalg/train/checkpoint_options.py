@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parlinalg.errors import ConfigError
 from parlinalg.train.keys import Check, flag, optional, refuse, section, text, whole
 
 
@@ -45,6 +47,25 @@ class Checkpointing:
 _CHECKS: dict[str, Check] = {
     "every": optional(whole(1)), "keep": optional(whole(1)), "best": optional(text), "background": flag,
 }  # fmt: skip
+
+
+def check_options(keep: Any = 3, best: Any = None, background: Any = True) -> None:
+    """Raise a ConfigError unless these say which checkpoints stay, and how they are written."""
+    for key, value in (("keep", keep), ("best", best), ("background", background)):
+        _CHECKS[key](f"checkpoints: {key}", value)
+
+
+def check_training(step: Any, training: Any) -> None:
+    """Raise a ConfigError unless a checkpoint can have this step, and this beside its arrays."""
+    whole(0)("Checkpoints.save: step", step)
+    if training is not None and not isinstance(training, Mapping):
+        raise refuse("Checkpoints.save: training", training, "a dict of what JSON can carry")
+    try:
+        json.dumps(dict(training or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Checkpoints.save: what is saved beside the arrays is JSON, of texts, numbers, lists and dicts: {error}"
+        ) from error
 
 
 def checkpointing(where: str, value: Any) -> Checkpointing:

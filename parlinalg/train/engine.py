@@ -24,7 +24,8 @@ from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import Schedule
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
-from parlinalg.train.feed import rows_of
+from parlinalg.train.arguments import check_state
+from parlinalg.train.feed import some_rows
 from parlinalg.train.layouts import place_inputs
 from parlinalg.train.losses import Criterion, check_loss, counted
 from parlinalg.train.sizes import detached
@@ -159,7 +160,7 @@ class Engine:
                 return self.model(self.placed(x))
         if self._draws is None:
             self._draws = Draws(self.made, self._rows)
-            self._forwarded = rows_of(x)
+            self._forwarded = some_rows(x)
         with self.context(inputs) as auxiliary, drawing(self._draws):
             output = self.model(self.placed(x))
         self._auxiliary += auxiliary
@@ -349,9 +350,7 @@ class Engine:
     def check_free(self, what: str) -> None:
         """Raise unless a schedule may run: not with gradients that wait for a step."""
         if self._weight is not None:
-            raise EngineError(
-                f"{what} after a backward pass whose step is not made: call engine.step(), or zero_grad()"
-            )
+            raise EngineError(f"{what} after a backward pass whose step is not made: call engine.step()")
 
     def worker(self, schedule: Schedule) -> Worker:
         """What runs the model's stages by a schedule.  Collective at the first use of each."""
@@ -395,6 +394,7 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave.  Collective."""
+        check_state("engine.load_state_dict", state, ("model", "optimizer", "progress"))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.set_progress(state["progress"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
+from zlib import crc32
 
 import numpy as np
 
@@ -38,11 +39,7 @@ class Feed:
     """
 
     def __init__(self, source: Any, world: Comm) -> None:
-        if not isinstance(source, Iterable):
-            raise ConfigError(
-                f"a dataloader is an iterable of pairs (inputs, labels), not {type(source).__name__}; a list of pairs "
-                "is one, or a loader of parlinalg.datasets"
-            )
+        check_loader(source)
         self.source: Any = source
         self.world = world
         self.epochs = 0
@@ -88,12 +85,21 @@ class Feed:
         return iter(self.source) if begun is None else chain(begun[:1], begun[1])
 
 
+def check_loader(source: Any) -> None:
+    """Raise a ConfigError unless batches can come from it."""
+    if not isinstance(source, Iterable) or isinstance(source, str | bytes | Mapping):
+        raise ConfigError(
+            f"a dataloader is an iterable of pairs (inputs, labels), not {type(source).__name__}; a list of pairs is "
+            "one, or a loader of parlinalg.datasets"
+        )
+
+
 class Pass:
     """The batches of one epoch, each whole (`next()`) or in microbatches (`take`)."""
 
     def __init__(self, feed: Feed, epoch: int, skip: int = 0) -> None:
         self.feed, self.epoch = feed, epoch
-        self.given = skip
+        self.given, self._skip = skip, skip
         self._cuts = callable(getattr(feed.source, "epoch", None))
         self._parts = 0
         self._iterator: Iterator[Any] = iter(()) if self._cuts else islice(feed.opened(), skip, None)
@@ -104,7 +110,12 @@ class Pass:
     def __next__(self) -> Any:
         if self._cuts:
             return self._next_cut(1)[0]
-        return agreed(self.feed.world, self._next)
+        return agreed(self.feed.world, self._next, content=content if self.begins else None)
+
+    @property
+    def begins(self) -> bool:
+        """Whether none of its batches is taken yet."""
+        return self.given == self._skip
 
     def take(self, parts: int) -> list[Any]:
         """The next batch in so many microbatches, or as many as it has rows, if these are fewer.
@@ -139,29 +150,32 @@ def _pair(given: Any) -> Any:
     raise EngineError(f"a dataloader gives pairs (inputs, labels), not a {what}")
 
 
-def agreed(world: Comm, draw: Callable[[], Result], rows: Callable[[Result], int] | None = None) -> Result:
-    """What `draw` gives, where it gives something on all ranks, of as many rows.  Collective.
+def agreed(
+    world: Comm, draw: Callable[[], Result], rows: Callable[[Result], int] | None = None,
+    content: Callable[[Result], int] | None = None,
+) -> Result:  # fmt: skip
+    """What `draw` gives, where it gives something on all ranks, of as many rows and the same content.  Collective.
 
     Raises
     ------
     StopIteration
         If it ends on all of them.
     EngineError
-        On all ranks, if it ends or fails on some, or rows differ.
+        On all ranks, if it ends or fails on some, or rows or content differ.
     """
     made: list[Result] = []
-    said: list[Any] = ["", 0]
+    said: list[Any] = ["", 0, 0]
     try:
         made.append(draw())
-        said[1] = 0 if rows is None else rows(made[0])
+        said[1:] = [0 if rows is None else rows(made[0]), 0 if content is None else content(made[0])]
     except StopIteration:
         said[0] = "ends"
     except ParlinalgError as error:
         said[0] = str(error)
     told = world.share(said)
-    if all(what == "ends" for what, _ in told):
+    if all(what == "ends" for what, *_ in told):
         raise StopIteration
-    for rank, (what, count) in enumerate(told):
+    for rank, (what, count, values) in enumerate(told):
         if what == "ends":
             raise EngineError(
                 f"the batches of rank {rank} end, those of other ranks go on: all ranks iterate the same batches, "
@@ -174,11 +188,29 @@ def agreed(world: Comm, draw: Callable[[], Result], rows: Callable[[Result], int
                 f"rank {rank} has a batch of {count} rows, rank 0 one of {told[0][1]}: all ranks iterate the same "
                 "batches, whole, and each cuts its own block"
             )
+        if values != told[0][2]:
+            raise EngineError(
+                f"rank {rank} has other values in its batch than rank 0: all ranks iterate the same batches, whole and "
+                "in the same order, and each cuts its own block; shuffle by the same seed on all, and give no rank a "
+                "share of its own"
+            )
     return made[0]
 
 
-def drawn(data_iter: Iterator[Any], parts: int, world: Comm) -> list[Any]:
-    """The next batch of an iterator, in at most so many microbatches.  Collective.
+def content(given: Any) -> int:
+    """A checksum of the host arrays of a batch, or of a tree of them; blocks of `DistArray`s differ, and count 0."""
+    if isinstance(given, dict):
+        given = list(given.values())
+    if isinstance(given, tuple | list):
+        return crc32(repr([content(each) for each in given]).encode())
+    if isinstance(given, DistArray | Tensor | Batch) or (host := np.asarray(given)).dtype.hasobject:
+        return 0
+    return crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8)) if host.size else 0
+
+
+def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False) -> list[Any]:
+    """The next batch of an iterator, in at most so many microbatches; `check`: whether all ranks have the same values,
+    as is looked at where an epoch begins.  Collective.
 
     Raises
     ------
@@ -196,8 +228,9 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm) -> list[Any]:
             )
         return cut(_pair(next(data_iter)), parts)
 
+    check = check or (isinstance(data_iter, Pass) and data_iter.begins)
     try:
-        return agreed(world, draw, lambda found: sum(rows_of(x) for x, _ in found))
+        return agreed(world, draw, lambda found: sum(rows_of(x) for x, _ in found), content if check else None)
     except StopIteration:
         given = f" after {data_iter.given} batches" if isinstance(data_iter, Pass) else ""
         raise EngineError(
@@ -216,6 +249,13 @@ def rows_of(x: Any) -> int:
     if not shape:
         raise EngineError(f"a batch's inputs and labels are arrays whose first dim counts samples, not {x!r}")
     return int(shape[0])
+
+
+def some_rows(x: Any) -> int:
+    """The rows of a batch that is trained on, at least one."""
+    if not (rows := rows_of(x)):
+        raise EngineError("a batch of no rows: there is nothing to train on; leave such batches out")
+    return rows
 
 
 def cut(pair: Pair, parts: int) -> list[Pair]:

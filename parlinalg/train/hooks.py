@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.train.checkpoint import Checkpoints
+from parlinalg.train.checkpoint_options import check_options
+from parlinalg.train.feed import check_loader
 
 if TYPE_CHECKING:
     from parlinalg.train.trainer import Trainer
@@ -24,6 +28,17 @@ class Hook:
 
     wants_output = False
     """Whether the outputs of a batch are to be kept and joined, for `output` and `label`; else these are None."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for name in vars(cls):
+            if name.startswith(("before_", "after_")) and not hasattr(Hook, name):
+                points = [point for point in vars(Hook) if point.startswith(("before_", "after_"))]
+                near = difflib.get_close_matches(name, points, n=1, cutoff=0)
+                raise ConfigError(
+                    f"{cls.__name__}.{name}: there is no such point of a training; did you mean {near[0]!r}?  There "
+                    f"are {', '.join(points)}"
+                )
 
     def before_train(self, trainer: Trainer) -> None: ...
 
@@ -59,6 +74,17 @@ class LogHook(Hook):
 
     def __init__(self, every: int = 1, to: Callable[[str], object] | str | Path = print) -> None:
         self.every, self.to = _every("LogHook", every), to
+        if not callable(to) and not isinstance(to, str | Path):
+            raise ConfigError(f"LogHook: to is a function that takes a line, or the path of a file, not {to!r}")
+
+    def before_train(self, trainer: Trainer) -> None:
+        together(trainer.engine.world, lambda: self._open(trainer), "opening the log")
+
+    def _open(self, trainer: Trainer) -> None:
+        """Make the file, so that a path that cannot be written is found before the training."""
+        if not callable(self.to) and trainer.engine.world.rank == 0:
+            Path(self.to).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.to).open("a").close()
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
         if trainer.step % self.every == 0:
@@ -101,6 +127,10 @@ class CheckpointHook(Hook):
         self.to, self.every = to, _every("CheckpointHook", every)
         self.options: dict[str, Any] = {"keep": keep, "best": best, "background": background}
         self.resume = resume
+        if not callable(to) and not isinstance(to, str | Path):
+            raise ConfigError(f"CheckpointHook: the first is a folder, or a function of the trainer, not {to!r}")
+        if not callable(to):
+            check_options(**self.options)
         self._checkpoints: Checkpoints | None = None
         self._saved = -1
 
@@ -108,12 +138,22 @@ class CheckpointHook(Hook):
         if callable(self.to):
             return
         engine = trainer.engine
-        held = dict(engine.named_parameters())
+        trainer.progress()  # raises now, if it cannot be saved
+        held, first = dict(engine.named_parameters()), self._checkpoints is None
         self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
+        if said := self._checkpoints.open(fresh=first and not self.resume and trainer.step == 0):
+            print(said, flush=True)
         found = self._checkpoints.load() if self.resume else None
         if found is not None:
             trainer.set_progress(found.training)
             self._saved = trainer.step
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        best = self.options["best"]
+        if not callable(self.to) and best not in (None, "test_loss") and best not in trainer.metrics:
+            raise ConfigError(
+                f"CheckpointHook: there is no metric {best!r} for best; there are {', '.join(trainer.metrics)}"
+            )
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
         if self._checkpoints is not None:
@@ -129,7 +169,9 @@ class CheckpointHook(Hook):
 
     def _save(self, trainer: Trainer) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.save(trainer.step, {"metrics": trainer.metrics, **trainer.progress()})
+            kind = {"kind": type(trainer.engine.optimizer).__name__}  # looked at before states are loaded
+            state = {"metrics": trainer.metrics, "optimizer": kind, **trainer.progress()}
+            self._checkpoints.save(trainer.step, state)
         elif callable(self.to):
             self.to(trainer)
         self._saved = trainer.step
@@ -147,6 +189,7 @@ class EvaluateHook(Hook):
 
     def __init__(self, dataloader: Iterable[Any], every: int) -> None:
         self.dataloader, self.every = dataloader, _every("EvaluateHook", every)
+        check_loader(dataloader)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
         if trainer.step % self.every == 0:
@@ -190,6 +233,11 @@ class EarlyStopHook(Hook):
     def after_train_epoch(self, trainer: Trainer) -> None:
         if self.metric != "test_loss":
             self._look(trainer)
+        elif "test_loss" not in trainer.metrics and not trainer.evaluates:
+            raise ConfigError(
+                "EarlyStopHook: nothing measures test_loss; give fit(…, test_dataloader=…) or an EvaluateHook, or take "
+                "another metric, such as 'loss'"
+            )
 
     def _look(self, trainer: Trainer) -> None:
         if self.metric not in trainer.metrics:

@@ -14,11 +14,12 @@ from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.train import build
-from parlinalg.train.config import Config, load
+from parlinalg.train.arguments import check_alike, check_calls, config_of, length_of, placed_on
+from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
 from parlinalg.train.launch import Mesh
-from parlinalg.train.layouts import grid_of, place_inputs
+from parlinalg.train.layouts import place_inputs
 from parlinalg.train.losses import Criterion
 from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
 from parlinalg.train.stages import optimizer_of, staged
@@ -79,13 +80,10 @@ def initialize(
     ConfigError
         On all ranks, if what is given does not fit together.
     """
-    grid = grid_of(model) if mesh is None else mesh.grid
-    mesh = mesh if mesh is not None else grid.mesh
-    if config is not None:
-        config = load(config)
-    else:
-        config = mesh.config if mesh is not None else load({})
-    schedule = schedule_of(config, mesh) if schedule is None else schedule
+    check_calls(optimizer, criterion, schedule, lr_scheduler)
+    grid, mesh = placed_on(model, mesh)
+    config = config_of(config, mesh)
+    schedule = schedule_of(config, mesh, model) if schedule is None else schedule
     world = grid.world if mesh is None else mesh.world
     train = None if train_dataloader is None else Feed(train_dataloader, world)
     test = None if test_dataloader is None else Feed(test_dataloader, world)
@@ -103,6 +101,7 @@ def initialize(
     if all(p.reducer is None for p in parameters):
         build.reducer(config, grid, model)
     made_optimizer = _optimizer(config, optimizer, parameters, grid)
+    check_alike(world, grid, model, made_optimizer)
     accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
     engine = Engine(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
@@ -141,11 +140,6 @@ def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter],
     if optimizer is None:
         return build.optimizer(config, parameters, grid)
     if not isinstance(optimizer, Optimizer):
-        if not callable(optimizer):
-            raise ConfigError(
-                f"initialize takes an Optimizer or a callable that makes one from parameters, not "
-                f"{type(optimizer).__name__}"
-            )
         optimizer = optimizer_of(optimizer, parameters, grid)
     known = {id(p) for p in parameters}
     strange = next((p for p in optimizer.parameters if id(p) not in known), None)
@@ -159,7 +153,12 @@ def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter],
 
 def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | None) -> Any:
     if given is not None:
-        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        if not callable(getattr(made, "step", None)):
+            raise ConfigError(
+                f"initialize: lr_scheduler makes a {type(made).__name__}, without step(); make a Scheduler"
+            )
+        return made
     if config.lr_schedule.name == "constant" and not config.lr_schedule.options:
         return None
     steps = config.steps
@@ -169,5 +168,7 @@ def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | 
                 f"initialize: the configuration's lr_schedule ({config.lr_schedule}) needs the number of steps: give "
                 "the configuration steps=…, or initialize a train_dataloader, or an lr_scheduler"
             )
-        steps = -(-config.epochs * len(train) // config.gradient_accumulation)
+        every = length_of(train.source, f"initialize: the configuration's lr_schedule ({config.lr_schedule}) needs the "
+                          "number of steps, so steps=… in it, or the length of train_dataloader")  # fmt: skip
+        steps = -(-config.epochs * every // config.gradient_accumulation)
     return build.scheduler(config, optimizer, steps)

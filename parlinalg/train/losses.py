@@ -29,9 +29,22 @@ def counted(criterion: Criterion, output: Any, label: Any, grid: Grid) -> tuple[
     label = placed(label, grid, layout)
     found = criterion(output, label)
     if isinstance(found, tuple) and len(found) == 2:
-        return check_loss(found[0]), int(found[1])
+        return check_loss(found[0]), _count(found[1])
     count = size_of(label)
     return check_loss(found) * count, count
+
+
+def _count(given: Any) -> int:
+    """How many losses are summed."""
+    try:
+        count = int(given)
+    except (TypeError, ValueError):
+        count = -1
+    if count < 0:
+        raise EngineError(
+            f"a criterion gives a mean loss, or (the sum of the losses, how many they are), not (…, {given!r})"
+        )
+    return count
 
 
 def check_loss(loss: Any) -> Tensor:

@@ -45,7 +45,9 @@ def override(config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, An
         If a setting is not of the form key.key=value, or goes through a value that is no dict.
     """
     result = _copied(config)
-    for setting in settings:
+    for setting in [settings] if isinstance(settings, str) else settings:
+        if not isinstance(setting, str):
+            raise ConfigError(f"settings are texts such as 'parallel.tensor.mode=2d', not {setting!r}")
         path, equals, text = setting.partition("=")
         keys = [key.strip() for key in path.split(".")]
         if not equals or not all(keys):

@@ -11,7 +11,8 @@ from parlinalg.autograd import Tensor
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.nn.auxiliary import AuxiliaryLosses
-from parlinalg.pipeline import Schedule, make
+from parlinalg.nn.module import Module
+from parlinalg.pipeline import PipelineModel, Schedule, discover, make
 from parlinalg.train.config import Config
 from parlinalg.train.feed import drawn, joined, rows_of
 from parlinalg.train.launch import Mesh
@@ -84,7 +85,7 @@ class BaseSchedule:
 
     def batches(self, engine: Engine, data_iter: Iterator[Any], learns: bool) -> list[Any]:
         """The next batch in microbatches; an evaluation may take fewer."""
-        parts = drawn(data_iter, self.num_microbatches, engine.world)
+        parts = drawn(data_iter, self.num_microbatches, engine.world, check=learns and engine.made == 0)
         if learns and len(parts) < self.num_microbatches:
             rows = sum(rows_of(x) for x, _ in parts)
             raise EngineError(
@@ -105,7 +106,7 @@ class NonPipelineSchedule(BaseSchedule):
         self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:  # fmt: skip
-        if engine.pipelined:
+        if _engine(engine).pipelined:
             raise EngineError(
                 f"{type(self).__name__}: this model is cut into the stages of a pipeline; use "
                 f"PipelineSchedule({max(2, self.num_microbatches)}), or engine.schedule, that of the configuration"
@@ -139,22 +140,30 @@ class PipelineSchedule(NonPipelineSchedule):
     num_model_chunks : int, optional
         Stages that a rank holds, in schedules that let one choose.  The model must have been cut for as many: name the
         schedule in the configuration, or give this to `initialize`.
+    every : int, optional
+        The microbatches of an optimizer step, in asynchronous schedules.
     """
 
     def __init__(
-        self, num_microbatches: int, schedule: str = "1f1b", num_model_chunks: int | None = None
+        self, num_microbatches: int, schedule: str = "1f1b", num_model_chunks: int | None = None,
+        *, every: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(num_microbatches)
-        self.name, self.num_model_chunks = schedule, num_model_chunks
+        if schedule not in list(discover()):
+            raise ConfigError(f"there is no pipeline schedule {schedule!r}; there are {', '.join(sorted(discover()))}")
+        whole = isinstance(num_model_chunks, int) and not isinstance(num_model_chunks, bool) and num_model_chunks > 0
+        if num_model_chunks is not None and not whole:
+            raise ConfigError(f"num_model_chunks is a whole number of at least 1, not {num_model_chunks!r}")
+        self.name, self.num_model_chunks, self.every = schedule, num_model_chunks, every
 
     def made(self, ranks: int) -> Schedule:
-        return make(self.name, ranks, self.num_microbatches, self.num_model_chunks)
+        return make(self.name, ranks, self.num_microbatches, self.num_model_chunks, every=self.every)
 
     def forward_backward_step(
         self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:  # fmt: skip
-        if not engine.pipelined:
+        if not _engine(engine).pipelined:
             return super().forward_backward_step(engine, data_iter, forward_only, return_loss, return_output_label)
         if not forward_only:
             engine.check_free(f"{type(self).__name__}.forward_backward_step")
@@ -242,9 +251,21 @@ class Stages:
         return total, count, {"count": float(count)}
 
 
-def schedule_of(config: Config, mesh: Mesh | None) -> BaseSchedule:
-    """The schedule that a configuration says."""
-    if mesh is None or mesh.place.size == 1:
+def _engine(given: Any) -> Engine:
+    """What a schedule is to run, if it is an engine."""
+    if not hasattr(given, "pipelined"):
+        raise EngineError(
+            f"forward_backward_step takes the engine that initialize gives first, then an iterator of batches, not "
+            f"{type(given).__name__}"
+        )
+    engine: Engine = given
+    return engine
+
+
+def schedule_of(config: Config, mesh: Mesh | None, model: Module) -> BaseSchedule:
+    """The schedule that a configuration says; where it says none, one that runs the chunks that a model is cut into."""
+    chunks = len(model.chunks) if isinstance(model, PipelineModel) else 1
+    if mesh is None or (mesh.place.size == 1 and not isinstance(model, PipelineModel)):
         return NonPipelineSchedule()
-    chosen = config.schedule or Pipelining()
-    return PipelineSchedule(microbatches_of(config, mesh.place.size), chosen.name, chosen.chunks)
+    chosen = config.schedule or (Pipelining() if chunks == 1 else Pipelining("interleaved", chunks=chunks))
+    return PipelineSchedule(microbatches_of(config, mesh.place.size), chosen.name, chosen.chunks, every=chosen.every)

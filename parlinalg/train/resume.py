@@ -86,8 +86,7 @@ class Saving:
         """
         if not self.options.on:
             return ""
-        old = together(self.comm, lambda: folders.set_aside(self.folder) if self._root else None, "setting aside")
-        return "" if old is None else f"the checkpoints of an earlier training are in {old} now"
+        return self.checkpoints.open(fresh=True)
 
     def resume(self, *, fall_back: bool = False) -> str:
         """Go on from the last checkpoint, if there is one.  Collective.
@@ -107,6 +106,8 @@ class Saving:
         CheckpointError
             If it is damaged, or of another training.
         """
+        if self.options.on:
+            self.checkpoints.open(fresh=False)
         together(self.comm, lambda: folders.remove_leftovers(self.folder) if self._root else None, "tidying up")
         found = self.checkpoints.load(fall_back=fall_back)
         if found is None:

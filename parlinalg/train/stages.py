@@ -9,6 +9,7 @@ import numpy as np
 
 from parlinalg.array import zeros
 from parlinalg.autograd import Parameter
+from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
@@ -63,8 +64,13 @@ def optimizer_of(
     make: Callable[[Sequence[Parameter]], Optimizer], parameters: Sequence[Parameter], grid: Grid
 ) -> Optimizer:  # fmt: skip
     """The optimizer of these parameters; of a stage without any, such as one of an activation, one of none."""
-    if parameters:
-        return make(parameters)
-    optimizer = make([Parameter(zeros((0,), grid, Layout(None), np.float32), "none")])
-    optimizer.parameters = []
+    own = parameters or [Parameter(zeros((0,), grid, Layout(None), np.float32), "none")]
+    optimizer = make(own)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"the function that is to make an optimizer gives {optimizer!r}: it takes the parameters and returns an "
+            "Optimizer, such as lambda parameters: AdamW(parameters, lr=1e-3)"
+        )
+    if not parameters:
+        optimizer.parameters = []
     return optimizer

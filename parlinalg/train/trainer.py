@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, EngineError
+from parlinalg.train.arguments import check_rate, check_schedule, check_state, length_of, whole_number
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
-from parlinalg.train.hooks import Hook
+from parlinalg.train.hooks import EvaluateHook, Hook
 from parlinalg.train.pipeline_schedules import BaseSchedule
 
 
@@ -44,9 +46,16 @@ class Trainer:
         self, engine: Engine, schedule: BaseSchedule | None = None, *, lr_scheduler: Any = None,
         hooks: Sequence[Hook] = (),
     ) -> None:  # fmt: skip
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"Trainer takes the engine that initialize gives first, not {type(engine).__name__}")
+        check_schedule("Trainer", schedule)
+        check_rate("Trainer", lr_scheduler, made=True)
         chosen = schedule or engine.schedule
         if chosen is None:
             raise ConfigError("Trainer: neither it nor the engine has a schedule; give schedule=NonPipelineSchedule()")
+        if not isinstance(hooks, Iterable):
+            raise ConfigError(f"Trainer: hooks is a list of hooks, not {type(hooks).__name__}; write hooks=[…]")
+        hooks = list(hooks)
         for hook in hooks:
             if not isinstance(hook, Hook):
                 raise ConfigError(
@@ -54,10 +63,12 @@ class Trainer:
                     "overrides the methods that it needs"
                 )
         self.engine, self.schedule, self.lr_scheduler = engine, chosen, lr_scheduler
-        self.hooks = list(hooks)
+        self.hooks = hooks
         self.epoch = self.step = 0
         self._taken = 0  # batches of the epoch under way
         self.metrics: dict[str, float] = {}
+        self.evaluates = False
+        """Whether a training evaluates by itself, or by an EvaluateHook."""
         self.why = ""
         """Why the training was stopped, if it was."""
 
@@ -74,6 +85,7 @@ class Trainer:
         Parameters
         ----------
         train_dataloader : Feed or iterable
+            With a length; batches at its end that are too few for `gradient_accumulation` are left out.
         epochs : int, optional
             Passes over it, or until `steps` are made.
         steps : int, optional
@@ -88,9 +100,20 @@ class Trainer:
         """
         if epochs is None and steps is None:
             raise ConfigError("Trainer.fit: say how long to train, by epochs or by steps")
-        feed = self._feed(train_dataloader)
-        if not self._batches(feed):
-            raise EngineError("Trainer.fit: the train_dataloader has no batches")
+        for name, value in (("epochs", epochs), ("steps", steps)):
+            if value is not None:
+                whole_number(f"Trainer.fit: {name}", value, 0)
+        whole_number("Trainer.fit: test_interval", test_interval)
+        feed, accumulate = self._feed(train_dataloader), self.engine.accumulate
+        if (count := self._batches(feed, "train_dataloader")) < accumulate:
+            raise EngineError(
+                f"Trainer.fit: the train_dataloader has {count} batches, and gradient_accumulation={accumulate} takes "
+                f"{accumulate} a step: give more, or accumulate fewer"
+            )
+        if test_dataloader is not None:
+            test_dataloader = self._feed(test_dataloader)
+            self._batches(test_dataloader, "test_dataloader")
+        self.evaluates = test_dataloader is not None or any(isinstance(hook, EvaluateHook) for hook in self.hooks)
         end = None if epochs is None else self.epoch + epochs
         self.why = ""
         self.engine.train()
@@ -110,7 +133,7 @@ class Trainer:
         """The steps of an epoch, or as many as are left."""
         engine = self.engine
         self._call("before_train_epoch")
-        batches, whole = feed.at(self.epoch, self._taken), self._batches(feed)
+        batches, whole = feed.at(self.epoch, self._taken), self._batches(feed, "train_dataloader")
         while self._taken + engine.accumulate <= whole:
             if self.why or (steps is not None and self.step >= steps):
                 return
@@ -135,13 +158,14 @@ class Trainer:
     def evaluate(self, test_dataloader: Iterable[Any]) -> float:
         """The mean loss over all targets of these batches, which is `metrics["test_loss"]` too.  Collective."""
         engine, feed = self.engine, self._feed(test_dataloader)
+        number = self._batches(feed, "test_dataloader")
         was = engine.training
         engine.eval()
         self._call("before_test")
         total = count = 0.0
         batches = feed.at(0)
         try:
-            for _ in range(self._batches(feed)):
+            for _ in range(number):
                 self._call("before_test_iter")
                 output, label, loss = self.schedule.forward_backward_step(
                     engine, batches, forward_only=True,
@@ -158,15 +182,18 @@ class Trainer:
     def _feed(self, loader: Iterable[Any]) -> Feed:
         return loader if isinstance(loader, Feed) else Feed(loader, self.engine.world)
 
-    def _batches(self, feed: Feed) -> int:
-        """How many batches an epoch has, on all ranks."""
-        counts = self.engine.world.share(len(feed))
+    def _batches(self, feed: Feed, name: str) -> int:
+        """How many batches an epoch has, on all ranks; some."""
+        world, why = self.engine.world, f"Trainer: the {name} is to say how many batches an epoch has"
+        counts = world.share(together(world, lambda: length_of(feed.source, why)))
         odd = next((rank for rank, n in enumerate(counts) if n != counts[0]), None)
         if odd is not None:
             raise EngineError(
                 f"the dataloader of rank {odd} has {counts[odd]} batches, that of rank 0 {counts[0]}: all ranks "
                 "iterate the same batches, whole, and each cuts its own block"
             )
+        if not counts[0]:
+            raise EngineError(f"Trainer: the {name} has no batches")
         return counts[0]
 
     def _call(self, point: str, *arguments: Any) -> None:
@@ -177,6 +204,11 @@ class Trainer:
     def progress(self) -> dict[str, Any]:
         """How far the training is, beside parameters and the states of the optimizer: what JSON can carry."""
         rate = self.lr_scheduler
+        if rate is not None and not hasattr(rate, "state_dict"):
+            raise ConfigError(
+                f"Trainer: the lr_scheduler, a {type(rate).__name__}, has no state_dict() and load_state_dict(), which "
+                "saving the training takes"
+            )
         return {
             "engine": self.engine.progress(),
             "lr_scheduler": None if rate is None else rate.state_dict(),
@@ -199,5 +231,6 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave.  Collective."""
+        check_state("Trainer.load_state_dict", state, ("state", "engine", "lr_scheduler", "epoch", "step", "batches"))
         self.engine.load_state_dict(state["state"])
         self.set_progress(state)

@@ -150,3 +150,37 @@ def test_users_add_types() -> None:
 def test_wrong_data_says_what_is_right(layers: Any, message: str) -> None:
     with launch({}) as mesh, pytest.raises(ConfigError, match=message):
         build_pipeline_model_from_cfg(layers, mesh=mesh)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_no_model(world: Any, backend: str) -> None:
+    """Told on all ranks, where one alone is wrong too."""
+    alone = world.rank == SIZE - 1
+    with mesh_of(world, backend) as mesh:
+        part = build_pipeline_model_from_cfg(LAYERS, mesh=mesh)
+        for right, make in {
+            r"takes a model, such as nn\.Sequential\(\*layers\), not list": lambda: build_pipeline_model([part]),
+            "is cut into stages already": lambda: build_pipeline_model(part),
+            "give mesh=.*, not int": lambda: build_pipeline_model_from_cfg(LAYERS, mesh=3),
+            "give mesh=": lambda: build_by_hand(part, mesh=None),
+            "dtype must be such as .* not 'float63'": lambda: build_pipeline_model_from_cfg(
+                LAYERS, mesh=mesh, dtype="float63"
+            ),
+            "partition is a name, or a list .* not 3": lambda: build_pipeline_model_from_cfg(
+                LAYERS, mesh=mesh, partition=3
+            ),
+            "a parameter of shape .*-3.* cannot be": lambda: build_pipeline_model_from_cfg(
+                [{"type": "Linear", "in_features": 3, "out_features": -3}] * SIZE, mesh=mesh
+            ),
+            f"rank {SIZE - 1} builds a stage by hand that is 3, no Module": lambda: build_by_hand(
+                3 if alone else nn.ReLU(), mesh=mesh
+            ),
+            "'Linaer', which nobody has registered": lambda: build_pipeline_model_from_cfg(
+                [{"type": "Linaer"}] if alone else LAYERS, mesh=mesh
+            ),
+        }.items():
+            with pytest.raises(ConfigError, match=right):
+                make()
+        if SIZE > 1:
+            with pytest.raises(ConfigError, match="rank 1 cuts another model than rank 0"):
+                build_pipeline_model_from_cfg(LAYERS[:-1] if alone else LAYERS, mesh=mesh)

@@ -1,0 +1,224 @@
+"""Wrong use of `initialize`, engine, trainer and hooks is told at once, on all ranks, by what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn
+from parlinalg.autograd import ops
+from parlinalg.errors import CheckpointError, ConfigError, EngineError
+from parlinalg.optim import SGD, AdamW
+from tests.conftest import SIZE
+
+SIZES = (5, 8, 3)
+
+
+def pairs(count: int = 3, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=(6, SIZES[0])), rng.integers(0, SIZES[-1], 6)) for _ in range(count)]
+
+
+def mlp(mesh: Any, width: int = 8) -> nn.MLP:
+    return nn.MLP((SIZES[0], width, SIZES[-1]), mesh.scheme, mesh.grid, dtype=np.float64)
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """A pipeline of 2 where there are ranks for it."""
+    return {"dtype": "float64", "parallel": {"pipeline": 2} if SIZE % 2 == 0 else {}, **more}
+
+
+def engine_of(mesh: Any, criterion: Any = ops.cross_entropy_sum, optimizer: Any = SGD, **more: Any) -> Any:
+    return pla.initialize(mlp(mesh), lambda p: optimizer(p, lr=0.1), criterion, **more)[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({"model": None}, "a model, an nn.Module .* not NoneType"),
+        ({"model": nn.MLP}, "not the class MLP"),
+        ({"mesh": 3}, "mesh is what parlinalg.launch"),
+        ({"optimizer": lambda p: None}, r"gives None: it takes the parameters and returns an Optimizer"),
+        ({"criterion": "cross_entropy"}, "criterion is a function .* not 'cross_entropy'"),
+        ({"train_dataloader": "digits"}, "a dataloader is an iterable of pairs .* not str"),
+        ({"train_dataloader": {"x": 1}}, "not dict"),
+        ({"schedule": "1f1b"}, r"schedule is such as PipelineSchedule\(4\).* not '1f1b'"),
+        ({"schedule": pla.PipelineSchedule}, "not the class PipelineSchedule"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler is an object with step"),
+        ({"lr_scheduler": lambda o: 3}, "lr_scheduler makes a int, without step"),
+        ({"config": {"parallel": {"tensor": {"size": SIZE, "mode": "1d"}}}}, "but the mesh was launched with parallel"),
+        ({"config": {"lr_schedule": "cosine"}, "train_dataloader": iter(pairs())}, "a list_iterator has no len"),
+    ],
+)  # fmt: skip
+@pytest.mark.ranks(1, 2)
+def test_what_initialize_is_given(given: dict[str, Any], right: str, world: Any, backend: str) -> None:
+    with pla.launch(settings(), world, backend) as mesh, pytest.raises(ConfigError, match=right):
+        pla.initialize(**{"model": mlp(mesh), **given})
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_give_unlike_things(world: Any, backend: str) -> None:
+    me = world.rank
+    with pla.launch({"parallel": {"pipeline": 2}}, world, backend) as mesh:
+        with pytest.raises(ConfigError, match="rank 1 cuts another model than rank 0"):
+            pla.initialize(mlp(mesh, 8 + me))
+        with pla.launch({}, world, backend) as other, pytest.raises(ConfigError, match="the mesh given has another"):
+            pla.initialize(mlp(mesh), mesh=other)
+    with pla.launch({}, world, backend) as mesh:
+        with pytest.raises(ConfigError, match="the model of rank 1 has other parameters than that of rank 0"):
+            pla.initialize(mlp(mesh, 8 + 2 * me))
+        with pytest.raises(ConfigError, match=r"rank 1 has the optimizer SGD with lr=1\.1, rank 0 SGD with lr=0\.1"):
+            pla.initialize(mlp(mesh), lambda p: SGD(p, lr=0.1 + me))
+
+
+@pytest.mark.ranks(2, 4)
+def test_batches_of_other_values(world: Any, backend: str) -> None:
+    """A loader that shuffles by a seed of its rank is found at the first batch, of a raw iterator too."""
+    with pla.launch(settings(), world, backend) as mesh:
+        engine, train, _, _ = pla.initialize(mlp(mesh), train_dataloader=pairs(seed=world.rank))
+        for batches in (iter(train), iter(pairs(seed=world.rank))):
+            with pytest.raises(EngineError, match="rank 1 has other values in its batch than rank 0"):
+                engine.execute_schedule(batches)
+        with pytest.raises(EngineError, match="rank 1 has other values"):
+            next(iter(train))
+        order = [pairs()[0], (np.zeros((0, SIZES[0])), np.zeros(0, int))]
+        engine.execute_schedule(iter(type(train)(order, world)))  # the same on all: goes
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_an_engine_is_given(world: Any, backend: str) -> None:
+    with pla.launch({}, world, backend) as mesh:
+        (x, y), *_ = pairs()
+        engine = engine_of(mesh)
+        with pytest.raises(EngineError, match="a batch of no rows"):
+            engine(x[:0])
+        with pytest.raises(EngineError, match=r"takes the engine that initialize gives first.* not MLP"):
+            pla.PipelineSchedule(2).forward_backward_step(engine.model, iter(pairs()))
+        for count in (None, -3, "many"):
+            wrong = engine_of(mesh, lambda output, label, count=count: (ops.cross_entropy(output, label), count))
+            with pytest.raises(EngineError, match=r"a mean loss, or \(the sum of the losses, how many they are\)"):
+                wrong.criterion(wrong(x), y)
+        with pytest.raises(ConfigError, match=r"load_state_dict takes what state_dict\(\) gave; this lacks optimizer"):
+            engine.load_state_dict({"model": {}, "progress": {}})
+    with pytest.raises(ConfigError, match="there is no pipeline schedule '1f2b'; there are 1f1b, "):
+        pla.PipelineSchedule(4, "1f2b")
+    with pytest.raises(ConfigError, match="num_model_chunks is a whole number of at least 1, not '2'"):
+        pla.InterleavedPipelineSchedule(4, "2")  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_schedule_follows_the_model_and_the_configuration(world: Any, backend: str) -> None:
+    """What is cut by hand into chunks runs without a schedule being named, on one rank too; `every` is heeded."""
+    layers = [{"type": "Linear", "in_features": 5, "out_features": 5} for _ in range(4)]
+    with pla.launch({"parallel": {"pipeline": SIZE}, "dtype": "float64"}, world, backend) as mesh:
+        losses = []
+        for chunks in (1, 2):
+            model = pla.pipeline.build_pipeline_model_from_cfg(layers, chunks, mesh=mesh, seed=1)
+            engine, train, _, _ = pla.initialize(model, lambda p: SGD(p, 0.1), train_dataloader=pairs())
+            losses.append(engine.execute_schedule(iter(train))[2])
+            engine.step()
+        np.testing.assert_allclose(*losses, rtol=1e-12)
+    if SIZE == 2:
+        schedule = {"name": "pipedream", "microbatches": 4, "every": 2}
+        with pla.launch({"parallel": {"pipeline": 2}, "schedule": schedule}, world, backend) as mesh:
+            engine, train, _, _ = pla.initialize(mlp(mesh), lambda p: SGD(p, 0.1), train_dataloader=pairs())
+            engine.execute_schedule(iter(train))
+            assert engine.optimizer.steps == 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_a_trainer_is_given(world: Any, backend: str, folder: Path) -> None:
+    with pla.launch(settings(), world, backend) as mesh:
+        engine = engine_of(mesh)
+
+        def refused(right: str, *hooks: Any, kind: Any = ConfigError, data: Any = None, **more: Any) -> None:
+            options = {"epochs": 1, **more}
+            with pytest.raises(kind, match=right):
+                pla.Trainer(engine, hooks=hooks).fit(pairs() if data is None else data, **options)
+
+        refused("epochs must be a whole number of at least 0, not 1.5", epochs=1.5)
+        refused("steps must be a whole number of at least 0, not '3'", steps="3")
+        refused("test_interval must be a whole number of at least 1, not 0", test_interval=0)
+        refused("train_dataloader has no batches", kind=EngineError, data=[])
+        refused("test_dataloader has no batches", kind=EngineError, test_dataloader=[])
+        refused("the train_dataloader is to say how many .* a generator has no len", data=(p for p in pairs()))
+        refused("EarlyStopHook: nothing measures test_loss", pla.EarlyStopHook())
+        refused("no metric 'tst_loss' for best; there are loss", pla.CheckpointHook(folder / "a", 9, best="tst_loss"))
+        refused("opening the log: |Is a directory", pla.LogHook(to=folder))
+        with pytest.raises(ConfigError, match=r"hooks is a list of hooks, not LogHook; write hooks=\[…\]"):
+            pla.Trainer(engine, hooks=pla.LogHook())  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="Trainer takes the engine that initialize gives first, not int"):
+            pla.Trainer(3)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="Trainer: schedule is such as"):
+            pla.Trainer(engine, "1f1b")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"lr_scheduler is an object with step\(\), not the class AdamW"):
+            pla.Trainer(engine, lr_scheduler=AdamW)
+        with pytest.raises(ConfigError, match="this lacks state, engine, lr_scheduler"):
+            pla.Trainer(engine).load_state_dict({"epoch": 1, "step": 1, "batches": 0})
+    with pla.launch({"gradient_accumulation": 4}, world, backend) as mesh:
+        engine = engine_of(mesh)
+        refused("has 3 batches, and gradient_accumulation=4 takes 4 a step", kind=EngineError, epochs=None, steps=2)
+
+
+@pytest.mark.serial
+def test_what_hooks_are_given() -> None:
+    with pytest.raises(ConfigError, match=r"after_train_step: there is no such .* did you mean 'after_train_iter'"):
+
+        class Wrong(pla.Hook):
+            def after_train_step(self, trainer: Any) -> None: ...
+
+    for right, make in {
+        "LogHook: to is a function .* not 3": lambda: pla.LogHook(to=3),  # type: ignore[arg-type]
+        "CheckpointHook: the first is a folder": lambda: pla.CheckpointHook(3, 1),  # type: ignore[arg-type]
+        "keep must be a whole number of at least 1, not 0": lambda: pla.CheckpointHook("a", 1, keep=0),
+        "background must be True or False": lambda: pla.CheckpointHook("a", 1, background=3),  # type: ignore[arg-type]
+        "a dataloader is an iterable": lambda: pla.EvaluateHook(3, 1),  # type: ignore[arg-type]
+    }.items():
+        with pytest.raises(ConfigError, match=right):
+            make()
+
+
+@pytest.mark.ranks(1, 2)
+def test_checkpoints_of_another_training(world: Any, backend: str, folder: Path) -> None:
+    """A training that begins in the folder of a longer one keeps its own checkpoints, and sets those aside."""
+
+    def train(epochs: int, optimizer: Any = SGD, **options: Any) -> Any:
+        with pla.launch(settings(), world, backend) as mesh:
+            hooks = [pla.CheckpointHook(folder / "saved", 2, **options)]
+            trainer = pla.Trainer(engine_of(mesh, optimizer=optimizer), hooks=hooks)
+            trainer.fit(pairs(), epochs)
+            world.barrier()
+            return sorted(p.name[-1] for p in (folder / "saved").iterdir()), trainer.step
+
+    assert train(3) == (["6", "8", "9"], 9)
+    assert train(1) == (["2", "3"], 3)
+    assert sorted(p.name[-1] for p in (folder / "saved.old").iterdir()) == ["6", "8", "9"]
+    with pytest.raises(CheckpointError, match="has states of SGD, which AdamW cannot go on from"):
+        train(2, AdamW, resume=True)
+    assert train(2, resume=True) == (["3", "4", "6"], 6)
+    with pla.launch(settings(), world, backend) as mesh:
+        engine = engine_of(mesh)
+        made = pla.Checkpoints(
+            folder / "saved", engine.world, dict(engine.named_parameters()), engine.optimizer, keep=1
+        )
+        made.load(3)
+        made.save(5)  # goes back: step 6 is of another training now
+        made.finish()
+        assert made.steps() == [5]
+        with pytest.raises(CheckpointError, match="step must be a whole number of at least 0, not '7'"):
+            made.save("7")  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=r"is JSON, of texts.* object is not JSON serializable"):
+            made.save(7, {"what": object()})
+        with pytest.raises(ConfigError, match=r"takes a folder, a Comm such as .* not int and dict"):
+            pla.Checkpoints(folder / "saved", 3, {})  # type: ignore[arg-type]
+        if world.rank == 0:
+            (folder / "file").touch()
+        world.barrier()
+        trainer = pla.Trainer(engine, hooks=[pla.CheckpointHook(folder / "file", 100)])
+        with pytest.raises(CheckpointError, match=r"cannot be written to the folder .*file: it is a file"):
+            trainer.fit(pairs(), 1)
+        assert trainer.step == 0  # before it begins
