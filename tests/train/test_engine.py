@@ -339,7 +339,7 @@ def test_what_initialize_refuses(world: Any, backend: str) -> None:
             pla.initialize(mlp(mesh), SGD(other.parameters(), lr=0.1))
         with pytest.raises(ConfigError, match=r"the optimizer has the parameter '0\.weight', which is not the model's"):
             pla.initialize(mlp(mesh), lambda p: SGD(other.parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match="an Optimizer or a callable that makes one from parameters, not .adamw."):
+        with pytest.raises(ConfigError, match="an Optimizer or a callable that makes one from parameters, not 'adamw'"):
             pla.initialize(mlp(mesh), "adamw")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="a dataloader is an iterable of pairs"):
             pla.initialize(mlp(mesh), train_dataloader=3)
