@@ -46,6 +46,15 @@ def _loops() -> Any:
     return loops
 
 
+def about() -> str:
+    """What computes kernels on CPUs, for people to read."""
+    if _loops() is None:
+        return "NumPy's operations in chunks"
+    from importlib.metadata import version
+
+    return f"loops compiled by numba {version('numba')}"
+
+
 def flat(block: Block) -> Block:
     """The elements of a host block in C order as one dim: a view where they lie so."""
     return np.ascontiguousarray(block).reshape(-1)

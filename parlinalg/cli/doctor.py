@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parlinalg.backend import Backend, select
+from parlinalg.backend import Backend, compiled, select
 from parlinalg.backend.blas import cores, place, sharing
 from parlinalg.backend.rate import gemm_rate
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
@@ -26,6 +26,7 @@ from parlinalg.units import format_bytes
 
 EXTRAS = (
     ("mpi4py", "ranks that talk", "pip install mpi4py"),
+    ("numba", "compiled kernels on CPUs", "pip install 'parlinalg[fast]'"),
     ("threadpoolctl", "BLAS threads set for every BLAS", "pip install 'parlinalg[train]'"),
     ("sklearn", "the digits example", "pip install 'parlinalg[train]'"),
     ("matplotlib", "plots of training", "pip install 'parlinalg[train]'"),
@@ -77,6 +78,7 @@ def _page(
     shared = "" if sharers == 1 else f", shared by {sharers} ranks"
     lines += _rows("cores", [f"{len(cores())} for rank 0{shared}"])
     lines += _rows("BLAS", [f"{_blas()}, {threads} thread{'s' * (threads > 1)} a rank"])
+    lines += _rows("kernels", [compiled.about()])
     lines += _rows("backends", _backends(backend))
     lines += _rows("GEMM", [_rate(name, [r[i] for r in rates]) for i, name in enumerate(("float32", "float64"))])
     if measured:

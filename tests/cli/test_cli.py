@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parlinalg.backend import compiled
 from parlinalg.cli import main
 from parlinalg.cli.generate import ends
 from parlinalg.errors import ConfigError
@@ -233,5 +234,6 @@ def test_doctor_examines_one_rank_and_several() -> None:
     for done in (alone, many):
         assert all(part in done.stdout for part in ("MPI", "BLAS", "backends", "float64", "GFLOP/s", "missing"))
     assert "mpiexec -n 4 parlinalg doctor" in alone.stdout
+    assert f"kernels   {compiled.about()}" in alone.stdout
     assert many.stdout.count("ranks     2 (2 on ") == 1
     assert re.search(r"all_reduce +[\d.]+ µs +[\d.]+ GB/s", many.stdout)
