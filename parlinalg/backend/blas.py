@@ -1,14 +1,20 @@
-"""The number of threads a BLAS may start, so that the ranks on one machine do not crowd its cores."""
+"""BLAS: the threads it may start, so that the ranks on one machine do not crowd its cores, and what NumPy does not ask
+of it."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import socket
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from parlinalg.backend import namespace
 
 LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -69,12 +75,74 @@ def _limit(name: str) -> int | None:
 
 def _set_openblas(threads: int) -> bool:
     """Set the threads of the OpenBLAS inside NumPy's wheel, if there is one."""
+    for symbol in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
+        if (function := _in_openblas(symbol)) is not None:
+            function(threads)
+            return True
+    return False
+
+
+@cache
+def _in_openblas(symbol: str) -> Any:
+    """A function of the OpenBLAS inside NumPy's wheel; None where there is none, or not this function."""
     folder = Path(np.__file__).parent
     places = [folder.parent / "numpy.libs", folder / ".dylibs"]
     for path in (file for place in places if place.is_dir() for file in place.glob("*openblas*")):
         library = ctypes.CDLL(str(path))  # the one already loaded: the path is the same
-        for symbol in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
-            if hasattr(library, symbol):
-                getattr(library, symbol)(threads)
-                return True
-    return False
+        if hasattr(library, symbol):
+            return getattr(library, symbol)
+    return None
+
+
+# ------------------------------------------------------------------ products that are added
+
+ADDED = 1 << 16
+"""Elements of a term of a sum that is made beside it, where BLAS cannot be asked to add; a sixteenth of it at most."""
+_ROWS, _AS_IT_IS, _TURNED = 101, 111, 112  # CBLAS's names for layouts
+
+
+def add_product(y: Any, x: Any, w: Any) -> None:
+    """`y += x @ w`, of matrices (with leading batch dims) of one dtype and backend.
+
+    Two host matrices of float32 or float64 are multiplied by the OpenBLAS in NumPy's wheel, which adds as it
+    multiplies; `np.matmul` cannot.  Others in terms of a few rows, which stay in cache and are small beside y.
+    """
+    if not _added(y, x, w):
+        size = math.prod(y.shape)
+        rows = max(1, min(ADDED, size // 16) * y.shape[-2] // max(1, size))
+        xp = namespace(y)
+        for start in range(0, y.shape[-2], rows):
+            part = (..., slice(start, start + rows), slice(None))
+            y[part] += xp.matmul(x[part], w)
+
+
+def _added(y: Any, x: Any, w: Any) -> bool:
+    """Whether BLAS has made the sum."""
+    if not (isinstance(y, np.ndarray) and y.ndim == x.ndim == w.ndim == 2) or not (y.size and x.size):
+        return False
+    number = {"f": ctypes.c_float, "d": ctypes.c_double}.get(y.dtype.char)
+    if number is None or not (y.dtype == x.dtype == w.dtype) or not y.dtype.isnative or not y.flags.writeable:
+        return False
+    gemm = _in_openblas(f"scipy_cblas_{'s' if y.dtype.itemsize == 4 else 'd'}gemm64_")
+    (turn, ld), (turn_x, ld_x), (turn_w, ld_w) = _lying(y), _lying(x), _lying(w)
+    if gemm is None or turn != _AS_IT_IS or not (turn_x and turn_w):
+        return False
+    (m, n), k = y.shape, x.shape[1]
+    sizes, one = map(ctypes.c_int64, (m, n, k)), number(1)
+    gemm(
+        _ROWS, turn_x, turn_w, *sizes, one, ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(ld_x),
+        ctypes.c_void_p(w.ctypes.data), ctypes.c_int64(ld_w), one, ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(ld),
+    )  # fmt: skip
+    return True
+
+
+def _lying(matrix: np.ndarray) -> tuple[int, int]:
+    """How CBLAS is told that a matrix lies, and the elements from one row (or column) to the next; (0, 0) if it cannot
+    be."""
+    (rows, columns), item = matrix.shape, matrix.itemsize
+    down, across = matrix.strides
+    if (across == item or columns == 1) and (down >= columns * item or rows == 1) and down % item == 0:
+        return _AS_IT_IS, max(columns, down // item)
+    if (down == item or rows == 1) and (across >= rows * item or columns == 1) and across % item == 0:
+        return _TURNED, max(rows, across // item)
+    return 0, 0

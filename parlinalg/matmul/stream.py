@@ -18,6 +18,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
+from parlinalg.backend.blas import add_product
 from parlinalg.comm import Handle
 from parlinalg.errors import PlanError
 from parlinalg.grid import Grid
@@ -30,9 +31,6 @@ from parlinalg.redistribute import Move, carry, redistribute
 from parlinalg.units import parse_bytes
 
 Block = Any
-
-#: The most elements of the tile in which a panel's product is added to a stationary y; a sixteenth of y at most.
-TILE = 1 << 16
 
 
 def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray, out: DistArray | None = None) -> DistArray:
@@ -235,7 +233,7 @@ def _over_k(
     y = grid.backend.zeros(local, np.float32 if is_half(dtype) else dtype)
     target = as_matrix(y, nb, nm)
     for xs, ws in _ahead(panels(width, left.owned_lengths(), right.owned_lengths()), left, right):
-        _accumulate(target, as_matrix(xs, nb, nm), as_matrix(ws, nb, nk))
+        add_product(target, *(b.astype(y.dtype, copy=False) for b in (as_matrix(xs, nb, nm), as_matrix(ws, nb, nk))))
     if y.dtype != dtype:
         y = y.astype(dtype)
     return redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
@@ -251,15 +249,6 @@ def _ahead(over: Iterator[range], *operands: Operand) -> Iterator[list[Block]]:
         pending = following
     if pending is not None:
         yield [move.wait() for move in pending]
-
-
-def _accumulate(y: Block, x: Block, w: Block) -> None:
-    """`y += x @ w`, in tiles of rows that stay in cache and are small beside y."""
-    size = math.prod(y.shape)
-    rows = max(1, min(TILE, size // 16) * y.shape[-2] // max(1, size))
-    for start in range(0, y.shape[-2], rows):
-        part = (..., slice(start, start + rows), slice(None))
-        y[part] += gemm(x[part], w, y.dtype)
 
 
 def _over_n(

@@ -53,3 +53,49 @@ def test_only_ranks_on_the_same_cores_share_them() -> None:
     bound = [["a", "3"], ["a", "c"], ["b", "3"], ["b", "f"]]
     assert [blas.sharing(bound, rank) for rank in range(4)] == [1, 1, 2, 2]
     assert blas.sharing([blas.place()], 0) == 1
+
+
+def matrices(dtype):
+    """y, x and w as they may lie: whole, as parts of wider ones, turned, with steps; and empty."""
+    rng = np.random.default_rng(5)
+
+    def drawn(*shape):
+        return rng.integers(-9, 9, shape).astype(dtype)
+
+    for m, n, k in ((7, 5, 3), (1, 6, 4), (6, 1, 1), (2, 2, 1), (1, 1, 1), (64, 70, 130)):
+        y, x, w = drawn(m, n), drawn(m, k), drawn(k, n)
+        yield y, x, w
+        yield drawn(m, n + 3)[:, 2 : 2 + n], drawn(m, 2 * k)[:, k:], drawn(k, n + 1)[:, :n]
+        yield y, drawn(k, m).T, drawn(n, k).T
+        yield y, drawn(k, m + 2)[:, 1 : 1 + m].T, drawn(n, k + 1)[:, :k].T
+        yield drawn(n, m).T, x, w
+        yield y, drawn(m, 2 * k)[:, ::2], drawn(2 * k, n)[::2]
+        yield y, x[::-1], w[:, ::-1]
+        yield drawn(2, m, n), drawn(2, m, k), drawn(2, k, n)
+    yield drawn(0, 4), drawn(0, 3), drawn(3, 4)
+    yield drawn(4, 3), drawn(4, 0), drawn(0, 3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.complex128, ">f8"])
+def test_a_product_is_added(dtype):
+    for y, x, w in matrices(dtype):
+        around = y if y.base is None else y.base.copy()
+        want = y + x @ w
+        blas.add_product(y, x, w)
+        np.testing.assert_array_equal(y, want)
+        if y.ndim == 2 and around.shape == (y.shape[0], y.shape[1] + 3):  # what is beside it stays
+            np.testing.assert_array_equal(y.base[:, :2], around[:, :2])
+
+
+def test_a_product_of_two_host_matrices_is_added_by_the_blas():
+    if blas._in_openblas("scipy_cblas_dgemm64_") is None:
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    done = [blas._added(y, x, w) for y, x, w in matrices(np.float64) if y.ndim == 2 and y.size and x.size]
+    assert sum(done) > 0.6 * len(done)
+
+
+def test_a_read_only_sum_is_refused():
+    y = np.ones((3, 3))
+    y.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        blas.add_product(y, np.ones((3, 3)), np.ones((3, 3)))
