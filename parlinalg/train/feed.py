@@ -205,7 +205,7 @@ def content(given: Any) -> int:
         return crc32(repr([content(each) for each in given]).encode())
     if isinstance(given, DistArray | Tensor | Batch) or (host := np.asarray(given)).dtype.hasobject:
         return 0
-    return crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8)) if host.size else 0
+    return crc32(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data) if host.size else 0
 
 
 def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False) -> list[Any]:

@@ -118,12 +118,21 @@ class CheckpointHook(Hook):
         As of `parlinalg.train.checkpoint.Checkpoints`; `best` names one of the trainer's metrics.
     resume : bool
         Whether a training begins with the last checkpoint in the folder, where there is one: on this grid or another.
+    fall_back : bool
+        With `resume`: where that one is damaged, begin with the last that is not; else it is an error.
+    signals : bool
+        Whether SIGTERM, SIGINT and SIGUSR1 end a training after the step under way, with a checkpoint; `trainer.signal`
+        then names the signal.
     """
 
     def __init__(
         self, to: str | Path | Callable[[Trainer], object], every: int, *, keep: int | None = 3,
-        best: str | None = None, background: bool = True, resume: bool = False,
+        best: str | None = None, background: bool = True, resume: bool = False, fall_back: bool = False,
+        signals: bool = True,
     ) -> None:  # fmt: skip
+        if fall_back and not resume:
+            raise ConfigError("CheckpointHook: fall_back says how to resume: add resume=True, or leave it out")
+        self.signals, self.fall_back = signals, fall_back
         self.to, self.every = to, _every("CheckpointHook", every)
         self.options: dict[str, Any] = {"keep": keep, "best": best, "background": background}
         self.resume = resume
@@ -143,7 +152,7 @@ class CheckpointHook(Hook):
         self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
         if said := self._checkpoints.open(fresh=first and not self.resume and trainer.step == 0):
             print(said, flush=True)
-        found = self._checkpoints.load() if self.resume else None
+        found = self._checkpoints.load(fall_back=self.fall_back) if self.resume else None
         if found is not None:
             trainer.set_progress(found.training)
             self._saved = trainer.step

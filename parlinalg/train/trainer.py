@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from threading import current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
+from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.train.arguments import check_rate, check_schedule, check_state, length_of, whole_number
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
-from parlinalg.train.hooks import EvaluateHook, Hook
+from parlinalg.train.hooks import CheckpointHook, EvaluateHook, Hook
 from parlinalg.train.pipeline_schedules import BaseSchedule
 
 
@@ -71,6 +74,8 @@ class Trainer:
         """Whether a training evaluates by itself, or by an EvaluateHook."""
         self.why = ""
         """Why the training was stopped, if it was."""
+        self.signal = ""
+        """The signal that stopped it, if one did; a script that Slurm is to start again ends with 128 + its number."""
 
     def stop(self, why: str) -> None:
         """End the training after this step, on all ranks: hooks call it on all of them alike."""
@@ -115,21 +120,36 @@ class Trainer:
             self._batches(test_dataloader, "test_dataloader")
         self.evaluates = test_dataloader is not None or any(isinstance(hook, EvaluateHook) for hook in self.hooks)
         end = None if epochs is None else self.epoch + epochs
-        self.why = ""
+        self.why = self.signal = ""
+        with StopSignals() if self._heeds_signals() else nullcontext() as stop:
+            self._train(feed, end, steps, test_dataloader, test_interval, stop)
+        return dict(self.metrics)
+
+    def _heeds_signals(self) -> bool:
+        """Whether a hook saves the training where a signal ends it, and Python lets this thread take signals."""
+        main = current_thread() is main_thread()
+        return main and any(isinstance(hook, CheckpointHook) and hook.signals for hook in self.hooks)
+
+    def _train(
+        self, feed: Feed, end: int | None, steps: int | None, test_dataloader: Any, test_interval: int,
+        stop: StopSignals | None,
+    ) -> None:  # fmt: skip
+        """The epochs, and what follows each."""
         self.engine.train()
         self._call("before_train")
         tested = -1
         while not self.why and (end is None or self.epoch < end) and (steps is None or self.step < steps):
-            self._epoch(feed, steps)
+            self._epoch(feed, steps, stop)
+            if self.signal:  # there may be little time
+                break
             last = self.why or (end is not None and self.epoch >= end) or (steps is not None and self.step >= steps)
             if test_dataloader is not None and (last or self.epoch % test_interval == 0) and tested != self.step:
                 self.evaluate(test_dataloader)
                 tested = self.step
             self._call("after_train_epoch")
         self._call("after_train")
-        return dict(self.metrics)
 
-    def _epoch(self, feed: Feed, steps: int | None) -> None:
+    def _epoch(self, feed: Feed, steps: int | None, stop: StopSignals | None) -> None:
         """The steps of an epoch, or as many as are left."""
         engine = self.engine
         self._call("before_train_epoch")
@@ -153,6 +173,9 @@ class Trainer:
             self.metrics |= {"loss": total / max(1.0, count), "lr": lr, "grad_norm": engine.gradient_norm or 0.0}
             self.metrics["samples_per_s"] = rows / max(perf_counter() - began, 1e-9)
             self._call("after_train_iter", output, label, self.metrics["loss"])
+            if stop is not None and (name := stop.requested(engine.world)):
+                self.signal = name
+                self.stop(f"stopped by {name}")
         self.epoch, self._taken = self.epoch + 1, 0
 
     def evaluate(self, test_dataloader: Iterable[Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,35 @@ def test_what_is_refused(world: Any, backend: str) -> None:
         if SIZE > 1:
             with pytest.raises(EngineError, match="the dataloader of rank 1 has 2 batches, that of rank 0 3"):
                 trainer(mesh).fit(pairs()[: 3 - world.rank], epochs=1)
+
+
+class Signalled(pla.Hook):
+    """A rank gets a signal in a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: float) -> None:
+        if trainer.step == self.step and trainer.engine.world.rank == self.rank:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_signal_ends_a_training_with_a_checkpoint(world: Any, backend: str, folder: Path) -> None:
+    """On all ranks after the same step, without what would take time; it goes on from there."""
+    losses = []
+    for name, step in (("whole", 0), ("broken", 4), ("broken", 0)):
+        with pla.launch(settings(), world, backend) as mesh:
+            notes = Notes()
+            hooks = [notes, Signalled(world.size - 1, step), pla.CheckpointHook(folder / name, 3, resume=True)]
+            found = trainer(mesh, *hooks)
+            metrics = found.fit(pairs(), epochs=3, test_dataloader=pairs(1))
+            if step:
+                assert (found.signal, found.why, found.step) == ("SIGUSR1", "stopped by SIGUSR1", 4)
+                assert notes.points[-2:] == ["after_train_iter", "after_train"]
+                world.barrier()
+                assert (folder / name / "step-00000004" / "index.json").exists()
+            else:
+                assert (found.signal, found.why, found.step) == ("", "", 9)
+                losses.append(metrics["loss"])
+    assert losses[0] == losses[1]

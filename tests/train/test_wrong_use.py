@@ -175,6 +175,7 @@ def test_what_hooks_are_given() -> None:
         "LogHook: to is a function .* not 3": lambda: pla.LogHook(to=3),  # type: ignore[arg-type]
         "CheckpointHook: the first is a folder": lambda: pla.CheckpointHook(3, 1),  # type: ignore[arg-type]
         "keep must be a whole number of at least 1, not 0": lambda: pla.CheckpointHook("a", 1, keep=0),
+        "fall_back says how to resume": lambda: pla.CheckpointHook("a", 1, fall_back=True),
         "background must be True or False": lambda: pla.CheckpointHook("a", 1, background=3),  # type: ignore[arg-type]
         "a dataloader is an iterable": lambda: pla.EvaluateHook(3, 1),  # type: ignore[arg-type]
     }.items():
@@ -199,7 +200,13 @@ def test_checkpoints_of_another_training(world: Any, backend: str, folder: Path)
     assert sorted(p.name[-1] for p in (folder / "saved.old").iterdir()) == ["6", "8", "9"]
     with pytest.raises(CheckpointError, match="has states of SGD, which AdamW cannot go on from"):
         train(2, AdamW, resume=True)
-    assert train(2, resume=True) == (["3", "4", "6"], 6)
+    if world.rank == 0:
+        index = folder / "saved" / "step-00000003" / "index.json"
+        index.write_bytes(index.read_bytes()[:-9])
+    world.barrier()
+    with pytest.raises(CheckpointError, match=r"step-00000003/index\.json"):
+        train(2, resume=True)
+    assert train(2, resume=True, fall_back=True) == (["3", "4", "6"], 6)
     with pla.launch(settings(), world, backend) as mesh:
         engine = engine_of(mesh)
         made = pla.Checkpoints(
