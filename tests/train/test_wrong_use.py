@@ -212,7 +212,7 @@ def test_checkpoints_of_another_training(world: Any, backend: str, folder: Path)
         made = pla.Checkpoints(
             folder / "saved", engine.world, dict(engine.named_parameters()), engine.optimizer, keep=1
         )
-        made.load(3)
+        made.load(4)
         made.save(5)  # goes back: step 6 is of another training now
         made.finish()
         assert made.steps() == [5]
