@@ -32,7 +32,7 @@ Again = Callable[["Walk", Block], None]
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 _syncing: ContextVar[bool] = ContextVar("syncing", default=True)
 _used: ContextVar[dict[int, Node] | None] = ContextVar("used", default=None)
-_walking: ContextVar[bool] = ContextVar("walking", default=False)
+_walking: ContextVar[Walk | None] = ContextVar("walking", default=None)
 _ages = itertools.count()
 
 
@@ -185,8 +185,8 @@ def tracing() -> bool:
     return _recording.get() or _used.get() is not None
 
 
-def walking() -> bool:
-    """Whether a backward pass is under way."""
+def walking() -> Walk | None:
+    """The backward pass under way, if one is."""
     return _walking.get()
 
 
@@ -270,7 +270,7 @@ class Walk:
 
     def run(self) -> None:
         """Walk from the youngest value to the oldest; every rank issues the same collectives in the same order."""
-        token = _walking.set(True)
+        token = _walking.set(self)
         try:
             for node in self.nodes:
                 if node.owner is None:
@@ -327,11 +327,11 @@ class Walk:
 
     def run_parameters(self) -> None:
         """The gradients of the parameters, after a `run()` that left them for later."""
-        deferred, self.deferred = self.deferred, []
-        token = _walking.set(True)
+        deferred, self.deferred, self.later = self.deferred[::-1], [], False
+        token = _walking.set(self)
         try:
-            for send in deferred:
-                send()
+            while deferred:
+                deferred.pop()()  # and what it holds is freed
                 self.poll()
             self.finish()
         finally:

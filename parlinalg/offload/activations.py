@@ -17,7 +17,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from parlinalg.autograd import Parameter, Tensor
-from parlinalg.autograd.tape import Node, reachable
+from parlinalg.autograd.tape import Node, reachable, walking
+from parlinalg.backend import Backend
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
 from parlinalg.nn.steps import Draws, current
@@ -58,8 +59,9 @@ class OffloadedActivations:
         self.modules: list[Module] = []
         self._store: Store | None = None
         self._packer: Packer | None = None
-        self._lines: dict[Any, Line] = {}
+        self._lines: dict[int, Line] = {}
         self._draws: Draws | None = None
+        self._passes = 0
         self._end: weakref.finalize[Any, Any] | None = None
 
     def place(self, modules: Iterable[Module]) -> None:
@@ -75,16 +77,10 @@ class OffloadedActivations:
         if not parameters or self._store is not None:
             raise ConfigError("offloaded activations are placed once, for modules that have parameters")
         grid = parameters[0].grid
-        cpu = grid.backend.xp is np
-        if self.path is None and cpu:
-            raise ConfigError("activations already are in host memory; give path=, a folder on a disk")
         comms = worlds(p.grid for p in parameters)
         problem: OffloadError | None = None
         try:
-            if self.path is None:
-                self._store = HostStore(grid.backend)
-            else:
-                self._store = DiskStore(self.path / f"{self.name}.{number(comms)}.extents", self.pending)
+            self._store = self._open(grid.backend, number(comms))
         except OffloadError as error:
             problem = error
         agree(comms, problem, f"making {self.path}")
@@ -93,6 +89,14 @@ class OffloadedActivations:
         self._end = weakref.finalize(self, self._store.close)
         for module in self.modules:
             module.around = self._around
+
+    def _open(self, backend: Backend, number: int) -> Store:
+        """What this process, of that number, puts arrays into."""
+        if self.path is not None:
+            return DiskStore(self.path / f"{self.name}.{number}.extents", self.pending)
+        if backend.xp is np:
+            raise ConfigError("activations already are in host memory; give path=, a folder on a disk")
+        return HostStore(backend)
 
     def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
         parameters = list(module.parameters())
@@ -114,37 +118,39 @@ class OffloadedActivations:
         line = self._line()
         for node in nodes:
             kept = Kept(self, packer, line)
-            parts = tuple(kept.taken(p) for p in node.parts or ())
+            pairs = zip(node.parts or (), node.sources, strict=False)
+            parts = tuple(kept.taken(part, weights=source.owner is not None) for part, source in pairs)
             prepare, again = kept.taken(node.prepare), kept.taken(node.again)
             if kept.cells:
                 line.append(weakref.ref(kept))
                 node.parts, node.prepare, node.again = parts, prepare, again
 
     def _line(self) -> Line:
-        """The order of the microbatch under way: stages and microbatches have walks of their own."""
+        """The order of the forward pass under way: of each stage and microbatch, as these have walks of their own."""
         draws = current()
         if draws is not self._draws and self._packer is not None:
             self._draws = draws
+            self._passes += 1
             self._packer.forget()
-        key = None if draws is None else (draws.step, draws.start)
-        if key not in self._lines:
             self._lines = {k: line for k, line in self._lines.items() if any(each() is not None for each in line)}
-        line = self._lines.setdefault(key, [])
+        line = self._lines.setdefault(self._passes, [])
         line[:] = [each for each in line if each() is not None]
         return line
 
     def come(self, kept: Kept) -> None:
-        """The walk has come to a value: what those before it in its line hold is read ahead."""
-        line = kept.line
+        """The walk has come to a value: what it needs of those before it in its line is read ahead."""
+        line, walk = kept.line, walking()
+        later = walk is not None and walk.later
         at = next((i for i in reversed(range(len(line))) if line[i]() is kept), None)
         if at is None:  # it was come to before
             return
-        del line[at]
+        if not later or not kept.weights:
+            del line[at]
         total = 0
         for reference in reversed(line[:at]):
             before = reference()
             if before is not None:
-                total += before.soon()
+                total += before.soon(later)
             if total > self.ahead:
                 break
 
@@ -173,21 +179,28 @@ class Kept:
     ----------
     line : list of weak references to Kept
         The values of its microbatch with something missing, in the order of their creation.
-    cells : list
-        Those in which arrays are missing, of all its rules.
+    walked, weights : list
+        The cells in which arrays are missing: of what every walk needs, and of the parts for gradients of parameters.
     """
 
     def __init__(self, owner: OffloadedActivations, packer: Packer, line: Line) -> None:
         self.owner, self.packer, self.line = owner, packer, line
-        self.cells: list[Any] = []
+        self.walked: list[Any] = []
+        self.weights: list[Any] = []
 
-    def taken(self, rule: Callable[..., Any] | None) -> Any:
+    @property
+    def cells(self) -> list[Any]:
+        """All of them."""
+        return [*self.walked, *self.weights]
+
+    def taken(self, rule: Callable[..., Any] | None, *, weights: bool = False) -> Any:
         """The rule without its arrays, which it first brings back: its own, since parts may run long after others."""
         cells: list[Any] = []
         bare = self.packer.rule(rule, cells, set())
         if not cells:
             return bare
-        self.cells += cells
+        kind = self.weights if weights else self.walked
+        kind += cells
 
         def ready(*args: Any) -> Any:
             self.owner.come(self)
@@ -197,12 +210,11 @@ class Kept:
 
         return ready
 
-    def soon(self) -> int:
-        """Begin to read; returns the bytes."""
-        away = {id(a): a for cell in self.cells for a in self.packer.held(cell.cell_contents)}
-        for each in away.values():
-            self.packer.store.soon(each)
-        return sum(a.nbytes for a in away.values())
+    def soon(self, later: bool) -> int:
+        """Begin to read, without what the gradients of parameters need if those are for `later`; returns the bytes."""
+        cells = self.walked if later else self.cells
+        away = {id(a): a for cell in cells for a in self.packer.held(cell.cell_contents)}
+        return sum(map(self.packer.soon, away.values()))
 
 
 def _memory(array: Block) -> Block:

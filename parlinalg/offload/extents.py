@@ -27,14 +27,13 @@ class Away:
     nbytes : int
     """
 
-    __slots__ = ("__weakref__", "crc", "got", "hold", "nbytes", "offset", "written")
+    __slots__ = ("__weakref__", "got", "hold", "nbytes", "offset", "written")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.offset = 0
-        self.crc = 0
         self.hold: np.ndarray | None = None
-        self.written: Future[None] | None = None
+        self.written: Future[int] | None = None
         self.got: Future[np.ndarray] | None = None
 
 
@@ -71,7 +70,7 @@ class DiskStore:
         self._bounce = aligned(self._at_a_time), aligned(self._at_a_time)
         self._writer = ThreadPoolExecutor(1, "parlinalg-offload-write")
         self._reader = ThreadPoolExecutor(1, "parlinalg-offload-read")
-        self._under_way: deque[tuple[Future[None], int]] = deque()
+        self._under_way: deque[tuple[Future[int], int]] = deque()
         self._waiting = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
@@ -83,7 +82,7 @@ class DiskStore:
         room = whole_pages(raw.nbytes)
         away.offset = self._take(room)
         away.hold = raw
-        away.written = self._writer.submit(self._write, away)
+        away.written = self._writer.submit(self._write, raw, away.offset, weakref.ref(away))
         self._under_way.append((away.written, room))
         self._waiting += room
         weakref.finalize(away, self._give, away.offset, room).atexit = False
@@ -110,20 +109,22 @@ class DiskStore:
         with self._lock:
             self._free[room].append(offset)
 
-    def _write(self, away: Away) -> None:
-        raw = away.hold
-        assert raw is not None
-        away.crc = checksum(raw)
+    def _write(self, raw: np.ndarray, offset: int, away: weakref.ref[Away]) -> int:
+        """Write bytes; gives their checksum.  Nobody may need them any more: their place is then another's after."""
+        crc = checksum(raw)
         for at in range(0, raw.size, self._at_a_time):
             part = raw[at : at + self._at_a_time]
             buffer = self._bounce[0][: whole_pages(part.size)]
             buffer[: part.size] = part
-            self.file.write(buffer, away.offset + at)
-        away.hold = None
+            self.file.write(buffer, offset + at)
+        if (found := away()) is not None:
+            found.hold = None
+        return crc
 
     def soon(self, away: Away) -> None:
         if away.got is None and away.hold is None:
-            away.got = self._reader.submit(self._read, away)
+            assert away.written is not None
+            away.got = self._reader.submit(self._read, away.offset, away.nbytes, away.written)
 
     def get(self, away: Away) -> np.ndarray:
         held = away.hold
@@ -135,19 +136,19 @@ class DiskStore:
         away.got = None
         return raw
 
-    def _read(self, away: Away) -> np.ndarray:
-        if away.written is not None:
-            away.written.result()
-        raw = np.empty(away.nbytes, np.uint8)
-        for at in range(0, raw.size, self._at_a_time):
+    def _read(self, offset: int, nbytes: int, written: Future[int]) -> np.ndarray:
+        """The bytes, once they are written; the thread has no hand on their place, which is free when they are used."""
+        crc = written.result()
+        raw = np.empty(nbytes, np.uint8)
+        for at in range(0, nbytes, self._at_a_time):
             part = raw[at : at + self._at_a_time]
             buffer = self._bounce[1][: whole_pages(part.size)]
-            self.file.read(buffer, away.offset + at)
+            self.file.read(buffer, offset + at)
             part[:] = buffer[: part.size]
-        if checksum(raw) != away.crc:
+        if checksum(raw) != crc:
             raise OffloadError(
-                f"{self.file.path}: {away.nbytes} bytes at {away.offset} are not what was written (their checksum "
-                "differs): the file was changed by someone else, or the disk fails"
+                f"{self.file.path}: {nbytes} bytes at {offset} are not what was written (their checksum differs): the "
+                "file was changed by someone else, or the disk fails"
             )
         return raw
 

@@ -156,6 +156,14 @@ class Packer:
         return away
 
     # ------------------------------------------------------------------ back
+    def soon(self, away: Away) -> int:
+        """Begin to bring bytes back, unless they are here; how many."""
+        reference = self._back.get(away)
+        if reference is not None and reference() is not None:
+            return 0
+        self.store.soon(away)
+        return away.nbytes
+
     def back(self, value: Any) -> Any:
         """The value that something stands for."""
         if isinstance(value, Held):

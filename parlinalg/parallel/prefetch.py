@@ -140,7 +140,7 @@ class Prefetch:
     def fetch(self, parameter: Parameter, work: Layout) -> Block:
         """The parameter's block at work.  Collective; all ranks fetch the same in the same order."""
         want = Want(self.number[id(parameter)], work)
-        block, backward = self.block_of[want.number], walking()
+        block, backward = self.block_of[want.number], walking() is not None
         if self._place is None or (self._place.backward, self._place.block) != (backward, block):
             self._enter(backward, block)
         self._seen.append(want)

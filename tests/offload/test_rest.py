@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parlinalg import offload
+from parlinalg import nn, offload
 from parlinalg.autograd.saved import saved
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
@@ -17,6 +17,7 @@ from parlinalg.offload.disk import DiskFile
 from parlinalg.offload.plan import ORDER, Table, decide
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value
 from parlinalg.parallel.precision import examine
+from parlinalg.pipeline.stagewalk import Passage
 from tests.models import loss_of
 from tests.offload.runs import everything, go_on, sizes, start, unlike
 
@@ -128,6 +129,33 @@ def test_blocks_keep_nothing_in_memory(make_grid, tmp_path):
         used = away._store._end
         loss_of(model).backward()
         assert away._store._end == used  # places are used again
+
+
+@pytest.mark.serial
+def test_what_weights_need_stays_away_until_their_turn(make_grid, tmp_path):
+    """A walk that leaves the gradients of parameters for later reads none of what they alone need."""
+
+    def gradients(away):
+        model, _ = start(make_grid(sizes(1)), reduce=False)
+        if away is not None:
+            away.place(model.blocks)
+        with nn.training_step(0):
+            passage = Passage(model.grid, [])
+            passage.add(loss_of(model), 1.0)
+        if away is not None:
+            away._store._settle(0)  # all is written
+        passage.backward(later=True)
+        if away is not None:
+            left = [k for line in away._lines.values() for each in line if (k := each()) is not None]
+            waiting = [a for k in left for c in k.weights for a in k.packer.held(c.cell_contents)]
+            assert waiting
+            assert not any(a.got for a in waiting)
+        passage.parameters()
+        return {name: p.grad.gather() for name, p in model.named_parameters()}
+
+    want = gradients(None)
+    with OffloadedActivations(tmp_path, least=1) as away:
+        assert not unlike(gradients(away), want)
 
 
 @pytest.mark.serial
