@@ -6,6 +6,7 @@ holder makes the same update.  The first holder owns the parameter: its elements
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from parlinalg.comm.handle import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import local
 from parlinalg.layout import Layout
-from parlinalg.optim.pieces import held
+from parlinalg.optim.pieces import changed, held
 from parlinalg.parallel.buckets import MIB
 from parlinalg.pipeline.edges import TAGS
 from parlinalg.pipeline.model import PipelineModel
@@ -26,7 +27,8 @@ from parlinalg.pipeline.route import Route, route
 from parlinalg.pipeline.schedule import Schedule
 
 Block = Any
-BUCKET = 25 * MIB
+BUCKET = MIB
+"""Bytes of gradients that are summed together; larger ones are summed alone, where they lie."""
 
 
 class Tie(NamedTuple):
@@ -136,9 +138,11 @@ class Ties:
     def _sum_alike(self) -> None:
         for holders, ties in self._grouped():
             comm = self._comms[holders]
-            pieces = [held(p) for t in ties if (p := self.named[t.name]).requires_grad]
-            for bucket in _buckets(pieces):
-                _all_reduce(comm, bucket)
+            for bucket in _buckets(p for t in ties if (p := self.named[t.name]).requires_grad):
+                pieces = [held(p) for p in bucket]
+                _all_reduce(comm, pieces)
+                for p, piece in zip(bucket, pieces, strict=True):
+                    changed(p, piece)
 
     def _sum_apart(self, number: int, tie: Tie) -> None:
         """The owner's grid sums what comes from the others' blocks, and gives it back."""
@@ -190,7 +194,9 @@ def _holders(stages: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
 
 def _span(p: Parameter) -> list[int]:
     """The elements of its block that this rank updates."""
-    return [0, int(p.block.size)] if p.shard is None else [p.shard.start, p.shard.stop]
+    if p.shard is not None:
+        return [p.shard.start, p.shard.stop]
+    return [0, math.prod(p.grid.block_shape(p.layout, p.shape))]
 
 
 def _give_zeros(p: Parameter) -> None:
@@ -215,23 +221,30 @@ def take(p: Parameter, block: Block) -> None:
     """Write a gradient's block to where this rank has its own."""
     mine = held(p)
     mine[...] = block if p.shard is None else block.reshape(-1)[p.shard.start : p.shard.stop]
+    changed(p, mine)
 
 
 def _flat(block: Block) -> Block:
     return block if block.flags.c_contiguous else block.copy(order="C")
 
 
-def _buckets(pieces: Iterable[Block]) -> Iterable[list[Block]]:
-    """Pieces of one dtype that are summed together."""
-    found: dict[str, list[Block]] = {}
+def _buckets(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
+    """Parameters whose gradients, of one dtype, are summed together."""
+    found: dict[str, list[Parameter]] = {}
     nbytes: dict[str, int] = {}
-    for piece in pieces:
-        kind = piece.dtype.str
-        found.setdefault(kind, []).append(piece)
-        nbytes[kind] = nbytes.get(kind, 0) + int(piece.nbytes)
-        if nbytes[kind] >= BUCKET:
-            yield found.pop(kind)
-            nbytes.pop(kind)
+    for p in parameters:
+        held: Any = p.grad if p.shard is None else p.shard.grad
+        kind = held.dtype
+        start, stop = _span(p)
+        size = (stop - start) * kind.itemsize
+        if size >= BUCKET:
+            yield [p]
+            continue
+        found.setdefault(kind.str, []).append(p)
+        nbytes[kind.str] = nbytes.get(kind.str, 0) + size
+        if nbytes[kind.str] >= BUCKET:
+            yield found.pop(kind.str)
+            nbytes.pop(kind.str)
     yield from found.values()
 
 
