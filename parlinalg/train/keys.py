@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from parlinalg.errors import ConfigError
@@ -64,7 +66,7 @@ def choice(kinds: Mapping[str, Mapping[str, Check]], default: str | None = None)
         name = given.get("name", default)
         if name is None:
             raise ConfigError(f"{where} needs a name, one of {listed(kinds)}")
-        if name not in kinds:
+        if not isinstance(name, str) or name not in kinds:
             raise refuse(f"{where}.name", name, f"one of {listed(kinds)}")
         options = {key: v for key, v in given.items() if key != "name"}
         check_keys(f"{where} ({name})", options, kinds[name])
@@ -73,13 +75,18 @@ def choice(kinds: Mapping[str, Mapping[str, Check]], default: str | None = None)
     return check
 
 
-def whole(least: int) -> Check:
-    """A check of a whole number of at least `least`."""
+def whole(least: int, most: float = math.inf) -> Check:
+    """A check of a whole number of at least `least` and at most `most`."""
+    right = f"a whole number of at least {least}" + ("" if most == math.inf else f" and at most {most:,}")
 
     def check(where: str, value: Any) -> int:
-        if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
-            raise refuse(where, value, f"a whole number of at least {least}")
-        return int(value)
+        try:
+            found = None if isinstance(value, bool) else index(value)
+        except TypeError:
+            found = None
+        if found is None or not least <= found <= most:
+            raise refuse(where, value, right)
+        return found
 
     return check
 
@@ -90,8 +97,11 @@ def real(least: float, most: float = math.inf, *, above: bool = False, below: bo
     upper = "" if most == math.inf else f" and below {most:g}" if below else f" and at most {most:g}"
 
     def check(where: str, value: Any) -> float:
-        good = not isinstance(value, bool) and hasattr(value, "__float__") and math.isfinite(number := float(value))
-        if not good or number < least or number > most or (above and number == least) or (below and number == most):
+        good, number = not isinstance(value, bool) and hasattr(value, "__float__"), math.nan
+        with suppress(TypeError, ValueError, OverflowError):
+            number = float(value) if good else number
+        edge = (above and number == least) or (below and number == most)
+        if not math.isfinite(number) or not least <= number <= most or edge:
             raise refuse(where, value, f"a number {lower}{upper}")
         return number
 

@@ -135,7 +135,7 @@ def pipelining(where: str, value: Any) -> Pipelining | None:
     if value is None:
         return None
     given = {"name": value} if isinstance(value, str) else value
-    count = optional(whole(1))
+    count = optional(whole(1, 100_000))
     checks: dict[str, Check] = {
         "name": one_of(*sorted(discover())),
         "microbatches": count,
@@ -169,7 +169,7 @@ def _handler(where: str, value: Any) -> Handler:
     if not isinstance(given, Mapping) or "type" not in given:
         raise refuse(where, value, f"a dict with a type, one of {listed(KINDS)}")
     name = given["type"]
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise refuse(f"{where}.type", name, f"one of {listed(KINDS)}")
     options: dict[str, Any] = {key: v for key, v in given.items() if key != "type"}
     check_keys(f"{where} ({name})", options, [f.name for f in fields(KINDS[name])])

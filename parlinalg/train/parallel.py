@@ -18,6 +18,7 @@ RING, ULYSSES = "s", "u"
 PARTITIONS = ("uniform", "parameters", "flops", "time")
 TENSOR_KEYS = ("size", "mode", "shape", "depth", "depth_on", "sequence_parallel")
 PARALLEL_KEYS = ("data", "pipeline", "sequence", "tensor")
+_ranks = whole(1, 1_000_000)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def share_out(given: object, ranks: int) -> Parallel:
         For an unknown key, a value out of range, a mode or shape that does not fit, or sizes that do not multiply to
         the ranks; the message says what would be right.
     """
-    size = {"size": whole(1)}
+    size = {"size": _ranks}
     checks = {"tensor": TENSOR_CHECKS, "sequence": SEQUENCE_CHECKS, "pipeline": PIPELINE_CHECKS}
     sections: dict[str, Check] = {key: partial(_sized, checks=checks.get(key, size)) for key in PARALLEL_KEYS}
     checked = section("parallel", {} if given is None else given, sections)
@@ -238,15 +239,15 @@ def _cut_sequence(
 
 
 def _shape(where: str, value: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = several(whole(1), least=1)(where, value)
+    shape: tuple[int, ...] = several(_ranks, least=1)(where, value)
     return shape
 
 
 TENSOR_CHECKS = {
-    "size": optional(whole(1)),
+    "size": optional(_ranks),
     "mode": one_of(None, *modes()),
     "shape": optional(_shape),
-    "depth": optional(whole(1)),
+    "depth": optional(_ranks),
     "depth_on": optional(one_of("batch", "k")),
     "sequence_parallel": flag,
 }
@@ -270,8 +271,8 @@ def _grids(where: str, value: Any) -> tuple[dict[str, Any], ...]:
     return found
 
 
-PIPELINE_CHECKS: dict[str, Check] = {"size": whole(1), "partition": _partition, "tensor": _grids}
-SEQUENCE_CHECKS = {"size": whole(1), "ulysses": whole(1), "order": optional(one_of(*ORDERS))}
+PIPELINE_CHECKS: dict[str, Check] = {"size": _ranks, "partition": _partition, "tensor": _grids}
+SEQUENCE_CHECKS = {"size": _ranks, "ulysses": _ranks, "order": optional(one_of(*ORDERS))}
 
 
 def _sized(where: str, value: Any, checks: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.errors import CheckpointError, ConfigError, EngineError
 from parlinalg.optim import SGD, AdamW
+from parlinalg.train.config import check
+from parlinalg.train.parallel import share_out
 from tests.conftest import SIZE
 
 SIZES = (5, 8, 3)
@@ -229,3 +231,21 @@ def test_checkpoints_of_another_training(world: Any, backend: str, folder: Path)
         with pytest.raises(CheckpointError, match=r"cannot be written to the folder .*file: it is a file"):
             trainer.fit(pairs(), 1)
         assert trainer.step == 0  # before it begins
+
+
+@pytest.mark.parametrize(
+    ("values", "right"),
+    [
+        ({"epochs": np.zeros(3)}, "epochs must be a whole number of at least 1"),
+        ({"clip_grad_norm": np.zeros(3)}, "clip_grad_norm must be a number above 0"),
+        ({"optimizer": {"name": []}}, r"optimizer\.name must be one of"),
+        ({"gradient_handler": [{"type": []}]}, r"gradient_handler\[0\]\.type must be one of"),
+        ({"parallel": {"tensor": 10**30}}, "size must be a whole number of at least 1 and at most 1,000,000"),
+        ({"schedule": {"microbatches": 10**30}, "parallel": {"pipeline": 2}}, "microbatches must be .* most 100,000"),
+    ],
+)
+@pytest.mark.serial
+def test_configurations_of_what_cannot_be_counted(values: dict[str, Any], right: str) -> None:
+    """At once, where a schedule or the shapes of a grid would be counted out for ever."""
+    with pytest.raises(ConfigError, match=right):
+        share_out(check(values).parallel, 4)
