@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -59,7 +59,7 @@ def saved(root: Tensor) -> list[Saved]:
     if root.node is None:
         return []
     nodes = list(reversed(reachable(root.node)))
-    seen = {id(_memory(p.data.block)) for p in _owners(nodes)}
+    seen = {id(memory(p.data.block)) for p in _owners(nodes)}
     rows: dict[tuple[str, Layout], Saved] = {}
     for node in nodes:
         rules = [*(node.parts or ()), node.prepare, node.again]
@@ -72,6 +72,23 @@ def saved(root: Tensor) -> list[Saved]:
             row.tensors += len(new)
             row.nbytes += sum(int(a.nbytes) for a in new)
     return list(rows.values())
+
+
+def arrays(holders: Iterable[Any]) -> dict[int, Any]:
+    """The arrays that values on the tape (nodes), rules or walks keep on this rank, parameters too; no communication.
+
+    Returns
+    -------
+    dict of int to array
+        By identity; of a view all of the memory that it keeps.
+    """
+    found: dict[int, Any] = {}
+    met: set[int] = set()
+    for holder in holders:
+        rules = [*(holder.parts or ()), holder.prepare, holder.again] if isinstance(holder, Node) else [holder]
+        for rule in rules:
+            found.update((id(a), a) for a in _arrays(rule, met))
+    return found
 
 
 def _owners(nodes: list[Node]) -> Iterator[Any]:
@@ -99,7 +116,7 @@ def _outer(rule: Any) -> str:
     return name.partition(".")[0]
 
 
-def _memory(array: Any) -> Any:
+def memory(array: Any) -> Any:
     """The array whose memory a view keeps."""
     while getattr(array, "base", None) is not None and hasattr(array.base, "nbytes") and hasattr(array.base, "dtype"):
         array = array.base
@@ -113,7 +130,7 @@ def _arrays(held: Any, met: set[int]) -> Iterator[Any]:
     met.add(id(held))
     if hasattr(held, "nbytes") and hasattr(held, "flags"):  # an array of a backend
         if getattr(held, "ndim", 0):
-            yield _memory(held)
+            yield memory(held)
     elif isinstance(held, DistArray):
         yield from _arrays(held.block, met)
     elif isinstance(held, Tensor):

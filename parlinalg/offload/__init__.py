@@ -6,8 +6,9 @@ from parlinalg.offload.parameters import OffloadedParameters
 from parlinalg.offload.plan import Offload, OffloadPlan, kept, plan
 from parlinalg.offload.recover import recover
 from parlinalg.offload.states import HostStates
+from parlinalg.offload.weighing import Keeps
 
 __all__ = [
-    "DiskStates", "HostStates", "Offload", "OffloadPlan", "OffloadedActivations", "OffloadedParameters", "kept", "plan",
-    "recover",
+    "DiskStates", "HostStates", "Keeps", "Offload", "OffloadPlan", "OffloadedActivations", "OffloadedParameters",
+    "kept", "plan", "recover",
 ]  # fmt: skip

@@ -30,6 +30,7 @@ from parlinalg.offload.agreement import worlds
 from parlinalg.offload.disk_states import DiskStates
 from parlinalg.offload.parameters import OffloadedParameters, replaceable
 from parlinalg.offload.states import HostStates, bytes_of
+from parlinalg.offload.weighing import Keeps
 from parlinalg.optim import Optimizer
 from parlinalg.units import format_bytes
 
@@ -37,6 +38,8 @@ ORDER = ("optimizer", "activations", "parameters")
 PLACES = ("disk", "host")
 BUFFERS = 4
 MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 12
+NOTHING = Keeps(0)
+HINT = '; with path="a folder on a disk" the rest would go there'
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,13 @@ class Table:
     largest : int
         The largest block of a parameter.
     block : int
-        What one block of the model keeps for the backward pass.
+        What one block of the model keeps for the backward pass, of one microbatch.
     fixed : int
         Bytes of values and gradients that stay in memory whatever is offloaded.
+    stays : int
+        Of activations, what stays in memory where those of blocks are offloaded.
+    older : int
+        Older versions of the values, of asynchronous schedules.
     """
 
     values: int
@@ -61,11 +68,13 @@ class Table:
     largest: int = 0
     block: int = 0
     fixed: int = 0
+    stays: int = 0
+    older: int = 0
 
     @property
     def total(self) -> int:
         """All that a step holds with nothing offloaded."""
-        return self.values + self.gradients + self.states + self.activations
+        return self.values + self.older + self.gradients + self.states + self.activations
 
     def rest(self, offloaded: Iterable[str], chunk: int) -> int:
         """What stays in memory, the buffers of what is offloaded counted."""
@@ -75,7 +84,7 @@ class Table:
             held = (BUFFERS + 1) * chunk * (self.states + self.gradients)  # a chunk has the values of its states too
             left += min(0, -(-held // max(1, self.states)) - self.states)
         if "activations" in away:
-            left += min(0, 3 * self.block - self.activations)
+            left += min(0, 3 * self.block + self.stays - self.activations)
         if "parameters" in away:
             left += min(0, 3 * self.largest + self.fixed - self.values - self.gradients)
         return left
@@ -128,8 +137,9 @@ class OffloadPlan:
     def __str__(self) -> str:
         t = self.table
         held = (
-            f"a rank holds {format_bytes(t.values)} of values, {format_bytes(t.gradients)} of gradients, "
-            f"{format_bytes(t.states)} of optimizer states"
+            f"a rank holds {format_bytes(t.values)} of values, "
+            + (f"{format_bytes(t.older)} of older versions of them, " if t.older else "")
+            + f"{format_bytes(t.gradients)} of gradients, {format_bytes(t.states)} of optimizer states"
             + (f", {format_bytes(t.activations)} of activations" if t.activations else "")
         )
         limit = "" if self.memory is None else f" for a limit of {format_bytes(self.memory)}"
@@ -207,9 +217,11 @@ class Offload:
 
 def plan(
     model: Module, optimizer: Optimizer, *, memory: SupportsIndex | str | None = None, path: str | Path | None = None,
-    kept: SupportsIndex | str = 0, **places: str | None,
+    kept: Keeps | SupportsIndex | str = 0, **places: str | None,
 ) -> OffloadPlan:  # fmt: skip
     """Decide what is offloaded.  Collective; nothing is moved until `apply()`, before the optimizer's first step.
+
+    The ranks of a pipeline's stage decide as one, those of another for themselves.
 
     Parameters
     ----------
@@ -221,15 +233,16 @@ def plan(
         or to host memory from a GPU.  The interpreter and its libraries are not counted.
     path : str or Path, optional
         A folder on a disk, of this run alone.
-    kept : int or str
-        Bytes that the tape keeps in a step: `kept(loss)` after a forward pass.
+    kept : Keeps, int or str
+        What the tape keeps in a step: `kept(loss)` after a forward pass, in bytes; in a pipeline `Worker.keeps`.
     optimizer_states, activations, parameters : {"disk", "host"}, optional
         Offloaded in any case.
 
     Raises
     ------
     ConfigError
-        If the limit is too low even with everything offloaded: it names the least that would do.
+        If the limit is too low even with everything offloaded: it names the least that would do.  In a pipeline on the
+        ranks of all stages, if it is too low on any.
     """
     chosen = _chosen(places)
     cpu = all(p.grid.backend.xp is np for p in model.parameters())
@@ -237,27 +250,50 @@ def plan(
     for kind, place in chosen.items():
         if place == "disk" and folder is None:
             raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
-    table = table_of(model, optimizer, bytes_of("kept", kept))
+    keeps = kept if isinstance(kept, Keeps) else Keeps(bytes_of("kept", kept))
+    table = table_of(model, optimizer, keeps)
     limit = None if memory is None else bytes_of("memory", memory)
-    chunk = MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (32 * BUFFERS)))
     if limit is not None:
         where = "disk" if folder is not None else "host" if not cpu else None
-        movable = [k for k in ORDER if where and (k != "parameters" or table.fixed < table.values + table.gradients)]
-        found = decide(table, limit, {*movable, *chosen}, chunk)
-        if found is None:
-            least = table.rest({*movable, *chosen}, chunk)
-            hint = "" if where else '; with path="a folder on a disk" the rest would go there'
-            raise ConfigError(
-                f"memory={format_bytes(limit)} is too little: a rank holds {format_bytes(table.total)}, and "
-                f"{format_bytes(least)} with all offloaded that can be; the least limit that works is {least} "
-                f"bytes{hint}"
-            )
-        for kind in found:
+        rests = not keeps.versions and table.fixed < table.values + table.gradients
+        movable = {k for k in ORDER if where and (k != "parameters" or rests)} | set(chosen)
+        found = decide(table, limit, movable, chunk_of(limit))
+        _enough(model, table, limit, movable, found is None, "" if where else HINT)
+        for kind in found or ():
             chosen.setdefault(kind, where or "host")
     if cpu:  # host memory is where everything is
         chosen = {kind: place for kind, place in chosen.items() if place != "host"}
     ordered = {kind: chosen[kind] for kind in ORDER if kind in chosen}
-    return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk)
+    return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk_of(limit))
+
+
+def chunk_of(limit: int | None) -> int:
+    """Bytes of a chunk of states."""
+    return MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (32 * BUFFERS)))
+
+
+def _enough(model: Module, table: Table, limit: int, movable: set[str], short: bool, hint: str) -> None:
+    """Raise a ConfigError on the ranks of all stages if the limit is too low on any.  Collective."""
+    least, text = 0, ""
+    if short:
+        least = table.rest(movable, chunk_of(limit))
+        while (more := table.rest(movable, chunk_of(least))) > least:  # larger limits have larger chunks
+            least = more
+        text = (
+            f"memory={format_bytes(limit)} is too little: a rank{_stages(model)} holds {format_bytes(table.total)}, "
+            f"and {format_bytes(least)} with all offloaded that can be; the least limit that works is {least} bytes"
+            f"{hint}"
+        )
+    place = getattr(model, "place", None)
+    told = [(least, text)] if place is None else place.world.share((least, text))
+    if any(text for _, text in told):
+        raise ConfigError(max(told, key=lambda each: each[0])[1])
+
+
+def _stages(model: Module) -> str:
+    """Of a model in a pipeline, which stages a rank has."""
+    numbers = [str(stage.number) for stage in getattr(model, "chunks", ())]
+    return f" of stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)}" if numbers else ""
 
 
 def _chosen(places: dict[str, str | None]) -> dict[str, str]:
@@ -273,9 +309,9 @@ def _chosen(places: dict[str, str | None]) -> dict[str, str]:
     return chosen
 
 
-def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
-    """What a rank holds, the largest over all ranks.  Collective."""
-    mine = [0, 0, 0, kept, 0, 0, 0]
+def table_of(model: Module, optimizer: Optimizer, keeps: Keeps = NOTHING) -> Table:
+    """What a rank holds, the largest over all ranks of its grid.  Collective."""
+    mine = [0, 0, 0, keeps.most, 0, 0, 0, keeps.stays, 0]
     names = len(optimizer.states)
     parameters = list(model.parameters())
     for p in parameters:
@@ -291,7 +327,8 @@ def table_of(model: Module, optimizer: Optimizer, kept: int = 0) -> Table:
         mine[1] += n * p.dtype.itemsize
         mine[2] += n * (names + more) * dtype.itemsize
         mine[4] = max(mine[4], p.block.size * p.dtype.itemsize)
-    mine[5] = -(-kept // max(1, len(blocks_of(model))))
+    mine[5] = keeps.block or -(-keeps.most // max(1, len(blocks_of(model))))
+    mine[8] = max(0, keeps.versions - 1) * mine[0]
     for comm in worlds(p.grid for p in parameters):
         mine = [max(column) for column in zip(*comm.share(mine), strict=True)]
     return Table(*mine)

@@ -19,6 +19,20 @@ def passes(schedule: Schedule, microbatches: int) -> Schedule:
     )  # fmt: skip
 
 
+def once(schedule: Schedule) -> Schedule:
+    """One microbatch of each copy of the model through all chunks of a schedule; back to the gradients of inputs too,
+    where the schedule computes those of parameters apart."""
+    count = schedule.copies
+    apart = any(i.op is Op.BACKWARD_INPUT for order in schedule.orders for i in order)
+    orders = []
+    for rank in range(schedule.ranks):
+        forward = list(_forward(schedule, rank, count))
+        back = [Instruction(Op.BACKWARD_INPUT, i.chunk, i.microbatch) for i in reversed(forward)]
+        orders.append([*forward, *(back if apart else ())])
+    name = f"{schedule.name}, once"
+    return complete(name, count, schedule.stages, schedule.chunks, orders, asynchronous=True)
+
+
 def flushed(schedule: Schedule, microbatches: int) -> Schedule:
     """All forward passes, then all backward passes in the opposite order, on the ranks and chunks of a schedule: what
     any number of microbatches can do."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
-from parlinalg.autograd.tape import Node, Part, Walk
+from parlinalg.autograd.tape import Node, Part, Walk, reachable
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -78,6 +78,14 @@ class Passage:
         walk, self._walk = self._walk, None
         if walk is not None:
             walk.run_parameters()
+
+    def holders(self) -> list[Node | Walk]:
+        """What keeps arrays for passes to come: values on the tape, or the walk that left gradients of parameters."""
+        if self._walk is not None:
+            return [self._walk]
+        roots = [*(node for node in self.outputs if node is not None), *(node for node, _ in self.terms)]
+        found = {node.age: node for root in roots for node in reachable(root)}
+        return [found[age] for age in sorted(found)]
 
     def input_gradients(self) -> list[DistArray | None]:
         """The gradients of what the stage got, and forget that."""

@@ -5,7 +5,7 @@ After ShallowSpeed, where a schedule is instructions and a worker looks each up 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,9 +15,11 @@ from parlinalg.autograd.parameter import settle
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
 from parlinalg.errors import CommError, ConfigError, ScheduleError
+from parlinalg.offload.weighing import Keeps
 from parlinalg.parallel.precision import Gradients, examine
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.edges import Edge, Edges
+from parlinalg.pipeline.keeps import keeps
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.plain import flushed, passes
 from parlinalg.pipeline.roles import first_role, table_of
@@ -140,7 +142,7 @@ class Worker:
         schedule = self._for(len(batches))
         run = self._start(schedule, batches, work)
         run.training(step, factor)
-        return self._finish(run)
+        return self.finish(run)
 
     def forward(self, batches: Sequence[Batch], work: Work) -> dict[str, float]:
         """Forward passes alone, of any number of batches; gives what `step` does.  Collective."""
@@ -152,7 +154,23 @@ class Worker:
         run = self._start(self._others[key], batches, work)
         with no_grad():
             run.using()
-        return self._finish(run)
+        return self.finish(run)
+
+    def keeps(self, batches: Mapping[int, Batch], work: Work, rows: int) -> Keeps:
+        """What this rank keeps of microbatches in a step, for `parlinalg.offload.plan(…, kept=…)`.  Collective.
+
+        A microbatch passes forward, and where the schedule computes gradients of parameters later back to those of
+        inputs; the schedule says how many are under way.  Nothing is changed.
+
+        Parameters
+        ----------
+        batches : dict of int to Batch
+            A microbatch, by the most rows that a rank has of it; or two small ones, from which others are reckoned.
+        work : Work
+        rows : int
+            The most that a rank has of a microbatch.
+        """
+        return keeps(self, batches, work, rows)
 
     def examine(self, parameters: Sequence[Parameter], scale: float = 1.0) -> Gradients:
         """The norm of the gradients of the whole model, shared parameters and copies once, and whether all are finite.
@@ -163,16 +181,21 @@ class Worker:
 
     def starts(self, chunk: int) -> None:
         """Start the sums of gradients, as far as the chunk's last pass, which is to come, does not add to them."""
-        if self.reducer is not None and len(self.model.chunks) > 1:
+        if (reducer := self._reduces()) is not None and len(self.model.chunks) > 1:
             reached = {id(p) for p in self.model.chunks[chunk].parameters()}
-            self.reducer.no_more(p for p in self.reducer.parameters if id(p) not in reached)
+            reducer.no_more(p for p in reducer.parameters if id(p) not in reached)
 
     def settle(self) -> None:
         """Sum the gradients over each stage's grid, then over the holders of shared parameters."""
-        if self.reducer is not None:
-            self.reducer.settle()
+        if (reducer := self._reduces()) is not None:
+            reducer.settle()
         settle(list(self.model.parameters()))
         self.ties.sum()
+
+    def _reduces(self) -> GradientReducer | None:
+        """The reducer, unless it was detached, as from parameters whose gradients are offloaded."""
+        reducer = self.reducer
+        return reducer if reducer is not None and any(p.reducer is reducer for p in reducer.parameters) else None
 
     # ------------------------------------------------------------------ one run
     def _for(self, microbatches: int) -> Schedule:
@@ -211,7 +234,7 @@ class Worker:
     def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Work) -> Run:
         return Run(self, schedule, batches, work)
 
-    def _finish(self, run: Run) -> dict[str, float]:
+    def finish(self, run: Run) -> dict[str, float]:
         """Do the run, and tell all ranks what it gave."""
         try:
             run.go()

@@ -10,23 +10,25 @@ from typing import cast
 from parlinalg import optim
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.ops import cross_entropy_sum
-from parlinalg.datasets import Dataset, Text, digits, npz, text
+from parlinalg.datasets import Batch, Dataset, Text, digits, npz, text
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module, training_step
-from parlinalg.offload import OffloadPlan, kept, plan
+from parlinalg.offload import Keeps, OffloadPlan, kept, plan
+from parlinalg.offload.weighing import reckoned
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
 from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import PipelineModel
+from parlinalg.pipeline.worker import Worker
 from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
 from parlinalg.train.language import Language
 from parlinalg.train.launch import Mesh
 from parlinalg.train.loop import Trainer, batches
 from parlinalg.train.parallel import DATA
-from parlinalg.train.pipelines import schedule_for
+from parlinalg.train.pipelines import microbatches_of, rows_of_a_microbatch, schedule_for
 from parlinalg.train.shares import gradient_handlers
 from parlinalg.train.stages import optimizer_of, worker_of
 from parlinalg.train.task import Batches, Criterion, Task
@@ -77,30 +79,53 @@ def reducer(config: Config, grid: Grid, model: Module) -> GradientReducer:
 
 
 def offload(
-    config: Config, mesh: Mesh, task: Task, optimizer: optim.Optimizer, folder: Path
+    config: Config, mesh: Mesh, task: Task, optimizer: optim.Optimizer, folder: Path, worker: Worker | None = None
 ) -> OffloadPlan | None:  # fmt: skip
     """What lies on the disk or in host memory, if that is asked for.  Collective.
 
-    With a limit of memory, a forward pass of a few samples shows what the tape keeps of a microbatch.
+    With a limit of memory, forward passes of a few samples show what the tape keeps of a microbatch.
 
     Parameters
     ----------
     folder : Path
         For files, where the configuration names none.
+    worker : Worker, optional
+        What runs the stages of a pipeline.
     """
     options = dict(config.offload)
     if not options:
         return None
+    if worker is not None and worker.schedule.asynchronous and "parameters" in options:
+        raise ConfigError(
+            f"offload.parameters={options['parameters']!r} with the schedule {worker.schedule.name!r}, which keeps "
+            "versions of weights in memory: offload the optimizer or activations, or take a synchronous schedule, such "
+            "as '1f1b'"
+        )
     options["optimizer_states"] = options.pop("optimizer", None)
-    bytes_kept = 0
     if "memory" in options:
-        parts, least = config.gradient_accumulation, max(1, config.batch_size // mesh.size("data"))
-        (first, *_) = next(batches(task.loader, 1, max(parts, least)))
-        with training_step(0, first.offset):
-            loss, _, _ = task.losses(first)
-        rows = -(-config.batch_size // parts)
-        bytes_kept = kept(loss) * -(-rows // len(first))
-    return plan(task.model, optimizer, path=options.pop("path", folder), kept=bytes_kept, **options)
+        options["kept"] = _kept(config, mesh, task, worker)
+    return plan(task.model, optimizer, path=options.pop("path", folder), **options)
+
+
+def _kept(config: Config, mesh: Mesh, task: Task, worker: Worker | None) -> Keeps | int:
+    """What the tape keeps of a microbatch, or of all that a schedule has under way.  Collective."""
+    parts, data = microbatches_of(config, mesh.place.size), mesh.size("data")
+    rows = -(-rows_of_a_microbatch(config, mesh.parallel) // data)
+    found: dict[int, Batch] = {}
+    for n in (1, 2):
+        (first, *_) = next(batches(task.loader, 1, max(parts, config.batch_size // (n * data))))
+        found.setdefault(-(-len(first) // data), first)
+    if rows in found:
+        found = {rows: found[rows]}
+    if worker is not None:
+        return worker.keeps(found, task, rows)
+    return reckoned({n: _of_one(task, batch) for n, batch in found.items()}, rows)
+
+
+def _of_one(task: Task, batch: Batch) -> int:
+    with training_step(0, batch.offset):
+        loss, _, _ = task.losses(batch)
+    return kept(loss)
 
 
 def scaler(config: Config) -> LossScaler | None:

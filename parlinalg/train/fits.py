@@ -29,12 +29,6 @@ def check_together(config: Config) -> None:
             f"schedule={config.schedule.name!r} needs a pipeline, such as parallel=dict(pipeline=2); without one leave "
             "it out: gradient_accumulation cuts a batch into microbatches"
         )
-    if "memory" in config.offload and pipeline_size(config.parallel) != 1:
-        raise ConfigError(
-            f"offload.memory={config.offload['memory']!r} and parallel.pipeline={pipeline_size(config.parallel)}: what "
-            "the stages keep of several microbatches is not measured; say what is offloaded, such as "
-            "offload=dict(optimizer='disk', activations='disk')"
-        )
     asked = None if config.schedule is None else config.schedule.microbatches
     if asked is not None and config.gradient_accumulation not in (1, asked):
         raise ConfigError(

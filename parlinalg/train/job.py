@@ -85,7 +85,7 @@ class Job:
         scheduler = build.scheduler(config, optimizer, self.steps)
         self.trainer = build.trainer(config, mesh, self.task, optimizer, scheduler, reducer)
         self.parts = microbatches_of(config, mesh.place.size)
-        self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload")
+        self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload", self.trainer.worker)
         place = Data(config.seed, config.batch_size, len(self.task.loader))
         self.saving = Saving(self.trainer, world, out, config.checkpoint, place, self.steps)
 
@@ -146,7 +146,7 @@ class Job:
                 "training": f"{self.steps} steps of {config.batch_size} samples{split}, {config.optimizer}, "
                 f"{config.lr_schedule}",
                 **said(config, self.mesh.grid.sizes),
-                **({} if self.offload is None else {"offload": self.offload}),
+                **({} if self.offload is None else {"offload": report.by_stage(self.mesh, str(self.offload))}),
                 "checkpoints": config.checkpoint,
                 **self.task.opening(),
             },

@@ -80,6 +80,21 @@ def opening(
     return "\n".join(lines)
 
 
+def by_stage(mesh: Mesh, text: str) -> str:
+    """What each stage of a pipeline has to say, in a line each; of those that say the same in one.  Collective."""
+    if mesh.schedule is None:
+        return text
+    everyone = mesh.world.share(text)
+    said: dict[str, list[int]] = {}
+    for held, ranks in zip(mesh.schedule.chunks, mesh.place.ranks, strict=True):
+        said.setdefault(everyone[ranks[0]], []).extend(chunk.stage for chunk in held)
+    lines = []
+    for each, stages in said.items():
+        numbers = sorted(set(stages))
+        lines.append(f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {each}")
+    return f"\n{'':<12}".join(lines)
+
+
 def _parameters(parameters: Mapping[str, Parameter]) -> list[str]:
     """A line for each parameter; for those of like blocks one line for all."""
     alike: dict[tuple[str, str], list[str]] = {}

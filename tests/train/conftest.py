@@ -11,6 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
+
+
+@pytest.fixture
+def tale(folder: Path, world: Any) -> Path:
+    """A folder with `tale.txt`, one for all ranks."""
+    if world.rank == 0:
+        (folder / "tale.txt").write_text(TEXT)
+    world.barrier()
+    return folder
+
 
 @pytest.fixture(scope="session")
 def seven(world: Any) -> Iterator[Path]:

@@ -164,11 +164,6 @@ WRONG = [
         {"parallel": {"pipeline": 2}, "schedule": {"microbatches": 4}, "gradient_accumulation": 2},
         ("gradient_accumulation=2 and schedule.microbatches=4", "give one of them"),
     ),
-    ({"parallel": {"pipeline": 2}, "offload": {"memory": "1GiB"}}, ("parallel.pipeline=2", "activations='disk'")),
-    (
-        {"parallel": {"pipeline": {"tensor": [1, 1]}}, "offload": {"memory": "1GiB"}},
-        ("parallel.pipeline=2", "optimizer='disk'"),
-    ),
     ({"offload": {"optimizer": "tape"}}, ("offload.optimizer", "'host' or 'disk'")),
     ({"offload": {"parameters": "disk"}, "zero": 2}, ("offload.parameters", "zero stage 2", "use stage 3")),
     ({"offload": {"path": "x"}}, ("offload has a path", "optimizer='disk'")),

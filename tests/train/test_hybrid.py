@@ -24,9 +24,9 @@ from parlinalg.train.loop import batches
 from parlinalg.train.sample import continuation
 from tests.conftest import BACKEND
 from tests.launching import launch as start
+from tests.train.conftest import TEXT
 
 CLOSE = 1e-12
-TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
 BASE: dict[str, Any] = {
     "dtype": "float64",
     "batch_size": 8,
@@ -67,14 +67,6 @@ OWN: dict[int, dict[str, Any]] = {
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     path = folder / "tale.txt"
     return {**BASE, "data": {"name": "text", "path": str(path), "sequence_length": 7, "validation": 0.15}, **more}
-
-
-@pytest.fixture
-def tale(folder: Path, world: Any) -> Path:
-    if world.rank == 0:
-        (folder / "tale.txt").write_text(TEXT)
-    world.barrier()
-    return folder
 
 
 def trained(comm: Any, config: dict[str, Any], backend: str, out: Path) -> tuple[list[float], str]:

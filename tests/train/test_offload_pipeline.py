@@ -14,7 +14,7 @@ from parlinalg.offload.activations import Kept
 from parlinalg.train.job import Job
 from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
-from tests.train.test_hybrid import TEXT, settings
+from tests.train.test_hybrid import settings
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -25,14 +25,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "recompute": {},
     "pipedream-2bw": {"schedule": "pipedream-2bw", "clip_grad_norm": None},
 }
-
-
-@pytest.fixture
-def tale(folder: Path, world: Any) -> Path:
-    if world.rank == 0:
-        (folder / "tale.txt").write_text(TEXT)
-    world.barrier()
-    return folder
 
 
 def run(config: dict[str, Any], world: Any, backend: str, out: Path) -> tuple[list[float], dict[str, np.ndarray], Job]:
