@@ -51,6 +51,14 @@ class Arrivals:
         else:
             self.terms[layout], self.mine[layout] = _sum(held, block, self.mine[layout]), True
 
+    def unmoved(self, term: Term) -> Term | None:
+        """What `summed` gives if this term is all; None if it would be moved or cast for that."""
+        block, layout = term
+        layout = self.grid.effective(layout)
+        if block.dtype != self.dtype or layout.dims != self.goal.dims or set(layout.partial) & set(self.goal.cut_axes):
+            return None
+        return block, self.layout.with_partial(layout.partial)
+
     def own(self, block: Block) -> Block:
         """The block, copied if a term shares it with others or it cannot be written to."""
         shared = any(block is b and not self.mine[layout] for layout, b in self.terms.items())

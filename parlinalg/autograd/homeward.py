@@ -12,6 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parlinalg.autograd.arrivals import Arrivals, Term
+from parlinalg.autograd.unformed import Unformed
 from parlinalg.layout import Layout, span_of
 from parlinalg.redistribute import Move, start
 
@@ -67,6 +68,18 @@ class Homeward:
         self.queue.append(Underway(walk, node, move, goal, nbytes))
         self.nbytes += nbytes
         return True
+
+    def formed(self, walk: Walk, node: Node, term: Term | None) -> Term | None:
+        """A term as a block; None if it is a parameter's whole gradient, and the reducer has formed it in its place."""
+        if term is None or not isinstance(term[0], Unformed):
+            return term
+        owner = node.owner() if node.owner is not None else None
+        if owner is not None and owner.reducer is not None and owner.fetcher is None:
+            completing, whole = walk.completing(node), node.arrivals().unmoved(term)
+            if completing is not None and whole is not None:
+                owner.reducer.ready(owner, *whole, sync=completing.sync)
+                return None
+        return term[0].formed(), term[1]
 
     def finish(self, walk: Walk) -> None:
         """Await all; of passes within `no_sync` also what was kept whole of parameters that this walk did not reach."""

@@ -142,6 +142,10 @@ class Inner(Walk):
     def sum_of(self, node: Node) -> Arrivals:
         return super().sum_of(node) if node.age > self.since else self.outer.sum_of(node)
 
+    def completing(self, node: Node) -> Walk | None:
+        found = super().completing(node)
+        return found if found is None or node.age > self.since else self.outer.completing(node)
+
     def all_arrived(self, node: Node) -> None:
         if node.age > self.since:
             super().all_arrived(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -339,7 +339,7 @@ class Walk:
 
     def arrive(self, node: Node, term: Term | None, *others: Any) -> None:
         """Take a term of a node's gradient, computed from what `others` hold; None is no term where one was due."""
-        if term is not None:
+        if (term := self.homeward.formed(self, node, term)) is not None:
             block = term[0]
             ours = bool(others) and block.base is None and not any(block is other for other in others)
             if self.homeward.takes(self, node, term, ours):
@@ -364,6 +364,10 @@ class Walk:
         self.edges[node.age] -= 1
         if not self.edges[node.age]:
             self.all_arrived(node)
+
+    def completing(self, node: Node) -> Walk | None:
+        """The walk that a parameter's gradient leaves, if the next term is all of it."""
+        return self if self.edges[node.age] == 1 and node.age not in self.arrived else None
 
     def all_arrived(self, node: Node) -> None:
         """The last term of a parameter's gradient is here."""
@@ -392,9 +396,3 @@ class Walk:
         if not self.starts:
             for reducer in self.reducers:
                 reducer.finish(sync=self.sync)
-
-
-def live(nodes: Sequence[Node | None], parts: Sequence[Part]) -> tuple[tuple[Node, ...], tuple[Part, ...]]:
-    """The inputs that want a gradient, and their parts of the rule."""
-    pairs = [(n, p) for n, p in zip(nodes, parts, strict=True) if n is not None]
-    return tuple(n for n, _ in pairs), tuple(p for _, p in pairs)

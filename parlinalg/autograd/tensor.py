@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import Axis, effective
-from parlinalg.autograd.tape import Again, Node, Part, Prepare, Walk, live, note, recording
+from parlinalg.autograd.tape import Again, Node, Part, Prepare, Walk, note, recording
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -346,7 +346,7 @@ def record(
     result = Tensor(data)
     data.grid.poll()
     if recording():
-        sources, kept = live([t.node for t in inputs], parts)
+        sources, kept = _live([t.node for t in inputs], parts)
         if sources:
             result._node = Node(data, sources, kept, prepare, unsummed=unsummed)
     else:
@@ -367,3 +367,9 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return Tensor(value)
+
+
+def _live(nodes: Sequence[Node | None], parts: Sequence[Part]) -> tuple[tuple[Node, ...], tuple[Part, ...]]:
+    """The inputs that want a gradient, and their parts of the rule."""
+    pairs = [(n, p) for n, p in zip(nodes, parts, strict=True) if n is not None]
+    return tuple(n for n, _ in pairs), tuple(p for _, p in pairs)

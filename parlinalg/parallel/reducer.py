@@ -18,6 +18,7 @@ import numpy as np
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.arrivals import Arrivals
+from parlinalg.autograd.unformed import Unformed, place
 from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
@@ -222,6 +223,7 @@ class GradientReducer:
     def _keep(self, parameter: Parameter, block: Block, layout: Layout) -> None:
         """Add a gradient to those that wait for the buckets to be made."""
         held, grid = parameter.grad, parameter.grid
+        block = block.formed() if isinstance(block, Unformed) else block
         if held is not None:
             both = Arrivals(parameter.shape, parameter.layout, parameter.dtype, grid)
             both.add((held.block, held.layout), owned=True)
@@ -238,9 +240,9 @@ class GradientReducer:
             view[...] = 0  # a whole gradient counts once
         counts = block is not None and not any(coords.get(a) for a in both if a not in partial)
         if not holds:
-            view[...] = block if counts else 0
+            place(block if counts else 0, view)
         elif counts:
-            view += block
+            place(block, view, add=True)
         slot.partial = both
         if not slot.bucket.passing:
             p.grad = None

@@ -15,6 +15,7 @@ from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.weights import fetched, weight_at_work
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.autograd.unformed import Unformed
 from parlinalg.backend import kernels_rows
 from parlinalg.errors import LayoutError, PlanError
 from parlinalg.grid import Grid
@@ -145,7 +146,10 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         ):  # a transposed view has a gradient that lies as it does, to be added to others of what it is a view of
             d = gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype).T
         else:
-            d = gemm(as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm), dtype)
+            left, right = as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm)
+            if nb == 0 and source is None:
+                return Unformed(left, right, dtype, (*xs.shape[nm:], *dy.shape[nm:])), at.dw
+            d = gemm(left, right, dtype)
         term = d.reshape((*dy.shape[:nb], *xs.shape[nb + nm :], *dy.shape[nb + nm :])), at.dw
         return term if source is None else source.term(term)
 
