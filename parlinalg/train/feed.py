@@ -19,6 +19,8 @@ from parlinalg.layout import Layout, piece
 
 Pair = tuple[Any, Any] | Batch
 Result = TypeVar("Result")
+Looks = tuple[int, str, int]
+"""What ranks compare of a batch: its rows, its dtypes and shapes, and a checksum of its values."""
 
 
 class Feed:
@@ -77,7 +79,7 @@ class Feed:
                 self._begun = _pair(next(iterator)), iterator
             return cut(self._begun[0], parts)[0]
 
-        return agreed(self.world, lambda: [draw()], lambda found: sum(rows_of(x) for x, _ in found))[0]
+        return agreed(self.world, lambda: [draw()], lambda found: look_at(found, values=False))[0]
 
     def opened(self) -> Iterator[Any]:
         """An iterator of the source; the first one goes on from what `first` has drawn, which it gives again."""
@@ -110,7 +112,8 @@ class Pass:
     def __next__(self) -> Any:
         if self._cuts:
             return self._next_cut(1)[0]
-        return agreed(self.feed.world, self._next, content=content if self.begins else None)
+        begins = self.begins
+        return agreed(self.feed.world, self._next, lambda x: (0, kind_of(x), content(x) if begins else 0))
 
     @property
     def begins(self) -> bool:
@@ -150,24 +153,21 @@ def _pair(given: Any) -> Any:
     raise EngineError(f"a dataloader gives pairs (inputs, labels), not a {what}")
 
 
-def agreed(
-    world: Comm, draw: Callable[[], Result], rows: Callable[[Result], int] | None = None,
-    content: Callable[[Result], int] | None = None,
-) -> Result:  # fmt: skip
-    """What `draw` gives, where it gives something on all ranks, of as many rows and the same content.  Collective.
+def agreed(world: Comm, draw: Callable[[], Result], look: Callable[[Result], Looks] | None = None) -> Result:
+    """What `draw` gives, where it gives something on all ranks that looks the same.  Collective.
 
     Raises
     ------
     StopIteration
         If it ends on all of them.
     EngineError
-        On all ranks, if it ends or fails on some, or rows or content differ.
+        On all ranks, if it ends or fails on some, or what it gives differs.
     """
     made: list[Result] = []
-    said: list[Any] = ["", 0, 0]
+    said: list[Any] = ["", 0, "", 0]
     try:
         made.append(draw())
-        said[1:] = [0 if rows is None else rows(made[0]), 0 if content is None else content(made[0])]
+        said[1:] = said[1:] if look is None else look(made[0])
     except StopIteration:
         said[0] = "ends"
     except ParlinalgError as error:
@@ -175,26 +175,40 @@ def agreed(
     told = world.share(said)
     if all(what == "ends" for what, *_ in told):
         raise StopIteration
-    for rank, (what, count, values) in enumerate(told):
+    whole = "all ranks iterate the same batches, whole, and each cuts its own block"
+    _, first_rows, first_kind, first_values = told[0]
+    for rank, (what, rows, kind, values) in enumerate(told):
         if what == "ends":
-            raise EngineError(
-                f"the batches of rank {rank} end, those of other ranks go on: all ranks iterate the same batches, "
-                "whole, and each cuts its own block"
-            )
+            raise EngineError(f"the batches of rank {rank} end, those of other ranks go on: {whole}")
         if what:
             raise EngineError(what if all(t[0] for t in told) else f"rank {rank}: {what}")
-        if count != told[0][1]:
+        if rows != first_rows:
+            raise EngineError(f"rank {rank} has a batch of {rows} rows, rank 0 one of {first_rows}: {whole}")
+        if kind != first_kind:
+            raise EngineError(f"rank {rank} has a batch of {kind}, rank 0 one of {first_kind}: {whole}")
+        if values != first_values:
             raise EngineError(
-                f"rank {rank} has a batch of {count} rows, rank 0 one of {told[0][1]}: all ranks iterate the same "
-                "batches, whole, and each cuts its own block"
-            )
-        if values != told[0][2]:
-            raise EngineError(
-                f"rank {rank} has other values in its batch than rank 0: all ranks iterate the same batches, whole and "
-                "in the same order, and each cuts its own block; shuffle by the same seed on all, and give no rank a "
-                "share of its own"
+                f"rank {rank} has other values in its batch than rank 0: {whole}; shuffle by the same seed on all, and "
+                "give no rank a share of its own"
             )
     return made[0]
+
+
+def look_at(parts: Sequence[Any], values: bool) -> Looks:
+    """How the microbatches of a batch look: the rows, dtypes and shapes of the first one, and a checksum of what they
+    hold where that is to be compared, else 0."""
+    return sum(rows_of(x) for x, _ in parts), kind_of(parts[0]), content(parts) if values else 0
+
+
+def kind_of(given: Any) -> str:
+    """The dtypes and shapes of a batch, or of a tree of arrays: "(float64[6, 3], int64[6])"."""
+    if isinstance(given, dict):
+        return f"{{{', '.join(f'{key}: {kind_of(value)}' for key, value in given.items())}}}"
+    if isinstance(given, tuple | list | Batch):
+        parts = list(given)
+        return f"({', '.join(kind_of(each) for each in parts[:16])}{', …' if len(parts) > 16 else ''})"
+    array = given if hasattr(given, "dtype") and hasattr(given, "shape") else np.asarray(given)
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def content(given: Any) -> int:
@@ -230,7 +244,7 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
 
     check = check or (isinstance(data_iter, Pass) and data_iter.begins)
     try:
-        return agreed(world, draw, lambda found: sum(rows_of(x) for x, _ in found), content if check else None)
+        return agreed(world, draw, lambda found: look_at(found, check))
     except StopIteration:
         given = f" after {data_iter.given} batches" if isinstance(data_iter, Pass) else ""
         raise EngineError(

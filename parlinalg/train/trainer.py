@@ -8,6 +8,8 @@ from threading import current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, EngineError
@@ -78,7 +80,7 @@ class Trainer:
         """The signal that stopped it, if one did; a script that Slurm is to start again ends with 128 + its number."""
 
     def stop(self, why: str) -> None:
-        """End the training after this step, on all ranks: hooks call it on all of them alike."""
+        """End the training after this step, on all ranks, where a hook of any calls it."""
         self.why = why
 
     def fit(
@@ -137,6 +139,7 @@ class Trainer:
         """The epochs, and what follows each."""
         self.engine.train()
         self._call("before_train")
+        self._agree()
         tested = -1
         while not self.why and (end is None or self.epoch < end) and (steps is None or self.step < steps):
             self._epoch(feed, steps, stop)
@@ -147,6 +150,7 @@ class Trainer:
                 self.evaluate(test_dataloader)
                 tested = self.step
             self._call("after_train_epoch")
+            self._agree()
         self._call("after_train")
 
     def _epoch(self, feed: Feed, steps: int | None, stop: StopSignals | None) -> None:
@@ -176,6 +180,7 @@ class Trainer:
             if stop is not None and (name := stop.requested(engine.world)):
                 self.signal = name
                 self.stop(f"stopped by {name}")
+            self._agree()
         self.epoch, self._taken = self.epoch + 1, 0
 
     def evaluate(self, test_dataloader: Iterable[Any]) -> float:
@@ -218,6 +223,19 @@ class Trainer:
         if not counts[0]:
             raise EngineError(f"Trainer: the {name} has no batches")
         return counts[0]
+
+    def _agree(self) -> None:
+        """Whether hooks have stopped the training, on whatever ranks.  Collective."""
+        if not self.hooks:
+            return
+        world, flag = self.engine.world, np.array([bool(self.why)], np.int32)
+        books, world.books = world.books, []  # the ledger is about the training
+        try:
+            world.all_reduce(flag, op="max")
+            if flag[0]:
+                self.why = next(filter(None, world.share(self.why)))
+        finally:
+            world.books = books
 
     def _call(self, point: str, *arguments: Any) -> None:
         for hook in self.hooks:

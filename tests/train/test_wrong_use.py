@@ -87,6 +87,13 @@ def test_batches_of_other_values(world: Any, backend: str) -> None:
                 engine.execute_schedule(batches)
         with pytest.raises(EngineError, match="rank 1 has other values"):
             next(iter(train))
+        (x, y), *_ = pairs()
+        mine = (x[:, : 5 - world.rank % 2], y) if world.rank < 2 else (x, y)
+        for batches in (iter([mine]), iter(type(train)([mine], world))):
+            with pytest.raises(
+                EngineError, match=r"rank 1 has a batch of \(float64\[\d, 4\], int64\[\d\]\), rank 0"
+            ):
+                engine.execute_schedule(batches)
         order = [pairs()[0], (np.zeros((0, SIZES[0])), np.zeros(0, int))]
         engine.execute_schedule(iter(type(train)(order, world)))  # the same on all: goes
 
@@ -164,6 +171,23 @@ def test_what_a_trainer_is_given(world: Any, backend: str, folder: Path) -> None
     with pla.launch({"gradient_accumulation": 4}, world, backend) as mesh:
         engine = engine_of(mesh)
         refused("has 3 batches, and gradient_accumulation=4 takes 4 a step", kind=EngineError, epochs=None, steps=2)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("point", ["before_train", "after_train_iter", "after_train_epoch"])
+def test_one_rank_stops_all(point: str, world: Any, backend: str) -> None:
+    """After the same step, with its reason; what a hook of the last rank alone knows, such as the time."""
+
+    def stop(self: Any, trainer: Any, *rest: Any) -> None:
+        if world.rank == SIZE - 1 and trainer.step == {"before_train": 0, "after_train_epoch": 3}.get(point, 2):
+            trainer.stop("it is late")
+
+    hook = type("Late", (pla.Hook,), {point: stop})()
+    with pla.launch(settings(), world, backend) as mesh:
+        trainer = pla.Trainer(engine_of(mesh), hooks=[hook])
+        trainer.fit(pairs(), 3)
+        want = {"before_train": 0, "after_train_epoch": 3}.get(point, 2)
+        assert (trainer.step, trainer.why) == (want, "it is late")
 
 
 @pytest.mark.serial
