@@ -107,7 +107,7 @@ def add_product(y: Any, x: Any, w: Any) -> None:
     Two host matrices of float32 or float64 are multiplied by the OpenBLAS in NumPy's wheel, which adds as it
     multiplies; `np.matmul` cannot.  Others in terms of a few rows, which stay in cache and are small beside y.
     """
-    if not _added(y, x, w):
+    if not added(y, x, w):
         size = math.prod(y.shape)
         rows = max(1, min(ADDED, size // 16) * y.shape[-2] // max(1, size))
         xp = namespace(y)
@@ -116,8 +116,8 @@ def add_product(y: Any, x: Any, w: Any) -> None:
             y[part] += xp.matmul(x[part], w)
 
 
-def _added(y: Any, x: Any, w: Any) -> bool:
-    """Whether BLAS has made the sum."""
+def added(y: Any, x: Any, w: Any) -> bool:
+    """`y += x @ w`, if BLAS adds as it multiplies; whether it did."""
     if not (isinstance(y, np.ndarray) and y.ndim == x.ndim == w.ndim == 2) or not (y.size and x.size):
         return False
     number = {"f": ctypes.c_float, "d": ctypes.c_double}.get(y.dtype.char)

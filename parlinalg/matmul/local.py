@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import halves, namespace
+from parlinalg.backend.blas import added
 from parlinalg.plan import Plan
 
 Block = Any
@@ -46,6 +47,20 @@ def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
         return xp.matmul(x, w, out=out)
     y = xp.matmul(x, w)
     return y if work == dtype else y.astype(dtype)
+
+
+def local_product_on(plan: Plan, xs: Block, ws: Block, dtype: Any, start: Block) -> Block | None:
+    """`start`, broadcast to the local term of y, plus that term; None where BLAS does not add as it multiplies.
+
+    OpenBLAS multiplies onto what is there in no more time than onto nothing, for which it writes zeros first.
+    """
+    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
+    if namespace(xs) is not np or nb:
+        return None
+    y = np.empty((*xs.shape[:nm], *ws.shape[nk:]), dtype)
+    y[...] = start
+    left, right = as_matrix(xs, nb, nm), as_matrix(ws, nb, nk)
+    return y if added(y.reshape(left.shape[0], right.shape[1]), left, right) else None
 
 
 def local_product(plan: Plan, xs: Block, ws: Block, dtype: Any, out: Block = None) -> Block:

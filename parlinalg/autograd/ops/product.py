@@ -20,7 +20,7 @@ from parlinalg.backend import kernels_rows
 from parlinalg.errors import LayoutError, PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.matmul.local import as_matrix, gemm, local_product
+from parlinalg.matmul.local import as_matrix, gemm, local_product, local_product_on
 from parlinalg.matmul.product import at_work, check_operands, result_shape
 from parlinalg.plan import Plan
 from parlinalg.redistribute import redistribute
@@ -115,9 +115,13 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     source = fetched(w)
     xs, ws = at_work(x.data, at.x), weight_at_work(w, at.w)
     turned = ws.ndim == 2 and nk == 1 and not ws.flags.c_contiguous and ws.flags.f_contiguous
-    y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
-    if bias is not None:
-        y += inputs[2].block.astype(dtype, copy=False)
+    y = None
+    if bias is not None and effective(at.y, grid) == effective(plan.y, grid):
+        y = local_product_on(plan, xs, ws, dtype, inputs[2].block)
+    if y is None:
+        y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
+        if bias is not None:
+            y += inputs[2].block.astype(dtype, copy=False)
     x_again = _gatherer(xs, x.data, at.x, "x" in keep)
     w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
     if source is not None:
