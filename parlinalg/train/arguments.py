@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,10 +122,7 @@ def check_state(where: str, state: Any, keys: Sequence[str]) -> None:
 def check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) -> None:
     """Raise a ConfigError on all ranks if they train unlike models, or those of a grid by unlike optimizers.
     Collective."""
-    if isinstance(model, PipelineModel):
-        parameters: Any = [[n, *one.shape, one.dtype.name] for n, one in model.inventory.items()]
-    else:
-        parameters = [[n, *p.shape, p.dtype.name] for n, p in model.named_parameters()]
+    parameters = [[name, *p.shape, p.dtype.name] for name, p in _parameters(model).items()]
     if (odd := odd_one_out(world, json.dumps(parameters).encode())) is not None:
         raise ConfigError(
             f"initialize: the model of rank {odd} has other parameters than that of rank 0, by their names, shapes or "
@@ -138,6 +137,34 @@ def check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) ->
                 f"{everyone[first][0][0]} with lr={everyone[first][0][1]}: ranks that share out, or copy, the same "
                 "parameters need the same optimizer"
             )
+
+
+def check_precision(config: Config, model: Module) -> None:
+    """Raise a ConfigError if mixed precision is asked for, and the model has none of it."""
+    wanted, dtypes = config.precision.dtype, sorted({p.dtype.name for p in _parameters(model).values()})
+    if wanted is not None and dtypes and wanted not in dtypes:
+        raise ConfigError(
+            f"initialize: the configuration's precision is {wanted}, but the model's parameters are "
+            f"{', '.join(dtypes)}: declare it with dtype=mesh.config.model_dtype"
+        )
+
+
+def check_handlers(config: Config, model: Module) -> None:
+    """Raise a ConfigError if a gradient handler names parameters that the model does not have."""
+    for handler in config.gradient_handler:
+        for name in getattr(handler, "names", ()):
+            known = list(_parameters(model))
+            if not fnmatch.filter(known, name):
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+                raise ConfigError(
+                    f"gradient_handler ({type(handler).__name__}) names {name!r}, and the model has no such parameter"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+
+
+def _parameters(model: Module) -> dict[str, Any]:
+    """The shapes and dtypes of all parameters of a model, in a pipeline of all stages."""
+    return dict(model.inventory) if isinstance(model, PipelineModel) else dict(model.named_parameters())
 
 
 def length_of(loader: Any, what: str) -> int:

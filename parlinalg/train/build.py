@@ -22,6 +22,7 @@ from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import PipelineModel
 from parlinalg.pipeline.worker import Worker
+from parlinalg.train.arguments import check_handlers
 from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
 from parlinalg.train.language import Language
@@ -72,6 +73,7 @@ def criterion(config: Config) -> Criterion:
 
 def reducer(config: Config, grid: Grid, model: Module) -> GradientReducer:
     """What sums the gradients, and with ZeRO shares out the parameters."""
+    check_handlers(config, model)
     handlers = gradient_handlers(config, grid.sizes)
     if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1:
         Prefetch(model, axes=DATA, accumulate=config.zero.accumulate)

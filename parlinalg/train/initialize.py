@@ -14,7 +14,7 @@ from parlinalg.nn import Module
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.train import build
-from parlinalg.train.arguments import check_alike, check_calls, config_of, length_of, placed_on
+from parlinalg.train.arguments import check_alike, check_calls, check_precision, config_of, length_of, placed_on
 from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
@@ -102,6 +102,7 @@ def initialize(
         build.reducer(config, grid, model)
     made_optimizer = _optimizer(config, optimizer, parameters, grid)
     check_alike(world, grid, model, made_optimizer)
+    check_precision(config, model)
     accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
     engine = Engine(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from parlinalg.errors import ConfigError
@@ -173,6 +173,9 @@ def _handler(where: str, value: Any) -> Handler:
         raise refuse(f"{where}.type", name, f"one of {listed(KINDS)}")
     options: dict[str, Any] = {key: v for key, v in given.items() if key != "type"}
     check_keys(f"{where} ({name})", options, [f.name for f in fields(KINDS[name])])
+    lacking = [repr(f.name) for f in fields(KINDS[name]) if f.default is MISSING and f.name not in options]
+    if lacking:
+        raise ConfigError(f"{where} ({name}) needs {' and '.join(lacking)}")
     axes = options.get("axes", "")
     if not isinstance(axes, str):
         options["axes"] = tuple(several(text, least=1)(f"{where}.axes", axes))

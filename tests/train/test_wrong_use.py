@@ -77,6 +77,20 @@ def test_ranks_that_give_unlike_things(world: Any, backend: str) -> None:
             pla.initialize(mlp(mesh), lambda p: SGD(p, lr=0.1 + me))
 
 
+@pytest.mark.ranks(1, 2)
+def test_what_the_model_has_not(world: Any, backend: str) -> None:
+    for right, more in {
+        "precision is float16, but the model's parameters are float64": {"precision": "fp16"},
+        r"names '2\.weigth', and the model has no such parameter; did you mean '2\.weight'": {
+            "gradient_handler": [{"type": "SharedParameters", "names": ["0.*", "2.weigth"], "axes": "data"}]
+        },
+    }.items():
+        with pla.launch(settings(**more), world, backend) as mesh, pytest.raises(ConfigError, match=right):
+            pla.initialize(mlp(mesh))
+    with pytest.raises(ConfigError, match=r"gradient_handler\[0\] \(SharedParameters\) needs 'names' and 'axes'"):
+        check({"gradient_handler": ["SharedParameters"]})
+
+
 @pytest.mark.ranks(2, 4)
 def test_batches_of_other_values(world: Any, backend: str) -> None:
     """A loader that shuffles by a seed of its rank is found at the first batch, of a raw iterator too."""
@@ -90,9 +104,7 @@ def test_batches_of_other_values(world: Any, backend: str) -> None:
         (x, y), *_ = pairs()
         mine = (x[:, : 5 - world.rank % 2], y) if world.rank < 2 else (x, y)
         for batches in (iter([mine]), iter(type(train)([mine], world))):
-            with pytest.raises(
-                EngineError, match=r"rank 1 has a batch of \(float64\[\d, 4\], int64\[\d\]\), rank 0"
-            ):
+            with pytest.raises(EngineError, match=r"rank 1 has a batch of \(float64\[\d, 4\], int64\[\d\]\), rank 0"):
                 engine.execute_schedule(batches)
         order = [pairs()[0], (np.zeros((0, SIZES[0])), np.zeros(0, int))]
         engine.execute_schedule(iter(type(train)(order, world)))  # the same on all: goes
