@@ -73,15 +73,15 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
-def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype of this name, "bfloat16" among them.
+def dtype_named(name: Any) -> np.dtype[Any]:
+    """The dtype of this name, "bfloat16" among them, or of what else NumPy takes for one.
 
     Raises
     ------
     ImportError
         If that needs ml_dtypes, and it is not installed.
     """
-    if name == "bfloat16":
+    if isinstance(name, str) and name == "bfloat16":
         try:
             import ml_dtypes
         except ImportError:
@@ -172,7 +172,7 @@ def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None
 def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
     """An array of zeros."""
     shape = _shape(shape)
-    block = grid.backend.zeros(grid.block_shape(fitting(layout, shape, grid), shape), np.dtype(dtype))
+    block = grid.backend.zeros(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
     return DistArray(block, shape, layout, grid)
 
 
@@ -184,7 +184,7 @@ def ones(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> D
 def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
     """An array whose elements are yet to be written."""
     shape = _shape(shape)
-    block = grid.backend.empty(grid.block_shape(fitting(layout, shape, grid), shape), np.dtype(dtype))
+    block = grid.backend.empty(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
     return DistArray(block, shape, layout, grid)
 
 

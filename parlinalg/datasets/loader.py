@@ -96,7 +96,7 @@ class Loader:
         self.batch_size = batch_size
         self.grid = grid
         self.x_layout, self.y_layout = x_layout, y_layout
-        self.dtype = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        self.dtype = dtype_named(dtype)
         self.seed, self.shuffle = seed, shuffle
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from parlinalg.array import DistArray
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -46,7 +47,13 @@ class Embedding(Module):
         super().__init__()
         self.vocabulary, self.hidden, self.scheme = vocabulary, hidden, scheme
         self.weight = Declared(  # type: ignore[assignment]
-            (vocabulary, hidden), scheme.plan("contract").w, grid, np.dtype(dtype), init.Normal(std), vocabulary, hidden
+            (vocabulary, hidden),
+            scheme.plan("contract").w,
+            grid,
+            dtype_named(dtype),
+            init.Normal(std),
+            vocabulary,
+            hidden,
         )
 
     def forward(self, ids: Tensor | DistArray) -> Tensor:
@@ -82,7 +89,9 @@ class Positions(Module):
         super().__init__()
         self.positions, self.hidden = positions, hidden
         layout = Layout(None, scheme.residual.dims[-1])
-        self.weight = Declared((positions, hidden), layout, grid, np.dtype(dtype), init.Normal(std), positions, hidden)  # type: ignore[assignment]
+        self.weight = Declared(
+            (positions, hidden), layout, grid, dtype_named(dtype), init.Normal(std), positions, hidden
+        )  # type: ignore[assignment]
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """x with the vectors of positions `start`, `start + 1`, … added, or of those of `sequence_positions`."""

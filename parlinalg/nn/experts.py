@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.autograd.ops.dispatch import add_bias
 from parlinalg.autograd.ops.routing import Queues
@@ -127,7 +128,7 @@ class MixtureOfExperts(Module):
         expand, contract = self.plans()
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
         outputs = (inner, 2) if self.gated else (inner,)
-        one = np.dtype(dtype)
+        one = dtype_named(dtype)
 
         def declared(shape: tuple[int, ...], layout: Layout, init: Initializer, fan: int) -> Any:
             return Declared(shape, layout, grid, one, init, fan, shape[-1])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
@@ -75,9 +76,9 @@ class Linear(Module):
         fans = math.prod(self.inputs), math.prod(self.outputs)
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
         shape = (*self.inputs, *self.outputs)
-        self.weight = Declared(shape, plan.w, grid, np.dtype(dtype), made, *fans)  # type: ignore[assignment]
+        self.weight = Declared(shape, plan.w, grid, dtype_named(dtype), made, *fans)  # type: ignore[assignment]
         if bias:
-            self.bias = Declared(self.outputs, bias_layout(plan), grid, np.dtype(dtype), bias_init, *fans)  # type: ignore[assignment]
+            self.bias = Declared(self.outputs, bias_layout(plan), grid, dtype_named(dtype), bias_init, *fans)  # type: ignore[assignment]
         else:
             self.bias = None
         if seed is not None:

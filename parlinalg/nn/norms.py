@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import DTypeLike
 
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -44,9 +45,9 @@ class LayerNorm(Module):
         super().__init__()
         self.hidden, self.eps = hidden, eps
         layout = Layout(scheme.residual.dims[-1])
-        self.weight = Declared((hidden,), layout, grid, np.dtype(dtype), init.ones)  # type: ignore[assignment]
+        self.weight = Declared((hidden,), layout, grid, dtype_named(dtype), init.ones)  # type: ignore[assignment]
         if bias:
-            self.bias = Declared((hidden,), layout, grid, np.dtype(dtype), init.zeros)  # type: ignore[assignment]
+            self.bias = Declared((hidden,), layout, grid, dtype_named(dtype), init.zeros)  # type: ignore[assignment]
         else:
             self.bias = None
 
@@ -74,7 +75,7 @@ class RMSNorm(Module):
         super().__init__()
         self.hidden, self.eps = hidden, eps
         layout = Layout(scheme.residual.dims[-1])
-        self.weight = Declared((hidden,), layout, grid, np.dtype(dtype), init.ones)  # type: ignore[assignment]
+        self.weight = Declared((hidden,), layout, grid, dtype_named(dtype), init.ones)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)

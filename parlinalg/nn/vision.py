@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from parlinalg.array import DistArray
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
@@ -66,7 +67,7 @@ class PatchEmbedding(Module):
         self.projection = Linear(
             channels * self.patch[0] * self.patch[1], hidden, scheme, grid, "contract", dtype=dtype, weight_init=normal
         )
-        token = Declared((hidden,), Layout(scheme.residual.dims[-1]), grid, np.dtype(dtype), normal)
+        token = Declared((hidden,), Layout(scheme.residual.dims[-1]), grid, dtype_named(dtype), normal)
         self.class_token = token  # type: ignore[assignment]
 
     def forward(self, images: Tensor | DistArray) -> Tensor:

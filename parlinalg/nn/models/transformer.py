@@ -159,7 +159,7 @@ def check_sizes(model: str, config: Mapping[str, Any]) -> None:
 def floating(model: str, dtype: DTypeLike) -> np.dtype[Any]:
     """A model's dtype, by its name or as it is."""
     try:
-        found = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        found = dtype_named(dtype)
     except TypeError:
         found = np.dtype(object)
     if found.name not in DTYPES:
