@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: One core, no address space that is only reserved (glibc's arenas count for `ulimit -v`), and no numba, which takes some.
+#: One core; no address space that is only reserved, as arenas are: `ulimit -v` counts it; no numba, which takes some.
 ALONE = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PARLINALG_MPI": "0",
          "PARLINALG_COMPILED": "0"}  # fmt: skip
 
