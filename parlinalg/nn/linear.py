@@ -92,6 +92,8 @@ class Linear(Module):
         return shared(plan, self.shared) if self.shared else plan
 
     def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(x, "ndim"):
+            raise TypeError(f"this layer takes a Tensor of shape [..., {_text(self.inputs)}], not a {type(x).__name__}")
         leading = x.ndim - len(self.inputs)
         if leading < 0 or x.shape[leading:] != self.inputs:
             raise LayoutError(f"this layer takes inputs of shape [..., {_text(self.inputs)}], not {x.shape}")

@@ -256,9 +256,11 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
 def rows_of(x: Any) -> int:
     """The rows of a batch's inputs: of the first array in a tree of them."""
     if isinstance(x, dict):
-        return rows_of(next(iter(x.values())))
-    if isinstance(x, tuple | list):
+        x = list(x.values())
+    if isinstance(x, tuple | list) and x:
         return rows_of(x[0])
+    if isinstance(x, tuple | list):
+        raise EngineError("a batch's inputs, or its labels, are an empty tuple, list or dict: give arrays")
     shape = np.shape(x) if not hasattr(x, "shape") else tuple(x.shape)
     if not shape:
         raise EngineError(f"a batch's inputs and labels are arrays whose first dim counts samples, not {x!r}")

@@ -17,7 +17,7 @@ from parlinalg.train import build
 from parlinalg.train.arguments import check_alike, check_calls, check_precision, config_of, length_of, placed_on
 from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
-from parlinalg.train.feed import Feed
+from parlinalg.train.feed import Feed, rows_of
 from parlinalg.train.launch import Mesh
 from parlinalg.train.layouts import place_inputs
 from parlinalg.train.losses import Criterion
@@ -63,7 +63,7 @@ def initialize(
         By default the mesh's.
     schedule : schedule, optional
         By default as the configuration says.
-    sample : Tensor, DistArray or tree of them; or callable that makes one
+    sample : array, Tensor, DistArray or tree of them; or callable that makes Tensors or DistArrays
         What the model takes of a microbatch, by which the partitions "time" and "flops" of a pipeline cut it.  By
         default from the first batch of `train_dataloader`, which the training gets all the same.
 
@@ -93,6 +93,8 @@ def initialize(
         made_schedule = schedule.made(mesh.place.size)
         if sample is None and train is not None:
             sample = partial(_first, model, grid, train, made_schedule.microbatches)
+        elif sample is not None and not callable(sample):
+            sample = partial(_placed, model, grid, sample)
         model = staged(config, mesh, model, made_schedule, sample)
     elif not made:
         _not_yet(optimizer, "has no values yet")
@@ -124,6 +126,12 @@ def _first(model: Module, grid: Grid, train: Feed, microbatches: int) -> Any:
             "initialize: the layers are to be measured or counted with the first batch of train_dataloader, which "
             "gives none: give sample=…, what the model takes of a microbatch, or another partition"
         ) from None
+    return _placed(model, grid, x)
+
+
+def _placed(model: Module, grid: Grid, x: Any) -> Any:
+    """Inputs as the model takes them.  Collective."""
+    rows_of(x)  # raises where they are none
     dtype = next((p.dtype for m in model.modules() for p in m._parameters.values()), None)
     return place_inputs(model, x, grid, dtype)
 

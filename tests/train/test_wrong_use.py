@@ -91,6 +91,16 @@ def test_what_the_model_has_not(world: Any, backend: str) -> None:
         check({"gradient_handler": ["SharedParameters"]})
 
 
+@pytest.mark.ranks(2)
+def test_samples(world: Any, backend: str) -> None:
+    """By which layers are measured: host arrays too; what is none is told."""
+    parallel = {"pipeline": {"size": 2, "partition": "time"}}
+    with pla.launch({"parallel": parallel, "dtype": "float64"}, world, backend) as mesh:
+        assert sum(pla.initialize(mlp(mesh), sample=pairs()[0][0])[0].model.counts) == 3
+        with pytest.raises(EngineError, match="arrays whose first dim counts samples, not 3"):
+            pla.initialize(mlp(mesh), sample=3)
+
+
 @pytest.mark.ranks(2, 4)
 def test_batches_of_other_values(world: Any, backend: str) -> None:
     """A loader that shuffles by a seed of its rank is found at the first batch, of a raw iterator too."""
@@ -119,6 +129,11 @@ def test_what_an_engine_is_given(world: Any, backend: str) -> None:
             engine(x[:0])
         with pytest.raises(EngineError, match=r"takes the engine that initialize gives first.* not MLP"):
             pla.PipelineSchedule(2).forward_backward_step(engine.model, iter(pairs()))
+        with pytest.raises(TypeError, match=r"this layer takes a Tensor of shape \[\.\.\., 5\], not a dict"):
+            engine({"a": x})
+        for nothing in ((), {}):
+            with pytest.raises(EngineError, match="are an empty tuple, list or dict"):
+                engine.execute_schedule(iter([(nothing, y)]))
         for count in (None, -3, "many"):
             wrong = engine_of(mesh, lambda output, label, count=count: (ops.cross_entropy(output, label), count))
             with pytest.raises(EngineError, match=r"a mean loss, or \(the sum of the losses, how many they are\)"):
