@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -337,7 +337,11 @@ def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
             "nn.Layer or Module, each taking what the one before gives), a list `stages`, or make it an nn.Sequential; "
             "one stage of a model, made on its rank alone, is for pipeline.build_by_hand"
         )
-    return [_layer(model, x) for x in layers()], None
+    given = layers()
+    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
+    if not listed:
+        raise ConfigError(f"{type(model).__name__}.layers() gives {given!r}: it is a list of its layers, one at least")
+    return [_layer(model, x) for x in listed], None
 
 
 def _layer(model: Module, given: Any) -> Layer:

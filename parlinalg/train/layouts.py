@@ -24,7 +24,10 @@ def grid_of(model: Module) -> Grid:
             return found
         for held in module._parameters.values():
             return held.grid
-    raise EngineError(f"{type(model).__name__} has no parameters, and no grid: there is nothing to train")
+    raise EngineError(
+        f"{type(model).__name__} has no parameters, and no grid: there is nothing to train (modules "
+        "in a plain list are not found: put them in an nn.Sequential, or in attributes)"
+    )
 
 
 def inputs_layout(model: Module, x: Any) -> Layout:

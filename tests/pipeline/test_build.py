@@ -184,3 +184,16 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
         if SIZE > 1:
             with pytest.raises(ConfigError, match="rank 1 cuts another model than rank 0"):
                 build_pipeline_model_from_cfg(LAYERS[:-1] if alone else LAYERS, mesh=mesh)
+
+
+@pytest.mark.ranks(1, 2)
+def test_layers_that_are_no_list(world: Any, backend: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self, mesh: Any, given: Any) -> None:
+            super().__init__()
+            self.inner, self.layers = nn.Linear(3, 3, mesh.scheme, mesh.grid), lambda: given
+
+    with mesh_of(world, backend) as mesh:
+        for given in (None, [], "inner"):
+            with pytest.raises(ConfigError, match=r"Odd\.layers\(\) gives .*: it is a list of its layers"):
+                build_pipeline_model(Odd(mesh, given))
