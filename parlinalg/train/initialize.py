@@ -83,6 +83,11 @@ def initialize(
     check_calls(optimizer, criterion, schedule, lr_scheduler)
     grid, mesh = placed_on(model, mesh)
     config = config_of(config, mesh)
+    if config.offload:
+        raise ConfigError(
+            f"initialize: offload={dict(config.offload)} of the configuration would have to end with the training: "
+            "leave it out, and train within `with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
+        )
     schedule = schedule_of(config, mesh, model) if schedule is None else schedule
     world = grid.world if mesh is None else mesh.world
     train = None if train_dataloader is None else Feed(train_dataloader, world)

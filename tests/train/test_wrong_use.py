@@ -45,6 +45,7 @@ def engine_of(mesh: Any, criterion: Any = ops.cross_entropy_sum, optimizer: Any 
         ({"model": nn.MLP}, "not the class MLP"),
         ({"mesh": 3}, "mesh is what parlinalg.launch"),
         ({"optimizer": lambda p: None}, r"gives None: it takes the parameters and returns an Optimizer"),
+        ({"config": {"offload": {"optimizer": "disk"}}}, r"offload=\{'optimizer': 'disk'\} .*offload.plan\("),
         ({"criterion": "cross_entropy"}, "criterion is a function .* not 'cross_entropy'"),
         ({"train_dataloader": "digits"}, "a dataloader is an iterable of pairs .* not str"),
         ({"train_dataloader": {"x": 1}}, "not dict"),
