@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from gpt import LEARNING_RATE, Memory, Sizes, batches, timed, weights
 
 import parlinalg as pla
 from parlinalg.autograd import ops
+from parlinalg.backend import compiled, kernels
 
 
 def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mesh, Callable[[int], float]]:
@@ -51,6 +53,8 @@ def main() -> None:
     backend, dtype = sys.argv[5:7] or ("numpy", "float32")
     mesh, step = prepared(mode, sizes, backend, dtype)
     grid = mesh.grid
+    # numba is loaded once, as PyTorch is: both are there before memory is counted
+    kernels.gelu(np.linspace(-1, 1, compiled.SMALL, dtype=np.float32), approximate=True)
     memory = Memory() if backend == "numpy" else Pool(grid.backend.xp)
     timed(step, warm, steps, grid.world.barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
     mesh.close()
