@@ -72,8 +72,9 @@ def build_pipeline_model(
 
 
 def build_pipeline_model_from_cfg(
-    cfg: Mapping[str, Any] | Sequence[Any], num_chunks: int = 1, *, mesh: Where, partition: Partition | None = None,
-    sample: Any = None, schedule: Schedule | None = None, seed: int | None = None, dtype: Any = None,
+    cfg: Mapping[str, Any] | Sequence[Any], num_chunks: int = 1, *, mesh: Where | None = None,
+    partition: Partition | None = None, sample: Any = None, schedule: Schedule | None = None, seed: int | None = None,
+    dtype: Any = None,
 ) -> PipelineModel:  # fmt: skip
     """Build a model that is given as data, cut it into stages, and keep this rank's.  Collective.
 
@@ -85,7 +86,7 @@ def build_pipeline_model_from_cfg(
     num_chunks, partition, sample, schedule, seed
         As of `build_pipeline_model`.
     mesh : Mesh
-        Its grid and scheme are those of the layers.
+        Needed: its grid and scheme are those of the layers.
     dtype : dtype, optional
         By default as the mesh's configuration says.
 
@@ -139,8 +140,9 @@ def sequential(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = N
 
 
 def build_by_hand(
-    chunks: Module | Iterable[Module], *, mesh: Where, schedule: Schedule | None = None, seed: int | None = None
-) -> PipelineModel:
+    chunks: Module | Iterable[Module], *, mesh: Where | None = None, schedule: Schedule | None = None,
+    seed: int | None = None,
+) -> PipelineModel:  # fmt: skip
     """A pipeline of stages that users build themselves, each rank those that `mesh.rank("pipeline")` is to hold.
 
     Collective.  Parameters are named by the number of their stage, as in a Sequential of the stages: "0.weight".
@@ -158,7 +160,8 @@ def build_by_hand(
         On all ranks, if on any there are not as many as the schedule gives it.
     """
     given: list[Any] = [chunks] if isinstance(chunks, Module) or not isinstance(chunks, Iterable) else list(chunks)
-    place, schedule = _mesh(mesh).place, _schedule(mesh, max(1, len(given)), schedule, by_hand=True)
+    mesh = _mesh(mesh)
+    place, schedule = mesh.place, _schedule(mesh, max(1, len(given)), schedule, by_hand=True)
     held = schedule.chunks[place.rank]
     problem = ""
     if strange := [each for each in given if not isinstance(each, Module)]:
@@ -193,11 +196,12 @@ def build_by_hand(
     return made if seed is None else made.initialize(seed)
 
 
-def _mesh(mesh: Any) -> Any:
+def _mesh(mesh: Any) -> Where:
     if not all(hasattr(mesh, name) for name in ("grid", "scheme", "place")):
         told = "" if mesh is None else f", not {type(mesh).__name__}"
         raise ConfigError(f"a pipeline is built on a mesh: give mesh=parlinalg.launch(config){told}")
-    return mesh
+    found: Where = mesh
+    return found
 
 
 def _schedule(mesh: Where, chunks: int, given: Schedule | None, by_hand: bool = False) -> Schedule:

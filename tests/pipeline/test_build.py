@@ -162,7 +162,8 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
             r"takes a model, such as nn\.Sequential\(\*layers\), not list": lambda: build_pipeline_model([part]),
             "is cut into stages already": lambda: build_pipeline_model(part),
             "give mesh=.*, not int": lambda: build_pipeline_model_from_cfg(LAYERS, mesh=3),
-            "give mesh=": lambda: build_by_hand(part, mesh=None),
+            "give mesh=parl": lambda: build_pipeline_model_from_cfg(LAYERS, 1),
+            "give mesh=": lambda: build_by_hand(part),
             "dtype must be such as .* not 'float63'": lambda: build_pipeline_model_from_cfg(
                 LAYERS, mesh=mesh, dtype="float63"
             ),
