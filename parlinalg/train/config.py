@@ -19,7 +19,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.parallel.handlers import Handler
 from parlinalg.train import options
 from parlinalg.train.checkpoint_options import Checkpointing, checkpointing
-from parlinalg.train.fits import check_together
+from parlinalg.train.fits import check_together, over_one_rank
 from parlinalg.train.keys import (
     Check,
     Choice,
@@ -285,7 +285,7 @@ def check(values: Mapping[str, Any]) -> Config:
     checked = section("", values, {k: _bare(c) for k, c in CHECKS.items()})
     config = Config(**_matched({k: v for k, v in checked.items() if k in Config.__dataclass_fields__}))
     check_together(config)
-    return config
+    return over_one_rank(config)
 
 
 def _bare(check: Check) -> Check:

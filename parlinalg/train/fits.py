@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.parallel.handlers import ZeRO
+from parlinalg.pipeline.schedules import make
 
 if TYPE_CHECKING:
     from parlinalg.train.config import Config
@@ -24,7 +26,7 @@ def check_together(config: Config) -> None:
             f"clip_grad_norm={config.clip_grad_norm} and clip_grad_value={config.clip_grad_value}: the norm would be "
             "of what the other clips; give one of them"
         )
-    if config.schedule is not None and pipeline_size(config.parallel) == 1:
+    if config.schedule is not None and "pipeline" not in config.parallel:
         raise ConfigError(
             f"schedule={config.schedule.name!r} needs a pipeline, such as parallel=dict(pipeline=2); without one leave "
             "it out: gradient_accumulation cuts a batch into microbatches"
@@ -42,6 +44,19 @@ def check_together(config: Config) -> None:
         )
     if config.zero.stage and any(isinstance(h, ZeRO) for h in config.gradient_handler):
         raise ConfigError(f"zero has stage {config.zero.stage}, and gradient_handler names ZeRO too; give one of them")
+
+
+def over_one_rank(config: Config) -> Config:
+    """The configuration, without a schedule where the pipeline is said to have one rank: microbatches accumulate."""
+    if config.schedule is None or pipeline_size(config.parallel) != 1:
+        return config
+    if make(config.schedule.name, ranks=2, microbatches=4).asynchronous:
+        raise ConfigError(
+            f"schedule={config.schedule.name!r} steps within a batch, and a pipeline of one rank does not: leave the "
+            "schedule out, and make batches as small as its microbatches"
+        )
+    parts = config.schedule.microbatches or config.gradient_accumulation
+    return replace(config, schedule=None, gradient_accumulation=parts)
 
 
 def pipeline_size(parallel: Mapping[str, Any]) -> object:

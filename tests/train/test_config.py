@@ -155,7 +155,7 @@ WRONG = [
     ({"clip_grad_value": 0}, ("clip_grad_value", "above 0")),
     ({"skip_nonfinite": 1}, ("skip_nonfinite", "True or False")),
     ({"schedule": {"name": "1f1b"}}, ("schedule='1f1b' needs a pipeline", "parallel=dict(pipeline=2)", "leave it out")),
-    ({"schedule": "gpipe", "parallel": {"pipeline": {"size": 1}}}, ("schedule='gpipe' needs a pipeline",)),
+    ({"schedule": "pipedream", "parallel": {"pipeline": {"size": 1}}}, ("schedule='pipedream' steps within a batch",)),
     ({"schedule": "1b1f"}, ("schedule.name", "'1f1b'", "'zb-v'", "not '1b1f'")),
     ({"schedule": {"nam": "1f1b"}}, ("schedule", "did you mean 'name'", "microbatches")),
     ({"schedule": 3}, ("schedule must be a dict",)),
@@ -337,3 +337,14 @@ def test_messages_have_no_traces_of_code() -> None:
         with pytest.raises(ConfigError) as caught:
             check(values)
         assert not re.search(r"<function|<class|object at 0x", str(caught.value))
+
+
+@pytest.mark.parametrize("pipeline", [1, {"size": 1}, {"tensor": [{"mode": "1d"}]}])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "chimera", "zb-h1", "zb-v"])
+def test_over_one_rank_a_schedules_microbatches_are_accumulated(name, pipeline):
+    for schedule, parts in (({"name": name, "microbatches": 5}, 5), (name, 3)):
+        config = check({"schedule": schedule, "parallel": {"pipeline": pipeline}, "gradient_accumulation": parts})
+        assert config.schedule is None
+        assert config.gradient_accumulation == parts
+    config = check({"schedule": {"name": name, "microbatches": 5}, "parallel": {"pipeline": pipeline}})
+    assert config.gradient_accumulation == 5
