@@ -245,14 +245,17 @@ def swiglu_grad(z, g, dz):
 
 @loop()
 def adam(p, g, m, v, b1, c1, b2, c2, rate, tiny, coupled, decay, factor):
-    """One step in place; the numbers are those of `cuda.adam`."""
+    """One step in place; the numbers are those of `cuda.adam`.
+
+    Every operation is one of `kernels_optim.adam`'s, so that chunks of any size give the same bits.
+    """
     for i in range(p.size):
         d = g[i] * factor + coupled * p[i]
         mean = m[i] * b1 + d * c1
         square = v[i] * b2 + d * d * c2
         m[i] = mean
         v[i] = square
-        p[i] -= rate * mean / (math.sqrt(square) + tiny) + decay * p[i]
+        p[i] -= mean / (math.sqrt(square) + tiny) * rate + decay * p[i]
 
 
 # ------------------------------------------------------------------ rows
