@@ -166,6 +166,14 @@ def in_turns(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", help="write the result here")
 
 
+def piece(text: str) -> str:
+    """An argument that names a piece: library:kind:ranks."""
+    parts = text.split(":")
+    if len(parts) != 3 or not all(parts) or not parts[2].isdigit() or int(parts[2]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not library:kind:ranks, such as torch:serial:1")
+    return text
+
+
 def begin(args: argparse.Namespace, missing: Callable[[], Mapping[str, str]]) -> tuple[float, dict[str, str]] | None:
     """The share of the cores in use, and the pieces that cannot be had with the reasons, told; None if the cores are
     not idle."""

@@ -222,7 +222,7 @@ def verdicts(results: list[dict[str, Any]]) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", help=f"of {', '.join(MODELS)}, or dxLxhxsxbxv")
-    parser.add_argument("--pieces", nargs="+", help="library:mode:ranks, such as parlinalg:2d:4")
+    parser.add_argument("--pieces", nargs="+", type=harness.piece, help="library:mode:ranks, such as parlinalg:2d:4")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", help="by default float32, on a GPU bfloat16")
     harness.in_turns(parser)
