@@ -199,7 +199,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="d, layers, heads, sequence, batch, vocabulary (%(default)s)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2], help="of all pieces, unless --pieces names them")
-    parser.add_argument("--pieces", nargs="+", type=harness.piece, help="library:schedule:ranks, such as parlinalg:zb-h1:2")
+    parser.add_argument(
+        "--pieces", nargs="+", type=harness.piece, help="library:schedule:ranks, such as parlinalg:zb-h1:2"
+    )
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--batches", type=int, default=4, help="between two flushes of an asynchronous schedule")
     harness.in_turns(parser)
