@@ -16,9 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from parlinalg.backend.erf import _A as _A4
-from parlinalg.backend.erf import _A0, _C, _C0, _D, _FAR, _SPLIT
-from parlinalg.backend.erf import _B as _B4
+from parlinalg.backend.erf import FAR, FAR_P, FAR_P0, FAR_Q, NEAR_P, NEAR_P0, NEAR_Q, SPLIT
 
 
 def loop(*, sums: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -193,13 +191,13 @@ def _erf_and_exp(x, f):
     s = -x if x < f(0) else x
     t = s
     e = _exp(-(s * s))
-    s = f(_FAR) if s > f(_FAR) else s
-    far = f(1) - _climbed(s * f(_C0), s, _C, f) / _climbed(s, s, _D, f) * e
+    s = f(FAR) if s > f(FAR) else s
+    far = f(1) - _climbed(s * f(FAR_P0), s, FAR_P, f) / _climbed(s, s, FAR_Q, f) * e
     far = -far if x < f(0) else far
-    s = f(_SPLIT) if s > f(_SPLIT) else s
+    s = f(SPLIT) if s > f(SPLIT) else s
     q = s * s
-    near = x * (_climbed_four(q * f(_A0), q, _A4, f) / _climbed_four(q, q, _B4, f))
-    return (near if t <= f(_SPLIT) else far), e
+    near = x * (_climbed_four(q * f(NEAR_P0), q, NEAR_P, f) / _climbed_four(q, q, NEAR_Q, f))
+    return (near if t <= f(SPLIT) else far), e
 
 
 @loop()
