@@ -224,7 +224,8 @@ def reachable(root: Node, since: int = -1) -> list[Node]:
 
     Of values not made `since` that age none is looked behind.
     """
-    found, stack = dict[int, Node](), [root]
+    found: dict[int, Node] = {}
+    stack = [root]
     while stack:
         node = stack.pop()
         if node.age not in found:

@@ -102,7 +102,7 @@ _ROWS, _AS_IT_IS, _TURNED = 101, 111, 112  # CBLAS's names for layouts
 
 
 def add_product(y: Any, x: Any, w: Any) -> None:
-    """`y += x @ w`, of matrices (with leading batch dims) of one dtype and backend.
+    """`y += x @ w` in the dtype of y, of matrices (with leading batch dims) on one backend.
 
     Two host matrices of float32 or float64 are multiplied by the OpenBLAS in NumPy's wheel, which adds as it
     multiplies; `np.matmul` cannot.  Others in terms of a few rows, which stay in cache and are small beside y.
@@ -110,10 +110,10 @@ def add_product(y: Any, x: Any, w: Any) -> None:
     if not added(y, x, w):
         size = math.prod(y.shape)
         rows = max(1, min(ADDED, size // 16) * y.shape[-2] // max(1, size))
-        xp = namespace(y)
+        xp, w = namespace(y), w.astype(y.dtype, copy=False)
         for start in range(0, y.shape[-2], rows):
             part = (..., slice(start, start + rows), slice(None))
-            y[part] += xp.matmul(x[part], w)
+            y[part] += xp.matmul(x[part].astype(y.dtype, copy=False), w)
 
 
 def added(y: Any, x: Any, w: Any) -> bool:

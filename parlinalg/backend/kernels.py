@@ -257,9 +257,8 @@ def row_exp(z: Block, m: Block, scale: Block | None = None) -> Block:
     if cuda.ready(z):
         return cuda.row_exp(z, m, scale)
     xp = namespace(z)
-    factors = xp.ones_like(m) if scale is None else scale
-    if (loops := compiled.loops(z, m, factors)) is not None:
-        out = np.empty(z.shape, z.dtype)
+    if (loops := compiled.loops(z, m, m if scale is None else scale)) is not None:
+        out, factors = np.empty(z.shape, z.dtype), np.ones_like(m) if scale is None else scale
         loops.row_exp(compiled.rows(z), compiled.flat(m), compiled.flat(factors), compiled.rows(out))
         return out
     rows, shift = _rows(z), m.reshape(-1, 1)

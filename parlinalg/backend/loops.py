@@ -123,13 +123,6 @@ def _exp_of(x):
     return call
 
 
-@loop()
-def exp(x, y):
-    """y = exp(x), of flat arrays."""
-    for i in range(x.size):
-        y[i] = _exp(x[i])
-
-
 # ------------------------------------------------------------------ elementwise
 
 _R = 1 / math.sqrt(2)

@@ -233,7 +233,7 @@ def _over_k(
     y = grid.backend.zeros(local, np.float32 if is_half(dtype) else dtype)
     target = as_matrix(y, nb, nm)
     for xs, ws in _ahead(panels(width, left.owned_lengths(), right.owned_lengths()), left, right):
-        add_product(target, *(b.astype(y.dtype, copy=False) for b in (as_matrix(xs, nb, nm), as_matrix(ws, nb, nk))))
+        add_product(target, as_matrix(xs, nb, nm), as_matrix(ws, nb, nk))
     if y.dtype != dtype:
         y = y.astype(dtype)
     return redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)

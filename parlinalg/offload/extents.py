@@ -158,7 +158,18 @@ class DiskStore:
         self.file.close(remove=True)
 
 
-class HostStore:
+class InMemory:
+    """A store whose arrays have their bytes at hand."""
+
+    def soon(self, away: Away) -> None:
+        """It is there."""
+
+    def get(self, away: Away) -> np.ndarray:
+        assert away.hold is not None
+        return away.hold
+
+
+class HostStore(InMemory):
     """Page-locked host memory; buffers of the same size are used again."""
 
     def __init__(self, backend: Backend) -> None:
@@ -173,13 +184,6 @@ class HostStore:
         away.hold = buffer
         weakref.finalize(away, free.append, buffer).atexit = False
         return away
-
-    def soon(self, away: Away) -> None:
-        """It is there."""
-
-    def get(self, away: Away) -> np.ndarray:
-        assert away.hold is not None
-        return away.hold
 
     def close(self) -> None:
         self._free.clear()

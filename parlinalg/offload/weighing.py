@@ -13,7 +13,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.autograd.saved import arrays, memory
 from parlinalg.backend import Backend
 from parlinalg.offload.activations import OffloadedActivations
-from parlinalg.offload.extents import Away, Store
+from parlinalg.offload.extents import Away, InMemory, Store
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def reckoned(found: Mapping[int, int], rows: int) -> int:
     return max(two, two - (one - two) * (rows - m) // (m - n))
 
 
-class Weighing:
+class Weighing(InMemory):
     """Puts nothing away: arrays stay, and what would have left is known."""
 
     def __init__(self) -> None:
@@ -74,13 +74,6 @@ class Weighing:
         self.away.add(away)
         self.nbytes += raw.nbytes
         return away
-
-    def soon(self, away: Away) -> None:
-        """It is there."""
-
-    def get(self, away: Away) -> np.ndarray:
-        assert away.hold is not None
-        return away.hold
 
     def close(self) -> None:
         """There is nothing to end."""

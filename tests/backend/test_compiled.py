@@ -94,17 +94,19 @@ def test_gelu_is_bit_for_bit_that_of_its_slope(monkeypatch):
 def test_exponentials(dtype):
     from parlinalg.backend import loops
 
+    def exp(x):
+        y = np.empty((1, x.size), dtype)
+        loops.row_exp(x[None], np.zeros(1, dtype), np.ones(1, dtype), y)
+        return y[0]
+
     info = np.finfo(dtype)
     top = math.log(info.max)
     x = np.concatenate([np.linspace(-0.98 * top, 0.99 * top, 200001), [0, -0.0, 1e-30, 1, -1]]).astype(dtype)
-    y = np.empty_like(x)
-    loops.exp(x, y)
+    y = exp(x)
     exact = np.exp(x.astype(np.longdouble))
     assert (np.abs(y - exact) / np.spacing(exact.astype(dtype))).max() < 2
     ends = np.array([-np.inf, -2 * top, -1.1 * top, 1.01 * top, np.inf, np.nan, 0], dtype)
-    y = np.empty_like(ends)
-    loops.exp(ends, y)
-    np.testing.assert_array_equal(y, np.array([0, 0, 0, np.inf, np.inf, np.nan, 1], dtype))
+    np.testing.assert_array_equal(exp(ends), np.array([0, 0, 0, np.inf, np.inf, np.nan, 1], dtype))
 
 
 FIRST = """
