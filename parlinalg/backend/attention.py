@@ -9,51 +9,29 @@ Where no score can exceed `CALM`, since |q| |k| does not, exponentials are taken
 is sought, and in the backward pass dout is divided by the sums, in place of the scores' block.
 
 Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
+
+On CPUs `parlinalg.backend.attention_blocks` computes the common cases in compiled loops.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from parlinalg.backend import compiled, namespace
+from parlinalg.backend.attention_blocks import HOST, Blocks, Dropped, Limits, Poll
 from parlinalg.backend.counted import count
 from parlinalg.backend.kernels import work_dtype
 from parlinalg.backend.visible import Visible, row_spans
 
 Block = Any
-Poll = Callable[[], object]
-Dropped = Callable[[slice, slice, slice, slice], Block]
-"""For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much is computed at a time.
-
-    Attributes
-    ----------
-    rows : int
-        Queries of all heads that share a key.
-    keys : int
-        Keys of one run.
-    scores : int
-        Scores of all heads taken together.
-    """
-
-    rows: int
-    keys: int
-    scores: int
-
 
 #: Scores up to this are exponentiated as they are: e^±40 and sums of them are far from the ends of float32.
 CALM = 40.0
 
-HOST = Limits(rows=64, keys=1024, scores=1 << 16)
 DEVICE = Limits(rows=1024, keys=1 << 14, scores=1 << 26)
 
 
@@ -249,6 +227,9 @@ def forward(
         is kept; -inf where a query sees no key.
     kept : array or None
     """
+    blocks = None if keep else Blocks.of(q, k, v, visible, scale, limits)
+    if blocks is not None:
+        return *blocks.forward(dropped, poll), None
     task = _Task(q, k, visible, scale, limits)
     xp, work = task.xp, task.work
     if keep:
@@ -323,6 +304,10 @@ def backward(
     add : (bool, bool)
         Whether to add to what `into` has already, for q and for k and v.
     """
+    blocks = None if kept is not None else Blocks.of(q, k, v, visible, scale, limits)
+    if blocks is not None:
+        blocks.backward(dout, out, lse, into, dropped, add, poll)
+        return
     task = _Task(q, k, visible, scale, limits, kept)
     xp, work = task.xp, task.work
     dq, dk, dv = into

@@ -123,7 +123,7 @@ def added(y: Any, x: Any, w: Any) -> bool:
     number = {"f": ctypes.c_float, "d": ctypes.c_double}.get(y.dtype.char)
     if number is None or not (y.dtype == x.dtype == w.dtype) or not y.dtype.isnative or not y.flags.writeable:
         return False
-    gemm = _in_openblas(f"scipy_cblas_{'s' if y.dtype.itemsize == 4 else 'd'}gemm64_")
+    gemm = _gemm(y.dtype.char)
     (turn, ld), (turn_x, ld_x), (turn_w, ld_w) = _lying(y), _lying(x), _lying(w)
     if gemm is None or turn != _AS_IT_IS or not (turn_x and turn_w):
         return False
@@ -134,6 +134,18 @@ def added(y: Any, x: Any, w: Any) -> bool:
         ctypes.c_void_p(w.ctypes.data), ctypes.c_int64(ld_w), one, ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(ld),
     )  # fmt: skip
     return True
+
+
+def _gemm(char: str) -> Any:
+    """CBLAS's gemm for a dtype."""
+    return _in_openblas(f"scipy_cblas_{'s' if char == 'f' else 'd'}gemm64_")
+
+
+@cache
+def gemm_address(dtype: np.dtype[Any]) -> int | None:
+    """Where the gemm for float32 or float64 is in the OpenBLAS of NumPy's wheel, whose integers have 64 bits."""
+    gemm = _gemm(dtype.char)
+    return None if gemm is None else ctypes.cast(gemm, ctypes.c_void_p).value
 
 
 def _lying(matrix: np.ndarray) -> tuple[int, int]:

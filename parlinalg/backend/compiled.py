@@ -46,6 +46,13 @@ def _loops() -> Any:
     return loops
 
 
+def attention_loops() -> Any:
+    """The module of loops over blocks of attention's scores, where there are loops at all."""
+    from parlinalg.backend import loops_attention
+
+    return loops_attention
+
+
 def about() -> str:
     """What computes kernels on CPUs, for people to read."""
     if _loops() is None:

@@ -63,6 +63,11 @@ class Visible:
         return not self.causal and self.window is None and self.table is None and self.documents is None
 
     @property
+    def by_places(self) -> bool:
+        """Whether positions alone say what is seen."""
+        return self.table is None and self.documents is None and self.keep is None
+
+    @property
     def by_head(self) -> bool:
         """Whether heads see different blocks, so that each is best taken alone."""
         return self.table is not None and self.table.shape[0] > 1
@@ -175,28 +180,41 @@ class Visible:
             xp = namespace(scores)
             self._hide_where(scores, xp.logical_not(self._kept(batch, heads, rows, keys)))
 
-    def _hide_far(self, scores: Block, rows: slice, keys: slice) -> None:
-        """What causality and the window hide.
+    def edges(self, rows: slice, keys: slice) -> Span | None:
+        """(after, upto): by their positions, query i of a block sees its keys with i + upto < j <= i + after.
 
         Query i of the block stands at a + i s, key j at b + j s: with lag = a - b, the key is not after the query where
-        j <= i + lag // s, and so on.
+        j <= i + lag // s, and so on.  None where the steps are not alike.
         """
         n, m = rows.stop - rows.start, keys.stop - keys.start
+        after, upto = m, -n
+        if not self.causal and self.window is None:
+            return after, upto
         if self.places is None:
             lag, step = self.start + rows.start - keys.start, 1
         else:
             queries, others = self.places[0].within(rows), self.places[1].within(keys)
             step = others.step if n == 1 else queries.step
             if not (queries.step and others.step) or (step != others.step and m > 1):
-                self._hide_one_by_one(scores, rows, keys)
-                return
+                return None
             lag = queries.first - others.first
         if self.causal:
-            self._hide_after(scores, n, m, lag // step)
+            after = lag // step
         if self.window is not None:
-            self._hide_up_to(scores, n, m, (lag - self.window) // step)
+            upto = (lag - self.window) // step
             if not self.causal:
-                self._hide_after(scores, n, m, -((-lag - self.window) // step) - 1)
+                after = -((-lag - self.window) // step) - 1
+        return after, upto
+
+    def _hide_far(self, scores: Block, rows: slice, keys: slice) -> None:
+        """What causality and the window hide."""
+        edges = self.edges(rows, keys)
+        if edges is None:
+            self._hide_one_by_one(scores, rows, keys)
+            return
+        n, m = rows.stop - rows.start, keys.stop - keys.start
+        self._hide_after(scores, n, m, edges[0])
+        self._hide_up_to(scores, n, m, edges[1])
 
     def _hide_after(self, scores: Block, n: int, m: int, shift: int) -> None:
         """Hide keys j > i + shift."""

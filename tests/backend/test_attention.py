@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from parlinalg.backend import attention as kernel
+from parlinalg.backend import compiled
+from parlinalg.backend.places import Places
 from parlinalg.backend.visible import Visible
 
 pytestmark = pytest.mark.serial
@@ -31,6 +33,15 @@ MASKS = {
     "blocks": ({"table": TABLE[:1, :1], "size": 4}, WIDE[0, 0]),
     "blocks by head": ({"table": TABLE, "size": 4, "causal": True}, WIDE & (J <= I)),
 }
+
+
+@pytest.fixture(autouse=True, params=["loops", "plain"])
+def how(request, monkeypatch):
+    """Blocks of any size go through compiled loops where these can compute them, and then none does."""
+    if request.param == "loops" and compiled._loops() is None:
+        pytest.skip("there are no compiled loops")
+    monkeypatch.setattr(compiled, "SMALL", 0 if request.param == "loops" else 1 << 62)
+    return request.param
 
 
 def numbers(dtype=np.float64, large=1.0):
@@ -100,6 +111,59 @@ def test_narrow_dtypes_are_computed_in_float32(dtype):
     found = computed(*arrays, Visible(causal=True))
     assert all(a.dtype == dtype for a in found)
     close(found, right, {2: float(ml_dtypes.finfo(dtype).eps), 4: 2e-6}[np.dtype(dtype).itemsize])
+
+
+def placed(positions, keys):
+    """What queries and keys at these positions see: causal, and within a window."""
+    return Visible(causal=True, window=30, places=(Places(positions), Places(keys)))
+
+
+PLACES = {
+    "zigzag": (np.r_[0:20, 24:41], np.r_[0:15, 20:46]),
+    "striped": (np.arange(1, 2 * S, 2), np.arange(0, 2 * T, 2)),
+    "runs": (np.r_[40:60, 0:17], np.r_[30:60, 3:14]),
+    "shuffled": (np.random.default_rng(3).permutation(S), np.random.default_rng(4).permutation(T)),
+}
+
+
+@pytest.mark.parametrize("limits", [None, SMALL], ids=["", "small"])
+@pytest.mark.parametrize("name", PLACES)
+def test_positions_in_runs_and_in_no_order(name, limits):
+    rows, keys = PLACES[name]
+    ahead = rows[:, None] - keys[None]
+    arrays = numbers()
+    right = plainly(*arrays, (ahead >= 0) & (ahead < 30), 0.5)
+    close(computed(*arrays, placed(rows, keys), limits=limits), right)
+
+
+@pytest.mark.parametrize("name", [*MASKS, *PLACES])
+def test_loops_compute_what_positions_in_runs_say(name, how):
+    visible = Visible(**MASKS[name][0]) if name in MASKS else placed(*PLACES[name])
+    blocks = kernel.Blocks.of(*numbers()[:3], visible, 0.5, None)
+    by_loops = {"all", "causal", "causal, later", "window", "both sides", "zigzag", "striped", "runs"}
+    assert (blocks is not None) == (how == "loops" and name in by_loops)
+
+
+@pytest.mark.parametrize("limits", [None, SMALL], ids=["", "small"])
+def test_adds_to_gradients_and_asks_now_and_then(limits, monkeypatch):
+    monkeypatch.setattr("parlinalg.backend.attention_blocks._BETWEEN_POLLS", 50)
+    asked = []
+    arrays = numbers()
+    visible = Visible(causal=True, window=9)
+    right = plainly(*arrays, (J <= I) & (J > I - 9), 0.5)
+    packed = np.random.default_rng(8).standard_normal((B, S, H, G + 2, E))  # views, of which BLAS is told how they lie
+    packed[..., :G, :] = arrays[0]
+    q, dout = packed[..., :G, :], arrays[3]
+    for add in ((False, False), (True, False), (False, True), (True, True)):
+        out, lse, _ = kernel.forward(q, *arrays[1:3], visible, 0.5, limits=limits, poll=lambda: asked.append(1))
+        close([out], right[:1])
+        start = [np.random.default_rng(7).standard_normal(x.shape) for x in arrays[:3]]
+        into = tuple(x.copy() for x in start)
+        poll = lambda: asked.append(1)  # noqa: E731
+        kernel.backward(dout, q, *arrays[1:3], out, lse, visible, 0.5, into, limits=limits, add=add, poll=poll)
+        for found, before, more, term in zip(into, start, (add[0], add[1], add[1]), right[1:], strict=True):
+            close([found], [before + term if more else term])
+    assert len(asked) >= 16
 
 
 ONE = slice(0, 1)

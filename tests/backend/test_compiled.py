@@ -202,7 +202,8 @@ def test_attention(both, causal, group, spread):
             found += [out, *into]
         return found
 
-    both(run, q, k, v, dout, near=400, uses="softmax_grad")
+    # an exponential's relative error is its argument's absolute one
+    both(run, q, k, v, dout, near=400 if spread < 1 else 8000, uses="softmax_grad")
 
 
 def test_small_blocks_and_other_dtypes_are_numpys(monkeypatch):

@@ -13,6 +13,7 @@ from parlinalg.autograd.ops.tokens import Documents, checked_positions
 from parlinalg.autograd.tape import Part, recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
+from parlinalg.backend.attention_blocks import Dropped
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
@@ -172,7 +173,7 @@ def _mended(have: Layout, right: Layout) -> Layout:
 
 def dropped(
     draw: Drop, shape: tuple[int, ...], ranges: tuple[range, ...], positions: Any = None, first: int = 0
-) -> kernel.Dropped:
+) -> Dropped:
     """The factors of the probabilities of a block, from those of global indices [b, heads, s, t].
 
     Parameters

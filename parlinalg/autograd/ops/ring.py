@@ -15,6 +15,7 @@ from parlinalg.autograd.ops.tokens import Documents, Tokens, checked_positions, 
 from parlinalg.autograd.tape import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
+from parlinalg.backend.attention_blocks import Dropped
 from parlinalg.backend.kernels import work_dtype
 from parlinalg.backend.merge import merge
 from parlinalg.backend.visible import Visible, row_spans
@@ -137,7 +138,7 @@ class _Call:
         n = len(theirs)
         return visible if n and len(mine) and visible.spans(*every, n, n) else None
 
-    def dropped(self, rank: int) -> kernel.Dropped | None:
+    def dropped(self, rank: int) -> Dropped | None:
         """The factors of the probabilities of a rank's keys."""
         if self.dropout is None:
             return None
@@ -219,7 +220,7 @@ def _parts(batch: int, heads: int) -> list[tuple[slice, slice]]:
     return [(b, h) for b in items for h in some]
 
 
-def _within(drop: kernel.Dropped | None, b: slice, h: slice) -> kernel.Dropped | None:
+def _within(drop: Dropped | None, b: slice, h: slice) -> Dropped | None:
     """The factors of a part of the batch and of the heads."""
     if drop is None:
         return None

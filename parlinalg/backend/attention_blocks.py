@@ -1,0 +1,195 @@
+"""Attention on CPUs in compiled loops: which blocks of scores they compute, and when they are called.
+
+The common cases run so: all keys, causal or windowed, positions in runs, dropout; on host blocks of float32 or float64,
+where numba is installed and BLAS is the OpenBLAS in NumPy's wheel.  `parlinalg.backend.attention` computes the others,
+and gives the same results but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.backend import compiled
+from parlinalg.backend.blas import gemm_address
+from parlinalg.backend.counted import count
+from parlinalg.backend.visible import Visible, row_spans
+
+Block = Any
+Poll = Callable[[], object]
+Dropped = Callable[[slice, slice, slice, slice], Block]
+"""For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is computed at a time.
+
+    Attributes
+    ----------
+    rows : int
+        Queries of all heads that share a key.
+    keys : int
+        Keys of one run.
+    scores : int
+        Scores of all heads taken together.
+    """
+
+    rows: int
+    keys: int
+    scores: int
+
+
+HOST = Limits(rows=64, keys=1024, scores=1 << 16)
+"""What stays in a core's cache while it is worked on."""
+_BETWEEN_POLLS = 1 << 20
+"""Scores after which a communication that is under way is looked at."""
+
+
+class Call(NamedTuple):
+    """What one call computes: heads of items (counted over batch × heads), blocks, and the factors of dropout there."""
+
+    items: tuple[int, int]
+    blocks: np.ndarray
+    factor: Block
+    fresh: bool
+    """Whether it is the first call for these heads."""
+
+
+class Blocks:
+    """Attention of host blocks by compiled loops.
+
+    Parameters
+    ----------
+    q, k, v : array
+        Shapes [batch, queries, kv heads, g, e] and [batch, keys, kv heads, e].
+    table : array of int
+        The blocks of scores of one head, as `parlinalg.backend.loops_attention` describes them.
+    """
+
+    def __init__(
+        self, gemm: int, table: np.ndarray, q: Block, k: Block, v: Block, scale: float, limits: Limits
+    ) -> None:  # fmt: skip
+        self.gemm, self.table, self.limits = gemm, table, limits
+        self.loops = compiled.attention_loops()
+        self.q, self.k = q, k
+        self.inputs = [_lines(x) for x in (q, k, v)]
+        self.scale = q.dtype.type(scale)
+        self.nothing = np.empty((0, 0, 0, 0), q.dtype)
+
+    @staticmethod
+    def of(q: Block, k: Block, v: Block, visible: Visible, scale: float, limits: Limits | None) -> Blocks | None:
+        """Those of this attention; None where the loops cannot compute it."""
+        if (
+            compiled.loops(q, k, v) is None
+            or not (q.size and k.size)
+            or not visible.by_places
+            or not all(map(_plain, (q, k, v)))
+        ):
+            return None
+        gemm = gemm_address(q.dtype)
+        if gemm is None:
+            return None
+        limits = limits or HOST
+        table = _table(visible, q.shape[1], k.shape[1], limits.rows, limits.keys)
+        return None if table is None else Blocks(gemm, table, q, k, v, scale, limits)
+
+    def forward(self, dropped: Dropped | None, poll: Poll | None) -> tuple[Block, Block]:
+        """The result, and the logarithms of the sums of exp(scores): as `attention.forward` returns them."""
+        q = self.q
+        batch, queries, heads, group, _ = q.shape
+        out = np.empty(q.shape, q.dtype)
+        lse, total = (np.empty((batch, heads, group, queries), q.dtype) for _ in range(2))
+        for call in self._calls(dropped, poll):
+            self.loops.forward(*self._task(call), _lines(out), lse, total)
+        count(forward=self._pairs())
+        return out, lse
+
+    def backward(
+        self, dout: Block, out: Block, lse: Block, into: tuple[Block, Block, Block], dropped: Dropped | None,
+        add: tuple[bool, bool], poll: Poll | None,
+    ) -> None:  # fmt: skip
+        """The gradients, as `attention.backward` computes them."""
+        rest = (*map(_lines, into), self.k.shape[1], add[0])
+        for call in self._calls(dropped, poll):
+            self.loops.backward(*self._task(call), _lines(out), lse, _lines(dout), *rest, add[1] or not call.fresh)
+        count(backward=self._pairs())
+
+    def _task(self, call: Call) -> tuple[Any, ...]:
+        """What both passes are told of a call."""
+        return self.gemm, call.blocks, call.items, *self.q.shape[3:], *self.inputs, self.scale, call.factor
+
+    def _sizes(self) -> np.ndarray:
+        """The scores of each block."""
+        return (self.table[:, 1] - self.table[:, 0]) * (self.table[:, 3] - self.table[:, 2])
+
+    def _pairs(self) -> int:
+        """The scores of all heads."""
+        batch, _, heads, group, _ = self.q.shape
+        return batch * heads * group * int(self._sizes().sum())
+
+    def _calls(self, dropped: Dropped | None, poll: Poll | None) -> Iterator[Call]:
+        """All blocks of all heads: in one call, or in such as leave room for what is asked between them."""
+        batch, _, heads, group, _ = self.q.shape
+        if dropped is not None:
+            yield from self._thinned(dropped, poll)
+        elif poll is None:
+            yield Call((0, batch * heads), self.table, self.nothing, True)
+        else:
+            for item in range(batch * heads):
+                for i, part in enumerate(self._parts(_BETWEEN_POLLS // group)):
+                    poll()
+                    yield Call((item, item + 1), part, self.nothing, not i)
+
+    def _parts(self, most: int) -> Iterator[np.ndarray]:
+        """The blocks in runs of about `most` scores of one query a head."""
+        ends = np.flatnonzero(np.diff(np.cumsum(self._sizes()) // most)) + 1
+        for start, stop in pairwise([0, *ends.tolist(), len(self.table)]):
+            yield self.table[start:stop]
+
+    def _thinned(self, dropped: Dropped, poll: Poll | None) -> Iterator[Call]:
+        """Block by block, with the factors of dropout there, of as many heads as leave them in a core's cache."""
+        batch, _, heads, group, _ = self.q.shape
+        most = group * int(self._sizes().max())
+        for b in range(batch):
+            for h in row_spans(heads, max(1, self.limits.scores // max(1, most))):
+                for i, (row, row_stop, key, key_stop) in enumerate(self.table[:, :4].tolist()):
+                    if poll is not None:
+                        poll()
+                    factor = dropped(slice(b, b + 1), h, slice(row, row_stop), slice(key, key_stop))[0]
+                    items = b * heads + h.start, b * heads + h.stop
+                    yield Call(items, self.table[i : i + 1], np.ascontiguousarray(factor, self.q.dtype), not i)
+
+
+def _lines(x: np.ndarray) -> tuple[np.ndarray, int, int, int, int]:
+    """An array's values as they lie, and the elements from one item, token, head and query of a head to the next."""
+    steps = [step // x.itemsize for step in x.strides[:-1]]
+    length = 1 + sum((size - 1) * step // x.itemsize for size, step in zip(x.shape, x.strides, strict=True))
+    values = np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
+    return values, steps[0], steps[1], steps[2], steps[3] if x.ndim == 5 else 0
+
+
+def _plain(x: np.ndarray) -> bool:
+    """Whether BLAS can be told where the rows of an array lie, which are its last dim, along its second."""
+    item = x.itemsize
+    apart, across = x.strides[1], x.strides[-1]
+    whole = all(step % item == 0 for step in x.strides) and x.flags.aligned
+    return whole and (across == item or x.shape[-1] == 1) and (apart >= x.shape[-1] * item or x.shape[1] == 1)
+
+
+def _table(visible: Visible, queries: int, keys: int, rows: int, most: int) -> np.ndarray | None:
+    """The blocks of scores; None if what is seen in one of them has no straight edges."""
+    blocks = []
+    everything = slice(None)
+    for r in visible.rows(queries, rows):
+        spans = [s for s in visible.spans(everything, everything, r, keys, most) if s[0] < s[1]]
+        for i, (start, stop) in enumerate(spans or [(0, 0)]):
+            edges = visible.edges(r, slice(start, stop)) if spans else (0, 0)
+            if edges is None:
+                return None
+            blocks.append((r.start, r.stop, start, stop, *edges, i == 0, i == max(0, len(spans) - 1)))
+    return np.array(blocks, np.int64)

@@ -1,0 +1,382 @@
+"""Attention's blocks of scores from end to end, compiled: products by BLAS, and what lies between them in loops.
+
+As `parlinalg.backend.attention` computes them, for one key and value head and one of its queries after the other.  A
+list of blocks, int64 [n, 8], says what is computed: queries from `row` to `row_stop`, keys from `key` to `key_stop`, of
+which query i sees those with i + upto < j <= i + after (i and j counted within the block), whether the block is the
+first of its queries and whether it is the last.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+from parlinalg.backend.loops import _AS_WRITTEN, _bits, _exp, _float32, _float64, loop
+
+_ROWS, _AS_IT_IS, _TURNED = 101, 111, 112  # CBLAS's names for layouts
+_SPAN = 64
+"""Keys in whole numbers of which loops go: none are left over for a loop that takes one at a time."""
+_SMALL = 1_000_000
+"""Products up to this many multiplications are faster: OpenBLAS does not copy their operands."""
+
+
+@intrinsic
+def _gemm(context: Any, address: Any, turn_a: Any, turn_b: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any,
+          b: Any, ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
+    """CBLAS's gemm, which is at this address."""
+    flag, size = types.int32, types.int64
+    signature = types.void(
+        size, flag, flag, size, size, size, alpha, size, size, size, size, alpha, size, size
+    )  # fmt: skip
+
+    def call(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number, flag, size = context.get_value_type(alpha), ir.IntType(32), ir.IntType(64)
+        kind = ir.FunctionType(
+            ir.VoidType(), [flag, flag, flag, size, size, size, number, size, size, size, size, number, size, size]
+        )
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, [ir.Constant(flag, _ROWS), *values[1:]])
+        return context.get_dummy_value()
+
+    return signature, call
+
+
+@njit(**_AS_WRITTEN)
+def _product(gemm, turned, m, n, k, alpha, x, w, beta, y):
+    """y = alpha x w + beta y for y [m, n], or xᵀ in place of x; each an address and the elements between its rows."""
+    turn = types.int32(_TURNED if turned else _AS_IT_IS)
+    _gemm(gemm, turn, types.int32(_AS_IT_IS), m, n, k, alpha, x[0], x[1], w[0], w[1], beta, y[0], y[1])
+
+
+@njit(**_AS_WRITTEN)
+def _matrix(x, row, column):
+    """A contiguous matrix from a row and a column on."""
+    width = x.strides[0] // x.itemsize
+    return x.ctypes.data + (row * width + column) * x.itemsize, width
+
+
+@njit(**_AS_WRITTEN)
+def _line(x, b, i, h, g):
+    """Where the features of token i are in an array's values."""
+    return b * x[1] + i * x[2] + h * x[3] + g * x[4]
+
+
+@njit(**_AS_WRITTEN)
+def _at(line, j):
+    """An index that is not asked whether it counts from the end."""
+    return types.uintp(line) + types.uintp(j)
+
+
+@njit(**_AS_WRITTEN)
+def _lines(x, b, i, h, g):
+    """The matrix of tokens from i on."""
+    return x[0].ctypes.data + _line(x, b, i, h, g) * x[0].itemsize, x[2]
+
+
+@njit(**_AS_WRITTEN)
+def _step(rows, width):
+    """How many keys fit into a small product."""
+    return max(_SPAN, _SMALL // (rows * width) // 16 * 16)
+
+
+@njit(**_AS_WRITTEN)
+def _scores(gemm, n, m, alpha, x, kt, at, s):
+    """s = alpha x kt, [n, m], with the keys from `at` on."""
+    e = kt.shape[0]
+    step = _step(n, e)
+    for j in range(0, m, step):
+        w, y = _matrix(kt, 0, at + j), _matrix(s, 0, j)
+        _product(gemm, False, n, min(step, m - j), e, alpha, x, w, s.dtype.type(0), y)
+
+
+@njit(**_AS_WRITTEN)
+def _mixed(gemm, n, m, alpha, s, v, at, fresh, y):
+    """y = alpha s v, added to what is there unless it is fresh."""
+    f, e = s.dtype.type, v.shape[1]
+    step = _step(n, e)
+    for j in range(0, m, step):
+        beta = f(0) if fresh and j == 0 else f(1)
+        _product(gemm, False, n, e, min(step, m - j), alpha, _matrix(s, 0, j), _matrix(v, at + j, 0), beta, y)
+
+
+@njit(**_AS_WRITTEN)
+def _spread(gemm, n, m, alpha, s, x, d, at):
+    """d += alpha sᵀ x, for the keys from `at` on."""
+    e = x.shape[1]
+    step = _step(n, e)
+    for j in range(0, m, step):
+        w, y = _matrix(x, 0, 0), _matrix(d, at + j, 0)
+        _product(gemm, True, min(step, m - j), e, n, alpha, _matrix(s, 0, j), w, s.dtype.type(1), y)
+
+
+@njit(**_AS_WRITTEN)
+def _turn(x, b, i, h, n, y):
+    """y = the transposed matrix of n tokens from i on."""
+    values = x[0]
+    for t in range(n):
+        line = _line(x, b, i + t, h, 0)
+        for j in range(y.shape[0]):
+            y[j, t] = values[_at(line, j)]
+
+
+@njit(**_AS_WRITTEN)
+def _copy(x, b, i, h, g, n, y):
+    """y = the matrix of n tokens from i on."""
+    values = x[0]
+    for t in range(n):
+        line = _line(x, b, i + t, h, g)
+        for j in range(y.shape[1]):
+            y[t, j] = values[_at(line, j)]
+
+
+@njit(**_AS_WRITTEN)
+def _write(y, add, x, b, i, h, g):
+    """The other way round."""
+    values = x[0]
+    for t in range(y.shape[0]):
+        line = _line(x, b, i + t, h, g)
+        if add:
+            for j in range(y.shape[1]):
+                values[_at(line, j)] += y[t, j]
+        else:
+            for j in range(y.shape[1]):
+                values[_at(line, j)] = y[t, j]
+
+
+@njit(**_AS_WRITTEN)
+def _clear(x, b, i, h, g, n, e):
+    """Zeros for n tokens from i on."""
+    values = x[0]
+    for t in range(n):
+        line = _line(x, b, i + t, h, g)
+        for j in range(e):
+            values[_at(line, j)] = 0
+
+
+@njit(**_AS_WRITTEN)
+def _ordered_32(bits):
+    """The bits of a float as an integer that compares as the float does, and back."""
+    return bits ^ ((bits >> types.int32(31)) & types.int32(0x7FFFFFFF))
+
+
+@njit(**_AS_WRITTEN)
+def _ordered_64(bits):
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+
+
+@njit(**_AS_WRITTEN)
+def _greatest_32(s, i, start, stop, top):
+    best = _ordered_32(_bits(top))
+    for c in range(start, stop):
+        for j in range(_SPAN):
+            best = max(best, _ordered_32(_bits(s[i, c, j])))
+    return _float32(_ordered_32(best))
+
+
+@njit(**_AS_WRITTEN)
+def _greatest_64(s, i, start, stop, top):
+    best = _ordered_64(_bits(top))
+    for c in range(start, stop):
+        for j in range(_SPAN):
+            best = max(best, _ordered_64(_bits(s[i, c, j])))
+    return _float64(_ordered_64(best))
+
+
+def _greatest(s, i, start, stop, top):
+    """The greatest of a row's spans and `top`; compared as integers, which vectorizes."""
+    raise NotImplementedError
+
+
+@overload(_greatest, jit_options=_AS_WRITTEN)
+def _greatest_of(s, i, start, stop, top):
+    greatest = _greatest_64 if s.dtype == types.float64 else _greatest_32
+
+    def call(s, i, start, stop, top):
+        return greatest(s, i, start, stop, top)
+
+    return call
+
+
+@njit(**_AS_WRITTEN)
+def _room(rows, keys):
+    """Shape [rows, spans, keys of a span] of scores; rows are not a power of two apart."""
+    spans = -(-keys // _SPAN)
+    return rows, spans + (spans + 1) % 2, _SPAN
+
+
+@njit(**_AS_WRITTEN)
+def _seen(i, after, upto, m):
+    """From which key to which one a query sees those of a block, and the spans of `_SPAN` keys that hold them."""
+    low = min(max(0, i + upto + 1), m)
+    high = max(low, min(m, i + after + 1))
+    start = low // _SPAN
+    return low, high, start, -(-high // _SPAN) if low < high else start
+
+
+@njit(**_AS_WRITTEN)
+def _hide(s, i, m, low, high, start, stop, value):
+    """A value where a query sees no key of its spans, and zeros beyond them."""
+    for c in range(start):
+        s[i, c] = 0
+    for c in range(stop, -(-m // _SPAN)):
+        s[i, c] = 0
+    if start < stop:
+        for j in range(low % _SPAN):
+            s[i, start, j] = value
+        for j in range(_SPAN - (stop * _SPAN - high), _SPAN):
+            s[i, stop - 1, j] = value
+
+
+@njit(**_AS_WRITTEN)
+def _reach(blocks):
+    """The most queries and keys of a block, and the keys of all blocks."""
+    rows = keys = low = high = 0
+    for t in range(blocks.shape[0]):
+        row, row_stop, key, key_stop = blocks[t, 0], blocks[t, 1], blocks[t, 2], blocks[t, 3]
+        rows, keys = max(rows, row_stop - row), max(keys, key_stop - key)
+        if key < key_stop:
+            low, high = key if not high else min(low, key), max(high, key_stop)
+    return rows, keys, low, high
+
+
+@loop(sums=True)
+def forward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, top, total):
+    """out = softmax(scale q kᵀ) v, and top = the logarithms of the sums of the exponentials.
+
+    Parameters
+    ----------
+    gemm : int
+        The address of CBLAS's gemm.
+    blocks : array of int
+    items : (int, int)
+        The heads from the first to before the second, counted over batch × heads.
+    group, e : int
+        Queries a head, and features.
+    q, k, v, out : (array, int, int, int, int)
+        Values, and the elements from one item, token, head and query of a head to the next.
+    factor : array
+        The factors of dropout for one block, [heads, g, rows, keys]; or empty.
+    top, total : array
+        Shape [batch, heads, g, s]: what is known so far, from call to call.
+    """
+    values, heads, results = q[0], top.shape[1], out[0]
+    f = values.dtype.type
+    rows, keys, low, high = _reach(blocks)
+    s = np.empty(_room(rows, keys), values.dtype)
+    kt, vs = np.empty((e, high - low + 16), values.dtype), np.empty((high - low, e), values.dtype)
+    for item in range(items[0], items[1]):
+        b, h = item // heads, item % heads
+        _turn(k, b, low, h, high - low, kt)
+        _copy(v, b, low, h, 0, high - low, vs)
+        for g in range(group):
+            for t in range(blocks.shape[0]):
+                row, row_stop, key, key_stop, after, upto, first, last = blocks[t]
+                n, m = row_stop - row, key_stop - key
+                _scores(gemm, n, m, scale, _lines(q, b, row, h, g), kt, key - low, s)
+                if first:
+                    _clear(out, b, row, h, g, n, 0 if m else e)
+                for i in range(n):
+                    before = f(-math.inf) if first else top[b, h, g, row + i]
+                    low_key, high_key, start, stop = _seen(i, after, upto, m)
+                    _hide(s, i, m, low_key, high_key, start, stop, f(-math.inf))
+                    now = _greatest(s, i, start, stop, max(before, f(np.finfo(f).min)))
+                    sum = f(0)
+                    for c in range(start, stop):
+                        for j in range(_SPAN):
+                            x = _exp(s[i, c, j] - now)
+                            s[i, c, j] = x
+                            sum += x
+                    if not first:
+                        past = _exp(before - now)
+                        sum += total[b, h, g, row + i] * past
+                        line = _line(out, b, row + i, h, g)
+                        for j in range(e):
+                            results[_at(line, j)] *= past
+                    top[b, h, g, row + i] = now
+                    total[b, h, g, row + i] = sum
+                if factor.size:
+                    for i in range(n):
+                        for j in range(m):
+                            s[i, j // _SPAN, j % _SPAN] *= factor[item - items[0], g, i, j]
+                _mixed(gemm, n, m, f(1), s, vs, key - low, first, _lines(out, b, row, h, g))
+                if last:
+                    for i in range(n):
+                        sum = total[b, h, g, row + i]
+                        top[b, h, g, row + i] += math.log(sum)  # -inf where nothing is seen
+                        share = f(1) / sum if sum > 0 else f(0)
+                        line = _line(out, b, row + i, h, g)
+                        for j in range(e):
+                            results[_at(line, j)] *= share
+
+
+@loop(sums=True)
+def backward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, lse, dout, dq, dk, dv, tokens, add_q, add_k):
+    """The gradients of q, k and v from that of out, added to what is there or written; of all `tokens` of k and v.
+
+    Parameters as of `forward`.  With P = exp(scale q kᵀ - lse) and D = the row sums of dout ∘ out:
+    dS = P ∘ (dout vᵀ - D), dq = scale dS k, dk = scale dSᵀ q, dv = Pᵀ dout.
+    """
+    values, heads, results = q[0], lse.shape[1], out[0]
+    f = values.dtype.type
+    rows, keys, low, high = _reach(blocks)
+    p, ds = np.empty(_room(rows, keys), values.dtype), np.empty(_room(rows, keys), values.dtype)
+    qs, do = np.empty((rows, e), values.dtype), np.empty((rows, e), values.dtype)
+    ks, kt = np.empty((high - low, e), values.dtype), np.empty((e, high - low + 16), values.dtype)
+    vt = np.empty((e, high - low + 16), values.dtype)
+    dks, dvs = np.empty((high - low, e), values.dtype), np.empty((high - low, e), values.dtype)
+    dots = np.empty(rows, values.dtype)
+    for item in range(items[0], items[1]):
+        b, h = item // heads, item % heads
+        _copy(k, b, low, h, 0, high - low, ks)
+        _turn(k, b, low, h, high - low, kt)
+        _turn(v, b, low, h, high - low, vt)
+        dks[:] = 0
+        dvs[:] = 0
+        for g in range(group):
+            for t in range(blocks.shape[0]):
+                row, row_stop, key, key_stop, after, upto, first, _last = blocks[t]
+                n, m = row_stop - row, key_stop - key
+                _copy(q, b, row, h, g, n, qs)
+                _copy(dout, b, row, h, g, n, do)
+                for i in range(n):
+                    line, dot = _line(out, b, row + i, h, g), f(0)
+                    for j in range(e):
+                        dot += results[_at(line, j)] * do[i, j]
+                    dots[i] = dot
+                _scores(gemm, n, m, scale, _matrix(qs, 0, 0), kt, key - low, p)
+                _scores(gemm, n, m, f(1), _matrix(do, 0, 0), vt, key - low, ds)
+                if factor.size:
+                    for i in range(n):
+                        for j in range(m):
+                            ds[i, j // _SPAN, j % _SPAN] *= factor[item - items[0], g, i, j]
+                for i in range(n):
+                    dot, shift = dots[i], lse[b, h, g, row + i]
+                    shift = shift if shift > f(-math.inf) else f(math.inf)  # exp(-inf) is 0 where nothing is seen
+                    low_key, high_key, start, stop = _seen(i, after, upto, m)
+                    _hide(p, i, m, low_key, high_key, start, stop, f(-math.inf))
+                    _hide(ds, i, m, low_key, high_key, start, stop, f(0))
+                    for c in range(start, stop):
+                        for j in range(_SPAN):
+                            x = _exp(p[i, c, j] - shift)
+                            p[i, c, j] = x
+                            ds[i, c, j] = (ds[i, c, j] - dot) * x
+                if factor.size:
+                    for i in range(n):
+                        for j in range(m):
+                            p[i, j // _SPAN, j % _SPAN] *= factor[item - items[0], g, i, j]
+                _spread(gemm, n, m, f(1), p, do, dvs, key - low)
+                _spread(gemm, n, m, scale, ds, qs, dks, key - low)
+                _mixed(gemm, n, m, scale, ds, ks, key - low, first and not add_q, _lines(dq, b, row, h, g))
+                if first and not add_q:
+                    _clear(dq, b, row, h, g, n, 0 if m else e)
+        _write(dks, add_k, dk, b, low, h, 0)
+        _write(dvs, add_k, dv, b, low, h, 0)
+        if not add_k:
+            for d in (dk, dv):
+                _clear(d, b, 0, h, 0, low, e)
+                _clear(d, b, high, h, 0, tokens - high, e)
