@@ -49,7 +49,8 @@ class Arrivals:
         if held is None:
             self.terms[layout], self.mine[layout] = block, owned
         else:
-            self.terms[layout], self.mine[layout] = _sum(held, block, self.mine[layout]), True
+            first, more, into = (held, block, True) if self.mine[layout] else (block, held, owned)
+            self.terms[layout], self.mine[layout] = _sum(first, more, into), True
 
     def unmoved(self, term: Term) -> Term | None:
         """What `summed` gives if this term is all; None if it would be moved or cast for that."""

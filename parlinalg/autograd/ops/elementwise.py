@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.tape import recording
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.tape import recording, walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels, namespace
 from parlinalg.errors import ConfigError
@@ -19,8 +20,10 @@ Block = Any
 def _of_value(
     name: str, x: Any, forward: Callable[[Block], Block], derivative: Callable[[Block, Block], Block]
 ) -> Tensor:
-    """y = forward(x) with a derivative in terms of the value, `derivative(g, y)`; x is not kept.  Partial x is "
-    "refused."""
+    """y = forward(x) with a derivative in terms of the value, `derivative(g, y)`; x is not kept.
+
+    Partial x is refused.
+    """
     x = as_tensor(x)
     data = summed(x.data, name)
     y = data.like(forward(data.block))
@@ -118,5 +121,11 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
         data = summed(x.data, "gelu")
         y, slope = kernels.gelu_and_slope(data.block, fast)
         rest = data.layout
-        return record(data.like(y), [x], [lambda g: (g * slope, rest)])
+
+        def part(g: Block) -> Term:
+            walk = walking()
+            spent = walk is not None and not walk.retain and slope.base is None and slope.flags.writeable
+            return np.multiply(g, slope, out=slope if spent and slope.dtype == g.dtype else None), rest
+
+        return record(data.like(y), [x], [part])
     return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))
