@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
 import sys
 import tracemalloc
@@ -61,6 +62,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
     from parlinalg.schemes import discover
 
+    os.environ["PARLINALG_SHARED"] = "0"  # buckets that the ranks have in common are not in tracemalloc's books
     world, stage = open_comm(), args.stages[0]
     grid = pla.Grid({"data": world.size}, world, "numpy")
     scheme = discover()["zero3" if stage == 3 else "data"].SCHEME

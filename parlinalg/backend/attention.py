@@ -304,7 +304,7 @@ def backward(
     add : (bool, bool)
         Whether to add to what `into` has already, for q and for k and v.
     """
-    blocks = None if kept is not None else Blocks.of(q, k, v, visible, scale, limits)
+    blocks = None if kept is not None else Blocks.of(q, k, v, visible, scale, limits, into)
     if blocks is not None:
         blocks.backward(dout, out, lse, into, dropped, add, poll)
         return

@@ -20,6 +20,7 @@ from parlinalg.backend.counted import count
 from parlinalg.backend.visible import Visible, row_spans
 
 Block = Any
+Lines = tuple[np.ndarray, int, int, int, int]
 Poll = Callable[[], object]
 Dropped = Callable[[slice, slice, slice, slice], Block]
 """For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
@@ -46,6 +47,8 @@ class Limits:
 
 HOST = Limits(rows=64, keys=1024, scores=1 << 16)
 """What stays in a core's cache while it is worked on."""
+_FEW = 8
+"""Queries for which laying out the keys would cost more than their scores, as in generation."""
 _BETWEEN_POLLS = 1 << 20
 """Scores after which a communication that is under way is looked at."""
 
@@ -82,13 +85,17 @@ class Blocks:
         self.nothing = np.empty((0, 0, 0, 0), q.dtype)
 
     @staticmethod
-    def of(q: Block, k: Block, v: Block, visible: Visible, scale: float, limits: Limits | None) -> Blocks | None:
-        """Those of this attention; None where the loops cannot compute it."""
+    def of(
+        q: Block, k: Block, v: Block, visible: Visible, scale: float, limits: Limits | None,
+        into: tuple[Block, Block, Block] | None = None,
+    ) -> Blocks | None:  # fmt: skip
+        """Those of this attention, its gradients written to `into`; None where the loops cannot compute it."""
         if (
             compiled.loops(q, k, v) is None
             or not (q.size and k.size)
+            or q.shape[1] < _FEW
             or not visible.by_places
-            or not all(map(_plain, (q, k, v)))
+            or not all(map(_plain, (q, k, v, *(into or ()))))
         ):
             return None
         gemm = gemm_address(q.dtype)
@@ -105,7 +112,7 @@ class Blocks:
         out = np.empty(q.shape, q.dtype)
         lse, total = (np.empty((batch, heads, group, queries), q.dtype) for _ in range(2))
         for call in self._calls(dropped, poll):
-            self.loops.forward(*self._task(call), _lines(out), lse, total)
+            self.loops.forward(*self._task(call), _lines(out, True), lse, total)
         count(forward=self._pairs())
         return out, lse
 
@@ -114,10 +121,15 @@ class Blocks:
         add: tuple[bool, bool], poll: Poll | None,
     ) -> None:  # fmt: skip
         """The gradients, as `attention.backward` computes them."""
-        rest = (*map(_lines, into), self.k.shape[1], add[0])
+        known = self._read(out), np.ascontiguousarray(lse), self._read(dout)
+        rest = (*(_lines(x, True) for x in into), self.k.shape[1], add[0])
         for call in self._calls(dropped, poll):
-            self.loops.backward(*self._task(call), _lines(out), lse, _lines(dout), *rest, add[1] or not call.fresh)
+            self.loops.backward(*self._task(call), *known, *rest, add[1] or not call.fresh)
         count(backward=self._pairs())
+
+    def _read(self, x: np.ndarray) -> Lines:
+        """An array that is only read, as the loops take it."""
+        return _lines(x if x.dtype == self.q.dtype and _plain(x) else np.ascontiguousarray(x, self.q.dtype))
 
     def _task(self, call: Call) -> tuple[Any, ...]:
         """What both passes are told of a call."""
@@ -141,7 +153,7 @@ class Blocks:
             yield Call((0, batch * heads), self.table, self.nothing, True)
         else:
             for item in range(batch * heads):
-                for i, part in enumerate(self._parts(_BETWEEN_POLLS // group)):
+                for i, part in enumerate(self._parts(max(1, _BETWEEN_POLLS // group))):
                     poll()
                     yield Call((item, item + 1), part, self.nothing, not i)
 
@@ -165,11 +177,14 @@ class Blocks:
                     yield Call(items, self.table[i : i + 1], np.ascontiguousarray(factor, self.q.dtype), not i)
 
 
-def _lines(x: np.ndarray) -> tuple[np.ndarray, int, int, int, int]:
-    """An array's values as they lie, and the elements from one item, token, head and query of a head to the next."""
+def _lines(x: np.ndarray, written: bool = False) -> Lines:
+    """An array's values as they lie, and the elements from one item, token, head and query of a head to the next.
+
+    Values are writable or not by what is done to them: a kind of array is compiled for once.
+    """
     steps = [step // x.itemsize for step in x.strides[:-1]]
     length = 1 + sum((size - 1) * step // x.itemsize for size, step in zip(x.shape, x.strides, strict=True))
-    values = np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,))
+    values = np.lib.stride_tricks.as_strided(x, (length,), (x.itemsize,), writeable=written)
     return values, steps[0], steps[1], steps[2], steps[3] if x.ndim == 5 else 0
 
 

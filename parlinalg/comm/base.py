@@ -7,6 +7,7 @@ Blocks are C-contiguous arrays of any shape, read and written in flat order; cou
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
@@ -71,6 +72,8 @@ class Comm(ABC):
         self._parcels: dict[int, list[Block]] = {}
         self.shared: Common | None = None
         """The memory the members have in common, once they have some (`parlinalg.comm.shared`)."""
+        self.terms: list[weakref.ref[Any]] = []
+        """Arrays in such memory that sums are taken of where they lie."""
         here = nodes[rank]
         self.local_rank = nodes[:rank].count(here)
         self.local_size = nodes.count(here)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.phases import TwoPhase
 
 if TYPE_CHECKING:
     from parlinalg.comm.mpi import MpiComm
@@ -80,43 +81,19 @@ def all_reduce(comm: MpiComm, buffer: Any, op: str, wait: bool) -> Handle:
     counts = [n // size + (r < n % size) for r in range(size)]
     own = np.empty(counts[comm.rank], buffer.dtype)
     if not wait:
-        return TwoPhase(comm, buffer, own, counts, op)
+        return _AllReduce(comm, buffer, own, counts, op)
     reduce_scatter(comm, buffer, own, counts, op, True)
     return comm._all_gather(own, buffer, counts, True)
 
 
-class TwoPhase(Handle):
-    """A nonblocking all-reduce: a reduce-scatter, then an all-gather that starts when the first is done.
+class _AllReduce(TwoPhase):
+    """A nonblocking all-reduce: a reduce-scatter, then an all-gather."""
 
-    When that is differs from rank to rank, so the second phases have a communicator of their own, on which they start
-    in the order of the first ones: then no rank can pair one with another operation.
-    """
-
-    __slots__ = ("_buffer", "_comm", "_counts", "_own", "_phase", "_second")
+    __slots__ = ("_buffer", "_counts", "_own")
 
     def __init__(self, comm: MpiComm, buffer: Any, own: Any, counts: list[int], op: str) -> None:
-        self._comm, self._buffer, self._own, self._counts = comm, buffer, own, counts
-        comm.open_shadow()
-        self._phase = reduce_scatter(comm, buffer, own, counts, op, False)
-        self._second = False
-        comm.first_phases.append(self)
+        self._buffer, self._own, self._counts = buffer, own, counts
+        super().__init__(comm, reduce_scatter(comm, buffer, own, counts, op, False))
 
-    def wait(self) -> None:
-        while not self._second:
-            first = self._comm.first_phases[0]
-            first._phase.wait()
-            first._start_second()
-        self._phase.wait()
-
-    def test(self) -> bool:
-        while not self._second:
-            first = self._comm.first_phases[0]
-            if not first._phase.test():
-                return False
-            first._start_second()
-        return self._phase.test()
-
-    def _start_second(self) -> None:
-        self._comm.first_phases.popleft()
-        self._second = True
-        self._phase = self._comm.open_shadow()._all_gather(self._own, self._buffer, self._counts, False)
+    def _start_second(self, comm: MpiComm) -> Handle:
+        return comm._all_gather(self._own, self._buffer, self._counts, False)

@@ -19,8 +19,11 @@ from parlinalg.comm.chain import Chain
 from parlinalg.comm.datatypes import REDUCTIONS, carrier, lies_in, number
 from parlinalg.comm.half import is_half
 from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.in_place import SumInPlace
 from parlinalg.comm.ledger import Book
 from parlinalg.comm.patience import wait_asleep
+from parlinalg.comm.phases import TwoPhase
+from parlinalg.comm.shared import beside
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.staging import through_host
 from parlinalg.comm.watch import Forming, slot, strike
@@ -87,8 +90,8 @@ class MpiComm(Comm):
     ) -> None:
         super().__init__(mpi.size, mpi.rank, axes, world_ranks_of(mpi), nodes, books, checked)
         self.mpi = mpi
-        self.first_phases: deque[half.TwoPhase] = deque()
-        """16-bit all-reduces whose second phase has not begun, oldest first."""
+        self.first_phases: deque[TwoPhase] = deque()
+        """Operations whose second phase has not begun, oldest first."""
         self._shadow: MpiComm | None = None
         self.crowded = self.local_size > len(cores())
         """Whether this node has more ranks than cores, as far as the communicators that this one is of could tell."""
@@ -133,7 +136,7 @@ class MpiComm(Comm):
         return made
 
     def open_shadow(self) -> MpiComm:
-        """A second communicator of the same ranks, for the second phases of nonblocking 16-bit all-reduces."""
+        """A second communicator of the same ranks, for the second phases of nonblocking operations."""
         if self._shadow is None:
             self._shadow = MpiComm(self.mpi.Dup(), self.axes, self.nodes, [], False)
         return self._shadow
@@ -145,6 +148,7 @@ class MpiComm(Comm):
             if self._shadow is not None:
                 self._shadow.free()
             self.shared = None
+            self.terms.clear()
             self.mpi.Free()
             strike(self)
             self.mpi = _Freed(self.axes)  # type: ignore[assignment]
@@ -201,6 +205,11 @@ class MpiComm(Comm):
             return through_host(buffer, buffer, lambda _, b: self._all_reduce(b, op, wait), wait)
         if is_half(buffer.dtype):
             return half.all_reduce(self, buffer, op, wait)
+        if self.terms and op == "sum" and (terms := beside(self, buffer)) is not None:
+            handle = SumInPlace(self, terms)
+            if wait:
+                handle.wait()
+            return handle
         if buffer.size > limits.max_count:
             return split.all_reduce(self, buffer, op, wait)
         if wait and buffer.nbytes >= LONG and self.local_size < self.size:
@@ -210,6 +219,10 @@ class MpiComm(Comm):
             self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
             return DONE
         return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]), buffer)
+
+    def barrier_of(self, op: str) -> Handle:
+        """A nonblocking barrier, which is a part of this operation."""
+        return MpiHandle(self, op, self.mpi.Ibarrier(), None)
 
     def _all_reduce_in_two(self, buffer: Block, op: str) -> Handle:
         """A reduce-scatter and an all-gather: the same words, and faster on a network than MPICH's own all-reduce."""

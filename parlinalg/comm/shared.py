@@ -1,9 +1,9 @@
 """Memory that all ranks of a communicator have in common, where they are on one node.
 
 What a rank writes there the others read in place: a gathered block is written once, not once a rank, and the terms of a
-sum are added where they lie.  The memory is kept with the communicator and used again, because new pages cost as much
-as copies.  It is an unlinked file in memory whose pages are reserved before use, so that too little of it (containers
-often allow 64 MB) means None here and not a signal later.
+sum are added where they lie.  What is in common for a moment is kept with the communicator and used again, because new
+pages cost as much as copies; what stays belongs to who asked for it.  It is an unlinked file in memory whose pages are
+reserved before use, so that too little of it (containers often allow 64 MB) means None here and not a signal later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
         return
     if held.memory is None or len(held.memory) < size:
         held.memory = None
-        held.memory = _made(comm, size)
+        held.memory = _made(comm, size, size if comm.rank == 0 else 0)
         if held.memory is None:
             held.refused = size
             yield None
@@ -67,28 +68,64 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
         held.in_use = False
 
 
+def terms(comm: Comm, size: int, dtype: Any) -> Any:
+    """An array of so many elements that `comm.all_reduce` sums where it lies: the others see it too.
+
+    Collective: all ranks ask for the same, and get each its own; None on all where it cannot be had.  Its elements are
+    arbitrary.  The memory lasts as long as it, or a view of it, on any rank.
+    """
+    own = size * np.dtype(dtype).itemsize
+    if not _possible(comm) or own < least:
+        return None
+    memory = _made(comm, comm.size * own, own)
+    if memory is None:
+        return None
+    whole = np.frombuffer(memory, dtype)
+    comm.terms[:] = [*(ref for ref in comm.terms if ref() is not None), weakref.ref(whole)]
+    return whole.reshape(comm.size, size)[comm.rank]
+
+
+def beside(comm: Comm, buffer: Any) -> Any:
+    """For a part of what `terms` gave, that part on all ranks, in their order: [ranks, n]; else None."""
+    whole = buffer.base
+    if whole is None or not any(ref() is whole for ref in comm.terms):
+        return None
+    rows = whole.reshape(comm.size, -1)
+    at = (buffer.ctypes.data - rows[comm.rank].ctypes.data) // buffer.itemsize
+    return rows[:, at : at + buffer.size]
+
+
+def _possible(comm: Comm) -> bool:
+    """Whether the ranks are on one node, and calls are not each checked."""
+    alone = comm.size == 1 or comm.local_size != comm.size
+    return not (alone or comm.checked or os.environ.get("PARLINALG_SHARED") == "0")
+
+
 def _held(comm: Comm) -> Common | None:
-    """The communicator's common memory; None where its ranks are not on one node, or every call is checked."""
-    if comm.size == 1 or comm.local_size != comm.size or comm.checked or os.environ.get("PARLINALG_SHARED") == "0":
+    """The communicator's common memory."""
+    if not _possible(comm):
         return None
     if comm.shared is None:
         comm.shared = Common()
     return comm.shared
 
 
-def _made(comm: Comm, size: int) -> mmap.mmap | None:
-    """So many bytes that all ranks have mapped, or None on all of them."""
-    path = _reserved(size) if comm.rank == 0 else ""
+def _made(comm: Comm, size: int, own: int) -> mmap.mmap | None:
+    """So many bytes that all ranks have mapped, or None on all of them.
+
+    Of them each rank reserves its own: they lie near who touches them first.
+    """
+    path = _new(size) if comm.rank == 0 else ""
     path = comm.share(path)[0]
-    mapped = _mapped(path, size) if path else None
+    mapped = _mapped(path, size, comm.rank * own, own) if path else None
     everyone = path and all(comm.share(mapped is not None))
     if path and comm.rank == 0:
         os.unlink(path)
     return mapped if everyone else None
 
 
-def _reserved(size: int) -> str:
-    """The path of a new file of so many bytes of memory; empty if there is too little."""
+def _new(size: int) -> str:
+    """The path of a new file in memory that is to have so many bytes; empty if there is too little."""
     try:
         room = os.statvfs(FOLDER)
         if room.f_bavail * room.f_frsize < SPARE * size:
@@ -97,8 +134,8 @@ def _reserved(size: int) -> str:
     except (OSError, AttributeError):
         return ""
     try:
-        os.posix_fallocate(descriptor, 0, size)
-    except (OSError, AttributeError):
+        os.ftruncate(descriptor, size)
+    except OSError:
         os.unlink(path)
         return ""
     finally:
@@ -106,11 +143,14 @@ def _reserved(size: int) -> str:
     return path
 
 
-def _mapped(path: str, size: int) -> mmap.mmap | None:
+def _mapped(path: str, size: int, start: int, own: int) -> mmap.mmap | None:
+    """The file's bytes, of which `own` from `start` on are reserved; None if they cannot be."""
     try:
         with open(path, "r+b") as file:
+            if own:
+                os.posix_fallocate(file.fileno(), start, own)
             memory = mmap.mmap(file.fileno(), size)
-    except OSError:
+    except (OSError, AttributeError):
         return None
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -12,6 +12,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.homeward import most_bytes
 from parlinalg.comm import Comm
+from parlinalg.comm.shared import terms
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, piece, pieces
 from parlinalg.parallel.handlers import Treatment
@@ -135,6 +136,11 @@ class Bucket:
                 spare = self.grid.backend.empty(self.size, self.dtype)
             self.data = spare[: self.size]
         return self.data
+
+    def share(self) -> None:
+        """Have the data, where the ranks that sum it are on one node, in memory they have in common.  Collective."""
+        if self.axes and not self.scatter and self.grid.inside and self.grid.backend.name == "numpy":
+            self.data = terms(self.grid.comm(self.axes), self.size, self.dtype)
 
     def release(self) -> None:
         """Leave the data to other buckets."""

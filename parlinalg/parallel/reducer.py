@@ -361,6 +361,8 @@ class GradientReducer:
                 bucket.slots.append(slot)
                 at = stop
             bucket.missing = len(group)
+            if self.dtype in (None, dtype):
+                bucket.share()
             self.buckets.append(bucket)
         self._outdated = False
 

@@ -144,6 +144,15 @@ def test_loops_compute_what_positions_in_runs_say(name, how):
     assert (blocks is not None) == (how == "loops" and name in by_loops)
 
 
+def test_loops_leave_what_they_do_not_take_to_numpy(how):
+    q, k, v, _ = numbers()
+    of = lambda *arrays: kernel.Blocks.of(*arrays, Visible(causal=True), 0.5, None)  # noqa: E731
+    assert of(q[:, :3], k, v) is None  # a few queries, as in generation
+    assert of(q, k[..., ::-1], v) is None  # features that BLAS cannot go along
+    assert of(q, k, v.astype(np.float32)) is None
+    assert (of(q, k, v) is not None) == (how == "loops")
+
+
 @pytest.mark.parametrize("limits", [None, SMALL], ids=["", "small"])
 def test_adds_to_gradients_and_asks_now_and_then(limits, monkeypatch):
     monkeypatch.setattr("parlinalg.backend.attention_blocks._BETWEEN_POLLS", 50)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import ledger, shared
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import beside, common, terms
 
 pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
 
@@ -20,14 +20,14 @@ def group(world, monkeypatch: pytest.MonkeyPatch):
     if world.local_size != world.size or not Path(shared.FOLDER).is_dir():
         pytest.skip("cannot be had here: the ranks are not on one node with memory in common")
     monkeypatch.setattr(shared, "least", 1)
-    reserved = shared._reserved
+    new = shared._new
 
     def noted(size: int) -> str:
-        files.append(reserved(size))
+        files.append(new(size))
         return files[-1]
 
     files: list[str] = []
-    monkeypatch.setattr(shared, "_reserved", noted)
+    monkeypatch.setattr(shared, "_new", noted)
     comm = world.sub(range(world.size), ("all",))
     yield comm
     comm.barrier()
@@ -76,7 +76,7 @@ def test_too_little_memory_is_no_error(group, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_that_cannot_map_it_is_heard(group, monkeypatch: pytest.MonkeyPatch) -> None:
     if group.rank == group.size - 1:
-        monkeypatch.setattr(shared, "_mapped", lambda path, size: None)
+        monkeypatch.setattr(shared, "_mapped", lambda *asked: None)
     with common(group, (8,), np.float64) as refused:
         assert refused is None
 
@@ -86,3 +86,84 @@ def test_counts_as_the_operation_it_stands_for(group) -> None:
         group.count("all_gather", 10, 8)
     assert book.words == {("all_gather", ("all",)): 10}
     assert book.bytes.total() == 80
+
+
+def numbers(comm, n: int, seed: int, dtype=np.float64) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's term, and the sum of all ranks' in their order."""
+    each = [np.random.default_rng((seed, r)).standard_normal(n).astype(dtype) for r in range(comm.size)]
+    total = each[0].copy()
+    for term in each[1:]:
+        total += term
+    return each[comm.rank], total
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 5, 100_003])
+def test_sums_in_place(group, n: int, dtype) -> None:
+    own = terms(group, n, dtype)
+    for wait in (True, False):
+        own[...], right = numbers(group, n, 1, dtype)
+        group.all_reduce(own, wait=wait).wait()
+        assert np.array_equal(own, right)  # in the order of the ranks, the same bits on all
+    part = own[n // 3 : n // 3 + n // 2]
+    if part.size:
+        own[...], right = numbers(group, n, 2, dtype)
+        before = own.copy()
+        group.all_reduce(part)
+        assert np.array_equal(part, right[n // 3 : n // 3 + n // 2])
+        assert np.array_equal(own[: n // 3], before[: n // 3])
+        assert np.array_equal(own[n // 3 + n // 2 :], before[n // 3 + n // 2 :])
+    own[...], _ = numbers(group, n, 3, dtype)
+    group.all_reduce(own, op="max")
+    assert np.array_equal(
+        own, np.max([np.random.default_rng((3, r)).standard_normal(n) for r in range(group.size)], 0).astype(dtype)
+    )
+
+
+def test_sums_in_place_among_others(group) -> None:
+    """Ranks see first phases end in unlike orders, and wait for what they started last first."""
+    arrays, rights, handles = [], [], []
+    for i in range(6):
+        array = terms(group, 1000 + i, np.float32) if i % 3 else np.empty(1000 + i, np.float32 if i else np.float16)
+        array[...], right = numbers(group, 1000 + i, i, array.dtype)
+        arrays.append(array)
+        rights.append(right)
+        handles.append(group.all_reduce(array, wait=False))
+        if group.rank % 2:
+            handles[i // 2].test()
+    gathered = np.empty(group.size)
+    handles.append(group.all_gather(np.array([group.rank], float), gathered, [1] * group.size, wait=False))
+    order = np.random.default_rng(group.rank).permutation(len(handles))
+    for i in order:
+        handles[i].wait()
+        assert handles[i].test()
+    for array, right in zip(arrays, rights, strict=True):
+        np.testing.assert_allclose(array, right, rtol=1e-2 if array.dtype == np.float16 else 1e-5, atol=1e-2)
+    assert list(gathered) == list(range(group.size))
+
+
+def test_sums_in_place_count_as_others_and_their_memory_goes(group) -> None:
+    own = terms(group, 10, np.float64)
+    own[...] = group.rank
+    with ledger(group) as book:
+        group.all_reduce(own)
+    other = np.zeros(10)
+    with ledger(group) as plain:
+        group.all_reduce(other)
+    assert book.words == plain.words
+    assert beside(group, own).shape == (group.size, 10)
+    assert beside(group, other) is None
+    assert len([ref for ref in group.terms if ref() is not None]) == 1
+    del own
+    assert not [ref for ref in group.terms if ref() is not None]
+
+
+def test_terms_that_cannot_be_had(group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SPARE", 1 << 60)
+    assert terms(group, 8, np.float64) is None
+    monkeypatch.setattr(shared, "SPARE", 2)
+    if group.rank == 0:
+        monkeypatch.setattr(shared, "_mapped", lambda *asked: None)
+    assert terms(group, 8, np.float64) is None
+    monkeypatch.setenv("PARLINALG_SHARED", "0")
+    assert terms(group, 8, np.float64) is None

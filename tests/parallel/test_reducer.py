@@ -7,11 +7,21 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn
+from parlinalg.comm import shared
 from parlinalg.layout import piece
 from parlinalg.parallel import GradientReducer, clip_gradient_norm, gradient_norm
 from tests.training import batch, every_scheme, mean_loss, sizes_for
 
 L = pla.Layout
+
+
+@pytest.fixture(autouse=True, params=["messages", "in common"])
+def how(request, monkeypatch):
+    """Buckets are summed by messages, and where they lie in memory that the ranks have in common."""
+    monkeypatch.setattr(shared, "least", 1 if request.param == "in common" else 1 << 62)
+    return request.param
+
+
 DATA = every_scheme()["data"]
 
 
@@ -49,7 +59,7 @@ def reference(world):
 
 
 @pytest.mark.parametrize("name", every_scheme())
-def test_gradients_are_those_of_one_rank(name, make_grid, world, reference):
+def test_gradients_are_those_of_one_rank(name, make_grid, world, reference, how):
     scheme = every_scheme()[name]
     for sizes in sizes_for(scheme, world.size, 2 if world.size < 5 else 1):
         grid = make_grid(sizes)
@@ -60,6 +70,9 @@ def test_gradients_are_those_of_one_rank(name, make_grid, world, reference):
             backward(model, grid, scheme, step)
             close(gradients(model), reference((step,)))
         flats = [b.data for b in reducer.buckets]
+        if grid.backend.name == "numpy" and world.local_size == world.size:
+            in_common = [shared.beside(grid.comm(b.axes), b.data) is not None for b in reducer.buckets if b.axes]
+            assert in_common == [how == "in common"] * len(in_common)
         assert all(p.grad.layout == p.layout for p in model.parameters())
         assert all(any(np.may_share_memory(p.grad.block, f) for f in flats) for p in model.parameters() if p.block.size)
 
