@@ -30,9 +30,7 @@ def _gemm(context: Any, address: Any, turn_a: Any, turn_b: Any, m: Any, n: Any, 
           b: Any, ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
     """CBLAS's gemm, which is at this address."""
     flag, size = types.int32, types.int64
-    signature = types.void(
-        size, flag, flag, size, size, size, alpha, size, size, size, size, alpha, size, size
-    )  # fmt: skip
+    signature = types.void(size, flag, flag, size, size, size, alpha, size, size, size, size, alpha, size, size)
 
     def call(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         number, flag, size = context.get_value_type(alpha), ir.IntType(32), ir.IntType(64)
@@ -233,6 +231,15 @@ def _hide(s, i, m, low, high, start, stop, value):
 
 
 @njit(**_AS_WRITTEN)
+def _thin(s, n, m, factor, h, g):
+    """Rows times the factors of dropout."""
+    for i in range(n):
+        for c in range(-(-m // _SPAN)):
+            for j in range(min(_SPAN, m - c * _SPAN)):
+                s[i, c, j] *= factor[h, g, i, _at(c * _SPAN, j)]
+
+
+@njit(**_AS_WRITTEN)
 def _reach(blocks):
     """The most queries and keys of a block, and the keys of all blocks."""
     rows = keys = low = high = 0
@@ -300,9 +307,7 @@ def forward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, top, tot
                     top[b, h, g, row + i] = now
                     total[b, h, g, row + i] = sum
                 if factor.size:
-                    for i in range(n):
-                        for j in range(m):
-                            s[i, j // _SPAN, j % _SPAN] *= factor[item - items[0], g, i, j]
+                    _thin(s, n, m, factor, item - items[0], g)
                 _mixed(gemm, n, m, f(1), s, vs, key - low, first, _lines(out, b, row, h, g))
                 if last:
                     for i in range(n):
@@ -351,9 +356,7 @@ def backward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, lse, do
                 _scores(gemm, n, m, scale, _matrix(qs, 0, 0), kt, key - low, p)
                 _scores(gemm, n, m, f(1), _matrix(do, 0, 0), vt, key - low, ds)
                 if factor.size:
-                    for i in range(n):
-                        for j in range(m):
-                            ds[i, j // _SPAN, j % _SPAN] *= factor[item - items[0], g, i, j]
+                    _thin(ds, n, m, factor, item - items[0], g)
                 for i in range(n):
                     dot, shift = dots[i], lse[b, h, g, row + i]
                     shift = shift if shift > f(-math.inf) else f(math.inf)  # exp(-inf) is 0 where nothing is seen
@@ -366,9 +369,7 @@ def backward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, lse, do
                             p[i, c, j] = x
                             ds[i, c, j] = (ds[i, c, j] - dot) * x
                 if factor.size:
-                    for i in range(n):
-                        for j in range(m):
-                            p[i, j // _SPAN, j % _SPAN] *= factor[item - items[0], g, i, j]
+                    _thin(p, n, m, factor, item - items[0], g)
                 _spread(gemm, n, m, f(1), p, do, dvs, key - low)
                 _spread(gemm, n, m, scale, ds, qs, dks, key - low)
                 _mixed(gemm, n, m, scale, ds, ks, key - low, first and not add_q, _lines(dq, b, row, h, g))
