@@ -145,9 +145,7 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         if source is not None and source.order == (1, 0) and nb == 0 and nk == 1:
             # dwᵀ[n, k] = dyᵀ[n, m] x[m, k]: that of a transposed view, as its parameter lies
             return gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype), at.dw.permuted((1, 0))
-        if (
-            turned
-        ):  # a transposed view has a gradient that lies as it does, to be added to others of what it is a view of
+        if turned:  # the gradient of a transposed view lies as it does, to be added to others of what it is a view of
             d = gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype).T
         else:
             left, right = as_matrix(xs, nb, nm).swapaxes(-1, -2), as_matrix(dy, nb, nm)
