@@ -95,7 +95,8 @@ def _recomputed(
 
 
 def _given(block: Block, layout: Layout) -> Part:
-    return lambda _: (block, layout)
+    """A gradient that others may have a share in: a view of it, which nobody adds to."""
+    return lambda _: (block[...], layout)
 
 
 def _told(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:

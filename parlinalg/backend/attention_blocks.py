@@ -2,7 +2,7 @@
 
 The common cases run so: all keys, causal or windowed, positions in runs, dropout; on host blocks of float32 or float64,
 where numba is installed and BLAS is the OpenBLAS in NumPy's wheel.  `parlinalg.backend.attention` computes the others,
-and gives the same results but for rounding.
+and gives the same results but for rounding (and for overflow in q k: here it is scaled after).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Blocks:
         self.q, self.k = q, k
         self.inputs = [_lines(x) for x in (q, k, v)]
         self.scale = q.dtype.type(scale)
-        self.nothing = np.empty((0, 0, 0, 0), q.dtype)
+        self.nothing = _frozen(np.empty((0, 0, 0, 0), q.dtype))
 
     @staticmethod
     def of(
@@ -121,7 +121,7 @@ class Blocks:
         add: tuple[bool, bool], poll: Poll | None,
     ) -> None:  # fmt: skip
         """The gradients, as `attention.backward` computes them."""
-        known = self._read(out), np.ascontiguousarray(lse), self._read(dout)
+        known = self._read(out), _frozen(np.ascontiguousarray(lse)), self._read(dout)
         rest = (*(_lines(x, True) for x in into), self.k.shape[1], add[0])
         for call in self._calls(dropped, poll):
             self.loops.backward(*self._task(call), *known, *rest, add[1] or not call.fresh)
@@ -174,13 +174,21 @@ class Blocks:
                         poll()
                     factor = dropped(slice(b, b + 1), h, slice(row, row_stop), slice(key, key_stop))[0]
                     items = b * heads + h.start, b * heads + h.stop
-                    yield Call(items, self.table[i : i + 1], np.ascontiguousarray(factor, self.q.dtype), not i)
+                    factor = _frozen(np.ascontiguousarray(factor, self.q.dtype))
+                    yield Call(items, self.table[i : i + 1], factor, not i)
+
+
+def _frozen(x: np.ndarray) -> np.ndarray:
+    """A view that cannot be written: a kind of array is compiled for once."""
+    view = x.view()
+    view.flags.writeable = False
+    return view
 
 
 def _lines(x: np.ndarray, written: bool = False) -> Lines:
     """An array's values as they lie, and the elements from one item, token, head and query of a head to the next.
 
-    Values are writable or not by what is done to them: a kind of array is compiled for once.
+    Values can be written or not by what is done to them, as with `_frozen`.
     """
     steps = [step // x.itemsize for step in x.strides[:-1]]
     length = 1 + sum((size - 1) * step // x.itemsize for size, step in zip(x.shape, x.strides, strict=True))
@@ -192,7 +200,7 @@ def _plain(x: np.ndarray) -> bool:
     """Whether BLAS can be told where the rows of an array lie, which are its last dim, along its second."""
     item = x.itemsize
     apart, across = x.strides[1], x.strides[-1]
-    whole = all(step % item == 0 for step in x.strides) and x.flags.aligned
+    whole = all(step >= 0 and step % item == 0 for step in x.strides) and x.flags.aligned
     return whole and (across == item or x.shape[-1] == 1) and (apart >= x.shape[-1] * item or x.shape[1] == 1)
 
 

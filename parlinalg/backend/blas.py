@@ -98,7 +98,7 @@ def _in_openblas(symbol: str) -> Any:
 
 ADDED = 1 << 16
 """Elements of a term of a sum that is made beside it, where BLAS cannot be asked to add; a sixteenth of it at most."""
-_ROWS, _AS_IT_IS, _TURNED = 101, 111, 112  # CBLAS's names for layouts
+ROWS, AS_IT_IS, TURNED = 101, 111, 112  # CBLAS's names for layouts
 
 
 def add_product(y: Any, x: Any, w: Any) -> None:
@@ -123,28 +123,28 @@ def added(y: Any, x: Any, w: Any) -> bool:
     number = {"f": ctypes.c_float, "d": ctypes.c_double}.get(y.dtype.char)
     if number is None or not (y.dtype == x.dtype == w.dtype) or not y.dtype.isnative or not y.flags.writeable:
         return False
-    gemm = _gemm(y.dtype.char)
+    gemm = _gemm_for(y.dtype)
     (turn, ld), (turn_x, ld_x), (turn_w, ld_w) = _lying(y), _lying(x), _lying(w)
-    if gemm is None or turn != _AS_IT_IS or not (turn_x and turn_w):
+    if gemm is None or turn != AS_IT_IS or not (turn_x and turn_w):
         return False
     (m, n), k = y.shape, x.shape[1]
     sizes, one = map(ctypes.c_int64, (m, n, k)), number(1)
     gemm(
-        _ROWS, turn_x, turn_w, *sizes, one, ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(ld_x),
+        ROWS, turn_x, turn_w, *sizes, one, ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(ld_x),
         ctypes.c_void_p(w.ctypes.data), ctypes.c_int64(ld_w), one, ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(ld),
     )  # fmt: skip
     return True
 
 
-def _gemm(char: str) -> Any:
-    """CBLAS's gemm for a dtype."""
-    return _in_openblas(f"scipy_cblas_{'s' if char == 'f' else 'd'}gemm64_")
+def _gemm_for(dtype: np.dtype[Any]) -> Any:
+    """CBLAS's gemm for float32 or float64."""
+    return _in_openblas(f"scipy_cblas_{'s' if dtype.itemsize == 4 else 'd'}gemm64_")
 
 
 @cache
 def gemm_address(dtype: np.dtype[Any]) -> int | None:
     """Where the gemm for float32 or float64 is in the OpenBLAS of NumPy's wheel, whose integers have 64 bits."""
-    gemm = _gemm(dtype.char)
+    gemm = _gemm_for(dtype)
     return None if gemm is None else ctypes.cast(gemm, ctypes.c_void_p).value
 
 
@@ -154,7 +154,7 @@ def _lying(matrix: np.ndarray) -> tuple[int, int]:
     (rows, columns), item = matrix.shape, matrix.itemsize
     down, across = matrix.strides
     if (across == item or columns == 1) and (down >= columns * item or rows == 1) and down % item == 0:
-        return _AS_IT_IS, max(columns, down // item)
+        return AS_IT_IS, max(columns, down // item)
     if (down == item or rows == 1) and (across >= rows * item or columns == 1) and across % item == 0:
-        return _TURNED, max(rows, across // item)
+        return TURNED, max(rows, across // item)
     return 0, 0

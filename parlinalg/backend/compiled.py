@@ -39,7 +39,7 @@ def _loops() -> Any:
     if os.environ.get("PARLINALG_COMPILED", "1") == "0" or find_spec("numba") is None:
         return None
     try:
-        from parlinalg.backend import loops
+        from parlinalg.backend import loops, loops_attention  # noqa: F401  (both or none)
     except Exception as error:  # what numba raises depends on its version and NumPy's
         warnings.warn(f"numba is installed but cannot be used, and kernels run unfused: {error}", stacklevel=2)
         return None

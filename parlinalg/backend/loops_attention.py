@@ -16,9 +16,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from parlinalg.backend.blas import AS_IT_IS, ROWS, TURNED
 from parlinalg.backend.loops import _AS_WRITTEN, _bits, _exp, _float32, _float64, loop
 
-_ROWS, _AS_IT_IS, _TURNED = 101, 111, 112  # CBLAS's names for layouts
 _SPAN = 64
 """Keys in whole numbers of which loops go: none are left over for a loop that takes one at a time."""
 _SMALL = 1_000_000
@@ -38,7 +38,7 @@ def _gemm(context: Any, address: Any, turn_a: Any, turn_b: Any, m: Any, n: Any, 
             ir.VoidType(), [flag, flag, flag, size, size, size, number, size, size, size, size, number, size, size]
         )
         function = builder.inttoptr(values[0], kind.as_pointer())
-        builder.call(function, [ir.Constant(flag, _ROWS), *values[1:]])
+        builder.call(function, [ir.Constant(flag, ROWS), *values[1:]])
         return context.get_dummy_value()
 
     return signature, call
@@ -47,8 +47,8 @@ def _gemm(context: Any, address: Any, turn_a: Any, turn_b: Any, m: Any, n: Any, 
 @njit(**_AS_WRITTEN)
 def _product(gemm, turned, m, n, k, alpha, x, w, beta, y):
     """y = alpha x w + beta y for y [m, n], or xᵀ in place of x; each an address and the elements between its rows."""
-    turn = types.int32(_TURNED if turned else _AS_IT_IS)
-    _gemm(gemm, turn, types.int32(_AS_IT_IS), m, n, k, alpha, x[0], x[1], w[0], w[1], beta, y[0], y[1])
+    turn = types.int32(TURNED if turned else AS_IT_IS)
+    _gemm(gemm, turn, types.int32(AS_IT_IS), m, n, k, alpha, x[0], x[1], w[0], w[1], beta, y[0], y[1])
 
 
 @njit(**_AS_WRITTEN)
@@ -359,7 +359,7 @@ def backward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, lse, do
                     _thin(ds, n, m, factor, item - items[0], g)
                 for i in range(n):
                     dot, shift = dots[i], lse[b, h, g, row + i]
-                    shift = shift if shift > f(-math.inf) else f(math.inf)  # exp(-inf) is 0 where nothing is seen
+                    shift = f(math.inf) if shift == f(-math.inf) else shift  # exp(-inf) is 0 where nothing is seen
                     low_key, high_key, start, stop = _seen(i, after, upto, m)
                     _hide(p, i, m, low_key, high_key, start, stop, f(-math.inf))
                     _hide(ds, i, m, low_key, high_key, start, stop, f(0))

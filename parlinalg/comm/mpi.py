@@ -143,6 +143,8 @@ class MpiComm(Comm):
 
     def free(self) -> None:
         if isinstance(self.mpi, MPI.Comm):
+            while self.first_phases:  # other ranks may have gone on to the second
+                self.first_phases[-1].wait()
             for handle in list(self._under_way):
                 handle.wait()
             if self._shadow is not None:

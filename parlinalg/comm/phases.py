@@ -15,7 +15,9 @@ class TwoPhase(Handle):
     """An operation whose second phase starts when the first is done.
 
     When that is differs from rank to rank, so the second phases have a communicator of their own, on which they start
-    in the order of the first ones: then no rank can pair one with another operation.
+    in the order of the first ones: then no rank can pair one with another operation.  The second phase starts within
+    `test` or `wait`: ranks should wait for it at one point of their program, none before a blocking call that others
+    make first.
     """
 
     __slots__ = ("_comm", "_phase", "_second")
@@ -43,9 +45,9 @@ class TwoPhase(Handle):
         return self._phase.test()
 
     def _go_on(self) -> None:
+        self._phase = self._start_second(self._comm.open_shadow())
         self._comm.first_phases.popleft()
         self._second = True
-        self._phase = self._start_second(self._comm.open_shadow())
 
     @abstractmethod
     def _start_second(self, comm: MpiComm) -> Handle:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.comm.base import Comm
+from parlinalg.comm.half import is_half
 
 FOLDER = "/dev/shm"
 SPARE = 2
@@ -72,10 +73,11 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     """An array of so many elements that `comm.all_reduce` sums where it lies: the others see it too.
 
     Collective: all ranks ask for the same, and get each its own; None on all where it cannot be had.  Its elements are
-    arbitrary.  The memory lasts as long as it, or a view of it, on any rank.
+    arbitrary.  The memory lasts as long as it, or a view of it, on any rank.  Not for 16-bit floats, whose sums are
+    formed in 32.
     """
     own = size * np.dtype(dtype).itemsize
-    if not _possible(comm) or own < least:
+    if not _possible(comm) or own < least or is_half(np.dtype(dtype)):
         return None
     memory = _made(comm, comm.size * own, own)
     if memory is None:
@@ -88,7 +90,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
 def beside(comm: Comm, buffer: Any) -> Any:
     """For a part of what `terms` gave, that part on all ranks, in their order: [ranks, n]; else None."""
     whole = buffer.base
-    if whole is None or not any(ref() is whole for ref in comm.terms):
+    if whole is None or whole.dtype != buffer.dtype or not any(ref() is whole for ref in comm.terms):
         return None
     rows = whole.reshape(comm.size, -1)
     at = (buffer.ctypes.data - rows[comm.rank].ctypes.data) // buffer.itemsize

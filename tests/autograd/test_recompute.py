@@ -247,3 +247,22 @@ def test_several_results_are_computed_again(used: tuple[int, ...], widest: Grid)
         assert x.grad is not None
         found.append(held(x.grad))
     np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda a: (a, a), lambda a: (a + 0, a), lambda a: (3 * a, a), lambda a: (a, 2 * a)],
+    ids=["both", "a sum", "three", "two"],
+)
+def test_results_that_share_a_gradient_with_other_values(grid: Grid, function: Function) -> None:
+    """In z = y + o both terms are one block, which what is computed again may not add to."""
+    layout = Layout(("a", "b"), None)
+    found = []
+    for again in (lambda f, x: f(x), recompute):
+        x = tensor(X, grid, layout)
+        o = ops.exp(x)  # older than what is computed again: its gradient is settled after
+        first, second = again(lambda x: function(x * x), x)
+        z = second + o
+        (z * 2 + first).sum().backward()
+        found.append(x.grad.gather())
+    assert np.array_equal(*found)

@@ -12,6 +12,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, Tensor
 from parlinalg.autograd import ops, record, settle, start_walk
+from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.check import GradientError
 from tests.autograd.cases import cut, numbers, tensor
 
@@ -256,3 +257,17 @@ def test_ranks_outside_the_grid_make_every_call(make_grid: Any, world: Any, seri
         assert found.grad is not None
         np.testing.assert_allclose(found.grad.gather(), want, rtol=0, atol=1e-14)
     assert loss.item() == pytest.approx(loss_of(tensor(X, serial, ROWS.x), *parameters(serial)).item(), rel=1e-13)
+
+
+@pytest.mark.parametrize("owned", [(True, False), (False, True), (False, False), (True, True)])
+def test_only_what_is_nobody_elses_takes_in_another_term(widest: Grid, owned: tuple[bool, bool]) -> None:
+    layout = Layout(None, None)
+    blocks = [X.copy(), 2 * X]
+    sums = Arrivals(X.shape, layout, X.dtype, widest)
+    for block, ours in zip(blocks, owned, strict=True):
+        sums.add((block, layout), owned=ours)
+    total, _ = sums.settled()
+    assert np.array_equal(total, 3 * X)
+    assert any(total is block for block in blocks) == any(owned)
+    for block, right, ours in zip(blocks, (X, 2 * X), owned, strict=True):
+        assert ours or np.array_equal(block, right)

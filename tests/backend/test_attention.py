@@ -39,7 +39,7 @@ MASKS = {
 def how(request, monkeypatch):
     """Blocks of any size go through compiled loops where these can compute them, and then none does."""
     if request.param == "loops" and compiled._loops() is None:
-        pytest.skip("there are no compiled loops")
+        pytest.skip("cannot be had here: numba is not installed, or PARLINALG_COMPILED is 0")
     monkeypatch.setattr(compiled, "SMALL", 0 if request.param == "loops" else 1 << 62)
     return request.param
 
@@ -150,6 +150,7 @@ def test_loops_leave_what_they_do_not_take_to_numpy(how):
     assert of(q[:, :3], k, v) is None  # a few queries, as in generation
     assert of(q, k[..., ::-1], v) is None  # features that BLAS cannot go along
     assert of(q, k, v.astype(np.float32)) is None
+    assert of(q[::-1], k, v) is None  # backwards
     assert (of(q, k, v) is not None) == (how == "loops")
 
 
@@ -173,6 +174,36 @@ def test_adds_to_gradients_and_asks_now_and_then(limits, monkeypatch):
         for found, before, more, term in zip(into, start, (add[0], add[1], add[1]), right[1:], strict=True):
             close([found], [before + term if more else term])
     assert len(asked) >= 16
+
+
+def guarded(shape, dtype):
+    """An array with a margin around it, and the margin."""
+    whole = np.full(tuple(n + 2 for n in shape), 7, dtype)
+    inner = (slice(1, -1),) * len(shape)
+    mask = np.ones(whole.shape, bool)
+    mask[inner] = False
+    return whole[inner], lambda: whole[mask]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("keys", [63, 64, 65, 200, 1023, 1025])
+@pytest.mark.parametrize("e", [3, 128])
+def test_at_the_edges_of_spans_and_products(keys, e, dtype):
+    """Loops go over whole spans of keys, BLAS over small products of them, blocks over a thousand keys."""
+    rng = np.random.default_rng(keys)
+    s = 70
+    q, dout = (rng.standard_normal((1, s, 1, 2, e)).astype(dtype) for _ in range(2))
+    k, v = (rng.standard_normal((1, keys, 1, e)).astype(dtype) for _ in range(2))
+    i, j = np.arange(s)[:, None] + keys - s, np.arange(keys)[None]
+    window = 50 if keys == 200 else keys
+    visible = Visible(causal=True, start=keys - s, window=window)
+    seen = (j <= i) & (j > i - window)
+    right = plainly(*(x.astype(np.float64) for x in (q, k, v, dout)), seen, 0.3)
+    out, lse, _ = kernel.forward(q, k, v, visible, 0.3)
+    into, margins = zip(*(guarded(x.shape, dtype) for x in (q, k, v)), strict=True)
+    kernel.backward(dout, q, k, v, out, lse, visible, 0.3, into)
+    close((out, *into), right, 2e-5 if dtype is np.float32 else 1e-12)
+    assert all((margin() == 7).all() for margin in margins)
 
 
 ONE = slice(0, 1)

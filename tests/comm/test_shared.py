@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from parlinalg.comm import ledger, shared
+from parlinalg.comm import in_place, ledger, shared
 from parlinalg.comm.shared import beside, common, terms
 
 pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
@@ -153,6 +155,8 @@ def test_sums_in_place_count_as_others_and_their_memory_goes(group) -> None:
     assert book.words == plain.words
     assert beside(group, own).shape == (group.size, 10)
     assert beside(group, other) is None
+    assert beside(group, own.view(np.complex128)) is None
+    assert terms(group, 10, np.float16) is None  # summed in 32 bits, not where they lie
     assert len([ref for ref in group.terms if ref() is not None]) == 1
     del own
     assert not [ref for ref in group.terms if ref() is not None]
@@ -167,3 +171,33 @@ def test_terms_that_cannot_be_had(group, monkeypatch: pytest.MonkeyPatch) -> Non
     assert terms(group, 8, np.float64) is None
     monkeypatch.setenv("PARLINALG_SHARED", "0")
     assert terms(group, 8, np.float64) is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_freeing_finishes_sums_that_some_ranks_drove_on(group, world, dtype) -> None:
+    comm = world.sub(range(world.size), ("other",))
+    own = np.ones(100, dtype) if dtype is np.float16 else terms(comm, 100, dtype)
+    own[...] = 1
+    handle = comm.all_reduce(own, wait=False)
+    if comm.rank == 0:
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until and not handle.test():
+            pass
+    comm.free()
+    assert (own == comm.size).all()
+
+
+def test_an_error_between_the_phases_is_no_success(group, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = terms(group, 100, np.float64)
+    own[...] = 1
+    handle = group.all_reduce(own, wait=False)
+
+    def fails(*asked):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(in_place, "np", SimpleNamespace(empty=fails))
+        with pytest.raises(MemoryError):
+            handle.wait()
+    handle.wait()  # again, and now there is room
+    assert (own == group.size).all()

@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.tape import recording, walking
+from parlinalg.autograd.tape import recording, spent
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels, namespace
 from parlinalg.errors import ConfigError
@@ -123,9 +123,8 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
         rest = data.layout
 
         def part(g: Block) -> Term:
-            walk = walking()
-            spent = walk is not None and not walk.retain and slope.base is None and slope.flags.writeable
-            return np.multiply(g, slope, out=slope if spent and slope.dtype == g.dtype else None), rest
+            ours = slope.base is None and slope.flags.writeable  # offloaded activations come back in others' memory
+            return np.multiply(g, slope, out=slope if ours and spent() and slope.dtype == g.dtype else None), rest
 
         return record(data.like(y), [x], [part])
     return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))
