@@ -190,12 +190,6 @@ def walking() -> Walk | None:
     return _walking.get()
 
 
-def spent() -> bool:
-    """Whether what the rule that runs now holds is not wanted again: its arrays may be written to."""
-    walk = _walking.get()
-    return walk is not None and not walk.retain
-
-
 @contextmanager
 def only_noting(used: dict[int, Node]) -> Iterator[None]:
     """Within it no operation is recorded, but the inputs that want gradients are noted, by their ages."""

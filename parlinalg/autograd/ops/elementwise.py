@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.tape import recording, spent
+from parlinalg.autograd.tape import recording, walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels, namespace
 from parlinalg.errors import ConfigError
@@ -102,6 +102,12 @@ def erf(x: Any) -> Tensor:
     return _of_argument("erf", x, kernels.erf, lambda g, x: g * (c * namespace(x).exp(-x * x)))
 
 
+def _spent() -> bool:
+    """Whether what the rule that runs now holds is not wanted again: its arrays may be written to."""
+    walk = walking()
+    return walk is not None and not walk.retain
+
+
 def gelu(x: Any, approximate: str = "none") -> Tensor:
     """x Φ(x), with Φ the distribution function of the standard normal (Hendrycks and Gimpel, 2016).
 
@@ -124,7 +130,7 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
 
         def part(g: Block) -> Term:
             ours = slope.base is None and slope.flags.writeable  # offloaded activations come back in others' memory
-            return np.multiply(g, slope, out=slope if ours and spent() and slope.dtype == g.dtype else None), rest
+            return np.multiply(g, slope, out=slope if ours and _spent() and slope.dtype == g.dtype else None), rest
 
         return record(data.like(y), [x], [part])
     return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))
