@@ -186,7 +186,9 @@ def test_adam(both, decoupled):
 @pytest.mark.parametrize("spread", [0.3, 30.0])  # calm scores, and such as need a maximum
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("group", [1, 2])
-def test_attention(both, causal, group, spread):
+def test_attention(both, causal, group, spread, monkeypatch):
+    """What masks and kept scores go through; test_attention.py compares whole blocks of scores with a softmax."""
+    monkeypatch.setattr(attention.Blocks, "of", lambda *asked: None)
     shape = (2, 37, 3, group, 8)
     q, dout = numbers(shape, both.dtype, 0, spread), numbers(shape, both.dtype, 1)
     k, v = (numbers((2, 37, 3, 8), both.dtype, i, spread) for i in (2, 3))
@@ -202,8 +204,7 @@ def test_attention(both, causal, group, spread):
             found += [out, *into]
         return found
 
-    # an exponential's relative error is its argument's absolute one
-    both(run, q, k, v, dout, near=400 if spread < 1 else 8000, uses="softmax_grad")
+    both(run, q, k, v, dout, near=400, uses="softmax_grad")
 
 
 def test_small_blocks_and_other_dtypes_are_numpys(monkeypatch):
