@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -40,6 +41,7 @@ class Rank:
         from parlinalg.parallel import GradientReducer
         from parlinalg.schemes import discover
 
+        os.environ["PARLINALG_SHARED"] = "0"  # what the ranks have in common is not in tracemalloc's books
         self.args, self.world = args, open_comm()
         ranks = self.world.size
         scheme = discover()["serial"].SCHEME
@@ -62,7 +64,7 @@ class Rank:
             self.steps = 0
 
         make(1)
-        self.step(4 * ranks)  # what is imported and remembered then is no part of a training
+        self.step(64 * ranks)  # what is imported, compiled and remembered then is no part of a training
         tracemalloc.start()
         make(args.layers)
 

@@ -58,6 +58,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     from parlinalg import nn, optim
     from parlinalg.autograd import ops
     from parlinalg.autograd.saved import saved
+    from parlinalg.backend import compiled
     from parlinalg.comm import open_comm
     from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
     from parlinalg.schemes import discover
@@ -66,6 +67,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     world, stage = open_comm(), args.stages[0]
     grid = pla.Grid({"data": world.size}, world, "numpy")
     scheme = discover()["zero3" if stage == 3 else "data"].SCHEME
+    compiled.about()  # numba is loaded: it is the process's, not the training's
     before = resident("VmRSS")
     tracemalloc.start()
     model = nn.GPT(

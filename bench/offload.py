@@ -1,10 +1,11 @@
-"""Training with states, gradients and parameters on a disk: under a hard memory limit, and how fast.
+"""Training with states, gradients and parameters on a disk: under a hard limit, how fast, and what a limit decides.
 
-python bench/offload.py --path /tmp/offload                       # both parts
+python bench/offload.py --path /tmp/offload                       # all parts
 python bench/offload.py --path /tmp/offload --parts limit         # states of 4 times what `ulimit -v` leaves
+python bench/offload.py --path /tmp/offload --parts budget        # what `memory=` offloads, and what is then held
 
-One core.  The disk's own bandwidth is measured beside it, past the page cache (O_DIRECT), in chunks of the same size,
-and reads are of what was written before and is in no cache.
+One core, and two ranks where a pipeline is in the table.  The disk's own bandwidth is measured beside it, past the page
+cache (O_DIRECT), in chunks of the same size, and reads are of what was written before and is in no cache.
 """
 
 from __future__ import annotations
@@ -31,13 +32,21 @@ ALONE = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
 }
 
+PARTS = ["limit", "speed", "budget"]
+#: Limits of one rank alone, then of two ranks as the stages of a pipeline.
+BUDGETS = [
+    *((None, limit) for limit in ("275MiB", "230MiB", "180MiB", "100MiB")),
+    *((schedule, limit) for schedule in ("1f1b", "zb-h1") for limit in ("170MiB", "120MiB", "60MiB")),
+]
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True, help="a folder on the disk; a new folder in it is used")
-    parser.add_argument("--parts", nargs="+", default=["limit", "speed"], choices=["limit", "speed"])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--limit-model", default="256x20x1x16", help="hidden, layers, batch, sequence")
     parser.add_argument("--model", default="512x20x8x128")
+    parser.add_argument("--budget-model", default="384x8x2x128")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--chunk", type=int, default=8 << 20, help="bytes of a chunk of states")
     parser.add_argument("--ratio", type=float, default=4, help="states over the limit")
@@ -57,6 +66,8 @@ def main() -> int:
             found["limit"] = limited(folder, args)
         if "speed" in args.parts:
             found["speed"] = fast(folder, args)
+        if "budget" in args.parts:
+            found["budget"] = budgets(folder, args)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.json:
@@ -115,6 +126,31 @@ def fast(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     same = len({told["digest"] for told in found.values()}) == 1
     print(f"The results are {'the same bits' if same else 'DIFFERENT'}.")
     return {"bandwidth": disk, "same": same, **found}
+
+
+def budgets(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a limit offloads, what the plan says stays, and what is then held, on every rank."""
+    found, rows = [], []
+    program = [sys.executable, str(harness.BENCH / "pieces" / "offload_budget.py")]
+    for schedule, limit in BUDGETS:
+        text = json.dumps({"memory": limit, "schedule": schedule, "path": str(folder), "model": args.budget_model})
+        ranks = 2 if schedule else 1
+        start = [*harness.mpiexec(), "-n", "2", *program, text] if schedule else [*program, text]
+        extra = {} if schedule else {"PARLINALG_MPI": "0"}
+        told = harness.run(start, harness.environment(ranks, extra), 600)["ranks"]
+        found.append({"schedule": schedule, "memory": limit, "ranks": told})
+        if "error" in told[0]:
+            rows.append((schedule or "-", limit, told[0]["error"].partition(": ")[0][:60], "", "", ""))
+            continue
+        away = " | ".join(", ".join(t["offloaded"]) or "nothing" for t in told)
+        rows.append((schedule or "-", limit, away, *(
+            ", ".join(mib(t[name]) for t in told) for name in ("stays", "rest", "most")
+        )))  # fmt: skip
+    sizes = {name: ", ".join(mib(t[name]) for t in found[0]["ranks"]) for name in
+             ("values", "gradients", "states", "activations", "block")}  # fmt: skip
+    print(f"\nGPT of {args.budget_model}; alone, in MiB: {', '.join(f'{name} {n}' for name, n in sizes.items())}.\n")
+    print(harness.table(("schedule", "memory", "offloaded", "stays by the plan", "at rest", "most in a step"), rows))
+    return found
 
 
 def bandwidth(folder: Path, chunk: int, total: int = 1 << 30) -> dict[str, float]:
