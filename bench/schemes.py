@@ -6,9 +6,10 @@
 
 The schemes take turns: every round makes one step of each, from a barrier to the last rank's end; figures are medians.
 Per rank, of the one that has the most: words received in a step (counted), the floor of the step's time that they make
-at the link's rate, weights, what the tape keeps for the backward pass, and the peak over the state before a step
-(tracemalloc: all of NumPy's memory).  "agree" compares the bytes of the weights with the layouts' sum, exactly, and
-what forward passes keep with the sum of the tensors that the tape saves, within 3 %.
+at the link's rate, weights, what the tape keeps for the backward pass, the peak over the state before a step
+(tracemalloc: all of NumPy's memory), and the most that is held: that peak, and weights, buckets of gradients and the
+optimizer's states, which lie between steps.  "agree" compares the bytes of the weights with the layouts' sum, exactly,
+and what forward passes keep with the sum of the tensors that the tape saves, within 3 %.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Case:
     grid: pla.Grid
     model: Any
     optimizer: optim.Optimizer
+    reducer: GradientReducer
     ids: pla.DistArray
     targets: pla.DistArray
     seconds: list[float] = field(default_factory=list)
@@ -99,11 +101,11 @@ def make(name: str, world: Comm, args: argparse.Namespace) -> Case:
         if isinstance(layer, nn.Linear):
             layer.keep = args.keep
     parameters = list(model.parameters())
-    GradientReducer(parameters)
+    reducer = GradientReducer(parameters)
     optimizer = optim.AdamW(parameters, lr=1e-3)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
-    return Case(name, grid, model, optimizer, ids, targets)
+    return Case(name, grid, model, optimizer, reducer, ids, targets)
 
 
 def count(case: Case) -> None:
@@ -114,6 +116,8 @@ def count(case: Case) -> None:
     figures["weights by layout"] = sum(
         int(np.prod(grid.block_shape(p.layout, p.shape))) * p.dtype.itemsize for p in parameters
     )
+    buckets = sum(b.data.nbytes for b in case.reducer.buckets if b.data is not None)
+    figures["rest"] = figures["weights"] + buckets + case.optimizer.states_place.nbytes
     with pla.ledger(grid) as book:
         case.step()
     figures["words"] = book.words.total()
@@ -151,10 +155,11 @@ def timed(cases: list[Case], rounds: int, world: Comm) -> Iterator[int]:
 
 def gathered(case: Case, world: Comm, args: argparse.Namespace) -> dict[str, Any]:
     """The row of a case, from all ranks' figures."""
+    case.figures["most"] = case.figures["rest"] + case.figures["peak"]
     everyone = world.share(case.figures)
     low, median, high = harness.spread(case.seconds)
     row = {"scheme": case.name, "seconds": median, "quartiles": [low, high], "samples": case.seconds}
-    for name in ("words", "bytes", "calls", "weights", "kept", "saved", "peak"):
+    for name in ("words", "bytes", "calls", "weights", "rest", "kept", "saved", "peak", "most"):
         row[name] = max(f[name] for f in everyone)
     row["floor"] = row["bytes"] * 8 / (args.rate * 1e6) if args.rate else None
     row["tokens/s"] = args.batch * args.sequence / median
@@ -183,14 +188,15 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace, ranks: int) -> st
     text = harness.table(
         (
             "scheme", "step s", "quartiles", "floor s", f"× {first['scheme']}", "tokens/s", "words", "calls",
-            "weights MiB", "kept MiB", "peak MiB", "agree",
+            "weights MiB", "kept MiB", "peak MiB", "most MiB", "agree",
         ),
         [
             (
                 r["scheme"], f"{r['seconds']:.3f}", f"{r['quartiles'][0]:.3f}–{r['quartiles'][1]:.3f}",
                 "" if r["floor"] is None else f"{r['floor']:.3f}", f"{first['seconds'] / r['seconds']:.2f}",
                 f"{r['tokens/s']:.0f}", f"{r['words']:,}", r["calls"], f"{r['weights'] / mib:.2f}",
-                f"{r['saved'] / mib:.2f}", f"{r['peak'] / mib:.2f}", "yes" if r["agree"] else "NO",
+                f"{r['saved'] / mib:.2f}", f"{r['peak'] / mib:.2f}", f"{r['most'] / mib:.2f}",
+                "yes" if r["agree"] else "NO",
             )
             for r in sorted(rows, key=lambda r: r["seconds"])
         ],
