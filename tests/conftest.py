@@ -6,8 +6,9 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
 
 - none: the test runs on any number of ranks;
 - `serial`: it does not communicate, or starts its own ranks, and runs in the one-rank run without MPI only;
-- `ranks(2, 4)`: it runs on these numbers of ranks only (12 ranks run only tests that name 12);
+- `ranks(2, 4)`: it runs on these numbers of ranks only (5, 7 and 12 ranks run only tests that name them);
   `ranks(1, full=(4,))`: with `--full` on those too;
+- `always`: it runs on every one of them, in runs too that take a share of the tests;
 - `mpi(min_size=2)`: it needs at least so many.
 
 Under mpiexec the outcome of every test is agreed by all ranks, and rank 0 alone prints.  A skipped test fails the run,
@@ -47,7 +48,7 @@ if RANKS is None:
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
-RARE = {12}  # numbers of ranks at which only the tests run that name them
+RARE = {5, 7, 12}  # numbers of ranks at which only the tests run that name them
 SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
 UNAVAILABLE = "cannot be had here:"
 collect_ignore = [] if BACKEND == "cupy" else ["backend/test_halves.py", "backend/test_standin.py"]
@@ -67,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in (
         "serial: runs once, on one rank without MPI",
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
+        "always: runs on all of them, whatever share of the tests a run takes",
         "mpi(min_size=2): needs at least so many ranks",
     ):
         config.addinivalue_line("markers", mark)
@@ -121,7 +123,8 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
         home = mark.kwargs.get("min_size", 1) if mark else 2
         if SIZE in RARE or (mark and (RANKS is None or home > SIZE)):
             return False
-    return (home == SIZE and BACKEND == "numpy") or _chosen(item, share)
+    always = home == SIZE or item.get_closest_marker("always")
+    return bool(always and BACKEND == "numpy") or _chosen(item, share)
 
 
 def _chosen(item: pytest.Item, share: int) -> bool:

@@ -16,8 +16,8 @@ import pytest
 from tests.launching import launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 5, (4, "cupy"): 10, (6, "numpy"): 8,
-          (8, "numpy"): 8, (12, "numpy"): 3}  # fmt: skip
+SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 5, (4, "cupy"): 10, (5, "numpy"): 3,
+          (6, "numpy"): 8, (7, "numpy"): 3, (8, "numpy"): 8, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many, others each time, of the tests that also run on fewer ranks; --full: all."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",

@@ -48,6 +48,7 @@ def check(make_grid: Any, cases: Any, difference: Any) -> None:
 
 
 @EVERY
+@pytest.mark.always
 def test_losses_and_gradients_are_those_of_one_rank(make_grid: Any, world: Any, known: Any, full: bool) -> None:
     def difference(kind: str, scheme: Any, grid: Any) -> list[str]:
         options = {"num_hidden_layers": 2} if full else {}
