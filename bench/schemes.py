@@ -31,7 +31,7 @@ from parlinalg import nn, optim
 from parlinalg.autograd import Tensor, ops
 from parlinalg.autograd.saved import saved
 from parlinalg.comm import Comm, open_comm
-from parlinalg.parallel import GradientReducer
+from parlinalg.parallel import GradientReducer, Prefetch
 from parlinalg.schemes import Scheme, discover
 
 SHAPES: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -102,6 +102,8 @@ def make(name: str, world: Comm, args: argparse.Namespace) -> Case:
             layer.keep = args.keep
     parameters = list(model.parameters())
     reducer = GradientReducer(parameters)
+    if scheme_name == "zero3":
+        Prefetch(model)
     optimizer = optim.AdamW(parameters, lr=1e-3)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)

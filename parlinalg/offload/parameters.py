@@ -1,4 +1,4 @@
-"""Parameters and their gradients that rest on a disk, or in host memory beside a GPU."""
+"""Parameters and their gradients, or these alone, that rest on a disk, or in host memory beside a GPU."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class OffloadedParameters:
         Parameters whose blocks have fewer bytes stay where they are.
     gradients : bool
         Whether gradients rest there too.
+    values : bool
+        Whether values do; without, their gradients alone.
     name : str
         What the files' names begin with.
 
@@ -51,11 +53,13 @@ class OffloadedParameters:
 
     def __init__(
         self, path: str | Path | None, *, least: SupportsIndex | str = "64KiB", gradients: bool = True,
-        name: str = "values",
+        values: bool = True, name: str = "values",
     ) -> None:  # fmt: skip
+        if not values and not gradients:
+            raise ConfigError("OffloadedParameters of neither values nor gradients: give values=True or gradients=True")
         self.path = None if path is None else Path(path)
         self.least = bytes_of("least", least)
-        self.gradients, self.name = gradients, name
+        self.gradients, self.values, self.name = gradients, values, name
         self.parameters: list[Parameter] = []
         self._home: DiskHome | HostHome | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -70,6 +74,10 @@ class OffloadedParameters:
         OffloadError
             On all ranks, if the folder cannot be written or the disk is too small on any.
         """
+        if not self.values:
+            model.initialize(seed)
+            self.place(model.parameters())
+            return model
         declared = [d for m in model.modules() for d in m._parameters.values() if isinstance(d, Declared)]
         self._open([d.grid for d in declared], [d.nbytes for d in declared if self._large(d)])
 
@@ -96,25 +104,33 @@ class OffloadedParameters:
         ------
         OffloadError
             On all ranks, if the folder cannot be written or the disk is too small.
+        ConfigError
+            On all ranks, if ZeRO holds what would be moved.
         """
         parameters = list(parameters)
         chosen = [p for p in parameters if p.shard is None and self._large(p)]
+        reducers = list({id(p.reducer): p.reducer for p in chosen if p.reducer is not None}.values())
+        alone = all(map(replaceable, reducers))
+        if not self.values and not (alone and (chosen or not any(p.shard is not None for p in parameters))):
+            raise ConfigError(
+                "gradients that a reducer shares out (ZeRO), sums for shared parameters or sends in 16 bits stay in its "
+                "buckets: they are offloaded by themselves with plain data parallelism; ZeRO's stage 2 shares them out"
+            )
         if not chosen and any(p.shard is not None and self._large(p) for p in parameters):
             raise ConfigError(
                 "ZeRO's stages 1 and 2 keep the values in buckets that are gathered whole: parameters are offloaded "
                 "with zero=dict(stage=0), or with stage=3, which cuts them"
             )
-        reducers = list({id(p.reducer): p.reducer for p in chosen if p.reducer is not None}.values())
-        self.gradients = self.gradients and all(map(replaceable, reducers))
+        self.gradients = self.gradients and alone
         for reducer in reducers if self.gradients else ():
             reducer.detach()  # type: ignore[attr-defined]
         self._open([p.grid for p in parameters], [int(p.block.nbytes) for p in chosen])
         moved: list[DistArray] = []
         together(
-            worlds(p.grid for p in parameters), lambda: moved.extend(self._rest(p.data) for p in chosen),
+            worlds(p.grid for p in parameters), lambda: moved.extend(self._rest(p.data) for p in chosen if self.values),
             f"writing to {self.path}", (OffloadError,),
         )  # fmt: skip
-        for p, data in zip(chosen, moved, strict=True):
+        for p, data in zip(chosen, moved, strict=False):
             p.data = data
         self._adopt(chosen)
 
@@ -130,7 +146,7 @@ class OffloadedParameters:
             raise ConfigError("parameters already are in host memory; give path=, a folder on a disk")
         comms = worlds(grids)
         problem: OffloadError | None = None
-        nbytes = sum(map(room, sizes)) * (2 if self.gradients else 1)
+        nbytes = sum(map(room, sizes)) * (self.values + self.gradients)
         try:
             if self.path is None:
                 self._home = HostHome(nbytes, grids[0].backend)
@@ -155,7 +171,7 @@ class OffloadedParameters:
         return made
 
     def _adopt(self, parameters: Iterable[Parameter]) -> None:
-        self.parameters = [p for p in parameters if isinstance(p.data, Resting)]
+        self.parameters = [p for p in parameters if isinstance(p.data, Resting) or not self.values]
         for p in self.parameters:
             if self.gradients and p.node is not None:
                 place = self._new(p.dtype, p.shape, p.layout, p.grid)

@@ -42,11 +42,12 @@ def windows():
     ("gpt", "parameters", {"p": 0.1}),
     ("llama", "activations", {"recompute": True, "p": 0.1, "num_hidden_layers": 2}),
     ("gpt", "all", {"p": 0.1, "num_hidden_layers": 2}),
+    ("llama", "gradients", {"p": 0.1}),
     ("gpt", "activations, states", {"handlers": (ZeRO(2),), "dtype": "float32", "master": "float64"}),
 ])  # fmt: skip
 def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options, what):
     grid = make_grid(sizes(world.size))
-    alone = what in ("parameters", "all")  # offloaded gradients are settled one by one
+    alone = what in ("parameters", "all", "gradients")  # offloaded gradients are settled one by one
     model, update = start(grid, kind, reduce=not alone, **options)
     losses = go_on(model, update, range(3))
     want = everything(model, update)
@@ -54,9 +55,10 @@ def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options
     path = folder if backend == "numpy" else None
     made = []
     if alone:
-        made.append(OffloadedParameters(path, least=1000))
+        made.append(OffloadedParameters(path, least=1000, values=what != "gradients"))
         made[-1].place(model.parameters())
-    if what != "parameters":
+        assert len(made[-1].parameters) > 5
+    if what not in ("parameters", "gradients"):
         made.append(OffloadedActivations(path, least=0))
         made[-1].place(model.blocks)
     if what.endswith(("all", "states")) and backend == "numpy":
