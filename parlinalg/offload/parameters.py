@@ -113,8 +113,8 @@ class OffloadedParameters:
         alone = all(map(replaceable, reducers))
         if not self.values and not (alone and (chosen or not any(p.shard is not None for p in parameters))):
             raise ConfigError(
-                "gradients that a reducer shares out (ZeRO), sums for shared parameters or sends in 16 bits stay in its "
-                "buckets: they are offloaded by themselves with plain data parallelism; ZeRO's stage 2 shares them out"
+                "gradients that a reducer shares out (ZeRO), sums for shared parameters or sends in 16 bits stay in "
+                "its buckets: by themselves they are offloaded with plain data parallelism; ZeRO's stage 2 shares them"
             )
         if not chosen and any(p.shard is not None and self._large(p) for p in parameters):
             raise ConfigError(
