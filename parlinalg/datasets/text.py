@@ -82,8 +82,8 @@ def text(
     Raises
     ------
     ConfigError
-        If there is nothing to read, a file is not UTF-8 or holds a zero byte (named with its place), or the share
-        leaves one of the two parts without text.
+        If there is nothing to read, a file is not UTF-8 or holds a zero byte (named with its place), the share leaves
+        one of the two parts without text, or the text has what no token stands for.
     """
     tokens = tokenizer(tokenizer_path)
     name, documents = (BUILT_IN, topics()) if path is None else (Path(path).name or str(path), read_text(path))

@@ -63,7 +63,13 @@ class Bytes:
 class FromFile:
     """The tokenizer of a `tokenizer.json`, by Hugging Face's `tokenizers`.
 
-    What it saves sets no special tokens around a text, since the model saved with it has seen none.
+    Texts are never cut or padded, whatever lengths the file asks for.  What it saves sets no special tokens around a
+    text, since the model saved with it has seen none.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no tokenizer, the package is not installed, or (of `encode`) a text has what no token stands for.
     """
 
     unit = "token"
@@ -79,13 +85,20 @@ class FromFile:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises Exception itself
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        self._file = file
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     @property
     def vocab_size(self) -> int:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=special)
+        except Exception as error:  # as above
+            raise ConfigError(f"{self._file} cannot make tokens of the text: {error}") from error
+        return np.array(found.ids, np.int32)
 
     def decode(self, ids: Any) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))

@@ -108,6 +108,36 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("own", ["truncation", "padding"])
+def test_a_tokenizers_own_lengths_change_no_text(own: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    lengths = {
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "[UNK]"},
+    }  # fmt: skip
+    file = words_file(tmp_path, "a", "rose", "is")
+    file.write_text(json.dumps({**json.loads(file.read_text()), own: lengths[own]}))
+    found = tokenizer(file)
+    assert found.encode("a rose is a rose").tolist() == [1, 2, 3, 1, 2]
+    found.save(tmp_path)
+    assert json.loads(file.read_text())[own] is None
+
+
+@pytest.mark.serial
+def test_a_word_that_no_token_stands_for_is_an_error_of_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    file = words_file(tmp_path, "a", "rose")
+    content = json.loads(file.read_text())
+    del content["model"]["vocab"]["[UNK]"]
+    file.write_text(json.dumps(content))
+    found = tokenizer(file)
+    assert found.encode("a rose").tolist() == [1, 2]
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot make tokens of the text: .*\[UNK\]"):
+        found.encode("a tulip")
+
+
+@pytest.mark.serial
 def test_known_words_are_counted() -> None:
     assert known_share("The cat, the dgo; x1 an 'if'", {"The", "the", "cat"}) == (0.75, 4)
     assert known_share("12 ab", ()) == (0.0, 0)
