@@ -32,6 +32,8 @@ from tests.models import (
 )
 
 SUMMA = schemes.for_mode("2d").SCHEME
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
 
 
 def other(ranks: int, turn: int) -> tuple[str, dict[str, int]]:
@@ -174,9 +176,7 @@ def test_gpt_starts_from_the_weights_of_gpt_2() -> None:
 @pytest.mark.serial
 def test_rotary_positions_are_scaled_as_in_transformers() -> None:
     """llama3: turned often, as they are; seldom, by the factor; and between."""
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
-    plain, scaled = frequencies(128, 5e5, None), frequencies(128, 5e5, scaling)
+    plain, scaled = frequencies(128, 5e5, None), frequencies(128, 5e5, LLAMA3)
     turns = 8192 * plain / (2 * math.pi)
     assert np.array_equal(scaled[turns > 4], plain[turns > 4])
     np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-15)
@@ -186,8 +186,6 @@ def test_rotary_positions_are_scaled_as_in_transformers() -> None:
     np.testing.assert_allclose(
         frequencies(8, 1e4, {"rope_type": "linear", "factor": 4.0}) * 4, frequencies(8, 1e4, None)
     )
-    with pytest.raises(pla.ConfigError, match="'linear' or 'llama3'"):
-        frequencies(8, 1e4, {"rope_type": "yarn", "factor": 4.0})
 
 
 @pytest.mark.serial
@@ -203,7 +201,15 @@ def test_rotary_positions_are_scaled_as_in_transformers() -> None:
         ("gpt", {"hidden_act": "gelo"}, "hidden_act is one of 'gelu_new', .* not 'gelo'"),
         ("vit", {"patch_size": 4}, "6 × 9 do not fall into patches of 4 × 4"),
         ("gpt", {"recompute": "all"}, "'attention' or 'block', not 'all'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type of 'default'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported; it may be default, linear, llama3"),
+        ("llama", {"rope_scaling": "linear"}, r"rope_scaling is an object such as .*'factor': 2\.0}, not 'linear'"),
+        ("llama", {"rope_scaling": {"factor": 2.0}}, "rope_scaling has no rope_type, which is one of default"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "'linear' lacks factor"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor is a number above 0, not 0"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is a number above 0, not '2'"),
+        ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, r"low_freq_factor is below .*1\.0 and 1\.0"),
+        ("llama", {"rope_scaling": {**LLAMA3, "rope_theta": 5e5}}, r"500000\.0 of rope_scaling is not .* 10000\.0"),
+        ("llama", {"rope_theta": -1.0}, r"rope_theta is a number above 0, not -1\.0"),
         ("gpt", {"attn_pdrop": 1.5}, "below 1, not 1.5"),
         ("vit", {"dtype": "int8"}, "dtype is one of float64, .* not 'int8'"),
     ],

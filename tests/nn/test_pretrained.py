@@ -66,6 +66,26 @@ def test_the_dtype_and_other_arguments_may_be_chosen(grid, folder):
         nn.GPT.from_pretrained(folder, SUMMA, grid, attn_drop=0.25)
 
 
+OLDER = {"type": "linear", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4,
+          "original_max_position_embeddings": 6}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [OLDER, LLAMA3, {"type": "default"}])
+def test_scaled_rotary_positions_come_back_in_every_form(scaling, grid, folder):
+    model = make("llama", SUMMA, grid, rope_scaling=scaling)
+    model.save_pretrained(folder)
+    read = nn.Llama.from_pretrained(folder, SUMMA, grid)
+    assert read.config == model.config
+    ids = pla.distribute(np.arange(9)[None], grid, model.ids_layout)
+    logits, plain = model.eval()(ids).gather(), make("llama", SUMMA, grid)(ids).gather()
+    assert np.array_equal(read(ids).gather(), logits)
+    assert np.array_equal(plain, logits) == (scaling == {"type": "default"})
+    if scaling is OLDER:
+        modern = make("llama", SUMMA, grid, rope_scaling={"rope_type": "linear", "factor": 4.0})
+        assert np.array_equal(modern(ids).gather(), logits)
+
+
 class Counted(np.ndarray):
     """Counts the elements that are taken from a file."""
 
@@ -147,6 +167,9 @@ FAULTS = [
     (changed(hidden_act="relu6"), "hidden_act='relu6' is not supported; it may be silu, swish"),
     (changed(rope_parameters={"rope_type": "yarn"}), "'yarn' is not supported; it may be default, linear, llama3"),
     (changed(rope_parameters={"rope_type": "linear"}), "'linear' lacks factor"),
+    (changed(rope_parameters={"rope_type": "linear", "factor": 0.0}), r"factor is a number above 0, not 0\.0"),
+    (changed(rope_parameters={"factor": 2.0}), "config.json: rope_parameters has no rope_type, which is one of"),
+    (changed(rope_parameters={"rope_theta": 0}), "config.json: rope_theta is a number above 0, not 0"),
     (changed(num_hidden_layers="two"), "num_hidden_layers is a whole number of at least 1, not 'two'"),
     (changed(num_attention_heads=3), "num_attention_heads=3 does not fall into num_key_value_heads=2"),
     (changed(hidden_size=21), r"/\d+, .* does not fit: misshapen: .*model.norm.weight \(20,\) instead of \(21,\)"),

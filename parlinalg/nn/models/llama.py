@@ -14,6 +14,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
+from parlinalg.nn.checks import real
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.norms import RMSNorm
@@ -36,7 +37,8 @@ class Llama(CausalModel):
     rope_theta : float
         The base of the rotary positions.
     rope_scaling : dict, optional
-        How they are scaled for longer sequences: {"rope_type": "linear" or "llama3", "factor": …, …}.
+        How they are scaled for longer sequences: {"rope_type": "linear" or "llama3", "factor": …, …}; the older "type"
+        in place of "rope_type" will do.
     attention_bias, mlp_bias : bool
     attention_dropout : float
         The probability of dropping an attention weight.
@@ -69,15 +71,21 @@ class Llama(CausalModel):
         capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto", scheme: Scheme, grid: Grid,
         dtype: DTypeLike = np.float32, seed: int | None = None, recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
+        theta = real("Llama: rope_theta", rope_theta, above=True)
+        scaling = llama.rope_scaling("Llama: rope_scaling", rope_scaling)
+        if rope_scaling is not None and rope_scaling.get("rope_theta", theta) != theta:
+            raise ConfigError(
+                f"Llama: rope_theta={rope_scaling['rope_theta']} of rope_scaling is not that of the argument "
+                f"rope_theta, {theta}: give it as the argument"
+            )
         config: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings, "hidden_size": hidden_size,
             "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
             "num_key_value_heads": num_attention_heads if num_key_value_heads is None else num_key_value_heads,
-            "intermediate_size": intermediate_size, "rms_norm_eps": rms_norm_eps, "rope_theta": rope_theta,
-            "rope_scaling": None if rope_scaling is None else dict(rope_scaling), "attention_bias": attention_bias,
-            "mlp_bias": mlp_bias, "attention_dropout": attention_dropout, "resid_pdrop": resid_pdrop,
-            "embd_pdrop": embd_pdrop, "initializer_range": initializer_range,
-            "tie_word_embeddings": tie_word_embeddings,
+            "intermediate_size": intermediate_size, "rms_norm_eps": rms_norm_eps, "rope_theta": theta,
+            "rope_scaling": scaling, "attention_bias": attention_bias, "mlp_bias": mlp_bias,
+            "attention_dropout": attention_dropout, "resid_pdrop": resid_pdrop, "embd_pdrop": embd_pdrop,
+            "initializer_range": initializer_range, "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
         said, experts = expert_options(
             grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
@@ -87,7 +95,7 @@ class Llama(CausalModel):
             config["head_dim"] = head_dim
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=False)
         width = self.config.setdefault("head_dim", self.head_dim)
-        rotary = frequencies(width, rope_theta, rope_scaling)
+        rotary = frequencies(width, theta, scaling)
         blocks = [
             TransformerBlock(
                 hidden_size, num_attention_heads, intermediate_size, scheme, grid,
@@ -107,25 +115,16 @@ def frequencies(width: int, base: float, scaling: Mapping[str, Any] | None) -> n
     Parameters
     ----------
     scaling : dict, optional
-        "rope_type" "linear" divides all by "factor".  "llama3" (Grattafiori et al., "The Llama 3 herd of models", 2024)
-        divides those that turn less than "low_freq_factor" times in "original_max_position_embeddings" positions,
-        leaves those that turn more than "high_freq_factor" times, and goes from one to the other between.
+        With all its numbers.  "rope_type" "linear" divides all by "factor".  "llama3" (Grattafiori et al., "The Llama 3
+        herd of models", 2024) divides those that turn less than "low_freq_factor" times in
+        "original_max_position_embeddings" positions, leaves those that turn more than "high_freq_factor" times, and
+        goes from one to the other between.
     """
     angles = rotary_frequencies(width, base)
-    kind = scaling.get("rope_type", "default") if scaling else "default"
-    if scaling is None or kind == "default":
+    if scaling is None:
         return angles
-    keys = {
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in keys or any(key not in scaling for key in keys[kind]):
-        raise ConfigError(
-            f"Llama: rope_scaling has a rope_type of 'default', 'linear' or 'llama3', with "
-            f"{', '.join(keys.get(kind, ('factor',)))}; not {dict(scaling)}"
-        )
     slow = angles / scaling["factor"]
-    if kind == "linear":
+    if scaling["rope_type"] == "linear":
         return slow
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)

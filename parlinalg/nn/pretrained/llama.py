@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parlinalg.errors import ConfigError
+from parlinalg.nn.checks import real
 from parlinalg.nn.pretrained.architecture import Architecture, Arguments
 from parlinalg.nn.pretrained.settings import Settings
 from parlinalg.nn.pretrained.table import Part, Place, Row, places
@@ -103,18 +104,50 @@ def _arguments(config: Settings) -> dict[str, Any]:
 def _rope(config: Settings) -> tuple[float, dict[str, Any] | None]:
     """The base of the rotary positions and how they are scaled, as any version of `transformers` has written them."""
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    said = config.get(key, {})
+    where, said = f"{config.path}: {key}", config.get(key)
+    theta, scaling = config.get("rope_theta", 10000.0), said
+    if isinstance(said, Mapping):
+        theta = theta if said.get("rope_theta") is None else said["rope_theta"]
+        scaling = {name: value for name, value in said.items() if name != "rope_theta"} or None
+    return real(f"{config.path}: rope_theta", theta, above=True), rope_scaling(where, scaling)
+
+
+def rope_scaling(where: str, said: Any) -> dict[str, Any] | None:
+    """How rotary positions are scaled, "rope_type" and the numbers it needs; None where they are not.
+
+    Parameters
+    ----------
+    where : str
+        Whose they are, for messages.
+    said : dict, optional
+        As any version of `transformers` has it: "rope_type", or "type" in its place, and numbers.
+
+    Raises
+    ------
+    ConfigError
+        If it is no dict, its type is missing or not one of `ROPE`, or a number is missing or out of range.
+    """
+    if said is None:
+        return None
     if not isinstance(said, Mapping):
-        raise ConfigError(f"{config.path}: {key} is an object, not {said!r}")
-    kind = said.get("rope_type", said.get("type", "default"))
-    if kind not in ROPE:
-        raise ConfigError(f"{config.path}: {key} of type {kind!r} is not supported; it may be {', '.join(ROPE)}")
-    theta = Settings({"rope_theta": said.get("rope_theta", config.get("rope_theta"))}, config.path)
-    numbers = Settings(said, config.path)
-    if missing := [name for name in ROPE[kind] if name not in said]:
-        raise ConfigError(f"{config.path}: {key} of type {kind!r} lacks {', '.join(missing)}")
-    scaling = {name: numbers.real(name, 1.0) for name in ROPE[kind]}
-    return theta.real("rope_theta", 10000.0), {"rope_type": kind, **scaling} if scaling else None
+        raise ConfigError(f"{where} is an object such as {{'rope_type': 'linear', 'factor': 2.0}}, not {said!r}")
+    kind = said.get("type") if said.get("rope_type") is None else said["rope_type"]
+    if kind is None:
+        raise ConfigError(f"{where} has no rope_type, which is one of {', '.join(ROPE)}: {dict(said)}")
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise ConfigError(f"{where} of type {kind!r} is not supported; it may be {', '.join(ROPE)}")
+    if missing := [name for name in ROPE[kind] if said.get(name) is None]:
+        raise ConfigError(f"{where} of type {kind!r} lacks {', '.join(missing)}")
+    numbers: dict[str, Any] = {name: real(f"{where}: {name}", said[name], above=True) for name in ROPE[kind]}
+    if kind == "llama3" and not numbers["low_freq_factor"] < numbers["high_freq_factor"]:
+        raise ConfigError(
+            f"{where}: low_freq_factor is below high_freq_factor, not {numbers['low_freq_factor']} and "
+            f"{numbers['high_freq_factor']}"
+        )
+    length = "original_max_position_embeddings"
+    if length in numbers and numbers[length].is_integer():  # `transformers` takes no 8192.0
+        numbers[length] = int(numbers[length])
+    return {"rope_type": kind, **numbers} if numbers else None
 
 
 def _settings(arguments: Arguments) -> dict[str, Any]:

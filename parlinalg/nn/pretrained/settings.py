@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parlinalg.errors import ConfigError
+from parlinalg.nn import checks
 
 
 class Settings:
@@ -52,17 +53,11 @@ class Settings:
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.path}: {name} is a whole number of at least 1, not {value!r}")
-        return value
+        return checks.whole(f"{self.path}: {name}", self.get(name, default))
 
     def real(self, name: str, default: float) -> float:
         """A number of at least 0."""
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ConfigError(f"{self.path}: {name} is a number of at least 0, not {value!r}")
-        return float(value)
+        return checks.real(f"{self.path}: {name}", self.get(name, default))
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""

@@ -1,0 +1,33 @@
+"""Numbers that are given to models: errors that name them and say what they may be."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from parlinalg.errors import ConfigError
+
+
+def whole(name: str, value: Any, least: int | None = 1) -> int:
+    """An integer, NumPy's too, of at least `least`; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and value < least):
+        limit = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name} is a whole number{limit}, not {value!r}")
+    return int(value)
+
+
+def real(name: str, value: Any, least: float = 0, *, above: bool = False, below: float = math.inf) -> float:
+    """A finite number of at least `least` (or above it) and below `below`; True and False are none."""
+    good = isinstance(value, Real) and not isinstance(value, bool)
+    if not good or not (least < value or (value == least and not above)) or not value < below:
+        limit = f"{'above' if above else 'of at least'} {least}{'' if below == math.inf else f' and below {below}'}"
+        raise ConfigError(f"{name} is a number {limit}, not {value!r}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is True or False, not {value!r}")
+    return value
