@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
 
 from parlinalg.errors import ConfigError
 
@@ -20,6 +23,26 @@ def check_names(what: str, want: Mapping[str, Shape], have: Mapping[str, Shape])
         raise ConfigError(f"{what} does not fit: {'; '.join(f for f in faults if f)}")
 
 
+def check_arrays(what: str, want: Mapping[str, Shape], have: Mapping[str, Any]) -> None:
+    """The same of arrays; and raise one that lists those in `have` that are not of real numbers."""
+    arrays = {name: _array(what, name, value) for name, value in have.items()}
+    check_names(what, want, {name: array.shape for name, array in arrays.items()})
+    other = [
+        f"{name} of {array.dtype}"
+        for name, array in arrays.items()
+        if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16"
+    ]
+    if other:
+        raise ConfigError(f"{what} does not fit: no real numbers: {', '.join(other)}")
+
+
+def _array(what: str, name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} does not fit: {name} is no array: {error}") from error
+
+
 def _listed(fault: str, names: Iterable[str]) -> str:
-    found = list(names)
+    found = [str(name) for name in names]
     return f"{fault}: {', '.join(found)}" if found else ""

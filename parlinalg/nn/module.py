@@ -14,7 +14,7 @@ from parlinalg.autograd import Parameter, recording
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
-from parlinalg.names import check_names
+from parlinalg.names import check_arrays
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.recompute import recomputed
 
@@ -239,17 +239,15 @@ class Module:
         Raises
         ------
         ConfigError
-            On all ranks, naming all that are missing, unexpected or misshapen on any; then nothing has changed.
+            On all ranks, naming all that are missing, unexpected, misshapen or of no real numbers on any; then nothing
+            has changed.
         OffloadError
             On all ranks, if a value rests on a disk that fails on any.
         """
         mine = dict(self.named_parameters())
         comms = worlds(p.grid for p in mine.values())
         want = {n: p.shape for n, p in mine.items()}
-        together(
-            comms, lambda: check_names("the model's state", want, {n: np.shape(a) for n, a in state.items()}),
-            "loading the model's state",
-        )  # fmt: skip
+        together(comms, lambda: check_arrays("the model's state", want, state), "loading the model's state")
         together(comms, lambda: self._take(mine, state), "loading the model's state", (ConfigError, OffloadError))
 
     def _take(self, mine: Mapping[str, Parameter], state: Mapping[str, Any]) -> None:

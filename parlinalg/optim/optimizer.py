@@ -13,7 +13,7 @@ from parlinalg.autograd import Owner, Parameter
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
-from parlinalg.names import check_names
+from parlinalg.names import check_arrays
 from parlinalg.optim.flat import Entry, Run, flatten, runs, span
 from parlinalg.optim.pieces import check_settled, distinct
 from parlinalg.optim.states import InMemory, States
@@ -261,7 +261,8 @@ class Optimizer(ABC):
         Raises
         ------
         ConfigError
-            On all ranks, naming all states that are missing, unexpected or misshapen on any; nothing has changed then.
+            On all ranks, naming all states that are missing, unexpected, misshapen or of no real numbers on any;
+            nothing has changed then.
         OffloadError
             On all ranks, if the states lie on a disk that fails on any; some are then those that were to be loaded.
         """
@@ -289,9 +290,17 @@ class Optimizer(ABC):
                 f"the optimizer's state has no {', '.join(map(repr, missing))}: give what state_dict() gave, a dict "
                 "with 'steps', 'lr' and 'states'"
             )
+        try:
+            _ = int(state["steps"]), float(state["lr"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the optimizer's steps and lr are numbers, not {state['steps']!r} and {state['lr']!r}"
+            ) from error
+        if not isinstance(state["states"], Mapping) or not all(isinstance(a, Mapping) for a in state["states"].values()):
+            raise ConfigError("the optimizer's states are dicts of arrays, by the names of the parameters")
         given = {f"{n}.{s}": a for n, arrays in state["states"].items() for s, a in arrays.items()}
         want = {f"{n}.{s}": e.data.shape for n, e in self._named().items() for s in e.names}
-        check_names("the optimizer's state", want, {n: tuple(np.shape(a)) for n, a in given.items()})
+        check_arrays("the optimizer's state", want, given)
         return given
 
     def _together(self, function: Callable[[], Result], what: str) -> Result:

@@ -14,7 +14,7 @@ from parlinalg.array import DistArray
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.names import check_names
+from parlinalg.names import check_arrays
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
@@ -203,15 +203,13 @@ class PipelineModel(Module):
         Raises
         ------
         ConfigError
-            On all ranks, naming all that are missing, unexpected or misshapen in the whole model on any; then nothing
-            has changed.
+            On all ranks, naming all that are missing, unexpected, misshapen or of no real numbers in the whole model on
+            any; then nothing has changed.
         """
         want = {name: held.shape for name, held in self.inventory.items()}
         together(
-            self.place.world,
-            lambda: check_names("the model's state", want, {name: np.shape(a) for name, a in state.items()}),
-            "loading the model's state",
-        )
+            self.place.world, lambda: check_arrays("the model's state", want, state), "loading the model's state"
+        )  # fmt: skip
         super().load_state_dict({name: state[name] for name, _ in self.named_parameters()})
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:

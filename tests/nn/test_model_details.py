@@ -201,7 +201,7 @@ def test_rotary_positions_are_scaled_as_in_transformers() -> None:
         ("gpt", {"hidden_act": "gelo"}, "hidden_act is one of 'gelu_new', .* not 'gelo'"),
         ("vit", {"patch_size": 4}, "6 × 9 do not fall into patches of 4 × 4"),
         ("gpt", {"recompute": "all"}, "'attention' or 'block', not 'all'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported; it may be default, linear, llama3"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported; it may be default, linear"),
         ("llama", {"rope_scaling": "linear"}, r"rope_scaling is an object such as .*'factor': 2\.0}, not 'linear'"),
         ("llama", {"rope_scaling": {"factor": 2.0}}, "rope_scaling has no rope_type, which is one of default"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "'linear' lacks factor"),

@@ -73,6 +73,28 @@ def test_state_moves_from_grid_to_grid(make_grid, world):
         b.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("bias", "says"),
+    [
+        (np.array(["a", "b", "c", "d", "e"]), "no real numbers: 2.bias of <U1"),
+        (np.ones(5, complex), "no real numbers: 2.bias of complex128"),
+        ([[1], [2, 3]], "2.bias is no array"),
+    ],
+)
+def test_a_state_that_is_no_numbers_changes_nothing(bias, says, make_grid, world):
+    model = nn.MLP(SIZES, SUMMA, make_grid({"r": 1, "c": world.size}), seed=1)
+    before = model.state_dict()
+    wrong = {name: value + 1 for name, value in before.items()}
+    if world.rank == world.size - 1:
+        wrong["2.bias"] = bias
+    with pytest.raises(pla.ConfigError, match=says):
+        model.load_state_dict(wrong)
+    assert all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
+    mixed = {"0.bias": before["0.bias"].astype(ml_dtypes.bfloat16), "2.bias": [1, 0, 1, 0, 1]}
+    model.load_state_dict({**before, **mixed})
+    assert model.state_dict()["2.bias"].tolist() == [1, 0, 1, 0, 1]
+
+
 def test_dropout_by_calls_steps_and_modes(make_grid, world):
     grid = make_grid({"a": world.size})
     model = nn.Sequential(nn.Dropout(0.25), nn.Dropout(0.25)).initialize(1)

@@ -156,6 +156,31 @@ def test_state_moves_from_grid_to_grid(kind, make_grid, world):
         assert np.array_equal(p.gather(), q.gather())
 
 
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda s: s["states"]["p1"].update(square=np.array(["a"] * 5)), "no real numbers: p1.square of <U1"),
+        (lambda s: s["states"]["p1"].update(mean=np.ones(5, complex)), "no real numbers: p1.mean of complex128"),
+        (lambda s: s["states"].update(p1=np.ones(5)), "states are dicts of arrays"),
+        (lambda s: s.update(lr="fast"), "steps and lr are numbers, not 1 and 'fast'"),
+    ],
+)
+def test_a_state_that_is_no_numbers_changes_nothing(spoil, says, make_grid, world):
+    ps = parameters(make_grid({"a": world.size}))
+    optimizer = optim.Adam(ps)
+    give(ps, values(1))
+    optimizer.step()
+    before, wrong = optimizer.state_dict(), optimizer.state_dict()
+    for arrays in wrong["states"].values():
+        arrays["mean"] += 1
+    if world.rank == world.size - 1:
+        spoil(wrong)
+    with pytest.raises(pla.ConfigError, match=says):
+        optimizer.load_state_dict(wrong)
+    for name, arrays in optimizer.state_dict()["states"].items():
+        assert all(np.array_equal(a, before["states"][name][s]) for s, a in arrays.items())
+
+
 def test_what_does_not_fit_is_named(make_grid, world):
     ps = parameters(make_grid({"a": world.size}))
     optimizer = optim.Adam(ps)
