@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+from parlinalg.nn.checks import whole
 from parlinalg.nn.module import Module
 from parlinalg.nn.sampling import Sampling
 
@@ -111,31 +111,43 @@ def generate(
     Raises
     ------
     ConfigError
-        On all ranks, before anything is computed: no prompt or an empty one, a token that is not in the vocabulary, a
-        sequence that would be longer than the model's positions, options out of range, ranks that disagree.
+        On all ranks, before anything is computed: a model without a cache, no prompt or an empty one, a token that is
+        not in the vocabulary, a sequence that would be longer than the model's positions, options out of range, ranks
+        that disagree.
     ValueError
         On all ranks, if logits are not finite.
     """
 
-    decoder: Decoder = model.decoder() if hasattr(model, "decoder") else _Whole(model)
+    decoder = _decoder(model)
 
-    def checked() -> tuple[list[np.ndarray], Sampling]:
-        return _prompts(input_ids, max_new_tokens, decoder.config), Sampling(do_sample, temperature, top_k, top_p, seed)
+    def checked() -> tuple[list[np.ndarray], int, Sampling, frozenset[int]]:
+        new = whole("max_new_tokens", max_new_tokens, 0)
+        prompts = _prompts(input_ids, new, decoder.config)
+        return prompts, new, Sampling(do_sample, temperature, top_k, top_p, seed), _ends(eos_token_id)
 
-    prompts, sampling = together(decoder.world, checked, "generating")
-    ends = _ends(eos_token_id)
-    _agreed(decoder.world, [[p.tolist() for p in prompts], max_new_tokens, repr(sampling), sorted(ends), use_cache])
+    prompts, new, sampling, ends = together(decoder.world, checked, "generating")
+    _agreed(decoder.world, [[p.tolist() for p in prompts], new, repr(sampling), sorted(ends), use_cache])
     done: list[np.ndarray] = list(prompts)
-    if max_new_tokens:
+    if new:
         with no_grad(), decoder.evaluating():
             for length in dict.fromkeys(len(p) for p in prompts):
                 rows = [i for i, p in enumerate(prompts) if len(p) == length]
                 ids = np.stack([prompts[i] for i in rows])
-                for i, sequence in zip(
-                    rows, _continue(decoder, ids, rows, max_new_tokens, sampling, ends, use_cache, stream)
-                ):
+                for i, sequence in zip(rows, _continue(decoder, ids, rows, new, sampling, ends, use_cache, stream)):
                     done[i] = sequence
     return done
+
+
+def _decoder(model: Any) -> Decoder:
+    """The model as generation sees it."""
+    if hasattr(model, "decoder"):
+        found: Decoder = model.decoder()
+        return found
+    if not callable(getattr(model, "cache", None)):
+        raise ConfigError(
+            f"generate takes a causal model with a cache(length), such as GPT or Llama, not {type(model).__name__}"
+        )
+    return _Whole(model)
 
 
 def _continue(
@@ -180,20 +192,17 @@ def _next(
 
 def _prompts(input_ids: Any, most: int, config: dict[str, Any]) -> list[np.ndarray]:
     """The prompts as arrays, once they are known to fit the model."""
-    if (
-        isinstance(input_ids, str)
-        or not len(input_ids)
-        or any(isinstance(p, int | np.integer | str) for p in input_ids)
-    ):
+    try:
+        given = [] if isinstance(input_ids, str) else [(prompt, np.asarray(prompt)) for prompt in input_ids]
+    except (TypeError, ValueError):  # no sequence, or lists of several lengths in a prompt
+        given = []
+    if not given or any(not ids.ndim for _, ids in given):
         raise ConfigError(
             f"generate takes prompts, each a sequence of token ids, such as [[1, 2, 3]], not {input_ids!r}"
         )
-    if operator.index(most) < 0:
-        raise ConfigError(f"max_new_tokens is at least 0, not {most}")
     vocabulary, positions = config["vocab_size"], config["max_position_embeddings"]
     prompts = []
-    for row, prompt in enumerate(input_ids):
-        ids = np.asarray(prompt)
+    for row, (prompt, ids) in enumerate(given):
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
             raise ConfigError(f"prompt {row} is a sequence of at least one token id, not {prompt!r}")
         wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
@@ -214,9 +223,9 @@ def _prompts(input_ids: Any, most: int, config: dict[str, Any]) -> list[np.ndarr
 def _ends(eos_token_id: int | Collection[int] | None) -> frozenset[int]:
     if eos_token_id is None:
         return frozenset()
-    if isinstance(eos_token_id, Collection):
-        return frozenset(operator.index(i) for i in eos_token_id)
-    return frozenset((operator.index(eos_token_id),))
+    given: Any = eos_token_id.tolist() if isinstance(eos_token_id, np.ndarray) else eos_token_id
+    several = given if isinstance(given, Collection) and not isinstance(given, str) else [given]
+    return frozenset(whole("eos_token_id", i, None) for i in several)
 
 
 def _agreed(world: Comm, wanted: list[Any]) -> None:

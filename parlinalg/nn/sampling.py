@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.errors import ConfigError
+from parlinalg.nn.checks import whole
 from parlinalg.random.counter import Stream, key
 
 
@@ -44,6 +45,7 @@ class Sampling:
             raise ConfigError(f"top_k is a whole number of at least 1, not {self.top_k!r}; None is no limit")
         if self.top_p is not None and not (_is(Real, self.top_p) and 0 < self.top_p <= 1):
             raise ConfigError(f"top_p is above 0 and at most 1, not {self.top_p!r}; None is no limit")
+        whole("seed", self.seed, None)
 
     def choose(self, logits: np.ndarray, rows: Sequence[int], position: int) -> np.ndarray:
         """The next token of each row.

@@ -296,9 +296,10 @@ class Optimizer(ABC):
             raise ConfigError(
                 f"the optimizer's steps and lr are numbers, not {state['steps']!r} and {state['lr']!r}"
             ) from error
-        if not isinstance(state["states"], Mapping) or not all(isinstance(a, Mapping) for a in state["states"].values()):
+        states = state["states"]
+        if not isinstance(states, Mapping) or not all(isinstance(arrays, Mapping) for arrays in states.values()):
             raise ConfigError("the optimizer's states are dicts of arrays, by the names of the parameters")
-        given = {f"{n}.{s}": a for n, arrays in state["states"].items() for s, a in arrays.items()}
+        given = {f"{n}.{s}": a for n, arrays in states.items() for s, a in arrays.items()}
         want = {f"{n}.{s}": e.data.shape for n, e in self._named().items() for s in e.names}
         check_arrays("the optimizer's state", want, given)
         return given

@@ -107,7 +107,12 @@ WRONG = [
     ([[1, 2, 11]], {}, "prompt 0 has token 11 at position 2; .* 0 to 10"),
     ([[1], [1] * 5], {}, "5 tokens and 5 new ones make 10; .* 9 positions"),
     ([[1]], {"temperature": 0.0}, "temperature is above 0"), ([[1]], {"top_k": 2.5}, "top_k is a whole number .*2.5"),
-    ([[1]], {"top_p": 1.5}, "top_p is above 0 and at most 1, not 1.5"),
+    ([[1]], {"top_p": 1.5}, "top_p is above 0 and at most 1, not 1.5"), (None, {}, "takes prompts, .* not None"),
+    ([[[1], [2, 3]]], {}, "takes prompts"), ([[1]], {"seed": 1.5}, r"seed is a whole number, not 1\.5"),
+    ([[1]], {"eos_token_id": "a"}, "eos_token_id is a whole number, not 'a'"),
+    ([[1]], {"eos_token_id": [2, 0.5]}, r"eos_token_id is a whole number, not 0\.5"),
+    ([[1]], {"max_new_tokens": 2.5}, r"max_new_tokens is a whole number of at least 0, not 2\.5"),
+    ([[1]], {"max_new_tokens": -1}, "max_new_tokens is a whole number of at least 0, not -1"),
 ]  # fmt: skip
 
 
@@ -115,7 +120,12 @@ def test_what_is_wrong_is_said_at_once(make_grid, world):
     model = make("gpt", SERIAL, make_grid({"one": world.size}))
     for prompts, options, words in WRONG:
         with pytest.raises(pla.ConfigError, match=words):
-            nn.generate(model, prompts, 5, **options)
+            nn.generate(model, prompts, **{"max_new_tokens": 5, **options})
+    for other in (make("bert", SERIAL, model.grid), nn.ReLU()):
+        with pytest.raises(
+            pla.ConfigError, match=rf"causal model with a cache\(length\), .* not {type(other).__name__}"
+        ):
+            nn.generate(other, [[1]], 5)
     model.norm.bias.data = model.norm.bias.data * float("nan")
     for sample in (False, True):
         with pytest.raises(ValueError, match="prompt 0: the model's largest logit at position 1 is not finite"):
@@ -129,3 +139,10 @@ def test_ranks_that_disagree_are_told(make_grid, world):
         nn.generate(model, [[1 + (world.rank == 1)]], 5)
     with pytest.raises(pla.ConfigError, match="rank 1, generating: top_k"):
         nn.generate(model, [[1]], 5, top_k=1 - (world.rank == 1))
+    for name, wrong in {"max_new_tokens": 2.5, "eos_token_id": "a", "seed": 0.5}.items():
+        with pytest.raises(pla.ConfigError, match=f"rank 1, generating: {name} is a whole number"):
+            nn.generate(model, [[1]], **{"max_new_tokens": 5, **({name: wrong} if world.rank == 1 else {})})
+    with pytest.raises(pla.ConfigError, match="rank 1, generating: generate takes prompts"):
+        nn.generate(model, None if world.rank == 1 else [[1]], 5)
+    ends = np.array([3, 7])
+    assert written(model, "greedy", eos_token_id=ends) == written(model, "greedy", eos_token_id={7, 3})
