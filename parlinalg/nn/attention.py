@@ -18,6 +18,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, span_of
 from parlinalg.nn.cache import KeyValueCache
+from parlinalg.nn.checks import real
 from parlinalg.nn.declared import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
@@ -101,8 +102,7 @@ class Attention(Module):
             if hidden % heads:
                 raise ConfigError(f"{hidden} features do not fall into {heads} heads; give a head_dim")
             head_dim = hidden // heads
-        if not 0 <= dropout < 1:
-            raise ConfigError(f"attention's dropout is at least 0 and below 1, not {dropout}")
+        dropout = real("attention's dropout", dropout, below=1)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.group = heads // kv_heads
         self.scheme = scheme

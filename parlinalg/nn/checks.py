@@ -1,10 +1,12 @@
-"""Numbers that are given to models: errors that name them and say what they may be."""
+"""Numbers and flags that are given to models: errors that name them and say what they may be."""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 from parlinalg.errors import ConfigError
 
@@ -27,7 +29,7 @@ def real(name: str, value: Any, least: float = 0, *, above: bool = False, below:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
+    """True or False, NumPy's too."""
+    if not isinstance(value, bool | np.bool_):
         raise ConfigError(f"{name} is True or False, not {value!r}")
-    return value
+    return bool(value)

@@ -13,6 +13,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn.activations import activation as activation_module
+from parlinalg.nn.checks import whole
 from parlinalg.nn.declared import Initializer
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.layer import Layer
@@ -80,6 +81,7 @@ class MLP(Sequential):
     ) -> None:  # fmt: skip
         if len(sizes) < 2:
             raise ConfigError(f"an MLP needs the sizes of its input and its output at least, not {list(sizes)}")
+        sizes = [whole("a size of an MLP", n) for n in sizes]
         layers: list[Module] = []
         for i, (n, m) in enumerate(pairwise(sizes)):
             if i:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,10 @@ class Declared:
     fan_out: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.shape, default=0) < 0:
+        sizes: tuple[Any, ...] = self.shape  # whatever their annotation says
+        if not all(isinstance(n, Integral) and n >= 0 for n in sizes):
             raise ConfigError(f"a parameter of shape {self.shape} cannot be: sizes are whole numbers of at least 0")
+        object.__setattr__(self, "shape", tuple(int(n) for n in sizes))
 
     def make(self, seed: int, name: str) -> DistArray:
         """The values; the same on every grid."""

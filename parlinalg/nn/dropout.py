@@ -6,6 +6,7 @@ from parlinalg import random
 from parlinalg.array.reductions import summed
 from parlinalg.autograd import Tensor, record
 from parlinalg.errors import ConfigError
+from parlinalg.nn.checks import real
 from parlinalg.nn.module import Module
 from parlinalg.nn.steps import Draws, current, tokens
 from parlinalg.random.dropping import dropping
@@ -27,9 +28,7 @@ class Dropout(Module):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ConfigError(f"dropout's p is at least 0 and below 1, not {p}")
-        self.p = p
+        self.p = real("dropout's p", p, below=1)
         self._draws = Draws()
 
     def forward(self, x: Tensor) -> Tensor:

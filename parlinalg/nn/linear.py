@@ -14,6 +14,7 @@ from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut
 from parlinalg.nn import init
+from parlinalg.nn.checks import whole
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
@@ -70,7 +71,7 @@ class Linear(Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.spread, self.shared = spread, shared
-        self.inputs, self.outputs = _dims(in_features), _dims(out_features)
+        self.inputs, self.outputs = _dims("in", in_features), _dims("out", out_features)
         self.scheme, self.kind, self.keep = scheme, kind, "xw"
         plan = self.plan(2)
         fans = math.prod(self.inputs), math.prod(self.outputs)
@@ -107,8 +108,9 @@ class Linear(Module):
         return f"{_text(self.inputs)} → {_text(self.outputs)}, {self.scheme.name}: {self.kind}"
 
 
-def _dims(features: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in features) if isinstance(features, tuple) else (int(features),)
+def _dims(which: str, features: Any) -> tuple[int, ...]:
+    given = features if isinstance(features, tuple) else (features,)
+    return tuple(whole(f"a linear layer's {which}_features", n, None) for n in given)
 
 
 def _text(dims: tuple[int, ...]) -> str:

@@ -10,6 +10,7 @@ from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
+from parlinalg.nn.checks import real
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
@@ -43,7 +44,7 @@ class LayerNorm(Module):
         dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.hidden, self.eps = hidden, eps
+        self.hidden, self.eps = hidden, real("a norm's eps", eps)
         layout = Layout(scheme.residual.dims[-1])
         self.weight = Declared((hidden,), layout, grid, dtype_named(dtype), init.ones)  # type: ignore[assignment]
         if bias:
@@ -73,7 +74,7 @@ class RMSNorm(Module):
         self, hidden: int, scheme: Scheme, grid: Grid, eps: float = 1e-6, *, dtype: DTypeLike = np.float32
     ) -> None:
         super().__init__()
-        self.hidden, self.eps = hidden, eps
+        self.hidden, self.eps = hidden, real("a norm's eps", eps)
         layout = Layout(scheme.residual.dims[-1])
         self.weight = Declared((hidden,), layout, grid, dtype_named(dtype), init.ones)  # type: ignore[assignment]
 

@@ -93,6 +93,12 @@ def test_refused_layouts_and_shapes(grid):
         ops.attention(whole, mask=np.ones((7, 6), bool))
     with pytest.raises(TypeError, match="bools"):
         ops.attention(whole, key_padding=np.ones((3, 7), int))
+    with pytest.raises(TypeError, match=r"mask is an array .* of bools, \[b, heads, s, t\], .* not a list"):
+        ops.attention(whole, mask=[[True] * 7] * 7)
+    with pytest.raises(TypeError, match=r"key_padding is an array .* of bools, \[b, t\], not a list"):
+        ops.attention(whole, key_padding=[[True] * 7] * 3)
+    with pytest.raises(TypeError, match=r"key_padding is an array .* of bools, \[b, t\], not a list"):
+        ops.ring_attention(tensor(z, grid, Layout(None, "a", None, None, None)), axis="a", key_padding=[[True] * 7] * 3)
     with pytest.raises(ValueError, match=r"table of shape \(4, 4\)"):
         ops.attention(whole, mask=ops.BlockMask(np.ones((3, 3), bool), 2))
     with pytest.raises(ValueError, match="window"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from typing import Any
@@ -211,6 +212,16 @@ def test_rotary_positions_are_scaled_as_in_transformers() -> None:
         ("llama", {"rope_scaling": {**LLAMA3, "rope_theta": 5e5}}, r"500000\.0 of rope_scaling is not .* 10000\.0"),
         ("llama", {"rope_theta": -1.0}, r"rope_theta is a number above 0, not -1\.0"),
         ("gpt", {"attn_pdrop": 1.5}, "below 1, not 1.5"),
+        ("gpt", {"embd_pdrop": "x"}, "embd_pdrop is a number of at least 0 and below 1, not 'x'"),
+        ("gpt", {"layer_norm_eps": "x"}, "layer_norm_eps is a number of at least 0, not 'x'"),
+        ("bert", {"layer_norm_eps": -1.0}, r"layer_norm_eps is a number of at least 0, not -1\.0"),
+        ("vit", {"initializer_range": -1}, "initializer_range is a number of at least 0, not -1"),
+        ("gpt", {"initializer_range": float("nan")}, "initializer_range is a number of at least 0, not nan"),
+        ("llama", {"rms_norm_eps": -1.0}, r"rms_norm_eps is a number of at least 0, not -1\.0"),
+        ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is True or False, not 'yes'"),
+        ("gpt", {"num_hidden_layers": True}, "num_hidden_layers is a whole number of at least 1, not True"),
+        ("gpt", {"hidden_size": None}, "hidden_size is a whole number of at least 1, not None"),
+        ("gpt", {"hidden_act": ["gelu"]}, r"hidden_act is one of .* not \['gelu'\]"),
         ("vit", {"dtype": "int8"}, "dtype is one of float64, .* not 'int8'"),
     ],
 )
@@ -219,11 +230,35 @@ def test_settings_that_make_no_model_are_refused(kind: str, options: dict[str, A
         make(kind, SUMMA, grid, **options)
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_numpy_are_plain_numbers(kind: str) -> None:
+    def of_numpy(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(of_numpy, value))
+        return {int: np.int64, float: np.float32, bool: np.bool_}.get(type(value), lambda v: v)(value)
+
+    with pla.Grid({"r": 1, "c": 1}) as grid:
+        plain = make(kind, SUMMA, grid)
+        model = make(kind, SUMMA, grid, **{name: of_numpy(value) for name, value in plain.config.items()})
+        assert json.loads(json.dumps(model.config)).keys() == plain.config.keys()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert json.dumps(p.shape) == json.dumps(q.shape)
+        same = loss_of(model).item() - loss_of(plain).item()
+        assert abs(same) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
 def test_ids_that_do_not_fit_are_refused(kind: str, make_grid: Any, world: Any) -> None:
     model = make(kind, SUMMA, make_grid({"r": world.size, "c": 1}))
     with pytest.raises(ValueError, match=r"10 .* 9 positions"):
         model(placed(np.zeros((BATCH, 10), int), model.grid, model.ids_layout))
+    with pytest.raises(ValueError, match=r"shape \[batch, sequence\], not \(5,\)"):
+        model(placed(np.zeros(5, int), model.grid, pla.Layout(None)))
+    if kind == "bert":
+        ids = placed(np.zeros((BATCH, SEQUENCE), int), model.grid, model.ids_layout)
+        with pytest.raises(TypeError, match=r"attention_mask is an array .* not a list"):
+            model(ids, [[1] * SEQUENCE] * BATCH)
     with alone(world) as grid:
         model = make(kind, schemes.for_mode(None).SCHEME, grid)
         wrong = np.zeros((BATCH, SEQUENCE), int)

@@ -168,6 +168,14 @@ def test_what_is_wrong_is_said():
             nn.MLP((4, 3, 2), SUMMA, grid, "swish")
         with pytest.raises(pla.ConfigError, match="at least"):
             nn.MLP((4,), SUMMA, grid)
+        with pytest.raises(pla.ConfigError, match=r"a size of an MLP is a whole number of at least 1, not 2\.5"):
+            nn.MLP((4, 2.5, 4), SUMMA, grid)
+        with pytest.raises(pla.ConfigError, match=r"layer's out_features is a whole number, not 2\.5"):
+            nn.Linear(4, (2, 2.5), SUMMA, grid)
+        with pytest.raises(pla.ConfigError, match=r"dropout's p is a number .* below 1, not 'x'"):
+            nn.Dropout("x")
+        with pytest.raises(pla.ConfigError, match="eps is a number of at least 0, not -1"):
+            nn.LayerNorm(4, SUMMA, grid, -1)
         with pytest.raises(AttributeError, match="no attribute 'wieght'"):
             _ = layer.wieght
 

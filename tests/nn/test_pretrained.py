@@ -86,6 +86,16 @@ def test_scaled_rotary_positions_come_back_in_every_form(scaling, grid, folder):
         assert np.array_equal(modern(ids).gather(), logits)
 
 
+def test_probabilities_of_dropout_come_back(grid, folder):
+    model = make("llama", SUMMA, grid, p=0.25)
+    model.save_pretrained(folder)
+    read = nn.Llama.from_pretrained(folder, SUMMA, grid)
+    assert read.config == model.config
+    assert [m.p for m in read.modules() if isinstance(m, nn.Dropout)] == [0.25] * 3
+    make("llama", SUMMA, grid).save_pretrained(folder)
+    assert "resid_pdrop" not in json.loads((folder / "config.json").read_text())
+
+
 class Counted(np.ndarray):
     """Counts the elements that are taken from a file."""
 
@@ -163,6 +173,7 @@ FAULTS = [
     (lambda f: (f / "config.json").write_text("{"), r"config.json cannot be read"),
     (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), r"neither .* nor .*; it has .*convert them"),
     (changed(model_type="mamba"), r"config.json: model_type='mamba' is not known; known are 'gpt2' \(nn"),
+    (changed(model_type=["llama"]), r"config.json: model_type=\['llama'\] is not known; known are"),
     (changed(model_type="gpt2"), "'gpt2' is read by nn.GPT, not nn.Llama"),
     (changed(hidden_act="relu6"), "hidden_act='relu6' is not supported; it may be silu, swish"),
     (changed(rope_parameters={"rope_type": "yarn"}), "'yarn' is not supported; it may be default, linear, llama3"),

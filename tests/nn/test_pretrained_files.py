@@ -92,9 +92,16 @@ def damaged(path, how):
     elif how == "no json":
         data = data[:8] + b"?" * length + data[8 + length :]
     else:
-        header["a"].update({"offsets": {"data_offsets": [0, 4]}, "dtype": {"dtype": "F8_E4M3"}}[how])
+        if "b" in header:
+            header["b"].update({"overlap": {"data_offsets": [0, 60]}, "gap": {"data_offsets": [64, 124]}}.get(how, {}))
+        header["a"].update(
+            {
+                "offsets": {"data_offsets": [0, 4]}, "dtype": {"dtype": "F8_E4M3"}, "shape": {"shape": [3.5, 5]},
+                "negative": {"shape": [-3, -5]}, "flag": {"shape": [True, 15]},
+            }.get(how, {})
+        )  # fmt: skip
         text = json.dumps(header).encode()
-        data = len(text).to_bytes(8, "little") + text + data[8 + length :]
+        data = len(text).to_bytes(8, "little") + text + data[8 + length :] + (bytes(4) if how == "gap" else b"")
     path.write_bytes(data)
 
 
@@ -104,12 +111,17 @@ def damaged(path, how):
         ("tensors", "cut short: it has .* bytes, its header speaks of"), ("header", "cut short, or is no safetensors"),
         ("empty", "it has 0 bytes"), ("longer", "longer than its tensors"), ("no json", "cannot be understood"),
         ("offsets", r"tensor 'a' of F32 and shape \(3, 5\)"), ("dtype", "dtype F8_E4M3; weights are read as F64"),
+        ("overlap", "in bytes 0 to 60, and the one before it ends at 60"),
+        ("gap", "in bytes 64 to 124, and the one before it ends at 60"), ("shape", r"'a' has the shape \[3\.5, 5\]"),
+        ("negative", r"'a' has the shape \[-3, -5\]"), ("flag", r"'a' has the shape \[True, 15\]"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_refused(how, words, tmp_path):
     path = tmp_path / "model.safetensors"
-    writer = Writer(path, {"a": (3, 5)}, {"a": np.dtype(np.float32)})
-    writer.write("a", np.ones((3, 5), np.float32))
+    names = ["a", "b"] if how in ("overlap", "gap") else ["a"]
+    writer = Writer(path, dict.fromkeys(names, (3, 5)), dict.fromkeys(names, np.dtype(np.float32)))
+    for name in names:
+        writer.write(name, np.ones((3, 5), np.float32))
     writer.close()
     writer.appear()
     damaged(path, how)

@@ -93,6 +93,7 @@ def check_window(window: int | None) -> None:
 def padding(x: DistArray, key_padding: Mask, keys: int) -> Block:
     """Which keys are real, of this rank's part of the batch: [batch here, t]."""
     full = (x.shape[0], keys)
+    _is_array(key_padding, "key_padding", "[b, t]")
     if tuple(key_padding.shape) != full:
         raise ValueError(f"attention: key_padding has shape {tuple(key_padding.shape)}, not [b, t] = {full}")
     return _part(x, key_padding, (x.layout.dims[0], ()), full, "key_padding")
@@ -100,6 +101,7 @@ def padding(x: DistArray, key_padding: Mask, keys: int) -> Block:
 
 def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block:
     """A mask of [b, heads, s, t] as this rank's part of [b, kv heads, g, s, t]."""
+    _is_array(mask, "mask", "[b, heads, s, t], or a BlockMask")
     b, s, heads, g, _ = shape
     full, given = (b, heads * g, s, keys), tuple(mask.shape)
     if len(given) > 4 or any(n not in (1, f) for n, f in zip(given[::-1], full[::-1])):
@@ -117,6 +119,13 @@ def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block
     here = x.grid.block(Layout(*x.layout.dims), (*x.shape[:3], g, x.shape[4]))
     apart = block.reshape((block.shape[0], heads, g, *block.shape[2:]))
     return apart[:, here[2].start : here[2].stop, here[3].start : here[3].stop]
+
+
+def _is_array(given: Any, name: str, dims: str) -> None:
+    if not isinstance(given, np.ndarray | DistArray):
+        raise TypeError(
+            f"attention: the {name} is an array or DistArray of bools, {dims}, not a {type(given).__name__}"
+        )
 
 
 def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...], name: str) -> Block:

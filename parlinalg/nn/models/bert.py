@@ -18,7 +18,7 @@ from parlinalg.nn.containers import Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.layer import Layer
-from parlinalg.nn.models.transformer import Transformer, activation, spread
+from parlinalg.nn.models.transformer import Transformer, activation, check_ids, spread
 from parlinalg.nn.norms import LayerNorm
 from parlinalg.schemes import Scheme
 
@@ -66,19 +66,21 @@ class BertEncoder(Transformer):
             "initializer_range": initializer_range,
         }  # fmt: skip
         super().__init__(config, unknown, scheme, grid, dtype)
+        c = self.config
         own: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": self.dtype}
-        self.embedding = Embedding(vocab_size, hidden_size, **own)
-        self.types = Embedding(type_vocab_size, hidden_size, **own)
-        self.positions = Positions(max_position_embeddings, hidden_size, **own)
-        self.norm = LayerNorm(hidden_size, eps=layer_norm_eps, **own)
+        hidden, eps = c["hidden_size"], c["layer_norm_eps"]
+        self.embedding = Embedding(c["vocab_size"], hidden, **own)
+        self.types = Embedding(c["type_vocab_size"], hidden, **own)
+        self.positions = Positions(c["max_position_embeddings"], hidden, **own)
+        self.norm = LayerNorm(hidden, eps=eps, **own)
         self.dropout = Dropout(hidden_dropout_prob)
         self.blocks = Sequential(*(
             TransformerBlock(
-                hidden_size, num_attention_heads, intermediate_size, eps=layer_norm_eps, pre_norm=False,
-                activation=config["hidden_act"], attention_dropout=attention_probs_dropout_prob,
+                hidden, c["num_attention_heads"], c["intermediate_size"], eps=eps, pre_norm=False,
+                activation=c["hidden_act"], attention_dropout=attention_probs_dropout_prob,
                 dropout=hidden_dropout_prob, recompute=recompute, **own,
             )
-            for _ in range(num_hidden_layers)
+            for _ in range(c["num_hidden_layers"])
         ))  # fmt: skip
         self.start_from(spread(initializer_range))
         if seed is not None:
@@ -106,6 +108,7 @@ class BertEncoder(Transformer):
 
     def embed(self, ids: Tensor | DistArray, token_type_ids: Tensor | DistArray | None = None) -> Tensor:
         """The residual stream before the blocks."""
+        check_ids(ids)
         if token_type_ids is None:
             token_type_ids = (ids.data if isinstance(ids, Tensor) else ids) * 0
         elif token_type_ids.shape != ids.shape:
@@ -159,4 +162,6 @@ def key_padding(attention_mask: Any) -> Any:
     if attention_mask is None:
         return None
     mask = attention_mask.data if isinstance(attention_mask, Tensor) else attention_mask
+    if not isinstance(mask, np.ndarray | DistArray):
+        raise TypeError(f"attention_mask is an array or DistArray [batch, sequence], not a {type(mask).__name__}")
     return mask if mask.dtype == np.bool_ else mask != 0

@@ -18,7 +18,7 @@ from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
-from parlinalg.nn.models.transformer import Transformer, spread
+from parlinalg.nn.models.transformer import Transformer, check_ids, spread
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
 from parlinalg.schemes import Scheme
@@ -102,7 +102,8 @@ class CausalModel(Transformer, Pretrained):
         Raises
         ------
         ValueError
-            If the sequence is longer than the positions, or an id is not in the vocabulary.
+            If the ids are not [batch, sequence], the sequence is longer than the positions, or an id is not in the
+            vocabulary.
         """
         x = self.embed(ids, 0 if cache is None else cache.length)
         for i, block in enumerate(self.blocks):
@@ -115,6 +116,7 @@ class CausalModel(Transformer, Pretrained):
 
     def embed(self, ids: Tensor | DistArray, start: int = 0) -> Tensor:
         """The residual stream before the blocks; the first token is at position `start`."""
+        check_ids(ids)
         length, most = start + ids.shape[1], self.config["max_position_embeddings"]
         if length > most:
             raise ValueError(

@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
+from parlinalg.nn.checks import whole
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.models.transformer import activation
@@ -76,6 +77,7 @@ class GPT(CausalModel):
         scheme: Scheme, grid: Grid, dtype: DTypeLike = np.float32, seed: int | None = None,
         recompute: str | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
+        hidden_size = whole("GPT: hidden_size", hidden_size)
         config: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings, "hidden_size": hidden_size,
             "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
@@ -89,13 +91,13 @@ class GPT(CausalModel):
         )
         config |= said
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=True)
+        c, eps = self.config, self.config["layer_norm_eps"]
         blocks = [
             TransformerBlock(
-                hidden_size, num_attention_heads, self.config["intermediate_size"], scheme, grid, eps=layer_norm_eps,
-                activation=self.config["hidden_act"], causal=True, attention_dropout=attn_pdrop, dropout=resid_pdrop,
-                experts=experts,
-                recompute=recompute, dtype=self.dtype,
+                hidden_size, c["num_attention_heads"], c["intermediate_size"], scheme, grid, eps=eps,
+                activation=c["hidden_act"], causal=True, attention_dropout=attn_pdrop, dropout=resid_pdrop,
+                experts=experts, recompute=recompute, dtype=self.dtype,
             )
-            for _ in range(num_hidden_layers)
+            for _ in range(c["num_hidden_layers"])
         ]  # fmt: skip
-        self.finish(blocks, LayerNorm(hidden_size, scheme, grid, layer_norm_eps, dtype=self.dtype), seed, divided=True)
+        self.finish(blocks, LayerNorm(hidden_size, scheme, grid, eps, dtype=self.dtype), seed, divided=True)

@@ -94,19 +94,20 @@ class Llama(CausalModel):
         if head_dim is not None:
             config["head_dim"] = head_dim
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=False)
-        width = self.config.setdefault("head_dim", self.head_dim)
+        c, hidden, eps = self.config, self.config["hidden_size"], self.config["rms_norm_eps"]
+        width = c.setdefault("head_dim", self.head_dim)
         rotary = frequencies(width, theta, scaling)
         blocks = [
             TransformerBlock(
-                hidden_size, num_attention_heads, intermediate_size, scheme, grid,
-                kv_heads=self.config["num_key_value_heads"], head_dim=width, norm="rms", eps=rms_norm_eps,
-                activation="swiglu", bias=mlp_bias, attention_bias=attention_bias, causal=True, rotary=rotary,
+                hidden, c["num_attention_heads"], c["intermediate_size"], scheme, grid,
+                kv_heads=c["num_key_value_heads"], head_dim=width, norm="rms", eps=eps, activation="swiglu",
+                bias=c["mlp_bias"], attention_bias=c["attention_bias"], causal=True, rotary=rotary,
                 attention_dropout=attention_dropout, dropout=resid_pdrop, experts=experts,
                 recompute=recompute, dtype=self.dtype,
             )
-            for _ in range(num_hidden_layers)
+            for _ in range(c["num_hidden_layers"])
         ]  # fmt: skip
-        self.finish(blocks, RMSNorm(hidden_size, scheme, grid, rms_norm_eps, dtype=self.dtype), seed, divided=False)
+        self.finish(blocks, RMSNorm(hidden, scheme, grid, eps, dtype=self.dtype), seed, divided=False)
 
 
 def frequencies(width: int, base: float, scaling: Mapping[str, Any] | None) -> np.ndarray:

@@ -16,6 +16,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
+from parlinalg.nn.checks import flag, real, whole
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.layer import Layer
@@ -57,12 +58,11 @@ class Transformer(Module):
     ) -> None:  # fmt: skip
         super().__init__()
         refuse(type(self), unknown)
-        self.config = dict(config)
+        self.config = checked(type(self).__name__, config)
         self.scheme, self.grid = scheme, grid
         self.dtype = floating(type(self).__name__, dtype)
         self.ids_layout = Layout(*scheme.inner.dims[:2])
         self.targets_layout = self.ids_layout
-        check_sizes(type(self).__name__, self.config)
 
     # ------------------------------------------------------------------ layers
     def layers(self) -> list[Layer]:
@@ -136,12 +136,16 @@ def refuse(model: type[Module], unknown: Mapping[str, Any]) -> None:
         )
 
 
-def check_sizes(model: str, config: Mapping[str, Any]) -> None:
-    """Raise a ConfigError unless the sizes are whole numbers above 0, and heads divide what they are to divide."""
-    for name, value in config.items():
-        size = name.startswith("num_") or name.endswith(("_size", "position_embeddings", "head_dim"))
-        if size and not all(isinstance(n, int) and n >= 1 for n in (value if isinstance(value, tuple) else (value,))):
-            raise ConfigError(f"{model}: {name} is a whole number of at least 1, not {value!r}")
+def checked(model: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as plain numbers.
+
+    Raises
+    ------
+    ConfigError
+        Unless sizes are whole numbers above 0, the other numbers and flags are what they can be, and heads divide what
+        they are to divide.
+    """
+    config = {name: _argument(f"{model}: {name}", name, value) for name, value in config.items()}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "head_dim" not in config and hidden % heads:
         raise ConfigError(
@@ -154,6 +158,26 @@ def check_sizes(model: str, config: Mapping[str, Any]) -> None:
             f"{model}: num_attention_heads={heads} does not fall into num_key_value_heads={groups} groups; their "
             f"number may be {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
         )
+    return config
+
+
+def _argument(what: str, name: str, value: Any) -> Any:
+    """An argument as a plain number, by what its name says it is."""
+    if name.startswith("num_") or name.endswith(("_size", "position_embeddings", "head_dim")):
+        return tuple(whole(what, n) for n in value) if isinstance(value, tuple) else whole(what, value)
+    if name.endswith(("_pdrop", "_dropout", "_dropout_prob")):
+        return real(what, value, below=1)
+    if name.endswith("_eps") or name in ("initializer_range", "router_aux_loss_coef"):
+        return real(what, value)
+    if name.endswith("_bias") or name == "tie_word_embeddings":
+        return flag(what, value)
+    return value
+
+
+def check_ids(ids: Any) -> None:
+    """Raise a ValueError unless token ids are [batch, sequence]."""
+    if len(ids.shape) != 2:
+        raise ValueError(f"token ids have the shape [batch, sequence], not {tuple(ids.shape)}")
 
 
 def floating(model: str, dtype: DTypeLike) -> np.dtype[Any]:
@@ -169,6 +193,6 @@ def floating(model: str, dtype: DTypeLike) -> np.dtype[Any]:
 
 def activation(model: str, name: str) -> str:
     """Our name of an activation."""
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ConfigError(f"{model}: hidden_act is one of {', '.join(map(repr, ACTIVATIONS))}, not {name!r}")
     return ACTIVATIONS[name]

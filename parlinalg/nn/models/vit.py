@@ -75,19 +75,20 @@ class ViT(Transformer):
         }  # fmt: skip
         super().__init__(config, unknown, scheme, grid, dtype)
         own: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": self.dtype}
-        self.patches = PatchEmbedding(image_size, patch_size, num_channels, hidden_size, **own)
-        self.positions = Positions(1 + self.patches.patches, hidden_size, **own)
+        c, hidden, eps = self.config, self.config["hidden_size"], self.config["layer_norm_eps"]
+        self.patches = PatchEmbedding(c["image_size"], c["patch_size"], c["num_channels"], hidden, **own)
+        self.positions = Positions(1 + self.patches.patches, hidden, **own)
         self.dropout = Dropout(hidden_dropout_prob)
         self.blocks = Sequential(*(
             TransformerBlock(
-                hidden_size, num_attention_heads, intermediate_size, eps=layer_norm_eps,
-                activation=config["hidden_act"], qkv_bias=qkv_bias, attention_dropout=attention_probs_dropout_prob,
+                hidden, c["num_attention_heads"], c["intermediate_size"], eps=eps,
+                activation=c["hidden_act"], qkv_bias=c["qkv_bias"], attention_dropout=attention_probs_dropout_prob,
                 dropout=hidden_dropout_prob, recompute=recompute, **own,
             )
-            for _ in range(num_hidden_layers)
+            for _ in range(c["num_hidden_layers"])
         ))  # fmt: skip
-        self.norm = LayerNorm(hidden_size, eps=layer_norm_eps, **own)
-        self.classifier = Classifier(hidden_size, num_labels, pool=pool, **own)
+        self.norm = LayerNorm(hidden, eps=eps, **own)
+        self.classifier = Classifier(hidden, c["num_labels"], pool=pool, **own)
         self.images_layout = self.patches.images_layout
         self.targets_layout = self.classifier.targets_layout
         self.start_from(spread(initializer_range))

@@ -17,7 +17,7 @@ ROPE = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-#: Arguments of our model that its settings know nothing of.
+#: Arguments that our model has alone: they are written where they say something, and others pass over them.
 _OURS = ("resid_pdrop", "embd_pdrop")
 _L = "model.layers.{i}."
 
@@ -96,6 +96,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
         "attention_bias": config.flag("attention_bias", False),
         "mlp_bias": config.flag("mlp_bias", False),
         "attention_dropout": config.real("attention_dropout", 0.0),
+        **{name: config.real(name, 0.0) for name in _OURS},
         "initializer_range": config.real("initializer_range", 0.02),
         "tie_word_embeddings": config.flag("tie_word_embeddings", False),
     }
@@ -151,7 +152,7 @@ def rope_scaling(where: str, said: Any) -> dict[str, Any] | None:
 
 
 def _settings(arguments: Arguments) -> dict[str, Any]:
-    a = {name: value for name, value in arguments.items() if name not in _OURS}
+    a = {name: value for name, value in arguments.items() if value or name not in _OURS}
     rope = a.pop("rope_scaling")
     if rope is None:
         return {**a, "hidden_act": "silu", "rope_parameters": {"rope_theta": a["rope_theta"], "rope_type": "default"}}

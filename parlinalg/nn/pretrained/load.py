@@ -76,7 +76,7 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: 
     """
     config = Settings.read(folder)
     kind = config.get("model_type")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ConfigError(
             f"{config.path}: model_type={kind!r} is not known; known are "
             f"{', '.join(f'{k!r} (nn.{name})' for k, name in known.items())}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
-        last = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        last = _end(sorted(tuple(entry["data_offsets"]) for entry in header.values()))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} is no safetensors file: its header cannot be understood ({error})") from None
     if size != 8 + length + last:
@@ -105,11 +105,22 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Stored:
-    code, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-    first, stop = (int(n) for n in entry["data_offsets"])
-    if code in DTYPES and (stop - first != math.prod(shape) * dtype_named(DTYPES[code]).itemsize or first < 0):
+    code, shape, (first, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (*shape, first, stop)):
+        raise ValueError(f"tensor {name!r} has the shape {entry['shape']} and the bytes {entry['data_offsets']}")
+    if code in DTYPES and stop - first != math.prod(shape) * dtype_named(DTYPES[code]).itemsize:
         raise ValueError(f"tensor {name!r} of {code} and shape {shape} is said to lie in bytes {first} to {stop}")
     return Stored(path, name, code, shape, data + first)
+
+
+def _end(offsets: Sequence[tuple[int, int]]) -> int:
+    """Where the last tensor ends, if each begins where the one before it does: the format has no gaps."""
+    at = 0
+    for first, stop in offsets:
+        if first != at or stop < first:
+            raise ValueError(f"a tensor lies in bytes {first} to {stop}, and the one before it ends at {at}")
+        at = stop
+    return at
 
 
 class Writer:
