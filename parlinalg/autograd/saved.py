@@ -11,6 +11,8 @@ from typing import Any
 from parlinalg.array import DistArray
 from parlinalg.autograd.tape import Node, reachable
 from parlinalg.autograd.tensor import Tensor
+from parlinalg.backend.places import Places
+from parlinalg.backend.visible import Visible
 from parlinalg.layout import Layout
 
 
@@ -40,7 +42,7 @@ def saved(root: Tensor) -> list[Saved]:
     """The arrays that the backward pass from `root` holds on this rank, except the parameters; does not communicate.
 
     An array that several rules hold counts once, with the operation that was recorded first; of a view all of the
-    memory that it keeps counts.
+    memory that it keeps counts, and of a mask that attention was given, which it does not copy.
 
     Returns
     -------
@@ -150,5 +152,5 @@ def _arrays(held: Any, met: set[int]) -> Iterator[Any]:
     elif isinstance(held, list | tuple):
         for part in held:
             yield from _arrays(part, met)
-    elif hasattr(held, "__dict__") and type(held).__module__.startswith("parlinalg.autograd"):
-        yield from _arrays(vars(held), met)
+    elif isinstance(held, Visible | Places) or type(held).__module__.startswith("parlinalg.autograd"):
+        yield from _arrays(getattr(held, "__dict__", None), met)

@@ -67,7 +67,7 @@ class _Task:
         self.xp = namespace(q)
         self.batch, self.queries, self.heads, self.group, self.width = q.shape
         self.keys = k.shape[1]
-        self.visible = visible
+        self.visible = visible = visible.part(slice(None), slice(None))  # what it makes for its use goes with it
         self.work = work_dtype(q.dtype)
         self.scale = self.work.type(scale)
         self.limits = limits or (HOST if self.xp is np else DEVICE)

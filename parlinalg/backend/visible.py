@@ -35,14 +35,15 @@ class Visible:
         On the host, shape [kv heads or 1, g or 1, rows of blocks, columns of blocks]: the blocks of `size` queries and
         `size` keys that are seen at all; the others are skipped.  Without `places`.
     size : int
-    keep : array of bool, optional
-        Broadcastable to [batch, kv heads, g, queries, keys]: the pairs that are seen.
+    keep : tuple of array of bool
+        Each broadcastable to [batch, kv heads, g, queries, keys]: the pairs that are seen, where all of them say so.
+        They are combined in blocks of scores alone.
     """
 
     def __init__(
         self, *, causal: bool = False, window: int | None = None, start: int = 0,
         places: tuple[Places, Places] | None = None, documents: tuple[np.ndarray, np.ndarray] | None = None,
-        table: np.ndarray | None = None, size: int = 0, keep: Block = None,
+        table: np.ndarray | None = None, size: int = 0, keep: tuple[Block, ...] = (),
     ) -> None:  # fmt: skip
         self.causal = causal
         self.window = window
@@ -65,7 +66,7 @@ class Visible:
     @property
     def by_places(self) -> bool:
         """Whether positions alone say what is seen."""
-        return self.table is None and self.documents is None and self.keep is None
+        return self.table is None and self.documents is None and not self.keep
 
     @property
     def by_head(self) -> bool:
@@ -74,17 +75,15 @@ class Visible:
 
     def part(self, batch: slice, heads: slice) -> Visible:
         """The same for a part of the batch and of the kv heads."""
-        documents, table, keep = self.documents, self.table, self.keep
+        documents, table = self.documents, self.table
         if documents is not None:
             queries, keys = (d if d.shape[0] == 1 else d[batch] for d in documents)
             documents = queries, keys
         if table is not None and table.shape[0] > 1:
             table = table[heads]
-        if keep is not None:
-            keep = keep[tuple(p if n > 1 else slice(None) for p, n in zip((batch, heads), keep.shape, strict=False))]
         return Visible(
             causal=self.causal, window=self.window, start=self.start, places=self.places, documents=documents,
-            table=table, size=self.size, keep=keep,
+            table=table, size=self.size, keep=tuple(_within(k, batch, heads) for k in self.keep),
         )  # fmt: skip
 
     # ------------------------------------------------------------------ what is skipped
@@ -176,9 +175,9 @@ class Visible:
             self._hide_blocks(scores, heads, rows, keys)
         if self.documents is not None:
             self._hide_documents(scores, batch, rows, keys)
-        if self.keep is not None:
-            xp = namespace(scores)
-            self._hide_where(scores, xp.logical_not(self._kept(batch, heads, rows, keys)))
+        for keep in self.keep:
+            seen = _within(keep, batch, heads, slice(None), rows, keys)
+            self._hide_where(scores, namespace(scores).logical_not(seen))
 
     def edges(self, rows: slice, keys: slice) -> Span | None:
         """(after, upto): by their positions, query i of a block sees its keys with i + upto < j <= i + after.
@@ -276,9 +275,10 @@ class Visible:
         across = np.arange(keys.start, keys.stop) // size - keys.start // size
         self._hide_where(scores, xp.asarray(~seen[:, :, down][..., across]))
 
-    def _kept(self, batch: slice, heads: slice, rows: slice, keys: slice) -> Block:
-        parts = (batch, heads, slice(None), rows, keys)
-        return self.keep[tuple(p if n > 1 else slice(None) for p, n in zip(parts, self.keep.shape, strict=True))]
+
+def _within(keep: Block, *parts: slice) -> Block:
+    """These parts of the first dims of a mask; dims of size 1 stand for all."""
+    return keep[tuple(p if n > 1 else slice(None) for p, n in zip(parts, keep.shape, strict=False))]
 
 
 def _before(run: Run, position: int) -> int:

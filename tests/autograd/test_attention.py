@@ -28,6 +28,10 @@ MASKS = {
     "padding": ({"key_padding": PADDING}, PADDING[:, None, None, None, :]),
     "pairs": ({"mask": PAIRS, "key_padding": PADDING}, PAIRS.reshape(B, H, G, S, S) & PADDING[:, None, None, None, :]),
     "alike": ({"mask": PAIRS[0, 0], "causal": True}, PAIRS[0, 0] & (J <= I)),
+    "repeated": (
+        {"mask": np.broadcast_to(PAIRS[:, :1], PAIRS.shape), "key_padding": PADDING},
+        PAIRS[:, :1, None] & PADDING[:, None, None, None, :],
+    ),
     "blocks": ({"mask": ops.BlockMask(TABLE, 3)}, BLOCKS.reshape(H, G, S, S)),
 }
 

@@ -29,7 +29,7 @@ MASKS = {
     "causal, later": ({"causal": True, "start": 4}, J <= I + 4),
     "window": ({"causal": True, "window": 5}, (J <= I) & (J > I - 5)),
     "both sides": ({"window": 6, "start": 9}, abs(I + 9 - J) < 6),
-    "keys": ({"keep": KEEP, "causal": True}, KEEP & (J <= I)),
+    "keys": ({"keep": (KEEP,), "causal": True}, KEEP & (J <= I)),
     "blocks": ({"table": TABLE[:1, :1], "size": 4}, WIDE[0, 0]),
     "blocks by head": ({"table": TABLE, "size": 4, "causal": True}, WIDE & (J <= I)),
 }

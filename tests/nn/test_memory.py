@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn
+from parlinalg import nn, schemes
 from parlinalg.autograd import ops
 from parlinalg.autograd.saved import saved
 from tests.training import every_scheme, sizes_for
@@ -66,3 +66,44 @@ def test_recompute_keeps_a_blocks_input_alone(make_grid, world):
     block = (plain - again) / LAYERS + stream
     assert again <= 1.1 * (LAYERS * stream + block), (again, LAYERS * stream, block)
     assert again < plain / 2 or world.size > 2
+
+
+@pytest.mark.serial
+def test_masks_are_held_as_they_were_given(make_grid, backend):
+    if backend != "numpy":
+        return
+    scheme, (b, s, hidden, heads) = schemes.discover()["serial"].SCHEME, (4, 256, 16, 4)
+    grid = make_grid({"one": 1})
+    blocks = [nn.TransformerBlock(hidden, heads, hidden, scheme, grid).initialize(i, f"{i}") for i in range(3)]
+    x = pla.Tensor(pla.ones((b, s, hidden), grid, scheme.residual, "float32"), requires_grad=True)
+    pairs, real = np.tri(s, dtype=bool), np.arange(s) < np.full((b, 1), s - 3)
+
+    def run(**seen):
+        y = x
+        for block in blocks:
+            y = block(y, **seen)
+        return y
+
+    def held(**seen):
+        """Bytes kept, the most at once in inference, and what the tape says that it keeps."""
+        run(**seen)
+        gc.collect()
+        tracemalloc.start()
+        y = run(**seen)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+        total = sum(row.nbytes for row in saved(y))
+        tracemalloc.clear_traces()
+        del y
+        tracemalloc.reset_peak()
+        with pla.no_grad():
+            run(**seen)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return np.array([kept, most, total])
+
+    alone = held(mask=pairs)
+    repeated = np.broadcast_to(pairs, (b, heads, s, s))
+    for seen in ({"mask": pairs, "key_padding": real}, {"mask": repeated}):
+        assert (abs(held(**seen) - alone) < pairs.nbytes / 2).all(), (seen.keys(), held(**seen), alone)
+    assert held()[2] + pairs.nbytes == alone[2]  # once for all layers

@@ -68,15 +68,14 @@ def visible(
     check_window(window)
     if positions is not None and (isinstance(mask, BlockMask) or start):
         raise ValueError("attention: positions go with neither a BlockMask nor a start, which count places")
-    keep = None
+    keep: tuple[Block, ...] = ()
     if key_padding is not None:
-        keep = padding(x, key_padding, keys)[:, None, None, None, :]
+        keep = (padding(x, key_padding, keys)[:, None, None, None, :],)
     table, size = None, 0
     if isinstance(mask, BlockMask):
         table, size = _table(x, mask, shape, keys), mask.size
     elif mask is not None:
-        pairs = _pairs(x, mask, shape, keys)
-        keep = pairs if keep is None else keep & pairs
+        keep = (_pairs(x, mask, shape, keys), *keep)
     numbers = document_numbers(x, documents, keys, positions)
     places = None if positions is None else Places(positions)
     return Visible(
@@ -112,7 +111,7 @@ def _pairs(x: DistArray, mask: Mask, shape: tuple[int, ...], keys: int) -> Block
         raise ValueError(f"attention: a distributed mask has 4 dims, [b, heads, s, t], not the shape {given}")
     cuts = (x.layout.dims[0], x.layout.dims[2] if g == 1 else (), (), ())
     if isinstance(mask, np.ndarray):
-        mask = mask.reshape((1,) * (4 - len(given)) + given)
+        mask = _once(mask.reshape((1,) * (4 - len(given)) + given))
     block = _part(x, mask, cuts, full, "mask")
     if g == 1 or mask.shape[1] == 1:
         return block[:, :, None]
@@ -126,6 +125,11 @@ def _is_array(given: Any, name: str, dims: str) -> None:
         raise TypeError(
             f"attention: the {name} is an array or DistArray of bools, {dims}, not a {type(given).__name__}"
         )
+
+
+def _once(mask: np.ndarray) -> np.ndarray:
+    """A mask with dims of size 1 where it is repeated, as by `np.broadcast_to`."""
+    return mask[tuple(slice(None) if step or n <= 1 else slice(1) for step, n in zip(mask.strides, mask.shape))]
 
 
 def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...], name: str) -> Block:
@@ -147,7 +151,7 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
     part = tuple(slice(r.start, r.stop) for r in grid.block(lacking, mask.shape))
     if isinstance(mask, DistArray):
         return mask.block[tuple(slice(None) if h else p for h, p in zip(have.dims, part, strict=True))]
-    return grid.backend.from_host(np.ascontiguousarray(mask[part]))
+    return grid.backend.from_host(mask[part])
 
 
 def _table(x: DistArray, mask: BlockMask, shape: tuple[int, ...], keys: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Tokens:
         documents = None if self.documents is None else (self.documents[:, rows], self.documents[:, columns])
         return Visible(
             causal=self.causal, window=self.window, places=(Places(self.queries[rows]), Places(self.keys[columns])),
-            documents=documents, keep=None if self.padding is None else self.padding[:, None, None, None, columns],
+            documents=documents, keep=() if self.padding is None else (self.padding[:, None, None, None, columns],),
         )  # fmt: skip
 
 
