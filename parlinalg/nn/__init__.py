@@ -1,5 +1,6 @@
 """Modules: layers with parameters, one class for all parallel schemes."""
 
+from parlinalg.autograd.ops.masks import BlockMask
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
 from parlinalg.nn.attention import Attention
@@ -21,8 +22,8 @@ from parlinalg.nn.steps import sequence_positions, training_step
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
-    "GELU", "GPT", "MLP", "Attention", "BertEncoder", "Classifier", "Dropout", "Embedding", "KeyValueCache",
-    "Layer", "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "PatchEmbedding", "Positions", "RMSNorm",
-    "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT", "activation",
-    "auxiliary_losses", "generate", "init", "recompute", "sequence_positions", "training_step",
+    "GELU", "GPT", "MLP", "Attention", "BertEncoder", "BlockMask", "Classifier", "Dropout", "Embedding",
+    "KeyValueCache", "Layer", "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "PatchEmbedding",
+    "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT",
+    "activation", "auxiliary_losses", "generate", "init", "recompute", "sequence_positions", "training_step",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ Mask = np.ndarray | DistArray
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Blocks of queries and keys that are seen; the others are skipped, and cost nothing.
+    """Blocks of queries and keys that are seen; the others are skipped, and cost nothing.  A `mask` of attention.
 
     Parameters
     ----------
