@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -42,6 +42,23 @@ def auxiliary_losses() -> Iterator[AuxiliaryLosses]:
         yield found
     finally:
         _collected.reset(token)
+
+
+def term_weights(rows: Sequence[int], counts: Sequence[int]) -> list[float]:
+    """What the terms of a step's microbatches weigh, where losses are summed and then divided by their number.
+
+    A term is a mean over sequences, so that a microbatch's weighs as its rows, whichever of its targets count.
+
+    Parameters
+    ----------
+    rows, counts : sequence of int
+        Of each microbatch: its sequences, and its targets that count.
+
+    >>> term_weights([3, 1], [5, 7])
+    [9.0, 3.0]
+    """
+    whole, every = max(1, sum(counts)), max(1, sum(rows))
+    return [n * whole / every for n in rows]
 
 
 def collecting() -> bool:

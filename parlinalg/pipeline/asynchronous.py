@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError
+from parlinalg.nn.auxiliary import term_weights
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.model import PipelineModel
@@ -101,7 +102,9 @@ class AsynchronousRun(Run):
         self.place = {i: at for at, i in enumerate(self.order)}
         self.last_use = {self.version[i.microbatch]: at for i, at in self.place.items() if i.op in USES}
         """Of each version, the place of the last pass that has it."""
-        self.shares = shares(self.order, [batch.count for batch in batches])
+        self.shares, self.weights = shares(
+            self.order, [len(batch) for batch in batches], [batch.count for batch in batches]
+        )
         for op in USES:
             self.does[op] = self._with_version(self.does[op])
         self.does[Op.STEP] = self.make_step
@@ -149,22 +152,26 @@ def refuse(model: PipelineModel, schedule: Schedule) -> None:
         )
 
 
-def shares(order: Sequence[Instruction], counts: Sequence[int]) -> list[float]:
-    """For each microbatch one over the losses of its step.
+def shares(
+    order: Sequence[Instruction], rows: Sequence[int], counts: Sequence[int]
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """For each microbatch one over the losses of its step, and the weight of the terms that layers add.
 
     Parameters
     ----------
     order : sequence of Instruction
         A rank's.
-    counts : sequence of int
-        The losses of each microbatch.
+    rows, counts : sequence of int
+        The rows and the losses of each microbatch.
     """
     found: list[float] = []
+    weights: list[float] = []
     for i in order:
         if i.op is Op.STEP:
-            own = counts[len(found) : i.microbatch + 1]
-            found += [1 / max(1, sum(own))] * len(own)
-    return found
+            step = slice(len(found), i.microbatch + 1)
+            found += [1 / max(1, sum(counts[step]))] * len(counts[step])
+            weights += term_weights(rows[step], counts[step])
+    return found, weights
 
 
 def shorter(schedule: Schedule, microbatches: int) -> Schedule:

@@ -13,6 +13,7 @@ from parlinalg.autograd.tape import recording
 from parlinalg.comm.watch import slot
 from parlinalg.datasets import Batch
 from parlinalg.nn import training_step
+from parlinalg.nn.auxiliary import term_weights
 from parlinalg.pipeline.edges import Edge, Incoming
 from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.simulate import Span
@@ -49,6 +50,7 @@ class Run:
         self.order, self.held = schedule.orders[rank], schedule.chunks[rank]
         self.here = {chunk: c for c, chunk in enumerate(self.held)}
         self.learns, self.factor = False, 0.0
+        self.weights = term_weights([len(batch) for batch in batches], [batch.count for batch in batches])
         self.step: int | None = None
         self.likes = [_like(batch) for batch in batches]
         self.posted: dict[Instruction, Incoming] = {}
@@ -202,8 +204,8 @@ class Run:
                 self.hand_on(i, form, whole)
         if self.learns:
             for term in terms or ():
-                passage.add(term, self.factor * batch.count)
-                self.losses.append((stage.number, i.microbatch, term.detach(), {}, float(batch.count)))
+                passage.add(term, self.factor * self.weights[i.microbatch])
+                self.losses.append((stage.number, i.microbatch, term.detach(), {}, self.weights[i.microbatch]))
             self.passages[unit] = passage
             self.worker.held = max(self.worker.held, len(self.passages))
 

@@ -6,8 +6,8 @@ Accumulated gradients, clipping, the scale of the loss and sums over data parall
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
@@ -24,10 +24,11 @@ from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import Schedule
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
+from parlinalg.train.accumulated import Accumulated
 from parlinalg.train.arguments import check_state
-from parlinalg.train.feed import some_rows
+from parlinalg.train.feed import rows_of, some_rows
 from parlinalg.train.layouts import place_inputs
-from parlinalg.train.losses import Criterion, check_loss, counted
+from parlinalg.train.losses import Criterion, check_loss, counted, expected
 from parlinalg.train.sizes import detached
 from parlinalg.train.stages import worker_of
 from parlinalg.train.update import Update
@@ -79,9 +80,7 @@ class Engine:
     def _begin(self) -> None:
         """Be ready for the first microbatch of a step."""
         self._microbatch = 0  # calls of step() in this step of the optimizer
-        self._rows = 0  # of the microbatches before this one
-        self._total = 0.0  # weights of the microbatches so far
-        self._reference = 1.0  # the weight of the first one, in terms of which gradients are held
+        self._sums = Accumulated()  # of the microbatches before this one
         self._finite = True
         self._stepped = False  # by a schedule whose stages make their own steps
         self._next_microbatch()
@@ -89,7 +88,7 @@ class Engine:
     def _next_microbatch(self) -> None:
         self._draws: Draws | None = None
         self._forwarded = 0  # rows since the last backward pass
-        self._counted = 0  # targets since the last backward pass
+        self._counted: int | None = None  # targets since the last backward pass, where the criterion is the engine's
         self._weight: float | None = None  # of this microbatch, once it had a backward pass
         self._auxiliary: list[Tensor] = []
 
@@ -159,7 +158,7 @@ class Engine:
             with self.context(inputs):
                 return self.model(self.placed(x))
         if self._draws is None:
-            self._draws = Draws(self.made, self._rows)
+            self._draws = Draws(self.made, self._sums.rows)
             self._forwarded = some_rows(x)
         with self.context(inputs) as auxiliary, drawing(self._draws):
             output = self.model(self.placed(x))
@@ -186,16 +185,24 @@ class Engine:
         Labels that are host arrays are cut as the first dims of the output.
         """
         loss, count = self.counted(output, label)
-        self._counted += count
+        self._counted = count + (self._counted or 0)
         mean = loss * (1 / max(1, count))
         for term in self._auxiliary:
-            mean = mean + term
+            mean = mean + term * self._sums.share(self._forwarded, count)
         self._auxiliary = []
         return mean
 
     def counted(self, output: Any, label: Any) -> tuple[Tensor, int]:
         """The sum of the losses, and how many they are."""
         return counted(self._criterion, output, label, self.grid)
+
+    def expecting(self, parts: Sequence[Any]) -> AbstractContextManager[None]:
+        """Within it come the microbatches of one batch, so that each is weighed by what all have."""
+        return self._sums.expecting(sum(rows_of(x) for x, _ in parts), sum(map(self.expected, parts)))
+
+    def expected(self, part: Any) -> int:
+        """How many targets of a microbatch are to count."""
+        return part.count if isinstance(part, Batch) else expected(self._criterion, part[1])
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a mean loss to those of the step's microbatches before it, each as it has targets.
@@ -225,24 +232,17 @@ class Engine:
             )
         weight = self._weight
         if weight is None:
-            weight = float(self._counted or self._forwarded)
-            self._weigh(weight)
+            weight = self._sums.add(self._forwarded if self._counted is None else self._counted)
         self._add(loss, loss.item(), weight)
         self._weight = weight
-
-    def _weigh(self, weight: float) -> None:
-        """Count a microbatch's targets among the step's."""
-        if not self._total:
-            self._reference = max(1.0, weight)
-        self._total += weight
 
     def _add(self, loss: Tensor, value: float, weight: float, last: bool = True) -> None:
         """The backward pass of a mean loss over so many targets; `last`: this batch has no further microbatch."""
         self.check_finite(value)
         syncs = last and self._microbatch == self.accumulate - 1
         with nullcontext() if syncs else no_sync(), overflowing() if self._update.skips else nullcontext():
-            (loss * (self._update.scale * weight / self._reference)).backward()
-        self._rows += self._forwarded
+            (loss * (self._update.scale * weight / self._sums.reference)).backward()
+        self._sums.rows += self._forwarded
         self._next_microbatch()
 
     def microbatch(self, part: Any, *, last: bool, forward_only: bool) -> tuple[float, Any, int]:
@@ -260,14 +260,14 @@ class Engine:
         with no_grad() if forward_only else nullcontext():
             output = self(part if isinstance(part, Batch) else part[0])
             loss = self.criterion(output, label)
-        count, value = self._counted, float(loss.item())
+        count, value = self._counted or 0, float(loss.item())
         if forward_only:
             self._next_microbatch()
         else:
-            self._weigh(float(count))
-            self._add(loss, value, float(count), last)
+            weight = self._sums.add(count)
+            self._add(loss, value, weight, last)
             if last:
-                self._weight = self._total
+                self._weight = weight
         return value, detached(output), count
 
     def check_finite(self, loss: float) -> None:
@@ -308,15 +308,11 @@ class Engine:
         if self._stepped:
             self._norm, changed = None, True
         else:
-            self._norm, changed = self._update(self._finite, self._held())
+            self._norm, changed = self._update(self._finite, self._update.scale * self._sums.held)
         self.made += 1
         self.skipped += not changed
         self._begin()
         return changed
-
-    def _held(self) -> float:
-        """What the gradients are multiplied by."""
-        return self._update.scale * max(1.0, self._total) / self._reference
 
     def zero_grad(self, *, all: bool = False) -> None:
         """Forget the gradients, unless they are those of earlier microbatches of a step under way.
@@ -343,8 +339,8 @@ class Engine:
         self, total: float, reference: float, rows: int, loss: float, *, stepped: bool = False
     ) -> None:  # fmt: skip
         """Note that a schedule has left the gradients of a step, in terms of `reference` instead of `total` targets."""
-        self._weight, self._total, self._reference, self._rows = total, total, reference, rows
-        self._stepped = stepped
+        self._sums.hold(rows, total, reference)
+        self._weight, self._stepped = total, stepped
         self.check_finite(loss)
 
     def check_free(self, what: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parlinalg.autograd import Tensor, no_grad, no_sync
 from parlinalg.datasets import Batch
 from parlinalg.nn import training_step
+from parlinalg.nn.auxiliary import term_weights
 from parlinalg.optim import Optimizer, Scheduler
 from parlinalg.parallel.precision import LossScaler, overflowing
 from parlinalg.train.task import Batches, Outcome, Task
@@ -92,11 +93,12 @@ class Trainer:
             with told:
                 return self.worker.step(parts, self.task, self.made, factor)
         sums: dict[str, float] = defaultdict(float)
+        weights = term_weights([len(part) for part in parts], [part.count for part in parts])
         for i, part in enumerate(parts):
             alone = nullcontext() if i == len(parts) - 1 else no_sync()
             told = nullcontext() if self.scaler is None else overflowing()
             with alone, told, training_step(self.made, part.offset):
-                loss, _, measures = self.task.losses(part)
+                loss, _, measures = self.task.losses(part, weights[i])
                 (loss * factor).backward()
             _add(sums, loss, measures)
         return sums

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
+
+import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
+from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.errors import EngineError
 from parlinalg.grid import Grid
 from parlinalg.train.feed import placed
@@ -32,6 +37,17 @@ def counted(criterion: Criterion, output: Any, label: Any, grid: Grid) -> tuple[
         return check_loss(found[0]), _count(found[1])
     count = size_of(label)
     return check_loss(found) * count, count
+
+
+def expected(criterion: Criterion, label: Any) -> int:
+    """How many losses those of a label are to be, as far as that is known before the forward pass: all its elements,
+    but for those of host arrays that `cross_entropy_sum` ignores."""
+    made = criterion if isinstance(criterion, partial) else partial(criterion)
+    if made.func is not cross_entropy_sum or not isinstance(label, np.ndarray):
+        return size_of(label)
+    given = signature(made).bind_partial()
+    given.apply_defaults()
+    return int(np.count_nonzero(label != given.arguments["ignore_index"]))
 
 
 def _count(given: Any) -> int:

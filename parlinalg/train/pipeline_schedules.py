@@ -18,7 +18,7 @@ from parlinalg.train.feed import drawn, joined, rows_of
 from parlinalg.train.launch import Mesh
 from parlinalg.train.options import Pipelining
 from parlinalg.train.pipelines import microbatches_of
-from parlinalg.train.sizes import detached, size_of
+from parlinalg.train.sizes import detached
 
 if TYPE_CHECKING:
     from parlinalg.train.engine import Engine
@@ -115,12 +115,13 @@ class NonPipelineSchedule(BaseSchedule):
             engine.check_free(f"{type(self).__name__}.forward_backward_step")
         parts = self.batches(engine, data_iter, not forward_only)
         outputs, labels, total, count = [], [], 0.0, 0
-        for i, part in enumerate(parts):
-            loss, output, weight = engine.microbatch(part, last=i == len(parts) - 1, forward_only=forward_only)
-            total, count = total + loss * weight, count + weight
-            if return_output_label:
-                outputs.append(output)
-                labels.append(part[1] if not isinstance(part, Batch) else part.y)
+        with engine.expecting(parts):
+            for i, part in enumerate(parts):
+                loss, output, targets = engine.microbatch(part, last=i == len(parts) - 1, forward_only=forward_only)
+                total, count = total + loss * max(1, targets), count + targets
+                if return_output_label:
+                    outputs.append(output)
+                    labels.append(part[1] if not isinstance(part, Batch) else part.y)
         engine.rows, engine.targets = sum(rows_of(x) for x, _ in parts), float(count)
         joint = (joined(outputs), joined(labels)) if return_output_label else (None, None)
         return *joint, total / max(1, count) if return_loss else None
@@ -221,7 +222,7 @@ class Sample:
         self.documents = getattr(part, "documents", None)
         self.y = None
         """Labels are cut when there are outputs, as these."""
-        self.count: int = part.count if isinstance(part, Batch) else size_of(self.label)
+        self.count: int = engine.expected(part)
 
     @cached_property
     def x(self) -> Any:

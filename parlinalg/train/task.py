@@ -93,15 +93,23 @@ class Task(ABC):
     def losses_of(self, output: Any, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
         """Of what the model gives: the sum of the losses, their number, sums of further measures.  Collective."""
 
-    def losses(self, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
+    def losses(self, batch: Batch, weight: float | None = None) -> tuple[Tensor, int, dict[str, float]]:
         """The sum of the losses, with the terms that layers add, their number, and the sums of further measures.
 
         Collective.
+
+        Parameters
+        ----------
+        batch : Batch
+        weight : float, optional
+            What the terms are multiplied by (`nn.auxiliary.term_weights`); by default as for a batch of its own.
         """
         with self.context(batch) as auxiliary:
             output = self.model(batch.x)
         total, count, measures = self.losses_of(output, batch)
-        return total + auxiliary.total() * count if auxiliary else total, count, measures
+        if auxiliary:
+            total = total + auxiliary.total() * (max(1, count) if weight is None else weight)
+        return total, count, measures
 
     @abstractmethod
     def metrics(self, outcome: Outcome, seconds: float) -> dict[str, float]:

@@ -167,7 +167,7 @@ class Trainer:
                 output, label, loss = self.schedule.forward_backward_step(
                     engine, batches, return_output_label=any(hook.wants_output for hook in self.hooks)
                 )
-                total, count = total + (loss or 0.0) * engine.targets, count + engine.targets
+                total, count = total + (loss or 0.0) * max(1.0, engine.targets), count + engine.targets
                 rows += engine.rows
                 lr = engine.optimizer.lr
                 changed = engine.step()

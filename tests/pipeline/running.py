@@ -74,36 +74,33 @@ _serial: dict[str, tuple[list[float], list[float]]] = {}
 
 
 def serial(
-    world: Any, layers: int, steps: int = 10, clip: float | None = None, auxiliary: bool = False, parts: int = 1,
-    **options: Any,
+    world: Any, layers: int, steps: int = 10, clip: float | None = None, auxiliary: bool = False, **options: Any
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """The losses and the norms without a pipeline, on one rank; known to all ranks."""
-    key = repr((layers, steps, clip, auxiliary, parts, sorted(options.items())))
+    key = repr((layers, steps, clip, auxiliary, sorted(options.items())))
     if key not in _serial:
         found = None
         with alone(world) as grid:
             if world.rank == 0:
-                found = _trained_alone(grid, layers, steps, clip, auxiliary, parts, options)
+                found = _trained_alone(grid, layers, steps, clip, auxiliary, options)
         _serial[key] = world.share(found)[0]
     return _serial[key]
 
 
 def _trained_alone(
-    grid: Any, layers: int, steps: int, clip: float | None, auxiliary: bool, parts: int, options: Mapping[str, Any]
+    grid: Any, layers: int, steps: int, clip: float | None, auxiliary: bool, options: Mapping[str, Any]
 ) -> tuple[list[float], list[float]]:
     model = model_on(SERIAL, grid, layers, **options).initialize(5)
     optimizer, work, losses, norms = AdamW(model.parameters(), 0.01), Text(auxiliary), [], []
     for step in range(steps):
-        each = batches(model, step, parts)
-        whole, loss = sum(batch.count for batch in each), 0.0
-        for batch in each:
-            with nn.training_step(step, batch.offset), work.context(batch) as terms:
-                total, count, _ = work.losses_of(model(batch.x), batch)
-            for term in terms:
-                total = total + term * count
-            (total * (1 / whole)).backward()
-            loss += total.item()
-        losses.append(loss / whole)
+        (batch,) = batches(model, step, 1)
+        with nn.training_step(step), work.context(batch) as terms:
+            total, count, _ = work.losses_of(model(batch.x), batch)
+        loss = total * (1 / count)
+        for term in terms:
+            loss = loss + term
+        loss.backward()
+        losses.append(loss.item())
         norms.append(examine(model.parameters()).norm)
         optimizer.step(clipping(norms[-1], clip))
         optimizer.zero_grad()

@@ -30,8 +30,7 @@ def same(
 ) -> None:  # fmt: skip
     """A pipeline's losses and norms are those of one rank."""
     given = dict(model or {})
-    parts = microbatches if auxiliary else 1  # auxiliary terms are of a microbatch's tokens
-    losses, norms = serial(world, layers, 3, 0.5, auxiliary, parts, **given)
+    losses, norms = serial(world, layers, 3, 0.5, auxiliary, **given)
     with pipeline(world, backend, name, parallel, microbatches, layers, auxiliary=auxiliary, **options, **given) as p:
         found = [p.step(step, clip=0.5) for step in range(steps)]
     wrong = differs([loss for loss, _ in found], losses[:steps]) + differs([norm for _, norm in found], norms[:steps])

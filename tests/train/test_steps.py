@@ -38,8 +38,8 @@ def spoiled(job: Job, steps: set[int]) -> None:
     """Have the losses of these steps be infinite."""
     losses = job.task.losses
 
-    def worse(batch: Any) -> Any:
-        loss, count, measures = losses(batch)
+    def worse(batch: Any, weight: float) -> Any:
+        loss, count, measures = losses(batch, weight)
         return (loss * np.inf if job.trainer.made in steps else loss), count, measures
 
     job.task.losses = worse  # type: ignore[method-assign]
