@@ -133,14 +133,12 @@ class Places:
         """The pieces of an entry."""
         if not entry.size or not entry.names:
             return
-        if id(entry.parameter) not in self._of:
-            raise OffloadError(f"there are no states of {entry.parameter.name!r}: they were not made, or are closed")
-        stretch, start = self._of[id(entry.parameter)]
+        stretch, start = self._found(entry)
         yield from _cut(stretch, start, entry.size)
 
     def of_run(self, run: Run) -> Iterator[tuple[Piece, Run]]:
         """The pieces of a run, each as the run of its elements, still without states."""
-        stretch, start = self._of[id(run.entries[0].parameter)]
+        stretch, start = self._found(run.entries[0])
         ends = np.cumsum([e.size for e in run.entries])
         for piece in _cut(stretch, start, int(ends[-1])):
             i = int(np.searchsorted(ends, piece.at, "right"))
@@ -148,6 +146,12 @@ class Places:
             before = int(ends[i - 1]) if i else 0
             window = Run(run.entries[i : j + 1], run.value[piece.part], run.g[piece.part], {}, piece.at - before)
             yield piece, window
+
+    def _found(self, entry: Entry) -> tuple[Stretch, int]:
+        """Where an entry begins."""
+        if id(entry.parameter) not in self._of:
+            raise OffloadError(f"there are no states of {entry.parameter.name!r}: they were not made, or are closed")
+        return self._of[id(entry.parameter)]
 
     def label(self) -> list[list[Any]]:
         """What lies where, for those who find the file: name, elements, where they begin in the block, and states."""

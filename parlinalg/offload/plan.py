@@ -124,6 +124,8 @@ class OffloadPlan:
     path : Path or None
     chunk : int
         Bytes of a chunk of states.
+    there : tuple of str
+        What was to go to host memory and is there already, since NumPy computes in it.
     """
 
     model: Module
@@ -133,6 +135,7 @@ class OffloadPlan:
     memory: int | None
     path: Path | None
     chunk: int
+    there: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         t = self.table
@@ -143,10 +146,12 @@ class OffloadPlan:
             + (f", {format_bytes(t.activations)} of activations" if t.activations else "")
         )
         limit = "" if self.memory is None else f" for a limit of {format_bytes(self.memory)}"
+        there = f"; {' and '.join(self.there)} rest in host memory in any case, since NumPy computes there"
+        there *= bool(self.there)
         if not self.places:
-            return f"nothing is offloaded{limit}: {held}"
+            return f"nothing is offloaded{limit}: {held}{there}"
         what = ", ".join(f"{kind} to {self._where(place)}" for kind, place in self.places.items())
-        return f"offloaded{limit}: {what}; {held}; {format_bytes(t.rest(self.places, self.chunk))} stay"
+        return f"offloaded{limit}: {what}; {held}; {format_bytes(t.rest(self.places, self.chunk))} stay{there}"
 
     def _where(self, place: str) -> str:
         return "host memory" if place == "host" else f"{self.path}"
@@ -261,10 +266,9 @@ def plan(
         _enough(model, table, limit, movable, found is None, "" if where else HINT)
         for kind in found or ():
             chosen.setdefault(kind, where or "host")
-    if cpu:  # host memory is where everything is
-        chosen = {kind: place for kind, place in chosen.items() if place != "host"}
-    ordered = {kind: chosen[kind] for kind in ORDER if kind in chosen}
-    return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk_of(limit))
+    there = tuple(kind for kind in ORDER if cpu and chosen.get(kind) == "host")
+    ordered = {kind: chosen[kind] for kind in ORDER if kind in chosen and kind not in there}
+    return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk_of(limit), there)
 
 
 def chunk_of(limit: int | None) -> int:

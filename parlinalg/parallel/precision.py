@@ -100,7 +100,18 @@ class LossScaler:
         return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Go on from what `state_dict` gave.
+
+        Raises
+        ------
+        ConfigError
+            If it lacks a key of these.
+        """
+        if lacking := [key for key in ("scale", "good", "skipped") if key not in state]:
+            raise ConfigError(
+                f"LossScaler.load_state_dict takes what state_dict gave, with scale, good and skipped; this lacks "
+                f"{', '.join(lacking)}, and has {', '.join(map(repr, state)) or 'no keys'}"
+            )
         self.scale = float(state["scale"])
         self.good, self.skipped = int(state["good"]), int(state["skipped"])
 

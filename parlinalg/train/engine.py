@@ -160,7 +160,7 @@ class Engine:
         if self._draws is None:
             self._draws = Draws(self.made, self._sums.rows)
             self._forwarded = some_rows(x)
-        with self.context(inputs) as auxiliary, drawing(self._draws):
+        with self.context(inputs) as auxiliary, drawing(self._draws), self.overflowing():
             output = self.model(self.placed(x))
         self._auxiliary += auxiliary
         return output
@@ -168,7 +168,7 @@ class Engine:
     def placed(self, x: Any) -> Any:
         """Inputs as the model takes them: host arrays are cut, and what is floating gets the model's dtype."""
         model = self.model
-        known: Any = model.inventory.values() if isinstance(model, PipelineModel) else model.parameters()
+        known = model.inventory.values() if isinstance(model, PipelineModel) else model.parameters()
         return place_inputs(getattr(model, "whole", model), x, self.grid, next((p.dtype for p in known), None))
 
     @contextmanager
@@ -184,7 +184,8 @@ class Engine:
 
         Labels that are host arrays are cut as the first dims of the output.
         """
-        loss, count = self.counted(output, label)
+        with self.overflowing():
+            loss, count = self.counted(output, label)
         self._counted = count + (self._counted or 0)
         mean = loss * (1 / max(1, count))
         for term in self._auxiliary:
@@ -240,7 +241,7 @@ class Engine:
         """The backward pass of a mean loss over so many targets; `last`: this batch has no further microbatch."""
         self.check_finite(value)
         syncs = last and self._microbatch == self.accumulate - 1
-        with nullcontext() if syncs else no_sync(), overflowing() if self._update.skips else nullcontext():
+        with nullcontext() if syncs else no_sync(), self.overflowing():
             (loss * (self._update.scale * weight / self._sums.reference)).backward()
         self._sums.rows += self._forwarded
         self._next_microbatch()
@@ -264,11 +265,14 @@ class Engine:
         if forward_only:
             self._next_microbatch()
         else:
-            weight = self._sums.add(count)
-            self._add(loss, value, weight, last)
+            self._add(loss, value, weight := self._sums.add(count), last)
             if last:
                 self._weight = weight
         return value, detached(output), count
+
+    def overflowing(self) -> AbstractContextManager[None]:
+        """Where steps that are not finite are left out, what overflows is no warning."""
+        return overflowing() if self._update.skips else nullcontext()
 
     def check_finite(self, loss: float) -> None:
         """Note whether a microbatch's loss is finite; raise where steps that are not finite are not left out."""

@@ -126,7 +126,9 @@ def _loss_scale(where: str, value: Any) -> Any:
 
 
 def _communicate(where: str, value: Any) -> str:
-    found: str = one_of("16", "bfloat16", "float16", "float32")(where, str(value) if value in (16, 32) else value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = "float32" if value == 32 else str(value)
+    found: str = one_of("16", "bfloat16", "float16", "float32")(where, "float32" if value == "32" else value)
     return found
 
 

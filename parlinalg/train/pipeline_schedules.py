@@ -181,7 +181,8 @@ class PipelineSchedule(NonPipelineSchedule):
             sums = worker.forward(samples, work)
         else:
             stepped = worker.schedule.asynchronous
-            sums = worker.step(samples, work, engine.made, 1.0 if stepped else engine.loss_scale / reference)
+            with engine.overflowing():
+                sums = worker.step(samples, work, engine.made, 1.0 if stepped else engine.loss_scale / reference)
         total = sums["count"]
         loss = sums["loss"] / max(1.0, total)
         if not forward_only:

@@ -218,6 +218,9 @@ def test_a_limit_decides(make_grid, world, folder, backend):
     table = offload.plan(model, update).table
     path = folder if backend == "numpy" else None
     assert str(offload.plan(model, update, memory="1GiB", path=path)).startswith("nothing is offloaded for a limit of")
+    told = str(offload.plan(model, update, optimizer_states="host", activations="host"))
+    why = "; optimizer and activations rest in host memory in any case, since NumPy computes there"
+    assert told.endswith(why) == (backend == "numpy"), told
     with pytest.raises(ConfigError, match=r"the least limit that works is \d+ bytes") as raised:
         offload.plan(model, update, memory=1000, path=path, kept="1kB")
     least = int(re.search(r"works is (\d+)", str(raised.value))[1])

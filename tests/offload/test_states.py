@@ -63,6 +63,16 @@ def test_every_bit_as_in_memory(make_grid, world, folder, case, backend):
     assert not unlike(everything(model, update), want)
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_step_after_the_end_is_refused(make_grid, world, folder):
+    model, update = start(make_grid(sizes(world.size)))
+    with DiskStates(folder, chunk=4096) as states:
+        update.place(states)
+        go_on(model, update, range(1))
+    with pytest.raises(OffloadError, match=r"there are no states of '.*': they were not made, or are closed"):
+        go_on(model, update, range(1))
+
+
 @pytest.mark.ranks(1, 4)
 def test_states_move_in_the_middle_of_a_training(make_grid, world, folder, backend):
     grid = make_grid(sizes(world.size))

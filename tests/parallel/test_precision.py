@@ -126,6 +126,9 @@ def test_scales_grow_fall_and_stay_within_bounds():
         scaler.update(finite)
         other.update(finite)
         assert other.state_dict() == scaler.state_dict()
+    with pytest.raises(pla.ConfigError, match="this lacks scale, skipped, and has 'good'"):
+        other.load_state_dict({"good": 1})
+    assert other.state_dict() == scaler.state_dict()
     still = LossScaler(3.0, dynamic=False, growth_every=1)
     still.update(True)
     still.update(False)

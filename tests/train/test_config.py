@@ -249,6 +249,8 @@ def test_short_forms_of_precision_and_zero() -> None:
         "float16", 8.0, "float16"
     )
     assert check({"precision": {"communicate": "16"}}).precision == Precision(None, None, "bfloat16")
+    for same in (32, "32", "float32"):
+        assert check({"precision": {"communicate": same}}).precision.communicate == "float32"
     assert check({"precision": "fp16", "dtype": "float64"}).model_dtype == "float16"
     assert check({"offload": {"optimizer": "disk", "memory": "1KiB"}}).offload == {"optimizer": "disk", "memory": 1024}
 
