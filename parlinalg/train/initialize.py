@@ -115,7 +115,7 @@ def initialize(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
         accumulate=accumulate, schedule=schedule,
     )  # fmt: skip
-    return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train)
+    return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train, accumulate)
 
 
 def _has_values(model: Module) -> bool:
@@ -165,7 +165,8 @@ def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter],
     return optimizer
 
 
-def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | None) -> Any:
+def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | None, accumulate: int) -> Any:
+    """What changes the learning rate, over the steps that a `Trainer` makes in the configuration's epochs."""
     if given is not None:
         made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
         if not callable(getattr(made, "step", None)):
@@ -184,5 +185,5 @@ def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | 
             )
         every = length_of(train.source, f"initialize: the configuration's lr_schedule ({config.lr_schedule}) needs the "
                           "number of steps, so steps=… in it, or the length of train_dataloader")  # fmt: skip
-        steps = -(-config.epochs * every // config.gradient_accumulation)
+        steps = max(1, config.epochs * (every // accumulate))
     return build.scheduler(config, optimizer, steps)
