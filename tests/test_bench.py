@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,6 +198,42 @@ def test_a_piece_that_fails_or_hangs_is_an_error(harness) -> None:
         harness.run([sys.executable, "-c", "raise SystemExit(3)"], harness.environment())
     with pytest.raises(RuntimeError, match="longer than 1 s"):
         harness.run([sys.executable, "-c", "import time; time.sleep(60)"], harness.environment(), timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("within", "code", "line"),
+    [
+        ({"digest": "a", "losses": [1.0], "peak": 5, "baseline": 1}, 0, "the same bits"),
+        ({"digest": "b", "losses": [1.0], "peak": 5, "baseline": 1}, 1, "DIFFERENT"),
+        ({"failed": "MemoryError: 3 bytes"}, 1, "FAILS within the limit: MemoryError: 3 bytes"),
+        (RuntimeError("python piece failed with -6:"), 1, "FAILS within the limit: python piece failed with -6"),
+    ],
+)
+def test_offload_fails_where_the_limited_run_does(
+    within: Any, code: int, line: str, harness: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    spec = spec_from_file_location("bench_offload", BENCH / "offload.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bench = module_from_spec(spec)
+    spec.loader.exec_module(bench)
+
+    def trained(folder: Path, model: str, mode: str, limit: int | None = None, **options: Any) -> dict[str, Any]:
+        if limit is None:
+            return {"digest": "a", "losses": [1.0], "peak": 9, "baseline": 1, "states": 8, "parameters": 4}
+        if mode == "memory":
+            return {"failed": "MemoryError"}
+        if isinstance(within, Exception):
+            raise within
+        return dict(within)
+
+    monkeypatch.setattr(bench, "trained", trained)
+    monkeypatch.setattr(harness, "stop_cleanly", lambda: None)
+    monkeypatch.setattr(harness, "busy_at_start", lambda *_: 0.0)
+    monkeypatch.setattr(sys, "argv", ["offload.py", "--path", str(tmp_path), "--parts", "limit", "--crowded"])
+    assert bench.main() == code
+    assert line in capsys.readouterr().out
 
 
 def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) -> None:
