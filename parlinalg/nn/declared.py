@@ -42,7 +42,7 @@ class Declared:
 
     def __post_init__(self) -> None:
         sizes: tuple[Any, ...] = self.shape  # whatever their annotation says
-        if not all(isinstance(n, Integral) and n >= 0 for n in sizes):
+        if not all(isinstance(n, Integral) and int(n) >= 0 for n in sizes):
             raise ConfigError(f"a parameter of shape {self.shape} cannot be: sizes are whole numbers of at least 0")
         object.__setattr__(self, "shape", tuple(int(n) for n in sizes))
 

@@ -7,7 +7,7 @@ from numpy.typing import DTypeLike
 
 from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
-from parlinalg.autograd import Parameter, Tensor, ops
+from parlinalg.autograd import Parameter, Tensor, as_tensor, ops
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -44,8 +44,8 @@ class PatchEmbedding(Module):
     patches : int
         How many there are in an image.
     images_layout : Layout
-        Of the images [batch, channels, height, width] it is called with.  The result, [batch, 1 + patches, hidden],
-        has the residual stream's layout.
+        Of the images [batch, channels, height, width] it is called with, of any dtype.  The result, [batch, 1 +
+        patches, hidden], has the residual stream's layout and the layer's dtype.
     """
 
     class_token: Parameter
@@ -76,7 +76,8 @@ class PatchEmbedding(Module):
                 f"this layer takes images of shape [batch, {self.channels}, {self.image[0]}, {self.image[1]}], not "
                 f"{images.shape}"
             )
-        x = ops.patches(images, self.patch, lead=1).redistribute(self.projection.plan(2).x)
+        shown = as_tensor(images).astype(self.class_token.dtype)  # the model's arithmetic, not that of the images
+        x = ops.patches(shown, self.patch, lead=1).redistribute(self.projection.plan(2).x)
         return ops.replace_first(self.projection(x), self.class_token)
 
     def extra_repr(self) -> str:

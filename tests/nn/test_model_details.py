@@ -120,6 +120,25 @@ def test_microbatches_drop_what_the_whole_batch_drops(kind: str, make_grid: Any,
         np.testing.assert_allclose(g, p.grad.gather(), rtol=0, atol=1e-13 * np.abs(g).max())
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_images_of_any_dtype_are_computed_with_in_the_models(dtype: str, make_grid: Any, world: Any) -> None:
+    model = make("vit", SUMMA, make_grid({"r": world.size, "c": 1}), dtype=dtype)
+    whole = np.random.default_rng(0).integers(0, 9, (BATCH, 2, 6, 9))
+    want = model(placed(whole.astype(model.dtype), model.grid, model.images_layout))
+    for given in ("float64", "float32", "uint8"):
+        shown = placed(whole.astype(given), model.grid, model.images_layout)
+        images = pla.Tensor(shown, requires_grad=given != "uint8")
+        assert model.embed(images).dtype == model.dtype
+        logits = model(images)
+        assert logits.dtype == model.dtype
+        assert np.array_equal(logits.gather(), want.gather())
+        if images.requires_grad:
+            logits.sum().backward()
+            assert images.grad is not None
+            assert images.grad.dtype == given
+
+
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_its_layers(kind: str, make_grid: Any, world: Any) -> None:
