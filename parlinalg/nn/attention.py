@@ -12,13 +12,13 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective
 from parlinalg.autograd import Tensor, ops
 from parlinalg.autograd.ops.attention import Drop
-from parlinalg.autograd.ops.masks import BlockMask, Mask
+from parlinalg.autograd.ops.masks import BlockMask, Mask, check_window
 from parlinalg.autograd.ops.rotary import Frequencies
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, span_of
 from parlinalg.nn.cache import KeyValueCache
-from parlinalg.nn.checks import real
+from parlinalg.nn.checks import real, whole
 from parlinalg.nn.declared import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
@@ -102,7 +102,11 @@ class Attention(Module):
             if hidden % heads:
                 raise ConfigError(f"{hidden} features do not fall into {heads} heads; give a head_dim")
             head_dim = hidden // heads
+        head_dim = whole("attention's head_dim", head_dim)
+        check_window(window)
         dropout = real("attention's dropout", dropout, below=1)
+        if rotary is not None and not isinstance(rotary, np.ndarray):
+            rotary = real("the base of attention's rotary positions", rotary, above=True)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.group = heads // kv_heads
         self.scheme = scheme

@@ -162,3 +162,15 @@ def test_the_padding_of_a_single_sequence_lies_as_the_sequence(make_grid, world)
     x = pla.Tensor(pla.distribute(numbers(S)[:1], grid, scheme.residual))
     cut = attention(x, key_padding=pla.distribute(real, grid, pla.Layout(*scheme.inner.dims[:2])))
     assert np.array_equal(cut.gather(), attention(x, key_padding=real).gather())
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("options", "said"), [
+    ({"window": 2.5}, r"a whole number of at least 1 .*, not 2\.5"),
+    ({"window": "2"}, "a whole number of at least 1 .*, not '2'"),
+    ({"head_dim": 0}, "head_dim is a whole number of at least 1, not 0"),
+    ({"rotary": -1e4}, r"rotary positions is a number above 0, not -10000\.0"),
+])  # fmt: skip
+def test_settings_that_make_no_attention_are_refused(options, said, make_grid):
+    with pytest.raises(ValueError, match=said):
+        nn.Attention(8, 2, schemes.discover()["serial"].SCHEME, make_grid({"one": 1}), **options)

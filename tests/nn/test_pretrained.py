@@ -181,6 +181,8 @@ FAULTS = [
     (changed(rope_parameters={"rope_type": "linear", "factor": 0.0}), r"factor is a number above 0, not 0\.0"),
     (changed(rope_parameters={"factor": 2.0}), "config.json: rope_parameters has no rope_type, which is one of"),
     (changed(rope_parameters={"rope_theta": 0}), "config.json: rope_theta is a number above 0, not 0"),
+    (changed(sliding_window=4), "sliding_window=4 is not supported"),
+    (changed(quantization_config={"bits": 4}), "quantization_config=.* is not supported"),
     (changed(num_hidden_layers="two"), "num_hidden_layers is a whole number of at least 1, not 'two'"),
     (changed(num_attention_heads=3), "num_attention_heads=3 does not fall into num_key_value_heads=2"),
     (changed(hidden_size=21), r"/\d+, .* does not fit: misshapen: .*model.norm.weight \(20,\) instead of \(21,\)"),

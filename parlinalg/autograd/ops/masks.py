@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,10 @@ def visible(
 
 
 def check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"attention's window is at least 1 (the query's own position), not {window}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, Integral) or window < 1):
+        raise ValueError(
+            f"attention's window is a whole number of at least 1 (the query's own position), not {window!r}"
+        )
 
 
 def padding(x: DistArray, key_padding: Mask, keys: int) -> Block:

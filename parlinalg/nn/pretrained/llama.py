@@ -78,6 +78,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
     hidden, heads = config.whole("hidden_size", 4096), config.whole("num_attention_heads", 32)
     config.one_of("hidden_act", {"silu": None, "swish": None}, "silu")
     config.only("partial_rotary_factor", 1.0)
+    config.only("sliding_window", None)
     theta, scaling = _rope(config)
     return {
         "vocab_size": config.whole("vocab_size", 32000),

@@ -85,6 +85,7 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: 
         raise ConfigError(
             f"{config.path}: model_type={kind!r} is read by nn.{known[kind]}, not nn.{known[wanted.model_type]}"
         )
+    config.only("quantization_config", None)
     arguments = {**wanted.arguments(config), **changes}
     stored = _stored(folder)
     places = wanted.places(arguments, stored)
