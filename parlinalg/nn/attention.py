@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ class Attention(Module):
     packed : bool
         Whether queries, keys and values are one product.  If not, and the scheme cuts the heads over more ranks than
         `kv_heads`, the axes are shared out: those that fit cut the heads of keys, and the others the queries of each,
-        while they repeat the product of keys and values (see `Scheme.factored`).
+        while they repeat the product of keys and values (see `Scheme.factored`).  If they are one product then, ranks
+        beyond `kv_heads` have nothing to do in attention; rank 0 warns of it.
     keep_scores : bool
         As of `ops.attention`: False, the default, is selective recomputation.
     weight_init, out_init : callable, optional
@@ -128,6 +130,8 @@ class Attention(Module):
             weight_init=out_init or weight_init, spread=inner, **common,
         )  # fmt: skip
         self.shares = _shares_heads(self, grid, inner)
+        if not cross:
+            _warn_of_idle_ranks(self, grid, inner)
         if seed is not None:
             self.initialize(seed, name)
 
@@ -266,6 +270,23 @@ def _shares_heads(layer: Attention, grid: Grid, inner: Cut) -> bool:
             f"a ring: ulysses=1"
         )
     return True
+
+
+def _warn_of_idle_ranks(layer: Attention, grid: Grid, inner: Cut) -> None:
+    """A warning on rank 0 if ranks have no heads because there are fewer of keys."""
+    axes = tuple(a for a in layer.scheme.inner.dims[-1] if grid.sizes[a] > 1)
+    outer = tuple(a for a in axes if a not in inner)
+    ranks, keys = span_of(axes, grid.sizes), min(layer.kv_heads, span_of(outer, grid.sizes))
+    idle = ranks - keys * min(layer.group, ranks // span_of(outer, grid.sizes))
+    if idle <= 0 or layer.group == 1 or (inner and layer.heads < ranks) or not grid.inside or grid.world.rank:
+        return
+    apart = "With packed=False they share out the queries too, evenly over two axes"
+    warnings.warn(
+        f"attention's {layer.heads} heads share {layer.kv_heads} heads of keys, which {ranks} ranks cut: {idle} of the "
+        f"ranks have no heads. {'Take the axis as two' if inner else apart}, the outer one of at most {layer.kv_heads} "
+        f"ranks (Scheme.factored); or use fewer tensor ranks",
+        stacklevel=3,
+    )
 
 
 def _inner(axes: Cut, kv_heads: int, grid: Grid) -> Cut:

@@ -48,7 +48,7 @@ class TransformerBlock(Module):
         Of the linear layers.
     attention_bias, qkv_bias : bool, optional
         Of attention's, by default `bias`; of those into it, by default `attention_bias`.
-    causal, window, rotary
+    causal, window, rotary, packed
         As of `Attention`.
     attention_dropout, dropout : float
         The probabilities of dropping an attention weight, and an element of what is added to the residual stream.
@@ -77,7 +77,8 @@ class TransformerBlock(Module):
         activation: str = "gelu_tanh", bias: bool = True, attention_bias: bool | None = None,
         qkv_bias: bool | None = None, causal: bool = False, window: int | None = None,
         rotary: Frequencies | None = None, attention_dropout: float = 0.0, dropout: float = 0.0, cross: bool = False,
-        experts: Mapping[str, Any] | None = None, recompute: str | None = None, dtype: DTypeLike = np.float32,
+        packed: bool = True, experts: Mapping[str, Any] | None = None, recompute: str | None = None,
+        dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         if norm not in ("layer", "rms"):
@@ -93,7 +94,7 @@ class TransformerBlock(Module):
         self.pre_norm = pre_norm
         self.norm1 = make_norm(hidden, scheme, grid, eps, dtype=dtype)
         self.attention = Attention(
-            hidden, heads, scheme, grid, causal=causal, window=window, rotary=rotary, **options
+            hidden, heads, scheme, grid, causal=causal, window=window, rotary=rotary, packed=packed, **options
         )  # fmt: skip
         self.dropout1 = Dropout(dropout)
         if cross:

@@ -93,6 +93,7 @@ MODELS: dict[str, dict[str, Check]] = {
         **_language,
         "num_key_value_heads": whole(1),
         "head_dim": whole(1),
+        "packed": flag,
         "rope_theta": real(0, above=True),
         "rms_norm_eps": real(0, above=True),
         "attention_dropout": _dropout,

@@ -101,6 +101,7 @@ def known(world: Any) -> Any:
 
 
 @pytest.mark.ranks(2, 4, 6)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seen", SEEN)
 def test_equals_one_rank(seen: str, make_grid: Any, world: Any, known: Any, full: bool) -> None:
     wrong = []

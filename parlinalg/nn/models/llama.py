@@ -39,6 +39,9 @@ class Llama(CausalModel):
     rope_scaling : dict, optional
         How they are scaled for longer sequences: {"rope_type": "linear" or "llama3", "factor": …, …}; the older "type"
         in place of "rope_type" will do.
+    packed : bool
+        As of `Attention`: False where ranks that cut heads are more than `num_key_value_heads`.  It is the model's, on
+        every grid, and no setting of folders of weights, which are read and written either way.
     attention_bias, mlp_bias : bool
     attention_dropout : float
         The probability of dropping an attention weight.
@@ -64,9 +67,9 @@ class Llama(CausalModel):
         self, *, vocab_size: int = 32000, max_position_embeddings: int = 2048, hidden_size: int = 4096,
         num_hidden_layers: int = 32, num_attention_heads: int = 32, num_key_value_heads: int | None = None,
         intermediate_size: int = 11008, head_dim: int | None = None, rms_norm_eps: float = 1e-6,
-        rope_theta: float = 10000.0, rope_scaling: Mapping[str, Any] | None = None, attention_bias: bool = False,
-        mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0, embd_pdrop: float = 0.0,
-        initializer_range: float = 0.02, tie_word_embeddings: bool = False,
+        rope_theta: float = 10000.0, rope_scaling: Mapping[str, Any] | None = None, packed: bool = True,
+        attention_bias: bool = False, mlp_bias: bool = False, attention_dropout: float = 0.0, resid_pdrop: float = 0.0,
+        embd_pdrop: float = 0.0, initializer_range: float = 0.02, tie_word_embeddings: bool = False,
         num_local_experts: int | None = None, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.01,
         capacity_factor: float | None = 1.25, expert_axis: AxisSpec = "auto", scheme: Scheme, grid: Grid,
         dtype: DTypeLike = np.float32, seed: int | None = None, recompute: str | None = None, **unknown: Any,
@@ -86,6 +89,7 @@ class Llama(CausalModel):
             "rope_scaling": scaling, "attention_bias": attention_bias, "mlp_bias": mlp_bias,
             "attention_dropout": attention_dropout, "resid_pdrop": resid_pdrop, "embd_pdrop": embd_pdrop,
             "initializer_range": initializer_range, "tie_word_embeddings": tie_word_embeddings,
+            "packed": packed,
         }  # fmt: skip
         said, experts = expert_options(
             grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
@@ -102,6 +106,7 @@ class Llama(CausalModel):
                 hidden, c["num_attention_heads"], c["intermediate_size"], scheme, grid,
                 kv_heads=c["num_key_value_heads"], head_dim=width, norm="rms", eps=eps, activation="swiglu",
                 bias=c["mlp_bias"], attention_bias=c["attention_bias"], causal=True, rotary=rotary,
+                packed=packed,
                 attention_dropout=attention_dropout, dropout=resid_pdrop, experts=experts,
                 recompute=recompute, dtype=self.dtype,
             )

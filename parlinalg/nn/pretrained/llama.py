@@ -9,7 +9,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import real
 from parlinalg.nn.pretrained.architecture import Architecture, Arguments
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
+from parlinalg.nn.pretrained.table import Part, Place, Range, Row, places
 
 #: The kinds of scaled rotary positions, and the keys that each needs.
 ROPE = {
@@ -26,20 +26,14 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
     a = arguments
     heads, k = a["num_attention_heads"], a["num_key_value_heads"]
     g = heads // k
-    # v vocabulary, h hidden, k groups of heads, u a group's queries, its key and its value, e a head's dim, f the MLP's
-    # inside, s gate and up
-    sizes = {"v": a["vocab_size"], "h": a["hidden_size"], "k": k, "g": g, "u": g + 2, "e": a["head_dim"],
+    # v vocabulary, h hidden, k groups of heads, g a group's queries, u these, its key and its value, p the latter two,
+    # e a head's dim, f the MLP's inside, s gate and up
+    sizes = {"v": a["vocab_size"], "h": a["hidden_size"], "k": k, "g": g, "u": g + 2, "p": 2, "e": a["head_dim"],
              "f": a["intermediate_size"], "s": 2}  # fmt: skip
-    q, key, value = ("u", 0, g), ("u", g, g + 1), ("u", g + 1, g + 2)
     rows = [
         Row("embedding.weight", "v h", Part("model.embed_tokens.weight", "v h")),
         Row("blocks.{i}.norm1.weight", "h", Part(_L + "input_layernorm.weight", "h")),
-        Row(
-            "blocks.{i}.attention.qkv.weight", "h k u e",
-            Part(_L + "self_attn.q_proj.weight", "(k u e) h", q),
-            Part(_L + "self_attn.k_proj.weight", "(k u e) h", key),
-            Part(_L + "self_attn.v_proj.weight", "(k u e) h", value),
-        ),
+        *_into_attention("weight", "h k {} e", "(k {} e) h", g, a.get("packed", True)),
         Row("blocks.{i}.attention.out.weight", "k g e h", Part(_L + "self_attn.o_proj.weight", "h (k g e)")),
         Row("blocks.{i}.norm2.weight", "h", Part(_L + "post_attention_layernorm.weight", "h")),
         Row(
@@ -52,12 +46,7 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
     ]  # fmt: skip
     if a["attention_bias"]:
         rows += [
-            Row(
-                "blocks.{i}.attention.qkv.bias", "k u e",
-                Part(_L + "self_attn.q_proj.bias", "(k u e)", q),
-                Part(_L + "self_attn.k_proj.bias", "(k u e)", key),
-                Part(_L + "self_attn.v_proj.bias", "(k u e)", value),
-            ),
+            *_into_attention("bias", "k {} e", "(k {} e)", g, a.get("packed", True)),
             Row("blocks.{i}.attention.out.bias", "h", Part(_L + "self_attn.o_proj.bias", "h")),
         ]  # fmt: skip
     if a["mlp_bias"]:
@@ -72,6 +61,21 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
     if not a["tie_word_embeddings"]:
         rows.append(Row("head.weight", "h v", Part("lm_head.weight", "v h")))
     return places(rows, sizes, a["num_hidden_layers"])
+
+
+def _into_attention(kind: str, dims: str, file: str, g: int, packed: bool) -> list[Row]:
+    """The rows of the weights or biases into attention, whose dim {} has queries, keys and values.
+
+    In one parameter if they are packed, else in two.
+    """
+
+    def row(name: str, dim: str, *parts: tuple[str, Range | None]) -> Row:
+        stored = (Part(f"{_L}self_attn.{part}_proj.{kind}", file.format(dim), of) for part, of in parts)
+        return Row(f"blocks.{{i}}.attention.{name}.{kind}", dims.format(dim), *stored)
+
+    if packed:
+        return [row("qkv", "u", ("q", ("u", 0, g)), ("k", ("u", g, g + 1)), ("v", ("u", g + 1, g + 2)))]
+    return [row("q", "g", ("q", None)), row("kv", "p", ("k", ("p", 0, 1)), ("v", ("p", 1, 2)))]
 
 
 def _arguments(config: Settings) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def rope_scaling(where: str, said: Any) -> dict[str, Any] | None:
 
 
 def _settings(arguments: Arguments) -> dict[str, Any]:
-    a = {name: value for name, value in arguments.items() if value or name not in _OURS}
+    a = {name: value for name, value in arguments.items() if name != "packed" and (value or name not in _OURS)}
     rope = a.pop("rope_scaling")
     if rope is None:
         return {**a, "hidden_act": "silu", "rope_parameters": {"rope_theta": a["rope_theta"], "rope_type": "default"}}
