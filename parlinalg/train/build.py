@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from parlinalg import optim
 from parlinalg.autograd import Parameter
@@ -21,6 +21,7 @@ from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import PipelineModel
+from parlinalg.pipeline import Schedule as PipelineOrder
 from parlinalg.pipeline.worker import Worker
 from parlinalg.train.arguments import check_handlers
 from parlinalg.train.classify import Classify
@@ -94,19 +95,26 @@ def offload(
     worker : Worker, optional
         What runs the stages of a pipeline.
     """
-    options = dict(config.offload)
+    options = offloaded(config, None if worker is None else worker.schedule)
     if not options:
         return None
-    if worker is not None and worker.schedule.asynchronous and "parameters" in options:
-        raise ConfigError(
-            f"offload.parameters={options['parameters']!r} with the schedule {worker.schedule.name!r}, which keeps "
-            "versions of weights in memory: offload the optimizer or activations, or take a synchronous schedule, such "
-            "as '1f1b'"
-        )
-    options["optimizer_states"] = options.pop("optimizer", None)
     if "memory" in options:
         options["kept"] = _kept(config, mesh, task, worker)
     return plan(task.model, optimizer, path=options.pop("path", folder), **options)
+
+
+def offloaded(config: Config, schedule: PipelineOrder | None) -> dict[str, Any]:
+    """What `parlinalg.offload.plan` takes of a configuration."""
+    options = dict(config.offload)
+    if schedule is not None and schedule.asynchronous and "parameters" in options:
+        raise ConfigError(
+            f"offload.parameters={options['parameters']!r} with the schedule {schedule.name!r}, which keeps versions "
+            "of weights in memory: offload the optimizer or activations, or take a synchronous schedule, such as "
+            "'1f1b'"
+        )
+    if "optimizer" in options:
+        options["optimizer_states"] = options.pop("optimizer")
+    return options
 
 
 def _kept(config: Config, mesh: Mesh, task: Task, worker: Worker | None) -> Keeps | int:

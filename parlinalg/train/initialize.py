@@ -11,6 +11,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module
+from parlinalg.offload import plan
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.train import build
@@ -37,8 +38,9 @@ def initialize(
     """An engine that trains a model as a configuration says.  Collective.
 
     Of the configuration count: `gradient_accumulation`, `clip_grad_norm`, `clip_grad_value`, `skip_nonfinite`,
-    `precision`, `zero`, `gradient_handler`, `schedule`; and `seed`, `optimizer`, `criterion`, `lr_schedule` for what is
-    not given here.
+    `precision`, `zero`, `gradient_handler`, `schedule`, and of `offload` all but `memory`; and `seed`, `optimizer`,
+    `criterion`, `lr_schedule` for what is not given here.  What is offloaded comes back, or is gone, when the mesh is
+    closed.
 
     Parameters
     ----------
@@ -83,11 +85,7 @@ def initialize(
     check_calls(optimizer, criterion, schedule, lr_scheduler)
     grid, mesh = placed_on(model, mesh)
     config = config_of(config, mesh)
-    if config.offload:
-        raise ConfigError(
-            f"initialize: offload={dict(config.offload)} of the configuration would have to end with the training: "
-            "leave it out, and train within `with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
-        )
+    _check_offload(config, mesh)
     schedule = schedule_of(config, mesh, model) if schedule is None else schedule
     world = grid.world if mesh is None else mesh.world
     train = None if train_dataloader is None else Feed(train_dataloader, world)
@@ -115,7 +113,34 @@ def initialize(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
         accumulate=accumulate, schedule=schedule,
     )  # fmt: skip
+    if mesh is not None and config.offload:
+        _offload(config, mesh, engine)
     return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train, accumulate)
+
+
+def _check_offload(config: Config, mesh: Mesh | None) -> None:
+    """Refuse what cannot be put away by the time that an engine is made, or has no end."""
+    by_hand = "`with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
+    if "memory" in config.offload:
+        raise ConfigError(
+            f"initialize: offload.memory={config.offload['memory']} of the configuration decides by what the tape "
+            "keeps of a step, which is not known here: say what goes where, by offload.optimizer, .activations and "
+            f".parameters, or leave it out and train within {by_hand}, with memory=… and kept=…"
+        )
+    if config.offload and mesh is None:
+        raise ConfigError(
+            f"initialize: offload={dict(config.offload)} of the configuration ends with the mesh, and the model's grid "
+            f"was made without one: make it by launch, or leave it out and train within {by_hand}"
+        )
+
+
+def _offload(config: Config, mesh: Mesh, engine: Engine) -> None:
+    """Put away what the configuration says, until the mesh is closed.  Collective."""
+    order = engine.schedule.made(mesh.place.size) if engine.pipelined and engine.schedule is not None else None
+    options = build.offloaded(config, order)
+    if order is not None:
+        engine.worker(order)  # takes values and their reducer as they are in memory
+    mesh.ends.enter_context(plan(engine.model, engine.optimizer, **options).apply())
 
 
 def _has_values(model: Module) -> bool:

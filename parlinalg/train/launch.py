@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -44,6 +45,8 @@ class Mesh:
         Where this rank is in the pipeline; grid and scheme are those of its part of it.
     schedule : Schedule or None
         What the configuration's pipeline does; None where it has one rank.
+    ends : ExitStack
+        What ends with the mesh, before its communicators: files of offloaded states, say.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Mesh:
         self.place = place
         self.schedule = schedule
         self.scheme: Scheme = parallel.at(place.rank).scheme
+        self.ends = ExitStack()
         grid.mesh = self  # models know their grid, and `initialize` finds the mesh
 
     @property
@@ -119,7 +123,8 @@ class Mesh:
         return self.grid.comm(self.axes(name))
 
     def close(self) -> None:
-        """Free the communicators.  Collective."""
+        """End what ends with the mesh, and free the communicators.  Collective."""
+        self.ends.close()
         self.grid.close()
         self.place.close()
 
@@ -129,8 +134,10 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # an error on this rank must not wait for the others
+        if kind is None:
             self.close()
+        else:  # an error on this rank must not wait for the others
+            self.ends.close()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}={self.size(n)}" for n in ("data", "pipeline", "sequence", "tensor"))

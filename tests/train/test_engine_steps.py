@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn
+from parlinalg import nn, schemes
+from parlinalg.errors import ConfigError
 from tests.conftest import SIZE
 
 SIZES = (7, 9, 5)
@@ -60,3 +62,46 @@ def test_a_forward_pass_that_overflows_is_a_step_left_out(world: Any, backend: s
             if SIZE == 1:
                 engine.backward(engine.criterion(engine(rest), y))
                 assert not engine.step()
+
+
+PLACES = {"optimizer": "disk", "activations": "disk", "parameters": "disk"}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+def test_offload_of_a_configuration_ends_with_the_mesh(axis: str, folder: Path, world: Any, backend: str) -> None:
+    """The losses of a training in memory; values come back, and files go."""
+
+    def losses(**settings: Any) -> list[float]:
+        asked = {"dtype": "float64", "parallel": {axis: SIZE}, "optimizer": {"name": "adamw", "lr": 1e-2}, **settings}
+        with pla.launch(asked, world, backend) as mesh:
+            engine, train, _, _ = pla.initialize(mlp(mesh), train_dataloader=pairs(3))
+            assert train is not None
+            trainer = pla.Trainer(engine)
+            found = [trainer.fit(train, 1)["loss"] for _ in range(2)]
+            if settings:
+                assert list(folder.iterdir())
+        if settings:
+            world.barrier()
+            assert not list(folder.iterdir())
+            assert not any(p.data.RESTS for p in engine.parameters())
+        return found
+
+    assert losses(offload={**PLACES, "path": str(folder)}) == losses()
+
+
+@pytest.mark.serial
+def test_offload_ends_where_a_training_fails(folder: Path) -> None:
+    def fails() -> None:
+        with pla.launch({"offload": {**PLACES, "path": str(folder)}}) as mesh:
+            pla.initialize(mlp(mesh))
+            assert list(folder.iterdir())
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fails()
+    assert not list(folder.iterdir())
+    with pla.Grid({"data": 1}) as grid:
+        model = nn.MLP(SIZES, schemes.discover()["data"].SCHEME, grid, "gelu")
+        with pytest.raises(ConfigError, match="ends with the mesh, and the model's grid was made without one"):
+            pla.initialize(model, config={"offload": {"activations": "host"}})
