@@ -85,7 +85,7 @@ def visible(
     )  # fmt: skip
 
 
-def check_window(window: int | None) -> None:
+def check_window(window: Any) -> None:
     if window is not None and (isinstance(window, bool) or not isinstance(window, Integral) or window < 1):
         raise ValueError(
             f"attention's window is a whole number of at least 1 (the query's own position), not {window!r}"
