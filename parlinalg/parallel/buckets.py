@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.homeward import most_bytes
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import terms
+from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, piece, pieces
 from parlinalg.parallel.handlers import Treatment
@@ -20,6 +22,7 @@ from parlinalg.parallel.handlers import Treatment
 Block = Any
 T = TypeVar("T")
 MIB = 1 << 20
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(eq=False)
@@ -152,6 +155,17 @@ class Bucket:
 def largest(parameter: Parameter) -> int:
     """Bytes of the largest rank's block: the same number on all ranks, whose buckets start in one order."""
     return most_bytes(parameter.layout, parameter.shape, parameter.grid.sizes, parameter.dtype.itemsize)
+
+
+def floats(dtype: Any) -> np.dtype[Any]:
+    """The dtype that gradients are to travel in; raises a ConfigError if it is none of `DTYPES`."""
+    try:
+        found = dtype_named(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.name not in DTYPES or not found.isnative:
+        raise ConfigError(f"gradients travel in {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
+    return found
 
 
 def in_order(

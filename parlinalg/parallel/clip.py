@@ -42,7 +42,15 @@ def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm
     -------
     float
         The norm before clipping.  Where it is not finite the gradients are left as they are.
+
+    Raises
+    ------
+    ConfigError
+        If `max_norm` is not above 0.
+    LayoutError
+        If a gradient is not settled.
     """
+    above_zero(max_norm, "norm")
     once = distinct(parameters)
     if norm is None:
         norm = gradient_norm(once)
@@ -68,8 +76,7 @@ def clip_gradient_value(parameters: Iterable[Parameter], limit: float) -> None:
     LayoutError
         If a gradient is not settled.
     """
-    if not limit > 0:
-        raise ConfigError(f"gradients are clipped to a value above 0, not {limit!r}")
+    above_zero(limit, "value")
     for p in distinct(parameters):
         check_settled(p)
         block = held(p)
@@ -77,3 +84,9 @@ def clip_gradient_value(parameters: Iterable[Parameter], limit: float) -> None:
             most = block.dtype.type(limit)
             namespace(block).clip(block, -most, most, out=block)
             changed(p, block)
+
+
+def above_zero(limit: float, what: str) -> None:
+    """Raise a ConfigError unless what gradients are clipped to, a norm or a value, is above 0."""
+    if not limit > 0:
+        raise ConfigError(f"gradients are clipped to a {what} above 0, not {limit!r}")

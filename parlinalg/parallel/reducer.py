@@ -13,9 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.unformed import Unformed, place
@@ -23,7 +20,7 @@ from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.optim.pieces import distinct
-from parlinalg.parallel.buckets import MIB, Bucket, Slot, in_order, largest
+from parlinalg.parallel.buckets import MIB, Bucket, Slot, floats, in_order, largest
 from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
 from parlinalg.parallel.zero import Values
 
@@ -63,12 +60,13 @@ class GradientReducer:
     first_bucket, bucket : int
         Bytes of the first bucket, small so that communication starts early, and of the others.
     dtype : dtype or str, optional
-        What gradients travel in, "bfloat16" for one; by default their own dtype.  Sums of 16 bits are formed in 32.
+        What gradients travel in: "float16", "bfloat16", "float32" or "float64"; by default their own dtype.  Sums of 16
+        bits are formed in 32.
 
     Raises
     ------
     ConfigError
-        If a parameter has a reducer already, or handlers do not fit together or the grid.
+        If the dtype is another one, or a parameter has a reducer already, or handlers do not fit together or the grid.
 
     Attributes
     ----------
@@ -88,7 +86,7 @@ class GradientReducer:
         self.parameters = [p for p in distinct(parameters) if p.requires_grad]
         self.handlers = tuple(handlers or ())
         self.limits = (first_bucket, bucket)
-        self.dtype: np.dtype[Any] | None = dtype_named(dtype) if isinstance(dtype, str) else dtype and np.dtype(dtype)
+        self.dtype = None if dtype is None else floats(dtype)
         for grid in {id(p.grid): p.grid for p in self.parameters}.values():
             check(self.handlers, grid.sizes)
         for p in self.parameters:

@@ -12,7 +12,7 @@ import numpy as np
 from parlinalg.autograd import Parameter
 from parlinalg.errors import ConfigError
 from parlinalg.optim import Optimizer
-from parlinalg.parallel.clip import clip_gradient_value
+from parlinalg.parallel.clip import above_zero, clip_gradient_value
 from parlinalg.parallel.precision import Gradients, LossScaler, clipping, examine
 
 #: What looks at the gradients of the whole model, of which these parameters are this rank's.
@@ -51,6 +51,11 @@ class Update:
     examine : callable
         From parameters and what their gradients are multiplied by, the norm over the whole model and whether all is
         finite; a pipeline looks at all stages.
+
+    Raises
+    ------
+    ConfigError
+        If a limit to clip by is not above 0.
     """
 
     optimizer: Optimizer
@@ -59,6 +64,11 @@ class Update:
     scaler: LossScaler | None = None
     skip_nonfinite: bool = False
     examine: Examine = examine
+
+    def __post_init__(self) -> None:
+        for what, limit in (("norm", self.clip), ("value", self.clip_value)):
+            if limit is not None:
+                above_zero(limit, what)
 
     @property
     def scale(self) -> float:

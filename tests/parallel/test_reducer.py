@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn
+from parlinalg import nn, optim
 from parlinalg.comm import shared
 from parlinalg.layout import piece
-from parlinalg.parallel import GradientReducer, clip_gradient_norm, gradient_norm
+from parlinalg.parallel import GradientReducer, clip_gradient_norm, clip_gradient_value, gradient_norm
+from parlinalg.train.update import Update
 from tests.training import batch, every_scheme, mean_loss, sizes_for
 
 L = pla.Layout
@@ -206,6 +207,31 @@ def test_the_norm_counts_each_element_once(name, make_grid, world, reference):
         np.testing.assert_allclose(clip_gradient_norm(twice, 0.25 * norm), norm, rtol=1e-13)
         close(gradients(model), {n: g * (0.25 * norm / (norm + 1e-6)) for n, g in want.items()})
         assert clip_gradient_norm(model.parameters(), 10 * norm) < norm
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, np.nan])
+def test_a_limit_to_clip_by_is_above_zero(limit, make_grid, world):
+    grid = make_grid({"data": world.size})
+    p = pla.Parameter(pla.ones(4, grid, L(None)))
+    p.grad = pla.full(4, 4.0, grid, L(None))
+    with pytest.raises(pla.ConfigError, match=f"clipped to a norm above 0, not {limit!r}"):
+        clip_gradient_norm([p], limit)
+    with pytest.raises(pla.ConfigError, match=f"clipped to a value above 0, not {limit!r}"):
+        clip_gradient_value([p], limit)
+    for clips in ({"clip": limit}, {"clip_value": limit}):
+        with pytest.raises(pla.ConfigError, match=f"above 0, not {limit!r}"):
+            Update(optim.SGD([p], 0.1), **clips)
+    assert np.array_equal(p.grad.gather(), np.full(4, 4.0))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf17", "complex64", ">f4", bool, False])
+def test_gradients_travel_in_floats(dtype, make_grid, world):
+    grid = make_grid({"data": world.size})
+    p = pla.Parameter(pla.ones(4, grid, L(None)))
+    with pytest.raises(pla.ConfigError, match=r"travel in float16, bfloat16, float32 or float64, not "):
+        GradientReducer([p], dtype=dtype)
+    assert p.reducer is None
+    assert GradientReducer([p], dtype=np.float32).dtype == np.float32
 
 
 def test_a_norm_that_is_not_finite_changes_nothing(make_grid, world):
