@@ -32,6 +32,7 @@ class Adam(Optimizer):
     """
 
     STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
+    ELEMENTWISE: ClassVar[bool] = True
     DECOUPLED: ClassVar[bool] = False
 
     def __init__(

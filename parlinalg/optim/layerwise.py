@@ -27,8 +27,6 @@ class Layerwise(Optimizer):
     parameter.  An element counts once, however many ranks hold it.
     """
 
-    ELEMENTWISE: ClassVar[bool] = False
-
     def apply(self) -> None:
         squares: dict[int, Sequence[Any]] = {}
         for run in self.windows():

@@ -52,13 +52,14 @@ class Optimizer(ABC):
     Raises
     ------
     ConfigError
-        If there is no parameter, or a setting is out of its range, or parameters are sharded and the update is not one
-        that can be made shard by shard.
+        If there is no parameter, or a setting is out of its range, or parameters are sharded and the class does not say
+        that its update can be made shard by shard, by `ELEMENTWISE` or a method `norms`.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
-    ELEMENTWISE: ClassVar[bool] = True
-    """Whether each element is updated from its own gradient and states alone; else `norms` says what else is needed."""
+    ELEMENTWISE: ClassVar[bool] = False
+    """Whether each element is updated from its own gradient and states alone, so that `update` may be given parts of
+    parameters; of classes where it is not, those that have `norms` sum what else they need over all parts."""
 
     def __init__(
         self, parameters: Iterable[Parameter], lr: float, weight_decay: float, *, master: bool | Any = False
@@ -140,9 +141,13 @@ class Optimizer(ABC):
 
         Raises
         ------
+        ConfigError
+            If states come to the update in chunks, and the class does not say that it can be made so.
         OffloadError
             On all ranks, if states cannot be read where they are, or written to where they go, on any; they then stay.
         """
+        if not isinstance(states, InMemory):
+            self._check_parts(f"{type(states).__name__} bring its parameters chunk by chunk", "states in memory")
         states.make(self._entries)
 
         def move() -> None:
@@ -224,14 +229,19 @@ class Optimizer(ABC):
 
     def _check_shards(self) -> None:
         """Raise a ConfigError if parameters are sharded and the update cannot be made shard by shard."""
+        sharded = next((p for p in self.parameters if p.shard is not None), None)
+        if sharded is not None and sharded.shard is not None:
+            self._check_parts(f"{sharded.name!r} is sharded over {sharded.shard.axes} (ZeRO)", "no ZeRO")
+
+    def _check_parts(self, why: str, instead: str) -> None:
+        """Raise a ConfigError if the update cannot be made part by part."""
         if not self.ELEMENTWISE and not hasattr(self, "norms"):
-            sharded = next((p for p in self.parameters if p.shard is not None), None)
-            if sharded is not None and sharded.shard is not None:
-                raise ConfigError(
-                    f"{type(self).__name__} updates an element from others of its parameter, and {sharded.name!r} is "
-                    f"sharded over {sharded.shard.axes} (ZeRO); use an optimizer that goes element by element, such as "
-                    "SGD, Adam or AdamW, or one with a rule for norms over all shards, such as LAMB or LARS, or no ZeRO"
-                )
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} may update an element from others of its parameter, and {why}; if it goes element by element, "
+                f"say {name}.ELEMENTWISE = True, else use an optimizer that does, such as SGD, Adam or AdamW, or one "
+                f"with a rule for norms over all parts, such as LAMB or LARS, or {instead}"
+            )
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

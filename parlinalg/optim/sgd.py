@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from parlinalg.autograd import Parameter
 from parlinalg.backend import kernels_optim
@@ -28,6 +28,8 @@ class SGD(Optimizer):
     master : bool or dtype
         See `Optimizer`.
     """
+
+    ELEMENTWISE: ClassVar[bool] = True
 
     def __init__(
         self, parameters: Iterable[Parameter], lr: float, momentum: float = 0.0, *,

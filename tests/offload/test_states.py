@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from parlinalg import optim
-from parlinalg.errors import OffloadError
+from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import DiskStates, HostStates, recover
 from parlinalg.offload.chunks import ChunkFile
 from parlinalg.offload.disk import DiskFile
+from parlinalg.optim.states import InMemory
 from parlinalg.parallel import ZeRO
 from tests.offload.runs import everything, go_on, sizes, start, unlike
 
@@ -296,3 +297,22 @@ def test_a_chunk_file_alone(tmp_path):
     assert file.generation == 2
     assert np.array_equal(buffer[:4096], written[2, 1][:4096])
     file.close(remove=True)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_update_of_whole_parameters_takes_no_chunks(make_grid, world, folder):
+    class ByMean(optim.Optimizer):
+        STATES = ("mean",)
+
+        def update(self, run):
+            run.value[...] -= self.lr * run.g / np.abs(run.g).max()
+
+    _, update = start(make_grid(sizes(world.size)), optimizer=lambda ps, lr, master: ByMean(ps, lr, 0.0))
+    with DiskStates(folder, chunk=4096) as disk:
+        for states in (HostStates(4096), disk):
+            told = rf"ByMean may update .* and {type(states).__name__} bring .*ByMean.ELEMENTWISE = True.* or states in"
+            with pytest.raises(ConfigError, match=told):
+                update.place(states)
+        assert isinstance(update.states_place, InMemory)
+        ByMean.ELEMENTWISE = True
+        update.place(disk)

@@ -263,6 +263,12 @@ def test_what_cannot_be_done_is_told(make_grid, world):
     class Whole(optim.SGD):
         ELEMENTWISE = False
 
+    class ByMean(optim.Optimizer):
+        """Says nothing of how it goes."""
+
+        def update(self, run):
+            run.value[...] -= self.lr * run.g / np.abs(run.g).max()
+
     grid = make_grid({"data": world.size})
     model = make("gpt", with_data()["data"], grid)
     with pytest.raises(pla.ConfigError, match="stages 1, 2 and 3, not 4"):
@@ -275,5 +281,9 @@ def test_what_cannot_be_done_is_told(make_grid, world):
         GradientReducer(model.parameters(), [ZeRO(1), ZeRO(2)])
     GradientReducer(model.parameters(), [ZeRO(1)])
     if world.size > 1:
-        with pytest.raises(pla.ConfigError, match=r"Whole updates an element from others.*such as SGD, Adam or AdamW"):
+        with pytest.raises(
+            pla.ConfigError, match=r"Whole may update an element from others.*such as SGD, Adam or AdamW"
+        ):
             Whole(model.parameters(), 0.1)
+        with pytest.raises(pla.ConfigError, match=r"ByMean may update.*\(ZeRO\); .*say ByMean.ELEMENTWISE = True"):
+            ByMean(model.parameters(), 0.1, 0.0)
