@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -31,7 +31,8 @@ from parlinalg.offload.disk_states import DiskStates
 from parlinalg.offload.parameters import OffloadedParameters, replaceable
 from parlinalg.offload.states import HostStates, bytes_of
 from parlinalg.offload.weighing import Keeps
-from parlinalg.optim import Optimizer
+from parlinalg.optim import Optimizer, flat
+from parlinalg.parallel import GradientReducer, Prefetch
 from parlinalg.units import format_bytes
 
 ORDER = ("optimizer", "activations", "parameters")
@@ -50,7 +51,7 @@ class Table:
     ----------
     values, gradients, states, activations : int
     largest : int
-        The largest block of a parameter.
+        The largest block of a parameter; of 16 bits, in the 32 that products and updates work in.
     block : int
         What one block of the model keeps for the backward pass, of one microbatch.
     fixed : int
@@ -59,6 +60,14 @@ class Table:
         Of activations, what stays in memory where those of blocks are offloaded.
     older : int
         Older versions of the values, of asynchronous schedules.
+    moving : int
+        What a pass takes besides: whole gradients and weights where parts of them rest, and what sums are formed in.
+    settled : int
+        Of it, what is not needed where gradients are settled one by one.
+    updated : int
+        Of the values, those that the rank has states of.
+    first : int
+        What the first step takes besides values and gradients, which it moves to where they lie side by side.
     """
 
     values: int
@@ -70,24 +79,34 @@ class Table:
     fixed: int = 0
     stays: int = 0
     older: int = 0
+    moving: int = 0
+    settled: int = 0
+    updated: int = 0
+    first: int = 0
 
     @property
     def total(self) -> int:
         """All that a step holds with nothing offloaded."""
-        return self.values + self.older + self.gradients + self.states + self.activations
+        return self.values + self.older + self.gradients + self.states + self.activations + self.moving
 
     def rest(self, offloaded: Iterable[str], chunk: int) -> int:
         """What stays in memory, the buffers of what is offloaded counted."""
         away = set(offloaded)
         left = self.total
         if "optimizer" in away:
-            held = (BUFFERS + 1) * chunk * (self.states + self.gradients)  # a chunk has the values of its states too
+            held = (BUFFERS + 1) * chunk * (self.states + self.updated)  # a chunk has the values of its states too
             left += min(0, -(-held // max(1, self.states)) - self.states)
         if "activations" in away:
             left += min(0, 3 * self.block + self.stays - self.activations)
         if "parameters" in away:
-            left += min(0, 3 * self.largest + self.fixed - self.values - self.gradients)
+            left += min(0, 3 * self.largest + self.fixed - self.values - self.gradients - self.settled)
         return left
+
+    def most(self, offloaded: Iterable[str], chunk: int) -> int:
+        """What stays in any step, the first too."""
+        away = set(offloaded)
+        first = 0 if "parameters" in away else self.values + self.older + self.gradients + self.first
+        return max(self.rest(away, chunk), first)
 
 
 def decide(table: Table, memory: int, movable: Iterable[str], chunk: int) -> tuple[str, ...] | None:
@@ -101,7 +120,7 @@ def decide(table: Table, memory: int, movable: Iterable[str], chunk: int) -> tup
     """
     chosen: list[str] = []
     left = [kind for kind in ORDER if kind in set(movable)]
-    while table.rest(chosen, chunk) > memory:
+    while table.most(chosen, chunk) > memory:
         if not left:
             return None
         kind = left.pop(0)
@@ -144,6 +163,7 @@ class OffloadPlan:
             + (f"{format_bytes(t.older)} of older versions of them, " if t.older else "")
             + f"{format_bytes(t.gradients)} of gradients, {format_bytes(t.states)} of optimizer states"
             + (f", {format_bytes(t.activations)} of activations" if t.activations else "")
+            + (f", {format_bytes(t.moving)} on the way in a pass" if t.moving else "")
         )
         limit = "" if self.memory is None else f" for a limit of {format_bytes(self.memory)}"
         there = f"; {' and '.join(self.there)} rest in host memory in any case, since NumPy computes there"
@@ -280,8 +300,8 @@ def _enough(model: Module, table: Table, limit: int, movable: set[str], short: b
     """Raise a ConfigError on the ranks of all stages if the limit is too low on any.  Collective."""
     least, text = 0, ""
     if short:
-        least = table.rest(movable, chunk_of(limit))
-        while (more := table.rest(movable, chunk_of(least))) > least:  # larger limits have larger chunks
+        least = table.most(movable, chunk_of(limit))
+        while (more := table.most(movable, chunk_of(least))) > least:  # larger limits have larger chunks
             least = more
         text = (
             f"memory={format_bytes(limit)} is too little: a rank{_stages(model)} holds {format_bytes(table.total)}, "
@@ -315,27 +335,44 @@ def _chosen(places: dict[str, str | None]) -> dict[str, str]:
 
 def table_of(model: Module, optimizer: Optimizer, keeps: Keeps = NOTHING) -> Table:
     """What a rank holds, the largest over all ranks of its grid.  Collective."""
-    mine = [0, 0, 0, keeps.most, 0, 0, 0, keeps.stays, 0]
-    names = len(optimizer.states)
     parameters = list(model.parameters())
+    mine = dict.fromkeys((each.name for each in fields(Table)), 0)
+    names, moves = len(optimizer.states), 0
     for p in parameters:
-        n = p.block.size if p.shard is None else p.shard.stop - p.shard.start
-        dtype, more = work_dtype(p.dtype), 0
-        if optimizer.master is not None and optimizer.master.itemsize > p.dtype.itemsize:
-            dtype, more = optimizer.master, 1
-        mine[0] += p.block.size * p.dtype.itemsize
+        dtype, more = flat.states_of(p.dtype, optimizer.master)
+        value = p.block.size * p.dtype.itemsize
+        part = p.block.size if p.shard is None else p.shard.stop - p.shard.start
+        gradient = value if kept_whole(p) else part * p.dtype.itemsize
+        mine["values"] += value
+        mine["updated"] += part * p.dtype.itemsize
+        mine["gradients"] += gradient
+        mine["states"] += part * (names + more) * dtype.itemsize
+        mine["largest"] = max(mine["largest"], p.block.size * work_dtype(p.dtype).itemsize)
         if p.shard is not None:
-            mine[6] += (p.block.size + n) * p.dtype.itemsize
-        elif not replaceable(p.reducer):
-            mine[6] += n * p.dtype.itemsize
-        mine[1] += n * p.dtype.itemsize
-        mine[2] += n * (names + more) * dtype.itemsize
-        mine[4] = max(mine[4], p.block.size * p.dtype.itemsize)
-    mine[5] = keeps.block or -(-keeps.most // max(1, len(blocks_of(model))))
-    mine[8] = max(0, keeps.versions - 1) * mine[0]
+            mine["fixed"] += value + gradient
+            continue
+        moves += value  # a buffer at a time, but buckets are made all at once
+        mine["first"] += value if p.reducer is not None and p.grid.size > 1 else 0
+        mine["fixed"] += 0 if replaceable(p.reducer) else gradient
+    mine["activations"], mine["stays"] = keeps.most, keeps.stays
+    mine["block"] = keeps.block or -(-keeps.most // max(1, len(blocks_of(model))))
+    mine["older"] = max(0, keeps.versions - 1) * mine["values"]
+    reducers = {id(p.reducer): p.reducer for p in parameters if isinstance(p.reducer, GradientReducer)}
+    fetchers = {id(p.fetcher): p.fetcher for p in parameters if isinstance(p.fetcher, Prefetch)}
+    mine["moving"] = sum(r.moving for r in reducers.values()) + sum(f.moving for f in fetchers.values())
+    settled = sum(r.moving for r in reducers.values() if replaceable(r))
+    mine["settled"] = max(0, settled - 3 * mine["largest"] // 4)  # one gradient's sum in 16 bits remains
+    mine["first"] = max(mine["first"], min(moves, max(flat.BUFFER, mine["largest"])))
+    rows = list(mine.values())
     for comm in worlds(p.grid for p in parameters):
-        mine = [max(column) for column in zip(*comm.share(mine), strict=True)]
-    return Table(*mine)
+        rows = [max(column) for column in zip(*comm.share(rows), strict=True)]
+    return Table(*rows)
+
+
+def kept_whole(parameter: Parameter) -> bool:
+    """Whether a parameter's gradient is whole on this rank between steps."""
+    reducer = parameter.reducer
+    return parameter.shard is None or (isinstance(reducer, GradientReducer) and reducer.keeps(parameter))
 
 
 def blocks_of(model: Module) -> list[Module]:

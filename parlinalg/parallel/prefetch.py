@@ -16,6 +16,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.homeward import most_bytes
 from parlinalg.autograd.tape import Node, tracing, walking
+from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
@@ -96,7 +97,8 @@ class Prefetch:
         self.parameters = list(model.parameters())
         if accumulate not in ACCUMULATE:
             raise ConfigError(f"gradients are accumulated by {' or '.join(map(repr, ACCUMULATE))}, not {accumulate!r}")
-        check_cut(self.parameters, as_cut(axes))
+        self.axes = as_cut(axes)
+        check_cut(self.parameters, self.axes)
         taken = [p.name for p in self.parameters if p.fetcher is not None]
         if taken:
             raise ConfigError(f"parameter {taken[0]!r} has a fetcher already; detach() that one first")
@@ -155,6 +157,24 @@ class Prefetch:
         else:
             self._held.pop(want, None)
         return found
+
+    @property
+    def moving(self) -> int:
+        """Bytes that a pass takes at the most: two blocks' weights at work, gradients of one on their way home, and the
+        parts of them that arrive.
+
+        As far as `limit` is known, or by the axes that were named.
+        """
+        blocks: dict[int, int] = {}
+        terms = 0
+        for number, p in enumerate(self.parameters):
+            work = p.layout.without(a for a in self.axes if p.grid.sizes.get(a, 1) > 1)
+            nbytes = most_bytes(work, p.shape, p.grid.sizes, p.dtype.itemsize) if work != p.layout else 0
+            blocks[self.block_of[number]] = blocks.get(self.block_of[number], 0) + nbytes
+            terms += nbytes
+        block = max(self.limit, *blocks.values(), 0)
+        half = any(is_half(p.dtype) for p in self.parameters)  # the others' terms lie beside one's own
+        return (3 + half) * block + block // 2 + self.whole * terms
 
     def poll(self) -> None:
         """Drive the gathers on: MPI progresses only within its calls."""

@@ -17,18 +17,16 @@ from parlinalg.autograd import Parameter
 from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.unformed import Unformed, place
 from parlinalg.comm import Handle
+from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.optim.pieces import distinct
 from parlinalg.parallel.buckets import MIB, Bucket, Slot, floats, in_order, largest
 from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
+from parlinalg.parallel.moving import UNDER_WAY, load, moving
 from parlinalg.parallel.zero import Values
 
 Block = Any
-
-#: Buckets that are reduce-scattered at a time: when another starts the oldest is waited for.  All ranks do so at the
-#: same points, so that what follows it starts in one order too.
-UNDER_WAY = 2
 
 
 @dataclass(eq=False)
@@ -108,7 +106,7 @@ class GradientReducer:
         self._values: Values | None = None
         for p in self.parameters:
             p.reducer = self
-        if any(t.scatter for t in self._treated.values()):
+        if self._scatters:
             self._make_buckets()
             self._values = Values([b for b in self.buckets if b.scatter])
 
@@ -119,6 +117,21 @@ class GradientReducer:
                 p.reducer = None
         if self._values is not None:
             self._values.leave()
+
+    def keeps(self, parameter: Parameter) -> bool:
+        """Whether a parameter's gradient is whole on this rank between steps."""
+        treated = self._treated[id(parameter)]
+        return not treated.scatter or treated.stage < 2
+
+    @property
+    def moving(self) -> int:
+        """Bytes that a pass holds at the most, beside values and gradients as they are between steps."""
+
+        def key(p: Parameter) -> tuple[Any, Cut]:
+            return self._key(p), p.layout.cut_axes
+
+        groups = in_order(self.parameters[::-1], key, largest, *self.limits)
+        return moving(load(key(g[0]), g, self._treated[id(g[0])], self.dtype) for g in groups)
 
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:
@@ -285,7 +298,7 @@ class GradientReducer:
         if not bucket.axes or not bucket.grid.inside:
             self._settled(bucket, bucket.storage())
             return
-        if self.dtype is not None or bucket.scatter:
+        if self.dtype is not None or bucket.scatter or is_half(bucket.dtype):
             while len(self._pending) >= UNDER_WAY:
                 self._complete(self._pending.pop(0))
         sent = got = bucket.storage() if self.dtype in (None, bucket.dtype) else bucket.storage().astype(self.dtype)
@@ -337,20 +350,23 @@ class GradientReducer:
                 shard.grad += sums[where].astype(bucket.dtype, copy=False)
             slot.held, shard.grad = None, bucket.mine[where]
 
+    @property
+    def _scatters(self) -> bool:
+        return any(t.scatter for t in self._treated.values())
+
+    def _key(self, p: Parameter) -> tuple[int, str, Treatment, Cut]:
+        """What the parameters of a bucket have in common."""
+        axes = p.layout.cut_axes if self._scatters else self._axes.get(id(p), ())
+        return id(p.grid), p.dtype.str, self._treated[id(p)], axes
+
     def _make_buckets(self) -> None:
         """Places for all gradients; those that have one move when the next is added to them."""
         order = (*self._arrived.values(), *(p for p in reversed(self.parameters) if id(p) not in self._arrived))
-        scatters = any(t.scatter for t in self._treated.values())
-
-        def key(p: Parameter) -> tuple[int, str, Treatment, Cut]:
-            axes = p.layout.cut_axes if scatters else self._axes.get(id(p), ())
-            return id(p.grid), p.dtype.str, self._treated[id(p)], axes
-
         self._slots, self.buckets = {}, []
         pools: dict[tuple[int, str], list[Block]] = {}
-        for group in in_order(order, key, largest, *self.limits):
+        for group in in_order(order, self._key, largest, *self.limits):
             grid, dtype = group[0].grid, group[0].dtype
-            axes = () if scatters else self._axes.get(id(group[0]), ())
+            axes = () if self._scatters else self._axes.get(id(group[0]), ())
             pool = pools.setdefault((id(grid), dtype.str), [])
             bucket, at = Bucket(grid, dtype, self._treated[id(group[0])], axes, pool=pool), 0
             for p in group:
