@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from parlinalg.datasets import Batch
 from parlinalg.offload.extents import Away
-from parlinalg.offload.plan import blocks_of
+from parlinalg.offload.table import blocks_of
 from parlinalg.offload.weighing import Keeps, WeighedActivations, Weight, reckoned
 from parlinalg.pipeline.plain import once
 from parlinalg.pipeline.run import Run, Unit

@@ -191,11 +191,11 @@ def _handler(where: str, value: Any) -> Handler:
 
 
 def offload(where: str, value: Any) -> Mapping[str, Any]:
-    """A check of `offload`: where the states of the optimizer, activations and parameters lie."""
+    """A check of `offload`: where the states of the optimizer, activations, parameters and gradients lie."""
     place = one_of(None, "host", "disk")
     checks: dict[str, Check] = {
-        "optimizer": place, "activations": place, "parameters": place, "path": optional(text),
-        "memory": optional(_memory),
+        "optimizer": place, "activations": place, "parameters": place, "gradients": place,
+        "path": optional(text), "memory": optional(_memory),
     }  # fmt: skip
     found = section(where, {} if value is None else value, checks)
     found = {key: v for key, v in found.items() if v is not None}

@@ -15,7 +15,7 @@ from parlinalg.backend import compiled
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.disk import DiskFile
-from parlinalg.offload.plan import ORDER, Table, decide
+from parlinalg.offload.table import ORDER, Table, decide
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value
 from parlinalg.parallel.precision import examine
 from parlinalg.pipeline.stagewalk import Passage
@@ -274,5 +274,8 @@ def test_what_is_offloaded_first():
     assert decide(table, 98, ORDER, 1) == ORDER
     assert decide(table, 30, ORDER, 1) is None
     assert decide(table, 120, ("parameters",), 1) is None
+    assert decide(table, 158, ORDER, 1, ["gradients"]) == ("gradients",)
+    assert decide(table, 157, ORDER, 1, ["gradients"]) == ("gradients", "optimizer")
+    assert decide(table, 82, ORDER, 1, ["gradients"]) == ("gradients", "optimizer", "activations")
     stateless = Table(values=40, gradients=40, states=0, activations=30, largest=4, block=15)
     assert decide(stateless, 60, ORDER, 1) == ("parameters",), "what frees nothing stays"

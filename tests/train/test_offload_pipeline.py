@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.offload import OffloadedActivations
+from parlinalg.errors import ConfigError
+from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.activations import Kept
 from parlinalg.train.job import Job
 from parlinalg.train.launch import launch
@@ -80,6 +81,24 @@ def test_every_bit_as_in_memory(
     if world.rank < world.size // 2:
         assert max(flight) > 1, "several microbatches are away at once"
     assert not list(tale.rglob("*.extents"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["zb-h1", "pipedream-2bw"])
+def test_gradients_alone_rest_elsewhere(
+    name: str, tale: Path, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    config = settings(tale, parallel={"pipeline": 2}, **SCHEDULES[name])
+    config["model"] = {**config["model"], "tie_word_embeddings": False}
+    want = run(config, world, backend, tale)
+    monkeypatch.setattr(OffloadedParameters, "_large", lambda self, p: True)
+    where = "disk" if backend == "numpy" else "host"
+    found = run({**config, "offload": {"gradients": where}}, world, backend, tale)
+    same(found, want)
+    assert found[2].offload.places == {"gradients": where}  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="gradients that a reducer shares out"):
+        run({**config, "parallel": {"data": 2}, "schedule": None, "zero": 2, "clip_grad_norm": None,
+             "offload": {"gradients": where}}, world, backend, tale)  # fmt: skip
 
 
 def cells(owner: OffloadedActivations) -> list[tuple[Kept, Any]]:
