@@ -107,3 +107,25 @@ def test_masks_are_held_as_they_were_given(make_grid, backend):
     for seen in ({"mask": pairs, "key_padding": real}, {"mask": repeated}):
         assert (abs(held(**seen) - alone) < pairs.nbytes / 2).all(), (seen.keys(), held(**seen), alone)
     assert held()[2] + pairs.nbytes == alone[2]  # once for all layers
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("activation", "inside"), [("gelu", 2), ("swiglu", 3)])
+@pytest.mark.parametrize("axis", ["data", None])
+def test_experts_hold_what_their_guide_says(activation, inside, axis, world, backend):
+    """Exactly the weights; of what is kept all but scores and the places of tokens."""
+    h, i, experts, groups, s, k = 96, 64, 8, 4, 32, 2
+    with pla.launch({"parallel": {"data": world.size}}, world, backend) as mesh:
+        layer = nn.MixtureOfExperts(
+            h, i, experts, mesh.scheme, mesh.grid, activation=activation, axis=axis, capacity_factor=1.5, seed=0
+        )
+        ranks = world.size if axis else 1
+        each = inside * h * i + (inside - 1) * i + h
+        assert sum(p.block.size for p in layer.parameters()) == experts // ranks * each + h * experts
+        x = np.random.default_rng(0).normal(size=(groups, s, h)).astype("float32")
+        y = layer(pla.Tensor(pla.distribute(x, mesh.grid, mesh.scheme.residual)))
+        queues = experts * layer.capacity(s) * groups // world.size
+        most = 4 * (queues * (h + inside * i) + k * groups // world.size * s * h)
+        known = {"product", "combine", "swiglu", "gelu"}
+        kept = sum(row.nbytes for row in saved(y) if row.op in known) - 4 * groups // world.size * s * h  # the input
+        assert most * 0.95 < kept < most * 1.05, (kept, most)
