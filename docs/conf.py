@@ -66,6 +66,7 @@ MODULES = {
     "optim.schedules": "Learning rates",
     "datasets": "Data",
     "parallel": "Gradients over ranks",
+    "offload": "Disks and host memory",
     "pipeline": "Pipelines",
     "pipeline.simulate": "Pipelines on paper",
     "pipeline.predict": "Pipelines on paper with measured times",
@@ -98,7 +99,10 @@ def write_reference(app: Any, config: Any) -> None:
             if not (error.name or "").startswith("parlinalg"):
                 raise
             continue
-        names = [n for n in public(module) if callable(getattr(module, n)) and getattr(module, n).__doc__]
+        own = {
+            n: value for n in public(module) if id(value := getattr(module, n)) not in homes
+        }  # once, where it begins
+        names = [n for n, value in own.items() if callable(value) and value.__doc__]
         homes.update({id(getattr(module, n)): f"{module.__name__}.{n}" for n in names})
         write(folder / f"{name}.rst", page(module, title, names))
         listed.append(f"   {name}")
