@@ -56,7 +56,8 @@ class Table:
     updated : int
         Of the values, those that the rank has states of.
     first : int
-        What the first step takes besides values and gradients, which it moves to where they lie side by side.
+        What the first step takes besides values and gradients, which it moves to where they lie side by side, a buffer
+        at a time.
     """
 
     values: int
@@ -142,8 +143,7 @@ def table_of(model: Module, optimizer: Optimizer, keeps: Keeps = NOTHING) -> Tab
         if p.shard is not None:
             mine["fixed"] += value + gradient
             continue
-        moves += value  # a buffer at a time, but buckets are made all at once
-        mine["first"] += value if p.reducer is not None and p.grid.size > 1 else 0
+        moves += value
         mine["fixed"] += 0 if replaceable(p.reducer) else gradient
     mine["activations"], mine["stays"] = keeps.most, keeps.stays
     mine["block"] = keeps.block or -(-keeps.most // max(1, len(blocks_of(model))))
@@ -153,7 +153,8 @@ def table_of(model: Module, optimizer: Optimizer, keeps: Keeps = NOTHING) -> Tab
     mine["moving"] = sum(r.moving for r in reducers.values()) + sum(f.moving for f in fetchers.values())
     settled = sum(r.moving for r in reducers.values() if replaceable(r))
     mine["settled"] = max(0, settled - 3 * mine["largest"] // 4)  # one gradient's sum in 16 bits remains
-    mine["first"] = max(mine["first"], min(moves, max(flat.BUFFER, mine["largest"])))
+    bucket = max((r.limits[1] for r in reducers.values()), default=0) + mine["largest"]
+    mine["first"] = min(moves, max(flat.BUFFER, bucket))
     rows = list(mine.values())
     for comm in worlds(p.grid for p in parameters):
         rows = [max(column) for column in zip(*comm.share(rows), strict=True)]

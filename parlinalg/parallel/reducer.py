@@ -193,9 +193,7 @@ class GradientReducer:
         """Settle all gradients, those of parameters that were not reached as zeros; without `sync`, those kept in parts
         alone."""
         if sync and not self._slots:
-            self._make_buckets()
-            for p in self._arrived.values():
-                self._place(self._slots[id(p)], None, ())
+            self._make_buckets(fill=True)
         for bucket in self.buckets:
             reached = bucket.missing < len(bucket.slots)
             if (reached or not bucket.scattered) if sync else (reached and not bucket.treatment.keeps):
@@ -359,8 +357,9 @@ class GradientReducer:
         axes = p.layout.cut_axes if self._scatters else self._axes.get(id(p), ())
         return id(p.grid), p.dtype.str, self._treated[id(p)], axes
 
-    def _make_buckets(self) -> None:
-        """Places for all gradients; those that have one move when the next is added to them."""
+    def _make_buckets(self, *, fill: bool = False) -> None:
+        """Places for all gradients; those that have one move when the next is added to them, or, with `fill`, those
+        that have arrived now, so that no more than a bucket's are there twice."""
         order = (*self._arrived.values(), *(p for p in reversed(self.parameters) if id(p) not in self._arrived))
         self._slots, self.buckets = {}, []
         pools: dict[tuple[int, str], list[Block]] = {}
@@ -377,6 +376,9 @@ class GradientReducer:
             bucket.missing = len(group)
             if self.dtype in (None, dtype):
                 bucket.share()
+            for slot in bucket.slots:
+                if fill and id(slot.parameter) in self._arrived:
+                    self._place(slot, None, ())
             self.buckets.append(bucket)
         self._outdated = False
 

@@ -10,6 +10,7 @@ from parlinalg import nn, optim
 from parlinalg.comm import shared
 from parlinalg.layout import piece
 from parlinalg.parallel import GradientReducer, clip_gradient_norm, clip_gradient_value, gradient_norm
+from parlinalg.parallel.buckets import Bucket
 from parlinalg.train.update import Update
 from tests.training import batch, every_scheme, mean_loss, sizes_for
 
@@ -207,6 +208,22 @@ def test_the_norm_counts_each_element_once(name, make_grid, world, reference):
         np.testing.assert_allclose(clip_gradient_norm(twice, 0.25 * norm), norm, rtol=1e-13)
         close(gradients(model), {n: g * (0.25 * norm / (norm + 1e-6)) for n, g in want.items()})
         assert clip_gradient_norm(model.parameters(), 10 * norm) < norm
+
+
+def test_buckets_are_made_and_filled_one_after_the_other(make_grid, world, monkeypatch):
+    """Of the first gradients no more than a bucket's are there twice."""
+    grid = make_grid({"data": world.size})
+    model = model_on(grid, DATA)
+    reducer, waiting, share = GradientReducer(model.parameters(), None, 100, 100), [], Bucket.share
+
+    def counted(bucket):
+        waiting.append(sum(p.grad is not None for p in model.parameters()))
+        share(bucket)
+
+    monkeypatch.setattr(Bucket, "share", counted)
+    backward(model, grid, DATA)
+    assert waiting == [sum(len(b.slots) for b in reducer.buckets[i:]) for i in range(len(reducer.buckets))]
+    assert waiting[0] > waiting[-1] > 0
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, np.nan])
