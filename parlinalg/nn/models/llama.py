@@ -106,7 +106,7 @@ class Llama(CausalModel):
                 hidden, c["num_attention_heads"], c["intermediate_size"], scheme, grid,
                 kv_heads=c["num_key_value_heads"], head_dim=width, norm="rms", eps=eps, activation="swiglu",
                 bias=c["mlp_bias"], attention_bias=c["attention_bias"], causal=True, rotary=rotary,
-                packed=packed,
+                packed=c["packed"],
                 attention_dropout=attention_dropout, dropout=resid_pdrop, experts=experts,
                 recompute=recompute, dtype=self.dtype,
             )

@@ -169,7 +169,7 @@ def _argument(what: str, name: str, value: Any) -> Any:
         return real(what, value, below=1)
     if name.endswith("_eps") or name in ("initializer_range", "router_aux_loss_coef"):
         return real(what, value)
-    if name.endswith("_bias") or name == "tie_word_embeddings":
+    if name.endswith("_bias") or name in ("tie_word_embeddings", "packed"):
         return flag(what, value)
     return value
 
