@@ -130,7 +130,7 @@ class OffloadedParameters:
             worlds(p.grid for p in parameters), lambda: moved.extend(self._rest(p.data) for p in chosen if self.values),
             f"writing to {self.path}", (OffloadError,),
         )  # fmt: skip
-        for p, data in zip(chosen, moved, strict=False):
+        for p, data in zip(chosen if self.values else (), moved, strict=True):
             p.data = data
         self._adopt(chosen)
 

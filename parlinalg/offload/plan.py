@@ -176,19 +176,20 @@ def plan(
     for kind, place in chosen.items():
         if place == "disk" and folder is None:
             raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
+    there = tuple(kind for kind in KINDS if cpu and chosen.get(kind) == "host")
+    chosen = {kind: place for kind, place in chosen.items() if kind not in there}
     keeps = kept if isinstance(kept, Keeps) else Keeps(bytes_of("kept", kept))
     table = table_of(model, optimizer, keeps)
     limit = None if memory is None else bytes_of("memory", memory)
     if limit is not None:
         where = "disk" if folder is not None else "host" if not cpu else None
         rests = not keeps.versions and table.fixed < table.values + table.gradients
-        movable = {k for k in ORDER if where and (k != "parameters" or rests)} | set(chosen)
+        movable = {k for k in ORDER if where and (k != "parameters" or rests)} - set(there) | set(chosen)
         found = decide(table, limit, movable, chunk_of(limit), chosen)
         _enough(model, table, limit, movable, found is None, "" if where else HINT)
         for kind in found or ():
             chosen.setdefault(kind, where or "host")
-    there = tuple(kind for kind in KINDS if cpu and chosen.get(kind) == "host")
-    ordered = {kind: chosen[kind] for kind in KINDS if kind in chosen and kind not in there}
+    ordered = {kind: chosen[kind] for kind in KINDS if kind in chosen}
     return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk_of(limit), there)
 
 
