@@ -8,7 +8,8 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
 - `serial`: it does not communicate, or starts its own ranks, and runs in the one-rank run without MPI only;
 - `ranks(2, 4)`: it runs on these numbers of ranks only (5, 7 and 12 ranks run only tests that name them);
   `ranks(1, full=(4,))`: with `--full` on those too;
-- `always`: it runs on every one of them, in runs too that take a share of the tests;
+- `always`: it runs on every one of them, in runs too that take a part of the tests;
+- `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
 - `mpi(min_size=2)`: it needs at least so many.
 
 Under mpiexec the outcome of every test is agreed by all ranks, and rank 0 alone prints.  A skipped test fails the run,
@@ -26,7 +27,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 
@@ -37,7 +37,7 @@ if BACKEND == "cupy":
 
 from parlinalg.backend import compiled  # noqa: E402
 from tests.agreement import agree, keep_stderr, launched_ranks, told, verdict_comm  # noqa: E402
-from tests.runs import begin  # noqa: E402
+from tests.runs import begin, chosen, seed_of  # noqa: E402
 
 if os.environ.get("PARLINALG_TEST_COMPILED") == "1":
     compiled.SMALL = 1  # compiled loops for the tests' blocks too, which are small
@@ -48,6 +48,7 @@ if RANKS is None:
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
+CORE = {4, 8}  # numbers of ranks at which the tests of the core run in any case
 RARE = {5, 7, 12}  # numbers of ranks at which only the tests run that name them
 SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
 UNAVAILABLE = "cannot be had here:"
@@ -59,7 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--full", action="store_true", help="run the full sweeps, not samples of them")
     group.addoption("--with-mpi", action="store_true", help="accepted, and not needed: mpiexec is noticed")
     group.addoption("--runs", default="", help="which runs to start, as 2,4,4:cupy (default: all in test_runs.py)")
-    group.addoption("--share", type=int, default=1, help="run a seeded one in so many of the tests")
+    group.addoption("--share", type=int, default=1, help="run one in so many of the tests, which ones by --seed")
+    group.addoption("--seed", type=int, help="which part (default: PARLINALG_TEST_SEED, else the number of commits)")
     group.addoption("--run-paths", default="tests", help="what those runs run: paths, separated by spaces")
 
 
@@ -68,10 +70,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in (
         "serial: runs once, on one rank without MPI",
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
-        "always: runs on all of them, whatever share of the tests a run takes",
+        "always: runs on all of them, whatever part of the tests a run takes",
+        "core: runs on 4 and 8 ranks, whatever part of the tests a run takes",
         "mpi(min_size=2): needs at least so many ranks",
     ):
         config.addinivalue_line("markers", mark)
+    if config.option.seed is None:
+        config.option.seed = int(os.environ.get("PARLINALG_TEST_SEED") or seed_of())
     _hypothesis_profiles(config.getoption("--full"))
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
@@ -79,6 +84,11 @@ def pytest_configure(config: pytest.Config) -> None:
     comm = verdict_comm()
     if comm is not None and comm.rank != 0:
         config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.option.seed
+    return f"seed {seed}: which tests run on several numbers of ranks; --seed {seed} repeats it"
 
 
 def _hypothesis_profiles(full: bool) -> None:
@@ -123,13 +133,9 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
         home = mark.kwargs.get("min_size", 1) if mark else 2
         if SIZE in RARE or (mark and (RANKS is None or home > SIZE)):
             return False
-    always = home == SIZE or item.get_closest_marker("always")
-    return bool(always and BACKEND == "numpy") or _chosen(item, share)
-
-
-def _chosen(item: pytest.Item, share: int) -> bool:
-    """Whether a run that takes one in so many tests takes this one; each runs at its least number of ranks anyway."""
-    return crc32(f"{item.nodeid} {SIZE} {BACKEND}".encode()) % share == 0
+    always = home == SIZE or item.get_closest_marker("always") or (SIZE in CORE and item.get_closest_marker("core"))
+    # A test runs at its least number of ranks anyway.
+    return bool(always and BACKEND == "numpy") or chosen(item.name, SIZE, BACKEND, share, item.config.option.seed)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

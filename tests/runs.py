@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import pytest
 
-from tests.launching import launch
+from tests.launching import ROOT, launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
 SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 5, (4, "cupy"): 10, (5, "numpy"): 3,
           (6, "numpy"): 8, (7, "numpy"): 3, (8, "numpy"): 8, (12, "numpy"): 3}  # fmt: skip
-"""In these runs one in so many, others each time, of the tests that also run on fewer ranks; --full: all."""
+"""In these runs one in so many of the tests that also run on fewer ranks; the others, and with --full all, run all."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
          "tests/test_agreement.py", "tests/test_launching.py")  # fmt: skip
@@ -27,6 +28,33 @@ MANY = 1000  # tests of this process beside which others are worth starting
 
 _beside = ThreadPoolExecutor(1)
 _ahead: dict[tuple[int, str], Future[Run]] = {}
+
+
+def chosen(name: str, ranks: int, backend: str, share: int, seed: int) -> bool:
+    """Return True if a run that takes one in `share` of the tests takes the one of this name.
+
+    A test is known by the name of its function and its parameters, wherever its file is.  Successive seeds take each
+    test once in `share` seeds.
+    """
+    return (crc32(f"{name} {ranks} {backend}".encode()) + seed) % share == 0
+
+
+def seed_of(root: Path = ROOT) -> int:
+    """Return the seed of the tree at `root`: the number of its commits, so that each commit takes the next part.
+
+    A shallow clone has too few commits to count, and takes its commit's name as a number; a tree without git has 0.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+    try:
+        if git("rev-parse", "--is-shallow-repository") == "true":
+            return int(git("rev-parse", "HEAD")[:8], 16)
+        return int(git("rev-list", "--count", "HEAD"))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
 
 
 class Run(NamedTuple):
@@ -66,7 +94,7 @@ def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     paths = APART if ranks == 0 else config.getoption("--run-paths").split()
     arguments = ["-m", "pytest", *paths, "-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
     if ranks and config.getoption("--run-paths") == "tests":
-        arguments += ["--share", str(SHARES.get((ranks, backend), 1))]
+        arguments += ["--share", str(SHARES.get((ranks, backend), 1)), "--seed", str(config.getoption("--seed"))]
     if expression := config.getoption("-m"):
         arguments += ["-m", expression]
     if full:

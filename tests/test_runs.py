@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
-from tests.launching import mpiexec
-from tests.runs import LIMIT, Run, apart, outcome
+from tests.launching import launch, mpiexec
+from tests.runs import LIMIT, Run, apart, chosen, outcome, seed_of
 
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (3, "numpy"), (4, "numpy"), (4, "cupy"), (5, "numpy"), (6, "numpy"),
         (7, "numpy"), (8, "numpy"), (12, "numpy")]  # fmt: skip
@@ -51,3 +55,55 @@ def said(run: Run, name: str) -> str:
 @pytest.mark.serial
 def test_mpiexec_belongs_to_the_mpi_that_mpi4py_loads() -> None:
     assert mpiexec()
+
+
+@pytest.mark.serial
+def test_successive_seeds_take_every_test_in_turn() -> None:
+    names = [f"test_{i}[{i % 7}]" for i in range(500)]
+    for share in (1, 3, 8):
+        times = Counter(
+            name for seed in range(31, 31 + share) for name in names if chosen(name, 8, "numpy", share, seed)
+        )
+        assert times == Counter(names), share
+    taken = {seed: [name for name in names if chosen(name, 8, "numpy", 8, seed)] for seed in (31, 32)}
+    assert 30 < len(taken[31]) < 100
+    assert not set(taken[31]) & set(taken[32])
+    assert taken[31] != [name for name in names if chosen(name, 3, "numpy", 8, 31)], "each run has a part of its own"
+
+
+@pytest.mark.serial
+def test_the_seed_is_the_number_of_commits(tmp_path: Path) -> None:
+    assert seed_of(tmp_path) == 0
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    assert seed_of(tmp_path) == 0, "no commit yet"
+    for i in range(3):
+        git("commit", "-q", "--allow-empty", "-m", str(i))
+        assert seed_of(tmp_path) == i + 1
+    git("clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
+    assert seed_of(tmp_path / "shallow") == int(git("rev-parse", "HEAD")[:8], 16)
+
+
+@pytest.mark.serial
+def test_a_part_is_known_by_the_names_of_the_tests(tmp_path: Path) -> None:
+    """Files with the same tests give the same part wherever they are, and another seed another one."""
+
+    def part(path: str, *options: str, **env: str) -> set[str]:
+        file = tmp_path / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("import pytest\n@pytest.mark.parametrize('n', range(30))\ndef test_n(n): pass\n")
+        arguments = ["-m", "pytest", "-c", "setup.cfg", "-p", "tests.conftest", "-p", "no:cacheprovider", "-q",
+                     "--collect-only", "--share", "3", *options, str(file)]  # fmt: skip
+        done = launch(1, arguments, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+
+    first = part("a/test_one.py", "--seed", "6")
+    assert 0 < len(first) < 30
+    assert part("b/test_other.py", PARLINALG_TEST_SEED="6") == first
+    assert not first & part("a/test_one.py", "--seed", "7")
