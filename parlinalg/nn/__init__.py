@@ -7,7 +7,7 @@ from parlinalg.nn.attention import Attention
 from parlinalg.nn.auxiliary import auxiliary_losses
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.cache import KeyValueCache
-from parlinalg.nn.containers import MLP, Sequential
+from parlinalg.nn.containers import MLP, ModuleDict, ModuleList, Sequential
 from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.experts import MixtureOfExperts
@@ -23,7 +23,8 @@ from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
     "GELU", "GPT", "MLP", "Attention", "BertEncoder", "BlockMask", "Classifier", "Dropout", "Embedding",
-    "KeyValueCache", "Layer", "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "PatchEmbedding",
-    "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT",
-    "activation", "auxiliary_losses", "generate", "init", "recompute", "sequence_positions", "training_step",
+    "KeyValueCache", "Layer", "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "ModuleDict", "ModuleList",
+    "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh",
+    "TransformerBlock", "ViT", "activation", "auxiliary_losses", "generate", "init", "recompute",
+    "sequence_positions", "training_step",
 ]  # fmt: skip

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,18 +22,40 @@ from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
 
 
-class Sequential(Module):
-    """Modules one after the other, named "0", "1", …"""
+class ModuleList(Module):
+    """A list of modules, named "0", "1", …, as `torch.nn.ModuleList`.
 
-    def __init__(self, *modules: Module) -> None:
+    It is indexed, sliced and changed as a list; a module's parameters are found, named ("layers.0.weight"), trained and
+    saved, which those in a plain list are not.  It has no `forward`: the model that holds it calls its members.
+
+    Parameters
+    ----------
+    modules : iterable of Module, optional
+
+    Raises
+    ------
+    TypeError
+        If a member is no module.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> from parlinalg import nn, schemes
+    >>> grid, scheme = pla.Grid({"axis": 1}), schemes.discover()["serial"].SCHEME
+    >>> layers = nn.ModuleList(nn.Linear(4, 4, scheme, grid, bias=False) for _ in range(2))
+    >>> layers.append(nn.Linear(4, 3, scheme, grid, bias=False))
+    ModuleList(
+      (0): Linear(4 → 4, serial: expand)
+      (1): Linear(4 → 4, serial: expand)
+      (2): Linear(4 → 3, serial: expand)
+    )
+    >>> len(layers[1:]), [name for name, _ in layers.initialize(seed=1).named_parameters()]
+    (2, ['0.weight', '1.weight', '2.weight'])
+    """
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
         super().__init__()
-        for i, module in enumerate(modules):
-            setattr(self, str(i), module)
-
-    def forward(self, x: Any) -> Any:
-        for module in self:
-            x = module(x)
-        return x
+        self.extend(modules)
 
     def __iter__(self) -> Iterator[Module]:
         return iter(self._modules.values())
@@ -41,8 +63,163 @@ class Sequential(Module):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> Module:
-        return list(self._modules.values())[index]
+    @overload
+    def __getitem__(self, index: int) -> Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> ModuleList: ...
+    def __getitem__(self, index: int | slice) -> Module:
+        found = list(self)[index]
+        if isinstance(found, Module):
+            return found
+        return Sequential(*found) if isinstance(self, Sequential) else ModuleList(found)
+
+    def __setitem__(self, index: int, module: Module) -> None:
+        members = list(self)
+        members[index] = _module(self, module)
+        self._renumber(members)
+
+    def __delitem__(self, index: int | slice) -> None:
+        members = list(self)
+        del members[index]
+        self._renumber(members)
+
+    def __add__(self, other: Iterable[Module]) -> ModuleList:
+        members = [*self, *_listed(self, other)]
+        return Sequential(*members) if isinstance(self, Sequential) else ModuleList(members)
+
+    def __iadd__(self, other: Iterable[Module]) -> Self:
+        return self.extend(other)
+
+    def append(self, module: Module) -> Self:
+        """Add a module at the end; returns the list."""
+        return self.extend([module])
+
+    def extend(self, modules: Iterable[Module]) -> Self:
+        """Add modules at the end; returns the list."""
+        self._renumber([*self, *_listed(self, modules)])
+        return self
+
+    def insert(self, index: int, module: Module) -> Self:
+        """Add a module before the one at an index; returns the list."""
+        members = list(self)
+        members.insert(index, _module(self, module))
+        self._renumber(members)
+        return self
+
+    def pop(self, index: int = -1) -> Module:
+        """Take a module out and return it."""
+        module = self[index]
+        del self[index]
+        return module
+
+    def _renumber(self, members: Iterable[Module]) -> None:
+        self._modules.clear()
+        self._modules.update((str(i), module) for i, module in enumerate(members))
+
+
+class ModuleDict(Module):
+    """Modules by names, as `torch.nn.ModuleDict`: a dict whose values are found, named, trained and saved.
+
+    Parameters
+    ----------
+    modules : mapping of str to Module, or iterable of pairs, optional
+
+    Raises
+    ------
+    TypeError
+        If a key is no string or a value no module.
+    ConfigError
+        If a key is empty or has a dot: keys are parts of qualified names.
+
+    Examples
+    --------
+    >>> from parlinalg import nn
+    >>> steps = nn.ModuleDict({"in": nn.GELU(), "out": nn.ReLU()})
+    >>> list(steps), "in" in steps, steps["out"]
+    (['in', 'out'], True, ReLU())
+    """
+
+    def __init__(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]] = ()) -> None:
+        super().__init__()
+        self.update(modules)
+
+    def __getitem__(self, key: str) -> Module:
+        return self._modules[key]
+
+    def __setitem__(self, key: str, module: Module) -> None:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of a ModuleDict are strings, not {key!r}")
+        if not key or "." in key:
+            raise ConfigError(f"a key of a ModuleDict is part of a qualified name, without dots, not {key!r}")
+        self._modules[key] = _module(self, module)
+
+    def __delitem__(self, key: str) -> None:
+        del self._modules[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._modules
+
+    def keys(self) -> KeysView[str]:
+        """The names, in the order in which they were added."""
+        return self._modules.keys()
+
+    def values(self) -> ValuesView[Module]:
+        """The modules."""
+        return self._modules.values()
+
+    def items(self) -> ItemsView[str, Module]:
+        """Pairs of a name and a module."""
+        return self._modules.items()
+
+    def pop(self, key: str) -> Module:
+        """Take a module out and return it."""
+        return self._modules.pop(key)
+
+    def clear(self) -> None:
+        """Take all modules out."""
+        self._modules.clear()
+
+    def update(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]]) -> None:
+        """Add modules by their names, in place of those of the same names."""
+        held = modules if isinstance(modules, Mapping | ModuleDict) else dict(modules)
+        for key, module in held.items():
+            self[key] = module
+
+
+def _module(owner: Module, given: Any) -> Module:
+    if not isinstance(given, Module):
+        raise TypeError(f"{type(owner).__name__} holds modules, not a {type(given).__name__}")
+    return given
+
+
+def _listed(owner: Module, given: Any) -> list[Module]:
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise TypeError(f"{type(owner).__name__} takes a list of modules, not a {type(given).__name__}")
+    return [_module(owner, each) for each in given]
+
+
+class Sequential(ModuleList):
+    """Modules one after the other, named "0", "1", …; a `ModuleList` that can be called.
+
+    Parameters
+    ----------
+    *modules : Module
+        Called in this order, each on what the one before gives.
+    """
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            x = module(x)
+        return x
 
     def layers(self) -> list[Layer]:
         """The modules as the layers that a pipeline cuts."""

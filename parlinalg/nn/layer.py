@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from parlinalg.nn.module import Module
+from parlinalg.errors import ConfigError
+from parlinalg.nn.module import Module
 
 
 class Layer(NamedTuple):
@@ -35,3 +35,40 @@ class Layer(NamedTuple):
     end: bool = False
     cached: Callable[..., Any] | None = None
     caches: bool = False
+
+
+def layers_of(model: Module) -> list[Layer] | None:
+    """The layers that a model lists by its method `layers()`; None where it has no such method.
+
+    A module in the list is a layer of its own name.  Members under the name "layers", such as a `ModuleList`, do not
+    say what the model does before, after and between them, and are no such list.
+
+    Raises
+    ------
+    ConfigError
+        If the method gives no list, an empty one, or something that is neither a `Layer` nor a Module.
+    """
+    method = getattr(model, "layers", None)
+    if not callable(method) or isinstance(method, Module):
+        return None
+    given = method()
+    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Layer) else []
+    if not listed:
+        raise ConfigError(f"{type(model).__name__}.layers() gives {given!r}: it is a list of its layers, one at least")
+    return [as_layer(model, each) for each in listed]
+
+
+def as_layer(model: Module, given: Any) -> Layer:
+    """What a model lists, a `Layer` or a Module, as a layer.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
+    if isinstance(given, Layer):
+        return given
+    if not isinstance(given, Module):
+        raise ConfigError(f"{type(model).__name__} lists a layer {given!r}: a layer is an nn.Layer or a Module")
+    name = next((n for n, module in model.named_modules() if module is given), type(given).__name__)
+    return Layer(name, given, (given,))

@@ -60,9 +60,7 @@ class Module:
     _declared: dict[str, Declared]
 
     def __init__(self) -> None:
-        self._parameters = {}
-        self._modules = {}
-        self._declared = {}
+        self.__dict__.update({register: {} for register in _REGISTERS})
         self.training = True
         self.name = None
         self.seed = 0
@@ -86,11 +84,13 @@ class Module:
     # ------------------------------------------------------------------ attributes
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Parameter | Declared | Module):
-            if "_modules" not in self.__dict__:
-                raise ConfigError(f"{type(self).__name__}.__init__ calls super().__init__() before it assigns {name!r}")
-            self.__dict__.pop(name, None)
-            for kind in (self._parameters, self._modules, self._declared):
-                kind.pop(name, None)
+            self._check_registered(name)
+            if getattr(type(self), name, None) is not None:
+                raise ConfigError(
+                    f"{type(self).__name__} has a method or class attribute {name!r}, which would hide the "
+                    f"{type(value).__name__} assigned to it: give one of them another name"
+                )
+            self._unregister(name)
             if isinstance(value, Module):
                 self._modules[name] = value
             else:
@@ -98,7 +98,50 @@ class Module:
                 if isinstance(value, Declared):
                     self._declared[name] = value
         else:
+            if isinstance(value, _CONTAINERS) and any(_hidden(value)):
+                self._check_registered(name)
+                self._check_container(name, value, self._known())
+            if "_modules" in self.__dict__:
+                self._unregister(name)
             object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules or name in self._parameters:
+            self._unregister(name)
+        else:
+            object.__delattr__(self, name)
+
+    def _unregister(self, name: str) -> None:
+        """Forget the attribute of this name, whatever it is."""
+        for kind in (self.__dict__, self._parameters, self._modules, self._declared):
+            kind.pop(name, None)
+
+    def _check_registered(self, name: str) -> None:
+        """Raise a ConfigError before `Module.__init__` has run."""
+        if "_modules" not in self.__dict__:
+            raise ConfigError(f"{type(self).__name__}.__init__ calls super().__init__() before it assigns {name!r}")
+
+    def _known(self) -> set[int]:
+        """The identities of all modules and parameters that have names."""
+        modules = list(self.modules())
+        held = [p for m in modules for kind in (m._parameters, m._declared) for p in kind.values()]
+        return {id(each) for each in (*modules, *held)}
+
+    def _check_container(self, name: str, value: Any, known: Collection[int]) -> None:
+        """Raise a ConfigError if a list, tuple, set or dict holds modules or parameters that have no names."""
+        for where, held in _hidden(value):
+            if id(held) in known:
+                continue
+            if isinstance(held, Module):
+                kind, instead = "module", "use nn.ModuleList([…]), nn.ModuleDict({…}) or nn.Sequential(…)"
+            else:
+                kind = "parameter"
+                instead = "assign each to an attribute, or put the modules that hold them in an nn.ModuleList"
+            raise ConfigError(
+                f"{type(self).__name__}.{name}{where} is a {kind} ({type(held).__name__}) in a plain "
+                f"{type(value).__name__}, where no {kind} is found: it would have no name and be neither trained nor "
+                f"saved; {instead}"
+            )
 
     def __getattr__(self, name: str) -> Any:
         held = self.__dict__
@@ -139,7 +182,7 @@ class Module:
         Raises
         ------
         ConfigError
-            If the model is not initialized.
+            If the model is not initialized, or one of its modules holds modules or parameters in a plain list or dict.
         """
         seen: set[int] = set()
         for name, module in self.named_modules(prefix):
@@ -148,6 +191,16 @@ class Module:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield _join(name, own), parameter
+        self._check_containers()
+
+    def _check_containers(self) -> None:
+        """Raise a ConfigError if a list or dict was given modules or parameters after it was assigned."""
+        known: set[int] = set()
+        for module in self.modules():
+            for name, value in module.__dict__.items():
+                if isinstance(value, _CONTAINERS) and name not in _REGISTERS and any(_hidden(value)):
+                    known = known or self._known()
+                    module._check_container(name, value, known)
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, each once, in the order of their declaration."""
@@ -194,6 +247,7 @@ class Module:
         def made(declared: Declared, name: str) -> DistArray:
             return declared.make(seed, name) if values is None else values(declared, name)
 
+        self._check_containers()
         wanted = None if only is None else {id(module) for module in only}
         for name, module in self.named_modules(prefix):
             module.name, module.seed = name, seed
@@ -294,6 +348,23 @@ class Module:
         inner = [f"  ({n}): " + repr(m).replace("\n", "\n  ") for n, m in self._modules.items()]
         lines = "\n".join(["", *inner, ""]) if inner else self.extra_repr()
         return f"{type(self).__name__}({lines})"
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_REGISTERS = ("_parameters", "_modules", "_declared")
+
+
+def _hidden(value: Any, where: str = "") -> Iterator[tuple[str, Module | Parameter | Declared]]:
+    """The modules and parameters in a list, tuple, set or dict and those within it, with their places."""
+    stack, seen = [(where, value)], set()
+    while stack:
+        where, value = stack.pop()
+        if isinstance(value, Module | Parameter | Declared):
+            yield where, value
+        elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            stack += [(f"{where}[{key!r}]", held) for key, held in items]
 
 
 def _join(prefix: str, name: str) -> str:

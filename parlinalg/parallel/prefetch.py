@@ -20,7 +20,8 @@ from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
-from parlinalg.nn import Module
+from parlinalg.nn import Module, ModuleDict, ModuleList, Sequential
+from parlinalg.nn.layer import layers_of
 from parlinalg.parallel.handlers import ACCUMULATE
 from parlinalg.redistribute import Move, redistribute, start
 
@@ -68,9 +69,9 @@ class Prefetch:
     model : Module
         Its parameters take this as their fetcher.
     blocks : iterable of Module, optional
-        The parts whose weights are gathered together; by default the layers of a transformer, and of others its
-        members.  A parameter of two of them counts with the first, one of none is a block of its own.
-
+        The parts whose weights are gathered together; by default the layers that the model lists by `layers()`, and of
+        a model that lists none its members, those in a `Sequential`, `ModuleList` or `ModuleDict` one by one.  A
+        parameter of two of them counts with the first, one of none is a block of its own.
     axes : str or tuple of str
         Axes by which weights of the model are to rest cut, to be checked.
     accumulate : {"reduce-scatter", "whole"}
@@ -102,7 +103,7 @@ class Prefetch:
         taken = [p.name for p in self.parameters if p.fetcher is not None]
         if taken:
             raise ConfigError(f"parameter {taken[0]!r} has a fetcher already; detach() that one first")
-        parts = _layers(model) if blocks is None else [(b,) for b in blocks]
+        parts = _blocks(model) if blocks is None else [(b,) for b in blocks]
         self.block_of: dict[int, int] = {}
         self.number: dict[int, int] = {id(p): i for i, p in enumerate(self.parameters)}
         for i, modules in enumerate(parts):
@@ -246,11 +247,16 @@ class Prefetch:
         return most_bytes(want.work, p.shape, p.grid.sizes, p.dtype.itemsize)
 
 
-def _layers(model: Module) -> list[tuple[Module, ...]]:
-    layers = getattr(model, "layers", None)
-    if callable(layers):
-        return [layer.modules for layer in layers()]
-    return [(member,) for member in model._modules.values()]
+def _blocks(model: Module) -> list[tuple[Module, ...]]:
+    """The modules of each block: those of the layers that the model lists, else its members, and of members that are
+    lists or dicts of modules theirs."""
+    layers = layers_of(model)
+    if layers is not None:
+        return [layer.modules for layer in layers]
+    found: list[tuple[Module, ...]] = []
+    for member in model._modules.values():
+        found += _blocks(member) if type(member) in (ModuleList, ModuleDict, Sequential) else [(member,)]
+    return found
 
 
 def check_cut(parameters: Iterable[Parameter], axes: Cut) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.names import check_arrays
+from parlinalg.nn.containers import ModuleList, Sequential
 from parlinalg.nn.declared import Declared
-from parlinalg.nn.layer import Layer
+from parlinalg.nn.layer import Layer, as_layer, layers_of
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline.partition import balanced, by_hand, check_stages, share_layers
@@ -91,6 +92,7 @@ class PipelineModel(Module):
     whole: Module
     grid: Grid
     scheme: Scheme | None
+    _own: list[Module]
 
     def __init__(
         self, whole: Module, parts: Mapping[int, Sequence[Layer]], counts: Sequence[int],
@@ -110,7 +112,7 @@ class PipelineModel(Module):
         )
         self._owners = [schedule.holder(number) for number in range(self.stages)]
         own = {id(m): m for stage in self.chunks for m in stage.modules()}
-        self._own = [m for _, m in whole.named_modules() if id(m) in own]
+        object.__setattr__(self, "_own", [m for _, m in whole.named_modules() if id(m) in own])
         whole.forget([m for m in whole.modules() if id(m) not in own])
         grid = grid_of(whole)
         if grid is None:
@@ -164,6 +166,9 @@ class PipelineModel(Module):
         for module in self._own:
             name = self._names[id(module)]
             yield (f"{prefix}.{name}" if prefix and name else prefix or name), module
+
+    def _check_containers(self) -> None:
+        self.whole._check_containers()
 
     # ------------------------------------------------------------------ state
     def start_from(self, rule: Callable[[str, Declared], Any]) -> None:
@@ -326,29 +331,27 @@ def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
     """
     own = getattr(model, "stages", None)
     if own is not None:
-        stages = [[s] if isinstance(s, Layer | Module) else list(s) for s in (own() if callable(own) else own)]
-        return [_layer(model, x) for stage in stages for x in stage], tuple(len(stage) for stage in stages)
-    layers = getattr(model, "layers", None)
-    if not callable(layers):
+        listed = own() if callable(own) and not isinstance(own, Module) else own
+        stages = [list(s) if not isinstance(s, Layer | Module) or _no_forward(s) else [s] for s in listed]
+        return [as_layer(model, x) for stage in stages for x in stage], tuple(len(stage) for stage in stages)
+    layers = layers_of(model)
+    if layers is None:
+        held = getattr(model, "layers", None)
+        renamed = (
+            f" (its member `layers`, a {type(held).__name__}, does not say what is done before, after and between them:"
+            " give it another name)" if isinstance(held, Module) else ""
+        )  # fmt: skip
         raise ConfigError(
             f"{type(model).__name__} cannot be cut into stages: give it a method layers() that lists them (of "
-            "nn.Layer or Module, each taking what the one before gives), a list `stages`, or make it an nn.Sequential; "
-            "one stage of a model, made on its rank alone, is for pipeline.build_by_hand"
+            "nn.Layer or Module, each taking what the one before gives), a list `stages`, or make it an nn.Sequential"
+            f"{renamed}; one stage of a model, made on its rank alone, is for pipeline.build_by_hand"
         )
-    given = layers()
-    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else []
-    if not listed:
-        raise ConfigError(f"{type(model).__name__}.layers() gives {given!r}: it is a list of its layers, one at least")
-    return [_layer(model, x) for x in listed], None
+    return layers, None
 
 
-def _layer(model: Module, given: Any) -> Layer:
-    if isinstance(given, Layer):
-        return given
-    if not isinstance(given, Module):
-        raise ConfigError(f"{type(model).__name__} lists a layer {given!r}: a layer is an nn.Layer or a Module")
-    name = next((n for n, module in model.named_modules() if module is given), type(given).__name__)
-    return Layer(name, given, (given,))
+def _no_forward(stage: Layer | Module) -> bool:
+    """Whether a stage is a list of modules, which are called one after the other."""
+    return isinstance(stage, ModuleList) and not isinstance(stage, Sequential)
 
 
 def inventory_of(whole: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[str, Held]:

@@ -1,0 +1,164 @@
+"""Models of one's own: plain members, lists of modules, layers listed in every way, on every grid."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import nn
+from parlinalg.autograd import ops
+from parlinalg.comm import SingleComm
+from parlinalg.errors import ConfigError
+from parlinalg.optim import AdamW
+from tests.conftest import SIZE
+
+CLOSE = 1e-12
+SETTINGS: dict[str, Any] = {"dtype": "float64", "seed": 3}
+PIPELINES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"parallel": {"pipeline": 2}}),
+    (3, {"parallel": {"pipeline": 3}, "schedule": {"name": "gpipe", "microbatches": 2}}),
+    (4, {"parallel": {"pipeline": 2, "data": 2}, "zero": 3, "schedule": {"name": "1f1b", "microbatches": 2}}),
+]
+GRIDS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {"parallel": {"data": 2}, "zero": 3}),
+    (3, {"parallel": {"data": 3}, "zero": 3}),
+    (4, {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}, "zero": 3}),
+    (4, {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}),
+]
+
+
+class Unlisted(nn.Module):
+    """A model without `layers()`."""
+
+    def __init__(self, scheme: Any, grid: Any) -> None:
+        super().__init__()
+        own: dict[str, Any] = {"scheme": scheme, "grid": grid, "dtype": "float64"}
+        self.norm = nn.LayerNorm(7, **own)
+        self.inward = nn.Linear(7, 10, **own)
+        self.act = nn.Tanh()
+        self.outward = nn.Linear(10, 6, kind="contract", **own)
+        self.blocks = nn.ModuleList(nn.MLP((6, n, 6), activation="gelu", **own) for n in (5, 9))
+        self.head = nn.Linear(6, 5, **own)
+
+    def forward(self, x: Any) -> Any:
+        x = self.outward(self.act(self.inward(self.norm(x))))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Modules(Unlisted):
+    """Its layers are plain modules."""
+
+    def layers(self) -> list[Any]:
+        return [self.norm, self.inward, self.act, self.outward, *self.blocks, self.head]
+
+
+class Layers(Unlisted):
+    """Its layers are `nn.Layer`s, some of which use several modules."""
+
+    def layers(self) -> list[Any]:
+        return [nn.Layer("in", lambda x: self.act(self.inward(self.norm(x))), (self.norm, self.inward, self.act)),
+                nn.Layer("out", self.outward, (self.outward,)),
+                *(nn.Layer(f"blocks.{i}", b, (b,)) for i, b in enumerate(self.blocks)),
+                nn.Layer("head", self.head, (self.head,))]  # fmt: skip
+
+
+class Mixture(Unlisted):
+    """Its layers are modules and `nn.Layer`s, as it comes."""
+
+    def layers(self) -> list[Any]:
+        return [self.norm, nn.Layer("in", lambda x: self.act(self.inward(x)), (self.inward, self.act)), self.outward,
+                *self.blocks, nn.Layer("head", self.head, (self.head,))]  # fmt: skip
+
+
+class Stages(Unlisted):
+    """A list of modules for each of two stages."""
+
+    def __init__(self, scheme: Any, grid: Any) -> None:
+        super().__init__(scheme, grid)
+        self.stages = [[self.norm, self.inward, self.act, self.outward], [*self.blocks, self.head]]
+
+
+LISTED = [Modules, Layers, Mixture]
+
+
+def pairs() -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    return [(rng.normal(size=(11, 7)), rng.integers(0, 5, 11)) for _ in range(4)]
+
+
+def trained(kind: type[Unlisted], settings: dict[str, Any], comm: Any, backend: str) -> tuple[list[float], Any, Any]:
+    """Losses, the parameters after them, and what fetches weights."""
+    with pla.launch({**SETTINGS, **settings}, comm, backend) as mesh:
+        model = kind(mesh.scheme, mesh.grid)
+        engine, feed, _, _ = pla.initialize(
+            model, lambda p: AdamW(p, lr=0.02), ops.cross_entropy_sum, pairs(), schedule=None
+        )
+        losses = []
+        for x, y in feed:
+            if engine.schedule is not None:
+                _, _, loss = engine.execute_schedule(iter([(x, y)]))
+            else:
+                loss = engine.criterion(engine(x), y)
+                engine.backward(loss)
+            engine.step()
+            losses.append(float(loss if isinstance(loss, float) else loss.item()))
+        fetchers = {id(p.fetcher): p.fetcher for p in engine.parameters() if p.fetcher is not None}
+        return losses, engine.model.state_dict(), list(fetchers.values())
+
+
+@cache
+def alone() -> tuple[list[float], Any]:
+    return trained(Unlisted, {}, SingleComm(), "numpy")[:2]
+
+
+def same(got: tuple[list[float], Any, Any]) -> None:
+    losses, state = alone()
+    np.testing.assert_allclose(got[0], losses, rtol=CLOSE)
+    assert got[1].keys() == state.keys()
+    for name, value in state.items():
+        np.testing.assert_allclose(got[1][name], value, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.ranks(*sorted({n for n, _ in GRIDS}))
+@pytest.mark.parametrize("kind", [Unlisted, *LISTED])
+def test_losses_are_those_of_one_rank(kind: Any, world: Any, backend: str) -> None:
+    for settings in (s for n, s in GRIDS if n == SIZE):
+        got = trained(kind, settings, world, backend)
+        same(got)
+        if settings.get("zero") == 3:
+            (fetcher,) = got[2]
+            blocks = {fetcher.block_of[i] for i in range(len(fetcher.parameters))}
+            assert len(blocks) == {Unlisted: 6, Modules: 6, Layers: 5, Mixture: 6}[kind]
+            assert fetcher.missed == 0
+
+
+@pytest.mark.ranks(*sorted({n for n, _ in PIPELINES}))
+@pytest.mark.parametrize("kind", [*LISTED, Stages])
+def test_pipelines_give_the_losses_of_one_rank(kind: Any, world: Any, backend: str) -> None:
+    for settings in (s for n, s in PIPELINES if n == SIZE):
+        if kind is Stages and settings["parallel"]["pipeline"] != 2:
+            continue
+        same(trained(kind, settings, world, backend))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_lists_no_layers_cannot_be_cut(world: Any, backend: str) -> None:
+    class Member(nn.Module):
+        def __init__(self, scheme: Any, grid: Any) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(7, 5, scheme, grid)])
+
+    with pla.launch({**SETTINGS, "parallel": {"pipeline": 2}}, world, backend) as mesh:
+        for kind, words in [
+            (Unlisted, r"Unlisted cannot be cut into stages: give it a method layers\(\)"),
+            (Member, r"its member `layers`, a ModuleList, does not say .*: give it another name"),
+        ]:
+            with pytest.raises(ConfigError, match=words):
+                pla.initialize(kind(mesh.scheme, mesh.grid), AdamW, ops.cross_entropy_sum)
