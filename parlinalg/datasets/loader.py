@@ -10,6 +10,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
+from parlinalg.datasets.collate import leaves
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
@@ -21,9 +22,9 @@ class Batch:
 
     Attributes
     ----------
-    x : DistArray
+    x : DistArray, or a tree of them
         [samples, features]; of text, ids [windows, positions].
-    y : DistArray
+    y : DistArray, or a tree of them
         What it is to give: [samples] of labels, or [windows, positions] of the next ids.
     offset : int
         The place of its first sample in the step's whole batch.
@@ -32,26 +33,68 @@ class Batch:
         `nn.sequence_positions` takes them.
     ignored : int
         Targets that do not count, of all ranks.
+    targets : int, optional
+        Those that count, where it is known otherwise than by the elements of y.
     """
 
-    x: DistArray
-    y: DistArray
+    x: Any
+    y: Any
     offset: int = 0
     positions: np.ndarray | None = None
     documents: np.ndarray | None = None
     ignored: int = 0
+    targets: int | None = None
 
     @property
     def count(self) -> int:
         """The targets that count, of all ranks."""
-        return self.y.size - self.ignored
+        return int(self.y.size) - self.ignored if self.targets is None else self.targets
 
     def __len__(self) -> int:
-        return self.x.shape[0]
+        return int(next(leaves(self.x)).shape[0])
 
-    def __iter__(self) -> Iterator[DistArray]:
+    def __iter__(self) -> Iterator[Any]:
         """`x, y = batch`."""
         return iter((self.x, self.y))
+
+
+class Sampler:
+    """The order in which epochs take the samples: it depends on the seed and the epoch alone, and is the same on every
+    grid, so that a training goes on in the middle of an epoch without the steps before it.
+
+    A subclass gives another order by overriding `order` (and `__len__`, where it takes other than each sample once).
+
+    Parameters
+    ----------
+    length : int
+        Samples.
+    shuffle : bool
+        Whether every epoch takes them in another order.
+    seed : int
+
+    Examples
+    --------
+    >>> Sampler(4, shuffle=False).order(epoch=0)
+    array([0, 1, 2, 3])
+    >>> (Sampler(9, seed=1).order(2) == Sampler(9, seed=1).order(2)).all()
+    np.True_
+    """
+
+    def __init__(self, length: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        for name, value in (("length", length), ("seed", seed)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 64:
+                raise ConfigError(f"Sampler: {name} is a whole number of at least 0 and below 2⁶⁴, not {value!r}")
+        self.length, self.shuffle, self.seed = int(length), bool(shuffle), int(seed)
+
+    def __len__(self) -> int:
+        """Samples an epoch."""
+        return self.length
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The numbers of the samples of an epoch, [length]; epochs count from 0."""
+        if not self.shuffle:
+            return np.arange(self.length)
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch + 1])).permutation(self.length)
 
 
 class Loader:
@@ -97,7 +140,7 @@ class Loader:
         self.grid = grid
         self.x_layout, self.y_layout = x_layout, y_layout
         self.dtype = dtype_named(dtype)
-        self.seed, self.shuffle = seed, shuffle
+        self.sampler = Sampler(len(x), shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -105,9 +148,7 @@ class Loader:
 
     def order(self, epoch: int) -> np.ndarray:
         """The order in which an epoch takes the samples."""
-        if not self.shuffle:
-            return np.arange(len(self.x))
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch + 1])).permutation(len(self.x))
+        return self.sampler.order(epoch)
 
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
         """The batches of an epoch, each as a list of at most `parts` microbatches of nearly equal size.

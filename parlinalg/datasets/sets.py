@@ -16,7 +16,7 @@ ARRAYS = ("x", "y", "x_test", "y_test")
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Samples:
     """Samples and labels, whole on every rank, in host memory.
 
     Attributes
@@ -55,7 +55,7 @@ class Dataset:
 DIGITS = "digits.csv.gz"
 
 
-def digits(seed: int = 0, test: float = TEST_SHARE) -> Dataset:
+def digits(seed: int = 0, test: float = TEST_SHARE) -> Samples:
     """The 1,797 8×8 images of digits that come with scikit-learn (Alpaydin and Kaynak, UCI, 1998); no download.
 
     Parameters
@@ -80,7 +80,7 @@ def digits(seed: int = 0, test: float = TEST_SHARE) -> Dataset:
     return _split("digits", np.asarray(x) / 16.0, np.asarray(y, np.int64), seed, test)
 
 
-def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Dataset:
+def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Samples:
     """A data set from a `.npz` file with arrays x [samples, …] and y [samples], and maybe x_test and y_test.
 
     Dims of x after the first are flattened into features.  Without x_test and y_test a share of the samples is kept for
@@ -115,7 +115,7 @@ def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Dataset:
     y_test = _labels(file, "y_test", found["y_test"], len(x_test))
     if x_test.shape[1] != x.shape[1]:
         raise ConfigError(f"{file}: x has {x.shape[1]} features and x_test {x_test.shape[1]}; they must agree")
-    return Dataset(file.name, x, y, x_test, y_test, _classes(y, y_test))
+    return Samples(file.name, x, y, x_test, y_test, _classes(y, y_test))
 
 
 def _samples(file: Path, name: str, array: np.ndarray) -> np.ndarray:
@@ -160,13 +160,13 @@ def _labels(file: Path, name: str, array: np.ndarray, samples: int) -> np.ndarra
     return array.astype(np.int64)
 
 
-def _split(name: str, x: np.ndarray, y: np.ndarray, seed: int, test: float) -> Dataset:
+def _split(name: str, x: np.ndarray, y: np.ndarray, seed: int, test: float) -> Samples:
     count = round(test * len(x))
     if not 0 < count < len(x):
         raise ConfigError(f"{name}: a share of {test} of {len(x)} samples leaves {count} to test; both uses need some")
     order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(x))
     held, rest = np.sort(order[:count]), np.sort(order[count:])
-    return Dataset(name, x[rest], y[rest], x[held], y[held], _classes(y))
+    return Samples(name, x[rest], y[rest], x[held], y[held], _classes(y))
 
 
 def _classes(*labels: Any) -> int:

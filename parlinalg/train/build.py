@@ -10,7 +10,7 @@ from typing import Any, cast
 from parlinalg import optim
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.ops import cross_entropy_sum
-from parlinalg.datasets import Batch, Dataset, Text, digits, npz, text
+from parlinalg.datasets import Batch, Samples, Text, digits, npz, text
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module, training_step
@@ -36,7 +36,7 @@ from parlinalg.train.stages import optimizer_of, worker_of
 from parlinalg.train.task import Batches, Criterion, Task
 from parlinalg.train.update import Update
 
-SETS: dict[str, Callable[..., Dataset]] = {"digits": digits, "npz": npz}
+SETS: dict[str, Callable[..., Samples]] = {"digits": digits, "npz": npz}
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW,
     "lamb": optim.LAMB, "lars": optim.LARS,
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 LR = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "lamb": 1e-2, "lars": 1.0}
 
 
-def dataset(config: Config) -> Dataset | Text:
+def dataset(config: Config) -> Samples | Text:
     """The data, whole on every rank; does not communicate."""
     options = dict(config.data.options)
     if config.data.name == "text":
@@ -53,7 +53,7 @@ def dataset(config: Config) -> Dataset | Text:
     return SETS[config.data.name](seed=config.seed, **options)
 
 
-def task(config: Config, mesh: Mesh, data: Dataset | Text) -> Task:
+def task(config: Config, mesh: Mesh, data: Samples | Text) -> Task:
     """The model of the data, with the same weights on every grid, and what feeds and measures it."""
     return Language(config, mesh, data) if isinstance(data, Text) else Classify(config, mesh, data)
 

@@ -13,7 +13,7 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.comm.together import odd_one_out
-from parlinalg.datasets import Batch, Dataset, Loader
+from parlinalg.datasets import Batch, Loader, Samples
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Layout
 from parlinalg.nn import MLP
@@ -37,10 +37,10 @@ class Classify(Task):
         The model as it is declared; in a pipeline only its own stages have values.
     """
 
-    data: Dataset
+    data: Samples
     curves: ClassVar[Mapping[str, str]] = {"loss": "test_loss", "accuracy": "test_accuracy"}
 
-    def __init__(self, config: Config, mesh: Mesh, data: Dataset) -> None:
+    def __init__(self, config: Config, mesh: Mesh, data: Samples) -> None:
         options = dict(config.model.options)
         sizes = (data.features, *options.pop("hidden", HIDDEN), data.classes)
         self.data = data

@@ -26,8 +26,8 @@ from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
 from parlinalg.train.accumulated import Accumulated
 from parlinalg.train.arguments import check_state
-from parlinalg.train.feed import rows_of, some_rows
-from parlinalg.train.layouts import place_inputs
+from parlinalg.train.feed import Feed, rows_of, some_rows
+from parlinalg.train.layouts import dtype_of, place_inputs, placement
 from parlinalg.train.losses import Criterion, check_loss, counted, expected
 from parlinalg.train.sizes import detached
 from parlinalg.train.stages import worker_of
@@ -167,9 +167,14 @@ class Engine:
 
     def placed(self, x: Any) -> Any:
         """Inputs as the model takes them: host arrays are cut, and what is floating gets the model's dtype."""
-        model = self.model
-        known = model.inventory.values() if isinstance(model, PipelineModel) else model.parameters()
-        return place_inputs(getattr(model, "whole", model), x, self.grid, next((p.dtype for p in known), None))
+        return place_inputs(getattr(self.model, "whole", self.model), x, self.grid, dtype_of(self.model))
+
+    def feed(self, loader: Any) -> Feed:
+        """A data loader whose batches this engine takes: each iteration is another epoch.  Collective."""
+        feed = loader if isinstance(loader, Feed) else Feed(loader, self.world)
+        return feed.place(
+            lambda: placement(self.model, self.grid, self.world, lambda label: expected(self._criterion, label))
+        )
 
     @contextmanager
     def context(self, batch: Any) -> Iterator[AuxiliaryLosses]:

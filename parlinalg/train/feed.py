@@ -12,7 +12,9 @@ import numpy as np
 from parlinalg.array import DistArray, distribute
 from parlinalg.autograd import Tensor
 from parlinalg.comm import Comm
-from parlinalg.datasets import Batch
+from parlinalg.datasets import Batch, DataLoader, Sharded
+from parlinalg.datasets.collate import converted
+from parlinalg.datasets.dataloader import Labels, Placement, set_epoch
 from parlinalg.errors import ConfigError, EngineError, ParlinalgError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
@@ -29,8 +31,9 @@ class Feed:
     Parameters
     ----------
     source : iterable
-        Of pairs (inputs, labels): host arrays, the same and whole on every rank, or `DistArray`s; or a loader of
-        `parlinalg.datasets`, whose epochs have orders of their own.
+        Of pairs (inputs, labels): host arrays or tensors of PyTorch, the same and whole on every rank, or `DistArray`s;
+        or a loader of `parlinalg.datasets`, whose epochs have orders of their own: a `DataLoader`, of which each rank
+        reads its own rows alone, or `Sharded`, a loader that gives each data rank its own.
     world : Comm
         All ranks that iterate it.
 
@@ -47,6 +50,19 @@ class Feed:
         self.epochs = 0
         """Epochs begun."""
         self._begun: tuple[Any, Iterator[Any]] | None = None
+        self._unplaced = source if isinstance(source, DataLoader | Sharded) else None
+
+    def place(self, placement: Callable[[], Placement]) -> Feed:
+        """Have each rank read the rows that it needs, where the source is a loader that does so.  Collective.
+
+        Raises
+        ------
+        ConfigError
+            On all ranks, if their data sets differ in length.
+        """
+        if self._unplaced is not None:
+            self.source = self._unplaced.placed(placement())
+        return self
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -104,6 +120,8 @@ class Pass:
         self.given, self._skip = skip, skip
         self._cuts = callable(getattr(feed.source, "epoch", None))
         self._parts = 0
+        if not self._cuts:
+            set_epoch(feed.source, epoch)
         self._iterator: Iterator[Any] = iter(()) if self._cuts else islice(feed.opened(), skip, None)
 
     def __iter__(self) -> Pass:
@@ -147,8 +165,10 @@ class Pass:
 
 def _pair(given: Any) -> Any:
     """What an iterator gives, if it is a pair."""
-    if isinstance(given, Batch) or (isinstance(given, tuple | list) and len(given) == 2):
+    if isinstance(given, Batch):
         return given
+    if isinstance(given, tuple | list) and len(given) == 2:
+        return converted(given)
     what = type(given).__name__ + (f" of {len(given)}" if isinstance(given, tuple | list) else "")
     raise EngineError(f"a dataloader gives pairs (inputs, labels), not a {what}")
 
@@ -189,7 +209,7 @@ def agreed(world: Comm, draw: Callable[[], Result], look: Callable[[Result], Loo
         if values != first_values:
             raise EngineError(
                 f"rank {rank} has other values in its batch than rank 0: {whole}; shuffle by the same seed on all, and "
-                "give no rank a share of its own"
+                "give no rank a share of its own, or say that the loader does: parlinalg.datasets.Sharded(loader)"
             )
     return made[0]
 
@@ -288,10 +308,10 @@ def cut(pair: Pair, parts: int) -> list[Pair]:
     pieces = [p for p in (piece(rows, parts, i) for i in range(parts)) if p]
     if not isinstance(pair, Batch):
         return [(_rows(x, p), _rows(y, p)) for p in pieces]
-    if pair.ignored:
+    if pair.ignored or pair.targets is not None:
         raise EngineError(
-            f"a Batch of which {pair.ignored} targets do not count cannot be cut: which ones is not known; give the "
-            "engine the loader itself, which cuts its batches"
+            f"a Batch of which {pair.ignored or y.size - pair.count} targets do not count cannot be cut: which ones is "
+            "not known; give the engine the loader itself, which cuts its batches"
         )
     documents = pair.documents
     return [
@@ -345,6 +365,8 @@ def placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | Non
         return {key: placed(value, grid, layout, dtype) for key, value in x.items()}
     if isinstance(x, tuple | list):
         return type(x)(placed(value, grid, layout, dtype) for value in x)
+    if isinstance(x, Labels) and layout is not None:  # with the rows of the inputs
+        return x.redistribute(Layout(*layout.dims[: x.ndim], *[None] * (x.ndim - layout.ndim)))
     if isinstance(x, DistArray | Tensor):
         return x
     host = np.asarray(x)

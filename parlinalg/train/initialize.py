@@ -20,7 +20,7 @@ from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed, rows_of
 from parlinalg.train.launch import Mesh
-from parlinalg.train.layouts import place_inputs
+from parlinalg.train.layouts import dtype_of, place_inputs, placement
 from parlinalg.train.losses import Criterion
 from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
 from parlinalg.train.stages import optimizer_of, staged
@@ -95,6 +95,7 @@ def initialize(
         _not_yet(optimizer, "is cut into stages here")
         made_schedule = schedule.made(mesh.place.size)
         if sample is None and train is not None:
+            train.place(partial(placement, model, grid, world))
             sample = partial(_first, model, grid, train, made_schedule.microbatches)
         elif sample is not None and not callable(sample):
             sample = partial(_placed, model, grid, sample)
@@ -113,6 +114,9 @@ def initialize(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
         accumulate=accumulate, schedule=schedule,
     )  # fmt: skip
+    for feed in (train, test):
+        if feed is not None:
+            engine.feed(feed)
     if mesh is not None and config.offload:
         _offload(config, mesh, engine)
     return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train, accumulate)
@@ -162,8 +166,7 @@ def _first(model: Module, grid: Grid, train: Feed, microbatches: int) -> Any:
 def _placed(model: Module, grid: Grid, x: Any) -> Any:
     """Inputs as the model takes them.  Collective."""
     rows_of(x)  # raises where they are none
-    dtype = next((p.dtype for m in model.modules() for p in m._parameters.values()), None)
-    return place_inputs(model, x, grid, dtype)
+    return place_inputs(model, x, grid, dtype_of(model))
 
 
 def _not_yet(optimizer: Optimize, why: str) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
+from parlinalg.comm import Comm
+from parlinalg.datasets.dataloader import Placement
 from parlinalg.errors import EngineError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
+from parlinalg.pipeline.model import PipelineModel
 from parlinalg.schemes import Scheme
 from parlinalg.train.feed import placed
 
@@ -52,6 +56,34 @@ def inputs_layout(model: Module, x: Any) -> Layout:
             "DistArrays"
         )
     return scheme.leading(ndim).tokens if whole else scheme.for_dims(ndim).residual
+
+
+def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], int] | None = None) -> Placement:
+    """Where a model on this rank needs the rows of batches.
+
+    Parameters
+    ----------
+    counts : callable, optional
+        From a host array of labels, or a tree of them, the targets in it that count.
+    """
+    whole, needs = getattr(model, "whole", model), (True, True)
+    if isinstance(model, PipelineModel):
+        needs = any(stage.first for stage in model.chunks), any(stage.last for stage in model.chunks)
+    mesh: Any = grid.mesh
+    data = tuple(axis for axis in ("data",) if axis in grid.axes) if mesh is None else mesh.axes("data")
+    group = 0 if mesh is None else mesh.place.rank
+    more = {} if counts is None else {"counts": counts}
+    return Placement(
+        grid, world, lambda dtype, ndim: inputs_layout(whole, np.empty((0,) * ndim, dtype)), dtype_of(model), needs,
+        group, data, **more,
+    )  # fmt: skip
+
+
+def dtype_of(model: Module) -> np.dtype[Any] | None:
+    """The dtype of a model's first parameter, of whatever stage; None where it has none."""
+    if isinstance(model, PipelineModel):
+        return next((np.dtype(p.dtype) for p in model.inventory.values()), None)
+    return next((np.dtype(p.dtype) for m in model.modules() for p in m._parameters.values()), None)
 
 
 def place_inputs(model: Module, x: Any, grid: Grid, dtype: np.dtype[Any] | None) -> Any:

@@ -208,7 +208,7 @@ class Trainer:
         return self.metrics["test_loss"]
 
     def _feed(self, loader: Iterable[Any]) -> Feed:
-        return loader if isinstance(loader, Feed) else Feed(loader, self.engine.world)
+        return loader if isinstance(loader, Feed) else self.engine.feed(loader)
 
     def _batches(self, feed: Feed, name: str) -> int:
         """How many batches an epoch has, on all ranks; some."""
