@@ -125,7 +125,7 @@ def select(name: str, local_rank: int = 0) -> Backend:
     from importlib.util import find_spec
 
     if find_spec("cupy") is None:
-        problem = "CuPy is not installed (for CUDA 13: pip install 'parlinalg[cupy13]')"
+        problem = "CuPy is not installed (pip install 'parlinalg[cupy13]' for CUDA 13, 'parlinalg[cupy12]' for CUDA 12)"
     else:
         try:
             from parlinalg.backend.cupy import for_local_rank

@@ -20,12 +20,15 @@ from parlinalg.backend.cuda_source import SOURCE
 
 Block = Any
 THREADS = 256
+OPTIONS = ("--std=c++17",)
 _TYPES = {
     "float64": ("double", "double", ""),
     "float32": ("float", "float", ""),
     "float16": ("__half", "float", "#include <cuda_fp16.h>\n"),
     "bfloat16": ("__nv_bfloat16", "float", "#include <cuda_bf16.h>\n"),
 }
+DTYPES = tuple(_TYPES)
+"""The names of the dtypes that the kernels are compiled for."""
 
 
 def ready(*blocks: Block) -> bool:
@@ -40,15 +43,18 @@ def ready(*blocks: Block) -> bool:
     )
 
 
+def source(name: str) -> str:
+    """Return the text of all kernels for blocks of the dtype of that name."""
+    stored, work, headers = _TYPES[name]
+    return f"{headers}#define T {stored}\n#define W {work}\n{SOURCE}{RANDOM}"
+
+
 @cache
 def _module(xp: Any, name: str) -> Any:
     """The compiled kernels for a dtype; None where CuPy cannot compile them."""
     if not hasattr(xp, "RawModule"):
         return None
-    stored, work, headers = _TYPES[name]
-    module = xp.RawModule(
-        code=f"{headers}#define T {stored}\n#define W {work}\n{SOURCE}{RANDOM}", options=("--std=c++17",)
-    )
+    module = xp.RawModule(code=source(name), options=OPTIONS)
     try:
         module.compile()
     except Exception as error:  # no compiler, no headers: what CuPy raises depends on its version

@@ -91,3 +91,31 @@ def for_local_rank(local_rank: int) -> CupyBackend | str:
     device = local_rank % devices
     cupy.cuda.Device(device).use()
     return on_device(device)
+
+
+def devices() -> list[str]:
+    """Return a line for people about each visible GPU: name, compute capability and memory."""
+    found = []
+    for i in range(cupy.cuda.runtime.getDeviceCount()):
+        p = cupy.cuda.runtime.getDeviceProperties(i)
+        memory = p["totalGlobalMem"] / 2**30
+        found.append(f"{p['name'].decode()}, compute capability {p['major']}.{p['minor']}, {memory:.1f} GiB")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the driver, CUDA, CuPy and NCCL."""
+    runtime = cupy.cuda.runtime
+    nccl: Any = getattr(cupy.cuda, "nccl", None)
+    ready = getattr(nccl, "available", False)
+    return {
+        "CuPy": cupy.__version__,
+        "CUDA of the driver": _dotted(runtime.driverGetVersion(), 1000, 10),
+        "CUDA of CuPy": _dotted(runtime.runtimeGetVersion(), 1000, 10),
+        "NCCL": _dotted(nccl.get_version(), 10000, 100) if ready else "none (pip install nvidia-nccl-cu13)",
+    }
+
+
+def _dotted(number: int, major: int, minor: int) -> str:
+    """Return CUDA's or NCCL's number of a version as people write it."""
+    return f"{number // major}.{number % major // minor}"

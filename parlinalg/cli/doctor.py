@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 
 from parlinalg.backend import Backend, compiled, select
 from parlinalg.backend.blas import cores, place, sharing
 from parlinalg.backend.rate import gemm_rate
+from parlinalg.cli import gpu
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
-from parlinalg.cli.parser import Commands, say
+from parlinalg.cli.parser import Commands, mpiexec, say
 from parlinalg.comm import open_comm
 from parlinalg.comm.about import about_mpi
 from parlinalg.errors import ConfigError
@@ -33,7 +32,7 @@ EXTRAS = (
     ("tqdm", "the progress bar", "pip install 'parlinalg[train]'"),
     ("ml_dtypes", "bfloat16", "pip install 'parlinalg[train]'"),
     ("tokenizers", "texts as tokens of a tokenizer.json", "pip install 'parlinalg[text]'"),
-    ("cupy", "GPUs (CUDA 13)", "pip install 'parlinalg[cupy13]'"),
+    ("cupy", "GPUs", "pip install 'parlinalg[cupy13]' (CUDA 13), or parlinalg[cupy12] (CUDA 12)"),
 )
 TRIAL_SECONDS = 60
 
@@ -43,11 +42,14 @@ def add(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor", help="say what this machine gives", description="Say what this machine gives; also under mpiexec."
     )
+    gpu.add_options(doctor)
     doctor.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine, and print the page on rank 0."""
+    if args.gpu:
+        return gpu.run(args.rows)
     mpi = about_mpi()
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would
@@ -107,8 +109,7 @@ def _mpi(mpi: dict[str, str]) -> list[str]:
 
 
 def _how_to_start() -> str:
-    beside = Path(sys.executable).parent / "mpiexec"
-    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    program = mpiexec()
     if program is None:
         return "there is no mpiexec on PATH: pip install mpich"
     return f"several: {program} -n 4 parlinalg doctor (measures the collectives too)"

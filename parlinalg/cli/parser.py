@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import IO, Any
 
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -16,6 +18,12 @@ def speaks() -> bool:
     """Whether this process tells the user what all ranks have to say; known before MPI is started."""
     told = next((os.environ[name] for name in RANK if name in os.environ), "0")
     return told == "0"
+
+
+def mpiexec() -> str | None:
+    """Return the path of the mpiexec beside Python, else of that on PATH; None if there is none."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def say(text: str, end: str = "\n") -> None:

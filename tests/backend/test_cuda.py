@@ -16,6 +16,7 @@ import pytest
 from parlinalg.backend import cuda, kernels, kernels_optim, kernels_rows, select
 from parlinalg.backend.cuda_random import SOURCE as RANDOM
 from parlinalg.backend.cuda_source import SOURCE
+from parlinalg.cli.gpu import kernel_checks
 from parlinalg.random import Bernoulli
 from parlinalg.random.dropping import dropping
 
@@ -131,6 +132,22 @@ def test_cuda_kernels_compute_what_numpy_does(
             )  # fmt: skip
             ends.append(state)
         equal(*ends)
+
+
+def test_doctor_tries_every_cuda_kernel(on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, backend, launched = kernel_checks(3, 70), select("numpy", 0), set()
+
+    def launch(name: str, *args: Any) -> None:
+        launched.add(f"pla_{name}")
+        on_host(name, *args)
+
+    known = [check.call(backend, *check.inputs) for check in checks]
+    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(cuda, "THREADS", THREADS)
+    monkeypatch.setattr(cuda, "ready", lambda *blocks: blocks[0].dtype == np.float64)
+    for check, right in zip(checks, known, strict=True):
+        equal(check.call(backend, *check.inputs), right)
+    assert launched == set(re.findall(r"__global__ void (pla_\w+)\(", cuda.source("float64")))
 
 
 @pytest.mark.parametrize("bits", [16, 32])
