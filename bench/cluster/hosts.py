@@ -4,10 +4,13 @@
     python bench/cluster/hosts.py up --name lab --hosts 8 --rate 1gbit                 # or one step at a time
     python bench/cluster/hosts.py exec --name lab --hosts 8 -- python script.py
     python bench/cluster/hosts.py down --name lab
+    python bench/cluster/hosts.py run --hosts 3 --cut 2 --when FILE -- python script.py        # a link that breaks
 
 Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  Each host is one node with one rank
 (more with --per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is
 there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes it down.
+With --cut the link of a host goes down as soon as the program has made FILE, which is then removed; the processes are
+left to end by themselves, and the last line printed is a list of the seconds that those of each host took from the cut.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -95,11 +99,14 @@ class Cluster:
         launcher = ["-launcher", "ssh", "-launcher-exec", str(HERE / "enter.sh")]
         return [*harness.mpiexec(), *launcher, *where, "-n", str(self.hosts * per_host), *program]
 
-    def run(self, program: Sequence[str], per_host: int, timeout: float) -> int:
+    def run(self, program: Sequence[str], per_host: int, timeout: float, cut: int = 0, when: str = "") -> int:
         """Run a program across the hosts and return its exit code, 124 when the time is up."""
         env = {**os.environ, "PARLINALG_CLUSTER": self.name, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
         process = subprocess.Popen(self.mpiexec(program, per_host), env=env, start_new_session=True)
         try:
+            if cut:
+                print(json.dumps(self._cut(cut, Path(when), time.monotonic() + timeout)), flush=True)
+                timeout = 5
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return 124
@@ -107,15 +114,34 @@ class Cluster:
             harness.end(process)
             self._end_ranks()
 
+    def _cut(self, host: int, when: Path, end: float) -> list[float | None]:
+        """Cut a host's link when the file is there; the seconds until each host had no process left, None if it had."""
+        while not when.exists():
+            if time.monotonic() > end:
+                raise SystemExit(f"the program did not make {when}")
+            time.sleep(0.05)
+        ip("link", "set", f"{self.name}v{host}", "down")
+        when.unlink()
+        start = time.monotonic()
+        took: list[float | None] = [None] * self.hosts
+        while None in took and time.monotonic() < end:
+            for i in range(self.hosts):
+                if took[i] is None and not self._processes(i + 1):
+                    took[i] = round(time.monotonic() - start, 1)
+            time.sleep(0.1)
+        return took
+
+    def _processes(self, host: int) -> list[int]:
+        """What still runs on a host."""
+        shown = ["ip", "netns", "pids", f"{self.name}{host}"]
+        return [int(p) for p in subprocess.run(shown, capture_output=True, text=True, check=False).stdout.split()]
+
     def _end_ranks(self) -> None:
         """End what still runs on the hosts: their processes are in sessions of their own."""
         for i in range(1, self.hosts + 1):
-            told = subprocess.run(
-                ["ip", "netns", "pids", f"{self.name}{i}"], capture_output=True, text=True, check=False
-            )
-            for pid in told.stdout.split():
+            for pid in self._processes(i):
                 try:
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
 
@@ -178,10 +204,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of every link, each way, as tc writes it; none: unshaped")
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--per-host", type=int, default=1, help="ranks on a host")
+    parser.add_argument("--cut", type=int, default=0, help="number of the host whose link is cut")
+    parser.add_argument("--when", default="", help="the file that the program makes when it should be")
     parser.add_argument("--timeout", type=float, default=600, help="seconds the program may take")
     parser.epilog = "what to run on every rank comes after --"
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:at], argparse.Namespace(program=sys.argv[at + 1 :]))
+    if args.cut and not (args.when and 1 <= args.cut <= args.hosts):
+        parser.error("--cut takes the number of one of the hosts, and --when a file that the program makes")
     if args.name is None:
         if args.what in ("up", "down", "exec"):
             parser.error(f"{args.what} needs --name")
@@ -209,12 +239,12 @@ def main() -> int:
         cluster.down()
         return 0
     if args.what == "exec":
-        return cluster.run(args.program, args.per_host, args.timeout)
+        return cluster.run(args.program, args.per_host, args.timeout, args.cut, args.when)
     cluster.up(args.rate, args.mtu)
     if args.what == "up":
         return 0
     try:
-        return cluster.run(args.program, args.per_host, args.timeout)
+        return cluster.run(args.program, args.per_host, args.timeout, args.cut, args.when)
     finally:
         cluster.down()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,8 +20,8 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from parlinalg.comm.monitor import Circle, Monitor, end_run
-from parlinalg.comm.report import left_early
+from parlinalg.comm.monitor import LAST, Circle, Monitor, end_run
+from parlinalg.comm.report import left_early, unreachable
 from parlinalg.comm.watch import calls_on, slot, under_way, user_line
 
 PERSISTENT = 5.0
@@ -73,17 +74,19 @@ class Exits:
     ) -> None:
         rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         slot.left = f"uncaught {kind.__name__}: {error}"[:200]
+        text = "".join(traceback.format_exception(kind, error, trace))
+        mark = f"[rank {rank}] "
+        place = self.monitor.places.get(rank, f"pid {os.getpid()}")
+        head = f"{mark}ended the run of {size} ranks by an uncaught {kind.__name__}{where} ({place}):"
+        text = "\n".join([head, *(mark + line for line in text.splitlines())])
+        slot.end = time.monotonic() + LAST, 1, text
         time.sleep(0.1)
         for circle in self.monitor.circles:
             told = circle.ask([r for r in circle.ranks if r < rank][:_WINDOW])
             if any(answer.get("left") == slot.left for answer in told.values()):
                 time.sleep(2)  # an error that all ranks meet alike is told by the lowest, which now ends this process
-        text = "".join(traceback.format_exception(kind, error, trace))
-        mark = f"[rank {rank}] "
-        place = self.monitor.places.get(rank, f"pid {os.getpid()}")
-        head = f"{mark}ended the run of {size} ranks by an uncaught {kind.__name__}{where} ({place}):"
         flush()
-        end_run("\n".join([head, *(mark + line for line in text.splitlines())]), 1)
+        end_run(text, 1)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid or MPI.Is_finalized():
@@ -93,6 +96,9 @@ class Exits:
         for circle in self.monitor.circles:
             self._part(circle)
         self.monitor.stop()
+        if self.monitor.limit < float("inf"):  # Finalize waits for the others too, when no thread runs any more
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self.monitor.limit + LAST)
 
     def _part(self, circle: Circle) -> None:
         """Wait until every member of the circle has come to its end, or one waits for this rank in vain."""
@@ -100,6 +106,8 @@ class Exits:
         me = MPI.COMM_WORLD.rank
         others = [rank for rank in circle.ranks if rank != me]
         start = time.monotonic()
+        patience = self.monitor.limit + 3 * len(others) / _WINDOW  # a turn of questions takes less than 3 s
+        heard = self._hear(start, patience)
         pause, next_look, turn = 0.0005, start + 0.2, 0
         suspects: dict[int, tuple[str, int]] = {}
         while not request.Test():
@@ -111,6 +119,11 @@ class Exits:
             asked = others[turn : turn + _WINDOW] or others[:_WINDOW]
             turn = (turn + _WINDOW) % max(len(others), 1)
             told = circle.ask(asked)
+            if any("left" not in answer for answer in told.values()):
+                heard = self._hear(time.monotonic(), patience)
+            elif now - heard > patience:
+                silent = [rank for rank in asked if rank not in told]
+                end_run(unreachable(me, self._how, silent, self.monitor.places, now - heard), self._code or 1)
             vain = {rank: answer for rank, answer in told.items() if _in_vain(answer, now - start)}
             seen = {rank: (answer["key"], answer["number"]) for rank, answer in vain.items()}
             confirmed = any(suspects.get(rank) == wait for rank, wait in seen.items())
@@ -118,6 +131,13 @@ class Exits:
             if confirmed and not request.Test():
                 self._end(me, vain, sum("left" in answer and rank < me for rank, answer in told.items()))
             next_look = time.monotonic() + min(max(0.1, (now - start) / 4), 2.0)
+        slot.end = float("inf"), 1, ""
+
+    def _hear(self, now: float, patience: float) -> float:
+        """Note that another rank still runs; without such a sign this process ends soon after its patience."""
+        text = f"parlinalg: rank {self.monitor.rank} ends itself: at its end ({self._how}) it could not ask the others"
+        slot.end = now + patience + LAST, self._code or 1, text
+        return now
 
     def _end(self, me: int, vain: dict[int, Any], earlier: int) -> None:
         time.sleep(0.3 * min(earlier, 5))  # a lower rank that has left tells it

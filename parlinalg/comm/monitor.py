@@ -9,13 +9,16 @@ main thread may be in a product for long.  In a node nothing is gained, since wh
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
+import select
 import threading
 import time
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -32,6 +35,12 @@ DRIVING = 0.001
 
 PATIENCE = 0.5
 """Seconds within which the others answer, unless they cannot."""
+
+GRACE = 3.0
+"""Seconds that the launcher has to end this process, once it has been told to."""
+
+LAST = 7.0
+"""Seconds beyond the limit after which a process that still waits ends itself, whatever its monitor does."""
 
 _ASK, _ANSWER = 1, 2
 
@@ -116,11 +125,13 @@ class Monitor:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
+        self.rank = MPI.COMM_WORLD.rank
         self.circles: list[Circle] = []
         self.places: dict[int, str] = {}
         """For each rank of COMM_WORLD in a circle its host and process, such as "host a, pid 12"."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parlinalg monitor", daemon=True)
+        self._last = threading.Thread(target=self._last_resort, name="parlinalg last resort", daemon=True)
 
     def add(self, mpi: MPI.Intracomm, ranks: tuple[int, ...], places: Iterable[str]) -> None:
         """Serve the members of `mpi`, unless a circle of the same ranks is there already.  Collective over them."""
@@ -133,6 +144,7 @@ class Monitor:
         self.circles.append(Circle(own, ranks))
         if not self._thread.is_alive():
             self._thread.start()
+            self._last.start()
 
     def stop(self) -> None:
         """End the thread."""
@@ -161,7 +173,7 @@ class Monitor:
     def _give_up(self, state: State) -> None:
         """Report the wait and end the run, unless it ends in the meantime or a lower rank, stuck likewise, reports."""
         start, comm, _, _ = state
-        me = MPI.COMM_WORLD.rank
+        me = self.rank
         circle = next((c for c in self.circles if set(comm.world_ranks) <= set(c.ranks)), None)
         if circle is None:
             return
@@ -175,17 +187,56 @@ class Monitor:
         told[me] = describe(me, comm.key)
         end_run(stalled(me, state, asked, told, self.places, self.limit), 1)
 
+    def _last_resort(self) -> None:
+        """End this process where nothing else did.  Calls no MPI, which may itself be what hangs.
+
+        The launcher cannot end the processes of a host that it does not reach: there MPICH's Abort returns, and a
+        message to such a host may block its sender.
+        """
+        pid = os.getpid()
+        while not self._stop.wait(0.5) and os.getpid() == pid:
+            now, state = time.monotonic(), slot.state
+            when, code, text = slot.end
+            if now > when:
+                leave(text, code)
+            if state is not None and now - state[0] > self.limit + LAST:
+                _, comm, op, _ = state
+                leave(
+                    f"parlinalg: rank {self.rank} ends itself: it waited more than {self.limit:g} s in {op} over "
+                    f"{comm.axes} (PARLINALG_TIMEOUT={self.limit:g}), and its monitor could not end the run",
+                    1,
+                )
+
+
+def leave(text: str, code: int) -> NoReturn:
+    """End this process, and say why where that does not block."""
+    with contextlib.suppress(OSError, ValueError):
+        if text and select.select([], [2], [], 0)[1]:  # full where the launcher no longer reads
+            say(text)
+    _abort(code, 1.0)
+
 
 def say(text: str) -> None:
     """Write to standard error in one piece, so that ranks do not interleave."""
     os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
 
 
-def end_run(text: str, code: int) -> None:
-    """Say why, and end all processes of the run."""
+def end_run(text: str, code: int) -> NoReturn:
+    """Say why, and end all processes of the run; this one even if the launcher cannot be reached."""
+    slot.end = time.monotonic() + GRACE + 1, code, ""
     say(text)
     time.sleep(0.2)  # Abort may overtake what was said on its way through the launcher
-    MPI.COMM_WORLD.Abort(code)
+    _abort(code, GRACE)
+
+
+def _abort(code: int, grace: float) -> NoReturn:
+    """Have the launcher end all processes; after so many seconds this one ends by itself."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # other threads do not run while Abort blocks
+        faulthandler.dump_traceback_later(grace + 1, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    world: Any = MPI.COMM_WORLD  # mpi4py has it that Abort never returns; MPICH's asks the launcher, and does
+    world.Abort(code)
+    time.sleep(grace)
+    os._exit(code)
 
 
 def warn_without_threads() -> None:

@@ -43,7 +43,10 @@ def stalled(
         answer = told.get(rank)
         place = f" ({places[rank]})" if rank in places else ""
         if answer is None:
-            absent[rank] = f"did not answer{place}: it is stopped, or in a call that does not let other threads run"
+            absent[rank] = (
+                f"did not answer{place}: it is stopped, its host cannot be reached, or it is in a call that "
+                "does not let other threads run"
+            )
         elif answer.get("key") == comm.key and answer.get("number") == number:
             waiting[rank] = f"wait in {wait_text(answer)}"
         elif rank not in members:
@@ -79,3 +82,13 @@ def left_early(me: int, how: str, waiting: Mapping[int, Told]) -> str:
     texts = {rank: f"in {wait_text(told)}" for rank, told in waiting.items()}
     parts = [f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {text}" for ranks, text in grouped(texts)]
     return f"parlinalg: rank {me} left early ({how}) while {', '.join(parts)}"
+
+
+def unreachable(me: int, how: str, silent: Sequence[int], places: Mapping[int, str], seconds: float) -> str:
+    """What the exit hook of rank `me` says when the ranks it waits for have not answered for so long."""
+    texts = {rank: f"did not answer{f' ({places[rank]})' if rank in places else ''}" for rank in silent}
+    parts = [f"{ranks_text(ranks)} {text}" for ranks, text in grouped(texts)] or ["the others ended, out of its reach"]
+    return (
+        f"parlinalg: rank {me} waited at its end ({how}) for the other ranks, and heard of none that still runs for "
+        f"{seconds:.0f} s: {'; '.join(parts)}"
+    )

@@ -40,7 +40,7 @@ class Slot:
     asked for.
     """
 
-    __slots__ = ("between", "doing", "left", "posted", "state")
+    __slots__ = ("between", "doing", "end", "left", "posted", "state")
 
     def __init__(self) -> None:
         self.state: State | None = None
@@ -52,6 +52,8 @@ class Slot:
         """What the process is at, such as "stage 2, microbatch 3, backward", where it says so."""
         self.left: str | None = None
         """How the process left its program, once it has."""
+        self.end: tuple[float, int, str] = float("inf"), 1, ""
+        """When the process is to end in any case (time.monotonic), with what code, and what it says then."""
 
     def post(self) -> None:
         """A nonblocking operation between nodes is under way."""

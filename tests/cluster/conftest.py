@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,11 +41,16 @@ def across_hosts(cluster_name: str) -> Run:
     """`across_hosts(8, ["-m", "pytest", …], rate="1gbit")` runs Python across so many hosts, a rank each."""
 
     def run(
-        hosts: int, arguments: list[str], rate: str = "1gbit", timeout: float = 300, **env: str
+        hosts: int,
+        arguments: list[str],
+        rate: str = "1gbit",
+        timeout: float = 300,
+        options: Sequence[str] = (),
+        **env: str,
     ) -> subprocess.CompletedProcess[str]:
         command = [
             sys.executable, str(HOSTS), "run", "--name", cluster_name, "--hosts", str(hosts), "--rate", rate,
-            "--timeout", str(timeout), "--", sys.executable, *arguments,
+            "--timeout", str(timeout), *options, "--", sys.executable, *arguments,
         ]  # fmt: skip
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout + 60, env=child_environment(env), cwd=ROOT,
