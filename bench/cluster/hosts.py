@@ -10,7 +10,7 @@ Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  
 (more with --per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is
 there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes it down.
 With --cut the link of a host goes down as soon as the program has made FILE, which is then removed; the processes are
-left to end by themselves, and the last line printed is a list of the seconds that those of each host took from the cut.
+left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut.
 """
 
 from __future__ import annotations

