@@ -72,6 +72,7 @@ MODULES = {
     "pipeline.predict": "Pipelines on paper with measured times",
     "pipeline.drawing": "Timelines of pipelines",
     "train": "Training",
+    "testing": "Tests",
     "cli": "Command line",
 }
 

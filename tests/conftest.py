@@ -21,10 +21,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +33,16 @@ if BACKEND == "cupy":
     sys.path.insert(0, str(STANDIN))
 
 from parlinalg.backend import compiled  # noqa: E402
-from tests.agreement import agree, keep_stderr, launched_ranks, told, verdict_comm  # noqa: E402
+from parlinalg.comm.launchers import launched  # noqa: E402
+from parlinalg.testing.agreement import verdicts  # noqa: E402
 from tests.runs import begin, chosen, seed_of  # noqa: E402
+
+pytest_plugins = ["parlinalg.testing"]
 
 if os.environ.get("PARLINALG_TEST_COMPILED") == "1":
     compiled.SMALL = 1  # compiled loops for the tests' blocks too, which are small
 
-RANKS = launched_ranks()
+RANKS = None if launched().by == "one" else launched().ranks
 if RANKS is None:
     os.environ["PARLINALG_MPI"] = "0"  # MPI started here would be inherited by the mpiexec runs
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
@@ -58,32 +58,24 @@ collect_ignore = [] if BACKEND == "cupy" else ["backend/test_halves.py", "backen
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parlinalg")
     group.addoption("--full", action="store_true", help="run the full sweeps, not samples of them")
-    group.addoption("--with-mpi", action="store_true", help="accepted, and not needed: mpiexec is noticed")
     group.addoption("--runs", default="", help="which runs to start, as 2,4,4:cupy (default: all in test_runs.py)")
     group.addoption("--share", type=int, default=1, help="run one in so many of the tests, which ones by --seed")
     group.addoption("--seed", type=int, help="which part (default: PARLINALG_TEST_SEED, else the number of commits)")
     group.addoption("--run-paths", default="tests", help="what those runs run: paths, separated by spaces")
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.with_mpi = True  # mpiexec is noticed, and a test that needs more ranks is left out, not skipped
     for mark in (
         "serial: runs once, on one rank without MPI",
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
         "always: runs on all of them, whatever part of the tests a run takes",
         "core: runs on 4 and 8 ranks, whatever part of the tests a run takes",
-        "mpi(min_size=2): needs at least so many ranks",
     ):
         config.addinivalue_line("markers", mark)
     if config.option.seed is None:
         config.option.seed = int(os.environ.get("PARLINALG_TEST_SEED") or seed_of())
     _hypothesis_profiles(config.getoption("--full"))
-    capture = config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        keep_stderr(os.dup(2))
-    comm = verdict_comm()
-    if comm is not None and comm.rank != 0:
-        config.pluginmanager.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -139,30 +131,15 @@ def _runs_here(item: pytest.Item, share: int) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    comm = verdict_comm()
-    if comm is not None:
-        names = comm.allgather([item.nodeid for item in session.items])
-        if any(theirs != names[0] for theirs in names):
-            raise pytest.UsageError("the ranks collected different tests; parametrise over no set")
-    elif BACKEND == "numpy":
+    if RANKS is None and BACKEND == "numpy":
         begin(session.items, session.config)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
     _refuse_skip(report)
-    failures = agree(report.longreprtext or "failed" if report.failed else "")
-    if any(failures):
-        if SIZE > 1:
-            report.outcome, report.longrepr = "failed", told(failures)
-        if not all(failures):
-            item.session.shouldstop = "the ranks may be out of step after a failure on some of them"
-    item.stash.setdefault(_OUTCOMES, {})[report.when] = report.passed
     return report
-
-
-_OUTCOMES = pytest.StashKey[dict[str, bool]]()
 
 
 def _refuse_skip(report: pytest.TestReport) -> None:
@@ -189,8 +166,8 @@ class Counts:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         path = os.environ.get("PARLINALG_TEST_REPORT")
-        comm = verdict_comm()
-        if path and (comm is None or comm.rank == 0):
+        exchange = verdicts()
+        if path and (exchange is None or exchange.rank == 0):
             Path(path).write_text(json.dumps({"collected": self.collected, "outcomes": self.outcomes}))
 
 
@@ -225,6 +202,12 @@ def backend() -> str:
 
 
 @pytest.fixture(scope="session")
+def parlinalg_backend(backend: str) -> str:
+    """The backend of the grids that the plugin makes."""
+    return backend
+
+
+@pytest.fixture(scope="session")
 def xp(backend: str) -> Any:
     """The array module of this run."""
     from parlinalg.backend import select
@@ -241,29 +224,6 @@ def world() -> Any:
 
 
 @pytest.fixture
-def folder(world: Any) -> Iterator[Path]:
+def folder(mpi_tmp_path: Path) -> Path:
     """An empty folder that all ranks see (`tmp_path` is another one on every rank)."""
-    made = tempfile.mkdtemp(prefix="parlinalg-") if world.rank == 0 else ""
-    yield Path(world.share(made)[0])
-    if made:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-@pytest.fixture
-def make_grid(request: pytest.FixtureRequest, world: Any, backend: str) -> Iterator[Callable[..., Any]]:
-    """`make_grid({"r": 2, "c": 2})`: a grid over all ranks of this run, closed after the test.
-
-    With fewer ranks in the grid than in the run, the others idle, and may make every call.
-    """
-    from parlinalg.grid import Grid
-
-    made: list[Any] = []
-
-    def make(sizes: Mapping[str, int], **options: Any) -> Any:
-        made.append(Grid(sizes, **{"comm": world, "backend": backend, "idle": True, **options}))
-        return made[-1]
-
-    yield make
-    if request.node.stash[_OUTCOMES].get("call", False):
-        for grid in reversed(made):
-            grid.close()
+    return mpi_tmp_path

@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors"}, {"units", "names"}, {"backend"}, {"comm"}, {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"},
     {"exchange", "redistribute"}, {"array"}, {"random"}, {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"},
-    {"datasets"}, {"parallel", "offload"}, {"pipeline"}, {"train"}, {"cli", "__main__"},
+    {"datasets"}, {"parallel", "offload"}, {"pipeline"}, {"train"}, {"testing"}, {"cli", "__main__"},
 ]  # fmt: skip
 PURE = {"errors", "units", "layout", "moves", "plan", "schemes"}  # neither NumPy nor MPI
 PLACES = {"cupy": ("backend/", "comm/nccl.py"), "cupyx": ("backend/",), "mpi4py": ("comm/",)}
