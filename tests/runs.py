@@ -22,7 +22,7 @@ SHARES = {(1, "numpy"): 4, (1, "cupy"): 4, (3, "numpy"): 5, (4, "numpy"): 5, (4,
 """In these runs one in so many of the tests that also run on fewer ranks; the others, and with --full all, run all."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
-         "tests/test_agreement.py", "tests/test_launching.py")  # fmt: skip
+         "tests/test_agreement.py", "tests/test_launching.py", "tests/testing/test_users.py")  # fmt: skip
 """Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
 MANY = 1000  # tests of this process beside which others are worth starting
 
