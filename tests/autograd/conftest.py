@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parlinalg.comm.single import SingleComm
+from parlinalg.comm import SingleComm
 from parlinalg.grid import Grid
 from tests.conftest import SIZE
 

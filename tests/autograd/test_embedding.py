@@ -9,7 +9,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Plan, Tensor
 from parlinalg.autograd import ops
-from parlinalg.schemes.words import product_words
+from parlinalg.schemes import product_words
 from tests.autograd.cases import agree, close, cut, numbers, tensor, value_and_gradients
 from tests.autograd.test_products import PLANS
 

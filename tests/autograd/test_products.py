@@ -11,7 +11,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Plan, Tensor
 from parlinalg.autograd import arrivals, ops
-from parlinalg.schemes.words import product_words
+from parlinalg.schemes import product_words
 from tests.autograd.cases import MATRICES, agree, cut, numbers, tensor
 
 Block = Any

@@ -18,7 +18,7 @@ from parlinalg.autograd import ops
 from parlinalg.autograd.ops import ring as module
 from parlinalg.backend.counted import counting
 from parlinalg.backend.merge import merge
-from parlinalg.comm.base import Comm
+from parlinalg.comm import Comm
 from parlinalg.layout import pieces
 from tests.autograd.cases import agree, close, cut, numbers, tensor, value_and_gradients
 

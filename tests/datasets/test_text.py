@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parlinalg import sequence_order
 from parlinalg.comm import ledger
 from parlinalg.datasets import Passages, Windows, known_share, text, tokenizer
 from parlinalg.datasets.tokens import Bytes, FromFile
@@ -18,7 +19,6 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
 from parlinalg.schemes import discover
-from parlinalg.sequence import sequence_order
 from tests.conftest import SIZE
 
 SIGNS = "Hello  wörld\n\t日本, 'x'\r\n"

@@ -9,8 +9,7 @@ import pytest
 
 from parlinalg.errors import PlanError
 from parlinalg.layout import Layout, coordinates
-from parlinalg.matmul import bounds
-from parlinalg.matmul.planner import plan_matmul
+from parlinalg.matmul import bounds, plan_matmul
 
 pytestmark = pytest.mark.serial
 

@@ -7,7 +7,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.comm.single import SingleComm
+from parlinalg.comm import SingleComm
 from tests.training import every_scheme, sizes_for
 
 B, S, T, HIDDEN, HEADS = 5, 7, 6, 6, 4

@@ -15,7 +15,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.autograd import check_gradients
-from parlinalg.autograd.ops.routing import Queues, Routing
+from parlinalg.autograd.ops import Queues, Routing
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer

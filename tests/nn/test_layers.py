@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, nn, schemes
 from parlinalg.autograd import ops
-from parlinalg.comm.single import SingleComm
+from parlinalg.comm import SingleComm
 from parlinalg.grid import Grid
 from tests.training import every_scheme, sizes_for
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn, schemes
+from parlinalg import nn, schemes, sequence_order
 from parlinalg.autograd import ops
 from parlinalg.errors import ConfigError, PlanError
 from parlinalg.grid import factorizations
@@ -21,7 +21,7 @@ from parlinalg.nn.steps import Tokens
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer
 from parlinalg.schemes import Scheme
-from parlinalg.sequence import ORDERS, sequence_order
+from parlinalg.sequence import ORDERS
 from tests.agreement import once
 from tests.cases import placed
 from tests.models import BATCH, CLOSE, HEADS, SEQUENCE, VOCABULARY, alone, make

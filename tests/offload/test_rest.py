@@ -16,8 +16,7 @@ from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.disk import DiskFile
 from parlinalg.offload.table import ORDER, Table, decide
-from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value
-from parlinalg.parallel.precision import examine
+from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value, examine
 from parlinalg.pipeline.stagewalk import Passage
 from tests.models import loss_of
 from tests.offload.runs import everything, go_on, sizes, start, unlike

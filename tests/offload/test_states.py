@@ -18,7 +18,7 @@ from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import DiskStates, HostStates, recover
 from parlinalg.offload.chunks import ChunkFile
 from parlinalg.offload.disk import DiskFile
-from parlinalg.optim.states import InMemory
+from parlinalg.optim import InMemory
 from parlinalg.parallel import ZeRO
 from tests.offload.runs import everything, go_on, sizes, start, unlike
 

@@ -20,8 +20,8 @@ import pytest
 
 from parlinalg.comm import SingleComm
 from parlinalg.grid import factorizations
+from parlinalg.train import launch
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from tests.agreement import once
 from tests.conftest import BACKEND, SIZE

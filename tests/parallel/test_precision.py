@@ -10,8 +10,8 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.optim import AdamW
-from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.parallel.precision import LossScaler, clipping, examine, overflowing
+from parlinalg.parallel import GradientReducer, LossScaler, ZeRO, examine, overflowing
+from parlinalg.parallel.precision import clipping
 from tests.agreement import once
 from tests.models import alone, every_scheme, loss_of, make
 

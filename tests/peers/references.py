@@ -76,7 +76,7 @@ def _norm(torch: Any, norm: Any) -> Any:
 
 
 def _rotary(torch: Any, module: Any) -> Any:
-    from parlinalg.autograd.ops.rotary import rotary_frequencies
+    from parlinalg.autograd.ops import rotary_frequencies
 
     rope = module.config.rope_parameters
     scale = {"default": None}.get(rope["rope_type"], rope)

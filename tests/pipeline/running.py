@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 
 import parlinalg as pla
-from parlinalg import nn, schemes
+from parlinalg import nn, schemes, sequence_order
 from parlinalg.autograd import ops
 from parlinalg.datasets import Batch
 from parlinalg.layout import piece
 from parlinalg.optim import AdamW
-from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
-from parlinalg.parallel.precision import clipping, examine
-from parlinalg.pipeline.model import split
-from parlinalg.pipeline.schedule import Schedule
-from parlinalg.pipeline.schedules import discover, make
+from parlinalg.parallel import GradientReducer, Prefetch, ZeRO, examine
+from parlinalg.parallel.precision import clipping
+from parlinalg.pipeline import Schedule, discover, make, split
 from parlinalg.pipeline.worker import Worker
-from parlinalg.sequence import sequence_order
-from parlinalg.train.launch import Mesh, launch
+from parlinalg.train import Mesh, launch
 from tests.cases import placed
 from tests.models import alone
 

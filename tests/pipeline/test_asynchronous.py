@@ -14,13 +14,11 @@ import parlinalg as pla
 from parlinalg import nn, optim, schemes
 from parlinalg.datasets import Batch
 from parlinalg.parallel import GradientReducer, ZeRO
+from parlinalg.pipeline import Op, make, split
 from parlinalg.pipeline.asynchronous import AsynchronousWorker, shares, shorter
-from parlinalg.pipeline.model import split
-from parlinalg.pipeline.schedule import Op
-from parlinalg.pipeline.schedules import make
 from parlinalg.pipeline.simulate import check
 from parlinalg.pipeline.stash import Stash
-from parlinalg.train.launch import launch
+from parlinalg.train import launch
 from tests.conftest import SIZE
 from tests.models import alone
 from tests.pipeline.oracles import Delayed, Perceptron, pipedream, two_buffered

@@ -19,7 +19,7 @@ from parlinalg.pipeline import (
     register,
 )
 from parlinalg.pipeline.registry import registered
-from parlinalg.train.launch import launch
+from parlinalg.train import launch
 from tests.conftest import SIZE
 
 LAYERS = [

@@ -10,17 +10,15 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.comm.ledger import ledger
+from parlinalg.comm import ledger
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+from parlinalg.pipeline import Place, make, split
 from parlinalg.pipeline.edges import Edge, Edges
-from parlinalg.pipeline.model import split
-from parlinalg.pipeline.place import Place
 from parlinalg.pipeline.roles import table_of, translated
 from parlinalg.pipeline.route import Route
-from parlinalg.pipeline.schedules import make
 from parlinalg.pipeline.tree import put_together, take_apart
 from parlinalg.pipeline.worker import Worker
 from tests.cases import alike, placed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline import make
 from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, differs, pipeline, serial
 

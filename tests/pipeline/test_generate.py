@@ -8,9 +8,8 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.pipeline.model import split
-from parlinalg.pipeline.schedules import make
-from parlinalg.train.launch import launch
+from parlinalg.pipeline import make, split
+from parlinalg.train import launch
 from tests.conftest import SIZE
 from tests.models import ARGUMENTS, CLASSES, alone, anything
 

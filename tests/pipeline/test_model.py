@@ -12,11 +12,10 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.errors import ConfigError
-from parlinalg.nn.layer import Layer
-from parlinalg.pipeline import make
-from parlinalg.pipeline.model import PipelineModel, listed_layers, split
-from parlinalg.pipeline.place import Place
-from parlinalg.train.launch import Mesh, launch
+from parlinalg.nn import Layer
+from parlinalg.pipeline import PipelineModel, Place, make, split
+from parlinalg.pipeline.model import listed_layers
+from parlinalg.train import Mesh, launch
 from tests.conftest import SIZE
 
 SERIAL = schemes.discover()["serial"].SCHEME

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parlinalg.errors import ConfigError
-from parlinalg.nn.layer import Layer
+from parlinalg.nn import Layer
 from parlinalg.pipeline.partition import balanced, by_hand, share_layers, uniform
 
 pytestmark = pytest.mark.serial

@@ -11,9 +11,8 @@ import pytest
 from parlinalg import nn
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
-from parlinalg.pipeline import make
-from parlinalg.pipeline.model import split
-from parlinalg.train.launch import launch
+from parlinalg.pipeline import make, split
+from parlinalg.train import launch
 
 SIZES = {
     "vocab_size": 11, "max_position_embeddings": 7, "hidden_size": 12, "num_hidden_layers": 5,

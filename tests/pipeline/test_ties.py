@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.comm.ledger import ledger
+from parlinalg.comm import ledger
 from parlinalg.errors import ConfigError
 from tests.conftest import SIZE
 from tests.models import alone

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from parlinalg.errors import CommError, ConfigError
-from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.parallel.precision import overflowing
+from parlinalg.parallel import GradientReducer, ZeRO, overflowing
+from parlinalg.pipeline import Instruction, Op, make
 from parlinalg.pipeline.run import AHEAD, Run
-from parlinalg.pipeline.schedule import Instruction, Op
-from parlinalg.pipeline.schedules import make
 from parlinalg.pipeline.simulate import simulate
 from parlinalg.pipeline.stagewalk import Passage
 from parlinalg.pipeline.worker import Worker

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.train import launch
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 
 SAVED = 2

@@ -16,12 +16,11 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train import checkpoint, checkpoint_index, checkpoint_pieces, checkpoint_writer
+from parlinalg.train import checkpoint, checkpoint_index, checkpoint_pieces, checkpoint_writer, launch
 from parlinalg.train.checkpoint_folder import metrics_of
 from parlinalg.train.checkpoint_load import read_index
 from parlinalg.train.checkpoint_options import checkpointing
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 
 BASE: dict[str, Any] = {

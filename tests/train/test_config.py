@@ -10,7 +10,8 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.parallel import DataParallel, ZeRO
-from parlinalg.train.config import Config, check, examples, load
+from parlinalg.train import Config
+from parlinalg.train.config import check, examples, load
 from parlinalg.train.keys import Choice
 from parlinalg.train.options import Pipelining, Precision, Zero
 from parlinalg.train.overrides import override, value_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import SingleComm
+from parlinalg.train import launch
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from tests.agreement import once
 from tests.conftest import BACKEND

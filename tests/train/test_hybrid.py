@@ -18,8 +18,8 @@ import pytest
 import parlinalg as pla
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError, ParlinalgError
+from parlinalg.train import launch
 from parlinalg.train.job import Job, train
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from parlinalg.train.sample import continuation
 from tests.conftest import BACKEND

@@ -10,7 +10,7 @@ import pytest
 from parlinalg.comm.launchers import problem
 from parlinalg.comm.together import together
 from parlinalg.errors import CommError, ConfigError
-from parlinalg.train.launch import launch
+from parlinalg.train import launch
 from parlinalg.train.report import opening, places
 from tests.conftest import SIZE
 

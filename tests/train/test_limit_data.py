@@ -15,10 +15,10 @@ import pytest
 from parlinalg import optim
 from parlinalg.backend import compiled
 from parlinalg.errors import ConfigError
-from parlinalg.offload.plan import plan
+from parlinalg.offload import plan
 from parlinalg.parallel import GradientReducer, ZeRO
+from parlinalg.train import launch
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from tests.models import make
 from tests.offload.runs import SCHEME, sizes

@@ -13,9 +13,8 @@ import pytest
 from parlinalg.autograd.saved import arrays, memory
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.run import Run
-from parlinalg.train import report
+from parlinalg.train import launch, report
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from tests.train.conftest import TEXT
 from tests.train.test_hybrid import settings

@@ -12,8 +12,8 @@ import pytest
 from parlinalg.errors import ConfigError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.activations import Kept
+from parlinalg.train import launch
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from tests.train.test_hybrid import settings
 

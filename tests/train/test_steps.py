@@ -11,8 +11,8 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.datasets import Loader, Windows
 from parlinalg.layout import Layout
+from parlinalg.train import launch
 from parlinalg.train.job import Job
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from tests.cases import held
 

@@ -15,8 +15,8 @@ import pytest
 
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
+from parlinalg.train import launch
 from parlinalg.train.job import Job, train
-from parlinalg.train.launch import launch
 from parlinalg.train.loop import batches
 from parlinalg.train.sample import continuation, whole_words
 from tests.agreement import once
