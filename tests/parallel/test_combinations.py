@@ -10,7 +10,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.grid import factorizations
 from parlinalg.train import launch
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
 from tests.agreement import once
 from tests.conftest import BACKEND, SIZE
+from tests.train.trainings import Training
 
 STEPS, CLOSE, CLOSE_32 = 10, 1e-12, 1e-5
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom … " * 6
@@ -134,10 +132,10 @@ def config(kind: str, path: Path, case: dict[str, Any]) -> dict[str, Any]:
 def run(comm: Any, settings: dict[str, Any], backend: str, out: Path) -> np.ndarray:
     """Losses and gradient norms, and last the loss of the validation."""
     with launch(settings, comm, backend) as mesh:
-        job = Job(mesh, out, mesh.grid.world)
-        with nullcontext() if job.offload is None else job.offload.apply():
-            steps = [job.trainer.step(b) for b in batches(job.task.loader, STEPS, mesh.config.gradient_accumulation)]
-            held = job.trainer.test(job.task.held)["loss"]
+        training = Training(mesh, out)
+        with training.away():
+            steps = training.steps(STEPS)
+            held = training.held()["loss"]
     return np.array([*((s.loss, s.norm) for s in steps), (held, 0.0)])
 
 

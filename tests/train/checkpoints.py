@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.train import launch
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
+from tests.train.trainings import Training
 
 SAVED = 2
 MODEL = {
@@ -43,30 +42,29 @@ def part_of(world: Any, ranks: int) -> Any:
     return world.sub(tuple(range(ranks)), ()) if world.rank < ranks else None
 
 
-def steps(job: Job, first: int, stop: int) -> list[tuple[float, float]]:
+def steps(training: Training, stop: int) -> list[tuple[float, float]]:
     """Losses and norms."""
-    following = batches(job.task.loader, stop, job.parts, first)
-    return [(o.loss, o.norm) for o in map(job.trainer.step, following)]
+    return [(step.loss, step.norm) for step in training.steps(stop)]
 
 
 def saved(comm: Any, settings: dict[str, Any], out: Path, backend: str, more: int) -> list[tuple[float, float]]:
     """Train and save; the losses of the steps after that."""
     with launch(settings, comm, backend) as mesh:
-        job = Job(mesh, out, comm)
-        steps(job, 0, SAVED)
-        job.saving.checkpoints.save(SAVED, job.saving._state({}))
-        found = steps(job, SAVED, SAVED + more)  # while it is written
-        job.saving.close()
+        training = Training(mesh, out, comm)
+        steps(training, SAVED)
+        training.save(SAVED)
+        found = steps(training, SAVED + more)  # while it is written
+        training.saving.close()
     return found
 
 
 def gone_on(comm: Any, settings: dict[str, Any], out: Path, backend: str, more: int) -> list[tuple[float, float]]:
     """The losses of the steps after the last checkpoint."""
     with launch(settings, comm, backend) as mesh:
-        job = Job(mesh, out, comm)
-        assert f"after step {SAVED}" in job.saving.resume()
-        assert job.trainer.made == SAVED
-        return steps(job, SAVED, SAVED + more)
+        training = Training(mesh, out, comm)
+        assert f"after step {SAVED}" in training.saving.resume()
+        assert training.made == SAVED
+        return steps(training, SAVED + more)
 
 
 def close(found: Any, want: Any) -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from parlinalg.comm import SingleComm
 from parlinalg.train import launch
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
 from tests.agreement import once
 from tests.conftest import BACKEND
+from tests.train.trainings import Training
 
 STEPS = 20
 CLOSE = 1e-12  # relative
@@ -61,10 +60,9 @@ GRIDS: list[tuple[int, dict[str, Any]]] = [
 
 def losses(comm: Any, out: Path, config: dict[str, Any], backend: str) -> list[float]:
     with launch(config, comm, backend) as mesh:
-        job = Job(mesh, out, mesh.grid.world)
-        parts = mesh.config.gradient_accumulation
-        found = [job.trainer.step(batch).loss for batch in batches(job.task.loader, job.steps, parts)]
-        held = job.trainer.test(job.task.held)
+        training = Training(mesh, out)
+        found = [step.loss for step in training.steps()]
+        held = training.held()
         assert 0 <= held["accuracy"] <= 1
         found.append(held["loss"])
     return found

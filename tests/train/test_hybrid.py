@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,10 @@ import parlinalg as pla
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError, ParlinalgError
 from parlinalg.train import launch
-from parlinalg.train.job import Job, train
-from parlinalg.train.loop import batches
-from parlinalg.train.sample import continuation
 from tests.conftest import BACKEND
 from tests.launching import launch as start
 from tests.train.conftest import TEXT
+from tests.train.trainings import Training, main
 
 CLOSE = 1e-12
 BASE: dict[str, Any] = {
@@ -72,14 +69,10 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 def trained(comm: Any, config: dict[str, Any], backend: str, out: Path) -> tuple[list[float], str]:
     """Losses and norms of the steps, the loss of the validation, and a text that the model writes."""
     with launch(config, comm, backend) as mesh:
-        job = Job(mesh, out, mesh.world)
-        found = []
-        with nullcontext() if job.offload is None else job.offload.apply():
-            for batch in batches(job.task.loader, job.steps, job.parts):
-                outcome = job.trainer.step(batch)
-                found += [outcome.loss, outcome.norm]
-            found.append(job.trainer.test(job.task.held)["loss"])
-            return found, continuation(job.task.model, job.task.data.tokenizer, "It was", 4, top_k=9, seed=3)
+        training = Training(mesh, out)
+        with training.away():
+            found = [number for step in training.steps() for number in (step.loss, step.norm)]
+            return [*found, training.held()["loss"]], training.write("It was", 4, top_k=9, seed=3)
 
 
 _known: dict[str, tuple[list[float], str]] = {}
@@ -146,9 +139,9 @@ def test_the_main_job(tale: Path, world: Any, capsys: pytest.CaptureFixture[str]
     """`parlinalg train`: metrics on all of the model, a sample through the pipeline, classifiers too."""
     sample = {"prompt": "It", "max_new_tokens": 7}
     config = settings(tale, parallel={"pipeline": 2}, sample=sample, validate_every=2)
-    assert train(config, tale / "text", comm=world) == 0
+    assert main(config, tale / "text", comm=world) == 0
     digits = {"data": "digits", "parallel": {"pipeline": 2}, "steps": 2, "schedule": {"microbatches": 4}}
-    assert train(digits, tale / "digits", comm=world) == 0
+    assert main(digits, tale / "digits", comm=world) == 0
     world.barrier()
     told = [json.loads(line) for line in (tale / "text" / "metrics.jsonl").read_text().splitlines()]
     want, _ = serial(tale)

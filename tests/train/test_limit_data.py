@@ -18,11 +18,10 @@ from parlinalg.errors import ConfigError
 from parlinalg.offload import plan
 from parlinalg.parallel import GradientReducer, ZeRO
 from parlinalg.train import launch
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
 from tests.models import make
 from tests.offload.runs import SCHEME, sizes
 from tests.train.test_hybrid import settings
+from tests.train.trainings import Training
 
 WHOLE: dict[str, Any] = {"gradient_accumulation": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -67,20 +66,20 @@ def least_of(config: dict[str, Any], world: Any, backend: str, out: Path) -> int
     """The least limit that works, as the error tells; nothing of the training is left."""
     try:
         with launch({**config, "offload": {"memory": 1000}}, world, backend) as mesh:
-            Job(mesh, out, mesh.world)
+            Training(mesh, out)
     except ConfigError as error:
         return int(re.search(r"the least limit that works is (\d+) bytes", str(error))[1])  # type: ignore[index]
     raise AssertionError("a thousand bytes are too little")
 
 
-def most_in_a_step(job: Job, world: Any) -> int:
+def most_in_a_step(training: Training, world: Any) -> int:
     """Bytes of NumPy's arrays at the most in a step, of the rank that has most."""
     most = []
-    for batch in batches(job.task.loader, job.steps, job.parts):
+    for batch in training.batches():
         gc.collect()
         python = tracemalloc.get_traced_memory()[0] - numpy_bytes()
         tracemalloc.reset_peak()
-        job.trainer.step(batch)
+        training.step(batch)
         most.append(tracemalloc.get_traced_memory()[1] - python)
     return max(world.share(max(most)))
 
@@ -93,11 +92,10 @@ def test_a_limit_holds(name: str, tale: Path, world: Any, backend: str, full: bo
     config = config_of(name, tale)
     limit = int(1.05 * least_of(config, world, backend, tale))
     with launch({**config, "offload": {"memory": limit}}, world, backend) as mesh:
-        job = Job(mesh, tale, mesh.world)
-        assert job.offload is not None
-        assert "optimizer" in job.offload.places
-        with job.offload.apply():
-            most = most_in_a_step(job, world)
+        training = Training(mesh, tale)
+        assert "optimizer" in training.offload.places
+        with training.away():
+            most = most_in_a_step(training, world)
     assert 0.7 * limit < most < ROOM["bf16" in name] * limit
 
 

@@ -14,11 +14,10 @@ from parlinalg.autograd.saved import arrays, memory
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.run import Run
 from parlinalg.train import launch, report
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
 from tests.train.conftest import TEXT
 from tests.train.test_hybrid import settings
 from tests.train.test_offload_pipeline import SCHEDULES, run
+from tests.train.trainings import Training
 
 ASYNCHRONOUS: dict[str, Any] = {"name": "pipedream-2bw", "every": 2}
 
@@ -54,13 +53,11 @@ def test_what_is_kept_at_once_is_known(
         original(self, *given)
 
     with launch(config_of(name, tale, **more), world, backend) as mesh:
-        job = Job(mesh, tale, mesh.world)
-        assert job.offload is not None
-        assert not job.offload.places
+        training = Training(mesh, tale)
+        assert not training.offload.places
         monkeypatch.setattr(Run, "tell", tell)
-        (batch,) = batches(job.task.loader, 1, job.parts)
-        job.trainer.step(batch)
-        table = job.offload.table
+        training.steps(1)
+        table = training.offload.table
         assert max(mesh.grid.world.share(max(seen))) == pytest.approx(table.activations, rel=0.02)
         assert table.older == (table.values if name == "pipedream-2bw" else 0)
 
@@ -104,19 +101,18 @@ def test_a_limit_holds(name: str, tale: Path, world: Any, backend: str, full: bo
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     with launch({**config, "offload": {"memory": limit}}, world, backend) as mesh:
-        job = Job(mesh, tale, mesh.world)
-        assert job.offload is not None
-        assert "optimizer" in job.offload.places
-        assert job.offload.table.total > limit
-        said = report.by_stage(mesh, str(job.offload))
+        training = Training(mesh, tale)
+        assert "optimizer" in training.offload.places
+        assert training.offload.table.total > limit
+        said = report.by_stage(mesh, str(training.offload))
         assert all(re.search(rf"stages? (\d, )*{stage}.*: offloaded for a limit of", said) for stage in range(2))
         found, most = [], []
-        with job.offload.apply():
-            for batch in batches(job.task.loader, job.steps, job.parts):
+        with training.away():
+            for batch in training.batches():
                 tracemalloc.reset_peak()
-                found.append(job.trainer.step(batch).loss)
+                found.append(training.step(batch).loss)
                 most.append(tracemalloc.get_traced_memory()[1] - before)
-            found.append(job.trainer.test(job.task.held)["loss"])
+            found.append(training.held()["loss"])
     tracemalloc.stop()
     np.testing.assert_allclose(found, want, rtol=1e-12)
     if backend == "numpy":  # asynchronous plans leave little of the limit for what a step works with

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from parlinalg.errors import ConfigError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.activations import Kept
 from parlinalg.train import launch
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
 from tests.train.test_hybrid import settings
+from tests.train.trainings import Training
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
@@ -28,16 +26,18 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(config: dict[str, Any], world: Any, backend: str, out: Path) -> tuple[list[float], dict[str, np.ndarray], Job]:
-    """The losses of steps, and all values after them."""
+Result = tuple[list[float], dict[str, np.ndarray], dict[str, str] | None]
+
+
+def run(config: dict[str, Any], world: Any, backend: str, out: Path) -> Result:
+    """The losses of steps, all values after them, and what is offloaded where."""
     with launch(config, world, backend) as mesh:
-        job = Job(mesh, out, mesh.world)
-        found = []
-        with nullcontext() if job.offload is None else job.offload.apply():
-            for batch in batches(job.task.loader, job.steps, job.parts):
-                found.append(job.trainer.step(batch).loss)
-            found.append(job.trainer.test(job.task.held)["loss"])
-        return found, job.task.model.state_dict(), job
+        training = Training(mesh, out)
+        with training.away():
+            found = [step.loss for step in training.steps()]
+            found.append(training.held()["loss"])
+        places = None if training.offload is None else training.offload.places
+        return found, training.model.state_dict(), places
 
 
 def same(found: Any, want: Any) -> None:
@@ -76,7 +76,7 @@ def test_every_bit_as_in_memory(
     where = "disk" if backend == "numpy" else "host"
     found = run({**config, "offload": {"activations": where}}, world, backend, tale)
     same(found, want)
-    assert found[2].offload.places == {"activations": where}  # type: ignore[union-attr]
+    assert found[2] == {"activations": where}
     assert max(lines) > 1, "something is away"
     if world.rank < world.size // 2:
         assert max(flight) > 1, "several microbatches are away at once"
@@ -95,7 +95,7 @@ def test_gradients_alone_rest_elsewhere(
     where = "disk" if backend == "numpy" else "host"
     found = run({**config, "offload": {"gradients": where}}, world, backend, tale)
     same(found, want)
-    assert found[2].offload.places == {"gradients": where}  # type: ignore[union-attr]
+    assert found[2] == {"gradients": where}
     with pytest.raises(ConfigError, match="gradients that a reducer shares out"):
         run({**config, "parallel": {"data": 2}, "schedule": None, "zero": 2, "clip_grad_norm": None,
              "offload": {"gradients": where}}, world, backend, tale)  # fmt: skip

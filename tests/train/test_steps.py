@@ -12,9 +12,9 @@ from parlinalg.comm import SingleComm
 from parlinalg.datasets import Loader, Windows
 from parlinalg.layout import Layout
 from parlinalg.train import launch
-from parlinalg.train.job import Job
 from parlinalg.train.loop import batches
 from tests.cases import held
+from tests.train.trainings import Training
 
 SERIAL = SingleComm()
 PARTS = 3
@@ -30,21 +30,6 @@ BASE: dict[str, Any] = {
 }
 
 
-def outcomes(job: Job, start: int = 0, stop: int = 9) -> list[Any]:
-    return [job.trainer.step(batch) for batch in batches(job.task.loader, stop, PARTS, start)]
-
-
-def spoiled(job: Job, steps: set[int]) -> None:
-    """Have the losses of these steps be infinite."""
-    losses = job.task.losses
-
-    def worse(batch: Any, weight: float) -> Any:
-        loss, count, measures = losses(batch, weight)
-        return (loss * np.inf if job.trainer.made in steps else loss), count, measures
-
-    job.task.losses = worse  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.ranks(2, 3, 4))])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_uneven_batches_and_steps_left_out(zero: int, seven: Path, world: Any, backend: str) -> None:
@@ -52,12 +37,16 @@ def test_uneven_batches_and_steps_left_out(zero: int, seven: Path, world: Any, b
     found = []
     for comm, extra in ((world, {"zero": zero}), (SERIAL, {})):
         with launch({**BASE, **extra, "data": str(seven)}, comm, backend if comm is world else "numpy") as mesh:
-            job = Job(mesh, seven.parent, mesh.grid.world)
-            spoiled(job, {2, 5})
-            steps = outcomes(job)
+            training = Training(mesh, seven.parent)
+
+            def worse(loss: Any, count: int, measures: Any, training: Training = training) -> Any:
+                return (loss * np.inf if training.made in {2, 5} else loss), count, measures
+
+            training.spoil(worse)
+            steps = training.steps()
             assert [s.skipped for s in steps] == [i in (2, 5) for i in range(9)]
             assert [s.samples for s in steps] == [53, 53, 53, 1] * 2 + [53]
-            assert (job.trainer.skipped, job.trainer.scheduler.steps, job.trainer.made) == (2, 7, 9)
+            assert (training.skipped, training.scheduler.steps, training.made) == (2, 7, 9)
             assert steps[3].lr == steps[2].lr
             assert steps[4].norm > 0
             found.append([(s.loss, s.norm) for s in steps if not s.skipped])
@@ -70,16 +59,16 @@ def test_a_training_goes_on_where_it_was(precision: str | None, seven: Path, wor
     scale = {"dtype": precision, "loss_scale": {"start": 2.0**17, "growth_every": 3}} if precision else None
     config = {**BASE, "data": str(seven), "dtype": "float32", "precision": scale, "clip_grad_value": 0.01, "zero": 1}
     with launch(config, world, backend) as mesh:
-        job = Job(mesh, seven.parent, mesh.grid.world)
-        outcomes(job, 0, 4)
-        state, weights = job.trainer.state_dict(), job.task.model.state_dict()
-        want = outcomes(job, 4)
+        training = Training(mesh, seven.parent)
+        training.steps(4)
+        state, weights = training.state_dict(), training.model.state_dict()
+        want = training.steps()
     with launch(config, world, backend) as mesh:
-        job = Job(mesh, seven.parent, mesh.grid.world)
-        job.task.model.load_state_dict(weights)
-        job.trainer.load_state_dict(state)
-        assert job.trainer.made == 4
-        assert repr(outcomes(job, job.trainer.made)) == repr(want)  # a norm may be nan
+        training = Training(mesh, seven.parent)
+        training.model.load_state_dict(weights)
+        training.load_state_dict(state)
+        assert training.made == 4
+        assert repr(training.steps()) == repr(want)  # a norm may be nan
     if precision:
         assert {s.scale for s in want} > {2.0**17}, "the scale moved on"
 

@@ -16,11 +16,10 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
 from parlinalg.train import launch
-from parlinalg.train.job import Job, train
-from parlinalg.train.loop import batches
-from parlinalg.train.sample import continuation, whole_words
+from parlinalg.train.sample import whole_words
 from tests.agreement import once
 from tests.conftest import BACKEND
+from tests.train.trainings import Training, main
 
 STEPS = 5
 CLOSE = 1e-12  # relative
@@ -77,12 +76,11 @@ def config(variant: str, path: Path, parallel: dict[str, Any]) -> dict[str, Any]
 def run(comm: Any, settings: dict[str, Any], backend: str, out: Path) -> tuple[list[float], str]:
     """The losses of the steps, that of the validation, and a text written on past the model's positions."""
     with launch(settings, comm, backend) as mesh:
-        task = (job := Job(mesh, out, mesh.grid.world)).task
-        parts = mesh.config.gradient_accumulation
-        found = [job.trainer.step(batch).loss for batch in batches(task.loader, job.steps, parts)]
-        found.append(job.trainer.test(task.held)["loss"])
+        training = Training(mesh, out)
+        found = [step.loss for step in training.steps()]
+        found.append(training.held()["loss"])
         pieces: list[str] = []
-        text = continuation(task.model, task.data.tokenizer, "It was", 12, top_k=9, seed=3, told=pieces.append)
+        text = training.write("It was", 12, top_k=9, seed=3, told=pieces.append)
         assert "".join(pieces) == text
         return found, text
 
@@ -139,7 +137,7 @@ def test_what_a_training_leaves(tale: Path, world: Any, backend: str, capfd: pyt
     out = tale.parent / "out"
     settings = config("gpt", tale, {"tensor": {"mode": "2d"}})
     settings |= {"steps": 3, "validate_every": 2, "backend": backend, "sample": {"prompt": "It ", "max_new_tokens": 20}}
-    assert train(settings, out, comm=world) == 0
+    assert main(settings, out, comm=world) == 0
     world.barrier()
     found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss", "perplexity", "lr", "tokens_per_s", "mfu", "grad_norm"}
@@ -200,4 +198,4 @@ def test_ranks_that_read_other_texts_are_told(world: Any, tmp_path: Path, monkey
     Path("own.txt").write_text(TEXT + "!" * world.rank)
     config = {**BASE, "parallel": {"data": 2}, "data": {"name": "text", "path": "own.txt"}}
     with pytest.raises(ConfigError, match=r"own\.txt: rank 1 reads other tokens than rank 0"):
-        train(config, tmp_path, comm=world)
+        main(config, tmp_path, comm=world)

@@ -1,0 +1,92 @@
+"""Trainings that a configuration describes, as `parlinalg train` runs them: only this file knows how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from parlinalg.datasets import Batch
+from parlinalg.train import Mesh
+from parlinalg.train.job import Job
+from parlinalg.train.job import train as main
+from parlinalg.train.loop import batches
+from parlinalg.train.sample import continuation
+
+__all__ = ["Training", "main"]
+
+
+class Training:
+    """A training on a mesh, step by step.
+
+    Attributes
+    ----------
+    model, optimizer, scheduler
+    saving
+        Its checkpoints.
+    steps_wanted : int
+        The steps that the configuration asks for.
+    """
+
+    def __init__(self, mesh: Mesh, out: Path, world: Any = None) -> None:
+        self.mesh, self.job = mesh, Job(mesh, out, mesh.world if world is None else world)
+        self.model, self.optimizer = self.job.task.model, self.job.trainer.optimizer
+        self.scheduler, self.saving = self.job.trainer.scheduler, self.job.saving
+        self.steps_wanted = self.job.steps
+
+    @property
+    def offload(self) -> Any:
+        """What lies elsewhere, as `parlinalg.offload.Offload`; None if nothing does."""
+        return self.job.offload
+
+    @property
+    def made(self) -> int:
+        """Steps made."""
+        return self.job.trainer.made
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out."""
+        return self.job.trainer.skipped
+
+    def away(self) -> AbstractContextManager[Any]:
+        """A context in which that is offloaded which the configuration says."""
+        return nullcontext() if self.offload is None else self.offload.apply()
+
+    def batches(self, first: int | None = None, stop: int | None = None) -> Iterator[Sequence[Batch]]:
+        """The microbatches of the steps from `first`, by default the next one, to `stop`, by default the last one."""
+        start = self.made if first is None else first
+        return batches(self.job.task.loader, self.steps_wanted if stop is None else stop, self.job.parts, start)
+
+    def step(self, batch: Sequence[Batch]) -> Any:
+        """Make a step; its loss, norm, learning rate and so on."""
+        return self.job.trainer.step(batch)
+
+    def steps(self, stop: int | None = None) -> list[Any]:
+        """Make the steps to number `stop`, by default all."""
+        return [self.step(batch) for batch in self.batches(stop=stop)]
+
+    def held(self) -> dict[str, float]:
+        """The measures of the data kept out."""
+        return self.job.trainer.test(self.job.task.held)
+
+    def write(self, prompt: str, tokens: int, **options: Any) -> str:
+        """A text that a language model writes."""
+        return continuation(self.model, self.job.task.data.tokenizer, prompt, tokens, **options)
+
+    def spoil(self, change: Any) -> None:
+        """Have the losses of batches be what `change` makes of them."""
+        losses = self.job.task.losses
+        self.job.task.losses = lambda batch, weight: change(*losses(batch, weight))  # type: ignore[method-assign]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is: optimizer, schedule and loss scale."""
+        return self.job.trainer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.job.trainer.load_state_dict(state)
+
+    def save(self, step: int, **more: Any) -> None:
+        """Begin a checkpoint."""
+        self.saving.checkpoints.save(step, {**self.saving._state({}), **more})
