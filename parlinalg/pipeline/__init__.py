@@ -7,6 +7,7 @@ from parlinalg.pipeline.registry import register
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.schedules import discover, make
 from parlinalg.pipeline.stage import Stage
+from parlinalg.pipeline.worker import Worker
 
 __all__ = [
     "Chunk",
@@ -16,6 +17,7 @@ __all__ = [
     "Place",
     "Schedule",
     "Stage",
+    "Worker",
     "build_by_hand",
     "build_pipeline_model",
     "build_pipeline_model_from_cfg",

@@ -15,9 +15,7 @@ from parlinalg.datasets import Batch
 from parlinalg.layout import piece
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer, Prefetch, ZeRO, examine
-from parlinalg.parallel.precision import clipping
-from parlinalg.pipeline import Schedule, discover, make, split
-from parlinalg.pipeline.worker import Worker
+from parlinalg.pipeline import Schedule, Worker, discover, make, split
 from parlinalg.train import Mesh, launch
 from tests.cases import placed
 from tests.models import alone
@@ -33,6 +31,11 @@ def model_on(scheme: Any, grid: Any, layers: int, **options: Any) -> nn.GPT:
     drops = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.1)
     given = {**sizes, **drops, "num_hidden_layers": layers, "dtype": "float64", **options}
     return nn.GPT(scheme=scheme, grid=grid, **given)
+
+
+def clipping(norm: float, most: float | None) -> float:
+    """What gradients of a norm are multiplied by, so that it is at most `most`."""
+    return 1.0 if most is None else min(1.0, most / (norm + 1e-6))
 
 
 class Text:

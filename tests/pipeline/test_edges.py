@@ -15,12 +15,11 @@ from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.pipeline import Place, make, split
+from parlinalg.pipeline import Place, Worker, make, split
 from parlinalg.pipeline.edges import Edge, Edges
 from parlinalg.pipeline.roles import table_of, translated
 from parlinalg.pipeline.route import Route
 from parlinalg.pipeline.tree import put_together, take_apart
-from parlinalg.pipeline.worker import Worker
 from tests.cases import alike, placed
 from tests.conftest import SIZE
 from tests.models import alone

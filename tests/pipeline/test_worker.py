@@ -11,11 +11,10 @@ import pytest
 
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.parallel import GradientReducer, ZeRO, overflowing
-from parlinalg.pipeline import Instruction, Op, make
+from parlinalg.pipeline import Instruction, Op, Worker, make
 from parlinalg.pipeline.run import AHEAD, Run
 from parlinalg.pipeline.simulate import simulate
 from parlinalg.pipeline.stagewalk import Passage
-from parlinalg.pipeline.worker import Worker
 from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, Pipeline, differs, pipeline, serial
 
