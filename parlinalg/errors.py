@@ -41,3 +41,18 @@ class CheckpointError(ConfigError):
 
 class OffloadError(ParlinalgError, OSError):
     """Offloaded data cannot be written or read: a disk is full, a folder not writable, a file cut short or damaged."""
+
+
+def brief(value: object, most: int = 200) -> str:
+    """Return the `repr` of a value for a message, cut to `most` characters.
+
+    >>> brief([1, 2]), brief("x" * 300, 6)
+    ('[1, 2]', "'xxxxx…")
+    """
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__} too long to write"
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -31,14 +31,15 @@ def together(
     Raises
     ------
     ConfigError, or one of `kinds`
-        On all ranks, with the message of the first rank that failed by one of parlinalg's errors or an OSError.
+        On all ranks, with the message of the first rank that failed by one of parlinalg's errors, an OSError or a
+        MemoryError.
     """
     made: list[Result] = []
     told: tuple[int, str] = 0, ""
     cause: Exception | None = None
     try:
         made.append(function())
-    except (ParlinalgError, OSError) as error:
+    except (ParlinalgError, OSError, MemoryError) as error:
         kind = next((i for i, each in enumerate(kinds) if isinstance(error, each)), 0)
         told, cause = (kind, str(error) or type(error).__name__), error
     failed: ParlinalgError | None = None

@@ -21,16 +21,17 @@ import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.comm import Comm
-from parlinalg.comm.together import together
-from parlinalg.errors import CheckpointError, ConfigError
+from parlinalg.comm.together import odd_one_out, together
+from parlinalg.errors import CheckpointError, ConfigError, brief
 from parlinalg.optim import Optimizer
 from parlinalg.train import checkpoint_folder as folders
-from parlinalg.train.checkpoint_index import INDEX, PAGE, Chunk, Entry, File, Index
-from parlinalg.train.checkpoint_keep import to_drop
+from parlinalg.train.checkpoint_index import INDEX, PAGE, Chunk, Entry, File, Index, name_of
+from parlinalg.train.checkpoint_keep import best_of, to_drop
 from parlinalg.train.checkpoint_load import Reader, check_fits, read_index
 from parlinalg.train.checkpoint_options import check_options, check_training
 from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, share_out
 from parlinalg.train.checkpoint_writer import Part, Shard
+from parlinalg.train.lock import FolderLock
 
 Result = TypeVar("Result")
 
@@ -70,6 +71,8 @@ class _Pending:
 
 class Checkpoints:
     """Saves and loads the parameters and the optimizer's states of a training.
+
+    From `open`, or the first `save`, to `finish` no other process can save to the folder.
 
     Parameters
     ----------
@@ -118,6 +121,9 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._measured: dict[int, float | None] = {}
         self._shared: tuple[str, dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]] | None = None
+        self._lock: FolderLock | None = None  # on rank 0, as what follows
+        self._kept: set[int] = set()  # the steps whose checkpoints are to be there
+        self._removed = False  # whether the folder was, during the training
 
     def open(self, *, fresh: bool) -> str:
         """Make the folder, so that one that cannot be written is found before a training.  Collective.
@@ -135,16 +141,34 @@ class Checkpoints:
         Raises
         ------
         CheckpointError
-            On all ranks, if it cannot be made or written.
+            On all ranks, if it cannot be made or written, or another process saves to it, which the message names.
         """
 
         def make() -> str:
-            folders.make(self.folder)
+            self._keep_lock()
             old = folders.set_aside(self.folder) if fresh else None
-            folders.make(self.folder)
+            if old is not None and self._lock is not None:
+                before, self._lock = self._lock, None
+                before.moved(old)
+                self._keep_lock()
+                before.release()
+            self._kept = set(folders.complete(self.folder))
             return "" if old is None else f"the checkpoints of an earlier training are in {old} now"
 
         return self._together(make, f"making {self.folder}", root=True) or ""
+
+    def _keep_lock(self) -> None:
+        """Make the folder and lock it, unless that is so; on rank 0.  A folder that was removed is made anew."""
+        if self._lock is not None and self._lock.in_place:
+            return
+        folders.make(self.folder)
+        was, self._lock = self._lock, None
+        self._lock = FolderLock(self.folder)
+        if was is None:
+            self._kept = set(folders.complete(self.folder))
+        else:
+            was.release()
+            self._removed = True
 
     # ------------------------------------------------------------------ saving
     def save(self, step: int, training: Mapping[str, Any] | None = None) -> None:
@@ -165,13 +189,18 @@ class Checkpoints:
             earlier checkpoints stay as they are.
         """
         self._together(lambda: check_training(step, training), "saving")
-        self.finish()
+        self.settle()
         pieces = pieces_of(self.parameters, self.optimizer)
         mine, tensors = self._share_out(description(pieces))
         parts = [Part(p, corner) for p in pieces for corner in mine.get(p.name, ())]
-        folder = self.folder / folders.name_of(step)
+        folder = self.folder / name_of(step)
         token = self.comm.share(os.urandom(4).hex())[0]
-        self._together(lambda: folder.mkdir(parents=True, exist_ok=True), f"making {folder}", root=True)
+
+        def make() -> None:
+            self._keep_lock()
+            folder.mkdir(parents=True, exist_ok=True)
+
+        self._together(make, f"making {folder}", root=True)
         made: list[Shard] = []
         try:
             self._together(
@@ -186,7 +215,7 @@ class Checkpoints:
         made[0].start(self.background)
         self._pending = _Pending(step, dict(training or {}), made[0], tensors)
         if not self.background:
-            self.finish()
+            self.settle()
 
     def _share_out(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
         """What this rank writes, and the tensors there are; as before where no rank holds other things than then."""
@@ -217,7 +246,7 @@ class Checkpoints:
         if not flag[0]:
             self._complete()
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         """Wait for a save under way, and complete it.  Collective.
 
         Raises
@@ -229,28 +258,76 @@ class Checkpoints:
             self._pending.shard.wait()
             self._complete()
 
+    def finish(self) -> None:
+        """Wait for a save under way, complete it, and leave the folder to others.  Collective.
+
+        Raises
+        ------
+        CheckpointError
+            On all ranks, if a file could not be written on any, or checkpoints were taken away meanwhile.
+        """
+        self.settle()
+        lost = self.lost()
+        self.release()
+        if lost:
+            raise CheckpointError(
+                f"{self.folder} was removed or changed while the training ran: {', '.join(lost)} "
+                f"{'are' if len(lost) > 1 else 'is'} gone"
+            )
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self._kept, self._removed = None, set(), False
+
+    def lost(self) -> list[str]:
+        """The names of checkpoints that were completed, and that others have taken away.  Collective.
+
+        Where the folder has stayed in place, and the last checkpoint and the best in it, earlier ones may go.
+        """
+
+        def find() -> list[str]:
+            there = set(folders.complete(self.folder))
+            gone = sorted(self._kept - there)
+            best = None if self.best is None else best_of(self.best, {s: self._measured.get(s) for s in self._kept})
+            needed = self._removed or (self._lock is not None and not self._lock.in_place)
+            return [name_of(s) for s in gone] if needed or {max(self._kept, default=None), best} & set(gone) else []
+
+        found: list[str] = self.comm.share(self._together(find, f"looking into {self.folder}", root=True))[0]
+        return found
+
     def _complete(self) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        folder = self.folder / folders.name_of(pending.step)
+        folder = self.folder / name_of(pending.step)
         told = self.comm.share(pending.shard.told())
         failed = [(rank, t["problem"]) for rank, t in enumerate(told) if t["problem"]]
-        if failed:
-            pending.shard.discard()
-            self._take_away(folder)
-            raise CheckpointError(
-                f"rank {failed[0][0]}, saving step {pending.step}: {failed[0][1]}; earlier checkpoints are as they were"
-            )
-        index = self._index(pending, told)
         try:
+            if failed:
+                raise CheckpointError(
+                    f"rank {failed[0][0]}, saving step {pending.step}: {failed[0][1]}; earlier checkpoints are as they "
+                    "were"
+                )
+            index = self._index(pending, told)
             self._together(lambda: folders.write_index(folder, index), f"completing {folder}", root=True)
         except CheckpointError:
             pending.shard.discard()
             self._take_away(folder)
-            raise
+            if not self._was_removed(pending.step):
+                raise
+            return
         if self.comm.rank == 0:
             with suppress(OSError):  # the checkpoint is complete all the same
                 self._tidy(folder, index)
+
+    def _was_removed(self, step: int) -> bool:
+        """Whether a save failed since others have removed the folder: the training goes on, and `lost` says so."""
+        if self.comm.rank == 0 and self._lock is not None and not self._lock.in_place:
+            self._removed = True
+            self._kept.add(step)
+        found: bool = self.comm.share(self._removed)[0]
+        return found
 
     def _index(self, pending: _Pending, told: list[Any]) -> Index:
         chunks: dict[str, list[Chunk]] = {name: [] for name in pending.tensors}
@@ -265,14 +342,17 @@ class Checkpoints:
 
     def _tidy(self, folder: Path, index: Index) -> None:
         """Take away the files and checkpoints that nobody needs any more."""
+        self._kept.add(index.step)
         folders.remove(folder, {INDEX, *index.files})
         folders.set_later_aside(self.folder, index.step)
         self._measured[index.step] = self._metric(index.training.get("metrics", {}))
         there = folders.complete(self.folder)
         for step in set(there) - set(self._measured):
-            self._measured[step] = self._metric(folders.metrics_of(self.folder / folders.name_of(step)))
-        for step in to_drop({s: self._measured[s] for s in there}, self.keep, self.best):
-            folders.remove(self.folder / folders.name_of(step))
+            self._measured[step] = self._metric(folders.metrics_of(self.folder / name_of(step)))
+        dropped = to_drop({s: self._measured[s] for s in there}, self.keep, self.best)
+        self._kept = {s for s in self._kept if s <= index.step and s not in dropped}
+        for step in dropped:
+            folders.remove(self.folder / name_of(step))
 
     def _metric(self, metrics: Mapping[str, float]) -> float | None:
         return None if self.best is None else metrics.get(self.best)
@@ -286,10 +366,14 @@ class Checkpoints:
     # ------------------------------------------------------------------ loading
     def steps(self) -> list[int]:
         """The steps whose checkpoints are complete, the last one last.  Collective."""
-        found: list[int] = self.comm.share(folders.complete(self.folder) if self.comm.rank == 0 else None)[0]
+        there = self._together(lambda: folders.complete(self.folder), f"looking into {self.folder}", root=True)
+        found: list[int] = self.comm.share(there)[0]
         return found
 
-    def load(self, step: int | None = None, *, fall_back: bool = False) -> Loaded | None:
+    def load(
+        self, step: int | None = None, *, fall_back: bool = False,
+        check: Callable[[Mapping[str, Any]], object] = lambda training: None,
+    ) -> Loaded | None:  # fmt: skip
         """Take a checkpoint, of whatever grid, pipeline, ZeRO stage and number of ranks.  Collective.
 
         Each rank reads the index, and of the files the pages that have something of what it holds.  Arrays of another
@@ -301,6 +385,9 @@ class Checkpoints:
             By default the last complete one.
         fall_back : bool
             Where that is damaged, take the last one that is not.
+        check : callable
+            Called with the `training` of a checkpoint before anything is changed; if it fails, the checkpoint counts as
+            damaged.
 
         Returns
         -------
@@ -310,29 +397,51 @@ class Checkpoints:
         Raises
         ------
         CheckpointError
-            On all ranks, if it is damaged, foreign, or does not fit, naming the file and the tensor.  What was loaded
-            is then partly the checkpoint's.
+            On all ranks, if it is damaged, foreign, or does not fit, naming the file and the tensor.  If a file's
+            contents are damaged, what was loaded is then partly the checkpoint's; if its index is, nothing has changed.
         """
-        self.finish()
+        self.settle()
+        if step is not None:
+            self._together(lambda: check_training(step, None), "loading")
         steps = [s for s in self.steps() if step is None or s <= step]
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {steps or 'none'}")
         passed_over: list[str] = []
         while steps:
-            folder = self.folder / folders.name_of(steps.pop())
+            folder = self.folder / name_of(steps.pop())
             try:
-                return self._load(folder, tuple(passed_over))
+                return self._load(folder, tuple(passed_over), check)
             except CheckpointError as error:
                 passed_over.append(str(error))
                 if not fall_back or not steps:
                     raise
         return None
 
-    def _load(self, folder: Path, passed_over: tuple[str, ...]) -> Loaded:
-        index = self._together(lambda: read_index(folder), "reading")
-        kind, was = type(self.optimizer).__name__, index.training.get("optimizer", {}).get("kind")
-        if self.optimizer is not None and was not in (None, kind):
-            raise CheckpointError(f"the checkpoint {folder} has states of {was}, which {kind} cannot go on from")
+    def _load(
+        self, folder: Path, passed_over: tuple[str, ...], check: Callable[[Mapping[str, Any]], object]
+    ) -> Loaded:  # fmt: skip
+        def read() -> Index:
+            index = read_index(folder)
+            optimizer = index.training.get("optimizer", {})
+            kind, was = type(self.optimizer).__name__, optimizer.get("kind") if isinstance(optimizer, Mapping) else None
+            if self.optimizer is not None and was not in (None, kind):
+                raise CheckpointError(f"the checkpoint {folder} has states of {was}, which {kind} cannot go on from")
+            try:
+                check(index.training)
+            except CheckpointError as error:
+                raise CheckpointError(f"the checkpoint {folder}: {error}") from None
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{folder / INDEX}: what it says of the training cannot be understood "
+                    f"({type(error).__name__}: {brief(error.args[0] if error.args else '')})"
+                ) from None
+            return index
+
+        index = self._together(read, "reading")
+        if (odd := odd_one_out(self.comm, index.digest.encode())) is not None:
+            raise CheckpointError(
+                f"rank {odd} reads another {folder / INDEX} than rank 0: it changes, or is not shared"
+            )
         pieces = pieces_of(self.parameters, self.optimizer)
         everyone = self.comm.share([p.name for p in pieces])
         self._together(lambda: check_fits(index, folder, pieces, everyone), "reading")

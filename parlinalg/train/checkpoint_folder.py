@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from parlinalg.errors import CheckpointError
-from parlinalg.train.checkpoint_index import INDEX, Index
+from parlinalg.train.checkpoint_index import INDEX, Index, name_of
 from parlinalg.train.checkpoint_load import read_index
 from parlinalg.train.checkpoint_writer import sync_folder
 
-_STEP = re.compile(r"step-(\d{8,})")
-_OURS = re.compile(r"\.?rank-\d+\.[0-9a-f]+\.safetensors(\.\d+)?|\.?index\.json(\.\d+)?")
-
-
-def name_of(step: int) -> str:
-    """The folder of a step's checkpoint.
-
-    >>> name_of(100)
-    'step-00000100'
-    """
-    return f"step-{step:08}"
+_STEP = re.compile(r"step-([0-9]{8,19})")
+_OURS = re.compile(r"\.?rank-[0-9]+\.[0-9a-f]+\.safetensors(\.\d+)?|\.?index\.json(\.\d+)?")
 
 
 def file_of(rank: int, token: str) -> str:
@@ -38,8 +28,8 @@ def complete(folder: Path) -> list[int]:
     """The steps whose checkpoints are complete, the last one last."""
     if not folder.is_dir():
         return []
-    found = [int(m[1]) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / INDEX).exists()]
-    return sorted(found)
+    steps = {p.name: int(m[1]) for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / INDEX).exists()}
+    return sorted(step for name, step in steps.items() if name == name_of(step))
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -63,11 +53,12 @@ def remove(folder: Path, but: Collection[str] = ()) -> None:
     but : collection of str
         Files that stay, and the folder with them.
     """
-    if not folder.is_dir():
+    if folder.is_symlink() or not folder.is_dir():  # what a link leads to is not ours
         return
     names = [p.name for p in folder.iterdir() if _OURS.fullmatch(p.name) and p.name not in but]
     for name in sorted(names, key=lambda name: name != INDEX):
-        (folder / name).unlink(missing_ok=True)
+        if (folder / name).is_symlink() or not (folder / name).is_dir():
+            (folder / name).unlink(missing_ok=True)
     with suppress(OSError):  # somebody else's files are in it
         folder.rmdir()
 
@@ -127,7 +118,8 @@ def make(folder: Path) -> None:
 def metrics_of(folder: Path) -> dict[str, float]:
     """The metrics of a checkpoint's step; none if it cannot be read."""
     try:
-        body = json.loads((folder / INDEX).read_text("utf-8"))["body"]
-        return dict(body["training"].get("metrics", {}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        metrics = read_index(folder).training.get("metrics", {})
+    except CheckpointError:
         return {}
+    given = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {n: float(v) for n, v in given if isinstance(v, float) or (type(v) is int and abs(v) < 1 << 63)}

@@ -11,12 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from typing import Any
 
-from parlinalg.errors import CheckpointError
+from parlinalg.errors import CheckpointError, brief
+from parlinalg.files import parse_json
+from parlinalg.units import ITEMSIZE
 
 Shape = tuple[int, ...]
 Rect = tuple[range, ...]
@@ -25,6 +29,10 @@ FORMAT, VERSION = "parlinalg checkpoint", 1
 INDEX = "index.json"
 PAGE = 1 << 18
 """Bytes of a chunk that have a checksum of their own: the least that is read of it."""
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+LARGEST = (1 << 63) - 1
+"""The largest step, length or place in a file."""
+MOST_DIMS, MOST_HEADER, MOST_CORNERS = 64, 10**8, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,21 @@ class Chunk:
         return {"file": self.file, "at": self.at, "offsets": self.offsets, "sizes": self.sizes, "crc32": crcs}
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Chunk:
-        """From the index."""
-        text = given["crc32"]
+    def from_json(cls, given: Any) -> Chunk:
+        """From the index.
+
+        Raises
+        ------
+        ValueError, KeyError
+            If a value is missing, or of a wrong type.
+        """
+        known = _dict("a chunk", given)
+        text = known["crc32"]
+        if not isinstance(text, str) or re.fullmatch("[0-9a-f]*", text) is None or len(text) % 8:
+            raise ValueError(f"the checksums of a chunk are {brief(text, 40)}, not 8 digits of hexadecimals each")
         crcs = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
-        return cls(given["file"], int(given["at"]), tuple(given["offsets"]), tuple(given["sizes"]), crcs)
+        offsets, sizes = (_shape(f"the {name} of a chunk", known[name]) for name in ("offsets", "sizes"))
+        return cls(_name("file", known["file"]), _whole("the place of a chunk", known["at"]), offsets, sizes, crcs)
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,8 @@ class Index:
     tensors : dict of str to Entry
     page : int
         Bytes that a checksum is of.
+    digest : str
+        The checksum of all that, where it was read.
     """
 
     step: int
@@ -121,6 +141,7 @@ class Index:
     files: Mapping[str, File]
     tensors: Mapping[str, Entry]
     page: int
+    digest: str = field(default="", compare=False)
 
     def text(self) -> str:
         """The contents of `index.json`."""
@@ -138,7 +159,7 @@ class Index:
         return f'{json.dumps(head)[:-1]}, "body":\n{json.dumps(body)}}}\n'
 
     @classmethod
-    def parse(cls, text: str, path: object) -> Index:
+    def parse(cls, text: str | bytes, path: object) -> Index:
         """An index from the contents of its file.
 
         Raises
@@ -147,28 +168,28 @@ class Index:
             Naming the file: it is cut short, damaged, of another program or of a later version.
         """
         try:
-            whole = json.loads(text)
+            whole = parse_json(text)
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged or cut short: it is not JSON ({error})") from None
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no index of a checkpoint of parlinalg: it has no format={FORMAT!r}")
         if whole.get("version") != VERSION:
             raise CheckpointError(
-                f"{path} has version {whole.get('version')!r} of the format, this program knows version {VERSION}"
+                f"{path} has version {brief(whole.get('version'))} of the format, this program knows version {VERSION}"
             )
         body: Any = whole.get("body")
-        if whole.get("digest") != _digest(body):
+        try:
+            digest = _digest(body)
+        except (RecursionError, MemoryError):
+            raise CheckpointError(f"{path} is damaged: it is nested too deep, or too large") from None
+        if whole.get("digest") != digest:
             raise CheckpointError(f"{path} is damaged: the checksum of its contents differs")
-        return cls(
-            body["step"],
-            body["training"],
-            {name: File(*numbers) for name, numbers in body["files"].items()},
-            {
-                name: Entry(e["dtype"], tuple(e["shape"]), tuple(map(Chunk.from_json, e["chunks"])))
-                for name, e in body["tensors"].items()
-            },
-            body["page"],
-        )
+        try:
+            return replace(_index(body), digest=digest)
+        except KeyError as error:
+            raise CheckpointError(f"{path} is malformed: it lacks {error}") from None
+        except ValueError as error:
+            raise CheckpointError(f"{path} is malformed: {error}") from None
 
     def tensor_at(self, file: str, byte: int) -> str:
         """The name of the tensor that has this byte of a file, or ends after it; for messages."""
@@ -199,6 +220,156 @@ def volume(rect: Rect) -> int:
     return math.prod(len(r) for r in rect)
 
 
+def name_of(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint.
+
+    >>> name_of(100)
+    'step-00000100'
+    """
+    return f"step-{step:08}"
+
+
 def _digest(body: object) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- what may stand in one
+
+
+def _index(body: Any) -> Index:
+    """The index of its values in JSON.  Its checksum says that nobody changed it by accident, not that it is right.
+
+    Raises
+    ------
+    ValueError, KeyError
+        If a value is missing or wrong, or the chunks of a tensor do not have each of its elements once.
+    """
+    known = _dict("its body", body)
+    page = _whole("page", known["page"], 1)
+    files = {_name("file", name): _file(name, numbers) for name, numbers in _dict("files", known["files"]).items()}
+    tensors = {
+        _name("tensor", name): _entry(name, given, files, page)
+        for name, given in _dict("tensors", known["tensors"]).items()
+    }
+    if sum(map(_corners, tensors.values())) > max(MOST_CORNERS, 64 * sum(len(e.chunks) for e in tensors.values())):
+        raise ValueError("its tensors are cut along too many dims")
+    for name, entry in tensors.items():
+        _check_cover(name, entry)
+    _check_apart(tensors)
+    return Index(_whole("step", known["step"]), _dict("training", known["training"]), files, tensors, page)
+
+
+def _file(name: str, numbers: Any) -> File:
+    if not isinstance(numbers, list) or len(numbers) != 3:
+        raise ValueError(f"the file {name!r} is described by {brief(numbers)}, not by three numbers")
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"the file {name!r} is not one in the folder of the checkpoint")
+    nbytes = _whole(f"the length of {name!r}", numbers[0])
+    header = _whole(f"the length of the header of {name!r}", numbers[1], 0, min(nbytes, MOST_HEADER))
+    return File(nbytes, header, _whole(f"the checksum of {name!r}", numbers[2], 0, (1 << 32) - 1))
+
+
+def _entry(name: str, given: Any, files: Mapping[str, File], page: int) -> Entry:
+    known = _dict(f"the tensor {name!r}", given)
+    dtype, shape, chunks = known["dtype"], _shape(f"the shape of {name!r}", known["shape"]), known["chunks"]
+    if dtype not in DTYPES:
+        raise ValueError(f"the tensor {name!r} has the dtype {brief(dtype)}, not one of {', '.join(DTYPES)}")
+    if math.prod(shape) * ITEMSIZE[dtype] > LARGEST:
+        raise ValueError(f"the tensor {name!r} of shape {brief(shape)} has too many elements")
+    if not isinstance(chunks, list):
+        raise ValueError(f"the chunks of {name!r} are {brief(chunks)}, not a list")
+    found = tuple(map(Chunk.from_json, chunks))
+    for chunk in found:
+        _check_chunk(name, chunk, shape, ITEMSIZE[dtype], files, page)
+    return Entry(dtype, shape, found)
+
+
+def _check_chunk(
+    name: str, chunk: Chunk, shape: Shape, itemsize: int, files: Mapping[str, File], page: int
+) -> None:  # fmt: skip
+    """Raise a ValueError unless a chunk lies within its tensor, and within its file."""
+    where = f"a chunk of {name!r} at {brief(chunk.offsets)} of size {brief(chunk.sizes)}"
+    within = len(chunk.offsets) == len(chunk.sizes) == len(shape)
+    if not within or any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+        raise ValueError(f"{where} does not lie within the shape {brief(shape)}")
+    if chunk.file not in files:
+        raise ValueError(f"{where} is said to lie in {brief(chunk.file)}, which is none of its files")
+    file, nbytes = files[chunk.file], math.prod(chunk.sizes) * itemsize
+    if chunk.at < file.header or chunk.at + nbytes > file.nbytes:
+        raise ValueError(
+            f"{where} is said to lie in bytes {chunk.at} to {chunk.at + nbytes} of {chunk.file!r}, whose tensors lie "
+            f"in bytes {file.header} to {file.nbytes}"
+        )
+    if len(chunk.checksums) != -(-nbytes // page):
+        raise ValueError(f"{where} has {len(chunk.checksums)} checksums for {-(-nbytes // page)} pages")
+
+
+def _cut(entry: Entry) -> list[int]:
+    """The dims along which a tensor is cut into chunks."""
+    chunks = [chunk.sizes for chunk in entry.chunks if math.prod(chunk.sizes)]
+    return [d for d, n in enumerate(entry.shape) if any(sizes[d] != n for sizes in chunks)]
+
+
+def _corners(entry: Entry) -> int:
+    """How many corners `_check_cover` counts."""
+    return len(entry.chunks) << len(_cut(entry))
+
+
+def _check_cover(name: str, entry: Entry) -> None:
+    """Raise a ValueError unless each element lies in one chunk.
+
+    The sum of the chunks' indicator functions is that of the tensor where their differences along all dims are the
+    same, and those of a rectangle are its corners with alternating signs.  So the time is linear in the chunks.
+    """
+    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+    have, want = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(entry.shape)
+    if have != want:
+        raise ValueError(f"the chunks of {name!r} have {have} elements, the tensor has {want}")
+    if len(chunks) < 2:
+        return
+    cut, corners = _cut(entry), dict[Shape, int]()
+    parts = [(1, chunk.offsets, chunk.sizes) for chunk in chunks]
+    for sign, offsets, sizes in [*parts, (-1, (0,) * len(entry.shape), entry.shape)]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
+            corners[corner] = corners.get(corner, 0) + sign * (-1) ** sum(ends)
+    if any(corners.values()):
+        raise ValueError(f"the chunks of {name!r} overlap, and leave elements out")
+
+
+def _check_apart(tensors: Mapping[str, Entry]) -> None:
+    """Raise a ValueError if two chunks lie in the same bytes of a file."""
+    places = sorted(
+        (chunk.file, chunk.at, math.prod(chunk.sizes) * ITEMSIZE[entry.dtype], name)
+        for name, entry in tensors.items()
+        for chunk in entry.chunks
+        if math.prod(chunk.sizes)
+    )
+    for (file, at, nbytes, name), (other, start, _, after) in pairwise(places):
+        if file == other and at + nbytes > start:
+            raise ValueError(f"chunks of {name!r} and {after!r} lie in the same bytes of {file!r}")
+
+
+def _whole(what: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{what} is {brief(value)}, not a whole number from {least} to {most}")
+    return value
+
+
+def _shape(what: str, value: Any) -> Shape:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_DIMS:
+        raise ValueError(f"{what} is {brief(value)}, not a list of at most {MOST_DIMS} numbers")
+    return tuple(_whole(what, n) for n in value)
+
+
+def _dict(what: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is {brief(value)}, not an object")
+    return value
+
+
+def _name(what: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 4096 or not value.isprintable():
+        raise ValueError(f"a {what} is named {brief(value)}, not by a text that can be printed")
+    return value

@@ -14,7 +14,8 @@ import numpy as np
 
 from parlinalg.array.create import dtype_named
 from parlinalg.errors import CheckpointError
-from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, Index, Rect, inside, meet, volume
+from parlinalg.files import open_regular, read_bytes
+from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, Index, Rect, inside, meet, name_of, volume
 from parlinalg.train.checkpoint_pieces import Piece
 
 
@@ -27,13 +28,17 @@ def read_index(folder: Path) -> Index:
         If there is none, or it is damaged or foreign.
     """
     path = folder / INDEX
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a symbolic link: copy or move the checkpoint itself there")
     try:
-        text = path.read_text("utf-8")
+        index = Index.parse(read_bytes(path, follow=False), path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint, or was not completed: it has no {INDEX}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return Index.parse(text, path)
+    if folder.name != name_of(index.step):
+        raise CheckpointError(f"{path} is of step {index.step}, which would be in the folder {name_of(index.step)}")
+    return index
 
 
 def check_fits(index: Index, path: Path, pieces: Sequence[Piece], everyone: Sequence[Sequence[str]]) -> None:
@@ -148,7 +153,7 @@ class Reader:
             return self._open[file]
         path, known = self.folder / file, self.index.files[file]
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_regular(path, follow=False)
         except OSError as error:
             raise CheckpointError(f"{path}, which has {name!r}, cannot be read: {error.strerror}") from None
         self._open[file] = descriptor

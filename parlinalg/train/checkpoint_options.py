@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parlinalg.errors import ConfigError
-from parlinalg.train.keys import Check, flag, optional, refuse, section, text, whole
+from parlinalg.train.keys import Check, flag, optional, real, refuse, section, text, whole
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,33 @@ class Checkpointing:
 _CHECKS: dict[str, Check] = {
     "every": optional(whole(1)), "keep": optional(whole(1)), "best": optional(text), "background": flag,
 }  # fmt: skip
+
+
+_KEPT: dict[str, Mapping[str, Check]] = {
+    "optimizer": {"steps": whole(0), "lr": real(0)},
+    "scheduler": {"steps": whole(0), "base": real(0)},
+    "scaler": {"scale": real(0, above=True), "good": whole(0), "skipped": whole(0)},
+}
+
+
+def check_kept(state: Mapping[str, Any], counts: Sequence[str], parts: Sequence[str]) -> None:
+    """Raise a ConfigError, or a KeyError, unless what a checkpoint says of a training can be gone on from.
+
+    Parameters
+    ----------
+    state : dict
+    counts : sequence of str
+        The keys of numbers of steps, epochs and such.
+    parts : sequence of str
+        Those of "optimizer", "scheduler" and "scaler" that it is to have.
+    """
+    for key in counts:
+        whole(0)(key, state[key])
+    for part in parts:
+        if not isinstance(state[part], Mapping):
+            raise refuse(part, state[part], f"a dict with the keys {', '.join(_KEPT[part])}")
+        for key, check in _KEPT[part].items():
+            check(f"{part}.{key}", state[part][key])
 
 
 def check_options(keep: Any = 3, best: Any = None, background: Any = True) -> None:

@@ -152,7 +152,9 @@ class CheckpointHook(Hook):
         self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
         if said := self._checkpoints.open(fresh=first and not self.resume and trainer.step == 0):
             print(said, flush=True)
-        found = self._checkpoints.load(fall_back=self.fall_back) if self.resume else None
+        found = None
+        if self.resume:
+            found = self._checkpoints.load(fall_back=self.fall_back, check=trainer.check_progress)
         if found is not None:
             trainer.set_progress(found.training)
             self._saved = trainer.step

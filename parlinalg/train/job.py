@@ -18,6 +18,7 @@ from parlinalg.errors import CommError, ConfigError
 from parlinalg.train import build, report
 from parlinalg.train.config import Config
 from parlinalg.train.launch import Mesh, launch
+from parlinalg.train.lock import FolderLock
 from parlinalg.train.loop import batches
 from parlinalg.train.pipelines import microbatches_of
 from parlinalg.train.plots import plot
@@ -76,6 +77,7 @@ class Job:
         config = mesh.config
         self.mesh, self.out, self.world = mesh, out, world
         self.speaks = world.rank == 0
+        self.lock: FolderLock | None = None
         self.data = together(world, lambda: build.dataset(config), "reading the data")
         together(world, self._make_out, "making the directory")
         self.task = build.task(config, mesh, self.data)
@@ -88,10 +90,15 @@ class Job:
         self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload", self.trainer.worker)
         place = Data(config.seed, config.batch_size, len(self.task.loader))
         self.saving = Saving(self.trainer, world, out, config.checkpoint, place, self.steps)
+        mesh.ends.callback(self.saving.checkpoints.release)
 
     def _make_out(self) -> None:
-        if self.speaks:
-            self.out.mkdir(parents=True, exist_ok=True)
+        """Make the directory and lock it, on rank 0, unless that is so."""
+        if not self.speaks or (self.lock is not None and self.lock.in_place):
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(self.out)
+        self.mesh.ends.callback(self.lock.release)
 
     def run(self, *, resume: bool = False, fall_back: bool = False) -> int:
         """Train, measure, and say how it went; the exit code."""
@@ -105,8 +112,8 @@ class Job:
             begun = self.trainer.made
             with Progress(self.out, self.steps, self.speaks, begun) as told:
                 name = self._steps(stop, told)
-            self.saving.close()
-        self._close(told.history, book, perf_counter() - start, name, begun)
+            lost = [*self.saving.close(), *told.lost]
+        self._close(told.history, book, perf_counter() - start, name, begun, lost)
         return 128 + int(getattr(signal, name)) if name else 0
 
     def _steps(self, stop: StopSignals, progress: Progress) -> str | None:
@@ -156,25 +163,50 @@ class Job:
             print(f"parlinalg {__version__}\n{text}\n", flush=True)
 
     def _close(
-        self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None, begun: int
+        self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None, begun: int,
+        lost: Sequence[str],
     ) -> None:  # fmt: skip
+        """Leave the files of the end, and say how it went; raise an error if files were lost meanwhile."""
         task = self.task
+        together(self.world, self._make_out, "making the directory")  # it may have been removed
         lines, files = task.leave(self.out, self.speaks, done=stopped is None)
-        if not self.speaks:
-            return
-        made = self.trainer.made
-        why = plot(self.out / "metrics.png", history, task.curves, f"{self.data.name}, {self.mesh.scheme.name}")
+        names = ["metrics.jsonl", "ranks.json", *files, *([f"{FOLDER}/"] if self.saving.options.on else [])]
+
+        def draw() -> str:
+            if not self.speaks:
+                return ""
+            title = f"{self.data.name}, {self.mesh.scheme.name}"
+            return plot(self.out / "metrics.png", history, task.curves, title)
+
+        def look() -> None:
+            """Raise an error that names the files which are gone."""
+            gone = [*lost, *(name for name in names if name not in lost and not (self.out / name).exists())]
+            if self.speaks and gone:
+                raise ConfigError(
+                    f"{self.out} was removed or changed while the training ran: {', '.join(gone)} "
+                    f"{'are' if len(gone) > 1 else 'is'} gone"
+                )
+
+        why = together(self.world, draw, "drawing metrics.png")
+        if self.speaks:
+            self._conclude(history, seconds, stopped, begun)
+            for line in (*task.closing(history), *lines):
+                print(line)
+            print(f"\ncommunication of rank 0, what it received:\n{book}\n")
+            names += [] if why else ["metrics.png"]
+            there = ", ".join(name for name in names if name not in lost and (self.out / name).exists())
+            print(f"written to {self.out}: {there}" + (f"; no picture: {why}" if why else ""), flush=True)
+        together(self.world, look, "looking for what was written")
+
+    def _conclude(
+        self, history: Sequence[Mapping[str, Any]], seconds: float, stopped: str | None, begun: int
+    ) -> None:  # fmt: skip
+        made, task = self.trainer.made, self.task
         if stopped:
             print(f"\nstopped by {stopped} after step {made} of {self.steps} ({seconds:.1f} s)")
-        else:
-            new = made - begun
-            print(f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){f', {made} in all' * (begun > 0)}")
-            held = task.held_metrics(defaultdict(lambda: 1.0))
-            if measured := [metrics for metrics in history if held.keys() <= metrics.keys()]:
-                print(task.held_line(measured[-1]))
-        for line in (*task.closing(history), *lines):
-            print(line)
-        print(f"\ncommunication of rank 0, what it received:\n{book}\n")
-        files = [*files, *([f"{FOLDER}/"] if self.saving.options.on else [])]
-        names = ", ".join(["metrics.jsonl", "ranks.json", *([] if why else ["metrics.png"]), *files])
-        print(f"written to {self.out}: {names}" + (f"; no picture: {why}" if why else ""), flush=True)
+            return
+        new = made - begun
+        print(f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){f', {made} in all' * (begun > 0)}")
+        held = task.held_metrics(defaultdict(lambda: 1.0))
+        if measured := [metrics for metrics in history if held.keys() <= metrics.keys()]:
+            print(task.held_line(measured[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -39,19 +40,22 @@ class Progress:
     ----------
     history : list of dict
         The metrics so far.
+    lost : list of str
+        The file's name, once it is closed, if others have removed or replaced it meanwhile.
     """
 
     def __init__(self, out: Path, total: int, speaks: bool, start: int = 0) -> None:
         self.history: list[dict[str, Any]] = []
+        self.lost: list[str] = []
+        self._path = out / "metrics.jsonl"
         self._file: TextIO | None = None
         self._bar: Any = None
         self._said = 0.0
         self._shown: dict[str, str] = {}
         self._total = total
         if speaks:
-            path = out / "metrics.jsonl"
-            self.history = up_to(path, start) if start else []
-            self._file = path.open("a" if start else "w")
+            self.history = up_to(self._path, start) if start else []
+            self._file = self._path.open("a" if start else "w")
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -85,6 +89,8 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         if self._file is not None:
+            if os.fstat(self._file.fileno()).st_nlink == 0 or not self._path.exists():
+                self.lost.append(self._path.name)
             self._file.close()
 
 

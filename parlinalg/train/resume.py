@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,8 +15,8 @@ from parlinalg.errors import CheckpointError, ConfigError
 from parlinalg.train import checkpoint_folder as folders
 from parlinalg.train.checkpoint import Checkpoints
 from parlinalg.train.checkpoint_keep import better
-from parlinalg.train.checkpoint_options import Checkpointing
-from parlinalg.train.keys import listed
+from parlinalg.train.checkpoint_options import Checkpointing, check_kept
+from parlinalg.train.keys import listed, optional, real
 from parlinalg.train.loop import Trainer
 
 FOLDER = "checkpoints"
@@ -109,22 +110,28 @@ class Saving:
         if self.options.on:
             self.checkpoints.open(fresh=False)
         together(self.comm, lambda: folders.remove_leftovers(self.folder) if self._root else None, "tidying up")
-        found = self.checkpoints.load(fall_back=fall_back)
+        found = self.checkpoints.load(fall_back=fall_back, check=self._check)
         if found is None:
             return f"there is no checkpoint in {self.folder} yet: from the start"
-        self._take(found.training, found.path)
+        self._take(found.training)
         said = [f"{why}; passed over" for why in found.passed_over]
         return "\n".join([*said, f"going on after step {found.step}, from {found.path}"])
 
-    def _take(self, state: Mapping[str, Any], path: Path) -> None:
-        trainer = self.trainer
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise an error unless the training can go on from this."""
         was = state.get("data", {})
         for key, value in asdict(self.data).items():
             if was.get(key, value) != value:
                 raise CheckpointError(
-                    f"the checkpoint {path} is of a training with {key}={was[key]}, this one has {key}={value}: its "
-                    "batches would be others; use the same, or train from the start (without --resume)"
+                    f"it is of a training with {key}={was[key]}, this one has {key}={value}: its batches would be "
+                    "others; use the same, or train from the start (without --resume)"
                 )
+        scaled = self.trainer.scaler is not None and state["scaler"] is not None
+        check_kept(state, ("made", "skipped"), ("optimizer", "scheduler", *(["scaler"] if scaled else [])))
+        optional(real(-math.inf))("best", state["best"])
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        trainer = self.trainer
         trainer.optimizer.steps = int(state["optimizer"]["steps"])
         trainer.optimizer.lr = float(state["optimizer"]["lr"])
         trainer.scheduler.load_state_dict(state["scheduler"])
@@ -154,9 +161,18 @@ class Saving:
         if due or improved or stopped or step == self.last:
             self.checkpoints.save(step, self._state(metrics))
 
-    def close(self) -> None:
-        """Wait until everything is written.  Collective."""
-        self.checkpoints.finish()
+    def close(self) -> list[str]:
+        """Wait until everything is written, and leave the folder to others.  Collective.
+
+        Returns
+        -------
+        list of str
+            The checkpoints that others have taken away meanwhile.
+        """
+        self.checkpoints.settle()
+        lost = self.checkpoints.lost()
+        self.checkpoints.release()
+        return [f"{FOLDER}/{name}" for name in lost]
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         trainer = self.trainer

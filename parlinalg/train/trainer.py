@@ -13,7 +13,9 @@ import numpy as np
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, EngineError
+from parlinalg.optim.schedules import Scheduler
 from parlinalg.train.arguments import check_rate, check_schedule, check_state, length_of, whole_number
+from parlinalg.train.checkpoint_options import check_kept
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
 from parlinalg.train.hooks import CheckpointHook, EvaluateHook, Hook
@@ -257,6 +259,15 @@ class Trainer:
             "step": self.step,
             "batches": self._taken,
         }
+
+    def check_progress(self, progress: Mapping[str, Any]) -> None:
+        """Raise an error unless `set_progress` can take this."""
+        engine = progress["engine"]
+        scaled = self.engine.progress()["scaler"] is not None and engine["scaler"] is not None
+        check_kept(progress, ("epoch", "step", "batches"), ())
+        check_kept(engine, ("made", "skipped"), ("optimizer", *(["scaler"] if scaled else [])))
+        if isinstance(self.lr_scheduler, Scheduler) and progress["lr_scheduler"] is not None:
+            check_kept({"scheduler": progress["lr_scheduler"]}, (), ("scheduler",))
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
         """Be as far as `progress` said."""
