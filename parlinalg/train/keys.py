@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-from parlinalg.errors import ConfigError
+from parlinalg.errors import ConfigError, brief
 
 Check = Callable[[str, Any], Any]
+MOST = 1 << 53  # the largest number that is counted: float64 has all up to here
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Choice:
 
 def refuse(where: str, value: object, right: str) -> ConfigError:
     """The error of a value that is not what it should be."""
-    return ConfigError(f"{where} must be {right}, not {value!r}")
+    return ConfigError(f"{where} must be {right}, not {brief(value)}")
 
 
 def check_keys(where: str, given: Iterable[object], known: Iterable[str]) -> None:
@@ -75,9 +76,8 @@ def choice(kinds: Mapping[str, Mapping[str, Check]], default: str | None = None)
     return check
 
 
-def whole(least: int, most: float = math.inf) -> Check:
+def whole(least: int, most: int = MOST) -> Check:
     """A check of a whole number of at least `least` and at most `most`."""
-    right = f"a whole number of at least {least}" + ("" if most == math.inf else f" and at most {most:,}")
 
     def check(where: str, value: Any) -> int:
         try:
@@ -85,7 +85,8 @@ def whole(least: int, most: float = math.inf) -> Check:
         except TypeError:
             found = None
         if found is None or not least <= found <= most:
-            raise refuse(where, value, right)
+            above = most != MOST or (found is not None and found > most)
+            raise refuse(where, value, f"a whole number of at least {least}" + f" and at most {most:,}" * above)
         return found
 
     return check
