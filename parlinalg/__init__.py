@@ -2,7 +2,7 @@
 
 from parlinalg import autograd, nn, optim, parallel, random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
-from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync
+from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync, ops
 from parlinalg.comm import ledger, trace
 from parlinalg.errors import CommError, ConfigError, EngineError, GridError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import Grid
@@ -26,6 +26,8 @@ from parlinalg.train import (
     initialize,
     launch,
 )
+
+from parlinalg.autograd import redistribute  # isort: skip  # the function, once the module of this name is imported
 
 __version__ = "0.1.0"
 
@@ -71,10 +73,12 @@ __all__ = [
     "no_grad",
     "no_sync",
     "ones",
+    "ops",
     "optim",
     "parallel",
     "plan_matmul",
     "random",
+    "redistribute",
     "sequence_order",
     "trace",
     "zeros",

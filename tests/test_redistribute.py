@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
-import parlinalg.redistribute as module
 from parlinalg.errors import CommError, LayoutError
 from parlinalg.layout import Layout
 from parlinalg.moves import moves, words
 from parlinalg.redistribute import redistribute, start
 from tests.cases import DTYPES, EVERY_SIZE, check, grids, held, layouts, numbers, pairs, terms
 
+module = sys.modules["parlinalg.redistribute"]  # the name in the package is the function
 SHAPES = {1: [(7,), (1,), (0,)], 2: [(5, 3), (1, 7), (0, 4)], 3: [(3, 2, 5)]}
 SAMPLE = {1: 400, 2: 400, 3: 330, 4: 330, 6: 120, 8: 60, 12: 25}  # of 92² pairs on three axes; --full: all
 
@@ -191,3 +192,21 @@ def test_memory_is_two_blocks_and_a_buffer(make_grid, world, backend, monkeypatc
         blocks = array.block.nbytes + moved.nbytes  # the source is held already, and is not counted in the peak
         bounded = 8 * 8 * max(buffer, side * world.size // 2) + 60_000
         assert peak <= blocks + bounded, (src, dst, moves(src, dst, grid.sizes), peak, blocks)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_function_of_the_package(make_grid, world):
+    """Of tensors with their derivative, of arrays as arrays; the module of the same name is imported from as before."""
+    grid = make_grid({"r": world.size})
+    x = np.arange(15.0).reshape(5, 3)
+    array = pla.distribute(x, grid, Layout("r", None))
+    moved = pla.redistribute(array, Layout(None, "r"))
+    assert isinstance(moved, pla.DistArray)
+    assert moved.layout == Layout(None, "r")
+    np.testing.assert_array_equal(moved.gather(), x)
+    tensor = pla.Tensor(array, True)
+    pla.ops.sum(pla.redistribute(tensor, Layout(None, "r")) * tensor.redistribute(Layout(None, "r"))).backward()
+    np.testing.assert_array_equal(tensor.grad.gather(), 2 * x)
+    assert tensor.grad.layout == Layout("r", None)
+    with pytest.raises(TypeError, match="takes a Tensor or a DistArray, not ndarray"):
+        pla.redistribute(x, Layout(None, "r"))

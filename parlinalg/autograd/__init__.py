@@ -5,9 +5,9 @@ from parlinalg.autograd.check import check_gradients
 from parlinalg.autograd.parameter import Owner, Parameter, Shard, settle
 from parlinalg.autograd.recompute import recompute
 from parlinalg.autograd.tape import Reducer, no_grad, no_sync, recording
-from parlinalg.autograd.tensor import Tensor, as_tensor, record, start_walk
+from parlinalg.autograd.tensor import Tensor, as_tensor, record, redistribute, start_walk
 
 __all__ = [
     "Owner", "Parameter", "Reducer", "Shard", "Tensor", "as_tensor", "check_gradients", "no_grad", "no_sync", "ops",
-    "record", "recompute", "recording", "settle", "start_walk",
+    "record", "recompute", "recording", "redistribute", "settle", "start_walk",
 ]  # fmt: skip

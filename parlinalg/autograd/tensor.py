@@ -362,6 +362,36 @@ def record_again(data: DistArray, sources: Sequence[Node], again: Again) -> Tens
     return result
 
 
+def redistribute(x: Tensor | DistArray, layout: Layout) -> Any:
+    """Redistribute a tensor or an array to another layout: the same value, cut otherwise.  Collective.
+
+    No rank receives more elements than its new block lacks.  The gradient of a tensor goes back to the old layout.
+
+    Parameters
+    ----------
+    x : Tensor or DistArray
+    layout : Layout
+
+    Returns
+    -------
+    Tensor or DistArray
+        As x is.
+
+    Examples
+    --------
+    >>> import numpy as np, parlinalg as pla
+    >>> grid = pla.Grid({"r": 1})
+    >>> pla.redistribute(pla.distribute(np.ones((4, 3)), grid, pla.Layout("r", None)), pla.Layout(None, "r")).layout
+    Layout(None, 'r')
+    """
+    if not isinstance(x, Tensor | DistArray):
+        raise TypeError(
+            f"redistribute takes a Tensor or a DistArray, not {type(x).__name__}; distribute(array, grid, "
+            "layout) makes one"
+        )
+    return x.redistribute(layout)
+
+
 def as_tensor(value: Any) -> Tensor:
     """The value as a tensor; a DistArray is a constant."""
     if isinstance(value, Tensor):

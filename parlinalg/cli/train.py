@@ -16,7 +16,11 @@ def add(commands: Commands) -> None:
         help="train a model as a configuration says",
         description="Train a model as a configuration says: `mpiexec -n 4 parlinalg train text`.",
     )
-    train.add_argument("config", help="a Python file of settings, or a shipped example: digits, text or hybrid")
+    train.add_argument(
+        "config",
+        help="a Python file of settings, a shipped example (digits, text or hybrid), or a .npz file of samples x and "
+        "labels y",
+    )
     train.add_argument(
         "--out",
         type=Path,

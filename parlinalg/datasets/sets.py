@@ -13,6 +13,7 @@ from parlinalg.errors import ConfigError
 
 TEST_SHARE = 0.2
 ARRAYS = ("x", "y", "x_test", "y_test")
+TRAIN = {"x_train": "x", "y_train": "y"}  # names that are taken too
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def digits(seed: int = 0, test: float = TEST_SHARE) -> Samples:
 def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Samples:
     """A data set from a `.npz` file with arrays x [samples, …] and y [samples], and maybe x_test and y_test.
 
-    Dims of x after the first are flattened into features.  Without x_test and y_test a share of the samples is kept for
-    the test, chosen by the seed.
+    `x_train` and `y_train` are taken for x and y.  Dims of x after the first are flattened into features.  Without
+    x_test and y_test a share of the samples is kept for the test, chosen by the seed.
 
     Raises
     ------
@@ -97,15 +98,17 @@ def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Samples:
         raise ConfigError(f"there is no data file {str(path)!r} (looked in {Path.cwd()})")
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in ARRAYS if name in arrays}
             names = list(arrays)
+            found = {TRAIN.get(name, name): arrays[name] for name in (*TRAIN, *ARRAYS) if name in arrays}
     except Exception as error:
         right = "write it by numpy.savez(file, x=x, y=y)"
         raise ConfigError(f"{file} cannot be read as a .npz file: {error}; {right}") from error
     for name in ("x", "y"):
         if name not in found:
             has = ", ".join(names) or "none"
-            raise ConfigError(f"{file} has the arrays {has}, but needs x (samples) and y (labels)")
+            raise ConfigError(
+                f"{file} has the arrays {has}, but needs x (samples) and y (labels), or x_train and y_train"
+            )
     if ("x_test" in found) != ("y_test" in found):
         raise ConfigError(f"{file} has one of x_test and y_test; give both or neither")
     x, y = _samples(file, "x", found["x"]), _labels(file, "y", found["y"], len(found["x"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -85,8 +86,8 @@ def build_pipeline_model_from_cfg(
         maybe `partition` and `dtype`.  Linear layers without a `kind` go alternately into a block and out of it.
     num_chunks, partition, sample, schedule, seed
         As of `build_pipeline_model`.
-    mesh : Mesh
-        Needed: its grid and scheme are those of the layers.
+    mesh : Mesh, optional
+        Its grid and scheme are those of the layers; by default the one that `parlinalg.launch` made, if one is open.
     dtype : dtype, optional
         By default as the mesh's configuration says.
 
@@ -151,7 +152,9 @@ def build_by_hand(
     ----------
     chunks : Module or iterable of Module
         In the order of `schedule.chunks[mesh.rank("pipeline")]`.
-    mesh, schedule, seed
+    mesh : Mesh, optional
+        By default the one that `parlinalg.launch` made, if one is open.
+    schedule, seed
         As of `build_pipeline_model`.
 
     Raises
@@ -196,7 +199,49 @@ def build_by_hand(
     return made if seed is None else made.initialize(seed)
 
 
+class OpenMeshes:
+    """The meshes that are launched and not closed: builders take the only one where none is given.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> with pla.launch({}) as mesh:
+    ...     open_meshes.only() is mesh
+    True
+    """
+
+    def __init__(self) -> None:
+        self._found: list[ReferenceType[Any]] = []
+
+    def add(self, mesh: Any) -> None:
+        """Note a mesh that is launched."""
+        self._found.append(ref(mesh))
+
+    def remove(self, mesh: Any) -> None:
+        """Forget a mesh that is closed."""
+        self._found = [each for each in self._found if each() not in (None, mesh)]
+
+    def only(self) -> Any:
+        """The mesh that is open; None where there is none.
+
+        Raises
+        ------
+        ConfigError
+            If there are several.
+        """
+        found = [mesh for each in self._found if (mesh := each()) is not None]
+        if len(found) > 1:
+            raise ConfigError(
+                f"{len(found)} meshes are launched and not closed: say which one by mesh=…, or close the others"
+            )
+        return found[0] if found else None
+
+
+open_meshes = OpenMeshes()
+
+
 def _mesh(mesh: Any) -> Where:
+    mesh = open_meshes.only() if mesh is None else mesh
     if not all(hasattr(mesh, name) for name in ("grid", "scheme", "place")):
         told = "" if mesh is None else f", not {type(mesh).__name__}"
         raise ConfigError(f"a pipeline is built on a mesh: give mesh=parlinalg.launch(config){told}")

@@ -39,6 +39,18 @@ from parlinalg.train.keys import (
 from parlinalg.train.options import Pipelining, Precision, Zero
 from parlinalg.train.overrides import override
 
+#: What trains a classifier of a `.npz` file that is given in place of a configuration.
+CLASSIFIER: dict[str, Any] = {
+    "model": {"name": "mlp", "hidden": (128,)}, "optimizer": {"name": "adamw", "lr": 3e-3},
+    "lr_schedule": {"name": "cosine", "warmup": 5}, "epochs": 20, "batch_size": 64,
+}  # fmt: skip
+_AS_NPZ = "write these by numpy.savez('mine.npz', x=samples, y=labels), and train mine.npz"
+_AS_TEXT = "train a language model of a text by: parlinalg train text --set data.path=FILE"
+OTHER_DATA = {
+    **dict.fromkeys((".npy", ".csv", ".tsv", ".json", ".jsonl", ".h5", ".hdf5", ".parquet", ".pt", ".pkl"), _AS_NPZ),
+    **dict.fromkeys((".txt", ".md", ".rst"), _AS_TEXT),
+}
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 _dropout = real(0, 1, below=True)
@@ -317,7 +329,17 @@ def load(source: Any, settings: Sequence[str] = ()) -> Config:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The variables of a Python file; modules, functions, classes and names with an underscore are its own affair."""
+    """The variables of a Python file; modules, functions, classes and names with an underscore are its own affair.
+
+    A `.npz` file of samples stands for a configuration that trains a classifier of them.
+    """
+    if isinstance(path, str | Path) and (kind := Path(path).suffix.lower()) in (".npz", *OTHER_DATA):
+        if kind == ".npz":
+            return {"data": str(path), **CLASSIFIER}
+        raise ConfigError(
+            f"{str(path)!r} is no configuration: give a Python file, a shipped example ({', '.join(examples())}), or "
+            f"samples as a .npz file; {OTHER_DATA[kind]}"
+        )
     file = _found(path)
     try:
         variables = runpy.run_path(str(file), run_name="parlinalg_config")

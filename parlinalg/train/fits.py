@@ -26,11 +26,6 @@ def check_together(config: Config) -> None:
             f"clip_grad_norm={config.clip_grad_norm} and clip_grad_value={config.clip_grad_value}: the norm would be "
             "of what the other clips; give one of them"
         )
-    if config.schedule is not None and "pipeline" not in config.parallel:
-        raise ConfigError(
-            f"schedule={config.schedule.name!r} needs a pipeline, such as parallel=dict(pipeline=2); without one leave "
-            "it out: gradient_accumulation cuts a batch into microbatches"
-        )
     asked = None if config.schedule is None else config.schedule.microbatches
     if asked is not None and config.gradient_accumulation not in (1, asked):
         raise ConfigError(
@@ -47,7 +42,10 @@ def check_together(config: Config) -> None:
 
 
 def over_one_rank(config: Config) -> Config:
-    """The configuration, without a schedule where the pipeline is said to have one rank: microbatches accumulate."""
+    """The configuration, without a schedule where there is no pipeline, or one of one rank: microbatches accumulate.
+
+    So a training goes on without its pipeline, and no key beside `parallel` has to change.
+    """
     if config.schedule is None or pipeline_size(config.parallel) != 1:
         return config
     if make(config.schedule.name, ranks=2, microbatches=4).asynchronous:

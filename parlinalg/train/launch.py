@@ -16,6 +16,7 @@ from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
+from parlinalg.pipeline.build import open_meshes
 from parlinalg.pipeline.place import Place
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.schemes import Scheme
@@ -59,6 +60,7 @@ class Mesh:
         self.schedule = schedule
         self.scheme: Scheme = parallel.at(place.rank).scheme
         self.ends = ExitStack()
+        open_meshes.add(self)
         grid.mesh = self  # models know their grid, and `initialize` finds the mesh
 
     @property
@@ -124,6 +126,7 @@ class Mesh:
 
     def close(self) -> None:
         """End what ends with the mesh, and free the communicators.  Collective."""
+        open_meshes.remove(self)
         self.ends.close()
         self.grid.close()
         self.place.close()
@@ -137,6 +140,7 @@ class Mesh:
         if kind is None:
             self.close()
         else:  # an error on this rank must not wait for the others
+            open_meshes.remove(self)
             self.ends.close()
 
     def __repr__(self) -> str:

@@ -180,11 +180,13 @@ def _pipeline(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[dict[str,
                 "for all by parallel.tensor"
             )
     size = 1 if size is None else size
-    if size == 1 and not isinstance(partition, str) and len(partition) > 1:
+    if size == 1 and "size" not in given and not isinstance(partition, str) and len(partition) > 1:
         raise ConfigError(
             f"parallel.pipeline.partition={list(partition)} shares out layers, but the pipeline has one rank: give "
             f"pipeline=dict(size={len(partition)}, …), or leave the partition out"
         )
+    if size == 1:
+        partition = "uniform"
     return {"size": size, "partition": partition}, each
 
 

@@ -87,6 +87,26 @@ def test_a_file_of_settings_and_data_of_ones_own(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "there" / "it is")) == 30
 
 
+def test_a_file_of_samples_in_place_of_settings(tmp_path: Path) -> None:
+    """With arrays x and y, or x_train and y_train; other files of data say what to do."""
+    y = np.arange(60) % 3
+    for i, names in enumerate((("x", "y"), ("x_train", "y_train"))):
+        arrays: dict[str, Any] = dict(zip(names, (np.eye(3)[y].reshape(60, 3, 1) + 0.01, y), strict=True))
+        np.savez(tmp_path / f"mine{i}.npz", **arrays)
+    done = run(2, "train", "mine0.npz", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test accuracy 1.0000 (12 samples)" in done.stdout
+    assert "3 features, 3 classes" in done.stdout
+    assert len(metrics(tmp_path / "runs" / "mine0")) == 20
+    done = run(2, "train", "mine1.npz", "--steps", "3", "--set", "model.hidden=5", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused(run(0, "train", "nothing.npz", cwd=tmp_path), "no data file 'nothing.npz'")
+    refused(
+        run(0, "train", "table.csv", cwd=tmp_path), "numpy.savez('mine.npz', x=samples, y=labels), and train mine.npz"
+    )
+    refused(run(0, "train", "tale.txt", cwd=tmp_path), "parlinalg train text --set data.path=FILE")
+
+
 def test_a_text_is_trained_on_one_grid_and_written_on_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tracemalloc
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_the_memory_given_is_kept_to(make_grid, world, backend, full, monkeypatc
     if backend != "numpy":
         return  # device memory is not traced
     grid = make_grid(grids(world.size)[1])
-    monkeypatch.setattr("parlinalg.redistribute.BUFFER", 1 << 12)
+    monkeypatch.setattr(sys.modules["parlinalg.redistribute"], "BUFFER", 1 << 12)
     side = 1200 if full else 480
     p, q = grid.axes
     a = np.random.default_rng(0).standard_normal((side, side))

@@ -162,8 +162,6 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
             r"takes a model, such as nn\.Sequential\(\*layers\), not list": lambda: build_pipeline_model([part]),
             "is cut into stages already": lambda: build_pipeline_model(part),
             "give mesh=.*, not int": lambda: build_pipeline_model_from_cfg(LAYERS, mesh=3),
-            "give mesh=parl": lambda: build_pipeline_model_from_cfg(LAYERS, 1),
-            "give mesh=": lambda: build_by_hand(part),
             "dtype must be such as .* not 'float63'": lambda: build_pipeline_model_from_cfg(
                 LAYERS, mesh=mesh, dtype="float63"
             ),
@@ -185,6 +183,27 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
         if SIZE > 1:
             with pytest.raises(ConfigError, match="rank 1 cuts another model than rank 0"):
                 build_pipeline_model_from_cfg(LAYERS[:-1] if alone else LAYERS, mesh=mesh)
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_mesh_that_is_launched(world: Any, backend: str) -> None:
+    """The only one open is the default; none, or several, are told."""
+    for build in (lambda: build_pipeline_model_from_cfg(LAYERS, 1), lambda: build_by_hand(nn.ReLU())):
+        with pytest.raises(ConfigError, match="give mesh=parlinalg"):
+            build()
+    with mesh_of(world, backend) as mesh:
+        given, found = (build_pipeline_model_from_cfg(LAYERS, seed=2, **m) for m in ({"mesh": mesh}, {}))
+        assert given.grid is found.grid is mesh.grid
+        theirs = dict(given.named_parameters())
+        for name, parameter in found.named_parameters():
+            np.testing.assert_array_equal(parameter.gather(), theirs[name].gather())
+        assert build_by_hand([nn.ReLU() for _ in found.chunks]).grid is mesh.grid
+        with (
+            mesh_of(world, backend),
+            pytest.raises(ConfigError, match="2 meshes are launched and not closed: say which"),
+        ):
+            build_pipeline_model_from_cfg(LAYERS)
+        assert build_pipeline_model_from_cfg(LAYERS).grid is mesh.grid
 
 
 @pytest.mark.ranks(1, 2)

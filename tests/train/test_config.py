@@ -155,7 +155,7 @@ WRONG = [
     ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, ("clip_grad_value=1.0", "give one of them")),
     ({"clip_grad_value": 0}, ("clip_grad_value", "above 0")),
     ({"skip_nonfinite": 1}, ("skip_nonfinite", "True or False")),
-    ({"schedule": {"name": "1f1b"}}, ("schedule='1f1b' needs a pipeline", "parallel=dict(pipeline=2)", "leave it out")),
+    ({"schedule": {"name": "pipedream"}}, ("schedule='pipedream' steps within a batch", "leave the schedule out")),
     ({"schedule": "pipedream", "parallel": {"pipeline": {"size": 1}}}, ("schedule='pipedream' steps within a batch",)),
     ({"schedule": "1b1f"}, ("schedule.name", "'1f1b'", "'zb-v'", "not '1b1f'")),
     ({"schedule": {"nam": "1f1b"}}, ("schedule", "did you mean 'name'", "microbatches")),

@@ -210,7 +210,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"interleaved over 2 ranks with microbatches=3: it takes multiples of 2",
     ),
     ({"parallel": {"pipeline": 2}, "schedule": {"name": "1f1b", "chunks": 2}}, r"1f1b with chunks=2"),
-    ({"schedule": "1f1b"}, r"needs a pipeline, such as parallel=dict\(pipeline=2\)"),
+    ({"schedule": "pipedream"}, r"steps within a batch, and a pipeline of one rank does not"),
     (
         {"parallel": {"pipeline": {"size": 2, "partition": [1, 2, 3]}}},
         r"partition=\[1, 2, 3\] has 3 numbers, but the schedule '1f1b' has 2 stages",

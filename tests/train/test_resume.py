@@ -151,6 +151,26 @@ def test_steps_after_the_checkpoint_are_made_again_and_told_once(whole: Any, fol
     assert complete(out / "checkpoints.old") == [9, 10, 11]
 
 
+@pytest.mark.ranks(2)
+def test_a_pipeline_goes_on_without_one(whole: Any, folder: Path, world: Any) -> None:
+    """The same file with another `parallel`: its schedule, and a partition, need not be taken out."""
+    settings, want = whole
+    pipeline = {"size": 2, "partition": [3, 4]}
+    settings = {**settings, "parallel": {"pipeline": pipeline}, "schedule": {"name": "gpipe", "microbatches": 3}}
+    settings["lr_schedule"] = {"name": "constant"}
+    assert train({**settings, "steps": 5}, folder / "out", comm=world) == 0
+    world.barrier()
+    other = ["parallel.pipeline.size=1", "parallel.data=2"]
+    assert train({**settings, "steps": 7}, folder / "out", other, comm=world, resume=True) == 0
+    world.barrier()
+    assert train({**settings, "parallel": {"data": 2}}, folder / "out", comm=world, resume=True) == 0
+    world.barrier()
+    found = told(folder / "out")
+    assert [m["step"] for m in found] == list(range(1, 10))
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+
+
 @pytest.mark.ranks(1)
 def test_without_a_checkpoint_training_begins(whole: Any, folder: Path, world: Any) -> None:
     settings, want = whole
