@@ -45,6 +45,7 @@ numpydoc_show_class_members = False
 # The modules of the reference, lowest layer first; each documents the names in its `__all__`.
 MODULES = {
     "errors": "Errors",
+    "hints": "Names of other libraries",
     "backend": "Where blocks live",
     "comm": "Ranks talking",
     "layout": "Layouts",

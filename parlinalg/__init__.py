@@ -1,6 +1,8 @@
 """Numerical linear algebra and model training on MPI processor grids."""
 
-from parlinalg import autograd, nn, optim, parallel, random
+from typing import TYPE_CHECKING
+
+from parlinalg import autograd, datasets, hints, nn, optim, parallel, pipeline, random
 from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync, ops
 from parlinalg.comm import ledger, trace
@@ -59,6 +61,7 @@ __all__ = [
     "Trainer",
     "autograd",
     "check_gradients",
+    "datasets",
     "distribute",
     "empty",
     "eye",
@@ -76,6 +79,7 @@ __all__ = [
     "ops",
     "optim",
     "parallel",
+    "pipeline",
     "plan_matmul",
     "random",
     "redistribute",
@@ -83,3 +87,6 @@ __all__ = [
     "trace",
     "zeros",
 ]
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)

@@ -1,5 +1,8 @@
 """Modules: layers with parameters, one class for all parallel schemes."""
 
+from typing import TYPE_CHECKING
+
+from parlinalg import hints
 from parlinalg.autograd.ops.masks import BlockMask
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
@@ -28,3 +31,6 @@ __all__ = [
     "TransformerBlock", "ViT", "activation", "auxiliary_losses", "generate", "init", "recompute",
     "sequence_positions", "training_step",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)

@@ -1,5 +1,8 @@
 """Optimizers over flat buffers, and schedules of their learning rates."""
 
+from typing import TYPE_CHECKING
+
+from parlinalg import hints
 from parlinalg.optim import schedules
 from parlinalg.optim.adam import Adam, AdamW
 from parlinalg.optim.layerwise import LAMB, LARS
@@ -9,3 +12,6 @@ from parlinalg.optim.sgd import SGD
 from parlinalg.optim.states import InMemory, States
 
 __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW", "InMemory", "Optimizer", "Scheduler", "States", "schedules"]
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)

@@ -9,6 +9,9 @@ A model trains by ZeRO, stage 1 or 2, so:
     optimizer.step()  # updates this rank's shards, and all-gathers the values
 """
 
+from typing import TYPE_CHECKING
+
+from parlinalg import hints
 from parlinalg.parallel.accounts import table
 from parlinalg.parallel.clip import clip_gradient_norm, clip_gradient_value, gradient_norm
 from parlinalg.parallel.handlers import DataParallel, SequenceParallel, SharedParameters, ZeRO
@@ -20,3 +23,6 @@ __all__ = [
     "DataParallel", "GradientReducer", "LossScaler", "Prefetch", "SequenceParallel", "SharedParameters", "ZeRO",
     "clip_gradient_norm", "clip_gradient_value", "examine", "gradient_norm", "overflowing", "table",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)

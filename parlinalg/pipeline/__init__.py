@@ -1,5 +1,8 @@
 """Pipelines: the layers of a model on ranks that follow one another, and microbatches that pass through them."""
 
+from typing import TYPE_CHECKING
+
+from parlinalg import hints
 from parlinalg.pipeline.build import build_by_hand, build_pipeline_model, build_pipeline_model_from_cfg
 from parlinalg.pipeline.model import PipelineModel, split
 from parlinalg.pipeline.place import Place
@@ -26,3 +29,6 @@ __all__ = [
     "register",
     "split",
 ]
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)

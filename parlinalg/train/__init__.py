@@ -1,5 +1,8 @@
 """Training: configurations, the mesh of ranks they ask for, engines, and the job that trains a model."""
 
+from typing import TYPE_CHECKING
+
+from parlinalg import hints
 from parlinalg.train.checkpoint import Checkpoints
 from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
@@ -26,3 +29,6 @@ __all__ = [
     "initialize",
     "launch",
 ]
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+from parlinalg import hints
 from parlinalg.errors import ConfigError, brief
 
 Check = Callable[[str, Any], Any]
@@ -42,7 +43,7 @@ def check_keys(where: str, given: Iterable[object], known: Iterable[str]) -> Non
     for key in given:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, n=1)
-            hint = f"did you mean {near[0]!r}?  " if near else ""
+            hint = hints.key(str(key)) or (f"did you mean {near[0]!r}?  " if near else "")
             raise ConfigError(f"{where} has an unknown key {key!r}: {hint}The known ones are {', '.join(keys)}")
 
 

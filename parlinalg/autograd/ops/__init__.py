@@ -1,5 +1,8 @@
 """Operations on tensors, each with its derivative."""
 
+from typing import TYPE_CHECKING
+
+from parlinalg import hints
 from parlinalg.autograd.ops.arithmetic import add, divide, maximum, minimum, multiply, negative, power, subtract, where
 from parlinalg.autograd.ops.attention import attention
 from parlinalg.autograd.ops.dispatch import balance_loss, chosen, combine, dispatch, z_loss
@@ -28,3 +31,6 @@ __all__ = [
     "ring_attention", "rms_norm", "rotary", "rotary_frequencies", "route", "select", "share_heads", "sigmoid", "silu",
     "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where", "z_loss",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # names of other libraries
+    __getattr__ = hints.missing(__name__)
