@@ -130,6 +130,22 @@ class Parameter(Tensor):
         return f"Parameter({self.name!r}, shape={self.shape}, dtype={self.dtype}, layout={self.layout!r})"
 
 
+class Buffer(Parameter):
+    """A value of a module that no optimizer changes, such as the running mean of a batch norm.
+
+    It is part of a model's state and of checkpoints, and none of its parameters.  Ranks that hold the same block write
+    the same values to it.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, data: DistArray, name: str = "") -> None:
+        super().__init__(data, name, requires_grad=False)
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.name!r}, shape={self.shape}, dtype={self.dtype}, layout={self.layout!r})"
+
+
 def settle(parameters: Sequence[Parameter]) -> None:
     """Sum gradients that `no_sync` left partial, in the order of the parameters.  Collective.
 

@@ -15,20 +15,22 @@ from parlinalg.nn.dropout import Dropout
 from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.generate import generate
+from parlinalg.nn.images import AdaptiveAvgPool2d, AvgPool2d, Conv2d, MaxPool2d
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
-from parlinalg.nn.models import GPT, BertEncoder, Llama, ViT
+from parlinalg.nn.models import GPT, BertEncoder, Llama, ResNet, ViT, resnet18, resnet34, resnet50
 from parlinalg.nn.module import Module
-from parlinalg.nn.norms import LayerNorm, RMSNorm
+from parlinalg.nn.norms import BatchNorm1d, BatchNorm2d, LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute
 from parlinalg.nn.steps import sequence_positions, training_step
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 
 __all__ = [
-    "GELU", "GPT", "MLP", "Attention", "BertEncoder", "BlockMask", "Classifier", "Dropout", "Embedding",
-    "KeyValueCache", "Layer", "LayerNorm", "Linear", "Llama", "MixtureOfExperts", "Module", "ModuleDict", "ModuleList",
-    "PatchEmbedding", "Positions", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh",
-    "TransformerBlock", "ViT", "activation", "auxiliary_losses", "generate", "init", "recompute",
+    "GELU", "GPT", "MLP", "AdaptiveAvgPool2d", "Attention", "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "BertEncoder",
+    "BlockMask", "Classifier", "Conv2d", "Dropout", "Embedding", "KeyValueCache", "Layer", "LayerNorm", "Linear",
+    "Llama", "MaxPool2d", "MixtureOfExperts", "Module", "ModuleDict", "ModuleList", "PatchEmbedding", "Positions",
+    "RMSNorm", "ReLU", "ResNet", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock", "ViT",
+    "activation", "auxiliary_losses", "generate", "init", "recompute", "resnet18", "resnet34", "resnet50",
     "sequence_positions", "training_step",
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.autograd import Buffer, Parameter
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -30,6 +31,8 @@ class Declared:
         Makes the values: `init(declared, seed, name)`; see `parlinalg.nn.init`.
     fan_in, fan_out : int
         How many inputs and outputs the parameter connects, for initializers that scale by them.
+    buffer : bool
+        Whether it becomes a `Buffer`, which no optimizer changes, in place of a parameter.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +42,7 @@ class Declared:
     init: Initializer
     fan_in: int = 1
     fan_out: int = 1
+    buffer: bool = False
 
     def __post_init__(self) -> None:
         sizes: tuple[Any, ...] = self.shape  # whatever their annotation says
@@ -54,6 +58,11 @@ class Declared:
     def nbytes(self) -> int:
         """Bytes of this rank's block."""
         return math.prod(self.grid.block_shape(self.layout, self.shape)) * self.dtype.itemsize
+
+
+def is_buffer(held: Parameter | Declared) -> bool:
+    """Return True for a buffer, and for what is declared as one."""
+    return held.buffer if isinstance(held, Declared) else isinstance(held, Buffer)
 
 
 Initializer = Callable[[Declared, int, str], DistArray]

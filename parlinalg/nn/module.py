@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Parameter, recording
+from parlinalg.autograd import Buffer, Parameter, recording
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
@@ -184,6 +185,28 @@ class Module:
         ConfigError
             If the model is not initialized, or one of its modules holds modules or parameters in a plain list or dict.
         """
+        return ((name, p) for name, p in self.named_state(prefix) if not isinstance(p, Buffer))
+
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters, each once, in the order of their declaration."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self, prefix: str = "") -> Iterator[tuple[str, Buffer]]:
+        """All buffers, each once, with qualified names: values that no optimizer changes, such as running means."""
+        return ((name, p) for name, p in self.named_state(prefix) if isinstance(p, Buffer))
+
+    def buffers(self) -> Iterator[Buffer]:
+        """All buffers, each once, in the order of their declaration."""
+        return (buffer for _, buffer in self.named_buffers())
+
+    def named_state(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """All parameters and buffers, each once, with qualified names: what `state_dict` and checkpoints hold.
+
+        Raises
+        ------
+        ConfigError
+            If the model is not initialized.
+        """
         seen: set[int] = set()
         for name, module in self.named_modules(prefix):
             for own, held in module._parameters.items():
@@ -202,10 +225,6 @@ class Module:
                     known = known or self._known()
                     module._check_container(name, value, known)
 
-    def parameters(self) -> Iterator[Parameter]:
-        """All parameters, each once, in the order of their declaration."""
-        return (parameter for _, parameter in self.named_parameters())
-
     # ------------------------------------------------------------------ state
     def start_from(self, rule: Callable[[str, Declared], Initializer | None]) -> None:
         """Choose other initializers, before `initialize`.
@@ -217,7 +236,7 @@ class Module:
         """
         for name, module in self.named_modules():
             for own, declared in module._declared.items():
-                if (init := rule(_join(name, own), declared)) is not None:
+                if not declared.buffer and (init := rule(_join(name, own), declared)) is not None:
                     module._declared[own] = replace(declared, init=init)
                     if module._parameters[own] is declared:
                         module._parameters[own] = module._declared[own]
@@ -234,7 +253,7 @@ class Module:
         prefix : str
             The qualified name of this module, where it is a part (a stage of a pipeline) of a larger model.
         values : callable, optional
-            Makes the values of what is declared under a qualified name, instead of its initializer.
+            Makes the values of a parameter declared under a qualified name, instead of its initializer.
         only : collection of Module, optional
             Modules whose own parameters are made, those of a stage of a pipeline; the others' stay declared.
 
@@ -245,7 +264,7 @@ class Module:
         """
 
         def made(declared: Declared, name: str) -> DistArray:
-            return declared.make(seed, name) if values is None else values(declared, name)
+            return declared.make(seed, name) if values is None or declared.buffer else values(declared, name)
 
         self._check_containers()
         wanted = None if only is None else {id(module) for module in only}
@@ -261,7 +280,8 @@ class Module:
                     if declared is not None:
                         held.data = made(declared, qualified)
                 else:
-                    module._parameters[own] = Parameter(made(held, qualified), qualified)
+                    kind = Buffer if held.buffer else Parameter
+                    module._parameters[own] = kind(made(held, qualified), qualified)
         return self
 
     def forget(self, modules: Iterable[Module] | None = None) -> None:
@@ -271,7 +291,7 @@ class Module:
                 module._parameters[own] = declared
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All parameters by their qualified names as global NumPy arrays, on every rank.  Collective.
+        """Return all parameters and buffers by qualified name as global NumPy arrays, on every rank.  Collective.
 
         Raises
         ------
@@ -279,7 +299,7 @@ class Module:
             On all ranks, if a value rests on a disk that fails on any.
         """
         found = {}
-        for name, p in self.named_parameters():
+        for name, p in self.named_state():
             window = None
             if p.data.RESTS:  # open while it is gathered: that it can be is agreed on
                 window = together(p.grid.world, partial(getattr, p, "block"), f"reading {name}", (OffloadError,))
@@ -288,7 +308,9 @@ class Module:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the parameters that `state_dict` gave, on any grid: the global arrays, on every rank.  Collective.
+        """Take the parameters and buffers that `state_dict` gave, on any grid: global arrays, on every rank.
+
+        Collective.
 
         Raises
         ------
@@ -298,7 +320,7 @@ class Module:
         OffloadError
             On all ranks, if a value rests on a disk that fails on any.
         """
-        mine = dict(self.named_parameters())
+        mine = dict(self.named_state())
         comms = worlds(p.grid for p in mine.values())
         want = {n: p.shape for n, p in mine.items()}
         together(comms, lambda: check_arrays("the model's state", want, state), "loading the model's state")
@@ -365,6 +387,17 @@ def _hidden(value: Any, where: str = "") -> Iterator[tuple[str, Module | Paramet
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             stack += [(f"{where}[{key!r}]", held) for key, held in items]
+
+
+@contextmanager
+def buffers_kept(model: Module) -> Iterator[None]:
+    """Give the buffers back their values at the end: passes within it only measure, and are no part of the training."""
+    kept = [(p, p.block.copy()) for m in model.modules() for p in m._parameters.values() if isinstance(p, Buffer)]
+    try:
+        yield
+    finally:
+        for buffer, block in kept:
+            buffer.block[...] = block
 
 
 def _join(prefix: str, name: str) -> str:

@@ -78,7 +78,9 @@ class OffloadedParameters:
             model.initialize(seed)
             self.place(model.parameters())
             return model
-        declared = [d for m in model.modules() for d in m._parameters.values() if isinstance(d, Declared)]
+        declared = [
+            d for m in model.modules() for d in m._parameters.values() if isinstance(d, Declared) and not d.buffer
+        ]
         self._open([d.grid for d in declared], [d.nbytes for d in declared if self._large(d)])
 
         problems: list[OffloadError] = []

@@ -184,7 +184,8 @@ def build_by_hand(
         cuttable = callable(getattr(module, "layers", None)) or hasattr(module, "stages")
         parts[chunk.stage] = listed_layers(module)[0] if cuttable else [Layer(str(chunk.stage), module, (module,))]
     mine = {
-        name: [list(one.shape), one.dtype.name, *one.stages] for name, one in inventory_of(whole, parts).items()
+        name: [list(one.shape), one.dtype.name, one.buffer, *one.stages]
+        for name, one in inventory_of(whole, parts).items()
     }  # fmt: skip
     first = place.world.rank == place.ranks[place.rank][0]
     told = place.world.share([mine, {n: len(part) for n, part in parts.items()}] if first else [{}, {}])
@@ -192,9 +193,9 @@ def build_by_hand(
     for number in range(schedule.stages):
         theirs, lengths = told[place.ranks[schedule.holder(number)][0]]
         counts[number] = lengths[str(number)]
-        for name, (shape, dtype, stage) in theirs.items():
+        for name, (shape, dtype, buffer, stage) in theirs.items():
             if stage == number:
-                inventory[name] = Held(tuple(shape), np.dtype(dtype_named(dtype)), (stage,))
+                inventory[name] = Held(tuple(shape), np.dtype(dtype_named(dtype)), (stage,), buffer)
     made = PipelineModel(whole, parts, list(counts.values()), inventory, place, schedule)
     return made if seed is None else made.initialize(seed)
 

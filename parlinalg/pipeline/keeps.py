@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from parlinalg.datasets import Batch
+from parlinalg.nn.module import buffers_kept
 from parlinalg.offload.extents import Away
 from parlinalg.offload.table import blocks_of
 from parlinalg.offload.weighing import Keeps, WeighedActivations, Weight, reckoned
@@ -52,6 +53,7 @@ def _weighed(worker: Worker, batch: Batch, work: Work, least: int) -> WeighingRu
             weighed.place(blocks)
         run = WeighingRun(worker, schedule, [batch] * schedule.microbatches, work, weighed)
         run.training(0, 0.0)
+        end.enter_context(buffers_kept(worker.model))
         worker.finish(run)
     worker.held = held
     return run

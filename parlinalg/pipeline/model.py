@@ -16,7 +16,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.names import check_arrays
 from parlinalg.nn.containers import ModuleList, Sequential
-from parlinalg.nn.declared import Declared
+from parlinalg.nn.declared import Declared, is_buffer
 from parlinalg.nn.layer import Layer, as_layer, layers_of
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
@@ -35,7 +35,7 @@ Partition = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of the whole model, known on every rank.
+    """A parameter or buffer of the whole model, known on every rank.
 
     Attributes
     ----------
@@ -43,11 +43,14 @@ class Held:
     dtype : dtype
     stages : tuple of int
         The stages that hold it; the first owns it.
+    buffer : bool
+        Whether it is a buffer, which no optimizer changes.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     stages: tuple[int, ...]
+    buffer: bool = False
 
 
 class PipelineModel(Module):
@@ -65,7 +68,7 @@ class PipelineModel(Module):
     counts : sequence of int
         The layers of each stage.
     inventory : dict of str to Held
-        All parameters of the whole model.
+        All parameters and buffers of the whole model.
     place : Place
     schedule : Schedule
         Its `chunks` say which stages a rank holds.
@@ -80,7 +83,7 @@ class PipelineModel(Module):
     stages : int
     place : Place
     inventory : dict of str to Held
-        All parameters of the whole model.
+        All parameters and buffers of the whole model.
     shared : dict of str to tuple of int
         The names of those that several stages hold, such as the table of an embedding that is the head too, and the
         stages; the first owns it.
@@ -106,6 +109,7 @@ class PipelineModel(Module):
         self._names = {id(module): name for name, module in whole.named_modules()}
         self.inventory = dict(inventory)
         self.shared = {name: held.stages for name, held in self.inventory.items() if len(held.stages) > 1}
+        _check_buffers(self.inventory, schedule)
         self.chunks = tuple(
             Stage(chunk.stage, self.stages, parts[chunk.stage], self._names, chunk.copy)
             for chunk in schedule.chunks[place.rank]
@@ -184,11 +188,13 @@ class PipelineModel(Module):
         return self
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """All parameters of the whole model by name as global NumPy arrays, on every rank.  Collective over all ranks.
+        """Return all parameters and buffers of the whole model by name as global NumPy arrays, on every rank.
+
+        Collective over all ranks.
 
         A parameter that several stages hold is in it once, as its owner has it.
         """
-        mine = dict(self.named_parameters())
+        mine = dict(self.named_state())
         state, world = {}, self.place.world
         for name, held in self.inventory.items():
             owner = self.owner(name)
@@ -197,7 +203,7 @@ class PipelineModel(Module):
             else:
                 whole = np.empty(held.shape, held.dtype)
             if self.place.size > 1:
-                whole = np.ascontiguousarray(whole)
+                whole = np.ascontiguousarray(whole).reshape(held.shape)
                 world.broadcast(whole, self.place.ranks[owner][0])
             state[name] = whole
         return state
@@ -215,7 +221,7 @@ class PipelineModel(Module):
         together(
             self.place.world, lambda: check_arrays("the model's state", want, state), "loading the model's state"
         )  # fmt: skip
-        super().load_state_dict({name: state[name] for name, _ in self.named_parameters()})
+        super().load_state_dict({name: state[name] for name, _ in self.named_state()})
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
         """Write the whole model so that `transformers` loads it; see `Pretrained.save_pretrained`.  Collective.
@@ -355,7 +361,7 @@ def _no_forward(stage: Layer | Module) -> bool:
 
 
 def inventory_of(whole: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[str, Held]:
-    """All parameters of a model by name, with the stages that hold them.
+    """All parameters and buffers of a model by name, with the stages that hold them.
 
     Raises
     ------
@@ -388,8 +394,19 @@ def inventory_of(whole: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[st
             first = names.setdefault(id(p), qualified)
             before = found[first].stages if first in found else ()
             both = tuple(sorted({*before, *stages[id(module)]}))
-            found[first] = Held(tuple(p.shape), np.dtype(p.dtype), both)
+            found[first] = Held(tuple(p.shape), np.dtype(p.dtype), both, is_buffer(p))
     return found
+
+
+def _check_buffers(inventory: Mapping[str, Held], schedule: Schedule) -> None:
+    """Raise a ConfigError if a buffer would have two holders, which would write different values to it."""
+    for name, held in inventory.items():
+        if held.buffer and (schedule.copies > 1 or len(held.stages) > 1):
+            twice = f"the schedule {schedule.name!r}" if schedule.copies > 1 else f"stages {held.stages}"
+            raise ConfigError(
+                f"buffer {name!r} would be held twice, by {twice}: each copy would see a part of the microbatches, and "
+                "running statistics would differ; use another schedule, or a batch norm with track_running_stats=False"
+            )
 
 
 def grid_of(model: Module) -> Grid | None:

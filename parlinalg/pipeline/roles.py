@@ -8,6 +8,7 @@ from typing import Any
 from parlinalg.errors import LayoutError, PlanError
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
+from parlinalg.nn.images import Conv2d
 from parlinalg.nn.linear import Linear
 from parlinalg.schemes import Scheme
 
@@ -28,6 +29,10 @@ def table_of(scheme: Scheme | None, sizes: Mapping[str, int]) -> Table:
                 continue
             layout: Layout = getattr(adapted, name)
             found[f"{name} {ndim + 1}"] = _bare(layout, sizes)
+            if ndim == 3 and scheme is not None:
+                found[f"{name} of images {ndim + 1}"] = _bare(
+                    scheme.images("contract" if name == "residual" else "expand"), sizes
+                )
             if ndim:  # such as ids and masks: no features
                 found[f"{name} without features {ndim}"] = _bare(layout, sizes)[:-1]
     return found
@@ -41,7 +46,7 @@ def first_role(modules: Iterable[Module]) -> str | None:
     """What the first product of these modules takes: the residual stream, or what is inside of a block."""
     for module in modules:
         for each in module.modules():
-            if isinstance(each, Linear):
+            if isinstance(each, Linear | Conv2d):
                 return "inner" if each.kind == "contract" else "residual"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parlinalg.autograd import Parameter
+from parlinalg.autograd import Buffer, Parameter
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
@@ -80,7 +80,7 @@ class Stage:
         for name, module in self.named_modules():
             for own in module._parameters:
                 parameter = getattr(module, own)
-                if id(parameter) not in seen:
+                if id(parameter) not in seen and not isinstance(parameter, Buffer):
                     seen.add(id(parameter))
                     yield f"{name}.{own}" if name else own, parameter
 

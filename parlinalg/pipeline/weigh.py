@@ -13,8 +13,9 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
+from parlinalg.nn.declared import is_buffer
 from parlinalg.nn.layer import Layer
-from parlinalg.nn.module import Module
+from parlinalg.nn.module import Module, buffers_kept
 from parlinalg.nn.steps import training_step
 from parlinalg.pipeline.tree import put_together, take_apart
 
@@ -26,7 +27,7 @@ def parameters_of(layers: Sequence[Layer]) -> list[float]:
     found = []
     for layer in layers:
         held = {id(p): p for own in layer.modules for m in own.modules() for p in m._parameters.values()}
-        found.append(float(sum(math.prod(p.shape) for p in held.values())))
+        found.append(float(sum(math.prod(p.shape) for p in held.values() if not is_buffer(p))))
     return found
 
 
@@ -93,7 +94,7 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
             whole = put_together(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
             began = perf_counter()
-            with no_sync(), training_step(0):
+            with no_sync(), training_step(0), buffers_kept(model):
                 y = layer.forward(whole)
                 _backward(take_apart(y)[1])
             if i:

@@ -104,6 +104,28 @@ class Scheme:
             raise PlanError(f"a scheme has the plans 'expand' and 'contract', not {kind!r}")
         return adapted(self.expand if kind == "expand" else self.contract, leading, k=k, n=n)
 
+    def convolution(self, kind: str) -> Plan:
+        """Return the plan of a convolution of images [batch, height, width, channels], "expand" or "contract".
+
+        It is that of a product of patches [batch, height, width, kernel height, kernel width, channels] and weights
+        [kernel height, kernel width, channels, features].  The axes of batch and sequence cut the batch; height, width
+        and the kernel's dims are whole.
+        """
+        plan = self.plan(kind, leading=1)
+        (batch,), none = plan.m, ((), ())
+        return Plan(
+            m=(batch, *none), n=plan.n, k=(*none, *plan.k),
+            x=Layout(plan.x.dims[0], *none, *none, plan.x.dims[1]), w=Layout(*none, *plan.w.dims),
+            y=Layout(plan.y.dims[0], *none, plan.y.dims[1], partial=plan.y.partial),
+        )  # fmt: skip
+
+    def images(self, kind: str) -> Layout:
+        """Return the layout of images [batch, height, width, channels] that a product of a kind gives.
+
+        The residual stream's is that of "contract", the inside of a block's that of "expand".
+        """
+        return self.convolution(kind).y
+
     def with_data(self, axis: str) -> Scheme:
         """The scheme with a further axis, outermost, that cuts the batch everywhere: data parallel around it."""
         return self._cut_also(axis, 0)

@@ -164,7 +164,9 @@ def check_handlers(config: Config, model: Module) -> None:
 
 def _parameters(model: Module) -> dict[str, Any]:
     """The shapes and dtypes of all parameters of a model, in a pipeline of all stages."""
-    return dict(model.inventory) if isinstance(model, PipelineModel) else dict(model.named_parameters())
+    if isinstance(model, PipelineModel):
+        return {name: held for name, held in model.inventory.items() if not held.buffer}
+    return dict(model.named_parameters())
 
 
 def length_of(loader: Any, what: str) -> int:

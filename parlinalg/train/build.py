@@ -14,6 +14,7 @@ from parlinalg.datasets import Batch, Samples, Text, digits, npz, text
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module, training_step
+from parlinalg.nn.module import buffers_kept
 from parlinalg.offload import Keeps, OffloadPlan, kept, plan
 from parlinalg.offload.weighing import reckoned
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
@@ -133,7 +134,7 @@ def _kept(config: Config, mesh: Mesh, task: Task, worker: Worker | None) -> Keep
 
 
 def _of_one(task: Task, batch: Batch) -> int:
-    with training_step(0, batch.offset):
+    with training_step(0, batch.offset), buffers_kept(task.model):
         loss, _, _ = task.losses(batch)
     return kept(loss)
 

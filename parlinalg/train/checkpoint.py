@@ -81,9 +81,9 @@ class Checkpoints:
     comm : Comm
         All ranks that hold parameters: of a pipeline, those of all stages.
     parameters : dict of str to Parameter
-        Those that this rank holds, by their names in the whole model.
+        Those that this rank holds, by their names in the whole model, and the buffers: `dict(model.named_state())`.
     optimizer : Optimizer, optional
-        Of these.  Without one parameters alone are saved or loaded.
+        Of the parameters.  Without one they alone are saved or loaded.
     keep : int or None
         How many of the last checkpoints stay; None: all.
     best : str or None
@@ -96,7 +96,7 @@ class Checkpoints:
     --------
     ::
 
-        checkpoints = Checkpoints(out / "checkpoints", grid.world, dict(model.named_parameters()), optimizer)
+        checkpoints = Checkpoints(out / "checkpoints", grid.world, dict(model.named_state()), optimizer)
         checkpoints.save(step, {"my": "state"})
         …
         checkpoints.poll()  # once a step
@@ -113,7 +113,7 @@ class Checkpoints:
         if not isinstance(comm, Comm) or not isinstance(parameters, Mapping):
             raise ConfigError(
                 f"Checkpoints takes a folder, a Comm such as grid.world or engine.world, and a dict such as "
-                f"dict(model.named_parameters()), not {type(comm).__name__} and {type(parameters).__name__}"
+                f"dict(model.named_state()), not {type(comm).__name__} and {type(parameters).__name__}"
             )
         self.folder, self.comm = Path(folder), comm
         self.parameters, self.optimizer = dict(parameters), optimizer

@@ -148,7 +148,7 @@ class CheckpointHook(Hook):
             return
         engine = trainer.engine
         trainer.progress()  # raises now, if it cannot be saved
-        held, first = dict(engine.named_parameters()), self._checkpoints is None
+        held, first = dict(engine.model.named_state()), self._checkpoints is None
         self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
         if said := self._checkpoints.open(fresh=first and not self.resume and trainer.step == 0):
             print(said, flush=True)

@@ -72,7 +72,7 @@ class Saving:
                 f"checkpoint.best={options.best!r} is no metric of the data kept out; there are {listed(known)}"
             )
         self.checkpoints = Checkpoints(
-            self.folder, comm, dict(trainer.task.model.named_parameters()), trainer.optimizer,
+            self.folder, comm, dict(trainer.task.model.named_state()), trainer.optimizer,
             keep=options.keep, best=options.best, background=options.background,
         )  # fmt: skip
 

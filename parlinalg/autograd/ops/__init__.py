@@ -10,10 +10,10 @@ from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, re
 from parlinalg.autograd.ops.embedding import add_positions, embedding
 from parlinalg.autograd.ops.gates import swiglu
 from parlinalg.autograd.ops.heads import narrow, share_heads
+from parlinalg.autograd.ops.images import band_means, conv2d, max_pool2d, patches
 from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
 from parlinalg.autograd.ops.masks import BlockMask
-from parlinalg.autograd.ops.norms import layer_norm, rms_norm
-from parlinalg.autograd.ops.patches import patches
+from parlinalg.autograd.ops.norms import batch_norm, layer_norm, rms_norm
 from parlinalg.autograd.ops.product import matmul
 from parlinalg.autograd.ops.reductions import max, mean, sum
 from parlinalg.autograd.ops.ring import ring_attention
@@ -24,12 +24,13 @@ from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpo
 from parlinalg.autograd.ops.softmax import log_softmax, softmax
 
 __all__ = [
-    "BlockMask", "Queues", "Routing", "abs", "add", "add_positions", "astype", "attention", "balance_loss", "chosen",
-    "combine", "cos", "count_targets", "cross_entropy", "cross_entropy_sum", "dispatch", "divide", "embedding", "erf",
-    "exp", "gelu", "layer_norm", "log", "log_softmax", "matmul", "max", "maximum", "mean", "minimum", "mse_loss",
-    "mse_sum", "multiply", "narrow", "negative", "patches", "power", "redistribute", "relu", "replace_first", "reshape",
-    "ring_attention", "rms_norm", "rotary", "rotary_frequencies", "route", "select", "share_heads", "sigmoid", "silu",
-    "sin", "softmax", "sqrt", "subtract", "sum", "swiglu", "tanh", "transpose", "where", "z_loss",
+    "BlockMask", "Queues", "Routing", "abs", "add", "add_positions", "astype", "attention", "balance_loss",
+    "band_means", "batch_norm", "chosen", "combine", "conv2d", "cos", "count_targets", "cross_entropy",
+    "cross_entropy_sum", "dispatch", "divide", "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax",
+    "matmul", "max", "max_pool2d", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "narrow",
+    "negative", "patches", "power", "redistribute", "relu", "replace_first", "reshape", "ring_attention", "rms_norm",
+    "rotary", "rotary_frequencies", "route", "select", "share_heads", "sigmoid", "silu", "sin", "softmax", "sqrt",
+    "subtract", "sum", "swiglu", "tanh", "transpose", "where", "z_loss",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # names of other libraries

@@ -1,19 +1,22 @@
-"""Layer norm and RMS norm over the last dim, whole or cut.
+"""Layer norm and RMS norm over the last dim, whole or cut, and batch norm over all dims but the last.
 
-Over a cut dim the sums of a row are all-reduced: the mean first, then the centred squares, a number a row each; two
-numbers a row in the backward pass.
+Over cut dims sums are all-reduced: the mean first, then the centred squares, a number a row each, or of a batch norm a
+number a channel each; two numbers in the backward pass.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.softmax import Pieces
+from parlinalg.autograd.tape import walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels_rows
+from parlinalg.backend import kernels_images, kernels_rows
+from parlinalg.backend.kernels import work_dtype
 from parlinalg.layout import Layout
 
 Block = Any
@@ -78,3 +81,97 @@ def _norm(name: str, x: Any, weight: Any, bias: Any, eps: float, *, centred: boo
         return grads[2], terms
 
     return record(data.like(y), inputs, [dx, dw, db][: len(inputs)], gradients)
+
+
+def batch_norm(
+    x: Any, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: Any = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Return `(x - mean) / √(variance + eps) weight + bias`, by channel, the last dim (Ioffe and Szegedy, "Batch
+    normalization", 2015).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape [..., channels], in any layout.
+    running_mean, running_var : Tensor, optional
+        Shape [channels], cut as the last dim of x.  In training they are written to: each becomes `1 - momentum` of
+        itself and `momentum` of the batch's mean or unbiased variance; not when values are computed again in a backward
+        pass.
+    weight, bias : Tensor, optional
+        The same shape and cuts.
+    training : bool
+        Whether mean and variance are those of x, over all dims but the last and all axes that cut these; else they are
+        the running ones.
+    momentum : float, or array of one element
+    eps : float
+
+    Raises
+    ------
+    ValueError
+        In training, if there is one value a channel only.
+    LayoutError
+        If one of the vectors is not cut as the last dim of x; the message names the `redistribute` that mends it.
+    """
+    x = as_tensor(x)
+    given = {"weight": weight, "bias": bias}
+    inputs = [x, *(as_tensor(p) for p in given.values() if p is not None)]
+    vectors = {"running_mean": running_mean, "running_var": running_var, **given}
+    data = summed(x.data, "batch_norm")
+    grid = same_grid([x.data, *(as_tensor(p).data for p in vectors.values() if p is not None)])
+    if not x.ndim:
+        raise ValueError("batch_norm of a tensor without dims; its channels are the last dim")
+    rest = Layout(data.layout.dims[-1])
+    for name, p in vectors.items():
+        if p is not None and p.shape != x.shape[-1:]:
+            raise ValueError(f"batch_norm: {name} of shape {p.shape} for x of shape {x.shape}; right is {x.shape[-1:]}")
+        if p is not None and effective(p.layout, grid) != effective(rest, grid):
+            raise mismatch(f"batch_norm: {name} is not cut as the last dim of x", p.layout, rest)
+    n = math.prod(x.shape[:-1])
+    if training and n == 1:
+        raise ValueError(
+            f"batch_norm: x of shape {x.shape} has one value a channel, whose variance is 0: training takes more than "
+            "one; give a larger batch, or call eval()"
+        )
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("batch_norm outside of training needs running_mean and running_var")
+    lead = tuple(a for dim in data.layout.dims[:-1] for a in dim if grid.sizes[a] > 1)
+
+    def total(numbers: Block) -> Block:
+        if grid.inside and lead:
+            grid.comm(lead).all_reduce(numbers, op="sum")
+        return numbers
+
+    held, work = data.block.shape, work_dtype(x.dtype)
+    rows = data.block.reshape((math.prod(held[:-1]), held[-1]))
+    if training:
+        mean, variance = kernels_images.column_moments(rows, n, total)
+        if n and walking() is None:
+            for buffer, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):
+                if buffer is not None:
+                    buffer.block[...] += (found.astype(buffer.dtype, copy=False) - buffer.block) * momentum
+    else:
+        mean, variance = (p.block.astype(work, copy=True) for p in (running_mean, running_var) if p is not None)
+    scale = 1 / data.xp.sqrt(variance + eps)
+    gain, shift = (None if p is None else as_tensor(p).block for p in (weight, bias))
+    y = kernels_images.column_norm(rows, mean, scale, gain, shift)
+    terms = rest.with_partial(lead)
+
+    def sums(g: Block) -> tuple[Block, Block]:
+        # sums over rows of g and of g (x - mean) scale: the gradients of bias and weight
+        grads = g.reshape(rows.shape)
+        return grads, kernels_images.column_sums_grad(rows, grads, mean, scale)
+
+    def dx(found: tuple[Block, Block]) -> Term:
+        grads, local = found
+        means = total(local.copy()) / max(1, n) if training else None
+        return kernels_images.column_norm_grad(rows, grads, mean, scale, gain, means).reshape(held), data.layout
+
+    def dw(found: tuple[Block, Block]) -> Term:
+        return found[1][1].copy(), terms
+
+    def db(found: tuple[Block, Block]) -> Term:
+        return found[1][0].copy(), terms
+
+    parts = [dx, *(rule for rule, p in ((dw, weight), (db, bias)) if p is not None)]
+    return record(data.like(y.reshape(held)), inputs, parts, sums)

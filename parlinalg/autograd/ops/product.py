@@ -106,12 +106,12 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     grid = check_operands(plan, x.data, w.data)
     shape = result_shape(plan, x.shape, w.shape)
     dtype = np.result_type(x.dtype, w.dtype)
-    inputs = [x, w] if bias is None else [x, w, _fitting_bias(bias, plan, w, grid)]
+    inputs = [x, w] if bias is None else [x, w, fitting_bias(bias, plan, w, grid)]
     if not grid.inside:
         block = grid.backend.zeros((0,) * len(shape), dtype)
-        return record(DistArray(block, shape, plan.y, grid), inputs, [_nothing(t) for t in inputs])
+        return record(DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    at = _Layouts.of(plan)
+    at = Layouts.of(plan)
     source = fetched(w)
     xs, ws = at_work(x.data, at.x), weight_at_work(w, at.w)
     turned = ws.ndim == 2 and nk == 1 and not ws.flags.c_contiguous and ws.flags.f_contiguous
@@ -122,8 +122,8 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
         if bias is not None:
             y += inputs[2].block.astype(dtype, copy=False)
-    x_again = _gatherer(xs, x.data, at.x, "x" in keep)
-    w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    x_again = gatherer(xs, x.data, at.x, "x" in keep)
+    w_again = gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
     if source is not None:
         inputs[1] = source.parameter
 
@@ -157,20 +157,17 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
 
     def db(grads: tuple[Block, Block]) -> Term:
         # db[n] = sum over m of dy[m, n] at rest, partial over the axes that cut m there
-        dy = grads[1]
-        sums = kernels_rows.row_sums(dy.reshape((math.prod(dy.shape[:nm]), math.prod(dy.shape[nm:]))))
-        terms = Layout(*at.rest.dims[nm:], partial=[a for a in chain(*at.rest.dims[:nm]) if grid.sizes[a] > 1])
-        return sums.reshape(dy.shape[nm:]), terms
+        return bias_term(grads[1], at.rest, nm, grid)
 
     return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
 
 
-def _gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
+def gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
     """What gives the backward pass an operand at work: kept as it is, or gathered again from where it rests."""
     return (lambda: block) if keep and not data.RESTS else (lambda: at_work(data, work))
 
 
-def _fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
+def fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
     """The bias, once it is known to fit y[*m, *n] at rest."""
     bias = as_tensor(bias)
     same_grid([bias.data, w.data])
@@ -186,7 +183,14 @@ def _fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
     return bias
 
 
-class _Layouts(NamedTuple):
+def bias_term(dy: Block, rest: Layout, rows: int, grid: Grid) -> Term:
+    """The gradient of a bias from that of y[*m, *n] at rest, where m has so many dims."""
+    sums = kernels_rows.row_sums(dy.reshape((math.prod(dy.shape[:rows]), math.prod(dy.shape[rows:]))))
+    terms = Layout(*rest.dims[rows:], partial=[a for a in chain(*rest.dims[:rows]) if grid.sizes[a] > 1])
+    return sums.reshape(dy.shape[rows:]), terms
+
+
+class Layouts(NamedTuple):
     """The layouts at work of a plan: of x, w, y and their gradients; `rest` is that of the gradient of y at rest."""
 
     x: Layout
@@ -199,13 +203,13 @@ class _Layouts(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of(plan: Plan) -> _Layouts:
+    def of(plan: Plan) -> Layouts:
         x, w, y = plan.x_work, plan.w_work, plan.y_work
         dx, dw = x.with_partial(tuple(chain(*plan.n))), w.with_partial(tuple(chain(*plan.m)))
-        return _Layouts(x, w, y, plan.y.with_partial(()), y.with_partial(()), dx, dw)
+        return Layouts(x, w, y, plan.y.with_partial(()), y.with_partial(()), dx, dw)
 
 
-def _nothing(x: Tensor) -> Any:
+def nothing(x: Tensor) -> Any:
     """The part of the rule on a rank outside the grid."""
     block = x.block
     return lambda _: (block * 0, x.layout.with_partial(()))

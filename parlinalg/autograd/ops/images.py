@@ -1,0 +1,322 @@
+"""Operations on images: convolutions, pooling, and images as sequences of patches.
+
+Images are [batch, height, width, channels], as features are the last dim everywhere in this library.  Height and width
+are whole; the batch and the channels may be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array import DistArray
+from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.reductions import summed
+from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.ops.product import Layouts, bias_term, fitting_bias, gatherer, nothing
+from parlinalg.autograd.ops.weights import fetched, weight_at_work
+from parlinalg.autograd.tensor import Tensor, as_tensor, record
+from parlinalg.backend import kernels_images, namespace
+from parlinalg.backend.blas import add_product
+from parlinalg.backend.kernels import work_dtype
+from parlinalg.backend.kernels_images import Band, Windows
+from parlinalg.layout import Layout
+from parlinalg.matmul.local import gemm, is_half
+from parlinalg.matmul.product import at_work
+from parlinalg.plan import Plan
+from parlinalg.redistribute import redistribute
+
+Block = Any
+Shape = tuple[int, ...]
+
+
+# ---------------------------------------------------------------------------------------------- convolution
+
+
+def conv2d(
+    x: Any, w: Any, plan: Plan, windows: Windows, *, groups: int = 1, bias: Any = None, keep: str = "xw"
+) -> Tensor:  # fmt: skip
+    """Return the convolution of images and weights: the product of the images' patches and the weights by a plan.
+
+    The images move, not their patches, which are made a part at a time where they are multiplied, so that the
+    convolution moves no more words than a product of the pixels.
+
+    Parameters
+    ----------
+    x : Tensor
+        Images [batch, height, width, channels], as x rests in the plan, without the kernel's dims.
+    w : Tensor
+        [kernel height, kernel width, channels / groups, features], as w rests in the plan.
+    plan : Plan
+        Of `Scheme.convolution`.
+    windows : Windows
+        The kernel, its stride, padding and dilation.
+    groups : int
+        Channels and features fall into so many groups, and each group of features is of one group of channels.  More
+        than one are computed from whole channels: axes that would cut the channels at work repeat the work.
+    bias : Tensor, optional
+        [features], cut as the last dim of the result.
+    keep : {"xw", "x", "w", ""}
+        As of `matmul`.
+
+    Returns
+    -------
+    Tensor
+        [batch, rows of windows, columns of windows, features], as y rests in the plan.
+
+    Raises
+    ------
+    ValueError, LayoutError
+        If the shapes do not fit, or an operand does not rest as the plan says.
+    """
+    x, w = as_tensor(x), as_tensor(w)
+    grid = same_grid([x.data, w.data])
+    if groups > 1:
+        plan = replace(plan, k=((),) * 3)
+    _check_shapes(x.shape, w.shape, windows, groups)
+    for name, array, want in (("images are", x.data, images_layout(plan.x)), ("weights are", w.data, plan.w)):
+        if effective(array.layout, grid) != effective(want, grid):
+            raise mismatch(f"conv2d: {name} not cut as the plan says", array.layout, want)
+    shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), w.shape[3])
+    dtype = np.result_type(x.dtype, w.dtype)
+    inputs = [x, w] if bias is None else [x, w, fitting_bias(bias, plan, w, grid)]
+    if not grid.inside:
+        block = grid.backend.zeros((0,) * 4, dtype)
+        return record(DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
+    at, work = Layouts.of(plan), images_layout(plan.x_work)
+    features = grid.block(plan.w_work, w.shape)[3]
+    own = list(_groups(groups, x.shape[3], w.shape[3], features))
+    source = fetched(w)
+    xs, ws = at_work(x.data, work), weight_at_work(w, at.w)
+    held = xs.shape
+    local = grid.backend.empty((held[0], *shape[1:3], len(features)), dtype)
+    for channels, out in own:
+        _convolve(xs[..., channels], ws[..., out], windows, local[..., out])
+    y = redistribute(local, at.y, plan.y, shape, grid, owned=True)
+    if bias is not None:
+        y += inputs[2].block.astype(dtype, copy=False)
+    x_again = gatherer(xs, x.data, work, "x" in keep)
+    w_again = gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    if source is not None:
+        inputs[1] = source.parameter
+
+    def gathered(g: Block) -> tuple[Block, Block]:
+        # dy[b, h, w, n] at work, for both products, and at rest, for the bias
+        return redistribute(g, at.rest, at.dy, shape, grid), g
+
+    def dx(grads: tuple[Block, Block]) -> Term:
+        # the adjoint of patches, of dy[b, m, n] wᵀ[n, k]; partial over the axes that cut n
+        d, ws = grid.backend.zeros(held, dtype), w_again()
+        for channels, out in own:
+            _add_to_images(grads[0][..., out], ws[..., out], windows, d[..., channels])
+        return d, images_layout(at.dx)
+
+    def dw(grads: tuple[Block, Block]) -> Term:
+        # dw[k, n] = patchesᵀ[k, m] dy[m, n], partial over the axes that cut m
+        xs = x_again()
+        d = grid.backend.zeros((*w.shape[:2], *grid.block_shape(at.w, w.shape)[2:]), work_dtype(dtype))
+        for channels, out in own:
+            if len(own) == 1:
+                _add_to_weights(xs, grads[0], windows, d)
+            else:
+                d[..., out] = _add_to_weights(
+                    xs[..., channels], grads[0][..., out], windows, np.zeros_like(d[..., out], order="C")
+                )
+        term = d.astype(dtype, copy=False), at.dw
+        return term if source is None else source.term(term)
+
+    def db(grads: tuple[Block, Block]) -> Term:
+        return bias_term(grads[1], at.rest, 3, grid)
+
+    return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
+
+
+def images_layout(patches: Layout) -> Layout:
+    """Return the layout of images whose patches [batch, height, width, kernel height, kernel width, channels] have
+    this one."""
+    return Layout(*patches.dims[:3], patches.dims[5], partial=patches.partial)
+
+
+def _check_shapes(x: Shape, w: Shape, windows: Windows, groups: int) -> None:
+    if len(x) != 4 or len(w) != 4 or w[:2] != windows.kernel or x[3] != w[2] * groups or w[3] % groups:
+        raise ValueError(
+            f"conv2d: images of shape {x} and weights of shape {w} with a kernel of {windows.kernel} and {groups} "
+            "groups; right are [batch, height, width, channels] and [*kernel, channels / groups, features], where the "
+            "groups divide channels and features"
+        )
+    _check_windows("conv2d", x, windows)
+
+
+def _check_windows(name: str, x: Shape, windows: Windows) -> None:
+    if len(x) != 4:
+        raise ValueError(f"{name} takes images [batch, height, width, channels], not an array of shape {x}")
+    if min(windows.sizes(x[1], x[2])) < 1:
+        raise ValueError(
+            f"{name}: images of {x[1]} × {x[2]} with padding {windows.padding} are smaller than the kernel, "
+            f"{windows.kernel} with dilation {windows.dilation}"
+        )
+
+
+def _groups(groups: int, channels: int, features: int, here: range) -> Iterator[tuple[slice, slice]]:
+    """For every group that has some of the features here: its channels, and which of the features here are its own."""
+    if groups == 1:
+        yield slice(None), slice(None)
+        return
+    wide, deep = channels // groups, features // groups
+    for group in range(here.start // deep, -(-here.stop // deep)):
+        first, stop = max(here.start, group * deep), min(here.stop, (group + 1) * deep)
+        if first < stop:
+            yield slice(group * wide, (group + 1) * wide), slice(first - here.start, stop - here.start)
+
+
+def _parts(x: Shape, windows: Windows, xp: Any) -> Iterator[tuple[slice, range]]:
+    return kernels_images.parts(x[0], windows.sizes(*x[1:3]), math.prod(windows.kernel) * x[3], xp)
+
+
+def _matrix(block: Block, rows: int) -> Block:
+    return block.reshape((math.prod(block.shape[:rows]), math.prod(block.shape[rows:])))
+
+
+def _convolve(x: Block, w: Block, windows: Windows, out: Block) -> None:
+    """Write the local product of the patches of x and w to `out`."""
+    weights = _matrix(w, 3)
+    for images, rows in _parts(x.shape, windows, namespace(x)):
+        found = _matrix(kernels_images.patches(x[images], windows, rows), 3)
+        into = out[images, rows.start : rows.stop]
+        straight = into.flags.c_contiguous and not is_half(out.dtype)
+        y = gemm(found, weights, out.dtype, _matrix(into, 3) if straight else None)
+        if not straight:
+            into[...] = y.reshape(into.shape)
+
+
+def _add_to_images(dy: Block, w: Block, windows: Windows, out: Block) -> None:
+    """Add the gradient of `_convolve` for x to `out`."""
+    weights = _matrix(w, 3).T
+    for images, rows in _parts(out.shape, windows, namespace(out)):
+        grads = dy[images, rows.start : rows.stop]
+        found = gemm(_matrix(grads, 3), weights, out.dtype)
+        shape = (*grads.shape[:3], *windows.kernel, out.shape[3])
+        kernels_images.add_patches(out[images], found.reshape(shape), windows, rows)
+
+
+def _add_to_weights(x: Block, dy: Block, windows: Windows, out: Block) -> Block:
+    """Add the gradient of `_convolve` for w to `out`, contiguous and in the working dtype; returns it."""
+    total = _matrix(out, 3)
+    for images, rows in _parts(x.shape, windows, namespace(x)):
+        found = _matrix(kernels_images.patches(x[images], windows, rows), 3)
+        grads = _matrix(dy[images, rows.start : rows.stop], 3)
+        add_product(total, found.T, grads)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- pooling
+
+
+def max_pool2d(x: Any, windows: Windows) -> Tensor:
+    """Return the largest element of every window of images; of equal ones the first has the gradient.
+
+    Parameters
+    ----------
+    x : Tensor
+        [batch, height, width, channels] with whole height and width.
+    windows : Windows
+        Padding counts as less than any number.
+    """
+    x, data = _whole_images("max_pool2d", x)
+    _check_windows("max_pool2d", x.shape, windows)
+    shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), x.shape[3])
+    if not data.grid.inside:
+        return record(data.like(data.block, data.layout, shape), [x], [nothing(x)])
+    y, at = kernels_images.max_pool(data.block, windows)
+    held, rest = data.block.shape, data.layout
+
+    def part(g: Block) -> Term:
+        return kernels_images.max_pool_grad(g, at, held, windows), rest
+
+    return record(data.like(y, rest, shape), [x], [part])
+
+
+def band_means(x: Any, down: Sequence[Band], across: Sequence[Band]) -> Tensor:
+    """Return sums over rectangles of images, divided by their shares: all kinds of average pooling.
+
+    Parameters
+    ----------
+    x : Tensor
+        [batch, height, width, channels] with whole height and width.
+    down, across : sequence of Band
+        Of height and width; rectangle (i, j) is band i of the height and band j of the width.
+    """
+    x, data = _whole_images("band_means", x)
+    shape = (x.shape[0], len(down), len(across), x.shape[3])
+    if not data.grid.inside:
+        return record(data.like(data.block, data.layout, shape), [x], [nothing(x)])
+    height, width, rest = x.shape[1], x.shape[2], data.layout
+    y = kernels_images.band_means(kernels_images.band_means(data.block, 1, down), 2, across)
+
+    def part(g: Block) -> Term:
+        d = kernels_images.band_means_grad(g, 2, across, width)
+        return kernels_images.band_means_grad(d, 1, down, height), rest
+
+    return record(data.like(y, rest, shape), [x], [part])
+
+
+def _whole_images(name: str, x: Any) -> tuple[Tensor, DistArray]:
+    x = as_tensor(x)
+    data = summed(x.data, name)
+    if x.ndim != 4:
+        raise ValueError(f"{name} takes images [batch, height, width, channels], not an array of shape {x.shape}")
+    want = Layout(data.layout.dims[0], None, None, data.layout.dims[3])
+    if effective(data.layout, data.grid) != effective(want, data.grid):
+        raise mismatch(f"{name}: images are cut in height or width", data.layout, want)
+    return x, data
+
+
+# ---------------------------------------------------------------------------------------------- sequences of patches
+
+
+def patches(images: Any, size: tuple[int, int], lead: int = 0) -> Tensor:
+    """Square up images of shape [b, channels, height, width] into [b, lead + n, channels · size[0] · size[1]].
+
+    Patches follow each other by rows of the image; their elements are ordered by channel, row and column.  The first
+    `lead` items of the sequence are zeros: places for class tokens (Dosovitskiy et al., "An image is worth 16×16
+    words", 2021).
+
+    Raises
+    ------
+    ValueError, LayoutError
+        If the images do not fall into whole patches, or more than the batch dim is cut.
+    """
+    x = as_tensor(images)
+    data = summed(x.data, "patches")
+    p, q = size
+    if x.ndim != 4 or x.shape[2] % p or x.shape[3] % q:
+        raise ValueError(
+            f"images of shape {x.shape} do not fall into patches of {p} × {q}; right is [batch, channels, height, "
+            f"width] with a height that is a multiple of {p} and a width that is one of {q}"
+        )
+    want = Layout(data.layout.dims[0], None, None, None)
+    if effective(data.layout, data.grid) != effective(want, data.grid):
+        raise mismatch("patches: images are cut in more than the batch", data.layout, want)
+    b, (_, c, h, w) = data.block.shape[0], x.shape
+    down, across = h // p, w // q
+    n, width = down * across, c * p * q
+    grid, before, rest = data.grid, data.layout, Layout(data.layout.dims[0], None, None)
+    held = data.block.shape
+    local = (b, lead + n, width) if grid.inside else (0, 0, 0)
+    y = grid.backend.zeros(local, x.dtype)
+    if grid.inside:
+        cells = data.block.reshape((b, c, down, p, across, q)).transpose((0, 2, 4, 1, 3, 5))
+        y[:, lead:] = cells.reshape((b, n, width))
+
+    def part(g: Block) -> Term:
+        if not grid.inside:
+            return grid.backend.zeros(held, g.dtype), before
+        cells = g[:, lead:].reshape((b, down, across, c, p, q)).transpose((0, 3, 1, 4, 2, 5))
+        return cells.reshape(held), before
+
+    return record(data.like(y, rest, (x.shape[0], lead + n, width)), [x], [part])

@@ -1,0 +1,308 @@
+"""Kernels over images [batch, height, width, channels]: patches for convolutions, pooling, and batch norm.
+
+A convolution is a product of patches and weights (Chellapilla et al., "High performance convolutional neural networks
+for document processing", 2006).  Patches take as much memory as the kernel has elements times the image, so that they
+are made a part at a time: `parts` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.backend import namespace
+from parlinalg.backend.kernels import work_dtype
+from parlinalg.backend.kernels_rows import Total, _parts, row_sums
+
+Block = Any
+Pair = tuple[int, int]
+
+CHUNK = 1 << 19
+"""Elements of the patches that are made at once on NumPy: they stay in the cache."""
+LEAST = 512
+"""Patches that are made at once at least: products of fewer rows are slow."""
+GPU_CHUNK = 1 << 27
+"""Elements of the patches that are made at once on a GPU."""
+
+
+class Windows(NamedTuple):
+    """Where a kernel is put on an image, along height and width.
+
+    Attributes
+    ----------
+    kernel, stride, dilation : (int, int)
+    padding : ((int, int), (int, int))
+        Rows above and below, columns left and right of the image.
+    """
+
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: tuple[Pair, Pair] = ((0, 0), (0, 0))
+    dilation: Pair = (1, 1)
+
+    def size(self, dim: int, n: int) -> int:
+        """Return how many windows there are along dim 0 (height) or 1 (width) of n elements; below 1 there is none."""
+        reach = self.dilation[dim] * (self.kernel[dim] - 1) + 1
+        return (n + sum(self.padding[dim]) - reach) // self.stride[dim] + 1
+
+    def sizes(self, height: int, width: int) -> Pair:
+        """Return how many windows there are along height and width."""
+        return self.size(0, height), self.size(1, width)
+
+    @property
+    def plain(self) -> bool:
+        """Whether patches are the image itself."""
+        return self.kernel == self.stride == (1, 1) and self.padding == ((0, 0), (0, 0))
+
+
+class _Rows(NamedTuple):
+    """The rows of an image under some rows of windows, and how many rows of padding are above and below them."""
+
+    first: int
+    stop: int
+    above: int
+    below: int
+
+
+def _rows_under(windows: Windows, height: int, rows: range) -> _Rows:
+    top = rows.start * windows.stride[0] - windows.padding[0][0]
+    end = (
+        (rows.stop - 1) * windows.stride[0] - windows.padding[0][0] + windows.dilation[0] * (windows.kernel[0] - 1) + 1
+    )
+    first, stop = min(max(0, top), height), max(0, min(height, end))
+    first = min(first, stop)
+    return _Rows(first, stop, first - top, end - stop)
+
+
+def _cells(windows: Windows, rows: int, columns: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
+    """For every element (i, j) of the kernel: the elements of the padded images that it meets, in all windows."""
+    (s, t), (d, e) = windows.stride, windows.dilation
+    for i in range(windows.kernel[0]):
+        for j in range(windows.kernel[1]):
+            down = slice(i * d, i * d + s * (rows - 1) + 1, s)
+            yield i, j, (slice(None), down, slice(j * e, j * e + t * (columns - 1) + 1, t))
+
+
+def _padded(x: Block, windows: Windows, rows: range, fill: float = 0) -> Block:
+    """The rows of the images that some rows of windows meet, with padding around them; a view where there is none."""
+    under, (left, right) = _rows_under(windows, x.shape[1], rows), windows.padding[1]
+    part = x[:, under.first : under.stop]
+    if not any((under.above, under.below, left, right)):
+        return part
+    b, h, w, c = part.shape
+    out = namespace(x).full((b, under.above + h + under.below, left + w + right, c), fill, x.dtype)
+    out[:, under.above : under.above + h, left : left + w] = part
+    return out
+
+
+def parts(images: int, sizes: Pair, elements: int, xp: Any) -> Iterator[tuple[slice, range]]:
+    """Runs of images, and of rows of windows in them, whose patches are made at once.
+
+    Parameters
+    ----------
+    images : int
+    sizes : (int, int)
+        Windows along height and width.
+    elements : int
+        Of a patch.
+    """
+    most = max(CHUNK // max(1, elements), LEAST) if xp is np else max(GPU_CHUNK // max(1, elements), LEAST)
+    rows, columns = sizes
+    if rows * columns <= most:
+        step = max(1, most // max(1, rows * columns))
+        for at in range(0, images, step):
+            yield slice(at, min(images, at + step)), range(rows)
+        return
+    step = max(1, most // columns)
+    for image in range(images):
+        for at in range(0, rows, step):
+            yield slice(image, image + 1), range(at, min(rows, at + step))
+
+
+def patches(x: Block, windows: Windows, rows: range) -> Block:
+    """Return the patches [batch, rows, columns, kernel height, kernel width, channels] of some rows of windows."""
+    b, _, w, c = x.shape
+    if windows.plain:
+        return x[:, rows.start : rows.stop, :, None, None]
+    columns = windows.size(1, w)
+    padded = _padded(x, windows, rows)
+    out = namespace(x).empty((b, len(rows), columns, *windows.kernel, c), x.dtype)
+    for i, j, cell in _cells(windows, len(rows), columns):
+        out[:, :, :, i, j] = padded[cell]
+    return out
+
+
+def add_patches(out: Block, found: Block, windows: Windows, rows: range) -> None:
+    """Add patches of some rows of windows to the images they are of: the adjoint of `patches`."""
+    if windows.plain:
+        out[:, rows.start : rows.stop] += found[:, :, :, 0, 0]
+        return
+    (b, h, w, c), columns = out.shape, found.shape[2]
+    under, (left, right) = _rows_under(windows, h, rows), windows.padding[1]
+    height = under.stop - under.first
+    inside = out[:, under.first : under.stop]
+    bare = not any((under.above, under.below, left, right))
+    total = (
+        inside
+        if bare
+        else namespace(out).zeros((b, under.above + height + under.below, left + w + right, c), out.dtype)
+    )
+    for i, j, cell in _cells(windows, len(rows), columns):
+        total[cell] += found[:, :, :, i, j]
+    if not bare:
+        inside += total[:, under.above : under.above + height, left : left + w]
+
+
+# ---------------------------------------------------------------------------------------------- pooling
+
+
+def max_pool(x: Block, windows: Windows) -> tuple[Block, Block]:
+    """Return the largest element of every window, and which of the kernel's it is: the first of equal ones."""
+    xp, (rows, columns) = namespace(x), windows.sizes(x.shape[1], x.shape[2])
+    padded = _padded(x, windows, range(rows), -float("inf"))
+    best: Block = None
+    at = xp.zeros((x.shape[0], rows, columns, x.shape[3]), np.int16)
+    for number, (_, _, cell) in enumerate(_cells(windows, rows, columns)):
+        found = padded[cell]
+        if best is None:
+            best = found.copy()
+            continue
+        more = (found > best) | xp.isnan(found)
+        best = xp.where(more, found, best)
+        at = xp.where(more, np.int16(number), at)
+    return best, at
+
+
+def max_pool_grad(g: Block, at: Block, shape: tuple[int, ...], windows: Windows) -> Block:
+    """Return the gradient of `max_pool` for images of a shape from that of its value."""
+    xp, (b, h, w, c) = namespace(g), shape
+    (above, below), (left, right) = windows.padding
+    total = xp.zeros((b, above + h + below, left + w + right, c), g.dtype)
+    for number, (_, _, cell) in enumerate(_cells(windows, *windows.sizes(h, w))):
+        total[cell] += xp.where(at == np.int16(number), g, g.dtype.type(0))
+    return xp.ascontiguousarray(total[:, above : above + h, left : left + w])
+
+
+class Band(NamedTuple):
+    """Elements `start` to `stop` of a dim, whose sum is divided by `share`."""
+
+    start: int
+    stop: int
+    share: float
+
+
+def _at(dim: int, index: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * dim, index)
+
+
+def band_means(x: Block, dim: int, bands: Sequence[Band]) -> Block:
+    """Return for every band of a dim the sum of its elements, divided by its share."""
+    xp = namespace(x)
+    out = xp.empty((*x.shape[:dim], len(bands), *x.shape[dim + 1 :]), x.dtype)
+    for i, band in enumerate(bands):
+        total = x[_at(dim, slice(band.start, band.stop))].sum(axis=dim, dtype=work_dtype(x.dtype))
+        out[_at(dim, i)] = total / band.share
+    return out
+
+
+def band_means_grad(g: Block, dim: int, bands: Sequence[Band], n: int) -> Block:
+    """Return the gradient of `band_means` for a dim of n elements."""
+    out = namespace(g).zeros((*g.shape[:dim], n, *g.shape[dim + 1 :]), g.dtype)
+    for i, band in enumerate(bands):
+        out[_at(dim, slice(band.start, band.stop))] += g[_at(dim, slice(i, i + 1))] / g.dtype.type(band.share)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- batch norm
+
+
+def _chunked(rows: Sequence[Block], kernel: Callable[..., None], work: Any) -> None:
+    """Call a kernel for every chunk of some matrices of equal shapes, of the working dtype."""
+    for part in _parts(rows[0]):
+        kernel(part, *(r[part].astype(work, copy=False) for r in rows))
+
+
+def column_moments(x: Block, n: int, total: Total) -> tuple[Block, Block]:
+    """Return the mean and the variance of every column of a matrix of n rows, of which this block has some.
+
+    The mean is taken first, then the squares of what is left: E[x²] - E[x]² would cancel.
+
+    Parameters
+    ----------
+    total : callable
+        Sums a vector over the blocks.
+    """
+    xp, work = namespace(x), work_dtype(x.dtype)
+    mean = total(row_sums(x)) / max(1, n)
+    squares = xp.zeros(x.shape[1], work)
+
+    def add(_: slice, chunk: Block) -> None:
+        nonlocal squares
+        c = chunk - mean
+        squares += row_sums(xp.multiply(c, c, out=c))
+
+    _chunked([x], add, work)
+    return mean, total(squares) / max(1, n)
+
+
+def column_norm(x: Block, mean: Block, scale: Block, weight: Block | None, bias: Block | None) -> Block:
+    """Return `(x - mean) scale weight + bias`, of which all but the matrix x are vectors."""
+    xp, work = namespace(x), work_dtype(x.dtype)
+    out = xp.empty(x.shape, x.dtype)
+    gain = scale if weight is None else scale * weight.astype(work, copy=False)
+    shift = None if bias is None else bias.astype(work, copy=False)
+
+    def finish(part: slice, chunk: Block) -> None:
+        c = chunk - mean
+        xp.multiply(c, gain, out=c)
+        if shift is not None:
+            xp.add(c, shift, out=c)
+        out[part] = c
+
+    _chunked([x], finish, work)
+    return out
+
+
+def column_sums_grad(x: Block, g: Block, mean: Block, scale: Block) -> Block:
+    """Return the sums of g and of g times `(x - mean) scale` over the rows: [2, columns], in the working dtype."""
+    xp, work = namespace(x), work_dtype(x.dtype)
+    sums = xp.zeros((2, x.shape[1]), work)
+
+    def add(_: slice, chunk: Block, grads: Block) -> None:
+        sums[0] += row_sums(grads)
+        c = chunk - mean
+        sums[1] += row_sums(xp.multiply(c, grads, out=c))
+
+    _chunked([x, g], add, work)
+    sums[1] *= scale
+    return sums
+
+
+def column_norm_grad(x: Block, g: Block, mean: Block, scale: Block, weight: Block | None, sums: Block | None) -> Block:
+    """Return the gradient of `column_norm` for x from that of its value.
+
+    Parameters
+    ----------
+    sums : array, optional
+        Of a norm by the matrix's own moments: `column_sums_grad` over all blocks, divided by the number of rows.
+    """
+    xp, work = namespace(x), work_dtype(x.dtype)
+    out = xp.empty(x.shape, x.dtype)
+    gain = scale if weight is None else scale * weight.astype(work, copy=False)
+    slope = None if sums is None else sums[1] * scale
+
+    def finish(part: slice, chunk: Block, grads: Block) -> None:
+        # gain (g - mean of g - h mean of g h), with h = (x - mean) scale
+        if sums is None:
+            out[part] = grads * gain
+            return
+        c = chunk - mean
+        xp.multiply(c, slope, out=c)
+        xp.subtract(grads, c, out=c)
+        xp.subtract(c, sums[0], out=c)
+        out[part] = xp.multiply(c, gain, out=c)
+
+    _chunked([x, g], finish, work)
+    return out
