@@ -135,7 +135,7 @@ class BatchNorm1d(Module):
     running_mean: Buffer | None
     running_var: Buffer | None
     num_batches_tracked: Buffer | None
-    dims = (2, 3)
+    dims: tuple[int, ...] = (2, 3)
     shapes = "[batch, channels] or [batch, length, channels]"
 
     def __init__(

@@ -121,12 +121,10 @@ def conv2d(
         xs = x_again()
         d = grid.backend.zeros((*w.shape[:2], *grid.block_shape(at.w, w.shape)[2:]), work_dtype(dtype))
         for channels, out in own:
-            if len(own) == 1:
-                _add_to_weights(xs, grads[0], windows, d)
-            else:
-                d[..., out] = _add_to_weights(
-                    xs[..., channels], grads[0][..., out], windows, np.zeros_like(d[..., out], order="C")
-                )
+            part = d if groups == 1 else grid.backend.zeros(d[..., out].shape, d.dtype)
+            _add_to_weights(xs[..., channels], grads[0][..., out], windows, part)
+            if groups > 1:
+                d[..., out] = part
         term = d.astype(dtype, copy=False), at.dw
         return term if source is None else source.term(term)
 
@@ -204,14 +202,13 @@ def _add_to_images(dy: Block, w: Block, windows: Windows, out: Block) -> None:
         kernels_images.add_patches(out[images], found.reshape(shape), windows, rows)
 
 
-def _add_to_weights(x: Block, dy: Block, windows: Windows, out: Block) -> Block:
-    """Add the gradient of `_convolve` for w to `out`, contiguous and in the working dtype; returns it."""
+def _add_to_weights(x: Block, dy: Block, windows: Windows, out: Block) -> None:
+    """Add the gradient of `_convolve` for w to `out`, contiguous and in the working dtype."""
     total = _matrix(out, 3)
     for images, rows in _parts(x.shape, windows, namespace(x)):
         found = _matrix(kernels_images.patches(x[images], windows, rows), 3)
         grads = _matrix(dy[images, rows.start : rows.stop], 3)
         add_product(total, found.T, grads)
-    return out
 
 
 # ---------------------------------------------------------------------------------------------- pooling

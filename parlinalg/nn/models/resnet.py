@@ -168,8 +168,8 @@ class ResNet(Module):
         side //= 1 if self.maxpool is None else 2
         for stage in self._stages():
             for block in stage:
-                found.append(6.0 * batch * block.multiplications_of(side))  # type: ignore[attr-defined]
-                side //= block.stride  # type: ignore[attr-defined]
+                found.append(6.0 * batch * block.multiplications_of(side))
+                side //= block.stride
         return [*found, 6.0 * batch * self.fc.multiplications]
 
 

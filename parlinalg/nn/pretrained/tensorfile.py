@@ -20,8 +20,8 @@ from parlinalg.array.create import dtype_named
 from parlinalg.errors import ConfigError
 
 Shape = tuple[int, ...]
-#: The format's names of dtypes that weights have.
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: The format's names of dtypes that weights have, and the counts that batch norms keep.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 MOST_HEADER = 100 * 10**6  # bytes; the limit of the format's reference implementation
 
 
