@@ -115,7 +115,7 @@ def test_running_statistics_as_pytorch_has_them(make_grid, world):
         assert norm.initialize(0).state_dict()["num_batches_tracked"] == 0
 
 
-def test_buffers_of_another_grid_are_taken_and_measuring_leaves_them(make_grid, world, tmp_path):
+def test_buffers_of_another_grid_are_taken_and_measuring_leaves_them(make_grid, world, folder):
     one = model_of(SERIAL, Grid({"axis": 1}, comm=SingleComm()))
     state = {name: np.abs(np.random.default_rng(4).normal(size=a.shape)) for name, a in one.state_dict().items()}
     state["norm.num_batches_tracked"], state["inner.num_batches_tracked"] = np.array(3), np.array(4)
@@ -129,7 +129,7 @@ def test_buffers_of_another_grid_are_taken_and_measuring_leaves_them(make_grid, 
         assert model.state_dict()["norm.num_batches_tracked"] == 4
     for name, value in model.state_dict().items():
         np.testing.assert_array_equal(value, state[name])
-    saved = pla.Checkpoints(world.share(str(tmp_path))[0], world, dict(model.named_state()), background=False)
+    saved = pla.Checkpoints(folder, world, dict(model.named_state()), background=False)
     saved.save(1)
     other = model_of(every_scheme()["1d"], make_grid({"t": world.size}))
     pla.Checkpoints(saved.folder, world, dict(other.named_state())).load()
