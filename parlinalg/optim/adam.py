@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from parlinalg.autograd import Parameter
 from parlinalg.backend import kernels_optim
-from parlinalg.errors import ConfigError
 from parlinalg.optim.flat import Run
-from parlinalg.optim.optimizer import Optimizer, below_one
+from parlinalg.optim.groups import Option
+from parlinalg.optim.optimizer import Optimizer, check_moments
 
 
 class Adam(Optimizer):
@@ -20,7 +19,8 @@ class Adam(Optimizer):
 
     Parameters
     ----------
-    parameters : iterable of Parameter
+    parameters : iterable of Parameter, or of dict
+        See `Optimizer`.
     lr : float
     betas : tuple of two floats
         Each at least 0 and below 1.
@@ -31,20 +31,21 @@ class Adam(Optimizer):
         See `Optimizer`.
     """
 
+    betas = Option[tuple[float, float]]()
+    eps = Option[float]()
     STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
     ELEMENTWISE: ClassVar[bool] = True
     DECOUPLED: ClassVar[bool] = False
 
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
+        self, parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
         eps: float = 1e-8, weight_decay: float = 0.0, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master)
-        below_one(beta1=betas[0], beta2=betas[1])
-        if not eps > 0:
-            raise ConfigError(f"an optimizer's eps is above 0, not {eps}")
-        self.betas = (float(betas[0]), float(betas[1]))
-        self.eps = eps
+        super().__init__(parameters, lr, weight_decay, master=master, betas=betas, eps=eps)
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        check_moments(options)
 
     def update(self, run: Run) -> None:
         kernels_optim.adam(
@@ -62,7 +63,7 @@ class AdamW(Adam):
     DECOUPLED: ClassVar[bool] = True
 
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
+        self, parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
         eps: float = 1e-8, weight_decay: float = 0.01, master: bool | Any = False,
     ) -> None:  # fmt: skip
         super().__init__(parameters, lr, betas, eps=eps, weight_decay=weight_decay, master=master)

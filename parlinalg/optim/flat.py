@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class Entry:
         The states.
     writes : int
         The parameter's `writes` that the states know of.
+    group : int
+        The number of its parameter group.
     """
 
     parameter: Parameter
@@ -54,6 +56,7 @@ class Entry:
     dtype: np.dtype[Any]
     names: tuple[str, ...]
     writes: int = 0
+    group: int = 0
 
     @property
     def value(self) -> Block:
@@ -103,6 +106,11 @@ class Run:
     states: dict[str, Block] = field(default_factory=dict)
     at: int = 0
 
+    @property
+    def group(self) -> int:
+        """The parameter group of all of them."""
+        return self.entries[0].group
+
     def put_back(self) -> None:
         """Values that rest elsewhere take what was changed; they have runs of their own."""
         first = self.entries[0]
@@ -121,7 +129,10 @@ def span(parameter: Parameter) -> tuple[Cut, tuple[int, ...]]:
     return ((), ()) if shard is None else (shard.axes, shard.lengths)
 
 
-def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.dtype[Any] | None) -> list[Entry]:
+def flatten(
+    parameters: Sequence[Parameter], names: tuple[str, ...], master: np.dtype[Any] | None,
+    groups: Mapping[int, int] | None = None,
+) -> list[Entry]:  # fmt: skip
     """Entries of the parameters, those of each dtype one after the other in the order in which their gradients lie.
 
     Whole parameters move into flat buffers; sharded ones lie in those of the shards' owner, and those that rest
@@ -133,19 +144,25 @@ def flatten(parameters: Sequence[Parameter], names: tuple[str, ...], master: np.
         The states.
     master : numpy.dtype or None
         Parameters of fewer bits have a state "master" of this dtype.
+    groups : dict of int to int, optional
+        The number of the parameter group of each parameter, by its identity.
     """
-    groups: dict[tuple[int, str, bool], Order] = {}
+    of = groups or {}
+    alike: dict[tuple[int, str, bool], Order] = {}
     for p in as_gradients_lie(parameters):
-        groups.setdefault((id(p.grid.backend), p.dtype.str, p.shard is not None), []).append(p)
+        alike.setdefault((id(p.grid.backend), p.dtype.str, p.shard is not None), []).append(p)
     entries = []
-    for group in groups.values():
+    for group in alike.values():
         if group[0].shard is None:
             _move([p for p in group if not p.data.RESTS])
         dtype, mastered = states_of(group[0].dtype, master)
         extra = ("master",) if mastered else names[:0]
         for p in group:
             start = 0 if p.shard is None else p.shard.start
-            entries.append(Entry(p, p.data, p.updated[0].size, *span(p), start, dtype, (*names, *extra), p.writes))
+            kept = (*names, *extra)
+            entries.append(
+                Entry(p, p.data, p.updated[0].size, *span(p), start, dtype, kept, p.writes, of.get(id(p), 0))
+            )
     return entries
 
 
@@ -202,7 +219,8 @@ def runs(entries: Sequence[Entry]) -> Iterator[Run]:
             continue
         if chain:
             last, before, other = chain[-1]
-            if last.dtype != entry.dtype or not follows(before, value) or not follows(other, grad):
+            alike = (last.dtype, last.group) == (entry.dtype, entry.group)
+            if not alike or not follows(before, value) or not follows(other, grad):
                 yield _run(chain)
                 chain.clear()
         chain.append((entry, value, grad))

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from parlinalg.autograd import Parameter
 from parlinalg.backend import kernels_layers
 from parlinalg.backend.kernels_optim import square_sum
-from parlinalg.errors import ConfigError
 from parlinalg.optim.flat import Entry, Run
-from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one
+from parlinalg.optim.groups import Option
+from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one, check_moments
 from parlinalg.optim.pieces import counted, over_ranks
 
 Block = Any
@@ -36,7 +35,11 @@ class Layerwise(Optimizer):
                 squares[id(entry.parameter)] = [a + b for a, b in zip(held, terms, strict=True)]
         mine = [squares.get(id(p), _NONE) if counted(p) else _NONE for p in self.parameters]
         norms = self.norms(mine)
-        rates = {id(p): self.lr * self.ratio(*pair) for p, pair in zip(self.parameters, norms, strict=True)}
+        groups, rates = self._group_of(), {}
+        for p, pair in zip(self.parameters, norms, strict=True):
+            self._group = groups[id(p)]
+            rates[id(p)] = self.lr * self.ratio(*pair)
+        self._group = 0
         for run in self.windows():
             for entry, part in segments(run):
                 self.move(run, part, rates[id(entry.parameter)])
@@ -81,7 +84,8 @@ class LAMB(Layerwise):
 
     Parameters
     ----------
-    parameters : iterable of Parameter
+    parameters : iterable of Parameter, or of dict
+        See `Optimizer`.
     lr : float
     betas : tuple of two floats
         Each at least 0 and below 1.
@@ -92,18 +96,19 @@ class LAMB(Layerwise):
         See `Optimizer`.
     """
 
+    betas = Option[tuple[float, float]]()
+    eps = Option[float]()
     STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
 
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
+        self, parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
         eps: float = 1e-6, weight_decay: float = 0.01, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master)
-        below_one(beta1=betas[0], beta2=betas[1])
-        if not eps > 0:
-            raise ConfigError(f"an optimizer's eps is above 0, not {eps}")
-        self.betas = (float(betas[0]), float(betas[1]))
-        self.eps = eps
+        super().__init__(parameters, lr, weight_decay, master=master, betas=betas, eps=eps)
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        check_moments(options)
 
     def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
         mean, square = run.states["mean"][part], run.states["square"][part]
@@ -131,7 +136,8 @@ class LARS(Layerwise):
 
     Parameters
     ----------
-    parameters : iterable of Parameter
+    parameters : iterable of Parameter, or of dict
+        See `Optimizer`.
     lr : float
     momentum : float
         At least 0 and below 1.
@@ -142,19 +148,23 @@ class LARS(Layerwise):
         See `Optimizer`.
     """
 
+    momentum = Option[float]()
+    trust = Option[float]()
+
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0,
+        self, parameters: Iterable[Any], lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0,
         trust: float = 1e-3, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master)
-        below_one(momentum=momentum)
-        at_least_zero(trust=trust)
-        self.momentum = momentum
-        self.trust = trust
+        super().__init__(parameters, lr, weight_decay, master=master, momentum=momentum, trust=trust)
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        below_one(momentum=options["momentum"])
+        at_least_zero(trust=options["trust"])
 
     @property
     def states(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
+        return ("momentum",) if any(group["momentum"] for group in self.param_groups) else ()
 
     def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
         return square_sum(run.p[part]), square_sum(run.g[part]) * self.factor**2

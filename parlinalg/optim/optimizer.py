@@ -9,13 +9,14 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from parlinalg.autograd import Owner, Parameter
+from parlinalg.autograd import Owner
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
 from parlinalg.names import check_arrays
 from parlinalg.optim.flat import Entry, Run, flatten, runs, span
-from parlinalg.optim.pieces import check_settled, distinct
+from parlinalg.optim.groups import Option, check_apart, group_of, groups_of
+from parlinalg.optim.pieces import check_settled
 from parlinalg.optim.states import InMemory, States
 
 Block = Any
@@ -32,16 +33,26 @@ class Optimizer(ABC):
 
     Parameters
     ----------
-    parameters : iterable of Parameter
+    parameters : iterable of Parameter, of (name, Parameter) pairs, or of dict
+        Dicts are parameter groups, as in PyTorch: "params", an iterable of either, and options that differ from those
+        that the optimizer is given, such as `[{"params": weights}, {"params": biases, "weight_decay": 0.0}]`; see
+        `decay_groups`.  A group may have no parameters, as on a stage of a pipeline.
     lr, weight_decay : float
     master : bool or dtype
         With True, parameters of 16 bits are rounded from float32 ones that a step updates (Micikevicius et al., "Mixed
         precision training", 2018), a state "master".  A dtype: so are all parameters of fewer bits than it has.
+    **options
+        Further options of a subclass, which each group has; the subclass declares each as an `Option`.
 
     Attributes
     ----------
-    lr : float
-        The learning rate of the next step; a `Scheduler` sets it.
+    param_groups : list of dict
+        The groups: "params" and every option.  Options may be changed between steps.
+    parameters : list of Parameter
+        Those of all groups.
+    lr, weight_decay : float
+        Of the first group; within `update`, of the group that is updated.  Setting one sets it for all groups; a
+        `Scheduler` sets the learning rate of each group.
     steps : int
         The number of steps made.
     factor : float
@@ -52,8 +63,9 @@ class Optimizer(ABC):
     Raises
     ------
     ConfigError
-        If there is no parameter, or a setting is out of its range, or parameters are sharded and the class does not say
-        that its update can be made shard by shard, by `ELEMENTWISE` or a method `norms`.
+        If there is no parameter, one is in two groups, a group has an unknown option, an option is out of its range, or
+        parameters are sharded and the class does not say that its update can be made shard by shard, by `ELEMENTWISE`
+        or a method `norms`.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -61,23 +73,48 @@ class Optimizer(ABC):
     """Whether each element is updated from its own gradient and states alone, so that `update` may be given parts of
     parameters; of classes where it is not, those that have `norms` sum what else they need over all parts."""
 
+    lr = Option[float]()
+    weight_decay = Option[float]()
+
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float, weight_decay: float, *, master: bool | Any = False
-    ) -> None:  # fmt: skip
-        self.parameters = distinct(parameters)
-        if not self.parameters:
-            raise ConfigError("an optimizer needs at least one parameter; a model's are model.parameters()")
-        for p in self.parameters:
-            if not isinstance(p, Parameter):
-                raise ConfigError(f"an optimizer takes Parameters, such as model.parameters(), not {type(p).__name__}")
-        at_least_zero(lr=lr, weight_decay=weight_decay)
-        self.lr = lr
-        self.weight_decay = weight_decay
+        self, parameters: Iterable[Any], lr: float, weight_decay: float, *, master: bool | Any = False, **options: Any
+    ) -> None:
+        self._group = 0  # the one that is updated
+        self.defaults = {"lr": lr, "weight_decay": weight_decay, **options}
+        self.check_options(self.defaults)
+        self.param_groups = groups_of(parameters, self.defaults)
+        for group in self.param_groups:
+            self.check_options(group)
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
         self.master = _master(master)
         self.steps = 0
         self.factor = 1.0
         self.states_place: States = InMemory()
         self._entries: list[Entry] = []
+        self._check_shards()
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raise a ConfigError if an option of a group is out of its range; subclasses check theirs too."""
+        at_least_zero(lr=options["lr"], weight_decay=options["weight_decay"])
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """Update further parameters too, as a group of their own.
+
+        Parameters
+        ----------
+        group : dict
+            As of the optimizer's `parameters`.
+
+        Raises
+        ------
+        ConfigError
+            If a parameter is in another group, or the group has an unknown option or one out of its range.
+        """
+        made = group_of(group, len(self.param_groups), self.defaults)
+        self.check_options(made)
+        check_apart([*self.param_groups, made])
+        self.param_groups.append(made)
+        self.parameters += made["params"]
         self._check_shards()
 
     @property
@@ -130,11 +167,15 @@ class Optimizer(ABC):
 
         When the next part is asked for, values with a master are rounded from it.
         """
-        for run in self.states_place.windows(runs(self._entries)):
-            yield run
-            if "master" in run.states:
-                run.value[...] = run.p
-            run.put_back()
+        try:
+            for run in self.states_place.windows(runs(self._entries)):
+                self._group = run.group
+                yield run
+                if "master" in run.states:
+                    run.value[...] = run.p
+                run.put_back()
+        finally:
+            self._group = 0
 
     def place(self, states: States) -> None:
         """Keep the states elsewhere from now on; those there are move.  Collective.
@@ -163,17 +204,18 @@ class Optimizer(ABC):
         for owner in self._owners():
             owner.adopt()
         old = self._entries
-        if not old or any(e.span != span(e.parameter) for e in old):
+        fewer = len(old) != len(self.parameters) or not old or not set(self.states) <= set(old[0].names)
+        if fewer or any(e.span != span(e.parameter) for e in old):
             self._check_shards()
             kept = self._resharded(old)
-            entries = flatten(self.parameters, self.states, self.master)
+            entries = flatten(self.parameters, self.states, self.master, self._group_of())
             self.states_place.make(entries)
             self._entries = entries
             self._where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
         elif not all(e.current for e in old):
             order = [e.parameter for e in old]
             place = {id(p): i for i, p in enumerate(order)}
-            fresh = flatten(order, self.states, self.master)
+            fresh = flatten(order, self.states, self.master, self._group_of())
             self._entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
             for entry, before in zip(self._entries, old, strict=True):
                 entry.writes = before.writes - (not before.current)
@@ -183,6 +225,10 @@ class Optimizer(ABC):
         for entry in written:
             entry.writes = entry.parameter.writes
         return self._entries
+
+    def _group_of(self) -> dict[int, int]:
+        """The number of the group of each parameter, by its identity."""
+        return {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def moved(self) -> None:
         """Take the values where they lie now, side by side as before: they were moved there as they are."""
@@ -249,7 +295,8 @@ class Optimizer(ABC):
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, learning rate, and for each parameter's name its states as global NumPy arrays.  Collective.
+        """Steps, learning rate, the options of the parameter groups with their parameters' names ("param_groups"), and
+        for each parameter's name its states as global NumPy arrays ("states").  Collective.
 
         Raises
         ------
@@ -263,7 +310,34 @@ class Optimizer(ABC):
             for s in entry.names:
                 block = self._where_they_lie(partial(self.states_place.read, entry, s), f"reading the state {name}.{s}")
                 arrays[name][s] = entry.whole(block).gather()
-        return {"steps": self.steps, "lr": self.lr, "states": arrays}
+        groups = [{**options, "params": names} for options, names in zip(self.options(), self._names(), strict=True)]
+        return {"steps": self.steps, "lr": self.lr, "param_groups": groups, "states": arrays}
+
+    def options(self) -> list[dict[str, Any]]:
+        """The options of each parameter group, without its parameters: what JSON can carry."""
+        return [{name: value for name, value in g.items() if name != "params"} for g in self.param_groups]
+
+    def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the options that `options` gave, those that this optimizer has.
+
+        Raises
+        ------
+        ConfigError
+            If they are those of more or fewer groups.
+        """
+        if len(groups) != len(self.param_groups):
+            raise ConfigError(
+                f"the optimizer's state is of {len(groups)} parameter groups, and this optimizer has "
+                f"{len(self.param_groups)}: make it with the same groups"
+            )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            known = {name: value for name, value in saved.items() if name in self.defaults}
+            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
+
+    def _names(self) -> list[list[str]]:
+        """The names of each group's parameters."""
+        numbers = {id(p): str(i) for i, p in enumerate(self.parameters)}
+        return [[p.name or numbers[id(p)] for p in group["params"]] for group in self.param_groups]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave, on any grid: the global arrays, on every rank.  Collective.
@@ -290,7 +364,10 @@ class Optimizer(ABC):
 
         self._where_they_lie(load, "loading the optimizer's state")
         self.steps = int(state["steps"])
-        self.lr = float(state["lr"])
+        if "param_groups" in state:
+            self.set_options(state["param_groups"])
+        elif len(self.param_groups) == 1:
+            self.lr = float(state["lr"])
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a saved state by parameter and state, if they are those that this optimizer has."""
@@ -312,7 +389,26 @@ class Optimizer(ABC):
         given = {f"{n}.{s}": a for n, arrays in states.items() for s, a in arrays.items()}
         want = {f"{n}.{s}": e.data.shape for n, e in self._named().items() for s in e.names}
         check_arrays("the optimizer's state", want, given)
+        self._check_groups(state.get("param_groups"))
         return given
+
+    def _check_groups(self, saved: Any) -> None:
+        """Raise a ConfigError unless saved groups, if there are some, are of the same parameters as the optimizer's."""
+        if saved is None:
+            return
+        if not isinstance(saved, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+            raise ConfigError("the optimizer's param_groups are a list of dicts with 'params', the names of parameters")
+        if len(saved) != len(self.param_groups):
+            raise ConfigError(
+                f"the optimizer's state is of {len(saved)} parameter groups, and this optimizer has "
+                f"{len(self.param_groups)}: make it with the same groups"
+            )
+        for i, (group, names) in enumerate(zip(saved, self._names(), strict=True)):
+            if odd := sorted(set(map(str, group["params"])) ^ set(names)):
+                raise ConfigError(
+                    f"the optimizer's state has other parameters in group {i} than this optimizer: {', '.join(odd)} "
+                    "in one of them alone; make it with the same groups"
+                )
 
     def _together(self, function: Callable[[], Result], what: str) -> Result:
         """Call a function that does not communicate; if it fails on any rank, fail on all.  Collective."""
@@ -358,3 +454,14 @@ def below_one(**settings: float) -> None:
     for name, value in settings.items():
         if not 0 <= value < 1:
             raise ConfigError(f"an optimizer's {name} is at least 0 and below 1, not {value}")
+
+
+def check_moments(options: dict[str, Any]) -> None:
+    """Raise a ConfigError unless betas and eps are what Adam's moments need; betas become a tuple of floats."""
+    betas = options["betas"]
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"an optimizer's betas are two numbers, such as (0.9, 0.999), not {betas!r}")
+    below_one(beta1=betas[0], beta2=betas[1])
+    options["betas"] = (float(betas[0]), float(betas[1]))
+    if not options["eps"] > 0:
+        raise ConfigError(f"an optimizer's eps is above 0, not {options['eps']}")

@@ -98,12 +98,12 @@ class WarmUp:
 
 
 class Scheduler:
-    """Sets an optimizer's learning rate to its base rate times a schedule's value.
+    """Sets the learning rate of each of an optimizer's parameter groups to its base rate times a schedule's value.
 
     Parameters
     ----------
     optimizer : Optimizer
-        Its `lr` is the base rate, and becomes the rate of step 0.
+        The `lr` of each group is its base rate, and becomes the rate of step 0.
     schedule : callable
         From the number of steps made to a factor.
 
@@ -117,13 +117,18 @@ class Scheduler:
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
-        self.base = optimizer.lr
+        self.bases = [float(group["lr"]) for group in optimizer.param_groups]
         self.steps = 0
         self._set()
 
     @property
+    def base(self) -> float:
+        """The base rate of the first group."""
+        return self.bases[0]
+
+    @property
     def lr(self) -> float:
-        """The rate of the next step."""
+        """The rate of the first group in the next step."""
         return self.base * self.schedule(self.steps)
 
     def step(self) -> None:
@@ -132,16 +137,31 @@ class Scheduler:
         self._set()
 
     def _set(self) -> None:
-        self.optimizer.lr = self.lr
+        factor = self.schedule(self.steps)
+        groups = self.optimizer.param_groups
+        self.bases += [float(group["lr"]) for group in groups[len(self.bases) :]]  # added since
+        for group, base in zip(groups, self.bases, strict=True):
+            group["lr"] = base * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps made, and the base rate."""
-        return {"steps": self.steps, "base": self.base}
+        """The number of steps made, and the base rates."""
+        return {"steps": self.steps, "base": self.base, "bases": list(self.bases)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self.steps = int(state["steps"])
-        self.base = float(state["base"])
+        """Go on from what `state_dict` gave.
+
+        Raises
+        ------
+        ConfigError
+            If it is of an optimizer with more or fewer parameter groups.
+        """
+        bases = [float(base) for base in state.get("bases", [state["base"]])]
+        if len(bases) != len(self.bases):
+            raise ConfigError(
+                f"the scheduler's state is of an optimizer with {len(bases)} parameter groups, and this one has "
+                f"{len(self.bases)}: make it with the same groups"
+            )
+        self.steps, self.bases = int(state["steps"]), bases
         self._set()
 
 

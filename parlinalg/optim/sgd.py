@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from parlinalg.autograd import Parameter
 from parlinalg.backend import kernels_optim
 from parlinalg.errors import ConfigError
 from parlinalg.optim.flat import Run
-from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one
+from parlinalg.optim.groups import Option
+from parlinalg.optim.optimizer import Optimizer, below_one
 
 
 class SGD(Optimizer):
@@ -17,7 +17,8 @@ class SGD(Optimizer):
 
     Parameters
     ----------
-    parameters : iterable of Parameter
+    parameters : iterable of Parameter, or of dict
+        See `Optimizer`.
     lr : float
     momentum : float
         At least 0 and below 1.
@@ -29,26 +30,28 @@ class SGD(Optimizer):
         See `Optimizer`.
     """
 
+    momentum = Option[float]()
+    nesterov = Option[bool]()
     ELEMENTWISE: ClassVar[bool] = True
 
     def __init__(
-        self, parameters: Iterable[Parameter], lr: float, momentum: float = 0.0, *,
+        self, parameters: Iterable[Any], lr: float, momentum: float = 0.0, *,
         nesterov: bool = False, weight_decay: float = 0.0, master: bool | Any = False,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master)
-        below_one(momentum=momentum)
-        at_least_zero(weight_decay=weight_decay)
-        if nesterov and not momentum:
+        super().__init__(parameters, lr, weight_decay, master=master, momentum=momentum, nesterov=nesterov)
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        below_one(momentum=options["momentum"])
+        if options["nesterov"] and not options["momentum"]:
             raise ConfigError("Nesterov's momentum needs a momentum above 0")
-        self.momentum = momentum
-        self.nesterov = nesterov
 
     @property
     def states(self) -> tuple[str, ...]:
-        return ("momentum",) if self.momentum else ()
+        return ("momentum",) if any(group["momentum"] for group in self.param_groups) else ()
 
     def update(self, run: Run) -> None:
         kernels_optim.sgd(
-            run.p, run.g, run.states.get("momentum"), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov,
-            weight_decay=self.weight_decay, factor=self.factor,
+            run.p, run.g, run.states["momentum"] if self.momentum else None, lr=self.lr, momentum=self.momentum,
+            nesterov=self.nesterov, weight_decay=self.weight_decay, factor=self.factor,
         )  # fmt: skip

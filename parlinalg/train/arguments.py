@@ -128,14 +128,25 @@ def check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) ->
             f"initialize: the model of rank {odd} has other parameters than that of rank 0, by their names, shapes or "
             "dtypes: declare the same model on all ranks (build_by_hand takes stages that each rank makes itself)"
         )
-    made = [type(optimizer).__name__, repr(float(optimizer.lr))]
-    for i, told in enumerate(everyone := world.share([made, list(grid.world.share(world.rank))])):
+    groups = optimizer.param_groups
+    made = [type(optimizer).__name__, repr(float(optimizer.lr)), repr((optimizer.options(), optimizer._names()))]
+    for i, told in enumerate(everyone := world.share([made, list(grid.world.share(world.rank)), len(groups)])):
         first = told[1][0]
-        if told[0] != everyone[first][0]:
+        if told[2] != everyone[0][2]:
+            raise ConfigError(
+                f"initialize: the optimizer of rank {i} has {told[2]} parameter groups, that of rank 0 {everyone[0][2]}"
+                ": make the same groups on all ranks; one may have no parameters of a stage, as decay_groups gives them"
+            )
+        if told[0][:2] != everyone[first][0][:2]:
             raise ConfigError(
                 f"initialize: rank {i} has the optimizer {told[0][0]} with lr={told[0][1]}, rank {first} "
                 f"{everyone[first][0][0]} with lr={everyone[first][0][1]}: ranks that share out, or copy, the same "
                 "parameters need the same optimizer"
+            )
+        if told[0] != everyone[first][0]:
+            raise ConfigError(
+                f"initialize: the parameter groups of rank {i} have other options or parameters than those of rank "
+                f"{first}: ranks that share out, or copy, the same parameters need the same groups"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,12 @@ def optimizer(config: Config, parameters: Iterable[Parameter], grid: Grid) -> op
     if config.precision.dtype is not None:
         options["master"] = config.dtype
     make = OPTIMIZERS[config.optimizer.name]
-    return optimizer_of(lambda p: make(p, **options), list(parameters), grid)
+    names = options.pop("no_decay", False)
+    if names is False:
+        return optimizer_of(lambda p: make(p, **options), list(parameters), grid)
+    decay = options.pop("weight_decay", inspect.signature(make).parameters["weight_decay"].default)
+    apart = partial(optim.decay_groups, weight_decay=decay, no_decay=None if names is True else names)
+    return optimizer_of(lambda p: make(apart(p), **options), list(parameters), grid)
 
 
 def criterion(config: Config) -> Criterion:

@@ -111,16 +111,26 @@ MODELS: dict[str, dict[str, Check]] = {
         "attention_dropout": _dropout,
     },
 }
+
+
+def _no_decay(where: str, value: Any) -> bool | tuple[str, ...]:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        raise refuse(where, value, "True, False, or a list of parts of parameters' names, such as ['bias', 'norm']")
+    found: tuple[str, ...] = several(text)(where, value)
+    return found
+
+
 _betas = several(real(0, 1, below=True), length=2)
-_adam: dict[str, Check] = {
-    "lr": real(0), "betas": _betas, "eps": real(0, above=True), "weight_decay": real(0),
-}  # fmt: skip
+_decay: dict[str, Check] = {"weight_decay": real(0), "no_decay": _no_decay}
+_adam: dict[str, Check] = {"lr": real(0), "betas": _betas, "eps": real(0, above=True), **_decay}
 OPTIMIZERS: dict[str, dict[str, Check]] = {
-    "sgd": {"lr": real(0), "momentum": real(0, 1, below=True), "nesterov": flag, "weight_decay": real(0)},
+    "sgd": {"lr": real(0), "momentum": real(0, 1, below=True), "nesterov": flag, **_decay},
     "adam": _adam,
     "adamw": _adam,
     "lamb": _adam,
-    "lars": {"lr": real(0), "momentum": real(0, 1, below=True), "weight_decay": real(0), "trust": real(0, above=True)},
+    "lars": {"lr": real(0), "momentum": real(0, 1, below=True), **_decay, "trust": real(0, above=True)},
 }
 LR_SCHEDULES: dict[str, dict[str, Check]] = {
     "constant": {"warmup": whole(0)},

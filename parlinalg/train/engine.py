@@ -375,15 +375,23 @@ class Engine:
             "made": self.made,
             "skipped": self.skipped,
             "scaler": None if scaler is None else scaler.state_dict(),
-            "optimizer": {"steps": self.optimizer.steps, "lr": self.optimizer.lr},
+            "optimizer": {
+                "steps": self.optimizer.steps,
+                "lr": self.optimizer.lr,
+                "groups": self.optimizer.options(),
+            },
         }
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
         """Be as far as `progress` said: the next step is the first of its batch's microbatches."""
         if self._update.scaler is not None and progress["scaler"] is not None:
             self._update.scaler.load_state_dict(progress["scaler"])
-        self.optimizer.steps = int(progress["optimizer"]["steps"])
-        self.optimizer.lr = float(progress["optimizer"]["lr"])
+        optimizer = progress["optimizer"]
+        if "groups" in optimizer:
+            self.optimizer.set_options(optimizer["groups"])
+        elif len(self.optimizer.param_groups) == 1:
+            self.optimizer.lr = float(optimizer["lr"])
+        self.optimizer.steps = int(optimizer["steps"])
         self.made, self.skipped = int(progress["made"]), int(progress["skipped"])
         self.zero_grad(all=True)
 

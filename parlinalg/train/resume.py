@@ -133,8 +133,7 @@ class Saving:
     def _take(self, state: Mapping[str, Any]) -> None:
         trainer = self.trainer
         trainer.optimizer.steps = int(state["optimizer"]["steps"])
-        trainer.optimizer.lr = float(state["optimizer"]["lr"])
-        trainer.scheduler.load_state_dict(state["scheduler"])
+        trainer.scheduler.load_state_dict(state["scheduler"])  # sets the rate of each group
         if trainer.scaler is not None and state["scaler"] is not None:
             trainer.scaler.load_state_dict(state["scaler"])
         trainer.made, trainer.skipped = int(state["made"]), int(state["skipped"])

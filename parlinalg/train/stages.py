@@ -73,4 +73,6 @@ def optimizer_of(
         )
     if not parameters:
         optimizer.parameters = []
+        for group in optimizer.param_groups:
+            group["params"] = []
     return optimizer

@@ -75,6 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"optimizer": {"name": "sgd", "lr": 0.1}},
     "lamb": {"optimizer": "lamb"},
     "lars": {"optimizer": "lars", "zero": 1},
+    "groups": {"optimizer": {"name": "adamw", "lr": 5e-3, "weight_decay": 0.5, "no_decay": True}, "zero": 1},
     "masters, loss scale": {
         "dtype": "float32", "precision": {"dtype": "fp16", "loss_scale": {"start": 2.0**17, "growth_every": 2}},
         "zero": 2,

@@ -14,7 +14,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn
 from parlinalg.errors import ConfigError, EngineError
-from parlinalg.optim import SGD, AdamW, Scheduler
+from parlinalg.optim import SGD, AdamW, Scheduler, decay_groups
 from parlinalg.optim.schedules import Constant, Step
 from tests.conftest import SIZE
 
@@ -117,9 +117,15 @@ def test_early_stop(world: Any, backend: str) -> None:
         assert found.epoch < 9  # a loss that falls gets no larger
 
 
+def grouped(parameters: Any) -> AdamW:
+    """Two groups, of two rates."""
+    weights, others = decay_groups(parameters, 0.3)
+    return AdamW([weights, {**others, "lr": 0.05}], 0.1)
+
+
 @pytest.mark.ranks(1, 2, 4)
 def test_a_training_goes_on_on_another_grid(world: Any, backend: str, folder: Path) -> None:
-    """From the middle of an epoch, with the rate and the order of batches that it had."""
+    """From the middle of an epoch, with the rates and the order of batches that it had."""
 
     def losses(config: dict[str, Any], steps: int, every: int) -> list[float]:
         found: list[float] = []
@@ -130,9 +136,7 @@ def test_a_training_goes_on_on_another_grid(world: Any, backend: str, folder: Pa
 
         with pla.launch(config, world, backend) as mesh:
             model = nn.MLP(SIZES, mesh.scheme, mesh.grid, dropout=0.3, dtype=np.float64)
-            engine, _, _, rate = pla.initialize(
-                model, lambda p: AdamW(p, 0.1), lr_scheduler=lambda o: Scheduler(o, Step(2, 0.5))
-            )
+            engine, _, _, rate = pla.initialize(model, grouped, lr_scheduler=lambda o: Scheduler(o, Step(2, 0.5)))
             hooks = [Keep(), pla.CheckpointHook(folder, every, resume=True)]
             pla.Trainer(engine, lr_scheduler=rate, hooks=hooks).fit(pairs(4), steps=steps)
         return found

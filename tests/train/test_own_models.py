@@ -13,7 +13,7 @@ from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
-from parlinalg.optim import AdamW
+from parlinalg.optim import AdamW, decay_groups
 from tests.conftest import SIZE
 
 CLOSE = 1e-12
@@ -98,8 +98,9 @@ def trained(kind: type[Unlisted], settings: dict[str, Any], comm: Any, backend: 
     with pla.launch({**SETTINGS, **settings}, comm, backend) as mesh:
         model = kind(mesh.scheme, mesh.grid)
         engine, feed, _, _ = pla.initialize(
-            model, lambda p: AdamW(p, lr=0.02), ops.cross_entropy_sum, pairs(), schedule=None
+            model, lambda p: AdamW(decay_groups(p, 0.3), lr=0.02), ops.cross_entropy_sum, pairs()
         )
+        assert [g["weight_decay"] for g in engine.optimizer.param_groups] == [0.3, 0.0]
         losses = []
         for x, y in feed:
             if engine.schedule is not None:
@@ -146,6 +147,41 @@ def test_pipelines_give_the_losses_of_one_rank(kind: Any, world: Any, backend: s
         if kind is Stages and settings["parallel"]["pipeline"] != 2:
             continue
         same(trained(kind, settings, world, backend))
+
+
+@pytest.mark.ranks(1, 2)
+def test_groups_that_a_configuration_names(world: Any, backend: str) -> None:
+    parallel = {"parallel": {"pipeline": SIZE}} if SIZE > 1 else {}
+    for no_decay, decayed in [(True, 7), (["norm", "bias"], 7), (["blocks.*"], 8), (False, None)]:
+        optimizer = {"name": "adamw", "lr": 0.02, "weight_decay": 0.3, "no_decay": no_decay}
+        with pla.launch({**SETTINGS, **parallel, "optimizer": optimizer}, world, backend) as mesh:
+            engine, *_ = pla.initialize(Modules(mesh.scheme, mesh.grid), criterion=ops.cross_entropy_sum)
+            groups = engine.optimizer.param_groups
+            assert [g["weight_decay"] for g in groups] == ([0.3] if decayed is None else [0.3, 0.0])
+            if decayed is not None:
+                assert sum(world.share(len(groups[0]["params"]))) == decayed
+    for wrong in ("bias", [3], [""]):
+        with pytest.raises(ConfigError, match=r"optimizer\.no_decay"):
+            pla.launch({"optimizer": {"name": "adamw", "no_decay": wrong}}, world, backend)
+
+
+@pytest.mark.ranks(2)
+def test_unlike_groups_are_told_on_all_ranks(world: Any, backend: str) -> None:
+    def groups(parameters: Any) -> Any:
+        named = decay_groups(parameters, 0.1)
+        return named if world.rank == 0 else [{**named[0], "weight_decay": 0.2}, named[1]]
+
+    def fewer(parameters: Any) -> Any:
+        return decay_groups(parameters, 0.1) if world.rank == 0 else list(parameters)
+
+    for settings, make, words in [
+        ({"data": 2}, groups, "parameter groups of rank 1 have other options or parameters than those of rank 0"),
+        ({"pipeline": 2}, fewer, "optimizer of rank 1 has 1 parameter groups, that of rank 0 2: make the same groups"),
+    ]:
+        with pla.launch({**SETTINGS, "parallel": settings}, world, backend) as mesh:
+            model = Modules(mesh.scheme, mesh.grid)
+            with pytest.raises(ConfigError, match=words):
+                pla.initialize(model, lambda p, make=make: AdamW(make(p), lr=0.1), ops.cross_entropy_sum)
 
 
 @pytest.mark.ranks(2)
