@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -53,6 +54,35 @@ def test_negative_steps_of_whole_dims(grid):
             IndexError, match=r"a negative step on dim 0, which .* cuts; redistribute to Layout\(None, None\) first"
         ):
             x[::-1]
+
+
+PARTS = (np.s_[:], np.s_[1:-2], np.s_[2::2], np.s_[-2], np.s_[::-1])
+ORDERS = list(itertools.permutations(range(3)))
+
+
+@pytest.mark.parametrize("buffer", [5, 1 << 19])
+def test_slices_of_any_dims_of_permuted_arrays(grid, monkeypatch, buffer):
+    """Of three dims, so that an order and its inverse are two; those that are cut, and others beside them."""
+    monkeypatch.setattr(module, "BUFFER", buffer)
+    values, every = numbers((6, 5, 8), seed=3), layouts(grid.axes, 3, partial=False)
+    keys = list(itertools.product(PARTS, repeat=3))
+    x = pla.distribute(values, grid, Layout(None, None, grid.axes))
+    for order in ORDERS:
+        check(x[:, :, 1:6].transpose(order), values[:, :, 1:6].transpose(order))
+        key = tuple(np.s_[1:6] if d == 2 else np.s_[:] for d in order)
+        check(x.transpose(order)[key], values.transpose(order)[key])
+    for at, (layout, key) in enumerate(pairs(every, keys, 70, seed=buffer % 7)):
+        order = ORDERS[at % 6]
+        turned, want = pla.distribute(values, grid, layout).transpose(order), values.transpose(order)
+        cuts = [any(grid.sizes[a] > 1 for a in cut) for cut in turned.layout.dims]
+        if any(cut and part == np.s_[::-1] for cut, part in zip(cuts, key, strict=True)):
+            with pytest.raises(IndexError, match="a negative step on dim"):
+                turned[key]
+            continue
+        check(turned[key], want[key])
+        check(turned[key[:1]], want[key[:1]])
+        check(turned[(..., None, *key[1:])], want[(..., None, *key[1:])])
+    check(x, values)
 
 
 def test_wrong_keys(grid):
