@@ -65,6 +65,7 @@ class DiskStates(ChunkedStates):
         self._touched: set[int] = set()
         self._known: dict[int, tuple[int, int]] = {}
         self._broken = ""
+        self._begun = False  # whether all that was set before the step under way is a generation
 
     # ------------------------------------------------------------------ files
     def make(self, entries: Sequence[Entry]) -> None:
@@ -109,7 +110,7 @@ class DiskStates(ChunkedStates):
             self._end()
         self.file = self._stream = self._end = self._desk = None
         self.places = Places((), self.chunk, values=False)
-        self._touched, self._known, self._broken, self._dirty = set(), {}, "", False
+        self._touched, self._known, self._broken, self._dirty, self._begun = set(), {}, "", False, False
 
     def __enter__(self) -> DiskStates:
         return self
@@ -167,25 +168,26 @@ class DiskStates(ChunkedStates):
         self._touched.clear()
 
     def _prepare(self) -> None:
-        """Before a step: what was set since the last one, and values changed by others, become a generation."""
+        """Before a step: what was set since the last one, and values changed by others, become a generation.
+
+        They go over the desk: a chunk that cannot be written stays on it, and nothing that was set is lost.
+        """
         if self.file is None or self._touched:  # a second pass of one step
             return
-        self._put_away()
-        stale: dict[int, list[tuple[Entry, Piece]]] = {}
+        self._begun = False
         for entry in self.places.entries if self.VALUES else ():
             known = entry.parameter.writes, id(entry.parameter.data)
             if self._known.get(id(entry.parameter)) != known:
-                self._known[id(entry.parameter)] = known
                 for piece in self.places.of(entry):
                     if piece.stretch.recorded:
-                        stale.setdefault(piece.chunk, []).append((entry, piece))
-        if stale and self._stream is not None:
-            for chunk, buffer in self._stream.over(sorted(stale), read=sum(self.places.parts)):
-                for entry, piece in stale[chunk]:
-                    kept = piece.stretch.values(buffer, self.places.parts[0])[piece.inside]
-                    piece.stretch.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
+                        buffer = self.desk(piece.chunk, write=True)
+                        kept = piece.stretch.values(buffer, self.places.parts[0])[piece.inside]
+                        piece.stretch.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
+                self._known[id(entry.parameter)] = known
+        self._put_away()
         if self.file.changed or not self.file.generation:
             self.file.commit({"steps": self.steps})
+        self._begun = True
 
     def _agree(self, problem: OffloadError | None, *, undo: bool = True) -> None:
         """Raise on all ranks if one has a problem, with everything as before the step."""
@@ -197,8 +199,8 @@ class DiskStates(ChunkedStates):
             raise
 
     def _undo(self) -> None:
-        """Put states and values back to the last generation."""
-        if self.file is None:
+        """Put states and values back to the last generation, if the step has changed any."""
+        if self.file is None or not self._begun:
             return
         self.file.rollback()
         touched, self._touched = sorted(self._touched), set()

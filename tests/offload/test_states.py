@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,54 @@ def test_a_step_that_fails_on_one_rank_is_not_made_on_any(make_grid, world, fold
         assert not unlike(everything(model, update), before)
         assert go_on(model, update, range(2, 3)) == losses[2:]
         assert not unlike(everything(model, update), want)
+    assert not threads()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("values", "master"), [(True, False), (False, "float64")])
+def test_a_state_that_was_loaded_outlives_a_failed_write(make_grid, world, folder, monkeypatch, values, master):
+    """At whichever write or flush the first step after the load fails, the loaded state is what is left, not that of
+    the steps before it."""
+    grid = make_grid(sizes(world.size))
+    options = {"dtype": "float32", "master": master}
+    other, theirs = start(grid, **options)
+    go_on(other, theirs, range(3))
+    loaded = other.state_dict(), theirs.state_dict()
+    want = everything(other, theirs)
+    losses = go_on(other, theirs, range(3, 4))
+    after = everything(other, theirs)
+    fail, calls = [0], [0]
+    for where in ("write", "flush"):
+        original = getattr(DiskFile, where)
+
+        def failing(self, *args, original=original):
+            calls[0] += 1
+            if world.rank == world.size - 1 and calls[0] == fail[0]:
+                raise OffloadError("the disk is on fire")
+            return original(self, *args)
+
+        monkeypatch.setattr(DiskFile, where, failing)
+    failed = count = 0
+    while failed == count:
+        model, update = start(grid, **options)
+        with DiskStates(folder, chunk=1 << 14, values=values) as states:
+            update.place(states)
+            go_on(model, update, range(1))
+            model.load_state_dict(loaded[0])
+            update.load_state_dict(loaded[1])
+            calls[0], count = 0, count + 1
+            fail[0] = count
+            with suppress(OffloadError):
+                found = go_on(model, update, range(3, 4))
+            failed += any(world.share(fail[0] and calls[0] >= count))
+            fail[0] = 0
+            if failed == count:
+                update.zero_grad()
+                assert not unlike(everything(model, update), want), count
+                found = go_on(model, update, range(3, 4))
+            assert found == losses
+            assert not unlike(everything(model, update), after), count
+    assert failed > 4, "each write has failed once"
     assert not threads()
 
 

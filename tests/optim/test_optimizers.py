@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import optim
-from parlinalg.backend import kernels_optim
+from parlinalg.backend import compiled, kernels_optim
 
 L = pla.Layout
 SHAPES = [(7, 11), (5,), (3, 2, 4)]
@@ -84,6 +86,47 @@ def test_optimizers_follow_their_papers(kind, textbook, options, make_grid, worl
     for i, (p, start) in enumerate(zip(ps, values(0), strict=True)):
         want = textbook(start, [g[i] for g in steps], **options)
         np.testing.assert_allclose(p.gather(), want, rtol=1e-12, atol=1e-13)
+
+
+EVERY = [
+    kind for kind in vars(optim).values()
+    if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and not inspect.isabstract(kind)
+]  # fmt: skip
+MORE = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-4, "trust": 0.1}
+
+
+def variants():
+    """Every optimizer there is, plain and with all the options that it takes."""
+    for kind in EVERY:
+        takes = inspect.signature(kind).parameters
+        options = {key: value for key, value in MORE.items() if key in takes}
+        for chosen in ({}, options, {k: v for k, v in options.items() if k != "nesterov"}):
+            yield pytest.param(kind, chosen, id=f"{kind.__name__} {chosen}")
+
+
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["compiled", "plain"])
+@pytest.mark.parametrize(("kind", "options"), list(variants()))
+def test_a_factor_multiplies_the_gradients(kind, options, small, make_grid, world, monkeypatch):
+    """A step by a factor is one with gradients multiplied before: to the bit where the factor is a power of two."""
+    monkeypatch.setattr(compiled, "SMALL", small)
+    grid = make_grid({"a": world.size})
+    for factor, dtype, tol in ((0.125, np.float64, 0.0), (0.3, np.float64, 1e-14), (0.125, np.float16, 0.0)):
+        one, two = parameters(grid, dtype), parameters(grid, dtype)
+        first, second = kind(one, 0.01, **options), kind(two, 0.01, **options)
+        for step in range(3):
+            grads = [np.round(g * 64) / 64 for g in values(step)]  # which 16 bits hold, an eighth of them too
+            give(one, grads)
+            give(two, [factor * g for g in grads])
+            before = [p.grad.gather() for p in one]
+            first.step(factor)
+            second.step()
+            for p, g in zip(one, before, strict=True):
+                np.testing.assert_array_equal(p.grad.gather(), g, "gradients are read, not changed")
+        mine, theirs = first.state_dict()["states"], second.state_dict()["states"]
+        for p, q in zip(one, two, strict=True):
+            np.testing.assert_allclose(p.gather().astype(float), q.gather().astype(float), rtol=tol, atol=tol)
+            for state, want in theirs[q.name].items():
+                np.testing.assert_allclose(mine[p.name][state], want, rtol=tol, atol=tol, err_msg=state)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
