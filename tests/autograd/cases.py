@@ -81,3 +81,19 @@ def close(found: Any, right: Any, tol: float = 1e-12) -> None:
     assert found.shape == right.shape
     error = np.abs(found - right).max(initial=0) / max(1, np.abs(right).max(initial=0))
     assert error <= tol, f"a relative difference of {error:.3g}"
+
+
+#: Axes of a grid over which the gradient of a whole weight is partial, where the rows of its products are cut so.
+TERMS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"))
+
+
+def term(axes: tuple[str, ...], w: Tensor, seed: int) -> Tensor:
+    """A sum of products of a matrix w, whose gradient by it is partial over these axes of the grid."""
+    x = numbers(7, w.shape[0], seed=seed)
+    plan = pla.Plan((axes,), (None,), (None,), Layout(axes, None), Layout(None, None), Layout(axes, None))
+    return pla.autograd.ops.sum(pla.autograd.ops.matmul(tensor(x, w.grid, plan.x, wants=False), w, plan))
+
+
+def gradient_of_terms(shape: tuple[int, int], seeds: Sequence[int]) -> np.ndarray:
+    """The gradient of the sum of such terms, by hand."""
+    return np.add.outer(sum(numbers(7, shape[0], seed=s).sum(0) for s in seeds), np.zeros(shape[1]))

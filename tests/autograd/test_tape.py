@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, Tensor
 from parlinalg.autograd import ops, record, settle, start_walk
 from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.check import GradientError
-from tests.autograd.cases import cut, numbers, tensor
+from parlinalg.grid import factorizations
+from tests.autograd.cases import TERMS, cut, gradient_of_terms, numbers, tensor, term
 
 X, W, V = numbers(6, 5), numbers(5, 4), numbers(4)
 ROWS = Plan((("a", "b"),), (None,), (None,), Layout(("a", "b"), None), Layout(None, None), Layout(("a", "b"), None))
@@ -102,6 +104,28 @@ def test_parameters_reached_by_a_part_of_the_microbatches_only(grid: Grid) -> No
     np.testing.assert_allclose(v.grad.gather(), (X @ W).sum(0), rtol=1e-12)
     assert w.grad is not None
     np.testing.assert_allclose(w.grad.gather(), np.outer(X.sum(0), V + 1), rtol=1e-12)
+
+
+@pytest.mark.always
+@pytest.mark.parametrize("several", [2, 3, 4])
+def test_terms_partial_over_unlike_axes_count_once(several: int, make_grid: Any, world: Any) -> None:
+    """A term that lacks one of the axes or both counts on one rank along each, whichever came first."""
+    for a, b in factorizations(world.size, 2):
+        grid = make_grid({"a": a, "b": b})
+        for kinds in permutations(TERMS, several):
+            w = Parameter(cut(W, grid, ROWS.w), "w")
+            terms = [term(axes, w, seed) for seed, axes in enumerate(kinds)]
+            sum(terms[1:], start=terms[0]).backward()
+            assert w.grad is not None
+            want = gradient_of_terms(W.shape, range(several))
+            np.testing.assert_allclose(w.grad.gather(), want, rtol=1e-12, err_msg=f"{a} × {b}: {kinds}")
+            with pla.no_sync():  # the terms stay partial, over the axes of all of them
+                terms = [term(axes, w, seed) for seed, axes in enumerate(kinds)]
+                sum(terms[1:], start=terms[0]).backward()
+                term(kinds[0], w, 7).backward()
+            term(kinds[1], w, 8).backward()
+            want = 2 * want + gradient_of_terms(W.shape, (7, 8))
+            np.testing.assert_allclose(w.grad.gather(), want, rtol=1e-12, err_msg=f"{a} × {b}: {kinds}, by passes")
 
 
 def test_parameters_can_wait_for_later(grid: Grid, serial: Grid) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.comm import shared
+from parlinalg.grid import factorizations
 from parlinalg.layout import piece
 from parlinalg.parallel import GradientReducer, clip_gradient_norm, clip_gradient_value, gradient_norm
 from parlinalg.parallel.buckets import Bucket
 from parlinalg.train.update import Update
+from tests.autograd.cases import TERMS, gradient_of_terms, term
 from tests.training import batch, every_scheme, mean_loss, sizes_for
 
 L = pla.Layout
@@ -107,6 +111,26 @@ def test_gradients_add_up(make_grid, world, reference):
         backward(model, grid, DATA, 5)
     backward(model, grid, DATA, 6)
     close(gradients(model), reference((4, 5, 6)))
+
+
+@pytest.mark.always
+def test_terms_partial_over_unlike_axes_count_once(make_grid, world):
+    """In a bucket too, by several passes: a term that lacks axes of the others counts on one rank along each."""
+    shapes = [(5, 4), (3, 2)]
+    for a, b in factorizations(world.size, 2):
+        grid = make_grid({"a": a, "b": b})
+        for kinds in permutations(TERMS, 3):
+            ps = [pla.Parameter(pla.zeros(s, grid, L(None, None), np.float64), f"p{i}") for i, s in enumerate(shapes)]
+            GradientReducer(ps, first_bucket=10, bucket=1000)
+            for again in range(2):  # the first makes the buckets
+                for i, axes in enumerate(kinds[:2]):
+                    with pla.no_sync():
+                        term(axes, ps[0], i).backward()
+                (term(kinds[2], ps[0], 2) + term(kinds[again], ps[1], 3)).backward()
+                for p, seeds in zip(ps, (range(3), (3,)), strict=True):
+                    want = gradient_of_terms(p.shape, seeds)
+                    np.testing.assert_allclose(p.grad.gather(), want, rtol=1e-12, err_msg=f"{a} × {b}: {kinds} {again}")
+                    p.grad = None
 
 
 def test_no_sync_moves_nothing(make_grid, world):
