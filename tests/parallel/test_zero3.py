@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 from collections import Counter
@@ -11,7 +12,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.autograd import no_grad, no_sync
+from parlinalg.autograd import homeward, no_grad, no_sync
 from parlinalg.autograd.homeward import Homeward
 from parlinalg.errors import ConfigError
 from parlinalg.optim import AdamW
@@ -23,7 +24,7 @@ from tests.models import BATCH, HIDDEN, KINDS, VOCABULARY, alone, every_scheme, 
 from tests.training import sizes_for
 
 CUT = {n: s for n, s in every_scheme().items() if n == "zero3" or "weights cut" in n}
-ZERO3 = schemes.discover()["zero3"].SCHEME
+ZERO3, DATA = (schemes.discover()[name].SCHEME for name in ("zero3", "data"))
 SLACK = 8  # elements, of buckets that two ranks do not share evenly
 EVERY = pytest.mark.ranks(1, 2, 3, 4, 6, 8, 12)
 
@@ -178,6 +179,32 @@ class Counted:
         block = self.move.wait()
         self.got(block)
         return block
+
+
+@pytest.mark.ranks(2, 4)
+def test_gradients_under_way_are_at_most_a_block(make_grid, world, monkeypatch):
+    """Terms on their way home take no more bytes at any time than the largest block's weights, whose number is known
+    from the first pass on; several are under way at once."""
+    live, most, single = Counter(), [], []
+    begin = homeward.start
+
+    def counted(block, have, goal, shape, grid, **options):
+        key = object()
+        live[key] = math.prod(len(r) for r in have.block(shape, grid.sizes, dict.fromkeys(grid.axes, 0))) * 8
+        single.append(live[key])
+        most.append(sum(live.values()))
+        return Counted(begin(block, have, goal, shape, grid, **options), lambda _: live.pop(key, None))
+
+    monkeypatch.setattr(homeward, "start", counted)
+    for sizes in [{"data": world.size}, {"replica": world.size // 2, "data": 2}][: world.size // 2]:
+        scheme = ZERO3 if len(sizes) == 1 else DATA.with_data("replica").with_weights_cut("data")
+        _, model, fetcher, optimizer = trained("gpt", scheme, make_grid(sizes), 2, num_hidden_layers=3)
+        most.clear()
+        step(model, optimizer, 2, 2)
+        block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
+        assert fetcher.limit <= block
+        assert max(single) < max(most) <= fetcher.limit
+        assert not live
 
 
 @pytest.mark.ranks(2, 3)

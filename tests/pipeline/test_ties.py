@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.comm import ledger
+import parlinalg as pla
+from parlinalg import nn
+from parlinalg.comm import SingleComm, ledger
 from parlinalg.errors import ConfigError
 from tests.conftest import SIZE
 from tests.models import alone
@@ -111,3 +113,49 @@ def test_another_reducer_needs_another_worker(world: Any, backend: str) -> None:
         p.worker._broken = ""  # on all ranks alike, after all messages
         p.worker.ties._spans = p.worker.ties._spans_here()
         p.step(1)
+
+
+class Thrice(nn.Sequential):
+    """A perceptron that the first, the third and the last layer share, and two of their own."""
+
+    def __init__(self, scheme: Any, grid: Any) -> None:
+        made = [nn.MLP((6, n, 6), scheme, grid, "tanh", dtype=np.float64) for n in (8, 5, 7)]
+        super().__init__(made[0], made[1], made[0], made[2], made[0])
+        self.scheme, self.grid = scheme, grid
+
+
+THREE = {
+    3: [{"size": 1}] * 3,
+    4: [{"size": 1}, {"size": 2, "mode": "1d"}, {"size": 1}],
+    6: [{"size": 2, "mode": "2d", "shape": (1, 2)}, {"size": 1}, {"size": 3, "mode": "1d"}],
+}
+
+
+@pytest.mark.ranks(*THREE)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_three_holders_on_unlike_grids(name: str, world: Any, backend: str) -> None:
+    """The parameters of plain descent are those of one rank, and all holders keep equal bits."""
+
+    def trained(comm: Any, **more: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
+        config = {"dtype": "float64", "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}, **more}
+        x, y = np.random.default_rng(3).normal(size=(2, 7, 6))
+        with pla.launch(config, comm, backend if comm is world else "numpy") as mesh:
+            engine, train, _, _ = pla.initialize(
+                Thrice(mesh.scheme, mesh.grid), None, pla.autograd.ops.mse_sum, [(x, y)] * 4
+            )  # fmt: skip
+            batches, losses = iter(train), []
+            for _ in range(4):
+                losses.append(engine.schedule.forward_backward_step(engine, batches, return_output_label=False)[2])
+                engine.step()
+            mine = {n: sha1(p.gather().tobytes()).hexdigest() for n, p in engine.named_parameters()}
+            for there in comm.share(mine):
+                assert not [n for n, digest in there.items() if mine.get(n, digest) != digest]
+            return losses, engine.model.state_dict()
+
+    parallel = {"pipeline": {"size": 3, "tensor": THREE[SIZE], "partition": [2, 2, 1]}}
+    schedule = {"name": name, "microbatches": 3}
+    (found, after), (losses, want) = trained(world, parallel=parallel, schedule=schedule), trained(SingleComm())
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    assert after.keys() == want.keys()
+    for key, value in want.items():
+        np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-12, err_msg=key)
