@@ -117,6 +117,10 @@ class Conv2d(Module):
             )
         return ops.conv2d(x, self.weight, self.plan, self.windows, groups=self.groups, bias=self.bias, keep=self.keep)
 
+    def from_torch(self, name: str, array: np.ndarray) -> np.ndarray:
+        shape = (self.out_channels, self.in_channels // self.groups, *self.windows.kernel)
+        return array.transpose(2, 3, 1, 0) if name == "weight" and array.shape == shape else array
+
     @property
     def multiplications(self) -> int:
         """Multiplications a pixel of the result."""

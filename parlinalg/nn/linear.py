@@ -100,6 +100,15 @@ class Linear(Module):
             raise LayoutError(f"this layer takes inputs of shape [..., {_text(self.inputs)}], not {x.shape}")
         return ops.matmul(x, self.weight, self.plan(leading), bias=self.bias, keep=self.keep)
 
+    def from_torch(self, name: str, array: np.ndarray) -> np.ndarray:
+        fans = math.prod(self.outputs), math.prod(self.inputs)
+        if name == "bias" and array.shape == fans[:1]:
+            return array.reshape(self.outputs)
+        if name != "weight" or array.shape != fans:
+            return array
+        outs, dims = len(self.outputs), len(self.outputs) + len(self.inputs)
+        return array.reshape(*self.outputs, *self.inputs).transpose(*range(outs, dims), *range(outs))
+
     @property
     def multiplications(self) -> int:
         return math.prod(self.inputs) * math.prod(self.outputs)

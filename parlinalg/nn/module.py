@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
 from parlinalg.names import check_arrays
 from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.foreign import Names, foreign
 from parlinalg.nn.recompute import recomputed
 
 
@@ -307,10 +309,26 @@ class Module:
             del window
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the parameters and buffers that `state_dict` gave, on any grid: global arrays, on every rank.
+    def load_state_dict(
+        self, state: Mapping[str, Any] | str | os.PathLike[str], *, names: Names | None = None,
+        torch: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Take the parameters and buffers that `state_dict` gave, on any grid, or those of a model of PyTorch.
 
-        Collective.
+        Collective; every rank is given the whole state, and takes its part.
+
+        Parameters
+        ----------
+        state : mapping of str to array or tensor, or path
+            Global arrays, tensors of PyTorch, or the path of a safetensors file, of which each rank reads its part.
+        names : dict, list of pairs, or callable, optional
+            From the names of the state to this model's: a dict of those that differ; regular expressions with their
+            replacements, one after the other, as of `re.sub`; or a function.  None in place of a name leaves a tensor
+            out.
+        torch : bool, optional
+            Whether weights lie as in PyTorch, those of a linear layer as [out, in] and of a convolution as [out, in,
+            height, width]; here they lie as [in, out] and [height, width, in, out].  By default True for tensors and
+            files, False for arrays.
 
         Raises
         ------
@@ -323,8 +341,21 @@ class Module:
         mine = dict(self.named_state())
         comms = worlds(p.grid for p in mine.values())
         want = {n: p.shape for n, p in mine.items()}
-        together(comms, lambda: check_arrays("the model's state", want, state), "loading the model's state")
-        together(comms, lambda: self._take(mine, state), "loading the model's state", (ConfigError, OffloadError))
+
+        def read() -> dict[str, Any]:
+            arrays = foreign(self, state, names, torch)
+            check_arrays("the model's state", want, arrays)
+            return arrays
+
+        arrays = together(comms, read, "loading the model's state")
+        together(comms, lambda: self._take(mine, arrays), "loading the model's state", (ConfigError, OffloadError))
+
+    def from_torch(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return a view of an array as this module's own parameter `name`, from PyTorch's layer of the same kind.
+
+        An array of another shape than PyTorch's layer has comes back as it is.
+        """
+        return array
 
     def _take(self, mine: Mapping[str, Parameter], state: Mapping[str, Any]) -> None:
         for name, p in mine.items():

@@ -17,6 +17,7 @@ from parlinalg.grid import Grid
 from parlinalg.names import check_arrays
 from parlinalg.nn.containers import ModuleList, Sequential
 from parlinalg.nn.declared import Declared, is_buffer
+from parlinalg.nn.foreign import Names, foreign
 from parlinalg.nn.layer import Layer, as_layer, layers_of
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
@@ -208,8 +209,11 @@ class PipelineModel(Module):
             state[name] = whole
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the parameters of the whole model: the global arrays, on every rank.
+    def load_state_dict(
+        self, state: Mapping[str, Any] | str | os.PathLike[str], *, names: Names | None = None,
+        torch: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Take the parameters of the whole model; arguments as of `Module.load_state_dict`.
 
         Raises
         ------
@@ -218,10 +222,14 @@ class PipelineModel(Module):
             any; then nothing has changed.
         """
         want = {name: held.shape for name, held in self.inventory.items()}
-        together(
-            self.place.world, lambda: check_arrays("the model's state", want, state), "loading the model's state"
-        )  # fmt: skip
-        super().load_state_dict({name: state[name] for name, _ in self.named_state()})
+
+        def read() -> dict[str, Any]:
+            arrays = foreign(self.whole, state, names, torch)
+            check_arrays("the model's state", want, arrays)
+            return arrays
+
+        arrays = together(self.place.world, read, "loading the model's state")
+        super().load_state_dict({name: arrays[name] for name, _ in self.named_state()}, torch=False)
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
         """Write the whole model so that `transformers` loads it; see `Pretrained.save_pretrained`.  Collective.

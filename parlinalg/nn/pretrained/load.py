@@ -87,7 +87,7 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: 
         )
     config.only("quantization_config", None)
     arguments = {**wanted.arguments(config), **changes}
-    stored = _stored(folder)
+    stored = stored_in(folder)
     places = wanted.places(arguments, stored)
     shapes = {place.tensor: place.shape for held in places.values() for place in held}
     have = {name: stored[name].shape for name in wanted.weights(stored, arguments)}
@@ -97,7 +97,7 @@ def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: 
     return Found(config, arguments, places, stored)
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def stored_in(folder: Path) -> dict[str, Stored]:
     """The tensors of all files of a folder."""
     weights = weights_of(folder)
     if not isinstance(weights, dict):
