@@ -1,4 +1,4 @@
-"""Host memory that is used again.
+"""Host memory: how much there is, and that it is used again.
 
 A large array that the C library gives back to the system when it is freed is new memory when the next one is made: the
 system clears its pages again, which takes as long as several passes over them.  A training step makes the same arrays
@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
+
+from parlinalg.errors import ConfigError
+from parlinalg.units import format_bytes
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # from glibc's malloc.h
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
@@ -34,3 +39,22 @@ def _glibc() -> ctypes.CDLL | None:
     except (OSError, TypeError):
         return None
     return library if hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt") else None
+
+
+@lru_cache(maxsize=1)
+def host_memory() -> int:
+    """Return the bytes of memory that this process may have at most: the host's, or its container's."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int(Path(path).read_text()))
+    return found
+
+
+def check_memory(what: str, nbytes: int) -> None:
+    """Raise a ConfigError if something needs more memory than there is, before any of it is asked for."""
+    if nbytes > host_memory():
+        raise ConfigError(
+            f"{what} would take {format_bytes(nbytes)} of this rank's memory, and the host has "
+            f"{format_bytes(host_memory())} for all its ranks: make it smaller, or take more ranks"
+        )

@@ -11,9 +11,10 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.datasets.collate import leaves
-from parlinalg.errors import ConfigError
+from parlinalg.errors import ConfigError, brief
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
+from parlinalg.random.counter import check_seed
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,9 @@ class Sampler:
     """
 
     def __init__(self, length: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        for name, value in (("length", length), ("seed", seed)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 64:
-                raise ConfigError(f"Sampler: {name} is a whole number of at least 0 and below 2⁶⁴, not {value!r}")
-        self.length, self.shuffle, self.seed = int(length), bool(shuffle), int(seed)
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or not 0 <= length < 1 << 63:
+            raise ConfigError(f"Sampler: length is a whole number of at least 0 and below 2⁶³, not {brief(length)}")
+        self.length, self.shuffle, self.seed = int(length), bool(shuffle), check_seed(seed)
 
     def __len__(self) -> int:
         """Samples an epoch."""
@@ -94,7 +94,9 @@ class Sampler:
         """The numbers of the samples of an epoch, [length]; epochs count from 0."""
         if not self.shuffle:
             return np.arange(self.length)
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch + 1])).permutation(self.length)
+        return np.random.Generator(np.random.Philox(key=np.array([self.seed, epoch + 1], np.uint64))).permutation(
+            self.length
+        )
 
 
 class Loader:

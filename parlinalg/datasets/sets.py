@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from parlinalg.errors import ConfigError
+from parlinalg.random.counter import check_seed
 
 TEST_SHARE = 0.2
 ARRAYS = ("x", "y", "x_test", "y_test")
 TRAIN = {"x_train": "x", "y_train": "y"}  # names that are taken too
+MOST_CLASSES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Samples:
     ------
     ConfigError
         If the file is missing or unreadable, an array is missing, lengths differ, x holds NaN or infinities, or labels
-        are not integers of at least 0; the message names the array and the first sample at fault.
+        are not integers from 0 to 2²⁴ − 1; the message names the array and the first sample at fault.
     """
     file = Path(path)
     if not file.is_file():
@@ -160,6 +162,12 @@ def _labels(file: Path, name: str, array: np.ndarray, samples: int) -> np.ndarra
             f"{file}: {name} holds {array[at]} for sample {at} ({int(wrong.sum())} labels like it); labels are "
             "integers from 0, without NaN and negative numbers"
         )
+    if (large := array >= MOST_CLASSES).any():
+        at = int(large.argmax())
+        raise ConfigError(
+            f"{file}: {name} holds {array[at]} for sample {at}, and with it there would be more than {MOST_CLASSES:,} "
+            "classes; number the classes that there are from 0: y = numpy.unique(y, return_inverse=True)[1]"
+        )
     return array.astype(np.int64)
 
 
@@ -167,7 +175,7 @@ def _split(name: str, x: np.ndarray, y: np.ndarray, seed: int, test: float) -> S
     count = round(test * len(x))
     if not 0 < count < len(x):
         raise ConfigError(f"{name}: a share of {test} of {len(x)} samples leaves {count} to test; both uses need some")
-    order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(x))
+    order = np.random.Generator(np.random.Philox(key=np.array([check_seed(seed), 0], np.uint64))).permutation(len(x))
     held, rest = np.sort(order[:count]), np.sort(order[count:])
     return Samples(name, x[rest], y[rest], x[held], y[held], _classes(y))
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from parlinalg.errors import ConfigError
+from parlinalg.files import read_json
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -123,8 +124,8 @@ def tokenizer(path: str | Path | None = None) -> Tokenizer:
     if not file.is_file():
         raise ConfigError(f"there is no tokenizer {str(file)!r}: give a tokenizer.json, or nothing to train on bytes")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one too
+        content = read_json(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a tokenizer: it is not JSON ({error})") from error
     return Bytes() if content == byte_file() else FromFile(file)
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.backend.memory import check_memory
 from parlinalg.datasets.loader import Batch
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
+from parlinalg.random.counter import check_seed
 
 IGNORED = -100  # a target that does not count
 
@@ -48,6 +50,7 @@ class Passages:
             if value < 1:
                 raise ConfigError(f"{what} must be at least 1, not {value}")
         self.tokens, self.length, self.batch_size = tokens, length, batch_size
+        check_memory(f"a batch of {batch_size} windows of {length} tokens", 8 * batch_size * length // grid.size)
         self.grid, self.ids_layout, self.targets_layout = grid, ids_layout, targets_layout
         self.order, self.document_starts = order, starts
         if order is not None and not np.array_equal(np.sort(order), np.arange(length)):
@@ -117,7 +120,7 @@ class Windows(Passages):
     ) -> None:  # fmt: skip
         self.least = length + 1
         super().__init__(tokens, length, batch_size, grid, ids_layout, targets_layout, order=order, starts=starts)
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def __len__(self) -> int:
         """Steps that read as many tokens as the text has: what counts as an epoch."""
@@ -125,7 +128,7 @@ class Windows(Passages):
 
     def starts(self, step: int) -> np.ndarray:
         """Where the windows of a step begin, [batch_size]; steps count from 0."""
-        random = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        random = np.random.Generator(np.random.Philox(key=np.array([self.seed, step], np.uint64)))
         return random.integers(0, len(self.tokens) - self.length, self.batch_size)
 
     def at(self, step: int, parts: int = 1) -> list[Batch]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Buffer, Parameter, recording
+from parlinalg.backend.memory import check_memory
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
@@ -20,6 +21,7 @@ from parlinalg.names import check_arrays
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.foreign import Names, foreign
 from parlinalg.nn.recompute import recomputed
+from parlinalg.random.counter import check_seed
 
 
 class Module:
@@ -270,6 +272,8 @@ class Module:
 
         self._check_containers()
         wanted = None if only is None else {id(module) for module in only}
+        check_seed(seed)
+        check_memory("a model of this size", self._declared_bytes(wanted))
         for name, module in self.named_modules(prefix):
             module.name, module.seed = name, seed
             if wanted is not None and id(module) not in wanted:
@@ -285,6 +289,12 @@ class Module:
                     kind = Buffer if held.buffer else Parameter
                     module._parameters[own] = kind(made(held, qualified), qualified)
         return self
+
+    def _declared_bytes(self, wanted: Collection[int] | None) -> int:
+        """Bytes of host memory that `initialize` would take on this rank, for modules of these identities."""
+        own = [m for m in self.modules() if wanted is None or id(m) in wanted]
+        held = [held for module in own for held in module._parameters.values() if isinstance(held, Declared)]
+        return sum(declared.nbytes for declared in held if declared.grid.backend.name == "numpy")
 
     def forget(self, modules: Iterable[Module] | None = None) -> None:
         """Leave the values of these modules' own declared parameters (by default of all within this one) again."""

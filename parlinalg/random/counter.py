@@ -13,8 +13,12 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
+from operator import index
+from typing import Any
 
 import numpy as np
+
+from parlinalg.errors import ConfigError, brief
 
 Words = np.ndarray
 
@@ -24,9 +28,26 @@ CHUNK = 1 << 15
 JUMP = 1 << 10
 
 
+def check_seed(seed: Any) -> int:
+    """Return a seed as an integer.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a whole number from 0 to 2⁶⁴ − 1.
+    """
+    try:
+        found = -1 if isinstance(seed, bool) else index(seed)
+    except TypeError:
+        found = -1
+    if not 0 <= found < 1 << 64:
+        raise ConfigError(f"a seed is a whole number of at least 0 and below 2⁶⁴, not {brief(seed)}")
+    return found
+
+
 def key(seed: int, name: str = "", call: int = 0, step: int = 0) -> np.ndarray:
     """The key of the stream for this seed, name, number of call and step: 128 bits of a hash, as two uint64."""
-    label = json.dumps([int(seed), str(name), int(call), int(step)])
+    label = json.dumps([check_seed(seed), str(name), int(call), int(step)])
     return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=16).digest(), "<u8").astype(np.uint64)
 
 

@@ -73,7 +73,7 @@ _language: dict[str, Check] = {
     "vocab_size": whole(1),
     "max_position_embeddings": whole(1),
     "hidden_size": whole(1),
-    "num_hidden_layers": whole(1),
+    "num_hidden_layers": whole(1, 100_000),
     "num_attention_heads": whole(1),
     "intermediate_size": whole(1),
     "tie_word_embeddings": flag,
@@ -147,7 +147,7 @@ SAMPLE: dict[str, Check] = {
     "temperature": real(0),
     "top_k": optional(whole(1)),
     "top_p": optional(real(0, 1, above=True)),
-    "seed": whole(0),
+    "seed": whole(0, (1 << 64) - 1),
 }
 
 
@@ -266,7 +266,7 @@ CHECKS: dict[str, Check] = {
     "parallel": _parallel,
     "backend": one_of("auto", "numpy", "cupy"),
     "dtype": one_of("float32", "float64", "bfloat16", "float16"),
-    "seed": whole(0),
+    "seed": whole(0, (1 << 64) - 1),
     "model": choice(MODELS, default="mlp"),
     "data": _data,
     "optimizer": choice(OPTIMIZERS, default="adamw"),
@@ -275,7 +275,7 @@ CHECKS: dict[str, Check] = {
     "epochs": whole(1),
     "steps": optional(whole(1)),
     "batch_size": whole(1),
-    "gradient_accumulation": whole(1),
+    "gradient_accumulation": whole(1, 100_000),
     "clip_grad_norm": optional(real(0, above=True)),
     "validate_every": optional(whole(1)),
     "sample": lambda where, value: section(where, {} if value is None else value, SAMPLE),

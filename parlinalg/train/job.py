@@ -110,7 +110,10 @@ class Job:
             if text and self.speaks:
                 print(f"{text}\n", flush=True)
             begun = self.trainer.made
-            with Progress(self.out, self.steps, self.speaks, begun) as told:
+            progress = together(
+                self.world, lambda: Progress(self.out, self.steps, self.speaks, begun), "opening metrics.jsonl"
+            )
+            with progress as told:
                 name = self._steps(stop, told)
             lost = [*self.saving.close(), *told.lost]
         self._close(told.history, book, perf_counter() - start, name, begun, lost)

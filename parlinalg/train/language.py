@@ -14,6 +14,7 @@ import numpy as np
 from parlinalg.array import zeros
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
+from parlinalg.backend.memory import check_memory
 from parlinalg.backend.rate import gemm_rate, gemm_side
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
@@ -59,6 +60,9 @@ class Language(Task):
         self.length = int(config.data.options.get("sequence_length", SEQUENCE))
         self.whole = self._declared(config)
         shape = (rows_of_a_microbatch(config, mesh.parallel), self.length)
+        if not config.offload:  # each block's input is kept for the backward pass
+            hidden = math.prod(shape) * self.whole.config["hidden_size"] * np.dtype(np.float16).itemsize
+            check_memory(f"a microbatch of {shape[0]} windows of {shape[1]} tokens", hidden // mesh.world.size)
         self.model = staged(
             config, mesh, self.whole, sample=lambda: zeros(shape, mesh.grid, self.whole.ids_layout, np.int64)
         )  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 COLORS = ("tab:red", "tab:blue")
-WINDOW = 20  # steps whose mean the thick lines show
+WINDOW = 21  # steps whose mean the thick lines show, at most; and a fifth of all steps
 
 
 def plot(path: Path, history: Sequence[Mapping[str, Any]], curves: Mapping[str, str], title: str) -> str:
@@ -40,7 +41,9 @@ def plot(path: Path, history: Sequence[Mapping[str, Any]], curves: Mapping[str, 
         axes, color = figure.add_subplot(1, len(curves), place + 1), COLORS[place % len(COLORS)]
         values = [h[name] for h in history]
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
-        axes.plot(steps, running_mean(values), color=color, label=f"training, mean of {WINDOW} steps")
+        half = half_width(len(values))
+        label = f"training, mean of {2 * half + 1} steps" if half else "training"
+        axes.plot(steps, centred_mean(values, half), color=color, label=label)
         if measured := [(h["step"], h[held]) for h in history if held in h]:
             label = f"{_said(held)}: {measured[-1][1]:.4f}"
             axes.plot(*zip(*measured), color="black", marker="o", markersize=3, linewidth=0.9, label=label)
@@ -58,14 +61,27 @@ def _said(name: str) -> str:
     return name.removesuffix("_per_s").replace("_", " ") + (" a second" if name.endswith("_per_s") else "")
 
 
-def running_mean(values: Sequence[float]) -> list[float]:
-    """For each value the mean of the last `WINDOW` ones.
+def half_width(n: int) -> int:
+    """Return how many steps on either side of each the mean of n steps takes: few where there are few.
 
-    >>> running_mean([1.0, 2.0, 3.0])
-    [1.0, 1.5, 2.0]
+    >>> [half_width(n) for n in (1, 10, 50, 1000)]
+    [0, 1, 5, 10]
     """
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    starts = [max(0, i + 1 - WINDOW) for i in range(len(values))]
-    return [(sums[i + 1] - sums[s]) / (i + 1 - s) for i, s in enumerate(starts)]
+    return min(WINDOW // 2, n // 10)
+
+
+def centred_mean(values: Sequence[float], half: int) -> list[float]:
+    """Return for each value the mean of it and of `half` values on either side.
+
+    Towards the ends fewer are taken, on both sides as many, so that the means of numbers on a line are these numbers:
+    they lag behind nowhere.  Numbers that are not finite are left out.
+
+    >>> centred_mean([1.0, 2.0, 3.0, 4.0, 10.0], 1)
+    [1.0, 2.0, 3.0, 5.666666666666667, 10.0]
+    """
+    found, last = [], len(values) - 1
+    for i in range(len(values)):
+        reach = min(half, i, last - i)
+        finite = [v for v in values[i - reach : i + reach + 1] if math.isfinite(v)]
+        found.append(sum(v / len(finite) for v in finite) if finite else math.nan)
+    return found

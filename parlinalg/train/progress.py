@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from parlinalg.files import parse_json, read_bytes
+
 SHOWN = {  # of the metrics there are: what they are called here, and how they are written
     "loss": ("loss", ".4f"),
     "accuracy": ("accuracy", ".3f"),
@@ -100,12 +102,12 @@ def up_to(path: Path, step: int) -> list[dict[str, Any]]:
     A line that is not whole, as of a process that was killed, is no step's.
     """
     kept, texts = [], []
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+    for line in read_bytes(path, 1 << 40).decode(errors="replace").splitlines() if path.exists() else ():
         try:
-            metrics = json.loads(line)
+            metrics = parse_json(line)
         except ValueError:
             continue
-        if isinstance(metrics, dict) and metrics.get("step", step + 1) <= step:
+        if isinstance(metrics, dict) and type(made := metrics.get("step")) is int and made <= step:
             kept.append({name: math.nan if value is None else value for name, value in metrics.items()})
             texts.append(f"{line}\n")
     aside = path.with_name(f".{path.name}")

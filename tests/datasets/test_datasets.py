@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import ledger
-from parlinalg.datasets import Loader, digits, npz, sets
+from parlinalg.datasets import Loader, Windows, digits, npz, sets
 from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
+from parlinalg.nn import Linear
+from parlinalg.random import uniform
 from parlinalg.schemes import discover
 from tests.conftest import SIZE
 
+SERIAL = discover()["serial"].SCHEME
 FINE = {"x": np.arange(24.0).reshape(6, 2, 2), "y": np.arange(6) % 3}
 WRONG = [
     ({"y": FINE["y"]}, ("needs x", "y")),
@@ -31,6 +34,14 @@ WRONG = [
     ({**FINE, "y": np.arange(5)}, ("5 labels for 6 samples",)),
     ({**FINE, "y": np.zeros((6, 3), int)}, ("y has shape (6, 3)", "one class number a sample")),
     ({**FINE, "y": np.array(list("abcdef"))}, ("y has dtype", "integers from 0")),
+    ({**FINE, "y": np.array([0, 1, 2**63, 0, 1, 0], np.uint64)}, ("y holds 9223372036854775808", "unique")),
+    ({**FINE, "y": np.array([0, 1, 2**64 - 1, 0, 1, 0], np.uint64)}, ("y holds 18446744073709551615",)),
+    ({**FINE, "y": np.array([0, 1, 2, 0, 1, 10**9])}, ("y holds 1000000000 for sample 5", "16,777,216 classes")),
+    ({**FINE, "y": np.array([0, 1, 1e30, 0, 1, 0])}, ("y holds 1e+30 for sample 2",)),
+    ({**FINE, "y": np.array([0, 1, np.inf, 0, 1, 0])}, ("y holds inf for sample 2",)),
+    ({**FINE, "y": np.array([0, 1, None, 0, 1, 0])}, ("cannot be read", "Object arrays")),
+    ({"x": np.zeros((0, 3)), "y": np.zeros(0, int)}, ("x has shape (0, 3)", "at least one of each")),
+    ({**FINE, "y_test": np.array([2**40]), "x_test": np.ones((1, 4))}, ("y_test holds 1099511627776",)),
     ({**FINE, "x_test": FINE["x"]}, ("one of x_test and y_test",)),
     ({**FINE, "x_test": np.ones((2, 5)), "y_test": np.zeros(2, int)}, ("4 features and x_test 5",)),
 ]  # fmt: skip
@@ -66,6 +77,24 @@ def test_splits_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert one.classes == 3
     with pytest.raises(ConfigError, match=r"leaves 0 to test"):
         npz(tmp_path / "data.npz", test=0.01)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("seed", [2**64, 2**200, -1, 1e300, 1.5, True, "1", None, 10**5000], ids=range(9))
+def test_a_seed_is_a_number_of_64_bits(seed: Any, tmp_path: Path, make_grid: Callable[..., Any]) -> None:
+    np.savez(tmp_path / "data.npz", **FINE)
+    grid = make_grid({"r": 1})
+    loader = (FINE["x"], FINE["y"], 2, grid, Layout(None, None, None), Layout(None))
+    text = (np.arange(90), 4, 2, grid, Layout(None, None), Layout(None, None))
+    for take in (
+        lambda seed: npz(tmp_path / "data.npz", seed, test=0.5), lambda seed: Loader(*loader, seed=seed).order(1),
+        lambda seed: Windows(*text, seed=seed).starts(3), lambda seed: uniform(3, grid, Layout(None), seed=seed),
+        lambda seed: Linear(3, 2, SERIAL, grid).initialize(seed),
+    ):  # fmt: skip
+        for good in (0, np.int64(7), 2**63 - 1, 2**63, 2**64 - 1):
+            take(good)
+        with pytest.raises(ConfigError, match="a seed is a whole number of at least 0 and below 2⁶⁴, not"):
+            take(seed)
 
 
 @pytest.mark.serial

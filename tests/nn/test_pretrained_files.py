@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import random
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from parlinalg.errors import ConfigError
 from parlinalg.nn.pretrained import gpt2, llama
 from parlinalg.nn.pretrained.save import shards
+from parlinalg.nn.pretrained.settings import Settings, weights_of
 from parlinalg.nn.pretrained.table import Part, Row, places
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
 
@@ -128,3 +132,116 @@ def test_damaged_files_are_refused(how, words, tmp_path):
     with pytest.raises(ConfigError, match=words) as caught:
         _ = [stored.dtype for stored in read_header(path).values()]
     assert str(path) in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- files of others
+
+
+def written(path):
+    rng = np.random.default_rng(0)
+    tensors = {"a": rng.normal(size=(3, 5)), "b": rng.normal(size=(7,)), "none": np.zeros((0, 4))}
+    writer = Writer(path, {n: t.shape for n, t in tensors.items()}, {n: t.dtype for n, t in tensors.items()})
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    writer.close()
+    writer.appear()
+    return tensors
+
+
+def file_of(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+ODD = [
+    -1, 2**31, 2**62, 2**63, 2**64, 10**30, 10**400, 0.5, 1e300, float("nan"), True, None, "", "F32", "../x", "\ud800",
+    [], [0], [0, 0], [[0, 8]], [8, 0], [-8, 0], [0, 2**63], {}, {"a": 1}, [2**40] * 70, [10**18] * 100_000, "é" * 10**5,
+]  # fmt: skip
+
+
+def test_headers_changed_at_random(tmp_path, full):
+    """What is not noticed is the same tensors, and no message is long."""
+    path = tmp_path / "model.safetensors"
+    tensors = written(path)
+    contents = path.read_bytes()
+    length = int.from_bytes(contents[:8], "little")
+    header, data = json.loads(contents[8 : 8 + length]), contents[8 + length :]
+    taken, said = 0, []
+    trials = 20_000 if full else 400
+    for seed in range(trials):
+        draw, changed = random.Random(seed), copy.deepcopy(header)
+        name = draw.choice([*tensors, "__metadata__"])
+        key = draw.choice(["dtype", "shape", "data_offsets", None])
+        odd = draw.choice(ODD)
+        if key is None or name == "__metadata__":
+            changed[name] = odd
+        elif draw.random() < 0.2:
+            del changed[name][key]
+        elif draw.random() < 0.5 and isinstance(changed[name][key], list):
+            changed[name][key][draw.randrange(len(changed[name][key]))] = odd
+        else:
+            changed[name][key] = odd
+        text = json.dumps(changed).encode()
+        path.write_bytes(file_of(text, data))
+        try:
+            found = read_header(path)
+            assert {n: s.mapped().tolist() for n, s in found.items()} == {n: t.tolist() for n, t in tensors.items()}
+            taken += 1
+        except ConfigError as error:
+            said.append(str(error))
+    assert taken < trials / 2
+    assert all(str(path) in text and len(text) < 600 for text in said)
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (file_of(b"{}", length=2**63), "its header alone 9223372036854775816"),
+        (file_of(b"{}", length=2**64 - 1), "its header alone 18446744073709551623"),
+        (file_of(b"{}", length=3), "its header alone 11"),
+        (file_of(b"[" * 200_000), "nested too deep"),
+        (file_of(b'{"a":' * 100_000), "nested too deep"),
+        (file_of(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], '
+                 b'"data_offsets": [0, 4]}}', bytes(4)), "the key 'a' twice"),
+        (file_of(b'{"a": {"dtype": "F32", "shape": [2], "shape": [1], "data_offsets": [0, 4]}}', bytes(4)), "twice"),
+        (file_of(b"\xff\xfe{\x00}\x00"), "not UTF-8"),
+        (file_of(b"[]"), "cannot be understood"),
+        (file_of(b"1" * 5000), "cannot be understood"),
+        (file_of(b'{"a": {"dtype": "F32", "shape": [1, -1, -1], "data_offsets": [0, 4]}}', bytes(4)), r"\[1, -1, -1\]"),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_headers_that_are_none(contents, words, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(contents)
+    with pytest.raises(ConfigError, match=words):
+        read_header(path)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="it is a FIFO, not a file"):
+        read_header(path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="it is a FIFO, not a file"):
+        Settings.read(tmp_path)
+    path.unlink()
+    tensors = written(tmp_path / "blob")
+    path.symlink_to(tmp_path / "blob")  # as the cache of a hub has them
+    stored = read_header(path)["a"]
+    assert (stored.mapped() == tensors["a"]).all()
+    os.truncate(path, 100)
+    with pytest.raises(ConfigError, match="was changed, and does not have all of 'a'"):
+        stored.mapped()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"model_type": "gpt2", "model_type": "llama"}', "\udcff", "1" * 9999], ids=range(4)
+)
+def test_settings_that_are_none(text, tmp_path):
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        Settings.read(tmp_path)
+    with pytest.raises(ConfigError, match=r"index\.json cannot be understood"):
+        weights_of(tmp_path)

@@ -16,7 +16,7 @@ from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
 from parlinalg.train.loop import batches
 from parlinalg.train.metrics import correct
-from parlinalg.train.plots import plot, running_mean
+from parlinalg.train.plots import centred_mean, half_width, plot
 from parlinalg.train.progress import Progress
 from tests.conftest import SIZE
 
@@ -73,7 +73,36 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no step" in plot(tmp_path / "b.png", [], curves, "title")
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert "pip install 'parlinalg[train]'" in plot(tmp_path / "c.png", history, curves, "title")
-    assert running_mean([1.0] * 30 + [21.0])[-1] == pytest.approx(2.0)
+
+
+@pytest.mark.serial
+def test_the_thick_line_of_a_picture_does_not_lag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is drawn: on a line, and half-way down a fall, in short runs and long ones."""
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    plain = Axes.plot
+
+    def keep(self: Any, *args: Any, **options: Any) -> Any:
+        drawn.append(args)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Axes, "plot", keep)
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    for n in (1, 2, 3, 10, 30, 100, 1000):
+        steps = np.arange(1, n + 1)
+        for loss in (5.0 - 3.0 * steps / n, 1.0 / (1.0 + np.exp(8.0 * (steps / n - 0.5)))):
+            drawn.clear()
+            history = [{"step": int(s), "loss": float(v)} for s, v in zip(steps, loss, strict=True)]
+            assert plot(tmp_path / "a.png", history, {"loss": ""}, "title") == ""
+            (_, thin), (_, thick) = drawn
+            assert thin == [h["loss"] for h in history]
+            atol = 1e-12 if loss[0] > 1.5 else 0.02  # the curvature's
+            np.testing.assert_allclose(thick, loss, rtol=0, atol=atol)
+    noisy = [1.0 + (-1) ** i for i in range(200)]
+    assert max(abs(v - 1.0) for v in centred_mean(noisy, half_width(200))[10:-10]) < 0.05, "it is smooth"
+    assert centred_mean([1.0, np.nan, 3.0, np.inf, 5.0], 1) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.serial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from parlinalg.optim import SGD, AdamW
 from parlinalg.train.config import check
 from parlinalg.train.parallel import share_out
 from tests.conftest import SIZE
+from tests.train.trainings import main
 
 SIZES = (5, 8, 3)
 
@@ -307,3 +309,36 @@ def test_configurations_of_what_cannot_be_counted(values: dict[str, Any], right:
     """At once, where a schedule or the shapes of a grid would be counted out for ever."""
     with pytest.raises(ConfigError, match=right):
         share_out(check(values).parallel, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "right"),
+    [
+        *(({"seed": seed}, "seed must be a whole number of at least 0 and at most 18,446,744,073,709,551,615, not")
+          for seed in (2**64, 2**200, 10**5000, -1, 1e300, True)),
+        ({"steps": 10**5000}, "steps must be .* and at most 9,007,199,254,740,992, not a int too long to write"),
+        ({"epochs": 10**30}, "epochs must be a whole number of at least 1 and at most 9,007,199,254,740,992"),
+        ({"batch_size": 10**400}, "batch_size must be a whole number of at least 1 and at most 9,007,199,254,740,992"),
+        ({"gradient_accumulation": 10**15}, "gradient_accumulation must be .* at most 100,000"),
+        ({"model": {"name": "gpt", "num_hidden_layers": 10**9}}, "num_hidden_layers must be .* at most 100,000"),
+        ({"lr_schedule": {"name": "cosine", "warmup": 10**400}}, r"lr_schedule\.warmup must be a whole number"),
+        ({"model": {"hidden": 10**12}}, "a model of this size would take .* TiB of this rank's memory"),
+        ({"model": {"hidden": [10**9] * 3}}, "a model of this size would take .* TiB of this rank's memory"),
+        ({"model": {"name": "gpt", "hidden_size": 10**12}}, "would take .* TiB of this rank's memory"),
+        ({"model": {"name": "gpt", "vocab_size": 10**12}}, "a model of this size would take .* of this rank's memory"),
+        ({"model": {"name": "llama", "hidden_size": 10**15}}, "would take .* TiB of this rank's memory"),
+        ({"model": {"name": "llama", "head_dim": 10**15}}, "would take .* TiB of this rank's memory"),
+        ({"model": "gpt", "batch_size": 10**15}, "windows of 128 tokens would take .* TiB of this rank's memory"),
+        ({"model": "gpt", "batch_size": 10**9}, "windows of 128 tokens would take .* TiB of this rank's memory"),
+        ({"data": {"name": "text", "sequence_length": 10**15}}, "would take .* of this rank's memory"),
+    ],
+)  # fmt: skip
+@pytest.mark.ranks(1, 2)
+def test_sizes_that_cannot_be_are_refused_at_once(
+    values: dict[str, Any], right: str, folder: Path, world: Any, backend: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=right) as caught:
+        main({"backend": backend, **values}, folder / "out", comm=world)
+    assert len(str(caught.value)) < 600
+    assert time.monotonic() - began < 20

@@ -9,6 +9,7 @@ import numpy as np
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import rotary as kernel
+from parlinalg.backend.memory import check_memory
 from parlinalg.errors import LayoutError
 
 Frequencies = float | np.ndarray
@@ -18,6 +19,7 @@ def rotary_frequencies(width: int, base: float = 10000.0) -> np.ndarray:
     """The angles a position, `base ** (-2 i / width)` for pair i of `width` features; float64, on the host."""
     if width % 2:
         raise ValueError(f"rotary positions turn pairs of features; a head's width of {width} is odd")
+    check_memory(f"rotary positions of {width} features", 4 * width)
     return base ** (-np.arange(0, width, 2, dtype=np.float64) / max(1, width))
 
 

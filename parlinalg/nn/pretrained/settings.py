@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parlinalg.errors import ConfigError
+from parlinalg.files import read_json
 from parlinalg.nn import checks
 
 
@@ -37,7 +37,7 @@ class Settings:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}; from_pretrained takes one with config.json and weights")
         try:
-            values = json.loads(path.read_text("utf-8"))
+            values = read_json(path)
         except FileNotFoundError:
             raise ConfigError(f"{folder} has no {name}; it has {_listing(folder)}") from None
         except (OSError, ValueError) as error:
@@ -107,9 +107,9 @@ def weights_of(folder: Path) -> list[Path] | dict[str, Path]:
             f"{folder} has neither model.safetensors nor model.safetensors.index.json; it has {_listing(folder)}{older}"
         )
     try:
-        names = {str(k): str(v) for k, v in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        names = {str(k): str(v) for k, v in read_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} cannot be understood: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{index} cannot be understood: {type(error).__name__}: {str(error)[:200]}") from None
     for tensor, name in names.items():
         if Path(name).name != name or not (folder / name).is_file():
             raise ConfigError(f"{index} says that {tensor} is in {name!r}, which is no file in {folder}")

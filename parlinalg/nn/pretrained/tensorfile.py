@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.create import dtype_named
-from parlinalg.errors import ConfigError
+from parlinalg.errors import ConfigError, brief
+from parlinalg.files import open_regular, parse_json
 
 Shape = tuple[int, ...]
 #: The format's names of dtypes that weights have, and the counts that batch norms keep.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 MOST_HEADER = 100 * 10**6  # bytes; the limit of the format's reference implementation
+MOST_DIMS, LARGEST = 64, (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,19 @@ class Stored:
         return dtype_named(DTYPES[self.code])
 
     def mapped(self) -> np.ndarray:
-        """The tensor, read as it is used: only the pages of what is taken from it."""
+        """The tensor, read as it is used: only the pages of what is taken from it.
+
+        Raises
+        ------
+        ConfigError
+            If the file has been cut short since its header was read.
+        """
         if not math.prod(self.shape):
             return np.empty(self.shape, self.dtype)
-        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        try:
+            return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{self.path} was changed, and does not have all of {self.name!r}: {error}") from None
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -78,8 +89,8 @@ def read_header(path: Path) -> dict[str, Stored]:
         If the file is cut short, or is not of this format.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
                 raise ConfigError(
@@ -92,12 +103,15 @@ def read_header(path: Path) -> dict[str, Stored]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         header.pop("__metadata__", None)
         tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
         last = _end(sorted(tuple(entry["data_offsets"]) for entry in header.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path} is no safetensors file: its header cannot be understood ({error})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError) as error:
+        why = error.args[0] if error.args else type(error).__name__
+        raise ConfigError(
+            f"{path} is no safetensors file: its header cannot be understood ({str(why)[:200]})"
+        ) from None
     if size != 8 + length + last:
         fault = "is cut short" if size < 8 + length + last else "is longer than its tensors"
         raise ConfigError(f"{path} {fault}: it has {size} bytes, its header speaks of {8 + length + last}")
@@ -105,11 +119,14 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Stored:
-    code, shape, (first, stop) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (*shape, first, stop)):
-        raise ValueError(f"tensor {name!r} has the shape {entry['shape']} and the bytes {entry['data_offsets']}")
+    code, shape, (first, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    what = f"tensor {brief(name, 80)}"
+    if not isinstance(code, str) or len(code) > 16:
+        raise ValueError(f"{what} has the dtype {brief(code, 40)}")
+    if len(shape) > MOST_DIMS or any(type(n) is not int or not 0 <= n <= LARGEST for n in (*shape, first, stop)):
+        raise ValueError(f"{what} has the shape {brief(entry['shape'], 80)} and the bytes {[first, stop]}")
     if code in DTYPES and stop - first != math.prod(shape) * dtype_named(DTYPES[code]).itemsize:
-        raise ValueError(f"tensor {name!r} of {code} and shape {shape} is said to lie in bytes {first} to {stop}")
+        raise ValueError(f"{what} of {code} and shape {brief(shape, 80)} is said to lie in bytes {first} to {stop}")
     return Stored(path, name, code, shape, data + first)
 
 
