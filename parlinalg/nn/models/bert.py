@@ -20,10 +20,11 @@ from parlinalg.nn.embedding import Embedding, Positions
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.models.transformer import Transformer, activation, check_ids, spread
 from parlinalg.nn.norms import LayerNorm
+from parlinalg.nn.pretrained import Pretrained, bert
 from parlinalg.schemes import Scheme
 
 
-class BertEncoder(Transformer):
+class BertEncoder(Transformer, Pretrained):
     """An encoder of BERT's shape, on every grid: post-norm blocks in which every token sees all that are no padding.
 
     Parameters
@@ -47,7 +48,11 @@ class BertEncoder(Transformer):
 
     Call it with ids [batch, sequence] in `ids_layout`; the hidden states [batch, sequence, hidden_size] have the
     layout `scheme.residual`.  `model.logits(model(ids))` are those of the tokens, through the embedding's table.
+
+    `from_pretrained` reads the encoder of any of `transformers`' BERTs; pooler and heads are left out.
     """
+
+    architecture = bert.ARCHITECTURE
 
     def __init__(
         self, *, vocab_size: int = 30522, max_position_embeddings: int = 512, hidden_size: int = 768,

@@ -18,7 +18,7 @@ from parlinalg.nn.checks import real
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.norms import RMSNorm
-from parlinalg.nn.pretrained import llama
+from parlinalg.nn.pretrained import llama, mixtral
 from parlinalg.schemes import Scheme
 
 
@@ -113,6 +113,33 @@ class Llama(CausalModel):
             for _ in range(c["num_hidden_layers"])
         ]  # fmt: skip
         self.finish(blocks, RMSNorm(hidden, scheme, grid, eps, dtype=self.dtype), seed, divided=False)
+
+
+class Mixtral(Llama):
+    """A language model of Mixtral's shape (Jiang et al., "Mixtral of experts", 2024): a Llama whose perceptrons are
+    `MixtureOfExperts`, on every grid.
+
+    Parameters
+    ----------
+    num_local_experts, num_experts_per_tok, router_aux_loss_coef, rope_theta, rms_norm_eps
+        As in `transformers.MixtralConfig`, with its defaults.
+    capacity_factor : float, optional
+        By default experts take every token, as Mixtral's do.
+    **options
+        As of `Llama`.
+    """
+
+    architecture = mixtral.ARCHITECTURE
+
+    def __init__(
+        self, *, num_local_experts: int = 8, num_experts_per_tok: int = 2, router_aux_loss_coef: float = 0.001,
+        capacity_factor: float | None = None, rope_theta: float = 1e6, rms_norm_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            num_local_experts=num_local_experts, num_experts_per_tok=num_experts_per_tok,
+            router_aux_loss_coef=router_aux_loss_coef, capacity_factor=capacity_factor, rope_theta=rope_theta,
+            rms_norm_eps=rms_norm_eps, **options,
+        )  # fmt: skip
 
 
 def frequencies(width: int, base: float, scaling: Mapping[str, Any] | None) -> np.ndarray:

@@ -17,13 +17,14 @@ from parlinalg.nn.embedding import Positions
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.models.transformer import Transformer, activation, spread
 from parlinalg.nn.norms import LayerNorm
+from parlinalg.nn.pretrained import Pretrained, vit
 from parlinalg.nn.vision import Classifier, PatchEmbedding
 from parlinalg.schemes import Scheme
 
 Size = int | tuple[int, int]
 
 
-class ViT(Transformer):
+class ViT(Transformer, Pretrained):
     """A classifier of images of ViT's shape, on every grid.
 
     Parameters
@@ -56,6 +57,8 @@ class ViT(Transformer):
 
     Call it with images; the logits are [batch, num_labels].
     """
+
+    architecture = vit.ARCHITECTURE
 
     def __init__(
         self, *, image_size: Size = 224, patch_size: Size = 16, num_channels: int = 3, num_labels: int = 2,

@@ -17,17 +17,17 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.module import Module
-from parlinalg.nn.pretrained import gpt2, llama
+from parlinalg.nn.pretrained import bert, gpt2, llama, mixtral, vit
 from parlinalg.nn.pretrained.architecture import Architecture
 from parlinalg.nn.pretrained.load import read
 from parlinalg.nn.pretrained.save import save
 from parlinalg.schemes import Scheme
 from parlinalg.units import parse_bytes
 
-__all__ = ["ARCHITECTURES", "Architecture", "Pretrained", "gpt2", "llama"]
+__all__ = ["ARCHITECTURES", "Architecture", "Pretrained", "bert", "gpt2", "llama", "mixtral", "vit"]
 
 #: The model for each `model_type`.
-ARCHITECTURES = {"gpt2": "GPT", "llama": "Llama"}
+ARCHITECTURES = {"gpt2": "GPT", "llama": "Llama", "mixtral": "Mixtral", "bert": "BertEncoder", "vit": "ViT"}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -130,7 +130,7 @@ class Pretrained(Module):
         comm : Comm
             All ranks.
         """
-        if "num_local_experts" in self.config:
+        if "num_local_experts" in self.config and self.architecture is not mixtral.ARCHITECTURE:
             raise ConfigError(
                 f"{type(self).__name__}: a model with num_local_experts={self.config['num_local_experts']} is not "
                 "written in the format of `transformers`; state_dict() gives its weights"

@@ -31,16 +31,23 @@ class Part:
         Its name; "{i}" is the layer's number.
     dims : str
         The names of its dims.
-    of : (str, int, int), optional
-        The range it has of one of them.
+    of : (str, int, int), or tuple of these, optional
+        The range it has of one of them, or of several.
     file : str, optional
         Its dims in the file, where they are others that hold the same elements in the same order.
     """
 
     tensor: str
     dims: str
-    of: Range | None = None
+    of: Range | tuple[Range, ...] | None = None
     file: str = ""
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The ranges it has of dims."""
+        if self.of is None:
+            return ()
+        return (self.of,) if isinstance(self.of[0], str) else self.of
 
 
 class Row:
@@ -125,9 +132,8 @@ def in_layers(rows: Iterable[Row], layers: int) -> list[Row]:
 
 
 def _place(dims: Sequence[str], part: Part, sizes: Mapping[str, int]) -> Place:
-    if part.of is not None:
-        name, first, stop = part.of
-        sizes = {**sizes, name: stop - first}
+    starts = {name: first for name, first, _ in part.ranges}
+    sizes = {**sizes, **{name: stop - first for name, first, stop in part.ranges}}
     packed = _groups(part.dims)
     flat = [name for group in packed for name in group]
     if sorted(flat) != sorted(dims):
@@ -137,7 +143,7 @@ def _place(dims: Sequence[str], part: Part, sizes: Mapping[str, int]) -> Place:
         shape=tuple(math.prod(sizes[name] for name in group) for group in _groups(part.file) or packed),
         split=tuple(sizes[name] for name in flat),
         order=tuple(flat.index(name) for name in dims),
-        start=tuple(part.of[1] if part.of is not None and name == part.of[0] else 0 for name in dims),
+        start=tuple(starts.get(name, 0) for name in dims),
     )
 
 
