@@ -2,7 +2,7 @@
 
 `python -m pytest` starts no MPI itself: it runs every test once on a single rank without MPI, and `test_runs.py`
 starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy.
-`mpiexec -n 4 python -m pytest tests/grid` runs some of them on 4 ranks directly.  Marks:
+`mpiexec -n 4 python -m pytest --with-mpi tests/grid` runs some of them on 4 ranks directly.  Marks:
 
 - none: the test runs on any number of ranks;
 - `serial`: it does not communicate, or starts its own ranks, and runs in the one-rank run without MPI only;
@@ -10,9 +10,11 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
 - `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
-- `mpi(min_size=2)`: it needs at least so many.
+- `mpi(min_size=2)`: it needs at least so many, as in pytest-mpi; every test that is not `serial` carries this mark,
+  with `min_size=1` where it gives no other.  `--with-mpi` is implied, `--only-mpi` leaves the serial tests out.
 
-Under mpiexec the outcome of every test is agreed by all ranks, and rank 0 alone prints.  A skipped test fails the run,
+The library's own plugin, `parlinalg.testing`, has the outcome of every test agreed by all ranks, lets rank 0 alone
+print, and gives the fixtures `grid`, `serial_grid`, `make_grid` and `mpi_tmp_path`.  A skipped test fails the run,
 unless its reason begins with "cannot be had here:".
 """
 
@@ -103,6 +105,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark every test that is not serial as pytest-mpi's users mark theirs."""
+    if not item.get_closest_marker("serial") and not item.get_closest_marker("mpi"):
+        mark = item.get_closest_marker("ranks")
+        item.add_marker(pytest.mark.mpi(min_size=min(mark.args) if mark else 1))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted, unwanted = [], []
     share = 1 if config.getoption("--full") else config.getoption("--share")
@@ -115,15 +124,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _runs_here(item: pytest.Item, share: int) -> bool:
     if item.get_closest_marker("serial"):
-        return RANKS is None and BACKEND == "numpy"
+        return RANKS is None and BACKEND == "numpy" and not item.config.option.only_mpi
     if mark := item.get_closest_marker("ranks"):
         home = min(mark.args)
         if SIZE not in mark.args and not (item.config.getoption("--full") and SIZE in mark.kwargs.get("full", ())):
             return False
     else:
-        mark = item.get_closest_marker("mpi")
-        home = mark.kwargs.get("min_size", 1) if mark else 2
-        if SIZE in RARE or (mark and (RANKS is None or home > SIZE)):
+        least = item.get_closest_marker("mpi").kwargs.get("min_size", 1)
+        home = max(2, least)
+        if SIZE in RARE or least > SIZE:
             return False
     always = home == SIZE or item.get_closest_marker("always") or (SIZE in CORE and item.get_closest_marker("core"))
     # A test runs at its least number of ranks anyway.
@@ -169,6 +178,11 @@ class Counts:
         exchange = verdicts()
         if path and (exchange is None or exchange.rank == 0):
             Path(path).write_text(json.dumps({"collected": self.collected, "outcomes": self.outcomes}))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if RANKS is not None and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK  # a folder of tests that are serial, or of other numbers of ranks
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

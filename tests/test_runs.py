@@ -107,3 +107,20 @@ def test_a_part_is_known_by_the_names_of_the_tests(tmp_path: Path) -> None:
     assert 0 < len(first) < 30
     assert part("b/test_other.py", PARLINALG_TEST_SEED="6") == first
     assert not first & part("a/test_one.py", "--seed", "7")
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(200)
+def test_the_options_of_pytest_mpi() -> None:
+    """Every test that is not serial has its marker; pytest-mpi itself, if it is installed, is not loaded."""
+
+    def collected(ranks: int, *options: str) -> set[str]:
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options, "tests/test_grid.py"]
+        return {line for line in launch(ranks, arguments).stdout.splitlines() if "::" in line}
+
+    distributed = collected(1, "--with-mpi")
+    assert len(distributed) > 5
+    assert collected(1, "-m", "mpi") == distributed
+    assert collected(0, "--only-mpi") == distributed < collected(0), "mpiexec leaves serial tests out by itself"
+    done = launch(2, ["-m", "pytest", "-q", "--with-mpi", "tests/cli"], timeout=100)
+    assert done.returncode == 0, f"a folder of serial tests is no error: {done.stdout}"
