@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from parlinalg import tunables
 from parlinalg.comm import Handle
 from parlinalg.errors import LayoutError
 from parlinalg.exchange import Rect, exchange, meet, volume
@@ -21,9 +22,6 @@ Block = Any
 Shape = tuple[int, ...]
 Work = Generator[Handle, None, Block]
 Order = tuple[int, ...] | None
-
-#: Elements that a move may hold beside its source and its target (send and receive pieces).
-BUFFER = 1 << 19
 
 
 class Move:
@@ -235,11 +233,11 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
 
 
 def _chunks(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
-    """Cut the dims but `dim` so that a part, with `dim` grown to n, has at most BUFFER elements where possible."""
+    """Cut the dims but `dim` so that a part, with `dim` grown to n, has at most `MOVE_BUFFER` elements if possible."""
     others = [d for d in range(len(shape)) if d != dim]
     size = n * math.prod(shape[d] for d in others)
     along = max(others, key=lambda d: shape[d])
-    rows = max(1, shape[along] * BUFFER // max(1, size))
+    rows = max(1, shape[along] * tunables.MOVE_BUFFER // max(1, size))
     for at in range(0, shape[along], rows):
         yield tuple(slice(at, min(shape[along], at + rows)) if d == along else slice(None) for d in range(len(shape)))
 
@@ -254,7 +252,7 @@ def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, ow
     return (
         yield from exchange(
             block, have, want, [meet(w, have) for w in wants], [meet(want, h) for h in haves],
-            block.dtype, grid.comm(step.axes), grid.backend, biggest, BUFFER, wait=wait, tag=tag,
+            block.dtype, grid.comm(step.axes), grid.backend, biggest, tunables.MOVE_BUFFER, wait=wait, tag=tag,
         )
     )  # fmt: skip
 

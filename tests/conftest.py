@@ -24,6 +24,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,17 @@ BACKEND = os.environ.get("PARLINALG_TEST_BACKEND", "numpy")  # cupy: the stand-i
 if BACKEND == "cupy":
     sys.path.insert(0, str(STANDIN))
 
-from parlinalg.backend import compiled  # noqa: E402
+from parlinalg import tunables  # noqa: E402
 from parlinalg.comm.launchers import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
+from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.runs import begin, chosen, seed_of  # noqa: E402
+from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
 
 if os.environ.get("PARLINALG_TEST_COMPILED") == "1":
-    compiled.SMALL = 1  # compiled loops for the tests' blocks too, which are small
+    tunables.COMPILED_SIZE = 1  # compiled loops for the tests' blocks too, which are small
 
 RANKS = None if launched().by == "one" else launched().ranks
 if RANKS is None:
@@ -235,6 +238,16 @@ def world() -> Any:
     from parlinalg.comm import open_comm
 
     return open_comm()
+
+
+@pytest.fixture
+def tune(request: pytest.FixtureRequest, world: Any) -> Iterator[Tuning]:
+    """`tune(MOVE_BUFFER=7)` gives tunables other values for this test, which fails if no rank reads them (`Tuning`)."""
+    tuning = Tuning(SIZE)
+    yield tuning
+    tuning.restore()
+    if passed(request.node):
+        tuning.check(world)
 
 
 @pytest.fixture

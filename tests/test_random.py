@@ -58,9 +58,8 @@ def test_every_part_of_the_key_counts():
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("jump", "chunk"), [(1 << 10, 1 << 15), (3, 16), (0, 5)])
-def test_a_block_takes_the_words_of_its_indices(monkeypatch, jump, chunk):
-    monkeypatch.setattr(counter, "JUMP", jump)
-    monkeypatch.setattr(counter, "CHUNK", chunk)
+def test_a_block_takes_the_words_of_its_indices(tune, jump, chunk):
+    tune(RANDOM_JUMP=jump, RANDOM_CHUNK=chunk)
     rng = np.random.default_rng(0)
     for _ in range(300):
         shape = tuple(int(n) for n in rng.integers(1, 9, rng.integers(1, 5)))

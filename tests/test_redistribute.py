@@ -32,14 +32,14 @@ def lacks(src, dst, shape, grid):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["one axis", "two axes", "three axes"])
-def test_any_layout_to_any_other(make_grid, world, full, monkeypatch, which, ndim):
+def test_any_layout_to_any_other(make_grid, world, full, tune, which, ndim):
     grid = make_grid(grids(world.size)[which])
     every = layouts(grid.axes, ndim)
     shapes, sources = SHAPES[ndim], {}
     most = None if full and ndim < 3 else SAMPLE[world.size]
     for t, (src, dst) in enumerate(pairs(every, every, most, seed=ndim)):
         for shape in shapes if full else shapes[t % len(shapes) :][:1]:
-            monkeypatch.setattr(module, "BUFFER", 7 if t % 4 == 0 else 1 << 19)
+            tune(ranks=2, MOVE_BUFFER=7 if t % 4 == 0 else 1 << 19)
             expected = numbers(shape, seed=3)
             if (src, shape) not in sources:
                 sources[src, shape] = terms(expected, grid, src)
@@ -70,8 +70,8 @@ def test_sums_count_as_the_collectives_do(make_grid, world):
 
 
 @pytest.mark.parametrize("buffer", [3, 1 << 19])
-def test_started_moves_finish_later(make_grid, world, monkeypatch, buffer):
-    monkeypatch.setattr(module, "BUFFER", buffer)
+def test_started_moves_finish_later(make_grid, world, tune, buffer):
+    tune(ranks=2, MOVE_BUFFER=buffer)
     grid = make_grid(grids(world.size)[1])
     shape, expected = (5, 6), numbers((5, 6))
     every = layouts(grid.axes, 2)
@@ -173,7 +173,7 @@ def test_checked_mode_finds_unequal_replicas(world, backend, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-def test_memory_is_two_blocks_and_a_buffer(make_grid, world, backend, monkeypatch, full):
+def test_memory_is_two_blocks_and_a_buffer(make_grid, world, backend, tune, full):
     """The peak beside the source is the target, its intermediate sums, and a few bounded buffers."""
     if backend != "numpy":
         return  # device memory is not traced
@@ -181,7 +181,7 @@ def test_memory_is_two_blocks_and_a_buffer(make_grid, world, backend, monkeypatc
     side = 1500 if full else 420
     expected = np.arange(side * side, dtype=float).reshape(side, side)
     buffer = 2000
-    monkeypatch.setattr(module, "BUFFER", buffer)
+    tune(ranks=2, MOVE_BUFFER=buffer)
     every = layouts(grid.axes, 2, partial=False)
     for src, dst in pairs(every, every, None if full else 12, seed=4):
         array = pla.distribute(expected, grid, src)

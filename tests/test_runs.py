@@ -115,7 +115,8 @@ def test_the_options_of_pytest_mpi() -> None:
     """Every test that is not serial has its marker; pytest-mpi itself, if it is installed, is not loaded."""
 
     def collected(ranks: int, *options: str) -> set[str]:
-        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options, "tests/test_grid.py"]
+        files = ("tests/test_grid.py", "tests/test_launching.py")
+        arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *options, *files]
         return {line for line in launch(ranks, arguments).stdout.splitlines() if "::" in line}
 
     distributed = collected(1, "--with-mpi")

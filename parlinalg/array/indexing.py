@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.exchange import exchange, meet, volume
 from parlinalg.layout import Cut, Layout, coordinates, span
-from parlinalg.redistribute import BUFFER, Move
+from parlinalg.redistribute import Move
 
 _Item = int | slice | None
 
@@ -103,9 +104,8 @@ def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
     mine, goal = (*have(a.grid.coords), *rest), (*want(a.grid.coords), *rest)
     sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
     biggest = max(map(volume, (*haves, *wants)))
-    out = Move(
-        exchange(front, mine, goal, sends, receives, a.dtype, a.grid.comm(axes), a.grid.backend, biggest, BUFFER)
-    ).wait()
+    comm, backend, room = a.grid.comm(axes), a.grid.backend, tunables.MOVE_BUFFER
+    out = Move(exchange(front, mine, goal, sends, receives, a.dtype, comm, backend, biggest, room)).wait()
     back = tuple(order.index(d) for d in range(a.ndim))
     return a.like(out.transpose(back), layout, shape)
 

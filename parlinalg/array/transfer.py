@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.errors import GridError
 from parlinalg.exchange import Rect, exchange, meet, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, coordinates
-from parlinalg.redistribute import BUFFER, Move, redistribute
+from parlinalg.redistribute import Move, redistribute
 
 Block = Any
 Shape = tuple[int, ...]
@@ -106,5 +107,7 @@ def _between(block: Block, haves: list[Rect], wants: list[Rect], comm: Any, grid
     receives = [meet(wants[me], haves[r]) if serves(r, me) else nothing for r in range(comm.size)]
     biggest = max(map(volume, (*haves, *wants)))
     return Move(
-        exchange(block, haves[me], wants[me], sends, receives, block.dtype, comm, grid.backend, biggest, BUFFER)
+        exchange(
+            block, haves[me], wants[me], sends, receives, block.dtype, comm, grid.backend, biggest, tunables.MOVE_BUFFER
+        )
     ).wait()

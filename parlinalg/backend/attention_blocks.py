@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import compiled
 from parlinalg.backend.blas import gemm_address
 from parlinalg.backend.counted import count
@@ -49,8 +50,6 @@ HOST = Limits(rows=64, keys=1024, scores=1 << 16)
 """What stays in a core's cache while it is worked on."""
 _FEW = 8
 """Queries for which laying out the keys would cost more than their scores, as in generation."""
-_BETWEEN_POLLS = 1 << 20
-"""Scores after which a communication that is under way is looked at."""
 
 
 class Call(NamedTuple):
@@ -153,7 +152,7 @@ class Blocks:
             yield Call((0, batch * heads), self.table, self.nothing, True)
         else:
             for item in range(batch * heads):
-                for i, part in enumerate(self._parts(max(1, _BETWEEN_POLLS // group))):
+                for i, part in enumerate(self._parts(max(1, tunables.ATTENTION_POLL // group))):
                     poll()
                     yield Call((item, item + 1), part, self.nothing, not i)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
+
 Block = Any
 
-SMALL = 1 << 12
-"""Elements below which NumPy computes: a training so small would wait longer for its loops to be compiled."""
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -27,7 +27,7 @@ def loops(*blocks: Block) -> Any:
     The blocks are host arrays of float32 or all of float64, the first of them not small.
     """
     first = blocks[0]
-    if type(first) is not np.ndarray or first.size < SMALL or first.dtype not in _DTYPES:
+    if type(first) is not np.ndarray or first.size < tunables.COMPILED_SIZE or first.dtype not in _DTYPES:
         return None
     if any(type(b) is not np.ndarray or b.dtype != first.dtype for b in blocks[1:]):
         return None

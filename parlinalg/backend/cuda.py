@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import namespace
 from parlinalg.backend.cuda_random import SOURCE as RANDOM
 from parlinalg.backend.cuda_source import SOURCE
 
 Block = Any
-THREADS = 256
 OPTIONS = ("--std=c++17",)
 _TYPES = {
     "float64": ("double", "double", ""),
@@ -65,7 +65,7 @@ def _module(xp: Any, name: str) -> Any:
 
 def _launch(name: str, like: Block, grid: tuple[int, ...], *args: Any) -> None:
     function = _module(namespace(like), like.dtype.name).get_function(f"pla_{name}")
-    function(grid, (THREADS,), args)
+    function(grid, (tunables.CUDA_THREADS,), args)
 
 
 def _work(dtype: Any) -> np.dtype[Any]:
@@ -78,7 +78,7 @@ def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None)
     given = [xp.ascontiguousarray(b) for b in blocks]
     out = xp.empty(blocks[0].shape if shape is None else shape, blocks[0].dtype)
     n = blocks[-1].size if name.endswith("_grad") else out.size
-    _launch(name, out, (-(-n // THREADS),), *given, out, np.int64(n))
+    _launch(name, out, (-(-n // tunables.CUDA_THREADS),), *given, out, np.int64(n))
     return out
 
 
@@ -100,8 +100,9 @@ def drop(
     x = xp.ascontiguousarray(block)
     out = xp.empty(x.shape, x.dtype)
     _launch(
-        "drop", x, (-(-out.size // THREADS),), x, out, table, np.int64(out.size), *map(np.int64, lengths[1:]),
-        *map(np.int64, first[1:]), *map(np.uint64, key), np.uint64(limit), np.int32(bits), _work(x.dtype).type(scale),
+        "drop", x, (-(-out.size // tunables.CUDA_THREADS),), x, out, table, np.int64(out.size),
+        *map(np.int64, lengths[1:]), *map(np.int64, first[1:]), *map(np.uint64, key), np.uint64(limit),
+        np.int32(bits), _work(x.dtype).type(scale),
     )  # fmt: skip
     return out
 
@@ -136,7 +137,7 @@ def norm_grad(x: Block, g: Block, weight: Block, mean: Block, scale: Block) -> t
     parts = -(-rows // each)
     dw, db = xp.empty((parts, n), work), xp.empty((parts, n), work)
     _launch(
-        "norm_sums", x, (-(-n // THREADS), parts), x, g, mean, scale, dw, db, np.int64(rows), np.int64(n),
+        "norm_sums", x, (-(-n // tunables.CUDA_THREADS), parts), x, g, mean, scale, dw, db, np.int64(rows), np.int64(n),
         np.int64(each), centred,
     )  # fmt: skip
     return dx, dw.sum(axis=0), db.sum(axis=0)
@@ -176,7 +177,7 @@ def adam(p: Block, g: Block, m: Block, v: Block, *numbers: float) -> bool:
     if (m.dtype, v.dtype) != (work, work):
         return False
     n = p.size
-    _launch("adam", p, (-(-n // THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
+    _launch("adam", p, (-(-n // tunables.CUDA_THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
     return True
 
 

@@ -12,13 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import compiled, cuda, namespace
 
 Array = Any
-
-#: Elements of a chunk on a CPU; a GPU has no such cache, and takes more at a time.
-CHUNK = 1 << 15
-DEVICE_CHUNK = 1 << 24
 
 
 def work_dtype(dtype: Any) -> np.dtype[Any]:
@@ -98,7 +95,7 @@ def square_sum(x: Array) -> Array:
     """The sum of squares of a flat array, in float64, as an array without dims on its device."""
     xp = namespace(x)
     total = xp.zeros((), np.float64)
-    size = CHUNK if xp is np else DEVICE_CHUNK
+    size = tunables.OPTIMIZER_CHUNK if xp is np else tunables.OPTIMIZER_DEVICE_CHUNK
     for at in range(0, x.size, size):
         part = read(x[at : at + size], work_dtype(x.dtype))
         total += xp.dot(part, part)
@@ -108,7 +105,7 @@ def square_sum(x: Array) -> Array:
 def all_finite(x: Array) -> bool:
     """Whether no element of a flat array is infinite or NaN."""
     xp = namespace(x)
-    size = CHUNK if xp is np else DEVICE_CHUNK
+    size = tunables.OPTIMIZER_CHUNK if xp is np else tunables.OPTIMIZER_DEVICE_CHUNK
     return all(bool(xp.isfinite(x[at : at + size]).all()) for at in range(0, x.size, size))
 
 
@@ -146,7 +143,7 @@ def subtract(p: Array, q: Array, s: Array) -> None:
 def chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
     """The slices of the chunks of a flat array, each with scratch arrays of its length."""
     xp = namespace(p)
-    size = min(p.size, CHUNK if xp is np else DEVICE_CHUNK)
+    size = min(p.size, tunables.OPTIMIZER_CHUNK if xp is np else tunables.OPTIMIZER_DEVICE_CHUNK)
     spare = [xp.empty(size, work_dtype(p.dtype)) for _ in range(scratch)]
     for at in range(0, p.size, max(1, size)):
         n = min(size, p.size - at)

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
+from parlinalg import tunables
 from parlinalg.comm.handle import Handle
 from parlinalg.comm.watch import slot
 
 if TYPE_CHECKING:
     from parlinalg.comm.base import Block
     from parlinalg.comm.mpi import MpiComm
-
-PIECE = 1 << 18
-"""Bytes passed on at a time."""
 
 FIRST_TAG, TAGS = 1 << 16, 1 << 12
 """Broadcasts under way at once run over the same links, and are told apart by these tags; users' are smaller."""
@@ -31,7 +29,7 @@ class Chain(Handle):
 
     def __init__(self, comm: MpiComm, block: Block, root: int) -> None:
         flat = block.reshape(-1).view(np.uint8)
-        pieces = [flat[at : at + PIECE] for at in range(0, flat.size, PIECE)]
+        pieces = [flat[at : at + tunables.CHAIN_PIECE] for at in range(0, flat.size, tunables.CHAIN_PIECE)]
         place = (comm.rank - root) % comm.size
         comm.chains += 1
         self._comm, self._number, self._mpi = comm, comm._calls, comm.mpi

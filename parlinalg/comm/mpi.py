@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from parlinalg import tunables
 from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
-from parlinalg.comm import half, limits, split, staging
+from parlinalg.comm import half, split, staging
 from parlinalg.comm.base import Block, Comm
 from parlinalg.comm.chain import Chain
 from parlinalg.comm.datatypes import REDUCTIONS, carrier, lies_in, number
@@ -31,9 +32,6 @@ from parlinalg.errors import CommError
 
 Runs = tuple[Sequence[int], Sequence[int] | None]
 """The counts of the runs of a block, and where each begins (None: one after the other)."""
-
-LONG = 1 << 20
-"""Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
 
 _HEAD = 256
 
@@ -161,7 +159,7 @@ class MpiComm(Comm):
     def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
         if not isinstance(send, np.ndarray) and not self._takes(send):
             return through_host(send, recv, lambda s, r: self._all_gather(s, r, counts, wait), wait)
-        if recv.size > limits.max_count:
+        if recv.size > tunables.MAX_COUNT:
             return split.all_gather(self, send, recv, counts, wait)
         kind = carrier(send)
         own = MPI.IN_PLACE if lies_in(recv, sum(counts[: self.rank]), send) else (send, send.size, kind)
@@ -182,7 +180,7 @@ class MpiComm(Comm):
             return through_host(send, recv, lambda s, r: self._reduce_scatter(s, r, counts, op, wait), wait)
         if is_half(send.dtype):
             return half.reduce_scatter(self, send, recv, counts, op, wait)
-        if send.size > limits.max_count:
+        if send.size > tunables.MAX_COUNT:
             return split.reduce_scatter(self, send, recv, counts, op, wait)
         kind = number(send.dtype)
         own = (recv, recv.size, kind)
@@ -212,9 +210,9 @@ class MpiComm(Comm):
             if wait:
                 handle.wait()
             return handle
-        if buffer.size > limits.max_count:
+        if buffer.size > tunables.MAX_COUNT:
             return split.all_reduce(self, buffer, op, wait)
-        if wait and buffer.nbytes >= LONG and self.local_size < self.size:
+        if wait and buffer.nbytes >= tunables.LONG_MESSAGE and self.local_size < self.size:
             return self._all_reduce_in_two(buffer, op)
         spec = (buffer, buffer.size, number(buffer.dtype))
         if wait:
@@ -249,9 +247,9 @@ class MpiComm(Comm):
             if self.rank == root:
                 return through_host(buffer, None, lambda b, _: self._broadcast(b, root, wait), wait)
             return through_host(None, buffer, lambda _, b: self._broadcast(b, root, wait), wait)
-        if buffer.size > limits.max_count:
+        if buffer.size > tunables.MAX_COUNT:
             return split.broadcast(self, buffer, root, wait)
-        if buffer.nbytes >= LONG and self.local_size < self.size > 2 and buffer.flags.c_contiguous:
+        if buffer.nbytes >= tunables.LONG_MESSAGE and self.local_size < self.size > 2 and buffer.flags.c_contiguous:
             chain = Chain(self, buffer, root)
             if wait:
                 chain.wait()
@@ -267,7 +265,7 @@ class MpiComm(Comm):
     ) -> Handle:
         if not isinstance(send, np.ndarray) and not self._takes(send):
             return through_host(send, recv, lambda s, r: self._all_to_all(s, send_counts, r, recv_counts, wait), wait)
-        if send.size > limits.max_count or recv.size > limits.max_count:
+        if send.size > tunables.MAX_COUNT or recv.size > tunables.MAX_COUNT:
             return split.all_to_all(self, send, send_counts, recv, recv_counts, wait)
         return self._exchange_runs(send, (send_counts, None), recv, (recv_counts, None), wait)
 
@@ -282,7 +280,7 @@ class MpiComm(Comm):
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
             return through_host(buffer, None, lambda b, _: self._send(b, to, tag, wait), wait)
-        if buffer.size > limits.max_count:
+        if buffer.size > tunables.MAX_COUNT:
             return split.send(self, buffer, to, tag, wait)
         spec = (buffer, buffer.size, carrier(buffer))
         if wait:
@@ -293,7 +291,7 @@ class MpiComm(Comm):
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
         if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
             return through_host(None, buffer, lambda _, b: self._receive(b, source, tag, wait), wait)
-        if buffer.size > limits.max_count:
+        if buffer.size > tunables.MAX_COUNT:
             return split.receive(self, buffer, source, tag, wait)
         spec = (buffer, buffer.size, carrier(buffer))
         if wait:

@@ -20,15 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.comm.base import Comm
 from parlinalg.comm.half import is_half
 
 FOLDER = "/dev/shm"
-SPARE = 2
-"""How many times the bytes asked for must be free: MPI itself lives there too."""
-
-least = 1 << 18
-"""Blocks of fewer bytes travel as messages, which need fewer barriers."""
 
 
 @dataclass
@@ -50,7 +46,7 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
     """
     held = _held(comm)
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if held is None or held.in_use or not least <= size < held.refused:
+    if held is None or held.in_use or not tunables.SHARED_BYTES <= size < held.refused:
         yield None
         return
     if held.memory is None or len(held.memory) < size:
@@ -77,7 +73,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     formed in 32.
     """
     own = size * np.dtype(dtype).itemsize
-    if not _possible(comm) or own < least or is_half(np.dtype(dtype)):
+    if not _possible(comm) or own < tunables.SHARED_BYTES or is_half(np.dtype(dtype)):
         return None
     memory = _made(comm, comm.size * own, own)
     if memory is None:
@@ -130,7 +126,7 @@ def _new(size: int) -> str:
     """The path of a new file in memory that is to have so many bytes; empty if there is too little."""
     try:
         room = os.statvfs(FOLDER)
-        if room.f_bavail * room.f_frsize < SPARE * size:
+        if room.f_bavail * room.f_frsize < tunables.SHARED_SPARE * size:
             return ""
         descriptor, path = tempfile.mkstemp(prefix="parlinalg-", dir=FOLDER)
     except (OSError, AttributeError):

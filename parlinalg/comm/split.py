@@ -1,4 +1,4 @@
-"""Messages of more elements than one MPI call may carry (`limits.max_count`).
+"""Messages of more elements than one MPI call may carry (`tunables.MAX_COUNT`).
 
 A long operation becomes operations on slices of the same blocks, each short enough and all started at once, so nothing
 is copied and a nonblocking operation stays nonblocking.  An all-gather becomes broadcasts and a reduce-scatter
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from parlinalg.comm import limits
+from parlinalg import tunables
 from parlinalg.comm.handle import Handle
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class Several(Handle):
 
 
 def chunks(start: int, count: int) -> Iterator[slice]:
-    """The slices of at most `limits.max_count` elements that make up `count` elements from `start` on."""
-    for at in range(start, start + count, limits.max_count):
-        yield slice(at, min(at + limits.max_count, start + count))
+    """The slices of at most `tunables.MAX_COUNT` elements that make up `count` elements from `start` on."""
+    for at in range(start, start + count, tunables.MAX_COUNT):
+        yield slice(at, min(at + tunables.MAX_COUNT, start + count))
 
 
 def starts(counts: Sequence[int]) -> list[int]:
@@ -103,13 +103,13 @@ def all_to_all(
     gets[get_at[me] : get_at[me] + recv_counts[me]] = gives[give_at[me] : give_at[me] + send_counts[me]]
     parts: list[Handle] = []
     for peer in range(comm.size):
-        if peer != me and recv_counts[peer] > limits.max_count:
+        if peer != me and recv_counts[peer] > tunables.MAX_COUNT:
             parts += [comm._receive(gets[p], peer, TAG, False) for p in chunks(get_at[peer], recv_counts[peer])]
     for peer in range(comm.size):
-        if peer != me and send_counts[peer] > limits.max_count:
+        if peer != me and send_counts[peer] > tunables.MAX_COUNT:
             parts += [comm._send(gives[p], peer, TAG, False) for p in chunks(give_at[peer], send_counts[peer])]
-    short_gives = [0 if p == me or n > limits.max_count else n for p, n in enumerate(send_counts)]
-    short_gets = [0 if p == me or n > limits.max_count else n for p, n in enumerate(recv_counts)]
+    short_gives = [0 if p == me or n > tunables.MAX_COUNT else n for p, n in enumerate(send_counts)]
+    short_gets = [0 if p == me or n > tunables.MAX_COUNT else n for p, n in enumerate(recv_counts)]
     parts.append(comm._exchange_runs(send, (short_gives, give_at), recv, (short_gets, get_at), wait))
     whole = Several(parts)
     if wait:

@@ -18,14 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.errors import ConfigError, brief
 
 Words = np.ndarray
-
-#: Words made at a time: few enough to stay in the cache with what is computed from them.
-CHUNK = 1 << 15
-#: Words left out between two runs that cost less to make and drop than to jump over.
-JUMP = 1 << 10
 
 
 def check_seed(seed: Any) -> int:
@@ -103,11 +99,11 @@ def block_words(
         yield from _line(stream, shift, row, 0)
         return
     rows = _rows(shape[:cut], block[:cut])
-    if row - run > JUMP or row > CHUNK:
+    if row - run > tunables.RANDOM_JUMP or row > tunables.RANDOM_CHUNK:
         for i, r in enumerate(rows.tolist()):
             yield from _line(stream, shift + r * row + inside, run, i * run)
         return
-    most = max(1, CHUNK // row)
+    most = max(1, tunables.RANDOM_CHUNK // row)
     edges = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
     for first, stop in pairwise(edges):  # rows that lie one after the other in the global array
         for i in range(first, stop, most):
@@ -117,8 +113,8 @@ def block_words(
 
 
 def _line(stream: Stream, start: int, n: int, place: int) -> Iterator[tuple[int, Words]]:
-    for at in range(0, n, CHUNK):
-        yield place + at, stream.take(start + at, min(CHUNK, n - at))
+    for at in range(0, n, tunables.RANDOM_CHUNK):
+        yield place + at, stream.take(start + at, min(tunables.RANDOM_CHUNK, n - at))
 
 
 def _rows(shape: Sequence[int], block: Sequence[range]) -> np.ndarray:

@@ -188,6 +188,11 @@ def _settle(item: pytest.Item, report: pytest.TestReport) -> None:
         exchange.before.append(item.nodeid)
 
 
+def passed(item: pytest.Item) -> bool:
+    """Return True if the body of a test has passed, on all ranks."""
+    return item.stash.get(_PASSED, False)
+
+
 def _point(report: pytest.TestReport) -> str:
     return report.nodeid if report.when == "call" else f"{report.when} of {report.nodeid}"
 
@@ -243,7 +248,7 @@ def make_grid(request: pytest.FixtureRequest, world: Comm, parlinalg_backend: st
         return made[-1]
 
     yield make
-    if request.node.stash.get(_PASSED, False):
+    if passed(request.node):
         for grid in reversed(made):
             grid.close()
 

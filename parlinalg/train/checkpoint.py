@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.autograd import Parameter
 from parlinalg.comm import Comm
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import CheckpointError, ConfigError, brief
 from parlinalg.optim import Optimizer
 from parlinalg.train import checkpoint_folder as folders
-from parlinalg.train.checkpoint_index import INDEX, PAGE, Chunk, Entry, File, Index, name_of
+from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, File, Index, name_of
 from parlinalg.train.checkpoint_keep import best_of, to_drop
 from parlinalg.train.checkpoint_load import Reader, check_fits, read_index
 from parlinalg.train.checkpoint_options import check_options, check_training
@@ -338,7 +339,7 @@ class Checkpoints:
                 chunks[name].append(chunk)
                 files[chunk.file] = File(*theirs["file"])
         tensors = {n: Entry(*pending.tensors[n], tuple(chunks[n])) for n in pending.tensors}
-        return Index(pending.step, pending.training, files, tensors, PAGE)
+        return Index(pending.step, pending.training, files, tensors, tunables.CHECKPOINT_PAGE)
 
     def _tidy(self, folder: Path, index: Index) -> None:
         """Take away the files and checkpoints that nobody needs any more."""

@@ -27,8 +27,6 @@ Rect = tuple[range, ...]
 
 FORMAT, VERSION = "parlinalg checkpoint", 1
 INDEX = "index.json"
-PAGE = 1 << 18
-"""Bytes of a chunk that have a checksum of their own: the least that is read of it."""
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64")
 LARGEST = (1 << 63) - 1
 """The largest step, length or place in a file."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.autograd import Parameter
 from parlinalg.backend.kernels_optim import flat
 from parlinalg.errors import ConfigError
@@ -24,9 +25,6 @@ from parlinalg.train.checkpoint_index import Rect, volume
 
 Shape = tuple[int, ...]
 Corner = tuple[Shape, Shape]  # offsets and sizes
-
-SPLIT = 1 << 24
-"""Bytes above which a rectangle that several ranks hold is written by several."""
 
 
 @dataclass(eq=False)
@@ -196,7 +194,7 @@ def share_out(everyone: Sequence[Sequence[Any]], rank: int) -> dict[str, list[Co
     """The rectangles of each tensor that one rank writes: over all ranks, each element once.  Pure.
 
     The largest come first, and each goes to the rank that has the least to write so far of those that hold it; one
-    above `SPLIT` bytes is cut for all that hold it.
+    above `tunables.CHECKPOINT_SPLIT` bytes is cut for all that hold it.
 
     Parameters
     ----------
@@ -259,7 +257,7 @@ def _cut(offsets: Shape, lengths: Shape, itemsize: int, ranks: int) -> Iterator[
     """A rectangle in parts along its first dim of any length."""
     nbytes = math.prod(lengths) * itemsize
     dim = next((d for d, n in enumerate(lengths) if n > 1), None)
-    parts = 1 if dim is None else min(ranks, -(-nbytes // SPLIT), lengths[dim])
+    parts = 1 if dim is None else min(ranks, -(-nbytes // tunables.CHECKPOINT_SPLIT), lengths[dim])
     if dim is None or parts < 2:
         yield offsets, lengths
         return

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.errors import CheckpointError, ParlinalgError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train.checkpoint_index import PAGE, Chunk, File, checksums
+from parlinalg.train.checkpoint_index import Chunk, File, checksums
 from parlinalg.train.checkpoint_pieces import Corner, Piece
 from parlinalg.units import format_bytes
 
@@ -139,7 +140,7 @@ class Shard:
     def _write(self, part: Part) -> None:
         assert self._writer is not None
         elements = part.elements()
-        self._checksums[part.key] = checksums(_bytes(elements), PAGE)
+        self._checksums[part.key] = checksums(_bytes(elements), tunables.CHECKPOINT_PAGE)
         self._writer.write(part.key, elements)
 
     def _finish(self) -> None:

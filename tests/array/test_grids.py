@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-import parlinalg.array.transfer as transfer
 from parlinalg.errors import GridError
 from parlinalg.layout import Layout
 from tests.cases import DTYPES, check, layouts, numbers, pairs, same, terms
@@ -57,8 +56,8 @@ def test_every_call_works_on_idle_ranks(make_grid, world):
 
 
 @pytest.mark.parametrize("buffer", [5, 1 << 19])
-def test_arrays_go_from_grid_to_grid(make_grid, world, monkeypatch, buffer):
-    monkeypatch.setattr(transfer, "BUFFER", buffer)
+def test_arrays_go_from_grid_to_grid(make_grid, world, tune, buffer):
+    tune(MOVE_BUFFER=buffer)
     n = world.size
     made = [make_grid({"a": n}), make_grid({"x": 1, "y": n}), make_grid({"h": max(1, n // 2)}), make_grid({"one": 1})]
     values = numbers((6, 5))

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parlinalg as pla
-import parlinalg.array.indexing as module
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from tests.agreement import agreed
@@ -31,8 +30,8 @@ def grid(world, backend):
 
 @pytest.mark.parametrize("buffer", [3, 1 << 19])
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_slices(grid, monkeypatch, key, buffer):
-    monkeypatch.setattr(module, "BUFFER", buffer)
+def test_slices(grid, tune, key, buffer):
+    tune(ranks=2, MOVE_BUFFER=buffer)
     values = numbers((7, 5), seed=1)
     for layout, _ in pairs(layouts(grid.axes, 2), [0], 6, seed=len(str(key))):
         x = pla.distribute(values, grid, layout)
@@ -61,9 +60,9 @@ ORDERS = list(itertools.permutations(range(3)))
 
 
 @pytest.mark.parametrize("buffer", [5, 1 << 19])
-def test_slices_of_any_dims_of_permuted_arrays(grid, monkeypatch, buffer):
+def test_slices_of_any_dims_of_permuted_arrays(grid, tune, buffer):
     """Of three dims, so that an order and its inverse are two; those that are cut, and others beside them."""
-    monkeypatch.setattr(module, "BUFFER", buffer)
+    tune(ranks=2, MOVE_BUFFER=buffer)
     values, every = numbers((6, 5, 8), seed=3), layouts(grid.axes, 3, partial=False)
     keys = list(itertools.product(PARTS, repeat=3))
     x = pla.distribute(values, grid, Layout(None, None, grid.axes))

@@ -36,11 +36,11 @@ MASKS = {
 
 
 @pytest.fixture(autouse=True, params=["loops", "plain"])
-def how(request, monkeypatch):
+def how(request, tune):
     """Blocks of any size go through compiled loops where these can compute them, and then none does."""
     if request.param == "loops" and compiled._loops() is None:
         pytest.skip("cannot be had here: numba is not installed, or PARLINALG_COMPILED is 0")
-    monkeypatch.setattr(compiled, "SMALL", 0 if request.param == "loops" else 1 << 62)
+    tune(must=False, COMPILED_SIZE=0 if request.param == "loops" else 1 << 62)
     return request.param
 
 
@@ -155,8 +155,8 @@ def test_loops_leave_what_they_do_not_take_to_numpy(how):
 
 
 @pytest.mark.parametrize("limits", [None, SMALL], ids=["", "small"])
-def test_adds_to_gradients_and_asks_now_and_then(limits, monkeypatch):
-    monkeypatch.setattr("parlinalg.backend.attention_blocks._BETWEEN_POLLS", 50)
+def test_adds_to_gradients_and_asks_now_and_then(limits, how, tune):
+    tune(must=how == "loops", ATTENTION_POLL=50, COMPILED_SIZE=0 if how == "loops" else 1 << 62)
     asked = []
     arrays = numbers()
     visible = Visible(causal=True, window=9)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from parlinalg import tunables
 from parlinalg.backend import attention, compiled, kernels, kernels_optim, kernels_rows
 from parlinalg.backend.visible import Visible
 
@@ -22,7 +23,7 @@ SHAPES = [(1, 1), (3, 5), (130, 33), (2, 7, 129), (300, 0), (0, 4)]
 
 
 @pytest.fixture(params=DTYPES, ids=lambda d: d.__name__)
-def both(request, monkeypatch):
+def both(request, monkeypatch, tune):
     """Runs a function by loops, whatever the size, and by NumPy, and compares; counts the calls of loops."""
     calls = []
     real = compiled._loops()
@@ -41,7 +42,7 @@ def both(request, monkeypatch):
         results = []
         for loops in (counted, None):
             monkeypatch.setattr(compiled, "_loops", lambda loops=loops: loops)
-            monkeypatch.setattr(compiled, "SMALL", 1)
+            tune(COMPILED_SIZE=1)
             results.append(function(*(b.copy() if isinstance(b, np.ndarray) else b for b in blocks), **more))
         if uses is not None and blocks[0].size:
             assert uses in calls
@@ -79,8 +80,8 @@ def test_gelu(both, shape, approximate):
     np.testing.assert_allclose(again, y, rtol=4 * np.finfo(both.dtype).eps, atol=1e-6)
 
 
-def test_gelu_is_bit_for_bit_that_of_its_slope(monkeypatch):
-    monkeypatch.setattr(compiled, "SMALL", 1)
+def test_gelu_is_bit_for_bit_that_of_its_slope(tune):
+    tune(COMPILED_SIZE=1)
     for dtype in DTYPES:
         for n in (1, 15, 4097):
             x = numbers((n,), dtype)
@@ -111,6 +112,7 @@ def test_exponentials(dtype):
 
 FIRST = """
 import numpy as np
+from parlinalg import tunables
 from parlinalg.backend import loops
 z = np.random.default_rng(0).standard_normal((50, 33))
 top, out = z.max(axis=1), np.empty(50)
@@ -208,7 +210,7 @@ def test_attention(both, causal, group, spread, monkeypatch):
 
 
 def test_small_blocks_and_other_dtypes_are_numpys(monkeypatch):
-    x = numbers((compiled.SMALL,), np.float32)
+    x = numbers((tunables.COMPILED_SIZE,), np.float32)
     assert compiled.loops(x) is not None
     assert compiled.loops(x[1:]) is None
     assert compiled.loops(x.astype(np.float16)) is None

@@ -102,10 +102,10 @@ def equal(found: Any, right: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 2, 7), (17, 70)], ids=str)
 def test_cuda_kernels_compute_what_numpy_does(
-    shape: tuple[int, ...], on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tune: Any
 ) -> None:
     monkeypatch.setattr(cuda, "_launch", on_host)
-    monkeypatch.setattr(cuda, "THREADS", THREADS)
+    tune(CUDA_THREADS=THREADS)
     random, n = np.random.default_rng(0), shape[-1]
     x, g, (w, b) = random.normal(3, size=shape), random.normal(size=shape), random.normal(size=(2, n))
     for centred, bias in ((True, b), (True, None), (False, None)):
@@ -134,7 +134,9 @@ def test_cuda_kernels_compute_what_numpy_does(
         equal(*ends)
 
 
-def test_doctor_tries_every_cuda_kernel(on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_every_cuda_kernel(
+    on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tune: Any
+) -> None:
     checks, backend, launched = kernel_checks(3, 70), select("numpy", 0), set()
 
     def launch(name: str, *args: Any) -> None:
@@ -143,7 +145,7 @@ def test_doctor_tries_every_cuda_kernel(on_host: Callable[..., None], monkeypatc
 
     known = [check.call(backend, *check.inputs) for check in checks]
     monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(cuda, "THREADS", THREADS)
+    tune(CUDA_THREADS=THREADS)
     monkeypatch.setattr(cuda, "ready", lambda *blocks: blocks[0].dtype == np.float64)
     for check, right in zip(checks, known, strict=True):
         equal(check.call(backend, *check.inputs), right)
@@ -162,10 +164,10 @@ def test_doctor_tries_every_cuda_kernel(on_host: Callable[..., None], monkeypatc
 )
 def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
     shape: tuple[int, ...], indices: tuple[Any, ...], bits: Any, on_host: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tune: Any,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(cuda, "_launch", on_host)
-    monkeypatch.setattr(cuda, "THREADS", THREADS)
+    tune(CUDA_THREADS=THREADS)
     keep = Bernoulli(0.7, bits, seed=3, name="blocks.0.dropout", call=1, step=9, start=2)
     x = np.random.default_rng(0).normal(size=tuple(map(len, indices)))
     monkeypatch.setattr(cuda, "ready", lambda *blocks: True)

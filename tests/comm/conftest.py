@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from parlinalg.backend import Backend, select
-from parlinalg.comm import Comm, limits, open_comm
+from parlinalg.comm import Comm, open_comm
 
 BACKEND: Backend = select("numpy" if os.environ.get("PARLINALG_TEST_BACKEND", "numpy") == "numpy" else "cupy")
 put, got, zeros = BACKEND.from_host, BACKEND.to_host, BACKEND.zeros
@@ -28,10 +29,10 @@ def comm() -> Comm:
 
 
 @pytest.fixture(params=[None, 7], ids=["whole", "split at 7"])
-def limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def limit(request: pytest.FixtureRequest, tune: Any) -> None:
     """Run the test with messages of any length, and with messages split into pieces."""
     if request.param is not None:
-        monkeypatch.setattr(limits, "max_count", request.param)
+        tune(ranks=2, MAX_COUNT=request.param)
 
 
 @pytest.fixture(params=[True, False], ids=["wait", "nowait"])

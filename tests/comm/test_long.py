@@ -10,12 +10,12 @@ pytestmark = pytest.mark.ranks(2, 3, 4, 8)
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("n", [1, 5, 1000])
-def test_an_all_reduce_in_two_steps(op: str, n: int, world, monkeypatch: pytest.MonkeyPatch) -> None:
-    from parlinalg.comm import ledger, mpi
+def test_an_all_reduce_in_two_steps(op: str, n: int, world, monkeypatch: pytest.MonkeyPatch, tune) -> None:
+    from parlinalg.comm import ledger
 
     terms = np.arange(world.size)[:, None] * 7 % 5 + np.arange(n) % 11.0
     expected = getattr(terms, op)(0)
-    monkeypatch.setattr(mpi, "LONG", 1)
+    tune(LONG_MESSAGE=1)
     monkeypatch.setattr(world, "local_size", 1)
     buffer = terms[world.rank].copy()
     with ledger(world) as book:
@@ -26,11 +26,11 @@ def test_an_all_reduce_in_two_steps(op: str, n: int, world, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("n", [1, 5, 1000])
-def test_broadcasts_along_a_chain_overlap(n: int, world, monkeypatch: pytest.MonkeyPatch) -> None:
-    from parlinalg.comm import chain, ledger, mpi
+def test_broadcasts_along_a_chain_overlap(n: int, world, monkeypatch: pytest.MonkeyPatch, tune) -> None:
+    from parlinalg.comm import ledger
 
-    monkeypatch.setattr(mpi, "LONG", 1)
-    monkeypatch.setattr(chain, "PIECE", 64)
+    tune(LONG_MESSAGE=1)
+    tune(ranks=3, CHAIN_PIECE=64)
     monkeypatch.setattr(world, "local_size", 1)
     roots = list(range(world.size))
     blocks = [np.arange(n) * 1.5 + root if world.rank == root else np.full(n, np.nan) for root in roots]

@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
 
 
 @pytest.fixture
-def group(world, monkeypatch: pytest.MonkeyPatch):
+def group(world, monkeypatch: pytest.MonkeyPatch, tune):
     """A communicator of all ranks, on which the smallest blocks are had in common."""
     if world.local_size != world.size or not Path(shared.FOLDER).is_dir():
         pytest.skip("cannot be had here: the ranks are not on one node with memory in common")
-    monkeypatch.setattr(shared, "least", 1)
+    tune(must=False, SHARED_BYTES=1)
     new = shared._new
 
     def noted(size: int) -> str:
@@ -65,11 +65,11 @@ def test_small_nested_and_switched_off_uses_get_none(group, monkeypatch: pytest.
         assert off is None
 
 
-def test_too_little_memory_is_no_error(group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "SPARE", 1 << 60)
+def test_too_little_memory_is_no_error(group, tune) -> None:
+    tune(SHARED_SPARE=1 << 60)
     with common(group, (8,), np.float64) as refused:
         assert refused is None
-    monkeypatch.setattr(shared, "SPARE", 2)
+    tune(SHARED_SPARE=2)
     with common(group, (8,), np.float64) as remembered:
         assert remembered is None
     with common(group, (7,), np.float64) as smaller:
@@ -162,10 +162,10 @@ def test_sums_in_place_count_as_others_and_their_memory_goes(group) -> None:
     assert not [ref for ref in group.terms if ref() is not None]
 
 
-def test_terms_that_cannot_be_had(group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "SPARE", 1 << 60)
+def test_terms_that_cannot_be_had(group, monkeypatch: pytest.MonkeyPatch, tune) -> None:
+    tune(SHARED_SPARE=1 << 60)
     assert terms(group, 8, np.float64) is None
-    monkeypatch.setattr(shared, "SPARE", 2)
+    tune(SHARED_SPARE=2)
     if group.rank == 0:
         monkeypatch.setattr(shared, "_mapped", lambda *asked: None)
     assert terms(group, 8, np.float64) is None

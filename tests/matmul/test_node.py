@@ -7,7 +7,6 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Layout
-from parlinalg.comm import shared
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4, 6, 8)
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 3: (1, 1, 3), 4: (2, 1, 2), 6: (3, 2, 1), 8: (2, 2, 2)}
@@ -22,7 +21,7 @@ RESTS = [
 @pytest.mark.parametrize("dtype", ["float64", "complex64", "int32", "float16"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_same_products_and_words_as_by_messages(
-    rests, dtype: str, turned: bool, make_grid, world, monkeypatch: pytest.MonkeyPatch
+    rests, dtype: str, turned: bool, make_grid, world, backend: str, tune
 ) -> None:
     grid = make_grid(dict(zip("mnk", GRIDS[world.size])))
     rng = np.random.default_rng(0)
@@ -36,7 +35,7 @@ def test_same_products_and_words_as_by_messages(
     x, w = laid(a, rests[0]), laid(b, rests[1])
     found = {}
     for least in (1, 1 << 60):
-        monkeypatch.setattr(shared, "least", least)
+        tune(ranks=2, must=backend == "numpy", SHARED_BYTES=least)
         for _ in range(3):
             with pla.ledger(grid) as book:
                 y = x @ w
@@ -49,10 +48,10 @@ def test_same_products_and_words_as_by_messages(
     assert counted == expected
 
 
-def test_common_memory_is_used(make_grid, world, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_memory_is_used(make_grid, world, backend: str, tune) -> None:
     if world.size == 1 or world.local_size != world.size or backend != "numpy":
         return
-    monkeypatch.setattr(shared, "least", 1)
+    tune(SHARED_BYTES=1)
     grid = make_grid(dict(zip("mnk", GRIDS[world.size])))
     x, w = (pla.random.normal((24, 24), grid, layout, seed=i) for i, layout in enumerate(RESTS[0]))
     y = x @ w

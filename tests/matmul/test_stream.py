@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import tracemalloc
 
 import numpy as np
@@ -117,12 +116,12 @@ def test_the_error_names_the_least_memory_and_that_works(grid):
 
 
 @pytest.mark.timeout(200)
-def test_the_memory_given_is_kept_to(make_grid, world, backend, full, monkeypatch):
+def test_the_memory_given_is_kept_to(make_grid, world, backend, full, tune):
     """Peak beside the blocks at rest ≤ 1.2 × what was given; a product planned with a memory runs in that memory."""
     if backend != "numpy":
         return  # device memory is not traced
     grid = make_grid(grids(world.size)[1])
-    monkeypatch.setattr(sys.modules["parlinalg.redistribute"], "BUFFER", 1 << 12)
+    tune(ranks=2, MOVE_BUFFER=1 << 12)
     side = 1200 if full else 480
     p, q = grid.axes
     a = np.random.default_rng(0).standard_normal((side, side))

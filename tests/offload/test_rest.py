@@ -11,7 +11,6 @@ import pytest
 
 from parlinalg import nn, offload
 from parlinalg.autograd.saved import saved
-from parlinalg.backend import compiled
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.disk import DiskFile
@@ -244,11 +243,11 @@ def test_a_limit_decides(make_grid, world, folder, backend):
 
 
 @pytest.mark.serial
-def test_a_limit_holds(make_grid, tmp_path, monkeypatch):
+def test_a_limit_holds(make_grid, tmp_path, tune):
     """NumPy's memory at the most in a step, beside the limit."""
     import tracemalloc
 
-    monkeypatch.setattr(compiled, "SMALL", 1 << 60)  # loading and compiling loops takes memory too
+    tune(COMPILED_SIZE=1 << 60)  # loading and compiling loops takes memory too
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     options = {"dtype": "float32", "hidden_size": 128, "num_hidden_layers": 4}

@@ -22,9 +22,9 @@ L = pla.Layout
 
 
 @pytest.fixture(autouse=True, params=["messages", "in common"])
-def how(request, monkeypatch):
+def how(request, tune):
     """Buckets are summed by messages, and where they lie in memory that the ranks have in common."""
-    monkeypatch.setattr(shared, "least", 1 if request.param == "in common" else 1 << 62)
+    tune(must=False, SHARED_BYTES=1 if request.param == "in common" else 1 << 62)
     return request.param
 
 

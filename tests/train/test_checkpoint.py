@@ -16,7 +16,7 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train import checkpoint, checkpoint_index, checkpoint_pieces, checkpoint_writer, launch, lock
+from parlinalg.train import checkpoint, launch, lock
 from parlinalg.train.checkpoint_folder import metrics_of
 from parlinalg.train.checkpoint_load import read_index
 from parlinalg.train.checkpoint_options import checkpointing
@@ -47,11 +47,9 @@ def everything(job: Job) -> dict[str, Any]:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(tune: Any) -> None:
     """Pages and parts so small that everything has several."""
-    for module in (checkpoint, checkpoint_index, checkpoint_writer):
-        monkeypatch.setattr(module, "PAGE", 256)
-    monkeypatch.setattr(checkpoint_pieces, "SPLIT", 1000)
+    tune(CHECKPOINT_PAGE=256, CHECKPOINT_SPLIT=1000)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train import checkpoint_pieces
 from parlinalg.train.checkpoint_index import Chunk, Entry, Index, checksums, inside, meet, volume
 from parlinalg.train.checkpoint_load import Reader
 from parlinalg.train.checkpoint_pieces import rectangles, share_out
@@ -34,8 +33,8 @@ def test_ranges_are_cut_into_few_rectangles(shape: list[int], data: st.DataObjec
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-def test_shards_that_differ_between_copies_and_ties_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_pieces, "SPLIT", 16)
+def test_shards_that_differ_between_copies_and_ties_count_once(tune: Any) -> None:
+    tune(CHECKPOINT_SPLIT=16)
 
     def held(name: str, group: int, counted: bool, *corners: Any) -> list[Any]:
         return [name, "float64", [8], group, counted, 8, [list(corner) for corner in corners]]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from parlinalg import optim
-from parlinalg.backend import compiled
 from parlinalg.errors import ConfigError
 from parlinalg.offload import plan
 from parlinalg.parallel import GradientReducer, ZeRO
@@ -53,10 +52,10 @@ def numpy_bytes() -> int:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
+def traced(monkeypatch: pytest.MonkeyPatch, tune: Any) -> Any:
     """Buckets that ranks have in common are not in tracemalloc's books, nor is compiling a part of training."""
     monkeypatch.setenv("PARLINALG_SHARED", "0")
-    monkeypatch.setattr(compiled, "SMALL", 1 << 60)
+    tune(COMPILED_SIZE=1 << 60)
     tracemalloc.start()
     yield
     tracemalloc.stop()

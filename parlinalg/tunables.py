@@ -1,0 +1,69 @@
+"""Sizes that decide how work is cut up: chunks, pieces, buffers, and the lengths from which another way is taken.
+
+No result depends on them but in rounding.  They are read when they are used, as `tunables.NAME`, never imported by
+name, so that a test can give them values at which small arrays take every way.
+"""
+
+from __future__ import annotations
+
+import os
+
+from parlinalg.errors import ConfigError
+
+INT_MAX = 2**31 - 1
+
+
+def _max_count() -> int:
+    text = os.environ.get("PARLINALG_MAX_COUNT", str(INT_MAX))
+    if not text.isdecimal() or not 1 <= int(text) <= INT_MAX:
+        raise ConfigError(f"PARLINALG_MAX_COUNT={text!r} should be a whole number of elements from 1 to {INT_MAX}")
+    return int(text)
+
+
+# ------------------------------------------------------------------------------------------ computing
+COMPILED_SIZE = 1 << 12
+"""Elements below which NumPy computes: a training so small would wait longer for its loops to be compiled."""
+
+OPTIMIZER_CHUNK = 1 << 15
+"""Elements of a chunk of an update on a CPU: few enough to stay in the cache."""
+
+OPTIMIZER_DEVICE_CHUNK = 1 << 24
+"""Elements of a chunk of an update on a GPU, which has no such cache."""
+
+ATTENTION_POLL = 1 << 20
+"""Scores of attention after which a communication that is under way is looked at."""
+
+CUDA_THREADS = 256
+"""Threads of a block of a CUDA kernel."""
+
+RANDOM_CHUNK = 1 << 15
+"""Random words made at a time: few enough to stay in the cache with what is computed from them."""
+
+RANDOM_JUMP = 1 << 10
+"""Random words left out between two runs that cost less to make and drop than to jump over."""
+
+# ------------------------------------------------------------------------------------------ communicating
+MAX_COUNT: int = _max_count()
+"""The most elements that one MPI call carries, the sum over all ranks' counts (`PARLINALG_MAX_COUNT`)."""
+
+MOVE_BUFFER = 1 << 19
+"""Elements that a change of layout may hold beside its source and its target, in pieces sent and received."""
+
+LONG_MESSAGE = 1 << 20
+"""Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
+
+CHAIN_PIECE = 1 << 18
+"""Bytes that a broadcast along a chain passes on at a time."""
+
+SHARED_BYTES = 1 << 18
+"""Bytes below which blocks travel as messages between the ranks of a node, which needs fewer barriers."""
+
+SHARED_SPARE = 2
+"""How many times the bytes asked for must be free in the memory that ranks share: MPI itself lives there too."""
+
+# ------------------------------------------------------------------------------------------ writing
+CHECKPOINT_SPLIT = 1 << 24
+"""Bytes above which a rectangle that several ranks hold is written by several."""
+
+CHECKPOINT_PAGE = 1 << 18
+"""Bytes of a checkpoint that have a checksum of their own."""
