@@ -55,6 +55,7 @@ def test_every_call_works_on_idle_ranks(make_grid, world):
     same(pla.distribute(np.array(4.0), grid, Layout()), np.array(4.0))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("buffer", [5, 1 << 19])
 def test_arrays_go_from_grid_to_grid(make_grid, world, tune, buffer):
     tune(MOVE_BUFFER=buffer)

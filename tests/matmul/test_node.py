@@ -17,6 +17,7 @@ RESTS = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("rests", RESTS, ids=["planned", "rows", "mixed"])
 @pytest.mark.parametrize("dtype", ["float64", "complex64", "int32", "float16"])
 @pytest.mark.parametrize("turned", [False, True])
@@ -35,7 +36,7 @@ def test_same_products_and_words_as_by_messages(
     x, w = laid(a, rests[0]), laid(b, rests[1])
     found = {}
     for least in (1, 1 << 60):
-        tune(ranks=2, must=backend == "numpy", SHARED_BYTES=least)
+        tune(ranks=2, must=backend == "numpy" and dtype != "float16", SHARED_BYTES=least)
         for _ in range(3):
             with pla.ledger(grid) as book:
                 y = x @ w

@@ -88,6 +88,7 @@ def grid(request, world, backend):
     return pla.Grid(grids(world.size)[request.param], world, backend, idle=True)
 
 
+@pytest.mark.core
 @pytest.mark.ranks(*EVERY_SIZE)
 @pytest.mark.timeout(1200)
 def test_all_pairs_of_resting_layouts(grid, full, world, backend):

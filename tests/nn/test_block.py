@@ -86,6 +86,7 @@ def with_weights_cut(scheme: Scheme) -> Scheme:
     return scheme.with_data("data").with_weights_cut("data")
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)
 def test_words_are_the_sum_of_the_plans(make_grid: Any, world: Any, full: bool) -> None:
     every = {name: [s] if "data" in s.axes else [s, with_weights_cut(s)] for name, s in SCHEMES.items()}

@@ -173,6 +173,7 @@ def cases(ranks: int, full: bool) -> Iterator[tuple[str, str, dict[str, int], An
         yield from every if full else [draw.choice(cut)]
 
 
+@pytest.mark.core
 @EVERY
 def test_every_scheme_does_what_one_rank_does(make_grid: Any, world: Any, known: Any, full: bool) -> None:
     every, wrong = every_scheme(), []

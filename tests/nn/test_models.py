@@ -47,6 +47,7 @@ def check(make_grid: Any, cases: Any, difference: Any) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.core
 @EVERY
 @pytest.mark.always
 def test_losses_and_gradients_are_those_of_one_rank(make_grid: Any, world: Any, known: Any, full: bool) -> None:

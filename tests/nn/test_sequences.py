@@ -104,6 +104,7 @@ def error(found: list[float], want: list[float]) -> float:
     return max(abs(f / w - 1) for f, w in zip(found, want, strict=True))
 
 
+@pytest.mark.core
 @EVERY
 def test_losses_are_those_of_one_rank(make_grid: Any, world: Any, known: Any, full: bool) -> None:
     wrong = []

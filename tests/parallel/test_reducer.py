@@ -64,6 +64,7 @@ def reference(world):
     return of
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", every_scheme())
 def test_gradients_are_those_of_one_rank(name, make_grid, world, reference, how):
     scheme = every_scheme()[name]

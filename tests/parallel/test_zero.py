@@ -81,6 +81,7 @@ def cases(ranks, full):
             yield kind, name, draw.choice(shapes), *draw.choice(WAYS)
 
 
+@pytest.mark.core
 def test_losses_are_those_of_one_rank(make_grid, world, full):
     want, steps = {}, 10 if full else 5
     for kind, name, sizes, stage, accumulate in cases(world.size, full):

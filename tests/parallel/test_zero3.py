@@ -75,6 +75,7 @@ def cases(ranks, full):
             yield drawn, name, draw.choice(shapes)
 
 
+@pytest.mark.core
 @EVERY
 def test_losses_are_those_of_one_rank(make_grid, world, full):
     """With dropout; every other case recomputes its blocks."""

@@ -41,6 +41,7 @@ def refused(got: Any, expected: Any, told: str, tolerance: float = 1e-12, **opti
         assert_equal_to_serial(got, expected, tolerance, **options)
 
 
+@pytest.mark.core
 def test_one_wrong_element_on_one_rank_is_found_on_all(grid: Any) -> None:
     A = np.random.default_rng(3).normal(size=(4 * SIZE, 3))
     last = SIZE - 1

@@ -31,9 +31,9 @@ SECONDS = 20.0  # for any of them, on a crowded machine
 
 
 @pytest.fixture
-def saved(folder: Path, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def saved(folder: Path, world: Any, backend: str, tune: Any) -> Any:
     """Makes a training with checkpoints of steps 1 and 2 in `folder`, cut into chunks of at most 64 bytes."""
-    monkeypatch.setattr(checkpoint_pieces, "SPLIT", 64)
+    tune(CHECKPOINT_SPLIT=64)
     sizes = {1: {}, 2: {"tensor": {"mode": "1d", "size": 2}}, 4: {"tensor": {"mode": "2d", "size": 4}}}
     mesh = pla.launch({"parallel": sizes.get(world.size, {})}, world, backend)
     grid = mesh.grid
