@@ -54,7 +54,7 @@ def read_bytes(path: Path, most: int = MOST_JSON, *, follow: bool = True) -> byt
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most}", os.fspath(path))
-        return file.read(most)
+        return file.read(size)  # a larger number would be allocated first
 
 
 def parse_json(text: str | bytes) -> Any:
