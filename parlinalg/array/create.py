@@ -9,6 +9,7 @@ import numpy as np
 
 from parlinalg.array import transfer
 from parlinalg.array.core import DistArray
+from parlinalg.array.shapes import shape_of
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, cut_lengths, index_of
@@ -36,6 +37,8 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     ------
     LayoutError
         If the layout does not fit the array or the grid, on all ranks.
+    TypeError
+        If the array is masked on any rank, or of another dtype than numbers and bools; on all ranks.
 
     Examples
     --------
@@ -53,7 +56,9 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     if root is not None and not 0 <= root < grid.world.size:
         raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
     host: Any = _host(array, grid) if holds else None
-    facts = grid.world.share([list(host.shape), host.dtype.name] if holds else None)
+    facts = grid.world.share([list(host.shape), host.dtype.name, np.ma.isMaskedArray(array)] if holds else None)
+    if any(fact[2] for fact in facts if fact is not None):
+        raise masked("distribute")
     first = facts[root or 0]
     if root is None and (odd := next((r for r, fact in enumerate(facts) if fact != first), None)) is not None:
         raise LayoutError(
@@ -90,6 +95,14 @@ def dtype_named(name: Any) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def masked(what: str) -> TypeError:
+    """Return the error for an array whose mask would be lost."""
+    return TypeError(
+        f"{what} takes plain arrays, but this one is masked, and its mask would be lost: give array.filled(value), or "
+        "the values and the mask as two arrays"
+    )
+
+
 def _host(array: Any, grid: Grid) -> Any:
     if isinstance(array, np.ndarray | np.generic | int | float | complex | list | tuple):
         return np.asarray(array)
@@ -106,11 +119,14 @@ def from_function(
     function : callable
         Called once with one NumPy index array a dim, open (shaped to broadcast), and must work elementwise.
     """
-    shape = _shape(shape)
+    shape = shape_of(shape)
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
     indices = np.ix_(*(np.arange(r.start, r.stop) for r in grid.block(cut, shape)))
-    values = np.asarray(function(*indices), dtype=dtype)
+    given = function(*indices)
+    if np.ma.isMaskedArray(given):
+        raise masked("from_function")
+    values = np.asarray(given, dtype=dtype)
     block = grid.backend.from_host(np.array(np.broadcast_to(values, grid.block_shape(cut, shape)), order="C"))
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
@@ -129,12 +145,17 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
     ------
     LayoutError
         On all ranks, if a rank's block has another shape than the layout gives it.
+    TypeError
+        On all ranks, if a rank's block is masked.
     """
+    hidden = np.ma.isMaskedArray(block)
     if not hasattr(block, "flags") or (grid.backend.name == "numpy") != isinstance(block, np.ndarray):
         block = grid.backend.from_host(np.asarray(block))
     layout.check((0,) * layout.ndim, grid.sizes)
     at = [index_of(cut, grid.sizes, grid.coords) if grid.inside else -1 for cut in layout.dims]
-    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside])
+    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside, hidden])
+    if any(fact[4] for fact in facts):
+        raise masked("from_blocks")
     for rank, (theirs, *_) in enumerate(facts):
         if len(theirs) != layout.ndim:
             raise LayoutError(
@@ -142,13 +163,13 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
             )
     if shape is None:
         lengths: list[dict[int, int]] = [{} for _ in layout.dims]
-        for theirs, where, _, inside in facts:
+        for theirs, where, _, inside, _ in facts:
             if inside:
                 for dim, (index, length) in enumerate(zip(where, theirs, strict=True)):
                     lengths[dim][index] = length
         shape = tuple(sum(d.values()) for d in lengths)
-    shape = _shape(shape)
-    for rank, (theirs, _, dtype, inside) in enumerate(facts):
+    shape = shape_of(shape)
+    for rank, (theirs, _, dtype, inside, _) in enumerate(facts):
         want = list(layout.block_shape(shape, grid.sizes, grid.coords_of(rank))) if inside else theirs
         if theirs != want:
             pieces = [cut_lengths(n, cut, grid.sizes) for n, cut in zip(shape, layout.dims, strict=True)]
@@ -165,13 +186,15 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
 
 def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None) -> DistArray:
     """An array of one value everywhere."""
+    if np.ma.isMaskedArray(value):
+        raise masked("full")
     dtype = np.asarray(value).dtype if dtype is None else dtype
     return from_function(lambda *_: np.asarray(value), shape, grid, layout, dtype)
 
 
 def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
     """An array of zeros."""
-    shape = _shape(shape)
+    shape = shape_of(shape)
     block = grid.backend.zeros(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
     return DistArray(block, shape, layout, grid)
 
@@ -183,7 +206,7 @@ def ones(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> D
 
 def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
     """An array whose elements are yet to be written."""
-    shape = _shape(shape)
+    shape = shape_of(shape)
     block = grid.backend.empty(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
     return DistArray(block, shape, layout, grid)
 
@@ -191,10 +214,3 @@ def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> 
 def eye(n: int, grid: Grid, layout: Layout, m: int | None = None, dtype: Any = np.float64) -> DistArray:
     """Ones on the main diagonal of an n × m matrix (m = n by default), zeros elsewhere."""
     return from_function(lambda i, j: i == j, (n, n if m is None else m), grid, layout, dtype)
-
-
-def _shape(shape: Shape) -> tuple[int, ...]:
-    dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-    if any(n < 0 for n in dims):
-        raise ValueError(f"a shape has no negative sizes: {dims}")
-    return dims

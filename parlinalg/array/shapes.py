@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
+
+import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.errors import LayoutError
@@ -25,9 +28,36 @@ def reshape(a: DistArray, shape: Any) -> DistArray:
     return a.like(a.block.reshape(a.grid.block_shape(layout, new)), layout, new)
 
 
+def shape_of(shape: Any) -> tuple[int, ...]:
+    """Return a shape that was given as a whole number or a sequence of them as a tuple of ints.
+
+    Raises
+    ------
+    TypeError
+        If it is neither, such as (3.5, 4), (True, 4) or None.
+    ValueError
+        If a size is negative, or there would be 2⁶³ elements or more.
+    """
+    try:
+        given = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    except TypeError:
+        raise TypeError(f"a shape is a whole number or a tuple of whole numbers, not {shape!r}") from None
+    sizes = []
+    for size in given:
+        if isinstance(size, bool | np.bool_) or not isinstance(size, SupportsIndex) or isinstance(size, np.ndarray):
+            raise TypeError(f"the shape {shape!r} has the size {size!r}; sizes are whole numbers")
+        sizes.append(operator.index(size))
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"a shape has no negative sizes: {shape!r}")
+    if math.prod(sizes) >= 2**63:
+        raise ValueError(f"an array of shape {shape!r} would have {math.prod(sizes)} elements, more than 2**63 - 1")
+    return tuple(sizes)
+
+
 def full_shape(old: Sequence[int], shape: Any) -> tuple[int, ...]:
     """The shape with its -1, if any, filled in."""
-    new = [shape] if isinstance(shape, int) else [int(n) for n in shape]
+    given = [shape] if isinstance(shape, int) else list(shape)
+    new = [-1 if isinstance(n, int | np.integer) and n == -1 else shape_of((n,))[0] for n in given]
     size = math.prod(old)
     if new.count(-1) == 1:
         known = math.prod(n for n in new if n != -1)

@@ -73,7 +73,7 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
     """The value as a DistArray or a scalar; arrays held by each rank for itself are refused."""
     if isinstance(value, DistArray | int | float | complex | np.generic):
         return value
-    if isinstance(value, np.ndarray) and value.ndim == 0:
+    if isinstance(value, np.ndarray) and value.ndim == 0 and not np.ma.isMaskedArray(value):
         return value.dtype.type(value[()])
     if hasattr(value, "shape"):
         raise TypeError(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from parlinalg.array import DistArray
+from parlinalg.array.shapes import shape_of
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.random.counter import Stream, Words, block_words, key
@@ -215,7 +216,7 @@ def _draw(
     dtype: np.dtype[Any], stream: np.ndarray, start: int,
 ) -> DistArray:  # fmt: skip
     """The array of the elements that `convert` makes of their words, chunk by chunk."""
-    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    shape = shape_of(shape)
     cut = fitting(layout, shape, grid).with_partial(())
     ranges = grid.block(cut, shape)
     lengths = tuple(len(r) for r in ranges)

@@ -369,7 +369,7 @@ def placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | Non
         return x.redistribute(Layout(*layout.dims[: x.ndim], *[None] * (x.ndim - layout.ndim)))
     if isinstance(x, DistArray | Tensor):
         return x
-    host = np.asarray(x)
+    host = np.asanyarray(x) if np.ma.isMaskedArray(x) else np.asarray(x)  # which `distribute` refuses
     if host.dtype.kind == "f" and dtype is not None:
         host = host.astype(dtype, copy=False)
     dims = () if layout is None else layout.dims[: host.ndim]

@@ -40,6 +40,69 @@ def test_constants_and_functions(grid):
         pla.zeros((2, -1), grid, Layout(None, None))
 
 
+BAD_SHAPES = {
+    (3.5, 4): (TypeError, r"the shape \(3.5, 4\) has the size 3.5"),
+    (4, "2"): (TypeError, "has the size '2'"),
+    (True, 4): (TypeError, "has the size True"),
+    (2, None): (TypeError, "has the size None"),
+    (2, (3,)): (TypeError, r"has the size \(3,\)"),
+    None: (TypeError, "not (None|2.0)"),
+    2.0: (TypeError, "not 2.0"),
+    (4, -1): (ValueError, r"no negative sizes: \(4, -1\)"),
+    (2**40, 2**40): (ValueError, f"would have {2**80} elements"),
+}
+
+
+@pytest.mark.parametrize("shape", BAD_SHAPES, ids=str)
+def test_bad_shapes_are_named_by_every_function(grid, shape):
+    kind, text = BAD_SHAPES[shape]
+    whole = Layout(None, None)
+    block = np.zeros(grid.block_shape(whole, (4, 4)))
+    for make in (
+        lambda: pla.zeros(shape, grid, whole),
+        lambda: pla.ones(shape, grid, whole),
+        lambda: pla.empty(shape, grid, whole),
+        lambda: pla.full(shape, 7, grid, whole),
+        lambda: pla.from_function(lambda i, j: i + j, shape, grid, whole),
+        lambda: pla.from_blocks(block, grid, whole, shape or 2.0),
+        lambda: pla.random.uniform(shape, grid, whole),
+        lambda: pla.random.integers(shape, grid, whole, 0, 9),
+    ):
+        with pytest.raises(kind, match=text):
+            make()
+    if isinstance(shape, tuple) and None not in shape:
+        with pytest.raises(kind, match=text):
+            pla.eye(shape[0], grid, whole, m=shape[1])
+        with pytest.raises((TypeError, ValueError)):
+            pla.zeros((4, 4), grid, whole).reshape(*shape[:1], 3)
+    assert pla.zeros((np.int64(2), np.uint8(3)), grid, whole).shape == (2, 3)
+    assert pla.zeros(np.array([2, 3]), grid, whole).shape == (2, 3)
+    assert pla.zeros((2, 6), grid, whole).reshape(np.int64(3), np.int64(-1)).shape == (3, 4)
+
+
+def test_masks_are_not_lost(grid, world):
+    """On all ranks, also where one alone holds the array."""
+    plain, layout = np.arange(4.0).reshape(2, 2), Layout(None, None)
+    masked = np.ma.masked_greater(plain, 1)
+    alone = masked if world.rank == 0 else None
+    mixed = masked if world.rank == 0 else plain
+    for make in (
+        lambda: pla.distribute(masked, grid, layout),
+        lambda: pla.distribute(alone, grid, layout, root=0),
+        lambda: pla.distribute(mixed, grid, layout),
+        lambda: pla.from_blocks(masked, grid, layout),
+        lambda: pla.from_blocks(mixed, grid, layout),
+        lambda: pla.from_function(lambda i, j: np.ma.masked_greater(i + j, 1), (2, 2), grid, layout),
+        lambda: pla.full((2, 2), np.ma.masked, grid, layout),
+    ):
+        with pytest.raises(TypeError, match=r"its mask would be lost: give array\.filled"):
+            make()
+    for value in (np.ma.masked, masked):
+        with pytest.raises(TypeError):
+            pla.distribute(plain, grid, layout) + value
+    check(pla.distribute(masked.filled(0), grid, layout), np.array([[0.0, 1], [0, 0]]))
+
+
 def test_distribute_from_every_rank_and_from_one(grid, world):
     for i, dtype in enumerate(DTYPES):
         shape = ((5, 6), (1, 7), (0, 3), (4,), ())[i % 5]
