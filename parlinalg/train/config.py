@@ -190,6 +190,7 @@ class Config:
         The largest element of the gradient, instead.
     skip_nonfinite : bool
         Whether a step whose loss or gradient is not finite is left out, on all ranks; with a loss scale it always is.
+        Otherwise such a loss ends the training.
     validate_every : int or None
         Steps from one measurement on the data kept out of training to the next; one follows the last step anyway.
     checkpoint : Checkpointing

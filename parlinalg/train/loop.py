@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parlinalg.autograd import Tensor, no_grad, no_sync
 from parlinalg.datasets import Batch
+from parlinalg.errors import EngineError
 from parlinalg.nn import training_step
 from parlinalg.nn.auxiliary import term_weights
 from parlinalg.optim import Optimizer, Scheduler
@@ -61,12 +62,20 @@ class Trainer:
         return self.worker is not None and self.worker.schedule.asynchronous
 
     def step(self, parts: Sequence[Batch]) -> Outcome:
-        """One step from the microbatches of one batch.  Collective."""
+        """One step from the microbatches of one batch.  Collective.
+
+        Raises
+        ------
+        EngineError
+            On all ranks, if the loss is not finite and such steps are not left out.
+        """
         count = sum(part.count for part in parts)  # known before the first backward pass
         scale = self.update.scale
         sums = self._backward(parts, 1.0 if self.asynchronous else scale / max(1, count))
         means = _means(sums, count)
         lr = self.optimizer.lr
+        if not math.isfinite(means["loss"]) and not self.update.skips:
+            self._refuse(means["loss"])
         norm, changed = Updated(math.nan, True)  # of an asynchronous schedule, that made its steps itself
         if not self.asynchronous:
             norm, changed = self.update(math.isfinite(means["loss"]), scale)
@@ -84,6 +93,16 @@ class Trainer:
             None if self.scaler is None else scale,
             not changed,
             means,
+        )
+
+    def _refuse(self, loss: float) -> None:
+        """Raise for a loss that is not finite: every step from here on would be made of nothing else."""
+        self.optimizer.zero_grad()
+        lr = self.optimizer.lr
+        raise EngineError(
+            f"step {self.made + 1}: the loss is {loss}, and so would be all that follow; lower the learning rate (now "
+            f"{lr:g}), let it rise slowly by lr_schedule=dict(warmup=100), clip by clip_grad_norm=1.0, or leave such "
+            "steps out by skip_nonfinite=True"
         )
 
     def _backward(self, parts: Sequence[Batch], factor: float) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from parlinalg.comm import SingleComm
 from parlinalg.datasets import Loader, Windows
+from parlinalg.errors import EngineError
 from parlinalg.layout import Layout
 from parlinalg.train import launch
 from parlinalg.train.loop import batches
@@ -51,6 +53,25 @@ def test_uneven_batches_and_steps_left_out(zero: int, seven: Path, world: Any, b
             assert steps[4].norm > 0
             found.append([(s.loss, s.norm) for s in steps if not s.skipped])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("pipeline", [1, pytest.param(2, marks=pytest.mark.ranks(2, 4))])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:divide by zero")
+def test_a_loss_that_is_not_finite_ends_the_training(
+    pipeline: int, seven: Path, folder: Path, world: Any, backend: str
+) -> None:  # fmt: skip
+    """On all ranks in the same step, unless such steps are left out, which is counted and told."""
+    config = {**BASE, "data": str(seven), "optimizer": {"name": "adamw", "lr": 1e300}, "steps": 4}
+    config["lr_schedule"] = {"name": "constant"}
+    config |= {"parallel": {"pipeline": pipeline}, "backend": backend}
+    with pytest.raises(EngineError, match=r"step 2: the loss is nan.*now 1e\+300.*skip_nonfinite=True") as error:
+        train({**config, "skip_nonfinite": False}, folder, comm=world)
+    assert len(set(world.share(str(error.value)))) == 1
+    lines = world.share((folder / "metrics.jsonl").read_text().splitlines())[0]
+    assert [json.loads(line)["step"] for line in lines] == [1]
+    world.barrier()
+    assert train(config, folder, comm=world) == 0
+    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["skipped_steps"] == 3
 
 
 @pytest.mark.parametrize("precision", ["fp16", None])
