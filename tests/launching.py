@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 TELL_MPI = "from mpi4py import MPI; c = MPI.COMM_WORLD; c.rank or print(c.size, MPI.Get_library_version().split()[0])"
@@ -41,6 +43,18 @@ def mpiexec() -> tuple[str, ...]:
     return command
 
 
+def with_shared_memory(size: str, *command: str) -> tuple[str, ...]:
+    """The command with a /dev/shm of its own and of this size, such as "64m"; skips the test where that needs root."""
+    mount = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh")
+    try:
+        tried = subprocess.run([*mount, "true"], capture_output=True, timeout=30, check=False).returncode
+    except OSError:
+        tried = 127
+    if tried:
+        pytest.skip("cannot be had here: a /dev/shm of one's own needs root")
+    return (*mount, *command)
+
+
 def child_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     """The environment of a rank: one thread each, this source tree, and nothing of an MPI that runs already."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "HYDRA"))}
@@ -66,9 +80,13 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` on so many ranks (0: without mpiexec); its standard output and error come back apart.
 
+    `command` is what starts it, by default mpiexec.
+
     When the time is up all its processes are killed, and the return code is 124.
     """
-    prefix = [] if ranks == 0 else [*(mpiexec() if command is None else command), "-n", str(ranks)]
+    if command is None:
+        command = mpiexec() if ranks else ()
+    prefix = [*command, "-n", str(ranks)] if ranks else [*command]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [*prefix, sys.executable, *arguments],

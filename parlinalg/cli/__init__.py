@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from parlinalg.cli import doctor, generate, map, plan, schedule, train
 from parlinalg.cli.parser import Parser, speaks
+from parlinalg.comm.streams import complain, lost
 from parlinalg.errors import ParlinalgError
 
 COMMANDS = (train, generate, plan, schedule, map, doctor)
@@ -20,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code: 0; 2 for a wrong command line or configuration; 128 + the signal's number after a signal.
+        The exit code: 0; 1 if standard output could not be written; 2 for a wrong command line or configuration; 128 +
+        the signal's number after a signal.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -30,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
     except ParlinalgError as error:
         if speaks():
-            print(f"parlinalg: {error}", file=sys.stderr)
+            complain(f"parlinalg: {error}")
         return 2
-    return code
+    return code or int(lost())
 
 
 def parser() -> argparse.ArgumentParser:

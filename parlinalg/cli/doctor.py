@@ -16,9 +16,12 @@ from parlinalg.backend.blas import cores, place, sharing
 from parlinalg.backend.rate import gemm_rate
 from parlinalg.cli import gpu
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
-from parlinalg.cli.parser import Commands, mpiexec, say
+from parlinalg.cli.parser import Commands, mpiexec
 from parlinalg.comm import open_comm
 from parlinalg.comm.about import about_mpi
+from parlinalg.comm.shared import FOLDER
+from parlinalg.comm.startup import clean, held, leftovers, report_left
+from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.units import format_bytes
@@ -43,11 +46,17 @@ def add(commands: Commands) -> None:
         "doctor", help="say what this machine gives", description="Say what this machine gives; also under mpiexec."
     )
     gpu.add_options(doctor)
+    doctor.add_argument(
+        "--clean", action="store_true",
+        help=f"remove what dead runs of yours left in {FOLDER}, and do nothing else",
+    )  # fmt: skip
     doctor.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, and print the page on rank 0."""
+    """Examine, and print the page on rank 0; or clean up."""
+    if args.clean:  # without MPI, which may have no room to start
+        return _clean()
     if args.gpu:
         return gpu.run(args.rows)
     mpi = about_mpi()
@@ -58,7 +67,16 @@ def run(args: argparse.Namespace) -> int:
         rates = comm.share([gemm_rate(grid.backend, dtype) for dtype in ("float32", "float64")])
         measured = collectives(comm, grid.backend) if comm.size > 1 else []
         if comm.rank == 0:
-            say("\n".join(_page(mpi, grid, hosts, sharers, rates, measured)))
+            tell("\n".join(_page(mpi, grid, hosts, sharers, rates, measured)))
+    return 0
+
+
+def _clean() -> int:
+    """Remove the files of dead runs."""
+    files = leftovers(0)
+    size = format_bytes(held(files))
+    clean(files)
+    tell(f"removed {len(files)} file{'s' * (len(files) != 1)} of dead runs from {FOLDER}, {size}")
     return 0
 
 
@@ -80,6 +98,7 @@ def _page(
     shared = "" if sharers == 1 else f", shared by {sharers} ranks"
     lines += _rows("cores", [f"{len(cores())} for rank 0{shared}"])
     lines += _rows("BLAS", [f"{_blas()}, {threads} thread{'s' * (threads > 1)} a rank"])
+    lines += _rows("memory", _shared_memory())
     lines += _rows("kernels", [compiled.about()])
     lines += _rows("backends", _backends(backend))
     lines += _rows("GEMM", [_rate(name, [r[i] for r in rates]) for i, name in enumerate(("float32", "float64"))])
@@ -93,6 +112,17 @@ def _page(
     lines += ["", "missing: nothing" if not missing else "missing:"]
     lines += [f"  {what}: {how}" for what, how in missing]
     return lines
+
+
+def _shared_memory() -> list[str]:
+    """The room for memory that ranks share, and what dead runs hold of it."""
+    try:
+        room = os.statvfs(FOLDER)
+    except OSError:
+        return [f"{FOLDER} is not there: ranks of a node share none"]
+    free, whole = (format_bytes(blocks * room.f_frsize) for blocks in (room.f_bavail, room.f_blocks))
+    left = leftovers()
+    return [f"{FOLDER}: {free} of {whole} are free", *([report_left(left)] if left else [])]
 
 
 def _rows(head: str, texts: list[str]) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parlinalg.cli.parser import Commands, say
+from parlinalg.cli.parser import Commands
+from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
         def told(text: str) -> None:
             if world.rank == 0:
-                say(text, end="")
+                tell(text, end="")
 
         told(args.prompt)
         continuation(

@@ -18,9 +18,10 @@ from parlinalg.backend.kernels_tables import look_up, look_up_grad
 from parlinalg.backend.rate import gemm_rate, gemm_side
 from parlinalg.backend.visible import Visible
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
-from parlinalg.cli.parser import mpiexec, say
+from parlinalg.cli.parser import mpiexec
 from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.launchers import launched
+from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.grid import Grid, factorizations
 from parlinalg.layout import Layout
@@ -79,7 +80,7 @@ def run(rows: int = ROWS) -> int:
         select("cupy")
     except ConfigError as error:
         if alone:
-            say(f"no GPU can be used here: {error}\n{PLAN}")
+            tell(f"no GPU can be used here: {error}\n{PLAN}")
             return 0
         raise
     program = mpiexec() if alone else None
@@ -95,11 +96,11 @@ def _under_mpiexec(program: str, rows: int) -> int:
     devices = len(_devices())
     ranks = min(devices, 8) if devices > 1 else 4
     command = [program, "-n", str(ranks), sys.executable, "-m", "parlinalg", "doctor", "--gpu", "--rows", str(rows)]
-    say(f"running {' '.join(command)}")
+    tell(f"running {' '.join(command)}")
     try:
         return subprocess.run(command, check=False, timeout=LIMIT).returncode
     except subprocess.TimeoutExpired:
-        say(f"failed: it took more than {LIMIT:.0f} s; the table ends where it hangs")
+        tell(f"failed: it took more than {LIMIT:.0f} s; the table ends where it hangs")
         return 1
 
 
@@ -118,12 +119,12 @@ def _examine(comm: Comm, rows: int, start: float) -> list[Row]:
                 worst = _agreed(comm, row)
                 if comm.rank == 0:
                     mark = f"FAILED: {worst.problem}" if worst.problem else ""
-                    say(f"{row.part if row.part != part else '':<14}{row.what:<34}{worst.result:<44}{mark}".rstrip())
+                    tell(f"{row.part if row.part != part else '':<14}{row.what:<34}{worst.result:<44}{mark}".rstrip())
                 part = row.part
                 failed += [worst] if worst.problem else []
     if comm.rank == 0:
         verdict = f"{len(failed)} of the checks failed" if failed else "all checks passed"
-        say(f"\n{verdict}, in {perf_counter() - start:.0f} s")
+        tell(f"\n{verdict}, in {perf_counter() - start:.0f} s")
     return failed
 
 

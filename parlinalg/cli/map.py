@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from parlinalg.cli.parser import Commands, say, speaks
+from parlinalg.cli.parser import Commands, speaks
+from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 
 
@@ -44,5 +45,5 @@ def run(args: argparse.Namespace) -> int:
         said = [f"{'scheme':<12}{parallel.scheme.name}"]
         if schedule is not None:
             said.append(f"{'schedule':<12}{schedule.name}, {schedule.microbatches} microbatches")
-        say("\n".join([rank_map(parallel, schedule, args.ranks_per_node, layers), *said]))
+        tell("\n".join([rank_map(parallel, schedule, args.ranks_per_node, layers), *said]))
     return 0

@@ -26,14 +26,6 @@ def mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Print a page; a reader who has seen enough (`| head`) may close the pipe."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class Parser(argparse.ArgumentParser):
     """A parser whose usage and errors come from rank 0 alone."""
 

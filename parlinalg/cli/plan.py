@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from parlinalg.cli.parser import Commands, say, speaks
+from parlinalg.cli.parser import Commands, speaks
+from parlinalg.comm.streams import tell
 
 
 def add(commands: Commands) -> None:
@@ -26,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
 
     plan = plan_matmul(args.M, args.N, args.K, ranks=args.ranks, dtype=args.dtype, memory=args.memory)
     if speaks():
-        say(plan.explain())
+        tell(plan.explain())
     return 0

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parlinalg.cli.parser import Commands, say, speaks
+from parlinalg.cli.parser import Commands, speaks
+from parlinalg.comm.streams import tell
 from parlinalg.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     forward, backward, weight = _costs(args.costs)
     simulation = simulate(schedule, Costs(forward, backward, weight, args.latency), args.cores)
     if speaks():
-        say(page(simulation))
+        tell(page(simulation))
         for path in _written(simulation, args):
-            say(f"wrote {path}")
+            tell(f"wrote {path}")
     return 0
 
 

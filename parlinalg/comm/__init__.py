@@ -16,6 +16,7 @@ from parlinalg.comm.ledger import Book, ledger
 from parlinalg.comm.places import ranks_map
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
+from parlinalg.comm.startup import start_mpi
 from parlinalg.comm.trace import Trace, trace
 from parlinalg.errors import CommError
 
@@ -49,18 +50,24 @@ def open_comm(comm: Any = None) -> Comm:
     Raises
     ------
     CommError
-        If the process was started among several by an mpiexec whose MPI this process does not have.
+        If the process was started among several by an mpiexec whose MPI this process does not have, there is too little
+        shared memory for MPI, or the process was forked from a rank.
     """
     if isinstance(comm, Comm):
         return comm
     if comm is None and os.environ.get("PARLINALG_MPI") == "0":
         return SingleComm()
     try:
-        from mpi4py import MPI
+        MPI = start_mpi()
     except (ImportError, RuntimeError) as error:
+        if isinstance(error, CommError):
+            raise
         _check_launcher(1, f"mpi4py cannot be used here ({error})")
         return SingleComm()
+    from parlinalg.comm.guard import guard, guard_children
     from parlinalg.comm.mpi import MpiComm, nodes_of
+
+    guard_children()
 
     if comm is None:
         comm = MPI.COMM_WORLD
@@ -75,8 +82,6 @@ def open_comm(comm: Any = None) -> Comm:
         return SingleComm()
     own = comm.Dup()
     made = MpiComm(own, (), nodes_of(own), [], os.environ.get("PARLINALG_CHECK", "0") not in ("", "0"))
-    from parlinalg.comm.guard import guard
-
     guard(made)
     return made
 

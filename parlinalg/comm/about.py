@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from parlinalg.comm.startup import start_mpi
+from parlinalg.errors import CommError
+
 
 def about_mpi() -> dict[str, str]:
     """Facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
@@ -12,7 +15,9 @@ def about_mpi() -> dict[str, str]:
     except PackageNotFoundError:
         return {"problem": "mpi4py is not installed"}
     try:
-        from mpi4py import MPI
+        MPI = start_mpi()
+    except CommError as error:
+        return {"problem": str(error)}
     except (ImportError, RuntimeError) as error:
         return {"problem": f"mpi4py {own} cannot load an MPI library: {error}"}
     name, numbers = MPI.get_vendor()

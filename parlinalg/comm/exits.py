@@ -7,55 +7,108 @@ MPI is finalised, until all have, and aborts the run if another waits for it in 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import ctypes
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from parlinalg.comm.monitor import LAST, Circle, Monitor, end_run
-from parlinalg.comm.report import left_early, unreachable
-from parlinalg.comm.watch import calls_on, slot, under_way, user_line
+from parlinalg.comm.monitor import LAST, Circle, Monitor, end_run, exit_now
+from parlinalg.comm.mpi import MpiComm
+from parlinalg.comm.report import left_early, unreachable, vanished
+from parlinalg.comm.streams import flush, say
+from parlinalg.comm.watch import alive, calls_on, slot, under_way, user_line
 
 PERSISTENT = 5.0
 """Seconds after which a wait for a message from a rank that has left is in vain."""
 
 _WINDOW = 64  # ranks asked at a time
+_ENDED = "at the end of its program"
 
 
 class Exits:
-    """The hooks of this process, which end the run on all ranks when this one ends out of turn."""
+    """The hooks of this process: they end the run on all ranks when this one ends out of turn, and have processes that
+    are forked from it end by themselves.
+
+    Attributes
+    ----------
+    monitor : Monitor
+    pid : int
+        The process whose hooks they are; forked processes inherit them.
+    several : bool
+        Whether the process has opened a communicator of several ranks.
+    """
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
-        self._pid = os.getpid()
+        self.pid = os.getpid()
+        self.several = False
         self._code = 0
-        self._how = "at the end of its program"
+        self._how = _ENDED
+        self._asked: tuple[Any, str] | None = None  # of the last sys.exit, which somebody may catch: status and line
         self._interrupted = False
+        self._reads_codes = False
         self._exit, self._hook, self._thread_hook = sys.exit, sys.excepthook, threading.excepthook
 
     def install(self) -> None:
-        """Take the place of `sys.exit` and the exception hooks, and register the exit hook."""
+        """Take the place of `sys.exit`, and follow the codes by which this process and those forked from it end."""
+        self._reads_codes = on_system_exit(self._ends)
         sys.exit = self._leave
+        os.register_at_fork(after_in_child=self._forked)
+
+    def install_for_several(self) -> None:
+        """Take the place of `os._exit` and the exception hooks, and register the exit hook."""
+        self.several = True
+        os._exit = self._leave_now
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
         atexit.register(self._at_exit)
 
     def _leave(self, status: Any = None, /) -> NoReturn:
         """`sys.exit`, which remembers who called it with what."""
-        self._code = status if isinstance(status, int) else 0 if status is None else 1
-        self._how = f"sys.exit({'' if status is None else repr(status)}) at {user_line(sys._getframe(1))}"
+        self._asked = status, user_line(sys._getframe(1))
+        if not self._reads_codes:
+            self._ends(status)
         raise SystemExit(status)
 
+    def _ends(self, status: Any, trace: TracebackType | None = None) -> None:
+        """The interpreter is about to end this process by a SystemExit of this status, which nobody has caught."""
+        self._code = status if isinstance(status, int) else 0 if status is None else 1
+        written = "" if status is None else repr(status)
+        if self._asked is not None and self._asked[0] is status:
+            self._how = f"sys.exit({written}) at {self._asked[1]}"
+        else:
+            self._how = f"SystemExit({written})"
+            if trace is not None:
+                while trace.tb_next is not None:
+                    trace = trace.tb_next
+                self._how += f" at {user_line(trace.tb_frame)}"
+
+    def _leave_now(self, status: int) -> NoReturn:
+        """`os._exit`, by which a rank passes every other hook, and the launcher ends the rest without a word."""
+        if os.getpid() == self.pid and not MPI.Is_finalized():
+            me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+            slot.left = f"os._exit({status}) at {user_line(sys._getframe(1))}"
+            text = f"parlinalg: rank {me} of {size} ends the run by {slot.left} ({self._place()})"
+            if status:
+                end_run(text, status)  # the launcher might give the code of another rank, which it kills
+            say(text)
+            time.sleep(0.2)
+        exit_now(status)
+
+    def _place(self) -> str:
+        return self.monitor.places.get(MPI.COMM_WORLD.rank, f"pid {os.getpid()}")
+
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != self._pid or MPI.Is_finalized():
+        if os.getpid() != self.pid or MPI.Is_finalized():
             self._hook(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
             self._interrupted, self._code, self._how = True, 130, "interrupted from the keyboard"
@@ -63,7 +116,7 @@ class Exits:
             self._abort(kind, error, trace, "")
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != self._pid or MPI.Is_finalized() or issubclass(args.exc_type, SystemExit):
+        if os.getpid() != self.pid or MPI.Is_finalized() or issubclass(args.exc_type, SystemExit):
             self._thread_hook(args)
         else:
             name = args.thread.name if args.thread is not None else "unknown"
@@ -76,8 +129,7 @@ class Exits:
         slot.left = f"uncaught {kind.__name__}: {error}"[:200]
         text = "".join(traceback.format_exception(kind, error, trace))
         mark = f"[rank {rank}] "
-        place = self.monitor.places.get(rank, f"pid {os.getpid()}")
-        head = f"{mark}ended the run of {size} ranks by an uncaught {kind.__name__}{where} ({place}):"
+        head = f"{mark}ended the run of {size} ranks by an uncaught {kind.__name__}{where} ({self._place()}):"
         text = "\n".join([head, *(mark + line for line in text.splitlines())])
         slot.end = time.monotonic() + LAST, 1, text
         time.sleep(0.1)
@@ -88,8 +140,36 @@ class Exits:
         flush()
         end_run(text, 1)
 
+    # ------------------------------------------------------------------------------------------ forked processes
+
+    def _forked(self) -> None:
+        """In a process that was just forked from this one: keep away from MPI, which is the parent's."""
+        self._code, self._interrupted, self._asked = 0, False, None
+        slot.state, slot.left, slot.between, slot.end = None, None, 0, (float("inf"), 1, "")
+        vars(sys).pop("last_value", None)
+        why = f"in process {os.getpid()}, which was forked from it; communicate in process {self.pid} itself"
+        for comm in alive():
+            if isinstance(comm, MpiComm):
+                comm.lose(why)
+        if self._reads_codes:
+            atexit.register(self._leave_forked)
+
+    def _leave_forked(self) -> None:
+        """End a forked process before MPI is finalized there, which would wait for all ranks.
+
+        What it registered itself with `atexit` has run already; what its parent registered is the parent's.
+        """
+        error = getattr(sys, "last_value", None)
+        flush()
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        exit_now((1 if error is not None else self._code) & 0xFF)
+
+    # ------------------------------------------------------------------------------------------ the end of a program
+
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid or MPI.Is_finalized():
+        if os.getpid() != self.pid or MPI.Is_finalized():
             return
         flush()
         slot.state, slot.left = None, self._how
@@ -116,6 +196,8 @@ class Exits:
             now = time.monotonic()
             if now < next_look:
                 continue
+            if (gone := self.monitor.gone_for_long()) and not request.Test():
+                end_run(vanished(me, gone, self.monitor.places, self._how), self._code or 1)
             asked = others[turn : turn + _WINDOW] or others[:_WINDOW]
             turn = (turn + _WINDOW) % max(len(others), 1)
             told = circle.ask(asked)
@@ -146,11 +228,45 @@ class Exits:
         end_run(left_early(me, self._how, vain), self._code or 1)
 
 
-def flush() -> None:
-    """Bring out what this rank printed: Abort would lose it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+def on_system_exit(ends: Callable[[Any, TracebackType | None], None]) -> bool:
+    """Have a function called with status and traceback when the interpreter is about to end by a SystemExit.
+
+    `raise SystemExit(4)` passes no hook of Python's.  But the interpreter reads the exception's `code` before it ends
+    the process, and is then called by no function of Python: what reads it knows.
+
+    Returns
+    -------
+    bool
+        Whether that can be had in this interpreter.
+    """
+
+    class Code:
+        """`SystemExit.code` as it was, but for that."""
+
+        def __get__(self, error: Any, kind: Any = None) -> Any:
+            if error is None:
+                return self
+            status = plain.__get__(error, kind)
+            try:
+                sys._getframe(1)
+            except ValueError:
+                ends(status, error.__traceback__)
+            return status
+
+        def __set__(self, error: Any, status: Any) -> None:
+            plain.__set__(error, status)
+
+        def __delete__(self, error: Any) -> None:
+            plain.__delete__(error)
+
+    try:
+        attributes: Any = gc.get_referents(vars(SystemExit))[0]
+        plain = attributes["code"]
+        attributes["code"] = Code()
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    except (AttributeError, IndexError, KeyError, TypeError):  # another Python than CPython
+        return False
+    return True
 
 
 def _in_vain(told: Mapping[str, Any], gone: float) -> bool:

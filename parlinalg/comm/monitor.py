@@ -9,7 +9,6 @@ main thread may be in a product for long.  In a node nothing is gained, since wh
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -17,13 +16,17 @@ import select
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from mpi4py import MPI
 
-from parlinalg.comm.report import stalled
+from parlinalg.comm.base import Comm
+from parlinalg.comm.report import stalled, vanished, wait_text
+from parlinalg.comm.streams import say
 from parlinalg.comm.watch import State, describe, slot
 from parlinalg.errors import ConfigError
 
@@ -42,7 +45,14 @@ GRACE = 3.0
 LAST = 7.0
 """Seconds beyond the limit after which a process that still waits ends itself, whatever its monitor does."""
 
+GONE = 2.0
+"""Seconds that the launcher has to end a run of which a process is gone, before a process beside it does."""
+
+_NEAR = 64  # processes of its host that one has an eye on
 _ASK, _ANSWER = 1, 2
+
+exit_now = os._exit
+"""Ends this process; `os._exit` itself is watched."""
 
 
 def time_limit() -> float:
@@ -129,13 +139,27 @@ class Monitor:
         self.circles: list[Circle] = []
         self.places: dict[int, str] = {}
         """For each rank of COMM_WORLD in a circle its host and process, such as "host a, pid 12"."""
+        self._neighbours: dict[int, int] = {}  # by their descriptors the ranks of processes on this host
+        self._exits = select.poll()
+        self._gone: dict[int, float] = {}  # ranks whose processes have ended, and when that was seen
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parlinalg monitor", daemon=True)
         self._last = threading.Thread(target=self._last_resort, name="parlinalg last resort", daemon=True)
 
-    def add(self, mpi: MPI.Intracomm, ranks: tuple[int, ...], places: Iterable[str]) -> None:
-        """Serve the members of `mpi`, unless a circle of the same ranks is there already.  Collective over them."""
+    def add(
+        self, mpi: MPI.Intracomm, ranks: tuple[int, ...], places: Iterable[str], near: Mapping[int, int]
+    ) -> None:  # fmt: skip
+        """Serve the members of `mpi`, unless a circle of the same ranks is there already.  Collective over them.
+
+        `places` says of each where it is, and `near` gives descriptors of the processes among them on this host.
+        """
         self.places.update(zip(ranks, places, strict=True))
+        for rank, descriptor in near.items():
+            if rank in self._neighbours.values():
+                os.close(descriptor)
+            else:
+                self._neighbours[descriptor] = rank
+                self._exits.register(descriptor, select.POLLIN)
         if any(circle.ranks == ranks for circle in self.circles):
             return
         group = mpi.Get_group()
@@ -166,9 +190,30 @@ class Monitor:
             looked = time.monotonic()
             for circle in self.circles:
                 circle.answer()
+            self._look_for_gone(looked)
             state = slot.state
             if state is not None and time.monotonic() - state[0] > self.limit:
                 self._give_up(state)
+
+    def gone_for_long(self) -> list[int]:
+        """Return the ranks on this host whose processes have been gone for so long that the launcher passes over it."""
+        now = time.monotonic()
+        return sorted(rank for rank, seen in list(self._gone.items()) if now - seen > GONE)
+
+    def _look_for_gone(self, now: float) -> None:
+        """End the run if a process beside this one is gone, though none can leave before all have come to their end."""
+        for descriptor, _ in self._exits.poll(0):
+            self._gone.setdefault(self._neighbours[descriptor], now)
+            self._exits.unregister(descriptor)
+        gone = self.gone_for_long()
+        if not gone or slot.left is not None:
+            return
+        me = self.rank
+        told = describe(me, None)
+        doing = f"waiting in {wait_text(told)}" if "op" in told else f"at {told['line']}"
+        first = min({me, *self._neighbours.values()} - self._gone.keys())
+        if me == first or now - min(self._gone.values()) > GONE + 2:
+            end_run(vanished(me, gone, self.places, doing), 1)
 
     def _give_up(self, state: State) -> None:
         """Report the wait and end the run, unless it ends in the meantime or a lower rank, stuck likewise, reports."""
@@ -210,15 +255,28 @@ class Monitor:
 
 def leave(text: str, code: int) -> NoReturn:
     """End this process, and say why where that does not block."""
-    with contextlib.suppress(OSError, ValueError):
-        if text and select.select([], [2], [], 0)[1]:  # full where the launcher no longer reads
-            say(text)
+    if text:
+        say(text)
     _abort(code, 1.0)
 
 
-def say(text: str) -> None:
-    """Write to standard error in one piece, so that ranks do not interleave."""
-    os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+def neighbours(comm: Comm) -> dict[int, int]:
+    """Return descriptors of the other processes on this host, by their ranks in COMM_WORLD; few of them.  Collective.
+
+    A descriptor becomes readable when the process has ended.  A process counts as on this host if it has the same
+    kernel and the same numbering of processes.
+    """
+    try:
+        own = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino]
+    except OSError:
+        own = []
+    everyone = comm.share([*own, os.getpid()])
+    found: dict[int, int] = {}
+    for rank, (*where, pid) in zip(comm.world_ranks, everyone, strict=True):
+        if own and where == own and pid != os.getpid() and len(found) < _NEAR:
+            with suppress(OSError, AttributeError):
+                found[rank] = os.pidfd_open(pid)
+    return found
 
 
 def end_run(text: str, code: int) -> NoReturn:
@@ -231,12 +289,12 @@ def end_run(text: str, code: int) -> NoReturn:
 
 def _abort(code: int, grace: float) -> NoReturn:
     """Have the launcher end all processes; after so many seconds this one ends by itself."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # other threads do not run while Abort blocks
+    with suppress(OSError, RuntimeError, ValueError):  # other threads do not run while Abort blocks
         faulthandler.dump_traceback_later(grace + 1, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     world: Any = MPI.COMM_WORLD  # mpi4py has it that Abort never returns; MPICH's asks the launcher, and does
     world.Abort(code)
     time.sleep(grace)
-    os._exit(code)
+    exit_now(code)
 
 
 def warn_without_threads() -> None:

@@ -151,7 +151,12 @@ class MpiComm(Comm):
             self.terms.clear()
             self.mpi.Free()
             strike(self)
-            self.mpi = _Freed(self.axes)  # type: ignore[assignment]
+            self.mpi = _Lost(self.axes, "which was freed; keep its Grid open while it is used")  # type: ignore[assignment]
+
+    def lose(self, why: str) -> None:
+        """Have every further use of the communicator raise a CommError, without touching MPI."""
+        if isinstance(self.mpi, MPI.Comm):
+            self.mpi = _Lost(self.axes, why)  # type: ignore[assignment]
 
     # ------------------------------------------------------------------------------------------------ primitives
     # Each begins with its exceptions: blocks on a GPU, 16-bit floats to be reduced, messages that are too long.
@@ -316,16 +321,14 @@ class MpiComm(Comm):
         return exchange(self.mpi, payload)
 
 
-class _Freed:
+class _Lost:
     """Stands where the MPI communicator was, so that use after `free` is an error with words, at no cost before."""
 
-    def __init__(self, axes: tuple[str, ...]) -> None:
-        self._axes = axes
+    def __init__(self, axes: tuple[str, ...], why: str) -> None:
+        self._axes, self._why = axes, why
 
     def __getattr__(self, name: str) -> Any:
-        raise CommError(
-            f"{name} on the communicator over {self._axes}, which was freed; keep its Grid open while it is used"
-        )
+        raise CommError(f"{name} on the communicator over {self._axes}, {self._why}")
 
 
 def exchange(mpi: MPI.Comm, payload: bytes) -> list[bytes]:

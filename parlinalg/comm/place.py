@@ -17,12 +17,13 @@ def place_on_node(comm: Comm) -> tuple[int, int]:
     A communicator of some of the ranks does not know the others, who share the node's cores and GPUs all the same; the
     launcher does.
     """
-    rank, size = _told(RANK), _told(SIZE)
+    rank, size = told(RANK), told(SIZE)
     return (
         comm.local_rank if rank is None else rank,
         comm.local_size if size is None else max(size, comm.local_size),
     )
 
 
-def _told(names: tuple[str, ...]) -> int | None:
+def told(names: tuple[str, ...]) -> int | None:
+    """Return the number that the launcher gave under the first of these names; None if it gave none."""
     return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), None)

@@ -92,3 +92,11 @@ def unreachable(me: int, how: str, silent: Sequence[int], places: Mapping[int, s
         f"parlinalg: rank {me} waited at its end ({how}) for the other ranks, and heard of none that still runs for "
         f"{seconds:.0f} s: {'; '.join(parts)}"
     )
+
+
+def vanished(me: int, gone: Sequence[int], places: Mapping[int, str], doing: str) -> str:
+    """What rank `me` says of ranks on its host whose processes are there no more."""
+    texts = [f"rank {rank} is gone ({places.get(rank, 'its process')})" for rank in gone]
+    return (
+        f"parlinalg: {', '.join(texts)}: killed, or ended without Python's knowledge; rank {me}, {doing}, ends the run"
+    )

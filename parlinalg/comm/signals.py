@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.comm.base import Comm
+from parlinalg.comm.streams import say
 
 DEFAULT = ("SIGTERM", "SIGINT", "SIGUSR1")
 
@@ -52,6 +53,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        self._pid = os.getpid()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for name in self._names:
@@ -60,14 +62,16 @@ class StopSignals:
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="parlinalg signals", daemon=True)
         self._thread.start()
+        _open.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.set_wakeup_fd(self._fd_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if self._pid != os.getpid():  # a forked process leaves the context, not the one that opened it
+            return
+        _open.remove(self)
+        self._restore()
         os.write(self._write, b"\0")
         self._thread.join()
         os.close(self._read)
@@ -86,6 +90,11 @@ class StopSignals:
             comm.books = books
         return signal.Signals(int(flag[0])).name if flag[0] else None
 
+    def _restore(self) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
     def _note(self, number: int, frame: FrameType | None = None) -> None:
         if self._first is None:
             self._first = (number, time.monotonic())
@@ -99,9 +108,22 @@ class StopSignals:
             self._note(number)
 
 
+_open: list[StopSignals] = []
+"""The contexts that are open, innermost last."""
+
+
+def _forked() -> None:
+    """In a forked process: let signals do what they did before, and not wake the parent up."""
+    while _open:
+        _open.pop()._restore()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _end_now(number: int) -> None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    os.write(2, f"parlinalg: a second {signal.Signals(number).name} ends the run at once\n".encode())
+    say(f"parlinalg: a second {signal.Signals(number).name} ends the run at once")
     time.sleep(0.2)  # the launcher brings it out before the end
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(128 + number)

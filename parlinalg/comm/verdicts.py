@@ -17,6 +17,7 @@ import numpy as np
 
 from parlinalg.comm.patience import wait_asleep
 from parlinalg.comm.report import grouped, ranks_text
+from parlinalg.comm.startup import start_mpi
 from parlinalg.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ class Verdicts:
     """
 
     def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self.mpi = MPI.COMM_WORLD.Dup()
+        self.mpi = start_mpi().COMM_WORLD.Dup()
         self.size, self.rank = self.mpi.size, self.mpi.rank
         self.grace = grace()
         self.stderr = 2

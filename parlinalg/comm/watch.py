@@ -78,6 +78,11 @@ def enrol(comm: Comm) -> str:
     return key
 
 
+def alive() -> list[Comm]:
+    """Return the communicators of several ranks that this process has."""
+    return list(_alive.values())
+
+
 def strike(comm: Comm) -> None:
     """Remember how many operations began on a communicator that is being freed."""
     _freed[comm.key] = comm._calls

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
-        with capture.global_and_fixture_disabled():
+        with capture.global_and_fixture_disabled(), suppress(OSError):  # it may be closed
             exchange.stderr = os.dup(2)
     terminal = config.pluginmanager.getplugin("terminalreporter")
     if exchange.rank != 0 and terminal is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.train.checkpoint import Checkpoints
@@ -151,7 +152,7 @@ class CheckpointHook(Hook):
         held, first = dict(engine.model.named_state()), self._checkpoints is None
         self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
         if said := self._checkpoints.open(fresh=first and not self.resume and trainer.step == 0):
-            print(said, flush=True)
+            tell(said)
         found = None
         if self.resume:
             found = self._checkpoints.load(fall_back=self.fall_back, check=trainer.check_progress)

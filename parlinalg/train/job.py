@@ -13,6 +13,7 @@ from typing import Any
 from parlinalg import __version__
 from parlinalg.comm import Book, Comm, ledger, open_comm
 from parlinalg.comm.signals import StopSignals
+from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.train import build, report
@@ -108,7 +109,7 @@ class Job:
         with StopSignals() as stop, ledger(self.mesh.grid) as book, away:
             text = self.saving.resume(fall_back=fall_back) if resume else self.saving.fresh()
             if text and self.speaks:
-                print(f"{text}\n", flush=True)
+                tell(f"{text}\n")
             begun = self.trainer.made
             progress = together(
                 self.world, lambda: Progress(self.out, self.steps, self.speaks, begun), "opening metrics.jsonl"
@@ -163,7 +164,7 @@ class Job:
         )
         if self.speaks:
             report.write_ranks(self.out, ranks)
-            print(f"parlinalg {__version__}\n{text}\n", flush=True)
+            tell(f"parlinalg {__version__}\n{text}\n")
 
     def _close(
         self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None, begun: int,
@@ -194,11 +195,11 @@ class Job:
         if self.speaks:
             self._conclude(history, seconds, stopped, begun)
             for line in (*task.closing(history), *lines):
-                print(line)
-            print(f"\ncommunication of rank 0, what it received:\n{book}\n")
+                tell(line)
+            tell(f"\ncommunication of rank 0, what it received:\n{book}\n")
             names += [] if why else ["metrics.png"]
             there = ", ".join(name for name in names if name not in lost and (self.out / name).exists())
-            print(f"written to {self.out}: {there}" + (f"; no picture: {why}" if why else ""), flush=True)
+            tell(f"written to {self.out}: {there}" + (f"; no picture: {why}" if why else ""))
         together(self.world, look, "looking for what was written")
 
     def _conclude(
@@ -206,10 +207,12 @@ class Job:
     ) -> None:  # fmt: skip
         made, task = self.trainer.made, self.task
         if stopped:
-            print(f"\nstopped by {stopped} after step {made} of {self.steps} ({seconds:.1f} s)")
+            tell(f"\nstopped by {stopped} after step {made} of {self.steps} ({seconds:.1f} s)")
             return
         new = made - begun
-        print(f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){f', {made} in all' * (begun > 0)}")
+        tell(f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){f', {made} in all' * (begun > 0)}")
+        if self.trainer.skipped:
+            tell(f"{self.trainer.skipped} of them left out: the loss or the gradient was not finite")
         held = task.held_metrics(defaultdict(lambda: 1.0))
         if measured := [metrics for metrics in history if held.keys() <= metrics.keys()]:
-            print(task.held_line(measured[-1]))
+            tell(task.held_line(measured[-1]))

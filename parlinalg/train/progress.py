@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from parlinalg.comm.streams import Quiet, complain
 from parlinalg.files import parse_json, read_bytes
 
 SHOWN = {  # of the metrics there are: what they are called here, and how they are written
@@ -62,7 +63,8 @@ class Progress:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=total, initial=start, unit="step", file=sys.stderr, dynamic_ncols=True)
+            if sys.stderr is not None:
+                self._bar = tqdm(total=total, initial=start, unit="step", file=Quiet(sys.stderr), dynamic_ncols=True)
 
     def add(self, metrics: dict[str, Any], now: float) -> None:
         """Take the metrics of one step; `now` is the time in seconds."""
@@ -80,7 +82,7 @@ class Progress:
         elif now - self._said > EVERY or metrics["step"] == self._total:
             self._said = now
             text = ", ".join(f"{name} {value}" for name, value in shown.items())
-            print(f"step {metrics['step']} of {self._total}: {text}", file=sys.stderr, flush=True)
+            complain(f"step {metrics['step']} of {self._total}: {text}")
 
     def __enter__(self) -> Progress:
         return self

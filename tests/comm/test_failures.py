@@ -5,6 +5,7 @@ Each test starts its own ranks.  A program gets `comm`, a communicator of 3 rank
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -34,19 +35,39 @@ class Failed:
         self.err = done.stderr
 
 
+SPECIAL = """
+import os, sys, time
+if sys.argv[1] == "hidden":
+    if os.fork():
+        time.sleep(60)
+elif sys.argv[1] == "full":
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+elif sys.argv[1] == "closed":
+    os.close(2)
+else:
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 2)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+"""Starts a program without a standard error that can be written, or hidden from the launcher behind its parent."""
+
+
 @pytest.fixture
 def run(tmp_path: Path):
-    def start(program: str, ranks: int = 3, limit: float = 45, **env: str) -> Failed:
-        path = tmp_path / "program.py"
+    def started(program: str, ranks: int = 3, limit: float = 45, special: str = "", **env: str) -> Failed:
+        path, start = tmp_path / "program.py", tmp_path / "start.py"
         path.write_text(START + program)
+        start.write_text(SPECIAL)
+        command = [str(start), special, str(path)] if special else [str(path)]
         begin = time.monotonic()
-        done = launch(ranks, [str(path)], env={"PARLINALG_TIMEOUT": "2", **env}, timeout=limit)
+        done = launch(ranks, command, env={"PARLINALG_TIMEOUT": "2", **env}, timeout=limit)
         failed = Failed(done, time.monotonic() - begin)
         print(f"exit code {failed.code} after {failed.seconds:.1f} s\n{failed.out}\n{failed.err}")
         assert failed.code != 124, f"the run did not end within {limit} s"
         return failed
 
-    return start
+    return started
 
 
 def line(program: str, text: str) -> str:
@@ -247,3 +268,148 @@ with StopSignals() as stop:
     assert done.code != 0
     assert "a second SIGTERM ends the run at once" in done.err
     assert done.seconds < 25
+
+
+STUCK = "time.sleep(60)\n"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "program", "code"),
+    [
+        ("full", "raise ValueError('boom')\n", 1),
+        ("full", STUCK, 1),
+        ("full", "sys.exit(3)\n", 3),
+        ("full", "kill(); time.sleep(1.5); kill(); time.sleep(60)\n", 143),
+        ("closed", "raise ValueError('boom')\n", 1),
+        ("broken", STUCK, 1),
+    ],
+    ids=["full, raise", "full, hang", "full, leave", "full, signal", "closed, raise", "broken, hang"],
+)
+def test_ranks_whose_stderr_cannot_be_written_end_the_run(run, stderr: str, program: str, code: int) -> None:
+    start = "StopSignals().__enter__()\nkill = lambda: os.kill(os.getpid(), signal.SIGTERM)\n"
+    program = f"{start}if comm.rank == 1:\n    {program.strip()}\ncomm.all_reduce(a)\n"
+    done = run(program, special=stderr, PARLINALG_TIMEOUT="3")
+    assert done.code == code
+    assert done.seconds < 3 + 10 + 5  # and what starting takes
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed"])
+def test_a_run_without_stderr_goes_on(run, stderr: str) -> None:
+    program = "import warnings\nwarnings.warn('nobody hears')\ncomm.all_reduce(a)\nprint(a[0])\n"
+    done = run(program, special=stderr)
+    assert done.code == 0
+    assert done.out.split() == ["9.0"] * 3
+
+
+CHILDREN = """
+bodies = {
+    "pass": 0,
+    "sys.exit(5)": 5,
+    "raise SystemExit(6)": 6,
+    "os._exit(7)": 7,
+    "raise ValueError('of the child')": 1,
+    "raise KeyboardInterrupt": -2,
+    "comm.barrier()": 1 if comm.size > 1 else 0,
+    "open_comm()": 1,
+    "import atexit; atexit.register(print, 'its own', flush=True)": 0,
+}
+for body in bodies if comm.rank == 0 else ():
+    begin = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        break
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == bodies[body], body
+    assert time.monotonic() - begin < 4, body
+    pid = None
+if comm.rank == 0 and pid == 0:
+    exec(body)  # and falls off the end of the program
+else:
+    import multiprocessing
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2) as pool:
+        assert pool.map(abs, [-1, -2]) == [1, 2]
+    process = context.Process(target=sys.exit, args=(8,))
+    process.start()
+    process.join(5)
+    assert process.exitcode == 8
+    comm.all_reduce(a)
+    assert a[0] == comm.size ** 2
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forked_process_leaves_at_once_and_touches_no_mpi(run, ranks: int) -> None:
+    done = run(CHILDREN, ranks=ranks, PARLINALG_TIMEOUT="30")
+    assert done.code == 0
+    assert done.out == "its own\n"
+    assert "ValueError: of the child" in done.err
+    assert "forked from a rank of MPI" in done.err
+    assert ("barrier on the communicator over" in done.err.lower()) == (ranks > 1)
+
+
+def test_a_signal_to_a_forked_process_does_not_stop_its_parent(run) -> None:
+    program = """
+with StopSignals() as stop:
+    pid = os.fork() if comm.rank == 1 else None
+    if pid == 0:
+        time.sleep(60)
+    if pid:
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    assert stop.requested(comm) is None
+"""
+    assert run(program).code == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("raise SystemExit(4)", 4, "rank 1 left early (SystemExit(4)"),
+        ("os._exit(7)", 7, "rank 1 of 3 ends the run by os._exit(7) at "),
+        (
+            "try:\n        sys.exit(3)\n    except SystemExit:\n        pass",
+            1,
+            "left early (at the end of its program)",
+        ),
+    ],
+)
+def test_the_code_of_a_rank_that_leaves_is_kept(run, end: str, code: int, told: str) -> None:
+    done = run(f"if comm.rank == 1:\n    {end}\nelse:\n    comm.all_reduce(a)\n")
+    assert done.code == code
+    assert told in done.err
+
+
+def test_all_raise_system_exit(run) -> None:
+    done = run("raise SystemExit(4)\n")
+    assert (done.code, done.err) == (4, "")
+
+
+def test_the_code_of_a_system_exit_stays_an_attribute() -> None:
+    """It is read by others than the interpreter too, once communicators are open."""
+    program = "error = SystemExit(3)\nassert error.code == 3\nerror.code = 'text'\nassert error.code == 'text'\n"
+    program += "del error.code\nassert error.code is None\nassert SystemExit(1, 2).code == (1, 2)\n"
+    done = launch(1, ["-c", "from parlinalg.comm import open_comm; open_comm()\n" + program])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_rank_that_is_gone_is_named_where_the_launcher_lets_the_others_be(run) -> None:
+    """As srun does, unless it is told otherwise."""
+    program = "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.all_reduce(a)\n"
+    done = run(program, special="hidden", PARLINALG_TIMEOUT="60")
+    assert done.code != 0
+    assert done.seconds < 25
+    assert "rank 1 is gone (host " in done.err
+    assert "rank 0, waiting in all_reduce over ('r',) at " in done.err
+
+
+def test_a_rank_that_is_gone_at_the_end_of_the_others(run) -> None:
+    program = "if comm.rank == 1:\n    time.sleep(0.5)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = run(program, special="hidden", PARLINALG_TIMEOUT="60")
+    assert done.code != 0
+    assert "rank 1 is gone (host " in done.err
+
+
+def test_a_signal_keeps_its_number(run) -> None:
+    done = run("if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGSEGV)\ncomm.all_reduce(a)\n")
+    assert done.code in (signal.SIGSEGV, 128 + signal.SIGSEGV)

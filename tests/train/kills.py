@@ -1,6 +1,8 @@
 """Trainings that are killed at random moments, each in a process of its own forked from this one, which imports once.
 
 python -m tests.train.kills FOLDER TRIALS: half of the kills come during a save.  Tells how it went in JSON.
+python -m tests.train.kills memory FOLDER TRIALS MPIEXEC…: kills trainings of two ranks, and tells what stays in
+shared memory; run it with a /dev/shm of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -125,7 +128,65 @@ def trial(number: int, settings: dict[str, Any], folder: Path, draw: random.Rand
     }  # fmt: skip
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that run Python below a launcher."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+    below, found = {launcher}, []
+    while below:
+        below = {pid for pid, parent in parents.items() if parent in below}
+        found += [pid for pid in sorted(below) if Path(f"/proc/{pid}/cmdline").read_text().startswith(sys.executable)]
+    return found
+
+
+def killed_in_memory(trial: int, command: list[str], out: Path, moment: float) -> dict[str, Any]:
+    """Start a training of several ranks, and kill a rank, the launcher or all of them so many seconds later."""
+    shutil.rmtree(out, ignore_errors=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    time.sleep(moment)
+    ranks, begun = [], (out / "metrics.jsonl").exists()
+    try:
+        ranks = ranks_of(process.pid)
+        victims = {0: ranks[-1:], 1: [process.pid], 2: [process.pid, *ranks]}[trial % 3]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+    except OSError:  # ended before
+        pass
+    code = process.wait(60)
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/maps").exists() and Path(f"/proc/{pid}/maps").read_text() for pid in ranks):
+        assert time.monotonic() < end, "ranks live on"
+        time.sleep(0.02)
+    return {"moment": moment, "begun": begun, "code": code, "left": os.listdir("/dev/shm")}
+
+
+def kills_in_memory(folder: Path, trials: int, mpiexec: list[str]) -> dict[str, Any]:
+    """Kill trainings of two ranks, at moments from their start until well after their first step."""
+    out, draw = folder / "out", random.Random(1)
+    settings = ["parallel.data=2", "batch_size=31", "model=dict(hidden=(40,))", "backend=numpy", "checkpoint=5"]
+    command = [*mpiexec, "-n", "2", sys.executable, "-m", "parlinalg", "train", "digits", "--out", str(out)]
+    command += [text for setting in settings for text in ("--set", setting)]
+    before, start = sorted(os.listdir("/dev/shm")), time.monotonic()
+    process = subprocess.Popen([*command, "--steps", "3"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert process.wait() == 0
+    whole = time.monotonic() - start
+    endless = [*command, "--steps", "100000"]
+    rows = [killed_in_memory(i, endless, out, draw.uniform(0.2, 1.2) * whole) for i in range(trials)]
+    left = sorted(os.listdir("/dev/shm"))
+    for name in left:
+        os.utime(f"/dev/shm/{name}", (0, 0))  # as if that had been a minute ago
+    again = subprocess.run([*command, "--steps", "1"], capture_output=True, check=False).returncode
+    return {"before": before, "left": left, "again": again, "after": sorted(os.listdir("/dev/shm")), "trials": rows}
+
+
 def main() -> None:
+    if sys.argv[1] == "memory":
+        print(json.dumps(kills_in_memory(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])))
+        return
     folder, trials = Path(sys.argv[1]), int(sys.argv[2])
     draws = np.random.default_rng(5)
     y = np.arange(170) % 5

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, child_environment, launch, mpiexec
+from tests.launching import ROOT, child_environment, launch, mpiexec, with_shared_memory
 from tests.train.kills import KEYS, STEPS, told
 
 pytestmark = pytest.mark.serial
@@ -60,3 +60,61 @@ def test_after_one_of_two_ranks_was_killed(tmp_path: Path, full: bool) -> None:
         assert process.wait(60) != 0
         assert launch(2, [*arguments, str(out), "--resume"]).returncode == 0
         assert told(out) == told(tmp_path / "whole")
+
+
+@pytest.mark.timeout(3000)
+def test_kills_leave_shared_memory_as_it_was(tmp_path: Path, full: bool) -> None:
+    """MPICH's memory has no name once MPI runs; what a kill before that leaves, the next run removes."""
+    trials = 200 if full else 3
+    arguments = ["-m", "tests.train.kills", "memory", str(tmp_path), str(trials), *mpiexec()]
+    env = {"PARLINALG_COMPILED": "0"}
+    done = launch(0, arguments, env=env, timeout=2900 if full else 100, command=with_shared_memory("64m"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["before"] == found["after"] == []
+    assert found["again"] == 0
+    killed = [trial for trial in found["trials"] if trial["code"] != 0]
+    assert len(killed) == trials
+    if full:
+        begun = sum(trial["begun"] for trial in killed)
+        print(f"{trials} kills, {begun} of them in training; before MPI ran, they left {len(found['left'])} files")
+        assert begun > trials / 4
+        assert len(found["left"]) < trials / 10
+
+
+STUCK = """
+import os, signal, sys, time
+from pathlib import Path
+from parlinalg.train import job, progress
+from parlinalg.comm import open_comm
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+comm = open_comm()
+plain = progress.Progress.add
+
+def add(self, metrics, now):
+    plain(self, metrics, now)
+    if metrics["step"] == 3 and comm.rank == 1:
+        print("now", time.monotonic(), flush=True)
+        if sys.argv[1] == "raise":
+            raise ValueError("boom")
+        if sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "hang":
+            time.sleep(60)
+
+progress.Progress.add = add
+settings = ["parallel.data=2", "model=dict(hidden=(40,))", "steps=6", "backend=numpy"]
+sys.exit(job.train("digits", Path(sys.argv[2]), settings, comm))
+"""
+
+
+@pytest.mark.parametrize(("how", "codes"), [("raise", [1]), ("hang", [1]), ("kill", [9, 137]), ("nothing", [0])])
+def test_a_training_whose_stderr_is_full_ends(tmp_path: Path, how: str, codes: list[int]) -> None:
+    limit = 3
+    env = {"PARLINALG_TIMEOUT": str(limit), "PARLINALG_COMPILED": "0"}
+    done = launch(2, ["-c", STUCK, how, str(tmp_path)], env=env, timeout=55)
+    ended = time.monotonic()
+    assert done.returncode in codes, done.stdout
+    assert how == "nothing" or ended - float(done.stdout.partition("now ")[2].split()[0]) < limit + 10
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 7 if how == "nothing" else 4))

@@ -16,7 +16,7 @@ from parlinalg.layout import Layout
 from parlinalg.train import launch
 from parlinalg.train.loop import batches
 from tests.cases import held
-from tests.train.trainings import Training
+from tests.train.trainings import Training, main
 
 SERIAL = SingleComm()
 PARTS = 3
@@ -65,12 +65,12 @@ def test_a_loss_that_is_not_finite_ends_the_training(
     config["lr_schedule"] = {"name": "constant"}
     config |= {"parallel": {"pipeline": pipeline}, "backend": backend}
     with pytest.raises(EngineError, match=r"step 2: the loss is nan.*now 1e\+300.*skip_nonfinite=True") as error:
-        train({**config, "skip_nonfinite": False}, folder, comm=world)
+        main({**config, "skip_nonfinite": False}, folder, comm=world)
     assert len(set(world.share(str(error.value)))) == 1
     lines = world.share((folder / "metrics.jsonl").read_text().splitlines())[0]
     assert [json.loads(line)["step"] for line in lines] == [1]
     world.barrier()
-    assert train(config, folder, comm=world) == 0
+    assert main(config, folder, comm=world) == 0
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["skipped_steps"] == 3
 
 
