@@ -218,3 +218,14 @@ def test_wrong_axes(grid):
         x.sum((0, -2))
     with pytest.raises(ValueError, match=r"squeeze takes dims of size 1; axis 0 of shape \(4, 3\)"):
         np.squeeze(x, 0)
+
+
+@pytest.mark.parametrize("ddof", [3, 5])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero", "ignore:Degrees of freedom")
+def test_variance_without_degrees_of_freedom_is_numpys(grid, ddof):
+    """As NumPy: infinite, or nan where the squares are zero, with as many degrees as elements or more."""
+    values = numbers((3, 4))
+    values[:, 0] = 1
+    x = placed(values, grid, Layout(grid.axes, None))
+    same(np.var(x, axis=0, ddof=ddof), np.var(values, axis=0, ddof=ddof))
+    same(np.std(x, axis=0, ddof=ddof), np.std(values, axis=0, ddof=ddof))
