@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,6 +31,8 @@ class Training:
     """
 
     def __init__(self, mesh: Mesh, out: Path, world: Any = None) -> None:
+        if world is None and mesh.world.size == 1:  # every rank may train alone, and one training writes to a folder
+            out = out / f"alone-{os.getpid()}"
         self.mesh, self.job = mesh, Job(mesh, out, mesh.world if world is None else world)
         self.model, self.optimizer = self.job.task.model, self.job.trainer.optimizer
         self.scheduler, self.saving = self.job.trainer.scheduler, self.job.saving
