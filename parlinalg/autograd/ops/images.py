@@ -18,7 +18,7 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.ops.product import Layouts, bias_term, fitting_bias, gatherer, nothing
+from parlinalg.autograd.ops.product import Layouts, _gatherer, bias_term, fitting_bias, nothing
 from parlinalg.autograd.ops.weights import fetched, weight_at_work
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_images, namespace
@@ -100,8 +100,8 @@ def conv2d(
     y = redistribute(local, at.y, plan.y, shape, grid, owned=True)
     if bias is not None:
         y += inputs[2].block.astype(dtype, copy=False)
-    x_again = gatherer(xs, x.data, work, "x" in keep)
-    w_again = gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    x_again = _gatherer(xs, x.data, work, "x" in keep)
+    w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
     if source is not None:
         inputs[1] = source.parameter
 

@@ -122,8 +122,8 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
         if bias is not None:
             y += inputs[2].block.astype(dtype, copy=False)
-    x_again = gatherer(xs, x.data, at.x, "x" in keep)
-    w_again = gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    x_again = _gatherer(xs, x.data, at.x, "x" in keep)
+    w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
     if source is not None:
         inputs[1] = source.parameter
 
@@ -162,7 +162,7 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
 
 
-def gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
+def _gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
     """What gives the backward pass an operand at work: kept as it is, or gathered again from where it rests."""
     return (lambda: block) if keep and not data.RESTS else (lambda: at_work(data, work))
 
