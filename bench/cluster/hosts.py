@@ -10,7 +10,8 @@ Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  
 (more with --per-host) and an address of its own; a rank sees its host's interface as `e0`.  `up` of a cluster that is
 there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes it down.
 With --cut the link of a host goes down as soon as the program has made FILE, which is then removed; the processes are
-left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut.
+left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut (Hydra's own
+proxy aside, which may wait for its launcher until TCP gives up).
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Cluster:
             self._end_ranks()
 
     def _cut(self, host: int, when: Path, end: float) -> list[float | None]:
-        """Cut a host's link when the file is there; the seconds until each host had no process left, None if it had."""
+        """Cut a host's link when the file is there; the seconds until each host had no rank left, None if it had."""
         while not when.exists():
             if time.monotonic() > end:
                 raise SystemExit(f"the program did not make {when}")
@@ -126,7 +127,7 @@ class Cluster:
         took: list[float | None] = [None] * self.hosts
         while None in took and time.monotonic() < end:
             for i in range(self.hosts):
-                if took[i] is None and not self._processes(i + 1):
+                if took[i] is None and not any(map(is_rank, self._processes(i + 1))):
                     took[i] = round(time.monotonic() - start, 1)
             time.sleep(0.1)
         return took
@@ -144,6 +145,14 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
+
+
+def is_rank(pid: int) -> bool:
+    """Whether a process on a host is a rank, not the shell or the proxy that Hydra started it by."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() not in ("hydra_pmi_proxy", "sh")
+    except OSError:  # it ended meanwhile
+        return False
 
 
 def missing() -> str | None:

@@ -7,6 +7,7 @@ Blocks are C-contiguous arrays of any shape, read and written in flat order; cou
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from parlinalg.comm.arguments import alike, contiguous, counts_fit, own_fits, peer, reduction
 from parlinalg.comm.handle import DONE, Handle
-from parlinalg.comm.watch import enrol, slot
+from parlinalg.comm.watch import enrol, library_site, slot
 from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Comm(ABC):
             own = n // self.size + (self.rank < n % self.size)
             self._note("all_reduce", 2 * (n - own), buffer.itemsize)
         if self.checked:
-            self._agree("all_reduce", buffer.dtype, buffer.size, reduction=op)
+            self._agree("all_reduce", buffer.dtype, buffer.size, reduction=op, shape=buffer.shape)
         self._calls += 1
         return self._watched("all_reduce", self._calls, lambda: self._all_reduce(buffer, op, wait))
 
@@ -140,7 +141,7 @@ class Comm(ABC):
         if self.books:
             self._note("broadcast", 0 if self.rank == root else buffer.size, buffer.itemsize)
         if self.checked:
-            self._agree("broadcast", buffer.dtype, buffer.size, root=root)
+            self._agree("broadcast", buffer.dtype, buffer.size, root=root, shape=buffer.shape)
         self._calls += 1
         return self._watched("broadcast", self._calls, lambda: self._broadcast(buffer, root, wait))
 
@@ -209,16 +210,27 @@ class Comm(ABC):
 
         For agreement on setup and errors: values are anything JSON can carry (tuples arrive as lists), and the ledger
         does not count them.
+
+        Raises
+        ------
+        CommError
+            On all ranks, if different functions of parlinalg share here: a rank skipped a call.
         """
         payload = json.dumps(value)
         if self.size == 1:
             return [json.loads(payload)]
+        site = library_site(sys._getframe(1))
         if self.checked:
-            self._agree("share", None, 0)
+            self._agree("share", None, 0, site=site)
         self._calls += 1
         slot.state = (monotonic(), self, "share", self._calls)
         try:
-            return [json.loads(part) for part in self._exchange(payload.encode())]
+            parts = [part.partition(b"\n") for part in self._exchange(f"{site}\n{payload}".encode())]
+            if any(part[0] != parts[0][0] for part in parts):
+                from parlinalg.comm.check import sites_differ
+
+                raise sites_differ(self, [part[0].decode() for part in parts])
+            return [json.loads(part[2]) for part in parts]
         finally:
             slot.state = None
 
@@ -287,6 +299,12 @@ class Comm(ABC):
         slot.state = (began, self, op, number)
         try:
             handle = call()
+        except Exception as error:
+            if type(error).__module__.startswith("mpi4py"):
+                from parlinalg.comm.check import failed_in_mpi
+
+                raise failed_in_mpi(self, op, error) from error
+            raise
         finally:
             slot.state = None
         for book in self.books:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 def agree(comm: Comm, op: str, dtype: Any, counts: int | Sequence[int], more: Mapping[str, Any]) -> None:
     """Raise a CommError on every rank of `comm` unless all are about to make the same call.
 
-    The calls are the same if operation, dtype, count or counts, root and reduction are; in an all-to-all what rank i
-    sends to rank j is what rank j expects from rank i.
+    The calls are the same if their number on this communicator, operation, dtype, shape, count or counts, root and
+    reduction are; in an all-to-all what rank i sends to rank j is what rank j expects from rank i.
     """
     listed = counts if isinstance(counts, int) else [int(n) for n in counts]
-    call = {"op": op, "dtype": str(dtype), "counts": listed, **more, "line": user_line(sys._getframe(2))}
+    call = {"op": op, "dtype": str(dtype), "counts": listed, **more}
+    call |= {"number": comm._calls + 1, "line": user_line(sys._getframe(2))}
     slot.state = (monotonic(), comm, op, comm._calls + 1)
     try:
         calls = [json.loads(part) for part in comm._exchange(json.dumps(call, default=int).encode())]
@@ -63,6 +64,25 @@ def check_replicas(comm: Comm, block: Any, what: str) -> None:
         raise CommError(f"{what} should be the same on all ranks over {comm.axes}, but it is not: {groups}")
 
 
+def sites_differ(comm: Comm, sites: Sequence[str]) -> CommError:
+    """The error where different functions share values.  Collective: the ranks tell each other where they are."""
+    lines = [part.decode() for part in comm._exchange(user_line(sys._getframe(2)).encode())]
+    texts = [f"{f'parlinalg.{site}' if site else 'share'} at {line}" for site, line in zip(sites, lines, strict=True)]
+    return CommError(
+        f"the ranks of the communicator over {comm.axes} make different calls: {_groups(texts)}; all should make the "
+        "same calls in the same order: one of them skipped or added one"
+    )
+
+
+def failed_in_mpi(comm: Comm, op: str, error: Exception) -> CommError:
+    """The error where MPI itself refuses an operation."""
+    first = str(error).partition("\n")[0]
+    return CommError(
+        f"{op} over {comm.axes}, at {user_line(sys._getframe(2))}, failed in MPI ({first}): the ranks probably make "
+        "different calls here, or with blocks of different sizes; PARLINALG_CHECK=1 compares them first, and names them"
+    )
+
+
 def _key(call: Mapping[str, Any]) -> str:
     own = ("line", "receives") if call["op"] != "all_to_all" else ("line", "receives", "counts")
     return json.dumps({name: value for name, value in call.items() if name not in own}, sort_keys=True)
@@ -74,7 +94,12 @@ def _sentence(comm: Comm, calls: Sequence[Mapping[str, Any]]) -> str:
         args = [f"{name}={call[name]}" for name in ("root", "reduction") if name in call]
         if call["op"] not in ("barrier", "share"):
             args = [call["dtype"], f"counts {call['counts']}", *args]
-        texts.append(f"{call['op']}({', '.join(args)}) at {call['line']}")
+        if "shape" in call and any(other.get("shape", call["shape"]) != call["shape"] for other in calls):
+            args.append(f"shape {tuple(call['shape'])}")
+        if any(other["number"] != call["number"] for other in calls):
+            args.append(f"number {call['number']}")
+        within = f" in parlinalg.{call['site']}" if call.get("site") else ""
+        texts.append(f"{call['op']}({', '.join(args)}){within} at {call['line']}")
     return (
         f"the ranks of the communicator over {comm.axes} are about to make different calls: {_groups(texts)}; "
         "all should make the same call with the same dtype, counts, root and reduction"

@@ -25,12 +25,11 @@ from parlinalg.comm.monitor import LAST, Circle, Monitor, end_run, exit_now
 from parlinalg.comm.mpi import MpiComm
 from parlinalg.comm.report import left_early, unreachable, vanished
 from parlinalg.comm.streams import flush, say
-from parlinalg.comm.watch import alive, calls_on, slot, under_way, user_line
+from parlinalg.comm.watch import MANY, alive, calls_on, slot, under_way, user_line
 
 PERSISTENT = 5.0
 """Seconds after which a wait for a message from a rank that has left is in vain."""
 
-_WINDOW = 64  # ranks asked at a time
 _ENDED = "at the end of its program"
 
 
@@ -134,7 +133,7 @@ class Exits:
         slot.end = time.monotonic() + LAST, 1, text
         time.sleep(0.1)
         for circle in self.monitor.circles:
-            told = circle.ask([r for r in circle.ranks if r < rank][:_WINDOW])
+            told = circle.ask([r for r in circle.ranks if r < rank][:MANY])
             if any(answer.get("left") == slot.left for answer in told.values()):
                 time.sleep(2)  # an error that all ranks meet alike is told by the lowest, which now ends this process
         flush()
@@ -186,7 +185,7 @@ class Exits:
         me = MPI.COMM_WORLD.rank
         others = [rank for rank in circle.ranks if rank != me]
         start = time.monotonic()
-        patience = self.monitor.limit + 3 * len(others) / _WINDOW  # a turn of questions takes less than 3 s
+        patience = self.monitor.limit + 3 * len(others) / MANY  # a turn of questions takes less than 3 s
         heard = self._hear(start, patience)
         pause, next_look, turn = 0.0005, start + 0.2, 0
         suspects: dict[int, tuple[str, int]] = {}
@@ -198,8 +197,8 @@ class Exits:
                 continue
             if (gone := self.monitor.gone_for_long()) and not request.Test():
                 end_run(vanished(me, gone, self.monitor.places, self._how), self._code or 1)
-            asked = others[turn : turn + _WINDOW] or others[:_WINDOW]
-            turn = (turn + _WINDOW) % max(len(others), 1)
+            asked = others[turn : turn + MANY] or others[:MANY]
+            turn = (turn + MANY) % max(len(others), 1)
             told = circle.ask(asked)
             if any("left" not in answer for answer in told.values()):
                 heard = self._hear(time.monotonic(), patience)

@@ -27,7 +27,7 @@ from mpi4py import MPI
 from parlinalg.comm.base import Comm
 from parlinalg.comm.report import stalled, vanished, wait_text
 from parlinalg.comm.streams import say
-from parlinalg.comm.watch import State, describe, slot
+from parlinalg.comm.watch import MANY, State, describe, slot
 from parlinalg.errors import ConfigError
 
 POLL = 0.05
@@ -222,14 +222,14 @@ class Monitor:
         circle = next((c for c in self.circles if set(comm.world_ranks) <= set(c.ranks)), None)
         if circle is None:
             return
-        asked = circle.ranks if len(circle.ranks) <= 64 else comm.world_ranks
+        asked = circle.ranks if len(circle.ranks) <= MANY else comm.world_ranks
         told = circle.ask(asked, comm.key)
         if slot.state is not state:
             return
         lower = any(rank < me and t.get("since", 0) > self.limit for rank, t in told.items())
         if lower and time.monotonic() - start < self.limit + 4 * PATIENCE:
             return
-        told[me] = describe(me, comm.key)
+        told[me] = json.loads(json.dumps(describe(me, comm.key)))
         end_run(stalled(me, state, asked, told, self.places, self.limit), 1)
 
     def _last_resort(self) -> None:

@@ -17,6 +17,7 @@ from parlinalg.backend.blas import cores
 from parlinalg.comm import half, split, staging
 from parlinalg.comm.base import Block, Comm
 from parlinalg.comm.chain import Chain
+from parlinalg.comm.check import failed_in_mpi
 from parlinalg.comm.datatypes import REDUCTIONS, carrier, lies_in, number
 from parlinalg.comm.half import is_half
 from parlinalg.comm.handle import DONE, Handle
@@ -33,7 +34,7 @@ from parlinalg.errors import CommError
 Runs = tuple[Sequence[int], Sequence[int] | None]
 """The counts of the runs of a block, and where each begins (None: one after the other)."""
 
-_HEAD = 256
+_HEAD, _MARK = 256, b"\xa7pl"
 
 
 class MpiHandle(Handle):
@@ -60,6 +61,8 @@ class MpiHandle(Handle):
                     wait_asleep(request)
                 else:
                     request.Wait()
+            except MPI.Exception as error:
+                raise failed_in_mpi(self._comm, self._op, error) from error
             finally:
                 slot.state = None
             self._done()
@@ -332,14 +335,26 @@ class _Lost:
 
 
 def exchange(mpi: MPI.Comm, payload: bytes) -> list[bytes]:
-    """Every rank's payload: one all-gather of 256 bytes a rank, and a second one if some payload is longer."""
+    """Every rank's payload: one all-gather of 256 bytes a rank, and a second one if some payload is longer.
+
+    Raises
+    ------
+    CommError
+        If a rank is in another operation, whose data came instead.
+    """
     mine = np.zeros(_HEAD, np.uint8)
-    mine[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), np.uint8)
+    mine[:8] = np.frombuffer(_MARK + len(payload).to_bytes(8 - len(_MARK), "little"), np.uint8)
     head = min(len(payload), _HEAD - 8)
     mine[8 : 8 + head] = np.frombuffer(payload, np.uint8, head)
     everyone = np.empty((mpi.size, _HEAD), np.uint8)
     mpi.Allgather((mine, _HEAD, MPI.UINT8_T), (everyone, _HEAD, MPI.UINT8_T))
-    lengths = [int.from_bytes(row[:8].tobytes(), "little") for row in everyone]
+    odd = [rank for rank, row in enumerate(everyone) if row[: len(_MARK)].tobytes() != _MARK]
+    if odd:
+        raise CommError(
+            f"rank {mpi.rank} of {mpi.size} got other data than ranks {odd} should have sent: they are in another "
+            "operation; PARLINALG_CHECK=1 names the calls"
+        )
+    lengths = [int.from_bytes(row[len(_MARK) : 8].tobytes(), "little") for row in everyone]
     rests = [max(0, n - (_HEAD - 8)) for n in lengths]
     tails = np.empty(sum(rests), np.uint8)
     if tails.size:

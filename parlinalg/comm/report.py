@@ -60,9 +60,56 @@ def stalled(
     lines = [f"parlinalg: rank {me} gives up after {limit:g} s in {op} over {comm.axes} (PARLINALG_TIMEOUT={limit:g}):"]
     lines += [f"  {ranks_text(ranks)} {_verb(text, ranks)}" for ranks, text in grouped(waiting)]
     lines += [f"  {ranks_text(ranks)} {text}" for ranks, text in grouped(absent)]
-    if not absent:
+    cause = disagreement({rank: answer for rank, answer in told.items() if "op" in answer})
+    if cause:
+        lines.append(f"  likely cause: {cause}")
+        if not getattr(comm, "checked", False):
+            lines.append("  PARLINALG_CHECK=1 compares the calls before they are made")
+    elif not absent and len(set(waiting.values())) > 1:
+        lines.append(
+            "  all are in the same operation, but from different lines: a rank may have skipped or added a call"
+        )
+    elif not absent:
         lines.append("  all ranks are there: the transfer itself is slow or stuck")
     return "\n".join(lines)
+
+
+def disagreement(waiting: Mapping[int, Told]) -> str:
+    """What ranks disagree about that wait for each other in different calls; empty if none do.
+
+    Parameters
+    ----------
+    waiting : dict of int to dict
+        What the waiting ranks told (`watch.describe`), by their number in the world.
+    """
+
+    def call(rank: int) -> tuple[str, int, str]:
+        return waiting[rank]["key"], waiting[rank]["number"], waiting[rank]["op"]
+
+    def in_vain(rank: int, other: int) -> bool:
+        key, number, _ = call(rank)
+        return number > 0 and other in waiting[rank].get("ranks", ()) and waiting[other]["begun"].get(key, 0) < number
+
+    for one in sorted(waiting):
+        for other in sorted(waiting):
+            alike = call(one)[:2] == call(other)[:2] and call(one)[1] > 0
+            apart = call(one) != call(other) and (alike or (in_vain(one, other) and in_vain(other, one)))
+            if one < other and apart:
+                sides = [[rank for rank in sorted(waiting) if call(rank) == call(side)] for side in (one, other)]
+                few, many = sorted(sides, key=len)
+                return (
+                    f"the ranks make different calls: {_are_in(few, waiting)} while {_are_in(many, waiting)}; a rank "
+                    "skipped or added a call, or branched on what it alone knows"
+                )
+    return ""
+
+
+def _are_in(ranks: Sequence[int], waiting: Mapping[int, Told]) -> str:
+    told = waiting[ranks[0]]
+    number = f" number {told['number']}" if told["number"] else ""
+    lines = " and ".join(sorted({waiting[rank]["line"] for rank in ranks}))
+    are = "are" if len(ranks) > 1 else "is"
+    return f"{ranks_text(ranks)} {are} in {told['op']} over {tuple(told['axes'])}{number} at {lines}"
 
 
 def _verb(text: str, ranks: Sequence[int]) -> str:

@@ -30,6 +30,9 @@ State = tuple[float, "Comm | Forming", str, int]
 that is, counted from 1; 0 if it is the making of a communicator, and −1 − rank if the wait is for that rank of it
 alone."""
 
+MANY = 64
+"""Ranks that are listed one by one, or asked at a time."""
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -107,7 +110,8 @@ def describe(asker: int, key: str | None) -> dict[str, Any]:
     dict
         `line`: where the main thread is.  `doing`: what it is at, where it says so.  `left`: how the process ended its
         program, if it has.  If it waits in an operation, `op`, `axes`, `number` and `key` say which, `since` for how
-        many seconds, and `for_you` whether for `asker` too.  `calls`: the operations begun on the communicator `key`.
+        many seconds, `for_you` whether for `asker` too, `ranks` for which ranks of the world, unless they are many, and
+        `begun` how many operations it began on each communicator.  `calls`: those begun on the communicator `key`.
     """
     told: dict[str, Any] = {"line": main_line()}
     if slot.doing is not None:
@@ -120,6 +124,9 @@ def describe(asker: int, key: str | None) -> dict[str, Any]:
         ranks: Sequence[int] = comm.world_ranks if number >= 0 else (comm.world_ranks[-1 - number],)
         told |= {"op": op, "axes": comm.axes, "number": number, "key": comm.key}
         told |= {"since": monotonic() - start, "for_you": asker in ranks}
+        if len(ranks) <= MANY:
+            told["ranks"] = ranks
+        told["begun"] = {other.key: other._calls for other in list(_alive.values())}
     if key is not None:
         told["calls"] = calls_on(key)
     return told
@@ -136,6 +143,15 @@ def user_line(frame: FrameType | None) -> str:
             return last
         frame = frame.f_back
     return last
+
+
+def library_site(frame: FrameType) -> str:
+    """The function of this frame, such as `array.create.distribute`; empty if it is not parlinalg's."""
+    code = frame.f_code
+    if not code.co_filename.startswith(_PACKAGE):
+        return ""
+    module = code.co_filename.removeprefix(_PACKAGE).removesuffix(".py").replace(os.sep, ".")
+    return f"{module}.{code.co_name}"
 
 
 def main_line() -> str:

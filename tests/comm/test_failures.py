@@ -62,6 +62,7 @@ def run(tmp_path: Path):
         command = [str(start), special, str(path)] if special else [str(path)]
         begin = time.monotonic()
         done = launch(ranks, command, env={"PARLINALG_TIMEOUT": "2", **env}, timeout=limit)
+        done.stderr = done.stderr.replace(f"{tmp_path}/", "")
         failed = Failed(done, time.monotonic() - begin)
         print(f"exit code {failed.code} after {failed.seconds:.1f} s\n{failed.out}\n{failed.err}")
         assert failed.code != 124, f"the run did not end within {limit} s"
@@ -220,11 +221,68 @@ def test_another_collective(run) -> None:
 
 
 def test_another_collective_unchecked(run) -> None:
-    done = run(
+    """The watchdog names the calls that differ: by their numbers they should be one."""
+    program = (
         "if comm.rank == 1:\n    comm.barrier()\nelse:\n"
-        "    comm.all_gather(np.ones(1000), np.ones(3000), [1000] * 3)\ntime.sleep(60)\n"
+        "    comm.all_gather(np.ones(9000), np.ones(27000), [9000] * 3)  # here\ntime.sleep(60)\n"
     )
+    done = run(program)
     assert done.code != 0
+    one = f"rank 1 is in barrier over ('r',) number 2 at {line(program, 'comm.barrier')}"
+    others = f"ranks 0, 2 are in all_gather over ('r',) number 2 at {line(program, '# here')}"
+    assert "slow or stuck" not in done.err
+    assert f"likely cause: the ranks make different calls: {one} while {others}" in done.err
+    assert "PARLINALG_CHECK=1" in done.err
+
+
+@pytest.mark.parametrize("checked", ["0", "1"])
+def test_calls_on_different_communicators(run, checked: str) -> None:
+    """Each waits for the other in a call that the other never began."""
+    program = "if comm.rank == 1:\n    world.share(1)\nelse:\n    comm.all_reduce(a)  # here\ntime.sleep(60)\n"
+    done = run(program, PARLINALG_CHECK=checked)
+    assert done.code != 0
+    assert "rank 1 is in share over ()" in done.err
+    assert "ranks 0, 2 are in all_reduce over ('r',) number 2" in done.err
+    assert "likely cause: the ranks make different calls" in done.err
+
+
+def test_a_call_from_different_lines(run) -> None:
+    """The right calls on all ranks, of which one is late: nothing is said of different calls."""
+    done = run("if comm.rank == 1:\n    comm.receive(a, 0)\ncomm.all_reduce(a)\n")
+    assert done.code != 0
+    assert "likely cause" not in done.err
+    assert "rank 1 never came: it waits in receive from 0" in done.err
+
+
+def test_blocks_of_different_sizes_unchecked(run) -> None:
+    """What MPI itself refuses is told in our words."""
+    done = run("b = np.ones(50000 if comm.rank == 1 else 10)\ncomm.broadcast(b, 1)  # here\ntime.sleep(60)\n")
+    assert done.code != 0
+    assert "CommError: broadcast over ('r',), at" in done.err
+    assert "PARLINALG_CHECK=1 compares them first" in done.err
+
+
+SKIPPED = """
+import parlinalg as pla
+grid = pla.Grid({"r": 3}, world)
+ids = np.arange(12.0).reshape(4, 3)
+for step in range(3):
+    x = pla.distribute(ids, grid, pla.Layout("r", None))  # first
+    if step == 1 and comm.rank == 1:
+        continue  # this rank skips the rest of a step
+    y = pla.from_blocks(x.block, grid, x.layout)  # second
+"""
+
+
+@pytest.mark.parametrize("checked", ["0", "1"])
+def test_a_skipped_step(run, checked: str) -> None:
+    """The ranks' calls are compared before their values are: no rank unpacks what another meant for something else."""
+    done = run(SKIPPED, PARLINALG_CHECK=checked)
+    assert done.code != 0
+    assert "unpack" not in done.err
+    assert "CommError: the ranks of the communicator over ()" in done.err
+    assert f"parlinalg.array.create.from_blocks at {line(SKIPPED, '# second')}; rank 1: " in done.err
+    assert f"parlinalg.array.create.distribute at {line(SKIPPED, '# first')}" in done.err
 
 
 def test_interrupt(run) -> None:
