@@ -120,13 +120,31 @@ def carry(
     return block
 
 
-def check_replicas(block: Block, layout: Layout, grid: Grid) -> None:
+def check_replicas(block: Block, layout: Layout, grid: Grid, what: str = "") -> None:
     """Checked mode: raise a CommError on all ranks if blocks that should be replicas differ."""
     axes = tuple(a for a in grid.axes if a not in layout.axes and grid.sizes[a] > 1)
     if axes and grid.inside:
         from parlinalg.comm.check import check_replicas as compare
 
-        compare(grid.comm(axes), block, f"the blocks of an array in {layout!r}")
+        compare(grid.comm(axes), block, what or f"the blocks of an array in {layout!r}")
+
+
+def check_given(what: str, block: Block, layout: Layout, shape: Shape, grid: Grid, right: str, **facts: Any) -> None:
+    """Checked mode: raise a CommError on all ranks of the grid unless they make one array.
+
+    Shape, dtype, layout and `facts` should be equal on all, and blocks of the same part too.  `what` and `right` are
+    for the message.
+    """
+    if grid.world.checked and grid.inside:
+        from parlinalg.comm.check import compare
+
+        given = {"shape": list(shape), "dtype": str(block.dtype), "layout": repr(layout), **facts}
+        compare(grid.everyone, what, given, right, block, part_of(layout, grid))
+
+
+def part_of(layout: Layout, grid: Grid) -> list[int]:
+    """Which part of an array in this layout lies here: the same on ranks that hold replicas.  Inside the grid."""
+    return [index_of(cut, grid.sizes, grid.coords) for cut in (*layout.dims, layout.partial)]
 
 
 def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:

@@ -10,10 +10,11 @@ import numpy as np
 from parlinalg.array import transfer
 from parlinalg.array.core import DistArray
 from parlinalg.array.shapes import shape_of
+from parlinalg.comm.check import checksum
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, cut_lengths, index_of
-from parlinalg.redistribute import fitting, redistribute
+from parlinalg.redistribute import check_given, fitting, redistribute
 from parlinalg.units import ITEMSIZE
 
 Shape = int | Sequence[int]
@@ -56,14 +57,19 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     if root is not None and not 0 <= root < grid.world.size:
         raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
     host: Any = _host(array, grid) if holds else None
-    facts = grid.world.share([list(host.shape), host.dtype.name, np.ma.isMaskedArray(array)] if holds else None)
+    about = [list(host.shape), host.dtype.name, np.ma.isMaskedArray(array), _checksum(host, grid)] if holds else None
+    facts = grid.world.share(about)
     if any(fact[2] for fact in facts if fact is not None):
         raise masked("distribute")
     first = facts[root or 0]
-    if root is None and (odd := next((r for r, fact in enumerate(facts) if fact != first), None)) is not None:
+    odd = [rank for rank, fact in enumerate(facts) if root is None and fact != first]
+    if odd:
+        theirs = facts[odd[0]]
+        sums = ["" if theirs[:2] != first[:2] else f" with checksum {fact[3]}" for fact in (first, theirs)]
         raise LayoutError(
-            f"ranks pass different arrays to distribute: rank 0 {first[1]}{tuple(first[0])}, rank {odd} "
-            f"{facts[odd][1]}{tuple(facts[odd][0])}; pass the same global array, or root= where one rank alone holds it"
+            f"ranks pass different arrays to distribute: rank 0 {first[1]}{tuple(first[0])}{sums[0]}, "
+            f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} {theirs[1]}{tuple(theirs[0])}{sums[1]}; pass the "
+            "same global array on every rank, made with one seed, or root= where one rank alone holds it"
         )
     if first[1] not in ITEMSIZE:
         raise TypeError(f"an array of dtype {first[1]} cannot be distributed; it may be one of {', '.join(ITEMSIZE)}")
@@ -76,6 +82,17 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
         part = tuple(slice(r.start, r.stop) for r in grid.block(cut, shape))
         block = grid.backend.from_host(np.array(host[part], order="C"))
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
+
+
+SMALL = 1 << 12
+"""Bytes up to which what ranks give is compared without the checked mode too, where they share facts anyway."""
+
+
+def _checksum(host: Any, grid: Grid) -> str:
+    """The checksum of a host array that should be equal on several ranks; empty where it is not compared."""
+    if host.dtype.name not in ITEMSIZE or not (grid.world.checked or host.nbytes <= SMALL):
+        return ""
+    return checksum(host)
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
@@ -119,6 +136,12 @@ def from_function(
     function : callable
         Called once with one NumPy index array a dim, open (shaped to broadcast), and must work elementwise.
     """
+    return _from_function("from_function", function, shape, grid, layout, dtype)
+
+
+def _from_function(
+    what: str, function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any
+) -> DistArray:
     shape = shape_of(shape)
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
@@ -128,6 +151,8 @@ def from_function(
         raise masked("from_function")
     values = np.asarray(given, dtype=dtype)
     block = grid.backend.from_host(np.array(np.broadcast_to(values, grid.block_shape(cut, shape)), order="C"))
+    right = "an element should depend on its indices alone, the same on every rank"
+    check_given(what, block, cut, shape, grid, right, partial=layout.partial)
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
@@ -181,6 +206,7 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
             raise LayoutError(
                 f"rank {rank} gives a block of dtype {dtype}, rank 0 one of {facts[0][2]}; all blocks need one dtype"
             )
+    check_given("from_blocks", block, layout, shape, grid, "give ranks that hold the same part equal blocks")
     return DistArray(block, shape, layout, grid)
 
 
@@ -189,7 +215,7 @@ def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None
     if np.ma.isMaskedArray(value):
         raise masked("full")
     dtype = np.asarray(value).dtype if dtype is None else dtype
-    return from_function(lambda *_: np.asarray(value), shape, grid, layout, dtype)
+    return _from_function("full", lambda *_: np.asarray(value), shape, grid, layout, dtype)
 
 
 def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:

@@ -12,6 +12,7 @@ from parlinalg.autograd.tape import Fetcher, Reducer
 from parlinalg.autograd.tensor import Tensor
 from parlinalg.backend.kernels_optim import flat
 from parlinalg.layout import Cut
+from parlinalg.redistribute import check_replicas
 
 Block = Any
 
@@ -87,6 +88,8 @@ class Parameter(Tensor):
         self.fetcher: Fetcher | None = None
         self.writes = 0
         super().__init__(data, requires_grad)
+        if data.grid.world.checked:
+            check_replicas(data.block, data.layout, data.grid, f"the parameter {name!r}" if name else "a parameter")
 
     @property
     def requires_grad(self) -> bool:

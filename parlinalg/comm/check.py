@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from parlinalg.backend import backend_of
 from parlinalg.comm.watch import slot, user_line
@@ -43,6 +45,54 @@ def agree(comm: Comm, op: str, dtype: Any, counts: int | Sequence[int], more: Ma
                     )
 
 
+def compare_states(comms: Iterable[Comm], state: Mapping[str, Any]) -> None:
+    """In the checked mode, raise a CommError on every rank unless all are about to load the same arrays."""
+    for comm in comms:
+        if comm.checked and comm.size > 1:
+            sums = {name: f"checksum {checksum(np.asarray(array))}" for name, array in state.items()}
+            compare(comm, "load_state_dict", sums, "pass the same global arrays on every rank")
+
+
+def checksum(array: Any) -> str:
+    """The checksum of an array's elements in C order, as eight digits."""
+    host = backend_of(array).to_host(array)
+    return f"{zlib.crc32(host.reshape(-1).view('u1').data):08x}"
+
+
+def compare(comm: Comm, what: str, facts: Mapping[str, Any], right: str, block: Any = None, where: Any = None) -> None:
+    """In the checked mode, raise a CommError on every rank unless all were given the same.
+
+    Parameters
+    ----------
+    comm : Comm
+    what : str
+        What was called: "from_function".
+    facts : dict of str to Any
+        What should be equal on all ranks, by name: anything JSON can carry.
+    right : str
+        What to do instead, for the message.
+    block : array, optional
+        This rank's block.
+    where : list, optional
+        Which part of the global array that is: blocks of the same part should be equal.
+    """
+    if not comm.checked or comm.size == 1:
+        return
+    told = comm.share([facts, where, None if block is None else checksum(block)])
+    for name in facts:
+        if any(theirs.get(name) != told[0][0].get(name) for theirs, _, _ in told):
+            groups = _groups([str(theirs.get(name)) for theirs, _, _ in told])
+            raise CommError(f"the ranks over {comm.axes} give {what} different values of {name}: {groups}; {right}")
+    for _, part, _ in told:
+        sums = {rank: theirs for rank, (_, at, theirs) in enumerate(told) if at == part}
+        if len(set(sums.values())) > 1:
+            groups = _groups([f"checksum {text}" for text in sums.values()], list(sums))
+            raise CommError(
+                f"{what} makes blocks over {comm.axes} that should be replicas by their layout, but are not: {groups}; "
+                f"{right}"
+            )
+
+
 def check_replicas(comm: Comm, block: Any, what: str) -> None:
     """In the checked mode, raise a CommError on every rank unless all hold the same bits in `block`.
 
@@ -57,11 +107,13 @@ def check_replicas(comm: Comm, block: Any, what: str) -> None:
     """
     if not comm.checked or comm.size == 1:
         return
-    host = backend_of(block).to_host(block)
-    sums = comm.share([zlib.crc32(host.reshape(-1).view("u1").data), list(block.shape), str(block.dtype)])
+    sums = comm.share([checksum(block), list(block.shape), str(block.dtype)])
     if any(one != sums[0] for one in sums):
-        groups = _groups([f"checksum {crc:08x} of shape {tuple(shape)} {dtype}" for crc, shape, dtype in sums])
-        raise CommError(f"{what} should be the same on all ranks over {comm.axes}, but it is not: {groups}")
+        groups = _groups([f"checksum {crc} of shape {tuple(shape)} {dtype}" for crc, shape, dtype in sums])
+        raise CommError(
+            f"{what} should be the same on all ranks over {comm.axes}, but it is not: {groups}; make replicas from "
+            "equal values, with one seed, and change them alike"
+        )
 
 
 def sites_differ(comm: Comm, sites: Sequence[str]) -> CommError:
@@ -106,9 +158,9 @@ def _sentence(comm: Comm, calls: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _groups(texts: Sequence[str]) -> str:
+def _groups(texts: Sequence[str], ranks: Sequence[int] | None = None) -> str:
     """`ranks 0, 2: this; rank 1: that`."""
     of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
         of.setdefault(text, []).append(rank)
     return "; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in of.items())

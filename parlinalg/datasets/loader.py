@@ -15,6 +15,7 @@ from parlinalg.errors import ConfigError, brief
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
 from parlinalg.random.counter import check_seed
+from parlinalg.redistribute import check_given
 
 
 @dataclass(frozen=True)
@@ -180,4 +181,5 @@ class Loader:
         mine, *rest = self.grid.block(layout, shape)
         part = array[rows[mine.start : mine.stop]][:, *(slice(r.start, r.stop) for r in rest)]
         block = self.grid.backend.from_host(np.array(part, dtype=dtype, order="C"))
+        check_given("a loader", block, layout, shape, self.grid, "give the loaders of all ranks the same data and seed")
         return DistArray(block, shape, layout, self.grid)

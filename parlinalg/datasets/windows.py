@@ -13,6 +13,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, piece
 from parlinalg.random.counter import check_seed
+from parlinalg.redistribute import check_given
 
 IGNORED = -100  # a target that does not count
 
@@ -103,8 +104,9 @@ class Passages:
         places = starts[rows.start : rows.stop, None] + self._columns()[columns.start : columns.stop]
         inside = self._counts(places) if shift else places < len(self.tokens) - 1
         found = self.tokens[np.where(inside, places + shift, 0)].astype(np.int64)
-        block = np.where(inside, found, fill)
-        return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
+        block = self.grid.backend.from_host(np.where(inside, found, fill))
+        check_given("windows", block, layout, shape, self.grid, "give the windows of all ranks the same text and seed")
+        return DistArray(block, shape, layout, self.grid)
 
 
 class Windows(Passages):

@@ -14,6 +14,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.autograd import Buffer, Parameter, recording
 from parlinalg.backend.memory import check_memory
+from parlinalg.comm.check import compare_states
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
@@ -358,6 +359,7 @@ class Module:
             return arrays
 
         arrays = together(comms, read, "loading the model's state")
+        compare_states(comms, {name: arrays[name] for name in want})
         together(comms, lambda: self._take(mine, arrays), "loading the model's state", (ConfigError, OffloadError))
 
     def from_torch(self, name: str, array: np.ndarray) -> np.ndarray:

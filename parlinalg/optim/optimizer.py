@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from parlinalg.autograd import Owner
+from parlinalg.comm.check import compare_states
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
@@ -352,6 +353,7 @@ class Optimizer(ABC):
         """
         self.arrange()
         given = self._together(lambda: self._checked(state), "loading the optimizer's state")
+        compare_states(worlds(p.grid for p in self.parameters), {**given, "steps": state["steps"], "lr": state["lr"]})
 
         def load() -> None:
             for name, entry in self._named().items():

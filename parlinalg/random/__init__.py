@@ -22,7 +22,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.random.counter import Stream, Words, block_words, key
 from parlinalg.random.quantile import normal_quantile
-from parlinalg.redistribute import fitting, redistribute
+from parlinalg.redistribute import check_given, fitting, redistribute
 
 Indices = range | np.ndarray
 #: Numbers drawn in the time that one call takes.
@@ -225,6 +225,9 @@ def _draw(
         for place, words in block_words(Stream(stream, bits), shape, ranges, start):
             flat[place : place + len(words)] = convert(words)
     block = grid.backend.from_host(flat.reshape(lengths))
+    right = "all ranks draw with the same seed, name, call, step and bounds"
+    keys = {"the key of seed, name, call and step": stream.tolist(), "start": start}
+    check_given("parlinalg.random", block, cut, shape, grid, right, **keys)
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
