@@ -14,7 +14,7 @@ INT_MAX = 2**31 - 1
 
 
 def _max_count() -> int:
-    text = os.environ.get("PARLINALG_MAX_COUNT", str(INT_MAX))
+    text = os.environ.get("PARLINALG_MAX_COUNT") or str(INT_MAX)
     if not text.isdecimal() or not 1 <= int(text) <= INT_MAX:
         raise ConfigError(f"PARLINALG_MAX_COUNT={text!r} should be a whole number of elements from 1 to {INT_MAX}")
     return int(text)

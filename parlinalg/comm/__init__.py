@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from parlinalg.comm.base import Comm
@@ -18,7 +19,8 @@ from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import start_mpi
 from parlinalg.comm.trace import Trace, trace
-from parlinalg.errors import CommError
+from parlinalg.errors import CommError, ConfigError
+from parlinalg.settings import unknown_settings, wrong_setting
 
 __all__ = [
     "Book",
@@ -52,18 +54,21 @@ def open_comm(comm: Any = None) -> Comm:
     CommError
         If the process was started among several by an mpiexec whose MPI this process does not have, there is too little
         shared memory for MPI, or the process was forked from a rank.
+    ConfigError
+        On all ranks, if a variable of the environment has a value on any that it cannot have.
     """
     if isinstance(comm, Comm):
         return comm
+    wrong = wrong_setting()
     if comm is None and os.environ.get("PARLINALG_MPI") == "0":
-        return SingleComm()
+        return _single(wrong)
     try:
         MPI = start_mpi()
     except (ImportError, RuntimeError) as error:
         if isinstance(error, CommError):
             raise
         _check_launcher(1, f"mpi4py cannot be used here ({error})")
-        return SingleComm()
+        return _single(wrong)
     from parlinalg.comm.guard import guard, guard_children
     from parlinalg.comm.mpi import MpiComm, nodes_of
 
@@ -79,11 +84,28 @@ def open_comm(comm: Any = None) -> Comm:
     if not isinstance(comm, MPI.Intracomm):
         raise CommError(f"comm is an mpi4py communicator, such as MPI.COMM_WORLD, or None for that, not {comm!r}")
     if comm.size == 1:
-        return SingleComm()
+        return _single(wrong)
+    for rank, told in enumerate(comm.allgather(wrong)):
+        if told:
+            raise ConfigError(f"{told} (the environment of rank {rank})")
+    if comm.rank == 0:
+        _warn_of_unknown()
     own = comm.Dup()
     made = MpiComm(own, (), nodes_of(own), [], os.environ.get("PARLINALG_CHECK", "0") not in ("", "0"))
     guard(made)
     return made
+
+
+def _single(wrong: str) -> SingleComm:
+    if wrong:
+        raise ConfigError(wrong)
+    _warn_of_unknown()
+    return SingleComm()
+
+
+def _warn_of_unknown() -> None:
+    for sentence in unknown_settings():
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
 def between_gpus(comm: Comm, backend: str) -> Comm:
@@ -92,7 +114,7 @@ def between_gpus(comm: Comm, backend: str) -> Comm:
     `PARLINALG_NCCL=0` leaves all to MPI; `PARLINALG_NCCL=1` raises a CommError where NCCL cannot be used, which "auto",
     the default, passes over.  Collective.
     """
-    wish = os.environ.get("PARLINALG_NCCL", "auto")
+    wish = os.environ.get("PARLINALG_NCCL") or "auto"
     if wish not in ("auto", "0", "1"):
         raise CommError(f"PARLINALG_NCCL={wish!r}: use 0 (never), 1 (always) or auto (where every rank has a GPU)")
     if backend != "cupy" or wish == "0" or comm.size == 1:

@@ -57,7 +57,7 @@ exit_now = os._exit
 
 def time_limit() -> float:
     """Seconds that a wait may take (PARLINALG_TIMEOUT); infinite if that is 0."""
-    text = os.environ.get("PARLINALG_TIMEOUT", "1800")
+    text = os.environ.get("PARLINALG_TIMEOUT") or "1800"
     try:
         seconds = float(text)
     except ValueError:
