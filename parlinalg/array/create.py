@@ -69,7 +69,7 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
         raise LayoutError(
             f"ranks pass different arrays to distribute: rank 0 {first[1]}{tuple(first[0])}{sums[0]}, "
             f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} {theirs[1]}{tuple(theirs[0])}{sums[1]}; pass the "
-            "same global array on every rank, made with one seed, or root= where one rank alone holds it"
+            "same global array, or root= where one rank alone holds it"
         )
     if first[1] not in ITEMSIZE:
         raise TypeError(f"an array of dtype {first[1]} cannot be distributed; it may be one of {', '.join(ITEMSIZE)}")
