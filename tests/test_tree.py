@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lowest layer first; the units of one layer may import each other.
 LAYERS = [
     {"errors"}, {"units", "names", "files", "hints", "settings", "tunables"}, {"backend"}, {"comm"},
-    {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"}, {"exchange", "redistribute"}, {"array"}, {"random"}, {"matmul"}, {"schemes"},
-    {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"}, {"pipeline"}, {"train"}, {"testing"},
+    {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"}, {"exchange", "redistribute"}, {"array"}, {"random"},
+    {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"}, {"pipeline"}, {"train"}, {"testing"},
     {"cli", "__main__"},
 ]  # fmt: skip
 PURE = {"errors", "settings", "tunables", "units", "layout", "moves", "plan", "schemes"}  # neither NumPy nor MPI
