@@ -19,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors"}, {"units", "names", "files", "hints", "settings", "tunables"}, {"backend"}, {"comm"},
     {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"}, {"exchange", "redistribute"}, {"array"}, {"random"},
-    {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"}, {"pipeline"}, {"train"}, {"testing"},
-    {"cli", "__main__"},
+    {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"}, {"pipeline"},
+    {"train"}, {"testing"}, {"cli", "__main__"},
 ]  # fmt: skip
 PURE = {"errors", "settings", "tunables", "units", "layout", "moves", "plan", "schemes"}  # neither NumPy nor MPI
 PLACES = {"cupy": ("backend/", "comm/nccl.py"), "cupyx": ("backend/",), "mpi4py": ("comm/",)}
