@@ -356,7 +356,7 @@ def test_a_run_without_stderr_goes_on(run, stderr: str) -> None:
     program = "import warnings\nwarnings.warn('nobody hears')\ncomm.all_reduce(a)\nprint(a[0])\n"
     done = run(program, special=stderr)
     assert done.code == 0
-    assert done.out.split() == ["9.0"] * 3
+    assert done.out.count("9.0") == 3  # lines of several ranks may run into one another
 
 
 CHILDREN = """
