@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from parlinalg import optim
 from parlinalg.autograd import Shard
 from parlinalg.backend.kernels_optim import flat
 from parlinalg.layout import piece
+from parlinalg.offload import DiskStates, HostStates
 from tests.optim.test_optimizers import give, parameters, values
 
 
@@ -68,6 +71,28 @@ def test_steps_are_those_of_the_paper(kind, textbook, options, sharded, make_gri
         np.testing.assert_allclose(
             grid.backend.to_host(grid.backend.xp.asarray(found)), want.reshape(-1)[mine], 1e-12, 1e-13
         )
+
+
+@pytest.mark.parametrize(("kind", "textbook", "options"), CASES[::2])
+def test_states_that_come_in_chunks_give_the_same_steps(kind, textbook, options, make_grid, world, folder, backend):
+    """Gradients lie side by side, as in a bucket, so that a chunk begins within one parameter and ends in another."""
+    grid, whole = make_grid({"a": world.size}), pla.Layout(None)
+    rng = np.random.default_rng(3)
+    starts = [rng.standard_normal(n) for n in (300, 5, 700, 411)]
+    ps = [pla.Parameter(pla.distribute(v, grid, whole), f"p{i}") for i, v in enumerate(starts)]
+    optimizer = kind(ps, **options)
+    steps = [[rng.standard_normal(len(v)) for v in starts] for _ in range(3)]
+    with DiskStates(folder, chunk=4096) if backend == "numpy" else nullcontext(HostStates(chunk=4096)) as place:
+        optimizer.place(place)
+        for grads in steps:
+            bucket = grid.backend.from_host(np.concatenate(grads))
+            for p, g in zip(ps, grads, strict=True):
+                p.grad = pla.DistArray(bucket[: len(g)], g.shape, whole, grid)
+                bucket = bucket[len(g) :]
+            optimizer.step()
+        for i, (p, start) in enumerate(zip(ps, starts, strict=True)):
+            want = textbook(start, [g[i] for g in steps], **options)
+            np.testing.assert_allclose(p.gather(), want, 1e-12, 1e-13)
 
 
 def shard(p, world):
