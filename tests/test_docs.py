@@ -120,12 +120,6 @@ def test_figures_are_up_to_date() -> None:
         assert (figures.FOLDER / f"{file}.svg").read_text() == figures.draw(file), "run python docs/figures.py"
 
 
-def test_every_environment_variable_is_documented() -> None:
-    used = {v for f in (ROOT / "parlinalg").rglob("*.py") for v in re.findall(r"PARLINALG_[A-Z_]+", f.read_text())}
-    page = (DOCS / "running.md").read_text()
-    assert not {v for v in used if f"`{v}`" not in page}
-
-
 def test_every_key_of_a_configuration_is_documented() -> None:
     from parlinalg.train import config, parallel
 

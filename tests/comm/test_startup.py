@@ -26,7 +26,8 @@ lines = [line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") 
 from mpi4py import MPI
 assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
 comm.barrier()
-print(MPI.get_vendor()[0], len(lines), [line for line in lines if not line.endswith("(deleted)")])
+named = [line for line in lines if not line.endswith("(deleted)")]
+assert MPI.get_vendor()[0] != "MPICH" or (lines and not named), (lines, named)
 """
 
 
@@ -34,9 +35,6 @@ def test_memory_of_mpi_has_no_name_once_mpi_runs() -> None:
     for first in ("", "from mpi4py import MPI\n"):
         done = launch(2, ["-c", first + MAPPED])
         assert done.returncode == 0, done.stderr
-        for line in done.stdout.splitlines():
-            vendor, count, named = line.split(maxsplit=2)
-            assert vendor != "MPICH" or (int(count) > 0 and named == "[]"), line
 
 
 def test_settings_of_mpi4py_hold() -> None:
@@ -107,7 +105,7 @@ def test_too_little_shared_memory_is_an_error_that_says_what_helps() -> None:
     assert "--shm-size=1g" in done.stderr
     env = {startup.CELLS: "4"}
     done = launch(2, ["-c", program], env=env, command=with_shared_memory("1500k", *mpiexec()))
-    assert (done.returncode, done.stdout) == (0, "went on\n" * 2), done.stderr
+    assert (done.returncode, done.stdout.count("went on")) == (0, 2), done.stderr
 
 
 def test_64_megabytes_are_enough_for_twelve_ranks() -> None:

@@ -145,7 +145,8 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("parallel", "zero"), MESHES[SIZE], ids=str)
+@pytest.mark.ranks(*MESHES)
+@pytest.mark.parametrize(("parallel", "zero"), MESHES.get(SIZE, MESHES[2]), ids=str)
 def test_training_in_microbatches_and_stages(parallel, zero, want, world, backend):
     """Two steps in two microbatches, each with statistics of its own, through a pipeline or without one."""
     width, right = want
