@@ -204,7 +204,7 @@ NAMES: dict[str, str] = {
 
 
 def key(name: str) -> str:
-    """What an unknown key of a configuration is here, as a sentence; empty where it is not known elsewhere either."""
+    """Return a sentence on an unknown key of a configuration; empty where no other library has it either."""
     found = KEYS.get(name)
     return "" if found is None else f"here it is {found}.  "
 

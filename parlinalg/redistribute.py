@@ -143,7 +143,7 @@ def check_given(what: str, block: Block, layout: Layout, shape: Shape, grid: Gri
 
 
 def part_of(layout: Layout, grid: Grid) -> list[int]:
-    """Which part of an array in this layout lies here: the same on ranks that hold replicas.  Inside the grid."""
+    """Return the number of the part that lies here: the same on ranks that hold replicas.  Inside the grid."""
     return [index_of(cut, grid.sizes, grid.coords) for cut in (*layout.dims, layout.partial)]
 
 

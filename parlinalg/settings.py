@@ -25,7 +25,7 @@ OTHERS = ("PARLINALG_TEST_", "PARLINALG_CLUSTER")
 
 
 def wrong_setting(environ: Mapping[str, str] | None = None) -> str:
-    """What is wrong with the values of parlinalg's variables; an empty text if nothing is.
+    """Return the fault of the values of parlinalg's variables; an empty text if there is none.
 
     A variable that is set to nothing counts as not set.
 

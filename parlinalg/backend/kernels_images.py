@@ -28,7 +28,7 @@ GPU_CHUNK = 1 << 27
 
 
 class Windows(NamedTuple):
-    """Where a kernel is put on an image, along height and width.
+    """The places of a kernel on an image, along height and width.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Windows(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether patches are the image itself."""
+        """True if patches are the image itself."""
         return self.kernel == self.stride == (1, 1) and self.padding == ((0, 0), (0, 0))
 
 

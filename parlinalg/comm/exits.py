@@ -228,7 +228,7 @@ class Exits:
 
 
 def on_system_exit(ends: Callable[[Any, TracebackType | None], None]) -> bool:
-    """Have a function called with status and traceback when the interpreter is about to end by a SystemExit.
+    """Call a function with status and traceback when the interpreter is about to end by a SystemExit.
 
     `raise SystemExit(4)` passes no hook of Python's.  But the interpreter reads the exception's `code` before it ends
     the process, and is then called by no function of Python: what reads it knows.

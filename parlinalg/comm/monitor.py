@@ -280,7 +280,7 @@ def neighbours(comm: Comm) -> dict[int, int]:
 
 
 def end_run(text: str, code: int) -> NoReturn:
-    """Say why, and end all processes of the run; this one even if the launcher cannot be reached."""
+    """Report the reason, and end all processes of the run; this one even if the launcher cannot be reached."""
     slot.end = time.monotonic() + GRACE + 1, code, ""
     say(text)
     time.sleep(0.2)  # Abort may overtake what was said on its way through the launcher
@@ -288,7 +288,7 @@ def end_run(text: str, code: int) -> NoReturn:
 
 
 def _abort(code: int, grace: float) -> NoReturn:
-    """Have the launcher end all processes; after so many seconds this one ends by itself."""
+    """Ask the launcher to end all processes; end this one after so many seconds."""
     with suppress(OSError, RuntimeError, ValueError):  # other threads do not run while Abort blocks
         faulthandler.dump_traceback_later(grace + 1, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     world: Any = MPI.COMM_WORLD  # mpi4py has it that Abort never returns; MPICH's asks the launcher, and does

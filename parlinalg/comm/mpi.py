@@ -157,7 +157,7 @@ class MpiComm(Comm):
             self.mpi = _Lost(self.axes, "which was freed; keep its Grid open while it is used")  # type: ignore[assignment]
 
     def lose(self, why: str) -> None:
-        """Have every further use of the communicator raise a CommError, without touching MPI."""
+        """Make every further use of the communicator raise a CommError, without touching MPI."""
         if isinstance(self.mpi, MPI.Comm):
             self.mpi = _Lost(self.axes, why)  # type: ignore[assignment]
 

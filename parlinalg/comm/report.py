@@ -75,7 +75,7 @@ def stalled(
 
 
 def disagreement(waiting: Mapping[int, Told]) -> str:
-    """What ranks disagree about that wait for each other in different calls; empty if none do.
+    """Return the disagreement of ranks that wait for each other in different calls; empty if there is none.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def left_early(me: int, how: str, waiting: Mapping[int, Told]) -> str:
 
 
 def unreachable(me: int, how: str, silent: Sequence[int], places: Mapping[int, str], seconds: float) -> str:
-    """What the exit hook of rank `me` says when the ranks it waits for have not answered for so long."""
+    """Return the report of rank `me`'s exit hook when the ranks it waits for have not answered for so long."""
     texts = {rank: f"did not answer{f' ({places[rank]})' if rank in places else ''}" for rank in silent}
     parts = [f"{ranks_text(ranks)} {text}" for ranks, text in grouped(texts)] or ["the others ended, out of its reach"]
     return (
@@ -142,7 +142,7 @@ def unreachable(me: int, how: str, silent: Sequence[int], places: Mapping[int, s
 
 
 def vanished(me: int, gone: Sequence[int], places: Mapping[int, str], doing: str) -> str:
-    """What rank `me` says of ranks on its host whose processes are there no more."""
+    """Return the report of rank `me` about ranks of its host whose processes are gone."""
     texts = [f"rank {rank} is gone ({places.get(rank, 'its process')})" for rank in gone]
     return (
         f"parlinalg: {', '.join(texts)}: killed, or ended without Python's knowledge; rank {me}, {doing}, ends the run"

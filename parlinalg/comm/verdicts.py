@@ -31,7 +31,7 @@ MOST = 8000
 
 
 class Verdict(NamedTuple):
-    """What one rank brings to an exchange.
+    """The part of one rank in an exchange.
 
     Attributes
     ----------

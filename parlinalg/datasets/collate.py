@@ -52,7 +52,7 @@ def _stacked(items: list[Any], where: str) -> Any:
 
 
 def _several(item: Any) -> bool:
-    """Whether a sample is made of parts, and is not an array written as a list of numbers."""
+    """Return True if a sample is made of parts, and is not an array written as a list of numbers."""
     return isinstance(item, tuple) or (isinstance(item, list) and not all(isinstance(each, Number) for each in item))
 
 

@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the rows of batches go.
+    """The ranks and layouts that the rows of batches go to.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Placement:
         return Layout(self.cuts(form)[0].dims[0])
 
     def first(self, besides: Iterable[str] = ()) -> bool:
-        """Whether this rank is the first along all axes but these."""
+        """Return True if this rank is the first along all axes but these."""
         return self.grid.inside and not any(n for axis, n in self.grid.coords.items() if axis not in set(besides))
 
 

@@ -59,7 +59,7 @@ def layers_of(model: Module) -> list[Layer] | None:
 
 
 def as_layer(model: Module, given: Any) -> Layer:
-    """What a model lists, a `Layer` or a Module, as a layer.
+    """Return an item that a model lists, a `Layer` or a Module, as a layer.
 
     Raises
     ------

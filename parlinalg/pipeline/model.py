@@ -364,7 +364,7 @@ def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
 
 
 def _no_forward(stage: Layer | Module) -> bool:
-    """Whether a stage is a list of modules, which are called one after the other."""
+    """Return True if a stage is a list of modules, which are called one after the other."""
     return isinstance(stage, ModuleList) and not isinstance(stage, Sequential)
 
 

@@ -323,7 +323,7 @@ class Checkpoints:
                 self._tidy(folder, index)
 
     def _was_removed(self, step: int) -> bool:
-        """Whether a save failed since others have removed the folder: the training goes on, and `lost` says so."""
+        """Return True if a save failed because the folder was removed: the training goes on, and `lost` says so."""
         if self.comm.rank == 0 and self._lock is not None and not self._lock.in_place:
             self._removed = True
             self._kept.add(step)

@@ -310,7 +310,7 @@ def _cut(entry: Entry) -> list[int]:
 
 
 def _corners(entry: Entry) -> int:
-    """How many corners `_check_cover` counts."""
+    """Return the number of corners that `_check_cover` counts."""
     return len(entry.chunks) << len(_cut(entry))
 
 

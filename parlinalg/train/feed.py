@@ -53,7 +53,7 @@ class Feed:
         self._unplaced = source if isinstance(source, DataLoader | Sharded) else None
 
     def place(self, placement: Callable[[], Placement]) -> Feed:
-        """Have each rank read the rows that it needs, where the source is a loader that does so.  Collective.
+        """Make each rank read the rows that it needs, where the source is a loader that does so.  Collective.
 
         Raises
         ------

@@ -59,7 +59,7 @@ def inputs_layout(model: Module, x: Any) -> Layout:
 
 
 def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], int] | None = None) -> Placement:
-    """Where a model on this rank needs the rows of batches.
+    """Return the placement of the rows of batches that a model on this rank needs.
 
     Parameters
     ----------

@@ -81,12 +81,12 @@ class FolderLock:
 
     @property
     def in_place(self) -> bool:
-        """Whether the folder still has this lock: it has not been removed, moved or replaced."""
+        """True if the folder still has this lock: it has not been removed, moved or replaced."""
         held = _held.get(self._key)
         return held is not None and _described(held.path).get("token") == held.token
 
     def moved(self, folder: Path) -> None:
-        """Say that the folder has another name now."""
+        """Record the new name of the folder."""
         _held[self._key].path = folder / NAME
 
     def release(self) -> None:
@@ -123,7 +123,7 @@ def _acquire(path: Path) -> tuple[int, int]:
 
 
 def _take(path: Path, descriptor: int) -> bool:
-    """Whether this process has the lock now."""
+    """Return True if this process has the lock now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -181,7 +181,7 @@ def _describe(descriptor: int) -> str:
 
 
 def _described(path: Path) -> Mapping[str, Any]:
-    """What a lock says of its holder; nothing if it says nothing that can be understood."""
+    """Return the description of a lock's holder; nothing if it cannot be understood."""
     try:
         values = parse_json(read_bytes(path, _MOST, follow=False))
     except (OSError, ValueError):
@@ -191,12 +191,12 @@ def _described(path: Path) -> Mapping[str, Any]:
 
 
 def _ended(holder: Mapping[str, Any]) -> bool:
-    """Whether the process that is described has certainly ended."""
+    """Return True if the process that is described has certainly ended."""
     return bool(holder) and holder.get("system") == _system() and _began(holder["pid"]) != holder.get("began")
 
 
 def _system() -> str:
-    """What process numbers are unique in: this host since it was started, and in it this container."""
+    """Return the scope of process numbers: this host since it was started, and in it this container."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

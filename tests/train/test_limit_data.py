@@ -55,7 +55,7 @@ def numpy_bytes() -> int:
 def traced(monkeypatch: pytest.MonkeyPatch, tune: Any) -> Any:
     """Buckets that ranks have in common are not in tracemalloc's books, nor is compiling a part of training."""
     monkeypatch.setenv("PARLINALG_SHARED", "0")
-    tune(must=False, COMPILED_SIZE=1 << 60)  # where the full sweep alone measures, nothing reads it
+    tune(COMPILED_SIZE=1 << 60)
     tracemalloc.start()
     yield
     tracemalloc.stop()
