@@ -68,6 +68,9 @@ class Backend(Protocol):
     def memory_used(self) -> int:
         """Bytes in use: by this process's resident pages for host blocks, by live blocks on a GPU."""
 
+    def memory_total(self) -> int:
+        """Bytes that blocks may take at most: the memory of the host or its container, or of the GPU."""
+
 
 def namespace(block: Array) -> Any:
     """The module whose functions compute on a block: `numpy`, or `cupy`.

@@ -70,6 +70,10 @@ class CupyBackend:
     def memory_used(self) -> int:
         return int(cupy.get_default_memory_pool().used_bytes())
 
+    def memory_total(self) -> int:
+        with cupy.cuda.Device(self.id):
+            return int(cupy.cuda.runtime.memGetInfo()[1])
+
     def __repr__(self) -> str:
         return f"CupyBackend({self.id})"
 

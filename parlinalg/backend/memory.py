@@ -12,9 +12,13 @@ import os
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parlinalg.errors import ConfigError
 from parlinalg.units import format_bytes
+
+if TYPE_CHECKING:
+    from parlinalg.backend import Backend
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # from glibc's malloc.h
 SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
@@ -51,10 +55,15 @@ def host_memory() -> int:
     return found
 
 
-def check_memory(what: str, nbytes: int) -> None:
-    """Raise a ConfigError if something needs more memory than there is, before any of it is asked for."""
-    if nbytes > host_memory():
+def check_memory(what: str, nbytes: int, backend: Backend | None = None) -> None:
+    """Raise a ConfigError if something needs more memory than the host, or a backend, has.
+
+    It is called before any of that memory is asked for.
+    """
+    total = host_memory() if backend is None else backend.memory_total()
+    if nbytes > total:
+        holder = "the host" if backend is None or backend.name == "numpy" else backend.device
         raise ConfigError(
-            f"{what} would take {format_bytes(nbytes)} of this rank's memory, and the host has "
-            f"{format_bytes(host_memory())} for all its ranks: make it smaller, or take more ranks"
+            f"{what} would take {format_bytes(nbytes)} of this rank's memory, and {holder} has "
+            f"{format_bytes(total)} for all its ranks: make it smaller, or take more ranks"
         )

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from parlinalg.backend.memory import host_memory
+
 
 class NumpyBackend:
     """NumPy arrays: host and device are one, so that copies between them are no copies."""
@@ -50,6 +52,9 @@ class NumpyBackend:
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else peak * 1024
+
+    def memory_total(self) -> int:
+        return host_memory()
 
     def __repr__(self) -> str:
         return "NumpyBackend()"

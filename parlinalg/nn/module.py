@@ -274,7 +274,7 @@ class Module:
         self._check_containers()
         wanted = None if only is None else {id(module) for module in only}
         check_seed(seed)
-        check_memory("a model of this size", self._declared_bytes(wanted))
+        self._check_memory(wanted)
         for name, module in self.named_modules(prefix):
             module.name, module.seed = name, seed
             if wanted is not None and id(module) not in wanted:
@@ -291,11 +291,12 @@ class Module:
                     module._parameters[own] = kind(made(held, qualified), qualified)
         return self
 
-    def _declared_bytes(self, wanted: Collection[int] | None) -> int:
-        """Bytes of host memory that `initialize` would take on this rank, for modules of these identities."""
+    def _check_memory(self, wanted: Collection[int] | None) -> None:
+        """Raise a ConfigError if this rank has too little memory for the values of modules of these identities."""
         own = [m for m in self.modules() if wanted is None or id(m) in wanted]
         held = [held for module in own for held in module._parameters.values() if isinstance(held, Declared)]
-        return sum(declared.nbytes for declared in held if declared.grid.backend.name == "numpy")
+        for backend in {declared.grid.backend for declared in held}:  # no communication: the order is of no account
+            check_memory("a model of this size", sum(d.nbytes for d in held if d.grid.backend is backend), backend)
 
     def forget(self, modules: Iterable[Module] | None = None) -> None:
         """Leave the values of these modules' own declared parameters (by default of all within this one) again."""

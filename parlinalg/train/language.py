@@ -62,7 +62,8 @@ class Language(Task):
         shape = (rows_of_a_microbatch(config, mesh.parallel), self.length)
         if not config.offload:  # each block's input is kept for the backward pass
             hidden = math.prod(shape) * self.whole.config["hidden_size"] * np.dtype(np.float16).itemsize
-            check_memory(f"a microbatch of {shape[0]} windows of {shape[1]} tokens", hidden // mesh.world.size)
+            what = f"a microbatch of {shape[0]} windows of {shape[1]} tokens"
+            check_memory(what, hidden // mesh.world.size, mesh.grid.backend)
         self.model = staged(
             config, mesh, self.whole, sample=lambda: zeros(shape, mesh.grid, self.whole.ids_layout, np.int64)
         )  # fmt: skip
