@@ -10,6 +10,8 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
 - `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
+- `one_in(3)`, of a serial test that takes long: where all tests are to run, one in three of these runs, which ones
+  by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
 - `mpi(min_size=2)`: it needs at least so many, as in pytest-mpi; every test that is not `serial` carries this mark,
   with `min_size=1` where it gives no other.  `--with-mpi` is implied, `--only-mpi` leaves the serial tests out.
 
@@ -25,6 +27,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ from parlinalg import tunables  # noqa: E402
 from parlinalg.comm.launchers import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
-from tests.runs import begin, chosen, seed_of  # noqa: E402
+from tests.launching import ROOT  # noqa: E402
+from tests.runs import MANY, begin, chosen, seed_of  # noqa: E402
 from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
@@ -53,6 +57,7 @@ if RANKS is None:
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all tests, those of other numbers of ranks included
 CORE = {4, 8}  # numbers of ranks at which the tests of the core run in any case
 RARE = {5, 7, 12}  # numbers of ranks at which only the tests run that name them
 SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
@@ -75,6 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "serial: runs once, on one rank without MPI",
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
         "always: runs on all of them, whatever part of the tests a run takes",
+        "one_in(n): a serial test that takes long: if all tests are to run, one in n of these runs",
         "core: runs on 4 and 8 ranks, whatever part of the tests a run takes",
     ):
         config.addinivalue_line("markers", mark)
@@ -116,29 +122,36 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if RANKS is None and BACKEND == "numpy":
+        config.stash[COLLECTED] = list(items)
     wanted, unwanted = [], []
-    share = 1 if config.getoption("--full") else config.getoption("--share")
     for item in items:
-        (wanted if _runs_here(item, share) else unwanted).append(item)
+        (wanted if runs_on(item, SIZE, BACKEND, config.getoption("--share")) else unwanted).append(item)
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = wanted
 
 
-def _runs_here(item: pytest.Item, share: int) -> bool:
+def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
+    """Return True if a test is one of a run on so many ranks, which takes one in `share` of those it need not."""
+    full = item.config.getoption("--full")
     if item.get_closest_marker("serial"):
-        return RANKS is None and BACKEND == "numpy" and not item.config.option.only_mpi
-    home = _home(item)
+        if RANKS is not None or (ranks, backend) != (1, "numpy") or item.config.option.only_mpi:
+            return False
+        mark = item.get_closest_marker("one_in")
+        few = full or len(item.config.stash[COLLECTED]) < MANY
+        return mark is None or few or chosen(item.name, 1, backend, mark.args[0], item.config.option.seed)
     if mark := item.get_closest_marker("ranks"):
-        if SIZE not in mark.args and not (item.config.getoption("--full") and SIZE in mark.kwargs.get("full", ())):
+        if ranks not in mark.args and not (full and ranks in mark.kwargs.get("full", ())):
             return False
     else:
         least = item.get_closest_marker("mpi").kwargs.get("min_size", 1)
-        if SIZE in RARE or least > SIZE:
+        if ranks in RARE or least > ranks:
             return False
-    always = home == SIZE or item.get_closest_marker("always") or (SIZE in CORE and item.get_closest_marker("core"))
-    # A test runs at its least number of ranks anyway.
-    return bool(always and BACKEND == "numpy") or chosen(item.name, SIZE, BACKEND, share, item.config.option.seed)
+    named = item.get_closest_marker("always") or (ranks in CORE and item.get_closest_marker("core"))
+    if backend == "numpy" and (named or _home(item) == ranks):  # a test runs at its least number of ranks anyway
+        return True
+    return chosen(item.name, ranks, backend, 1 if full else share, item.config.option.seed)
 
 
 def _home(item: pytest.Item) -> int:
@@ -152,7 +165,13 @@ def _home(item: pytest.Item) -> int:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if RANKS is None and BACKEND == "numpy":
-        begin(session.items, session.config)
+        begin(session.items, session.config, partial(_files, session.config.stash[COLLECTED]))
+
+
+def _files(items: list[pytest.Item], ranks: int, backend: str, share: int) -> list[str]:
+    """The files of the tests of a run: reading all files costs each of its ranks some seconds."""
+    found = dict.fromkeys(item.path for item in items if runs_on(item, ranks, backend, share))
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 @pytest.hookimpl(wrapper=True)

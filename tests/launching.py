@@ -61,6 +61,7 @@ def child_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     env.pop("PARLINALG_MPI", None)
     env.update(dict.fromkeys(THREADS, "1"), MPLBACKEND="Agg", PARLINALG_TIMEOUT=env.get("PARLINALG_TIMEOUT", "45"))
     env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI's waiting ranks would keep the cores they share with others
+    env["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH's: they sleep, so that tests that wait leave the cores to others
     paths = [str(ROOT), env.get("PYTHONPATH", "")]
     if env.get("PARLINALG_TEST_BACKEND") == "cupy":
         paths.insert(0, str(ROOT / "tests" / "standin"))

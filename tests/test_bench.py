@@ -24,6 +24,7 @@ def harness(monkeypatch: pytest.MonkeyPatch):
     return harness
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ranks", [0, 3, 4])
 def test_words_agree_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
     result = tmp_path / "words.json"
@@ -40,6 +41,7 @@ def test_words_agree_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
     assert "| scheme" in done.stdout
 
 
+@pytest.mark.one_in(3)
 def test_matmul_takes_turns_and_tells_what_is_missing(tmp_path: Path) -> None:
     result = tmp_path / "matmul.json"
     options = [
@@ -75,6 +77,7 @@ def test_losses_that_differ_are_told(harness) -> None:
     assert [line[:18] for line in told] == ["losses of c and a ", "losses of d and a "]
 
 
+@pytest.mark.one_in(3)
 def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
     result = tmp_path / "train.json"
     pieces = ["gemm:-:1", "parlinalg:serial:1", "parlinalg:1d:2", "parlinalg:data:2"]
@@ -93,6 +96,7 @@ def test_train_takes_turns_and_losses_agree(tmp_path: Path) -> None:
     assert not any("losses" in line for line in told["short"])
 
 
+@pytest.mark.one_in(3)
 def test_pipelines_agree_on_losses_and_are_predicted(tmp_path: Path) -> None:
     result = tmp_path / "pipeline.json"
     pieces = [f"parlinalg:{name}:2" for name in ("zb-v", "pipedream-2bw")]
@@ -119,6 +123,7 @@ def test_pipelines_agree_on_losses_and_are_predicted(tmp_path: Path) -> None:
     assert not any("losses" in line for line in told["short"])
 
 
+@pytest.mark.one_in(3)
 def test_ring_counts_the_balance_of_each_order(tmp_path: Path) -> None:
     result = tmp_path / "ring.json"
     options = ["--ranks", "2", "--lengths", "512", "--heads", "1", "--width", "8", "--rounds", "1", "--crowded"]
@@ -130,6 +135,7 @@ def test_ring_counts_the_balance_of_each_order(tmp_path: Path) -> None:
     assert all(row["words"] == 3 * 256 * 2 * 8 and row["seconds"] > 0 for row in told["rows"])
 
 
+@pytest.mark.one_in(3)
 def test_memory_is_beside_the_formula(tmp_path: Path) -> None:
     result = tmp_path / "memory.json"
     options = ["--ranks", "2", "--stages", "3", "--hidden", "16", "--layers", "2", "--heads", "2", "--batch", "2"]
@@ -141,6 +147,7 @@ def test_memory_is_beside_the_formula(tmp_path: Path) -> None:
     assert row["peak"] >= row["rest"] > 0.9 * row["table"]
 
 
+@pytest.mark.one_in(3)
 def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     picture, trace = tmp_path / "steps.png", tmp_path / "{case}.json"
     options = ["--hidden", "16", "--heads", "2", "--layers", "2", "--batch", "2", "--sequence", "8", "--rounds", "1"]
@@ -155,6 +162,7 @@ def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     assert posted == sum(e["ph"] == "e" for e in events) > 20
 
 
+@pytest.mark.one_in(3)
 def test_two_ranks_train_on_a_longer_sequence_than_one(tmp_path: Path) -> None:
     result = tmp_path / "long.json"
     sizes = ["--layers", "2", "--hidden", "16", "--limit", "1.5", "--tokens", "8", "16", "--ranks", "1", "2"]
@@ -236,6 +244,7 @@ def test_offload_fails_where_the_limited_run_does(
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.one_in(3)
 def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) -> None:
     result = tmp_path / "offload.json"
     options = ["--path", str(tmp_path), "--parts", "speed", "--model", "64x1x1x8", "--steps", "2", "--chunk", "65536"]
@@ -246,6 +255,7 @@ def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) 
     assert all(told["bandwidth"][name] > 0 for name in ("write", "read", "both"))
 
 
+@pytest.mark.one_in(3)
 def test_a_measured_timeline_lies_over_the_simulated_one(tmp_path: Path) -> None:
     files = {kind: tmp_path / f"run.{kind}" for kind in ("svg", "chrome", "json")}
     options = ["--model", "16x2x2x8x4x32", "--microbatches", "4", "--steps", "2", "--schedule", "zb-h1"]
@@ -262,6 +272,7 @@ def test_a_measured_timeline_lies_over_the_simulated_one(tmp_path: Path) -> None
     assert files["svg"].read_text().count(">measured<") == 2
 
 
+@pytest.mark.one_in(3)
 def test_checkpoints_are_saved_while_steps_go_on(tmp_path: Path) -> None:
     result = tmp_path / "checkpoint.json"
     options = ["--path", str(tmp_path), "--model", "16x1x2x8", "--steps", "5", "--rounds", "2", "--ranks", "2"]
