@@ -25,6 +25,7 @@ from parlinalg.datasets.loader import Batch, Sampler
 from parlinalg.errors import ConfigError, EngineError, ParlinalgError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, index_of, piece, span
+from parlinalg.redistribute import check_given
 
 
 class Dataset(Protocol):
@@ -376,10 +377,15 @@ class Rows(ABC):
         sizes = (len(mine), *map(len, others))
         if not needed or leaf is None:
             void = np.zeros((), dtype) if dtype.kind in "iub" else np.full((), np.nan, dtype)
-            return kind(grid.backend.from_host(np.broadcast_to(void, sizes)), shape, layout, grid)
-        at = np.searchsorted(part.held, np.arange(mine.start, mine.stop))
-        block = leaf[at][:, *(slice(r.start, r.stop) for r in others)]
-        return kind(grid.backend.from_host(np.array(block, dtype=dtype, order="C")), shape, layout, grid)
+            block = grid.backend.from_host(np.broadcast_to(void, sizes))
+        else:
+            at = np.searchsorted(part.held, np.arange(mine.start, mine.stop))
+            rows = leaf[at][:, *(slice(r.start, r.stop) for r in others)]
+            block = grid.backend.from_host(np.array(rows, dtype=dtype, order="C"))
+        if needed:
+            right = "a data set gives the same sample for a number on every rank, augmented or not"
+            check_given("the rows of a batch", block, layout, shape, grid, right)
+        return kind(block, shape, layout, grid)
 
 
 class OwnRows(Rows):

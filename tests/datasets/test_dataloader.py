@@ -9,7 +9,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg.datasets import DataLoader, Sampler, collate
-from parlinalg.errors import EngineError
+from parlinalg.errors import CommError, EngineError
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -48,6 +48,28 @@ def test_a_loader_on_a_grid(parts: int, make_grid: Any, world: Any) -> None:
     for column in range(grid.sizes["c"]):
         numbers = [n for theirs, at in everyone if at["c"] == column for n in theirs]
         assert sorted(numbers) == sorted([*range(11), *sampler.order(1)[8:].tolist()])
+
+
+@pytest.mark.ranks(2, 4)
+def test_checked_mode_finds_samples_that_differ(make_grid: Any, world: Any, backend: str, monkeypatch: Any) -> None:
+    """Ranks along an axis that does not cut the rows read the same samples: a data set that draws breaks it."""
+    monkeypatch.setenv("PARLINALG_CHECK", "1")
+    checked = world.sub(range(world.size), ("all",))
+    checked.checked = True
+
+    class Drawn:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, i: int) -> Any:
+            return np.full(3, i + 0.5 * (world.rank == 1)), i
+
+    with pla.Grid({"r": world.size // 2, "c": 2}, checked, backend) as grid:
+        placed = DataLoader(Drawn(), 3).on(grid, lambda dtype, ndim: pla.Layout("r", *[None] * (ndim - 1)))
+        with pytest.raises(CommError, match="the rows of a batch.*every rank") as caught:
+            next(iter(placed))
+        assert len(set(world.share(str(caught.value)))) == 1
+    checked.free()
 
 
 @pytest.mark.serial
