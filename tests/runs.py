@@ -17,9 +17,13 @@ import pytest
 from tests.launching import ROOT, launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 10, (4, "numpy"): 5, (4, "cupy"): 20, (5, "numpy"): 3,
-          (6, "numpy"): 16, (7, "numpy"): 3, (8, "numpy"): 20, (12, "numpy"): 3}  # fmt: skip
-"""In these runs one in so many of the tests that also run on fewer ranks; the others, and with --full all, run all."""
+RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy"), (4, "cupy"), (8, "numpy")]
+TURNS = [[(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
+"""Of these each commit takes the next; with --full all run."""
+SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "numpy"): 10, (4, "cupy"): 20, (5, "numpy"): 3,
+          (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 40, (12, "numpy"): 3}  # fmt: skip
+"""In these runs one in so many of the tests that also run on fewer ranks; in the others, with --full and in runs that
+are asked for by --runs all of them."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
          "tests/test_agreement.py", "tests/test_launching.py", "tests/testing/test_users.py")  # fmt: skip
@@ -28,6 +32,7 @@ MANY = 1000  # tests, from which on all are said to run
 
 Files = Callable[[int, str, int], list[str]]
 _beside = ThreadPoolExecutor(1)
+_away: list[str] = []
 _files: list[Files] = []  # which files a run reads, known where all tests are to run
 _ahead: dict[tuple[int, str], Future[Run]] = {}
 
@@ -35,9 +40,11 @@ _ahead: dict[tuple[int, str], Future[Run]] = {}
 def chosen(name: str, ranks: int, backend: str, share: int, seed: int) -> bool:
     """Return True if a run that takes one in `share` of the tests takes the one of this name.
 
-    A test is known by the name of its function and its parameters, wherever its file is.  Successive seeds take each
-    test once in `share` seeds.
+    A test is known by the name of its function and its parameters, wherever its file is.  Successive seeds, or those
+    whose turn the run is, take each test once in `share` seeds.
     """
+    if any((ranks, backend) in turn for turn in TURNS):
+        seed //= len(TURNS)
     return (crc32(f"{name} {ranks} {backend}".encode()) + seed) % share == 0
 
 
@@ -89,6 +96,7 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
         return
     away = [item for item in items if item.nodeid.startswith(APART)]
     config.hook.pytest_deselected(items=away)
+    _away[:] = [item.nodeid for item in away]
     items[:] = [item for item in items if not item.nodeid.startswith(APART)]
     _files.append(files)
     for ranks, backend in [(0, "numpy"), *((run["ranks"], run["backend"]) for run in runs if run["ranks"] == 1)]:
@@ -97,10 +105,10 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
 
 def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     full = config.getoption("--full")
-    share = SHARES.get((ranks, backend), 1)
-    paths: Sequence[str] = APART if ranks == 0 else config.getoption("--run-paths").split()
+    share = 1 if config.getoption("--runs") else SHARES.get((ranks, backend), 1)
+    paths: Sequence[str] = _away if ranks == 0 else config.getoption("--run-paths").split()
     arguments = ["-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
-    if ranks and config.getoption("--run-paths") == "tests":
+    if ranks:
         arguments += ["--share", str(share), "--seed", str(config.getoption("--seed"))]
         if _files and backend == "numpy":  # the stand-in for CuPy has tests of its own
             paths = _files[0](ranks, backend, share) or paths

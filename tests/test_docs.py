@@ -94,6 +94,7 @@ def test_code_of_all_pages_on_ranks(tmp_path: Path) -> None:
 PROGRAMS = [(p, b) for p in PAGES for b in blocks(p) if ranks_of(b)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[f"{name(p)}-{i}" for i, (p, _) in enumerate(PROGRAMS)])
 def test_program_of_a_page(page: Path, program: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program.lstrip())

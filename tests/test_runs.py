@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import subprocess
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from tests.launching import launch, mpiexec
-from tests.runs import LIMIT, Run, apart, chosen, outcome, seed_of
-
-RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (3, "numpy"), (4, "numpy"), (4, "cupy"), (5, "numpy"), (6, "numpy"),
-        (7, "numpy"), (8, "numpy"), (12, "numpy")]  # fmt: skip
+from tests.runs import LIMIT, RUNS, TURNS, Run, apart, chosen, outcome, seed_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = metafunc.config.getoption("--runs")
-    runs = RUNS
-    if chosen:
+    config = metafunc.config
+    if chosen := config.getoption("--runs"):
         parts = [part.partition(":") for part in chosen.split(",")]
         runs = [(int(ranks), backend or "numpy") for ranks, _, backend in parts]
+    elif config.getoption("--full"):
+        runs = [*RUNS, *chain(*TURNS)]
+    else:
+        runs = [*RUNS, *TURNS[config.getoption("--seed") % len(TURNS)]]
     if "ranks" in metafunc.fixturenames:
         metafunc.parametrize(("ranks", "backend"), runs, ids=[f"{n}-{name}" for n, name in runs], scope="session")
 
@@ -61,10 +62,10 @@ def test_mpiexec_belongs_to_the_mpi_that_mpi4py_loads() -> None:
 def test_successive_seeds_take_every_test_in_turn() -> None:
     names = [f"test_{i}[{i % 7}]" for i in range(500)]
     for share in (1, 3, 8):
-        times = Counter(
-            name for seed in range(31, 31 + share) for name in names if chosen(name, 8, "numpy", share, seed)
-        )
-        assert times == Counter(names), share
+        for ranks, step in ((8, 1), (3, len(TURNS))):
+            seeds = range(30, 30 + step * share, step)
+            times = Counter(name for seed in seeds for name in names if chosen(name, ranks, "numpy", share, seed))
+            assert times == Counter(names), (ranks, share)
     taken = {seed: [name for name in names if chosen(name, 8, "numpy", 8, seed)] for seed in (31, 32)}
     assert 30 < len(taken[31]) < 100
     assert not set(taken[31]) & set(taken[32])

@@ -66,7 +66,7 @@ def test_checked_mode_finds_samples_that_differ(make_grid: Any, world: Any, back
 
     with pla.Grid({"r": world.size // 2, "c": 2}, checked, backend) as grid:
         placed = DataLoader(Drawn(), 3).on(grid, lambda dtype, ndim: pla.Layout("r", *[None] * (ndim - 1)))
-        with pytest.raises(CommError, match="the rows of a batch.*every rank") as caught:
+        with pytest.raises(CommError, match=r"the rows of a batch.*every rank") as caught:
             next(iter(placed))
         assert len(set(world.share(str(caught.value)))) == 1
     checked.free()
