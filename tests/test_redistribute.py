@@ -164,6 +164,8 @@ def test_checked_mode_finds_unequal_replicas(world, backend, monkeypatch):
     with pla.Grid({"a": world.size}, checked, backend) as grid:
         x = pla.distribute(numbers((4,)), grid, Layout(None))
         x.redistribute(Layout("a"))
+        z = pla.distribute(numbers((4,)) * (1 + 2j), grid, Layout(None))
+        z.imag.redistribute(Layout("a"))  # a view, whose elements lie apart
         if world.rank == 1:
             x.block[2] = 77
         with pytest.raises(CommError, match=r"should be the same on all ranks over \('a',\), but it is not"):

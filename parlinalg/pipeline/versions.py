@@ -40,6 +40,6 @@ def kept(order: Iterable[Instruction], weights: Sequence[int]) -> int:
         elif instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             used = weights[instruction.microbatch]
             left[used] -= 1
-            if not left[used] and used != steps:
+            if not left[used]:
                 there.discard(used)
     return most
