@@ -69,6 +69,7 @@ MODULES = {
     "parallel": "Gradients over ranks",
     "offload": "Disks and host memory",
     "pipeline": "Pipelines",
+    "pipeline.partition": "Partitions of layers",
     "pipeline.simulate": "Pipelines on paper",
     "pipeline.predict": "Pipelines on paper with measured times",
     "pipeline.drawing": "Timelines of pipelines",

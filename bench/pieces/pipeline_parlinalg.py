@@ -27,12 +27,9 @@ import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import no_sync, ops
 from parlinalg.datasets import Batch
-from parlinalg.pipeline.asynchronous import AsynchronousWorker
+from parlinalg.pipeline import AsynchronousWorker, Op, make, split
 from parlinalg.pipeline.costs import Costs
-from parlinalg.pipeline.model import split
 from parlinalg.pipeline.predict import predict
-from parlinalg.pipeline.schedule import Op
-from parlinalg.pipeline.schedules import make
 from parlinalg.pipeline.stage import Stage
 from parlinalg.pipeline.stagewalk import Passage
 from parlinalg.pipeline.worker import Worker

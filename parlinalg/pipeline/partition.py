@@ -14,8 +14,19 @@ Counts = tuple[int, ...]
 
 
 def uniform(layers: int, stages: int) -> Counts:
-    """As many layers in each stage as in the others, the first ones one more where that does not come out even.
+    """Return as many layers for each stage as for the others, one more for the first ones where that leaves a rest.
 
+    Parameters
+    ----------
+    layers, stages : int
+
+    Raises
+    ------
+    ConfigError
+        If there are more stages than layers.
+
+    Examples
+    --------
     >>> uniform(30, 4)
     (8, 8, 7, 7)
     """
@@ -25,13 +36,18 @@ def uniform(layers: int, stages: int) -> Counts:
 
 
 def balanced(costs: Sequence[float], stages: int) -> Counts:
-    """The layers of each stage, such that the dearest stage costs least, and of all such cuts the most even one.
+    """Return the layers of each stage, such that the dearest stage costs least: of all such cuts the most even one.
 
     Parameters
     ----------
     costs : sequence of float
         Of each layer, at least 0.
     stages : int
+
+    Raises
+    ------
+    ConfigError
+        If there are more stages than layers, or a cost is below 0 or not finite.
 
     Examples
     --------
@@ -86,13 +102,16 @@ def check_stages(layers: int, stages: int) -> None:
 
 
 def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Counts:
-    """The layers of each stage as the user lists them.
+    """Return the layers of each stage as the user lists them.
 
     Parameters
     ----------
     given : sequence of int
         Of all layers; or without the model's ends (embedding and head), which then go with the first and the last
         stage.
+    layers : sequence of Layer
+        The model's, as its `layers()` lists them.
+    stages : int
 
     Raises
     ------
@@ -130,7 +149,7 @@ def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Count
 
 
 def with_ends(counts: Sequence[int], layers: Sequence[Layer]) -> Counts:
-    """The layers of each stage, from those without the model's ends."""
+    """Return the layers of each stage, from those without the model's ends."""
     first = next((i for i, layer in enumerate(layers) if not layer.end), 0)
     last = next((i for i, layer in enumerate(reversed(layers)) if not layer.end), 0)
     found = list(counts)
@@ -140,7 +159,21 @@ def with_ends(counts: Sequence[int], layers: Sequence[Layer]) -> Counts:
 
 
 def share_layers(layers: Sequence[Layer], stages: int) -> Counts:
-    """The uniform partition: of the blocks, with the model's ends in the first and the last stage; where there are more
-    stages than blocks, of all layers."""
+    """Return the uniform partition of a model's layers.
+
+    It is that of the blocks, with the model's ends in the first and the last stage; where there are more stages than
+    blocks, that of all layers.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        The model's, as its `layers()` lists them.
+    stages : int
+
+    Raises
+    ------
+    ConfigError
+        If there are more stages than layers.
+    """
     inner = sum(not layer.end for layer in layers)
     return with_ends(uniform(inner, stages), layers) if inner >= stages else uniform(len(layers), stages)

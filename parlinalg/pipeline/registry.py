@@ -76,7 +76,7 @@ def register(kind: Any, name: str | None = None) -> Any:
 
 
 def registered() -> list[str]:
-    """The names of all types."""
+    """Return the names of all types of layers, ours and those that `register` added, in alphabetical order."""
     return sorted(_types)
 
 

@@ -2,55 +2,88 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 import parlinalg as pla
+from parlinalg.autograd import no_sync
 from parlinalg.parallel import DataParallel, GradientReducer, SequenceParallel, SharedParameters, ZeRO
-from parlinalg.parallel.buckets import in_order
-from parlinalg.parallel.handlers import Treatment, check, treatment
 
 L = pla.Layout
-SIZES = {"replica": 2, "data": 3, "s": 2, "t": 4, "one": 1}
+AXES = ("replica", "data", "t", "s")
+REDUCE, SCATTER, EACH = "all_reduce", "reduce_scatter", "reduce_scatter of each microbatch"
 
 
-@pytest.mark.serial
+@pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize(("handlers", "layout", "want"), [
-    ([], L(None), Treatment()),
-    ([DataParallel(), SequenceParallel()], L(None, "t"), Treatment()),
-    ([ZeRO(1)], L(None, "t"), Treatment(("data",), (), 1, "whole")),
-    ([ZeRO(2)], L("t"), Treatment(("data",), (), 2, "reduce-scatter")),
-    ([ZeRO(2, accumulate="whole")], L("t"), Treatment(("data",), (), 2, "whole")),
-    ([ZeRO(3)], L(("t", "data")), Treatment()),
-    ([ZeRO(2, ("data", "t", "one"))], L("t"), Treatment(("data",), (), 2, "reduce-scatter")),
-    ([ZeRO(2, ("replica", "data"))], L("t"), Treatment(("replica", "data"), (), 2, "reduce-scatter")),
-    ([SharedParameters(["head.*"], ("t", "s"))], L("s"), Treatment((), ("t",))),
-    ([SharedParameters(["tail"], "t"), ZeRO(1)], L(None), Treatment(("data",), (), 1, "whole")),
+    ([], L(None), {}),
+    ([DataParallel(), SequenceParallel()], L(None, "t"), {}),
+    ([ZeRO(1)], L(None, "t"), {SCATTER: {"data"}}),
+    ([ZeRO(2)], L("t"), {EACH: {"data"}}),
+    ([ZeRO(2, accumulate="whole")], L("t"), {SCATTER: {"data"}}),
+    ([ZeRO(3)], L(("t", "data")), {}),
+    ([ZeRO(2, ("data", "t", "s"))], L("t"), {EACH: {"data"}}),
+    ([ZeRO(2, ("replica", "data"))], L("t"), {EACH: {"replica", "data"}}),
+    ([SharedParameters(["head.*"], ("t", "data"))], L("data"), {REDUCE: {"t"}}),
+    ([SharedParameters(["tail"], "t"), ZeRO(1)], L(None), {SCATTER: {"data"}}),
 ])  # fmt: skip
-def test_treatments(handlers, layout, want):
-    check(handlers, SIZES)
-    assert treatment(handlers, "head.weight", layout, SIZES) == want
+def test_treatments(handlers, layout, want, make_grid, world):
+    """What becomes of a gradient that the layouts call whole: along which axes it is summed, and how often."""
+    for sizes in {4: [(1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2), (1, 4, 2)]}[world.size]:
+        grid = make_grid(dict(zip(AXES, (*sizes, 1), strict=True)))
+        shape, books = (8,) if layout.ndim == 1 else (3, 8), []
+        for name in ("alone.weight", "head.weight"):
+            p = pla.Parameter(pla.ones(shape, grid, layout), name)
+            if name == "head.weight":
+                GradientReducer([p], handlers)
+            with pla.ledger(grid) as book:
+                for microbatch in range(3):
+                    with no_sync() if microbatch < 2 else nullcontext():
+                        (p * 2.0).sum().backward()
+            many = {a for a, n in grid.sizes.items() if n > 1}
+            books.append(Counter({(op, frozenset(many & {*axes})): n for (op, axes), n in book.calls.items()}))
+        found = books[1] - books[0]  # but for the sums of the loss itself
+        expected = {}
+        for op, axes in want.items():
+            if cut := frozenset(a for a in axes if grid.sizes[a] > 1):
+                expected[op.split()[0], cut] = 3 if op == EACH else 1
+        assert found == expected, sizes
+        scattered = {a for op, axes in want.items() if op != REDUCE for a in axes if grid.sizes[a] > 1}
+        assert (p.shard is not None) == bool(scattered)
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(("make", "told"), [
     (lambda: ZeRO(True), "stages 1, 2 and 3, not True"),
     (lambda: SharedParameters("head", "t"), "list of parameters. names, such as"),
-    (lambda: check([DataParallel("batch")], SIZES), r"DataParallel is over \('batch',\), but the grid has"),
-    (lambda: check([ZeRO(1), DataParallel()], SIZES), "ZeRO and DataParallel are both over axis 'data'"),
-    (lambda: check(["ZeRO"], SIZES), "one of DataParallel, SequenceParallel, SharedParameters, ZeRO, not 'ZeRO'"),
+    ([DataParallel("batch")], r"DataParallel is over \('batch',\), but the grid has"),
+    ([ZeRO(1), DataParallel()], "ZeRO and DataParallel are both over axis 'data'"),
+    (["ZeRO"], "one of DataParallel, SequenceParallel, SharedParameters, ZeRO, not 'ZeRO'"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_told(make, told):
+def test_what_does_not_fit_is_told(make, told, make_grid):
+    grid = make_grid({"data": 1})
     with pytest.raises(pla.ConfigError, match=told):
-        make()
+        make() if callable(make) else GradientReducer([pla.Parameter(pla.ones(3, grid, L(None)))], make)
 
 
 @pytest.mark.serial
-def test_buckets_fill_in_order():
-    items = [("a", 1), ("b", 5), ("a", 2), ("a", 2), ("b", 5), ("a", 9), ("b", 1)]
-    found = list(in_order(items, lambda i: i[0], lambda i: i[1], 3, 10))
+def test_buckets_fill_in_order(make_grid):
+    """Gradients of two dtypes, each a multiple of 8 bytes, in the order in which they arrive."""
+    grid = make_grid({"one": 1})
+    items = [("float64", 1), ("float32", 5), ("float64", 2), ("float64", 2), ("float32", 5), ("float64", 9),
+             ("float32", 1)]  # fmt: skip
+    ps = [pla.Parameter(pla.ones(8 * n // np.dtype(t).itemsize, grid, L(None), t)) for t, n in items]
+    reducer, y = GradientReducer(ps, None, 3 * 8, 10 * 8), pla.Tensor(pla.ones((), grid, L()))
+    for p in reversed(ps):  # the last one's gradient arrives first
+        y = y * p.astype("float64").sum()
+    y.backward()
+    found = [[(b.data.dtype.name, s.view.nbytes // 8) for s in b.slots] for b in reducer.buckets]
     assert found == [
-        [("b", 5)], [("a", 1), ("a", 2)], [("a", 2), ("a", 9)], [("b", 5), ("b", 1)],
+        [("float32", 5)], [("float64", 1), ("float64", 2)], [("float64", 2), ("float64", 9)],
+        [("float32", 5), ("float32", 1)],
     ]  # fmt: skip
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import random
 import weakref
-from collections import Counter
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.autograd import homeward, no_grad, no_sync
-from parlinalg.autograd.homeward import Homeward
+from parlinalg.autograd import no_grad, no_sync
+from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
-from parlinalg.parallel.prefetch import Place
 from tests.agreement import once
 from tests.conftest import BACKEND
 from tests.models import BATCH, HIDDEN, KINDS, VOCABULARY, alone, every_scheme, loss_of, make
@@ -144,68 +141,88 @@ def test_three_times_the_words_of_the_weights(recompute, make_grid, world):
     assert book.words.total() - received(book, "all_reduce") == 3 * blocks + 5 * table + 2 * shared
 
 
+class Noted(Handle):
+    """A handle that tells once when its operation is done."""
+
+    def __init__(self, handle, done):
+        self.handle, self.done = handle, done
+
+    def test(self):
+        if not self.handle.test():
+            return False
+        self.wait()
+        return True
+
+    def wait(self):
+        self.handle.wait()
+        self.done()
+
+
+class UnderWay:
+    """Bytes of the larger buffers of operations that are started and not done, now and at the most."""
+
+    def __init__(self, patch, comm, name, buffer, but=lambda buffer: False):
+        self.live, self.most, self.single = {}, 0, 0
+        plain = getattr(comm, name)
+
+        def call(me, *args, wait=True, **options):
+            if wait or but(args[buffer]):
+                return plain(me, *args, wait=wait, **options)
+            key = self.enter(args[buffer].nbytes)
+            return Noted(plain(me, *args, wait=False, **options), lambda: self.live.pop(key, None))
+
+        patch.setattr(comm, name, call)
+
+    def enter(self, nbytes):
+        key = object()
+        self.live[key] = nbytes
+        self.single, self.most = max(self.single, nbytes), max(self.most, sum(self.live.values()))
+        return key
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("recompute", [None, "block"])
 def test_never_more_than_two_blocks_are_gathered(recompute, make_grid, world, monkeypatch):
-    live, most = Counter(), Counter()
-    gather = Prefetch._gather
-
-    def counted(self, want, *, wait):
-        p = self.parameters[want.number]
-        key, size = (want.number, object()), 8 * p.size
-        live[key] = size
-        most["bytes"] = max(most["bytes"], sum(live.values()))
-        found = gather(self, want, wait=wait)
-        if wait:
-            weakref.finalize(found, live.pop, key)
-            return found
-        return Counted(found, lambda block: weakref.finalize(block, live.pop, key))
-
-    monkeypatch.setattr(Prefetch, "_gather", counted)
+    """Under way, or there and not yet dropped."""
     grid = make_grid({"data": world.size})
+    gathered = UnderWay(monkeypatch, type(grid.comm(("data",))), "all_gather", 1)
+    fetch, there = Prefetch.fetch, set()
+
+    def counted(self, parameter, work):
+        found = fetch(self, parameter, work)
+        if work != parameter.layout and id(found) not in there:
+            there.add(id(found))
+            weakref.finalize(found, there.remove, id(found))
+            weakref.finalize(found, gathered.live.pop, gathered.enter(found.nbytes))
+        return found
+
+    monkeypatch.setattr(Prefetch, "fetch", counted)
     _, model, _, _ = trained("gpt", ZERO3, grid, 4, num_hidden_layers=4, recompute=recompute)
     block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
-    assert block < most["bytes"] <= 2 * block
-    assert not live
-
-
-class Counted:
-    def __init__(self, move, got):
-        self.move, self.got = move, got
-
-    def test(self):
-        return self.move.test()
-
-    def wait(self):
-        block = self.move.wait()
-        self.got(block)
-        return block
+    assert block < gathered.most <= 2 * block
+    assert not gathered.live
 
 
 @pytest.mark.ranks(2, 4)
 def test_gradients_under_way_are_at_most_a_block(make_grid, world, monkeypatch):
     """Terms on their way home take no more bytes at any time than the largest block's weights, whose number is known
     from the first pass on; several are under way at once."""
-    live, most, single = Counter(), [], []
-    begin = homeward.start
-
-    def counted(block, have, goal, shape, grid, **options):
-        key = object()
-        live[key] = math.prod(len(r) for r in have.block(shape, grid.sizes, dict.fromkeys(grid.axes, 0))) * 8
-        single.append(live[key])
-        most.append(sum(live.values()))
-        return Counted(begin(block, have, goal, shape, grid, **options), lambda _: live.pop(key, None))
-
-    monkeypatch.setattr(homeward, "start", counted)
     for sizes in [{"data": world.size}, {"replica": world.size // 2, "data": 2}][: world.size // 2]:
         scheme = ZERO3 if len(sizes) == 1 else DATA.with_data("replica").with_weights_cut("data")
-        _, model, fetcher, optimizer = trained("gpt", scheme, make_grid(sizes), 2, num_hidden_layers=3)
-        most.clear()
-        step(model, optimizer, 2, 2)
+        grid = make_grid(sizes)
+        _, model, fetcher, optimizer = trained("gpt", scheme, grid, 2, num_hidden_layers=3)
+        buckets = model.embedding.weight.reducer.buckets
+
+        def small(sent, buckets=buckets):  # of what stage 3 leaves whole
+            return any(b.data is not None and np.may_share_memory(sent, b.data) for b in buckets)
+
+        with monkeypatch.context() as patch:
+            sent = UnderWay(patch, type(grid.comm(("data",))), "reduce_scatter", 0, small)
+            step(model, optimizer, 2, 2)
         block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
         assert fetcher.limit <= block
-        assert max(single) < max(most) <= fetcher.limit
-        assert not live
+        assert sent.single < sent.most <= fetcher.limit
+        assert not sent.live
 
 
 @pytest.mark.ranks(2, 3)
@@ -214,11 +231,10 @@ def test_another_order_falls_back(make_grid, world):
 
     def losses(scheme, grid, zero):
         _, model, fetcher, optimizer = trained("gpt", scheme, grid, 0, zero=zero, num_hidden_layers=3)
-        found, blocks = [], dict(model.blocks._modules)
+        found, blocks = [], list(model.blocks)
         orders = ["012", "012", "02", "012", "210", "012", "1", "012"]
         for number, order in enumerate(orders):
-            model.blocks._modules.clear()
-            model.blocks._modules.update({i: blocks[i] for i in order})
+            model.blocks = nn.Sequential(*(blocks[int(i)] for i in order))
             found.append(step(model, optimizer, number))
             if number % 2:
                 with no_grad():
@@ -234,7 +250,7 @@ def test_another_order_falls_back(make_grid, world):
 
 @pytest.mark.ranks(2)
 def test_planted_bugs_are_caught(make_grid, world, monkeypatch):
-    """Weights gathered before the update, and gradients that come home unsummed."""
+    """Weights gathered before the update, and gradients that come home without those of the other ranks."""
     want = serial(world, "gpt", steps=4)
 
     def differs():
@@ -242,15 +258,24 @@ def test_planted_bugs_are_caught(make_grid, world, monkeypatch):
         return not np.allclose(got, want, rtol=1e-12, atol=0)
 
     assert not differs()
-    leave = Prefetch._leave
+    fetch, old = Prefetch.fetch, {}
+
+    def stale(self, parameter, work):
+        found = fetch(self, parameter, work)
+        return old.setdefault((parameter.name, work), found.copy())
+
     with monkeypatch.context() as m:
-        m.setattr(Prefetch, "_leave", lambda self, then: leave(self, then or Place(False, -1, 0)))
+        m.setattr(Prefetch, "fetch", stale)
         assert differs()
-    takes = Homeward.takes
+    with make_grid({"data": world.size}) as grid:
+        comm = type(grid.comm(("data",)))
+    scatter = comm.reduce_scatter
+
+    def alone(self, send, recv, counts, **options):
+        return scatter(self, send if self.rank == 0 else send * 0, recv, counts, **options)
+
     with monkeypatch.context() as m:
-        m.setattr(Homeward, "takes", lambda self, walk, node, term, owned: takes(
-            self, walk, node, (term[0], term[1].with_partial(())), owned
-        ))  # fmt: skip
+        m.setattr(comm, "reduce_scatter", alone)
         assert differs()
 
 

@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn, optim, schemes
+from parlinalg import nn, optim
 from parlinalg.datasets import Batch
 from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.pipeline import Op, make, split
-from parlinalg.pipeline.asynchronous import AsynchronousWorker, shares, shorter
-from parlinalg.pipeline.simulate import check
-from parlinalg.pipeline.stash import Stash
+from parlinalg.pipeline import AsynchronousWorker, Op, make, split
 from parlinalg.train import launch
 from tests.conftest import SIZE
 from tests.models import alone
 from tests.pipeline.oracles import Delayed, Perceptron, pipedream, two_buffered
 from tests.pipeline.running import SERIAL, Text, batches, model_on
-from tests.training import mean_loss
-
-DATA = schemes.discover()["data"].SCHEME
 
 
 def rows(step, count=6, widths=(5, 3)):
@@ -69,61 +63,6 @@ def test_the_oracles_agree_with_each_other(name):
             np.testing.assert_allclose(oracle.weights()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
 
 
-# ------------------------------------------------------------------ the stash
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_version_stays_while_the_newest_is_updated(stage, make_grid, world):
-    grid = make_grid({"data": world.size})
-
-    def trained(stashed):
-        """Of gradients one step late: what they are, and the weights; by a stash, or by writing weights back."""
-        model = nn.MLP((5, 4, 3), DATA, grid, "gelu", dtype=np.float64, seed=5)
-        reducer = GradientReducer(model.parameters(), [ZeRO(stage)] if stage else None, first_bucket=200, bucket=300)
-        update = optim.AdamW(model.parameters(), 0.1)
-        stash, losses, found = Stash(update), {}, []
-
-        def forward(t):
-            x, _ = rows(t, 8)
-            flat = DATA.for_dims(2)
-            classes = pla.distribute(np.arange(8) % 3, grid, flat.tokens)
-            losses[t] = mean_loss(model, pla.Tensor(pla.distribute(x, grid, flat.residual)), classes)
-
-        if stashed:
-            forward(0)
-            for t in range(5):
-                forward(t + 1)
-                assert stash.newest == t
-                stash.use(max(0, t - 1))
-                losses[t].backward()
-                if t:
-                    stash.drop(t - 1)
-                found += [p.updated[1].copy() for p in model.parameters()]
-                stash.advance(keep=True)
-                assert len(stash) == 2
-                update.step()
-                update.zero_grad()
-            stash.drop(4)
-            found += [p.gather() for p in model.parameters()]
-            assert len({id(p.block) for p in model.parameters()}) == 4
-        else:
-            history = [model.state_dict()]
-            for t in range(5):
-                model.load_state_dict(history[max(0, t - 1)])
-                forward(t)
-                losses[t].backward()
-                model.load_state_dict(history[-1])
-                found += [p.updated[1].copy() for p in model.parameters()]
-                update.step()
-                update.zero_grad()
-                history.append(model.state_dict())
-            found += [p.gather() for p in model.parameters()]
-        reducer.detach()
-        return found
-
-    for got, want in zip(trained(True), trained(False), strict=True):
-        host = [a if isinstance(a, np.ndarray) else grid.backend.to_host(a) for a in (got, want)]
-        np.testing.assert_allclose(*host, rtol=1e-12, atol=1e-13)
-
-
 # ------------------------------------------------------------------ through a pipeline
 VERSIONS = {"pipedream": pipedream, "pipedream-2bw": two_buffered}
 
@@ -139,25 +78,33 @@ class Squares:
         return (error * error).sum() * 0.5, batch.count, {}
 
 
-@pytest.mark.ranks(2, 3, 4)
+def perceptron_batches(data, mesh):
+    layout, rows = mesh.scheme.for_dims(2).residual, len(data[0][0])
+    return [Batch(*(pla.distribute(a, mesh.grid, layout) for a in both), rows * t) for t, both in enumerate(data)]
+
+
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_perceptron_is_trained_as_by_hand(name, world, backend):
-    by_hand = Perceptron((5, *[4] * (SIZE - 1), 3))
-    schedule = make(name, SIZE, 9, every=1 if name == "pipedream" or SIZE == 2 else 3)
+@pytest.mark.parametrize(
+    "zero",
+    [pytest.param(z, marks=pytest.mark.ranks(*((2, 3, 4) if z is None else (4,)))) for z in (None, 0, 1, 2)],
+)
+def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
+    """A version stays as it is while the newest one is updated, in shards too."""
+    stages = SIZE if zero is None else 2
+    by_hand = Perceptron((5, *[4] * (stages - 1), 3))
+    schedule = make(name, stages, 9, every=1 if name == "pipedream" or stages == 2 else 3)
     every = 9 // sum(i.op is Op.STEP for i in schedule.orders[0])
     data = [rows(t) for t in range(9)]
     steps = [[np.concatenate(both) for both in zip(*data[t : t + every], strict=True)] for t in range(0, 9, every)]
-    losses, weights = by_hand.train(steps, 0.1, VERSIONS[name](SIZE))
-    with launch({"parallel": {"pipeline": SIZE}}, world, backend) as mesh:
+    losses, weights = by_hand.train(steps, 0.1, VERSIONS[name](stages))
+    with launch({"parallel": {"pipeline": stages}}, world, backend) as mesh:
         linears = [nn.Linear(*w.shape, mesh.scheme, mesh.grid, bias=False, dtype="float64") for w in by_hand.start]
         layers = [layer for linear in linears for layer in (linear, nn.Tanh())][:-1]
-        model = split(nn.Sequential(*layers), mesh.place, schedule, [*[2] * (SIZE - 1), 1]).initialize(0)
+        model = split(nn.Sequential(*layers), mesh.place, schedule, [*[2] * (stages - 1), 1]).initialize(0)
         model.load_state_dict({f"{2 * s}.weight": w for s, w in enumerate(by_hand.start)})
-        worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1))
-        parts = [
-            Batch(*(pla.distribute(a, mesh.grid, pla.Layout(None, None)) for a in both), 6 * t)
-            for t, both in enumerate(data)
-        ]
+        reducer = GradientReducer(model.parameters(), [ZeRO(zero)] if zero else None, first_bucket=20, bucket=30)
+        worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1), reducer)
+        parts = perceptron_batches(data, mesh)
         kept, update = [], worker.update
         worker.update = lambda: (kept.append(len(worker.stash)), update())
         sums = worker.step(parts, Squares(), 0, factor=3.0)  # of the mean over elements: three times that over rows
@@ -271,23 +218,59 @@ def test_what_is_refused(world, backend):
         for p in fetched.parameters():
             p.fetcher = SimpleNamespace()
         with pytest.raises(pla.ConfigError, match="is fetched ahead of their use; use zero stage 0, 1 or 2"):
-            Stash(optim.SGD(fetched.parameters(), 0.1))
+            AsynchronousWorker(fetched, make("pipedream", 2, 4), optim.SGD(fetched.parameters(), 0.1))
 
 
-@pytest.mark.serial
-def test_fewer_microbatches_end_with_a_step_of_their_own():
-    for name, every in (("pipedream", 1), ("pipedream", 3), ("pipedream-2bw", 3)):
-        whole = make(name, 4, 12, every=every)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("name", "every"), [("pipedream", 1), ("pipedream", 3), ("pipedream-2bw", 3)])
+def test_fewer_microbatches_end_with_a_step_of_their_own(name, every, world, backend):
+    """What each rank does, as its spans tell it, is what the schedule has of these microbatches, and a last step."""
+    whole = make(name, SIZE, 12, every=every)
+    with launch({"parallel": {"pipeline": SIZE}}, world, backend) as mesh:
+        linears = (nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64") for _ in range(SIZE))
+        model = split(nn.Sequential(*linears), mesh.place, whole).initialize(0)
+        worker = AsynchronousWorker(model, whole, optim.SGD(model.parameters(), 1e-3))
+        rank, worker.spans = mesh.place.rank, []
         for count in range(1, 12):
-            cut = shorter(whole, count)
-            check(cut)
-            for order, before in zip(cut.orders, whole.orders, strict=True):
-                steps = [i.microbatch for i in order if i.op is Op.STEP]
-                assert steps == [*range(every - 1, count, every), *([count - 1] if count % every else [])]
-                passes = [i for i in order if i.op not in (Op.STEP, Op.REDUCE_GRADIENTS)]
-                assert passes == [i for i in before if i in passes]
+            worker.step(perceptron_batches([rows(t, 2, (3, 3)) for t in range(count)], mesh), Squares(), count)
+            done = [(s.op, s.microbatch) for s in worker.spans]
+            steps = [j for op, j in done if op is Op.STEP]
+            assert steps == [*range(every - 1, count, every), *([count - 1] if count % every else [])]
+            passes = [each for each in done if each[0] not in (Op.STEP, Op.REDUCE_GRADIENTS)]
+            of_whole = [(i.op, i.microbatch) for i in whole.orders[rank] if i.op.value in ("F", "B")]
+            assert passes == [each for each in of_whole if each[1] < count]
             if not count % every:
-                assert cut == make(name, 4, count, every=every)
-    found, weights = shares(shorter(make("pipedream", 2, 6, every=3), 4).orders[0], [1, 1, 2, 3], [2, 0, 2, 5])
-    assert found == [1 / 4] * 3 + [1 / 5]
-    assert weights == [1, 1, 2, 5]  # of the terms that layers add, by the rows
+                due = make(name, SIZE, count, every=every).orders[rank]
+                assert done == [(i.op, i.microbatch) for i in due if "SEND" not in i.op.name and "REC" not in i.op.name]
+        worker.close()
+
+
+class Terms(Squares):
+    """No losses but terms that layers add: a power of ten for each microbatch."""
+
+    def context(self, batch):
+        term = pla.full((), 10.0**batch.offset, batch.x.grid, pla.Layout(), np.float64)
+        return nullcontext([pla.Tensor(term, requires_grad=True)])
+
+    def losses_of(self, output, batch):
+        return (output * 0.0).sum(), batch.count, {}
+
+
+@pytest.mark.ranks(2)
+def test_terms_that_layers_add_count_by_the_rows_of_their_step(world, backend):
+    """A step's terms weigh as many as its losses, each microbatch's as its rows."""
+    schedule = make("pipedream", SIZE, 6, every=3)
+    with launch({"parallel": {"pipeline": SIZE}, "dtype": "float64"}, world, backend) as mesh:
+        linears = (nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64") for _ in range(SIZE))
+        model = split(nn.Sequential(*linears), mesh.place, schedule).initialize(0)
+        worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 1e-3))
+        two, one = pla.Layout(None, None), pla.Layout(None)
+        parts = [
+            Batch(
+                pla.zeros((n, 3), mesh.grid, two, np.float64), pla.zeros(n, mesh.grid, one, np.int64), j, targets=count
+            )
+            for j, (n, count) in enumerate(zip([1, 1, 2, 3], [2, 0, 2, 5], strict=True))
+        ]  # fmt: skip
+        assert [part.count for part in parts] == [2, 0, 2, 5]
+        assert worker.step(parts, Terms(), 0)["loss"] == SIZE * (1 + 10 + 2 * 100 + 5 * 1000)
+        worker.close()

@@ -17,8 +17,8 @@ from parlinalg.pipeline import (
     build_pipeline_model_from_cfg,
     make,
     register,
+    registered,
 )
-from parlinalg.pipeline.registry import registered
 from parlinalg.train import launch
 from tests.conftest import SIZE
 

@@ -12,7 +12,6 @@ import pytest
 from parlinalg.errors import ConfigError, ScheduleError
 from parlinalg.pipeline import Op, make
 from parlinalg.pipeline.drawing import chrome, lanes, overlay, png, staircase, svg
-from parlinalg.pipeline.drawing.svg import LEFT, RIGHT, WIDTH
 from parlinalg.pipeline.simulate import Costs, Simulation, Span, simulate
 
 pytestmark = pytest.mark.serial
@@ -41,8 +40,10 @@ def test_svg(name: str) -> None:
     simulation = simulate(make(name, 2, 3), Costs(forward=1, backward=3, weight=1, step=1))
     colours = {box.colour for lane in lanes(simulation) for box in lane.boxes}
     found = boxes(svg(simulation), colours)
-    scale = (WIDTH - LEFT - RIGHT) / simulation.makespan
-    wanted = [((s.start * scale) + LEFT, (s.stop - s.start) * scale) for s in simulation.spans]
+    left, right = min(x for x, _, _ in found), max(x + w for x, w, _ in found)
+    assert 0 < left < right < float(ElementTree.fromstring(svg(simulation)).attrib["viewBox"].split()[2])
+    scale = (right - left) / simulation.makespan
+    wanted = [((s.start * scale) + left, (s.stop - s.start) * scale) for s in simulation.spans]
     assert [(x, w) for x, w, _ in found] == [pytest.approx(box, abs=0.011) for box in wanted]
     said = words(svg(simulation))
     assert {"rank 0", "rank 1"} < set(said)
@@ -59,8 +60,9 @@ def test_a_measured_run_lies_under_the_simulated_one() -> None:
     assert words(drawn).count("measured") == 2
     found = boxes(drawn, {box.colour for lane in lanes(simulation) for box in lane.boxes})
     assert len(found) == 4 * half
+    left = min(x for x, _, _ in found)
     for k in range(half):  # rank 0 simulated, rank 0 measured
-        assert found[half + k][0] - LEFT == pytest.approx(2 * (found[k][0] - LEFT), abs=0.03)
+        assert found[half + k][0] - left == pytest.approx(2 * (found[k][0] - left), abs=0.03)
         assert found[half + k][1] == pytest.approx(2 * found[k][1], abs=0.03)
         assert found[half + k][2] == found[k][2]
     run = lanes(simulation, delayed(simulation))

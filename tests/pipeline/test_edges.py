@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,138 +18,142 @@ from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.pipeline import Place, Worker, make, split
-from parlinalg.pipeline.edges import Edge, Edges
-from parlinalg.pipeline.roles import table_of, translated
-from parlinalg.pipeline.route import Route
-from parlinalg.pipeline.tree import put_together, take_apart
+from parlinalg.train import launch
 from tests.cases import alike, placed
 from tests.conftest import SIZE
 from tests.models import alone
 
 SHAPE = (5, 3, 7)
-LAYOUTS = [
-    ({"a": 2, "b": 2}, Layout("a", None, "b"), {"c": 4}, Layout(None, None, "c")),
-    ({"a": 2, "b": 2}, Layout(("a", "b"), None, None), {"a": 2, "b": 2}, Layout("b", "a", None)),
-    ({"a": 3}, Layout("a", None, None), {"b": 2, "c": 2}, Layout(None, "c", "b")),
-    ({"a": 3}, Layout(None, None, None), {"b": 2}, Layout("b", None, None)),
-    ({"a": 1}, Layout(None, None, None), {"b": 5}, Layout(None, None, None)),
-    ({"b": 9}, Layout("b", None, None), {"a": 2}, Layout(None, None, "a")),
-    ({"a": 2}, Layout("a", None, None), {"a": 2}, Layout("a", None, None)),
-]
-
-
-# ------------------------------------------------------------------ the way, on paper
-@pytest.mark.serial
-@pytest.mark.parametrize("shape", [SHAPE, (2, 0, 7), (1, 1, 1)])
-@pytest.mark.parametrize(("one", "source", "other", "target"), LAYOUTS)
-def test_every_element_arrives_once(one: Any, source: Any, other: Any, target: Any, shape: tuple[int, ...]) -> None:
-    for way in (Route(shape, source, one, target, other), Route(shape, target, other, source, one)):
-        whole = np.arange(np.prod(shape)).reshape(shape)
-        for place, want in enumerate(way.wants):
-            got = np.full(shape, -1)
-            for sender, part in way.receives(place):
-                cut = np.ix_(*part)
-                assert (got[cut] == -1).all()
-                assert (place, part) in way.sends(sender)
-                assert all(set(p) <= set(h) for p, h in zip(part, way.haves[sender], strict=True))
-                got[cut] = whole[cut]
-            assert (got[np.ix_(*want)] == whole[np.ix_(*want)]).all()
-            assert (got == -1).sum() == whole.size - int(np.prod([len(r) for r in want]))
-        sent = sum(len(way.sends(place)) for place in range(len(way.haves)))
-        assert sent == sum(len(way.receives(place)) for place in range(len(way.wants)))
-
-
-@pytest.mark.serial
-def test_replicas_share_the_sending() -> None:
-    way = Route((8,), Layout(None), {"a": 3}, Layout("b"), {"b": 6})
-    assert [len(way.sends(place)) for place in range(3)] == [2, 2, 2]
-    alike_ = Route((8,), Layout(None), {"a": 3}, Layout(None), {"a": 3})
-    assert [alike_.sends(place)[0][0] for place in range(3)] == [0, 1, 2]
-
-
-@pytest.mark.serial
-def test_a_layout_is_translated_by_its_part() -> None:
-    found = schemes.discover()
-    serial, line, flat = found["serial"].SCHEME, found["1d"].SCHEME, found["2d"].SCHEME
-    one, two, four = {"x": 1}, {"t": 2}, {"r": 2, "c": 2}
-    tables = {s.name: table_of(s, sizes) for s, sizes in ((serial, one), (line, two), (flat, four))}
-
-    def there(layout: Layout, a: Any, sizes: Any, b: Any, others: Any, takes: str | None = None) -> Layout:
-        return translated(layout, sizes, tables[a.name], others, tables[b.name], takes)
-
-    assert there(line.residual, line, two, flat, four) == flat.residual
-    assert there(line.inner, line, two, flat, four) == flat.inner
-    assert there(flat.tokens, flat, four, line, two) == Layout(None, None)
-    whole = Layout(None, None, None)
-    assert there(whole, serial, one, flat, four, "residual") == flat.residual
-    assert there(whole, serial, one, line, two, "inner") == line.inner
-    assert there(flat.residual, flat, four, line, two, "inner") == line.inner
-    assert there(Layout(None, None), serial, one, flat, four) == flat.for_dims(2).residual
-    assert translated(Layout(None, None), one, tables["serial"], four, tables["2d"], None, False) == flat.tokens
-    assert there(Layout(), serial, one, flat, four) == Layout()
-    assert there(Layout("t", None), line, two, line, two) == Layout("t", None)
-    with pytest.raises(LayoutError, match="residual 3"):
-        there(Layout("t", None, None), line, two, flat, four)
-
-
-@pytest.mark.serial
-def test_trees() -> None:
-    with Grid({"a": 1}, backend="numpy") as grid:
-        x, y = (pla.Tensor(placed(np.ones(n), grid, Layout(None))) for n in (2, 3))
-        tree = {"x": x, "more": (1, [y, None, "text"], x), "flag": True}
-        form, tensors = take_apart(tree)
-        assert tensors == [] or [t is s for t, s in zip(tensors, (x, y, x), strict=True)] == [True] * 3
-        again = put_together(form, tensors)
-        assert again["more"][1][0] is y
-        assert (again["x"] is x, again["flag"], again["more"][1][2], type(again["more"])) == (True, True, "text", tuple)
-    with pytest.raises(ConfigError, match="not a set"):
-        take_apart([{1, 2}])
-
-
-# ------------------------------------------------------------------ messages
-GRIDS: dict[int, list[tuple[dict[str, int], Layout, dict[str, int], Layout]]] = {
-    2: [({"a": 1}, Layout(None, None, None), {"b": 1}, Layout(None, None, None))],
-    3: [({"a": 1}, Layout(None, None, None), {"b": 2}, Layout(None, "b", None))],
-    4: [({"a": 3}, Layout("a", None, None), {"b": 1}, Layout(None, None, None)),
-        ({"a": 2}, Layout("a", None, None), {"a": 2}, Layout("a", None, None)),
-        ({"a": 2}, Layout(None, None, "a"), {"b": 2}, Layout("b", None, None))],
-    8: [({"a": 2, "b": 3}, Layout("b", None, "a"), {"c": 2}, Layout(None, "c", None)),
-        ({"a": 2, "b": 2}, Layout("a", None, None), {"b": 4}, Layout(None, None, "b"))],
+ONE, LINE, TOKENS = {"size": 1}, {"size": 2, "mode": "1d"}, {"size": 2, "mode": "1d", "sequence_parallel": True}
+FLAT, TALL = {"size": 4, "mode": "2d"}, {"size": 2, "mode": "2d", "shape": (2, 1)}
+GRIDS: dict[int, list[tuple[int, list[dict[str, Any]]]]] = {
+    2: [(1, [ONE, ONE])],
+    3: [(1, [ONE, LINE]), (1, [TALL, ONE]), (1, [TOKENS, ONE])],
+    4: [(1, [{"size": 3, "mode": "1d"}, ONE]), (2, [ONE, ONE]), (1, [TOKENS, TALL]), (1, [LINE, LINE])],
+    6: [(1, [LINE, FLAT]), (1, [FLAT, TOKENS]), (2, [LINE, ONE]), (1, [ONE, {"size": 5, "mode": "1d"}])],
+    8: [(1, [{"size": 2, "mode": "1d"}, {"size": 6, "mode": "2d", "shape": (2, 3)}]), (1, [FLAT, FLAT]),
+        (2, [TOKENS, TALL])],
 }  # fmt: skip
 
 
-@pytest.mark.ranks(2, 3, 4, 8)
-@pytest.mark.parametrize("dtype", ["float64", "int64"])
-def test_there_and_back(dtype: str, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for one, source, other, target in GRIDS[SIZE]:
-        monkeypatch.setattr("parlinalg.pipeline.edges.translated", lambda *_, target=target: target)
-        place = Place.of(world, [one, other])
-        grid = Grid(place.sizes[place.rank], place.group, backend)
-        comm = world.sub(range(SIZE), ("pipeline",))
-        edges = Edges(place, comm, grid, [{}, {}], {Edge(1): None})
-        rng, edge, wants = np.random.default_rng(1), Edge(1), dtype == "float64"
+class Squares:
+    """The loss: squares of what the model gives."""
+
+    def context(self, batch: Batch) -> Any:
+        return nullcontext(())
+
+    def losses_of(self, output: pla.Tensor, batch: Batch) -> tuple[pla.Tensor, int, dict[str, float]]:
+        return (output * output).sum(), batch.count, {}
+
+
+class Seen(nn.Linear):
+    """A product that notes how its input lies, and how its output does."""
+
+    def forward(self, x: Any, **options: Any) -> Any:
+        y = super().forward(x, **options)
+        self.given, self.gave = x if isinstance(x, pla.DistArray) else x.data, y.data
+        return y
+
+
+class Chain(nn.Sequential):
+    """Layers one after the other, of a scheme on a grid."""
+
+    def __init__(self, scheme: Any, grid: Any, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scheme, self.grid = scheme, grid
+
+
+# ------------------------------------------------------------------ messages
+def two_stages(data: int, tensors: list[dict[str, Any]], kinds: tuple[str, str], world: Any, backend: str) -> Any:
+    """Two products, one in each stage, on grids of their own."""
+    config = {"parallel": {"data": data, "pipeline": {"size": 2, "tensor": tensors}}, "dtype": "float64"}
+    mesh = launch(config, world, backend)
+    widths = (SHAPE[-1], 9, SHAPE[-1])
+    layers = [
+        Seen(n, m, mesh.scheme, mesh.grid, kind, dtype="float64")
+        for n, m, kind in zip(widths, widths[1:], kinds, strict=False)
+    ]
+    schedule = make("gpipe", 2, 2)
+    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.place, schedule, [1, 1]).initialize(1)
+    return mesh, layers, model, Worker(model, schedule)
+
+
+def batches_for(mesh: Any, kind: str) -> list[Batch]:
+    scheme = mesh.scheme.for_dims(3)
+    layout = scheme.residual if kind == "expand" else scheme.inner
+    xs = np.random.default_rng(1).normal(size=(2, *SHAPE))
+    return [Batch(placed(x, mesh.grid, layout), placed(x[..., 0] * 0, mesh.grid, scheme.tokens), 5 * i)
+            for i, x in enumerate(xs)]  # fmt: skip
+
+
+@pytest.mark.ranks(2, 3, 4, 6, 8)
+@pytest.mark.parametrize("kinds", [("expand", "contract"), ("contract", "expand")], ids=" ".join)
+def test_every_element_arrives_once_where_it_is_wanted(kinds: tuple[str, str], world: Any, backend: str) -> None:
+    """No rank receives more than its block, which lies as the stage there wants it; replicas share the sending."""
+    for data, tensors in GRIDS[SIZE]:
+        mesh, layers, model, worker = two_stages(data, tensors, kinds, world, backend)
+        batches = batches_for(mesh, kinds[0])
         for turn in range(3):
-            value, back = (rng.normal(size=SHAPE) * 100).astype(dtype), rng.normal(size=SHAPE)
-            with ledger(comm) as book:
-                if place.rank == 0:
-                    sent = pla.Tensor(placed(value, grid, source), wants)
-                    edges.send(edge, turn, 1, "like", ["tensor"], [sent])
-                    (block,) = edges.take(edges.post_back(edge, turn, 1, "like"))
-                    if wants:
-                        alike(sent.data.like(block), back)
-                else:
-                    (block,) = edges.take(edges.post(edge, turn, 0, "like"))
-                    leaf = edges.frame(edge, "like").leaves[0]
-                    alike(pla.DistArray(block, leaf.shape, leaf.target, grid), value)
-                    assert leaf.wants == wants
-                    edges.send_back(edge, turn, 0, "like", [placed(back, grid, target) if wants else None])
-                edges.finish()
-            if turn:  # what passes is known: no rank receives more than its block, and nothing is said ahead
-                mine = int(np.prod(grid.block_shape(target if place.rank else source, SHAPE)))
-                assert book.words.total() == (mine if place.rank or wants else 0)
-        comm.free()
-        grid.close()
-        place.close()
+            model.zero_grad()
+            with ledger(worker.comm) as book:
+                worker.step(batches, Squares(), 0, 1.0)
+        mine = layers[mesh.place.rank]
+        block = mine.given if mesh.place.rank else mine.gave
+        key = ("receive", ("pipeline",))
+        assert book.words[key] == 2 * block.block.size, (turn, tensors)
+        adapted = mesh.scheme.for_dims(3)
+        if mesh.place.rank:
+            takes = adapted.residual if kinds[1] == "expand" else adapted.inner
+            assert mesh.grid.effective(block.layout) == mesh.grid.effective(takes), tensors
+        sizes = [math.prod(each.values()) for each in mesh.place.sizes]
+        if sizes[0] == sizes[1] and tensors[0] == tensors[1]:
+            assert book.calls["send", ("pipeline",)] == book.calls[key] == 2, tensors
+        everyone = world.share(int(book.calls["send", ("pipeline",)]))
+        own = [everyone[r] for r in mesh.place.ranks[mesh.place.rank]]
+        assert max(own) <= min(own) + 2 * max(1, max(sizes) // min(sizes)), tensors
+        state = model.state_dict()
+        grads = {n: p.grad.gather() for n, p in model.named_parameters()}
+        with alone(world) as grid:
+            scheme = schemes.discover()["serial"].SCHEME
+            widths = (SHAPE[-1], 9, SHAPE[-1])
+            serial = nn.Sequential(*(nn.Linear(n, m, scheme, grid, dtype="float64") for n, m in pairwise(widths)))
+            serial.initialize(1)
+            serial.load_state_dict(state)
+            for x in np.random.default_rng(1).normal(size=(2, *SHAPE)):
+                y = serial(pla.Tensor(placed(x, grid, Layout(None, None, None))))
+                (y * y).sum().backward()
+            for n, p in serial.named_parameters():
+                if n in grads:
+                    alike(p.grad, grads[n], 1e-12)
+        worker.close()
+        mesh.close()
+
+
+class Odd(nn.Module):
+    """Gives what cannot pass: an array in a layout that its scheme does not have, or a set."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Any) -> Any:
+        return {1, 2} if self.what == "set" else x.redistribute(Layout("t", None, None))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("what", "kind", "told"), [
+    ("layout", LayoutError, "residual 3"), ("set", ConfigError, "not a set"),
+])  # fmt: skip
+def test_what_cannot_pass_is_told(what: str, kind: Any, told: str, world: Any, backend: str) -> None:
+    config = {"parallel": {"data": 1, "pipeline": {"size": 2, "tensor": [LINE, ONE]}}, "dtype": "float64"}
+    mesh = launch(config, world, backend)
+    layers = [nn.Linear(SHAPE[-1], 6, mesh.scheme, mesh.grid, "contract", dtype="float64"), Odd(what),
+              nn.Linear(6, 3, mesh.scheme, mesh.grid, dtype="float64")]  # fmt: skip
+    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.place, make("gpipe", 2, 2), [2, 1]).initialize(1)
+    worker = Worker(model, make("gpipe", 2, 2))
+    if mesh.place.rank == 0:  # left open: nobody may wait for messages that never come
+        with pytest.raises(kind, match=told):
+            worker.step(batches_for(mesh, "contract"), Squares(), 0, 1.0)
 
 
 # ------------------------------------------------------------------ models that pass more than one array
@@ -174,26 +180,18 @@ class Branching(nn.Module):
     def second(self, tree: Any) -> Any:
         assert tree["note"] == self.note
         assert not tree["constant"].requires_grad
+        assert (type(tree["skip"]), type(tree["note"])) == (tuple, str)
         y = self.two(tree["y"]) + tree["skip"][1] + tree["constant"]
         return [y, tree["skip"][0], tree["whole"], y]
 
     def third(self, each: Any) -> Any:
+        assert type(each) is list
         y, skip, whole, again = each
         assert whole.dtype == np.int64
         return self.three(y + skip + again)
 
     def forward(self, x: Any) -> Any:
         return self.third(self.second(self.first(x)))
-
-
-class Squares:
-    """The loss: squares of what the model gives."""
-
-    def context(self, batch: Batch) -> Any:
-        return nullcontext(())
-
-    def losses_of(self, output: pla.Tensor, batch: Batch) -> tuple[pla.Tensor, int, dict[str, float]]:
-        return (output * output).sum(), batch.count, {}
 
 
 def branching_batch(model: Any, rows: slice) -> Batch:

@@ -11,10 +11,12 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn
 from parlinalg.comm import SingleComm, ledger
-from parlinalg.errors import ConfigError
+from parlinalg.errors import CommError, ConfigError
+from parlinalg.parallel import GradientReducer, ZeRO
+from parlinalg.pipeline import Worker
 from tests.conftest import SIZE
 from tests.models import alone
-from tests.pipeline.running import SERIAL, Text, batches, model_on, pipeline
+from tests.pipeline.running import SERIAL, Text, batches, differs, model_on, pipeline, serial
 
 LAYERS, TABLE = 3, "embedding.weight"
 UNLIKE = {3: [{"size": 1}, {"size": 2, "mode": "1d"}], 4: [{"size": 3, "mode": "1d"}, {"size": 1}],
@@ -103,16 +105,23 @@ def test_words_of_a_tied_table(world: Any, backend: str) -> None:
         assert book.words["receive", ("pipeline",)] == rows
 
 
-@pytest.mark.ranks(2)
-def test_another_reducer_needs_another_worker(world: Any, backend: str) -> None:
-    with pipeline(world, backend, "chimera", {"data": 1, "pipeline": 2}, 2, LAYERS) as p:
-        p.step(0)
-        p.worker.ties._spans[0] = [0, 1]
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_another_reducer_needs_another_worker(zero: int, world: Any, backend: str) -> None:
+    losses, norms = serial(world, LAYERS, 3)
+    with pipeline(world, backend, "1f1b", {"data": 2, "pipeline": 2}, 2, LAYERS, zero=1) as p:
+        found = [p.step(0)]
+        p.reducer.detach()
         with pytest.raises(ConfigError, match="make another worker"):
             p.step(1)
-        p.worker._broken = ""  # on all ranks alike, after all messages
-        p.worker.ties._spans = p.worker.ties._spans_here()
-        p.step(1)
+        with pytest.raises(CommError, match="make another worker"):
+            p.step(1)
+        p.optimizer.zero_grad()
+        reducer = GradientReducer(p.model.parameters(), [ZeRO(zero)] if zero else [])
+        p.worker = Worker(p.model, p.schedule, reducer)
+        found += [p.step(step) for step in (1, 2)]
+    wrong = differs([loss for loss, _ in found], losses) + differs([norm for _, norm in found], norms)
+    assert not wrong, wrong
 
 
 class Thrice(nn.Sequential):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from parlinalg.comm import Book, Handle, ledger
 from parlinalg.errors import CommError, ConfigError
+from parlinalg.layout import piece
 from parlinalg.parallel import GradientReducer, ZeRO, overflowing
-from parlinalg.pipeline import Instruction, Op, Worker, make
-from parlinalg.pipeline.run import AHEAD, Run
+from parlinalg.pipeline import Op, make
 from parlinalg.pipeline.simulate import simulate
-from parlinalg.pipeline.stagewalk import Passage
 from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, Pipeline, differs, pipeline, serial
 
@@ -187,75 +187,96 @@ def test_as_many_microbatches_are_held_as_simulated(name: str, world: Any, backe
         assert p.worker.held == simulate(p.schedule).held[p.mesh.place.rank]
 
 
+class Awaited(Handle):
+    """A receive that tells when it is first waited for."""
+
+    def __init__(self, handle: Handle, told: Callable[[], object]) -> None:
+        self.handle, self.told = handle, told
+
+    def test(self) -> bool:
+        return self.handle.test()
+
+    def wait(self) -> None:
+        self.told()
+        self.told = int
+        self.handle.wait()
+
+
 @pytest.mark.ranks(2, 4)
 def test_receives_are_posted_before_they_are_due(world: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on, when all is known: while one is waited for the next one is posted."""
+    """From the second step on, when all is known: while one is waited for the next one is posted, and no more."""
+    posted: list[int] = []
     under_way: list[int] = []
-    waits = Run.arrived
 
-    def arrived(run: Run, i: Instruction) -> Any:
-        under_way.append(len(run.posted))
-        return waits(run, i)
+    def waited() -> None:
+        under_way.append(len(posted) - len(under_way))
 
     with pipeline(world, backend, "1f1b", {"pipeline": SIZE, "data": 1}, 4, 3) as p:
         p.step(0)
-        monkeypatch.setattr(Run, "arrived", arrived)
+        kind = type(p.worker.comm)
+        receive = kind.receive
+
+        def receives(self: Any, buffer: Any, source: int, **options: Any) -> Handle:
+            posted.append(source)
+            return Awaited(receive(self, buffer, source, **options), waited)
+
+        monkeypatch.setattr(kind, "receive", receives)
         p.step(1)
-    assert under_way
-    assert set(under_way[:-1]) == {AHEAD}
+        monkeypatch.undo()
+        stages = (p.mesh.place.rank > 0) + (p.mesh.place.rank < SIZE - 1)
+    assert len(under_way) == 4 * stages
+    assert set(under_way[:-1]) == {2}
     assert under_way[-1] == 1
+
+
+class Noting(list[Any]):
+    """The spans of a step; beside each, how many words of gradients it has begun to sum."""
+
+    def __init__(self, book: Book) -> None:
+        super().__init__()
+        self.book, self.began, self.before = book, list[tuple[Op, int]](), 0
+
+    def append(self, span: Any) -> None:
+        sums = (n for (op, axes), n in self.book.words.items() if axes == ("data",) and "reduce" in op)
+        self.before, before = sum(sums), self.before
+        self.began.append((span.op, self.before - before))
+        super().append(span)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "zero"), [("1f1b", 0), ("1f1b", 2), ("zb-h1", 0), ("zb-v", 1)])
-def test_sums_start_in_the_last_backward_pass(
-    name: str, zero: int, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some buckets are under way when REDUCE_GRADIENTS settles them; none starts before the last pass."""
-    started: list[int] = []
-    passes: list[int] = []
+def test_sums_start_in_the_last_backward_pass(name: str, zero: int, world: Any, backend: str) -> None:
+    """Some buckets are under way when REDUCE_GRADIENTS settles them; none starts before the last pass, but those that
+    ZeRO-2 sums in every pass."""
     with pipeline(world, backend, name, {"pipeline": 2, "data": 2}, 4, LAYERS, zero=zero) as p:
         p.step(0)  # on which the buckets are made
-        settle, backward = Worker.settle, Passage.backward
-
-        def settled(worker: Worker) -> None:
-            started.append(p.reducer._started)
-            settle(worker)
-
-        def passed(passage: Passage, *args: Any, **options: Any) -> None:
-            passes.append(p.reducer._started)
-            backward(passage, *args, **options)
-
-        monkeypatch.setattr(Worker, "settle", settled)
-        monkeypatch.setattr(Passage, "backward", passed)
-        p.step(1)
+        with ledger(p.mesh.grid) as book:
+            p.worker.spans = noted = Noting(book)
+            p.worker.step(p.batches(1), p.work, 1, 1.0)
         assert len(p.reducer.buckets) > 1
-    assert len(started) == 1
-    assert started[0] > 0
-    assert not any(passes[:-1])
+    ends = (Op.BACKWARD_WEIGHT,) if name.startswith("zb") else (Op.BACKWARD,)
+    *passes, last = [words for op, words in noted.began if op in ends]
+    few = 9  # of the loss
+    assert noted.began[-1][0] is Op.REDUCE_GRADIENTS
+    assert last > 100
+    assert all(words > 100 if zero == 2 else words < few for words in passes), passes
+    assert all(words < few for op, words in noted.began[:-1] if op not in ends)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
-def test_what_is_reduce_scattered_is_not_once_more(
-    name: str, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_reduce_scattered_is_not_once_more(name: str, world: Any, backend: str) -> None:
     """With ZeRO-2 each microbatch's gradients are, once: the last pass adds nothing for a rank's other chunks."""
-    sums: list[Any] = []
-    adds = GradientReducer._sum
-
-    def added(reducer: GradientReducer, bucket: Any) -> None:
-        sums.append(bucket)
-        adds(reducer, bucket)
-
     model = {"tie_word_embeddings": False}
     with pipeline(world, backend, name, {"pipeline": 2, "data": 2}, 4, LAYERS, zero=2, **model) as p:
         p.reducer.detach()
-        p.worker.reducer = GradientReducer(p.model.parameters(), [ZeRO(2)], first_bucket=1, bucket=1)
+        p.worker.reducer = reducer = GradientReducer(p.model.parameters(), [ZeRO(2)], first_bucket=1, bucket=1)
         p.step(0)
-        monkeypatch.setattr(GradientReducer, "_sum", added)
-        p.step(1)
-        assert {sums.count(bucket) for bucket in p.worker.reducer.buckets} == {4}
+        with ledger(p.mesh.grid) as book:
+            p.worker.step(p.batches(1), p.work, 1, 1.0)
+        key, mine = ("reduce_scatter", ("data",)), p.mesh.grid.coords["data"]
+        assert book.calls[key] == 4 * len(reducer.buckets)
+        assert book.words[key] == 4 * sum(b.size - len(piece(b.size, 2, mine)) for b in reducer.buckets)
 
 
 @pytest.mark.ranks(2)
