@@ -89,6 +89,9 @@ def start(
 def _ordered(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool, order: Order, tag: int
 ) -> Work:
+    if grid.world.checked:
+        src.check(shape, grid.sizes)
+        check_replicas(block, src, grid)
     if order is None:
         return (yield from carry(block, src, dst, shape, grid, wait, owned, tag))
     stored = tuple(shape[d] for d in order)
@@ -102,14 +105,13 @@ def carry(
 ) -> Work:
     """The generator behind `redistribute`: yields the handle of each communication, and returns the new block.
 
-    Messages between two ranks carry `tag`: moves under way at the same time need different ones.
+    Messages between two ranks carry `tag`: moves under way at the same time need different ones.  Replicas are not
+    compared here: of a panel, not all ranks that hold one take part.
     """
     src.check(shape, grid.sizes)
     dst.check(shape, grid.sizes)
     if not grid.inside:
         return block
-    if grid.world.checked:
-        check_replicas(block, src, grid)
     for step in moves(src, dst, grid.sizes):
         if step.op in _COLLECTIVE and not math.prod(shape):
             block, owned = grid.backend.zeros(grid.block_shape(step.dst, shape), block.dtype), True

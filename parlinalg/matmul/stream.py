@@ -27,7 +27,7 @@ from parlinalg.matmul.local import as_matrix, gemm, is_half
 from parlinalg.matmul.product import at_work, check_operands, product, result_shape
 from parlinalg.moves import moves
 from parlinalg.plan import Plan
-from parlinalg.redistribute import Move, carry, redistribute
+from parlinalg.redistribute import Move, carry, check_replicas, redistribute
 from parlinalg.units import parse_bytes
 
 Block = Any
@@ -144,6 +144,8 @@ class Operand:
         grid, order = array.grid, array.order
         block, rest, shape = array.block, effective(array.layout, grid), array.shape
         work = effective(work, grid)
+        if grid.world.checked:
+            check_replicas(block, rest, grid)
         if not _nested(rest, work, dim, grid):
             block, rest = at_work(array, work), work
         if order is not None:
@@ -310,7 +312,7 @@ def _reduce_to(
         if not holds:
             return out
         term, here = out, here.without(summed)
-    return redistribute(term, here, there, shape, grid, owned=True)
+    return Move(carry(term, here, there, shape, grid, wait=True, owned=True)).wait()  # not all ranks may be here
 
 
 def _coordinates(index: int, axes: Cut, grid: Grid) -> dict[str, int]:

@@ -140,31 +140,63 @@ THREE = {
 }
 
 
-@pytest.mark.ranks(*THREE)
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_three_holders_on_unlike_grids(name: str, world: Any, backend: str) -> None:
-    """The parameters of plain descent are those of one rank, and all holders keep equal bits."""
+class Bypass(nn.Module):
+    """Holds a module and does without it."""
 
-    def trained(comm: Any, **more: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
-        config = {"dtype": "float64", "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}, **more}
-        x, y = np.random.default_rng(3).normal(size=(2, 7, 6))
-        with pla.launch(config, comm, backend if comm is world else "numpy") as mesh:
-            engine, train, _, _ = pla.initialize(
-                Thrice(mesh.scheme, mesh.grid), None, pla.autograd.ops.mse_sum, [(x, y)] * 4
-            )  # fmt: skip
-            batches, losses = iter(train), []
-            for _ in range(4):
-                losses.append(engine.schedule.forward_backward_step(engine, batches, return_output_label=False)[2])
-                engine.step()
-            mine = {n: sha1(p.gather().tobytes()).hexdigest() for n, p in engine.named_parameters()}
-            for there in comm.share(mine):
-                assert not [n for n, digest in there.items() if mine.get(n, digest) != digest]
-            return losses, engine.model.state_dict()
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
-    parallel = {"pipeline": {"size": 3, "tensor": THREE[SIZE], "partition": [2, 2, 1]}}
-    schedule = {"name": name, "microbatches": 3}
-    (found, after), (losses, want) = trained(world, parallel=parallel, schedule=schedule), trained(SingleComm())
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class HeldIdly(nn.Sequential):
+    """A perceptron that the first layer uses and the last one only holds."""
+
+    def __init__(self, scheme: Any, grid: Any) -> None:
+        made = [nn.MLP((6, n, 6), scheme, grid, "tanh", dtype=np.float64) for n in (8, 5)]
+        super().__init__(made[0], made[1], Bypass(made[0]))
+        self.scheme, self.grid = scheme, grid
+
+
+def trained(kind: Any, comm: Any, backend: str, **more: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """The losses of four steps, and the parameters after them, whose holders have equal bits."""
+    config = {"dtype": "float64", "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}, **more}
+    x, y = np.random.default_rng(3).normal(size=(2, 7, 6))
+    with pla.launch(config, comm, backend) as mesh:
+        model = kind(mesh.scheme, mesh.grid)
+        engine, train, _, _ = pla.initialize(model, None, pla.autograd.ops.mse_sum, [(x, y)] * 4)
+        batches, losses = iter(train), []
+        for _ in range(4):
+            losses.append(engine.schedule.forward_backward_step(engine, batches, return_output_label=False)[2])
+            engine.step()
+        mine = {n: sha1(p.gather().tobytes()).hexdigest() for n, p in engine.named_parameters()}
+        for there in comm.share(mine):
+            assert not [n for n, digest in there.items() if mine.get(n, digest) != digest]
+        return losses, engine.model.state_dict()
+
+
+def trains_as_one_rank(kind: Any, parallel: dict[str, Any], schedule: str, world: Any, backend: str) -> None:
+    more = {"parallel": parallel, "schedule": {"name": schedule, "microbatches": 3}}
+    found, after = trained(kind, world, backend, **more)
+    losses, want = trained(kind, SingleComm(), "numpy")
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     assert after.keys() == want.keys()
     for key, value in want.items():
         np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.ranks(*THREE)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_three_holders_on_unlike_grids(name: str, world: Any, backend: str) -> None:
+    """The parameters of plain descent are those of one rank, and all holders keep equal bits."""
+    parallel = {"pipeline": {"size": 3, "tensor": THREE[SIZE], "partition": [2, 2, 1]}}
+    trains_as_one_rank(Thrice, parallel, name, world, backend)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_a_holder_that_no_microbatch_reaches(name: str, world: Any, backend: str) -> None:
+    parallel = {"data": SIZE // 2, "pipeline": {"size": 2, "partition": [2, 1]}}
+    trains_as_one_rank(HeldIdly, parallel, name, world, backend)
