@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from hashlib import sha1
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn
 from parlinalg.comm import SingleComm, ledger
+from parlinalg.datasets import Batch
 from parlinalg.errors import CommError, ConfigError
+from parlinalg.layout import Layout
 from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.pipeline import Worker
+from parlinalg.pipeline import Worker, make, split
+from tests.cases import placed
 from tests.conftest import SIZE
 from tests.models import alone
 from tests.pipeline.running import SERIAL, Text, batches, differs, model_on, pipeline, serial
@@ -200,3 +204,37 @@ def test_three_holders_on_unlike_grids(name: str, world: Any, backend: str) -> N
 def test_a_holder_that_no_microbatch_reaches(name: str, world: Any, backend: str) -> None:
     parallel = {"data": SIZE // 2, "pipeline": {"size": 2, "partition": [2, 1]}}
     trains_as_one_rank(HeldIdly, parallel, name, world, backend)
+
+
+class Squares:
+    """What a worker is to do with a model and its targets."""
+
+    def context(self, batch: Batch) -> Any:
+        return nullcontext([])
+
+    def losses_of(self, output: Any, batch: Batch) -> tuple[pla.Tensor, int, dict[str, float]]:
+        total, count = pla.autograd.ops.mse_sum(output, batch.y)
+        return total, count, {}
+
+
+@pytest.mark.ranks(2)
+def test_a_holder_that_no_microbatch_reaches_without_a_reducer(world: Any, backend: str) -> None:
+    """Its gradient is that of the holders that are reached."""
+    x, y = np.random.default_rng(3).normal(size=(2, 7, 6))
+    with pla.launch({"parallel": {"pipeline": 2}, "dtype": "float64"}, world, backend) as mesh:
+        schedule = make("1f1b", 2, 2)
+        model = split(HeldIdly(mesh.scheme, mesh.grid), mesh.place, schedule, [2, 1]).initialize(1)
+        given = [[placed(a[rows], mesh.grid, Layout(None, None)) for a in (x, y)] for rows in (slice(4), slice(4, 7))]
+        with Worker(model, schedule) as worker:
+            worker.step([Batch(*pair, 0) for pair in given], Squares(), 0, 1.0)
+        found = world.share({n: p.grad.gather().tolist() for n, p in model.named_parameters()})
+    with alone(world) as grid:
+        serial = HeldIdly(SERIAL, grid).initialize(1)
+        pla.autograd.ops.mse_sum(serial(placed(x, grid, Layout(None, None))), placed(y, grid, Layout(None, None)))[
+            0
+        ].backward()
+        want = {n: p.grad.gather() for n, p in serial.named_parameters()}
+    assert found[0].keys() == want.keys() > found[1].keys()
+    for there in found:
+        for n, gradient in there.items():
+            np.testing.assert_allclose(gradient, want[n], rtol=1e-12, atol=1e-13, err_msg=n)
