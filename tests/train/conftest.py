@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,12 @@ def tale(folder: Path, world: Any) -> Path:
         (folder / "tale.txt").write_text(TEXT)
     world.barrier()
     return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pictures: they take longer than the trainings."""
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
 
 
 @pytest.fixture(scope="session")

@@ -21,18 +21,19 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, optim
+from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError
-from parlinalg.train import job
-from parlinalg.train.job import train
-from parlinalg.train.lock import NAME, FolderLock
-from parlinalg.train.loop import Trainer
-from tests.launching import child_environment, launch
+from tests.launching import ROOT, child_environment, launch
+from tests.train.trainings import in_update
+from tests.train.trainings import main as train
 
+NAME = ".parlinalg.lock"
 HOLD = """
 import os, sys, time
-from pathlib import Path
-from parlinalg.train.lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
+from parlinalg.comm import SingleComm
+from parlinalg.train import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], SingleComm(), {})
+checkpoints.open(fresh=False)
 if len(sys.argv) > 2:
     child = os.fork()
     if child == 0:
@@ -45,16 +46,15 @@ time.sleep(60)
 TRAIN = """
 import json, sys, time
 from pathlib import Path
-from parlinalg.train import job
-from parlinalg.train.loop import Trainer
+import pytest
+from tests.train.trainings import in_update, main
 settings, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-plain, job.plot = Trainer.step, lambda *_: "none is wanted"
-def step(self, parts):
-    while self.made == 3 and not (out / "go on").exists():
+sys.modules["matplotlib.backends.backend_agg"] = None
+def wait():
+    while not (out / "go on").exists():
         time.sleep(0.01)
-    return plain(self, parts)
-Trainer.step = step
-sys.exit(job.train(settings, out))
+in_update(pytest.MonkeyPatch(), 4, wait)
+sys.exit(main(settings, out))
 """
 
 
@@ -62,8 +62,9 @@ sys.exit(job.train(settings, out))
 def process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     env = child_environment({"PARLINALG_MPI": "0"})
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as started:
+        [sys.executable, "-c", code, *arguments], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as started:  # fmt: skip
         try:
             yield started
         finally:
@@ -81,10 +82,17 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pictures: they take longer than the trainings."""
-    monkeypatch.setattr(job, "plot", lambda *_: "none is wanted")
+def hold(folder: Path) -> pla.Checkpoints:
+    """The right to write to a folder."""
+    held = pla.Checkpoints(folder, SingleComm(), {})
+    held.open(fresh=False)
+    return held
+
+
+def holder(folder: Path) -> Any:
+    """The process that a folder's lock names, and what tells this lock from others."""
+    found = json.loads((folder / NAME).read_text())
+    return found["pid"], found["token"]
 
 
 # ---------------------------------------------------------------------------------------------- the lock
@@ -96,13 +104,13 @@ def test_one_process_has_a_folder_and_a_killed_one_leaves_it(tmp_path: Path) -> 
             child = int(other.stdout.readline()) if forks else None
             assert other.stdout.readline() == "held\n"
             with pytest.raises(CheckpointError) as caught:
-                FolderLock(tmp_path)
+                hold(tmp_path)
             for part in (str(tmp_path), f"process {other.pid} on host {socket.gethostname()!r}", "stop it"):
                 assert part in str(caught.value)
             os.kill(other.pid, signal.SIGKILL)
             other.wait()
-            held = FolderLock(tmp_path)  # though its description is there, and a child of it lives
-            assert held.in_place
+            held = hold(tmp_path)  # though its description is there, and a child of it lives
+            assert holder(tmp_path)[0] == os.getpid()
             if child is not None:
                 os.kill(child, signal.SIGKILL)
             held.release()
@@ -111,22 +119,22 @@ def test_one_process_has_a_folder_and_a_killed_one_leaves_it(tmp_path: Path) -> 
 
 @pytest.mark.serial
 def test_objects_of_one_process_share_a_lock(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first, second = hold(tmp_path), hold(tmp_path)
+    before = holder(tmp_path)
     first.release()
     first.release()
-    assert second.in_place
+    assert holder(tmp_path) == before
     (tmp_path / NAME).unlink()
-    assert not second.in_place
-    third = FolderLock(tmp_path)
-    assert third.in_place
-    assert not second.in_place
+    third = hold(tmp_path)
+    after = holder(tmp_path)
+    assert after != before
     second.release()
-    assert third.in_place, "a lock that is not in place any more takes no other one away"
+    assert holder(tmp_path) == after, "a lock that is not in place any more takes no other one away"
     del third
     assert not list(tmp_path.iterdir()), "forgotten ones are given back"
     (tmp_path / NAME).symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match="cannot be locked"):
-        FolderLock(tmp_path)
+        hold(tmp_path)
 
 
 @pytest.mark.serial
@@ -135,22 +143,22 @@ def test_where_files_cannot_be_locked_the_description_counts(tmp_path: Path, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    FolderLock(tmp_path).release()
+    hold(tmp_path).release()
     assert not list(tmp_path.iterdir())
     with process(HOLD, str(tmp_path)) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"process {other.pid} on host"):
-            FolderLock(tmp_path)
+            hold(tmp_path)
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
-        FolderLock(tmp_path)
+        hold(tmp_path)
     (tmp_path / NAME).write_text(json.dumps({"pid": 1, "host": "elsewhere", "system": "another", "began": "0"}))
     with pytest.raises(CheckpointError, match=f"on host 'elsewhere'.*remove {tmp_path / NAME}"):
-        FolderLock(tmp_path)
+        hold(tmp_path)
     for damaged in ("", "{", "[" * 4000, json.dumps({"pid": 10**30}), "x" * 10000):
         (tmp_path / NAME).write_text(damaged)
-        FolderLock(tmp_path)
+        hold(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- trainings
@@ -178,7 +186,7 @@ def test_a_second_training_leaves_the_first_one_alone(seven: Path, tmp_path: Pat
 
 @pytest.mark.serial
 def test_the_command_says_who_has_the_folder(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+    held = hold(tmp_path)
     done = launch(2, ["-m", "parlinalg", "train", "digits", "--steps", "1", "--out", str(tmp_path)])
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count(f"in use by another training (process {os.getpid()} on host") == 1
@@ -194,7 +202,7 @@ def test_checkpoints_of_another_process_are_left_alone(folder: Path, world: Any,
     checkpoints.save(1)
     checkpoints.finish()
     world.barrier()
-    held = FolderLock(folder / "saved") if world.rank == world.size - 1 else None
+    held = hold(folder / "saved") if world.rank == world.size - 1 else None
     world.barrier()
     again = made(folder / "saved", world, backend)
     for call in (lambda: again.open(fresh=True), lambda: again.save(2)):
@@ -235,14 +243,12 @@ def test_a_folder_that_is_removed_during_a_training_is_told(
 ) -> None:  # fmt: skip
     """It goes on, so that its end is not lost too."""
     out = folder / "out"
-    plain = Trainer.step
 
-    def step(self: Any, parts: Any) -> Any:
-        if self.made == 3 and world.rank == 0:
+    def removes() -> None:
+        if world.rank == 0:
             (shutil.rmtree if (out / what).is_dir() else os.unlink)(out / what)
-        return plain(self, parts)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    in_update(monkeypatch, 4, removes)
     checkpoint = {"every": 2, "background": False} if saves else False
     with pytest.raises(ConfigError, match=f"out was removed or changed while the training ran: {gone}$"):
         train(settings(seven, checkpoint=checkpoint), out, comm=world)
@@ -261,26 +267,24 @@ def test_a_folder_that_another_training_took_is_not_written_to(
     seven: Path, folder: Path, world: Any, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was removed, and another training began in it: on two ranks it is the second one's process."""
-    out, plain = folder / "out", Trainer.step
+    out = folder / "out"
     other: list[Any] = []
 
-    def step(self: Any, parts: Any) -> Any:
-        if self.made == 3:
-            world.barrier()
-            if world.rank == 0:
-                shutil.rmtree(out)
-                (out / "checkpoints").mkdir(parents=True)
-            world.barrier()
-            if world.size == 1:
-                started = process(HOLD, str(out / "checkpoints"))
-                other.append(started)
-                assert started.__enter__().stdout.readline() == "held\n"
-            elif world.rank == 1:
-                other.append(FolderLock(out / "checkpoints"))
-            world.barrier()
-        return plain(self, parts)
+    def another() -> None:
+        world.barrier()
+        if world.rank == 0:
+            shutil.rmtree(out)
+            (out / "checkpoints").mkdir(parents=True)
+        world.barrier()
+        if world.size == 1:
+            started = process(HOLD, str(out / "checkpoints"))
+            other.append(started)
+            assert started.__enter__().stdout.readline() == "held\n"
+        elif world.rank == 1:
+            other.append(hold(out / "checkpoints"))
+        world.barrier()
 
-    monkeypatch.setattr(Trainer, "step", step)
+    in_update(monkeypatch, 4, another)
     with pytest.raises(CheckpointError, match="checkpoints is in use by another training"):
         train(settings(seven), out, comm=world)
     world.barrier()

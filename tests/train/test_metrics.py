@@ -14,11 +14,11 @@ import pytest
 from parlinalg import distribute
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
-from parlinalg.train.loop import batches
 from parlinalg.train.metrics import correct
 from parlinalg.train.plots import centred_mean, half_width, plot
 from parlinalg.train.progress import Progress
 from tests.conftest import SIZE
+from tests.train.trainings import batches
 
 
 @pytest.mark.parametrize("layout", [Layout("r", "c"), Layout(None, ("c", "r")), Layout(("r", "c"), None)])

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from parlinalg.train import job
-from parlinalg.train.checkpoint_folder import complete, name_of, remove
-from parlinalg.train.job import train
-from parlinalg.train.loop import Trainer
+from parlinalg.comm import SingleComm
+from parlinalg.train import Checkpoints
 from tests.train import checkpoints as cp
+from tests.train.trainings import in_update
+from tests.train.trainings import main as train
 
 # What is saved, and by what it is loaded: ranks, `parallel`, stage of ZeRO.
 Grid = tuple[int, dict[str, Any], int]
@@ -66,6 +66,11 @@ def test_a_training_goes_on_on_any_grid(tale: Path, folder: Path, world: Any, ba
 KEYS = ("step", "loss", "accuracy", "lr", "grad_norm", "test_loss", "test_accuracy")
 
 
+def complete(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, as this rank sees it."""
+    return Checkpoints(folder, SingleComm(), {}).steps()
+
+
 def told(out: Path) -> list[dict[str, Any]]:
     """What metrics.jsonl says, but for times."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
@@ -73,11 +78,8 @@ def told(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def whole(
-    seven: Path, folder: Path, world: Any, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def whole(seven: Path, folder: Path, world: Any, quick: None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A configuration, and the metrics of its training."""
-    monkeypatch.setattr(job, "plot", lambda *_: "none is wanted")  # it takes longer than the training
     settings = {
         "data": str(seven), "dtype": "float64", "batch_size": 47, "steps": 9, "validate_every": 3,
         "model": {"hidden": (31, 13), "dropout": 0.2}, "checkpoint": {"every": 2},
@@ -95,15 +97,13 @@ def test_a_signal_makes_a_checkpoint_from_which_training_goes_on(
 ) -> None:
     """The signal comes to one rank, after step 5, where no checkpoint is due."""
     settings, want = whole
-    plain = Trainer.step
 
-    def step(self: Any, parts: Any) -> Any:
-        if self.made == 4 and world.rank == world.size - 1:
+    def signals() -> None:
+        if world.rank == world.size - 1:
             signal.raise_signal(getattr(signal, name))
-        return plain(self, parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", step)
+        in_update(patch, 5, signals)
         assert train(settings, folder / "out", comm=world) == 128 + getattr(signal, name)
     world.barrier()
     assert told(folder / "out") == want[:5]
@@ -126,11 +126,11 @@ def test_steps_after_the_checkpoint_are_made_again_and_told_once(whole: Any, fol
     out = folder / "whole"
     if world.rank == 0:
         for step in (8, 9):
-            remove(out / "checkpoints" / name_of(step))
+            shutil.rmtree(out / "checkpoints" / f"step-{step:08}")
         with (out / "metrics.jsonl").open("a") as file:
             file.write('{"step": 10, "lo')  # a process that was killed
-        (out / "checkpoints" / name_of(8)).mkdir()
-        (out / "checkpoints" / name_of(8) / "rank-00000.0a1b2c3d.safetensors").touch()
+        (out / "checkpoints" / "step-00000008").mkdir()
+        (out / "checkpoints" / "step-00000008" / "rank-00000.0a1b2c3d.safetensors").touch()
     world.barrier()
     assert train(settings, out, comm=world, resume=True) == 0
     world.barrier()

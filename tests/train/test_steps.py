@@ -14,9 +14,8 @@ from parlinalg.datasets import Loader, Windows
 from parlinalg.errors import EngineError
 from parlinalg.layout import Layout
 from parlinalg.train import launch
-from parlinalg.train.loop import batches
 from tests.cases import held
-from tests.train.trainings import Training, main
+from tests.train.trainings import Training, batches, main
 
 SERIAL = SingleComm()
 PARTS = 3

@@ -12,10 +12,9 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import ops
+from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError, EngineError
 from parlinalg.optim import SGD, AdamW
-from parlinalg.train.config import check
-from parlinalg.train.parallel import share_out
 from tests.conftest import SIZE
 from tests.train.trainings import main
 
@@ -92,7 +91,7 @@ def test_what_the_model_has_not(world: Any, backend: str) -> None:
         with pla.launch(settings(**more), world, backend) as mesh, pytest.raises(ConfigError, match=right):
             pla.initialize(mlp(mesh))
     with pytest.raises(ConfigError, match=r"gradient_handler\[0\] \(SharedParameters\) needs 'names' and 'axes'"):
-        check({"gradient_handler": ["SharedParameters"]})
+        pla.launch({"gradient_handler": ["SharedParameters"]}, world, backend)
 
 
 @pytest.mark.ranks(2)
@@ -308,7 +307,7 @@ def test_checkpoints_of_another_training(world: Any, backend: str, folder: Path)
 def test_configurations_of_what_cannot_be_counted(values: dict[str, Any], right: str) -> None:
     """At once, where a schedule or the shapes of a grid would be counted out for ever."""
     with pytest.raises(ConfigError, match=right):
-        share_out(check(values).parallel, 4)
+        pla.launch(values, SingleComm(), "numpy")
 
 
 @pytest.mark.parametrize(

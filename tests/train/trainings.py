@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from parlinalg.datasets import Batch
+from parlinalg.optim import AdamW
 from parlinalg.train import Mesh
 from parlinalg.train.job import Job
 from parlinalg.train.job import train as main
 from parlinalg.train.loop import batches
 from parlinalg.train.sample import continuation
 
-__all__ = ["Training", "main"]
+__all__ = ["Training", "batches", "in_update", "main"]
+
+
+def in_update(patch: Any, number: int, call: Callable[[], object]) -> None:
+    """Have a function be called in the update of a step, counted from now on, of trainings with AdamW."""
+    plain, updates = AdamW.step, []
+
+    def step(self: Any, *args: Any, **options: Any) -> Any:
+        updates.append(0)
+        if len(updates) == number:
+            call()
+        return plain(self, *args, **options)
+
+    patch.setattr(AdamW, "step", step)
 
 
 class Training:
@@ -91,5 +105,5 @@ class Training:
         self.job.trainer.load_state_dict(state)
 
     def save(self, step: int, **more: Any) -> None:
-        """Begin a checkpoint."""
+        """Begin a checkpoint of what is now, by the name of a step."""
         self.saving.checkpoints.save(step, {**self.saving._state({}), **more})
