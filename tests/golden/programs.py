@@ -211,21 +211,21 @@ class Optimizer:
         for name, p in weights.items():
             p -= getattr(self, self.options["name"])(name, p, gradients[name])
 
-    def _adam(self, name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def moments(self, name: str, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self.m[name] = 0.9 * self.m.get(name, 0.0) + 0.1 * g
         self.v[name] = 0.999 * self.v.get(name, 0.0) + 0.001 * g * g
         return self.m[name] / (1 - 0.9**self.steps), self.v[name] / (1 - 0.999**self.steps)
 
     def adam(self, name: str, p: np.ndarray, g: np.ndarray) -> np.ndarray:
-        m, v = self._adam(name, g + self.options["weight_decay"] * p)
+        m, v = self.moments(name, g + self.options["weight_decay"] * p)
         return self.options["lr"] * m / (np.sqrt(v) + 1e-8)
 
     def adamw(self, name: str, p: np.ndarray, g: np.ndarray) -> np.ndarray:
-        m, v = self._adam(name, g)
+        m, v = self.moments(name, g)
         return self.options["lr"] * (self.options["weight_decay"] * p + m / (np.sqrt(v) + 1e-8))
 
     def lamb(self, name: str, p: np.ndarray, g: np.ndarray) -> np.ndarray:
-        m, v = self._adam(name, g)
+        m, v = self.moments(name, g)
         u = m / (np.sqrt(v) + 1e-6) + self.options["weight_decay"] * p
         a, b = np.linalg.norm(p), np.linalg.norm(u)
         return self.options["lr"] * (a / b if a and b else 1.0) * u

@@ -16,12 +16,10 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train import checkpoint, launch, lock
-from parlinalg.train.checkpoint_folder import metrics_of
+from parlinalg.train import Checkpoints, checkpoint, launch
 from parlinalg.train.checkpoint_load import read_index
 from parlinalg.train.checkpoint_options import checkpointing
-from parlinalg.train.job import Job
-from parlinalg.train.loop import batches
+from tests.train.trainings import Training
 
 BASE: dict[str, Any] = {
     "dtype": "float64", "batch_size": 47, "steps": 6, "model": {"hidden": (31, 13), "dropout": 0.2},
@@ -30,20 +28,19 @@ BASE: dict[str, Any] = {
 SERIAL = SingleComm()
 
 
-def go_on(job: Job, stop: int) -> list[str]:
-    following = batches(job.task.loader, stop, job.mesh.config.gradient_accumulation, job.trainer.made)
-    return [repr(job.trainer.step(batch)) for batch in following]
+def go_on(job: Training, stop: int) -> list[str]:
+    return [repr(step) for step in job.steps(stop)]
 
 
-def save(job: Job, **training: Any) -> None:
-    job.saving.checkpoints.save(job.trainer.made, {**job.saving._state({}), **training})
+def save(job: Training) -> None:
+    job.save(job.made)
     job.saving.close()
 
 
-def everything(job: Job) -> dict[str, Any]:
-    states = job.trainer.optimizer.state_dict()["states"]
+def everything(job: Training) -> dict[str, Any]:
+    states = job.optimizer.state_dict()["states"]
     arrays = {f"optimizer.{n}.{s}": a for n, named in states.items() for s, a in named.items()}
-    return arrays | {f"model.{n}": a for n, a in job.task.model.state_dict().items()}
+    return arrays | {f"model.{n}": a for n, a in job.model.state_dict().items()}
 
 
 @pytest.fixture
@@ -53,14 +50,14 @@ def small(tune: Any) -> None:
 
 
 @pytest.fixture
-def start(seven: Path, folder: Path, world: Any, backend: str) -> Iterator[Callable[..., Job]]:
+def start(seven: Path, folder: Path, world: Any, backend: str) -> Iterator[Callable[..., Training]]:
     """Makes a training."""
     meshes: list[Any] = []
 
-    def make(comm: Any = world, out: Path = folder, **more: Any) -> Job:
+    def make(comm: Any = world, out: Path = folder, **more: Any) -> Training:
         settings = {**BASE, "data": str(seven), **more}
         meshes.append(launch(settings, comm, backend if comm is world else "numpy"))
-        return Job(meshes[-1], out, comm)
+        return Training(meshes[-1], out, comm)
 
     yield make
     for mesh in reversed(meshes):
@@ -142,8 +139,8 @@ def test_a_rank_reads_what_it_needs(start: Any, small: None, folder: Path, world
     found = again.saving.checkpoints.load()
     assert found is not None
     index = read_index(found.path)
-    entries = again.trainer.optimizer.arrange()
-    needed = sum(p.block.nbytes for p in again.trainer.optimizer.parameters) + 2 * sum(e.size for e in entries) * 8
+    entries = again.optimizer.arrange()
+    needed = sum(p.block.nbytes for p in again.optimizer.parameters) + 2 * sum(e.size for e in entries) * 8
     chunks = [c for e in index.tensors.values() for c in e.chunks]
     headers = sum(f.header for f in index.files.values())
     total = sum(f.nbytes for f in index.files.values())
@@ -155,7 +152,7 @@ def test_a_rank_reads_what_it_needs(start: Any, small: None, folder: Path, world
 
 # ---------------------------------------------------------------------------------------------- damage
 @pytest.fixture
-def two(start: Any, small: None, folder: Path) -> Job:
+def two(start: Any, small: None, folder: Path) -> Training:
     """A training with checkpoints of steps 1 and 2."""
     job = start(SERIAL)
     for step in (1, 2):
@@ -164,7 +161,7 @@ def two(start: Any, small: None, folder: Path) -> Job:
     return job
 
 
-def damaged(job: Job, *parts: str, fall_back: bool = True) -> None:
+def damaged(job: Training, *parts: str, fall_back: bool = True) -> None:
     """The last checkpoint is refused, with words; the one before it loads."""
     with pytest.raises(CheckpointError) as caught:
         job.saving.resume()
@@ -172,11 +169,11 @@ def damaged(job: Job, *parts: str, fall_back: bool = True) -> None:
         assert part in str(caught.value)
     if fall_back:
         assert "after step 1" in job.saving.resume(fall_back=True)
-        assert job.trainer.made == 1
+        assert job.made == 1
 
 
 @pytest.mark.serial
-def test_a_flipped_byte_anywhere_is_detected(two: Job, folder: Path, full: bool) -> None:
+def test_a_flipped_byte_anywhere_is_detected(two: Training, folder: Path, full: bool) -> None:
     last = folder / "checkpoints" / "step-00000002"
     index = read_index(last)
     (shard,) = index.files
@@ -200,7 +197,7 @@ def test_a_flipped_byte_anywhere_is_detected(two: Job, folder: Path, full: bool)
 
 
 @pytest.mark.serial
-def test_what_is_cut_short_missing_or_foreign_is_refused(two: Job, folder: Path) -> None:
+def test_what_is_cut_short_missing_or_foreign_is_refused(two: Training, folder: Path) -> None:
     last, before = folder / "checkpoints" / "step-00000002", folder / "checkpoints" / "step-00000001"
     index = read_index(last)
     (shard,) = index.files
@@ -239,7 +236,7 @@ def test_what_is_cut_short_missing_or_foreign_is_refused(two: Job, folder: Path)
 
 
 @pytest.mark.serial
-def test_a_checkpoint_of_another_training_is_refused(two: Job, start: Any, folder: Path) -> None:
+def test_a_checkpoint_of_another_training_is_refused(two: Training, start: Any, folder: Path) -> None:
     for more, message in (
         ({"model": {"hidden": (31, 13, 5)}}, r"missing: model\.\d.*misshapen|missing"),
         ({"model": {"hidden": (30, 13)}}, r"misshapen: .*\(13, 31\) instead of \(13, 30\)"),
@@ -254,7 +251,7 @@ def test_a_checkpoint_of_another_training_is_refused(two: Job, start: Any, folde
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 9; it has \[1, 2\]"):
         two.saving.checkpoints.load(9)
     assert two.saving.checkpoints.load(1).step == 1
-    alone = checkpoint.Checkpoints(two.saving.folder, SERIAL, two.saving.checkpoints.parameters)
+    alone = Checkpoints(two.saving.folder, SERIAL, two.saving.checkpoints.parameters)
     assert alone.load().step == 2, "parameters alone"
 
 
@@ -285,7 +282,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(
         save(job)
     monkeypatch.setattr(Writer, "write", plain)
     world.barrier()
-    there = sorted(p.name for p in (folder / "checkpoints").iterdir() if p.name != lock.NAME)
+    there = sorted(p.name for p in (folder / "checkpoints").iterdir() if p.name != ".parlinalg.lock")
     assert there == ["step-00000001"], "nothing is left of it"
     assert "after step 1" in job.saving.resume()
     np.testing.assert_equal(everything(job), want)
@@ -332,7 +329,7 @@ def test_states_that_are_changed_while_files_are_written_are_not_in_them(
         plain(self, name, tensor)
 
     monkeypatch.setattr(Writer, "write", write)
-    job.saving.checkpoints.save(1, job.saving._state({}))
+    job.save(1)
     go_on(job, 3)
     job.saving.checkpoints.poll()
     assert job.saving.checkpoints.steps() == [], "no index before all is written"
@@ -353,7 +350,7 @@ def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -
     job.saving.close()
     world.barrier()
     assert job.saving.checkpoints.steps() == [2, 5, 6]
-    assert metrics_of(folder / "checkpoints" / "step-00000002")["test_loss"] == 1.0
+    assert Checkpoints(folder / "checkpoints", SERIAL, {}).load(2).training["metrics"]["test_loss"] == 1.0
     again = start(checkpoint={"keep": 1, "best": "test_loss"})
     again.saving.resume()
     assert again.saving.best == 1.0
