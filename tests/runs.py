@@ -25,6 +25,7 @@ SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "numpy"): 10, (4
 """In these runs one in so many of the tests that also run on fewer ranks; in the others, with --full and in runs that
 are asked for by --runs all of them."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
+CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
          "tests/test_agreement.py", "tests/test_launching.py", "tests/testing/test_users.py")  # fmt: skip
 """Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
@@ -120,6 +121,7 @@ def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
         report = Path(folder) / "report.json"
         env = {"PARLINALG_TEST_BACKEND": backend, "PARLINALG_TEST_REPORT": str(report)}
         env["PARLINALG_TEST_COMPILED"] = str(int(backend == "numpy" and ranks in COMPILED))
+        env["PARLINALG_CHECK"] = str(int(ranks in CHECKED))
         start = time.monotonic()
         if ranks:
             env["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "0"  # these ranks talk all the time, and nothing else runs

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import parlinalg as pla
 from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
@@ -379,3 +380,21 @@ def test_settings() -> None:
 def test_the_best_is_a_metric_that_there_is(start: Any) -> None:
     with pytest.raises(ConfigError, match=r"'validation_loss' is no metric .*'test_loss' or 'test_accuracy'"):
         start(SERIAL, checkpoint={"best": "validation_loss"})
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_replicas_share_out_tensors_of_any_shape(folder: Path, make_grid: Any, world: Any, tune: Any) -> None:
+    """Those above a limit are cut for all that hold them, along the first dim that is longer than 1."""
+    tune(CHECKPOINT_SPLIT=64)
+    grid = make_grid({"data": world.size})
+    shapes = {"row": (1, 40), "token": (1, 1, 33), "table": (5, 8), "flat": (41,), "empty": (0, 3), "one": (1, 1)}
+    values = {name: 1 + np.arange(float(np.prod(shape))).reshape(shape) for name, shape in shapes.items()}
+    held = {n: pla.Parameter(pla.distribute(a, grid, pla.Layout(*[None] * a.ndim)), n) for n, a in values.items()}
+    checkpoints = pla.Checkpoints(folder / "saved", grid.world, held, pla.optim.SGD(list(held.values()), lr=0.1))
+    checkpoints.save(1, {})
+    checkpoints.finish()
+    for p in held.values():
+        p.block[...] = -1
+    assert checkpoints.load().step == 1
+    for name, p in held.items():
+        np.testing.assert_array_equal(p.gather(), values[name], err_msg=name)
