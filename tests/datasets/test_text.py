@@ -174,6 +174,7 @@ def test_windows_are_the_same_on_every_grid(name: str, make_grid: Callable[..., 
     assert (targets.ravel()[:60] == TOKENS[1:]).all()
     assert targets.ravel()[60:].tolist() == [-100] * 3
     assert ids.ravel()[60:].tolist() == [0] * 3
+    assert [b.count for b in held] == [np.count_nonzero(b.y.gather() != -100) for b in held] == [35, 25]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "striped", "zigzag"])
