@@ -288,3 +288,12 @@ def test_modes():
     text = modes_for(4)
     for substance in ("'1d'", "'2d'", "1 or 4", "(1, 2, 2)", "'sequence'"):
         assert substance in text
+
+
+def test_axes_that_cut_the_sequence():
+    """Those of Ulysses exchange their cuts for heads, all of them; one more may be a ring."""
+    one = discover()["serial"].SCHEME.with_sequence("u", ulysses=True)
+    two = one.with_sequence("v", ulysses=True)
+    assert (one.ulysses, one.ring) == (("u",), ())
+    assert (two.ulysses, two.ring) == (("v", "u"), ())
+    assert two.with_sequence("s").ring == ("s",)
