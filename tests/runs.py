@@ -17,13 +17,13 @@ import pytest
 from tests.launching import ROOT, launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy"), (4, "cupy"), (8, "numpy")]
-TURNS = [[(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
+RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy"), (4, "cupy")]
+TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
 """Of these each commit takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "numpy"): 10, (4, "cupy"): 20, (5, "numpy"): 3,
-          (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 40, (12, "numpy"): 3}  # fmt: skip
+SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "numpy"): 20, (4, "cupy"): 20, (5, "numpy"): 3,
+          (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 20, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many of the tests that also run on fewer ranks; in the others, with --full and in runs that
-are asked for by --runs all of them."""
+are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
 APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
@@ -106,7 +106,7 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
 
 def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     full = config.getoption("--full")
-    share = 1 if config.getoption("--runs") else SHARES.get((ranks, backend), 1)
+    share = config.getoption("--share") if config.getoption("--runs") else SHARES.get((ranks, backend), 1)
     paths: Sequence[str] = _away if ranks == 0 else config.getoption("--run-paths").split()
     arguments = ["-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
     if ranks:

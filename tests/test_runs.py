@@ -62,11 +62,11 @@ def test_mpiexec_belongs_to_the_mpi_that_mpi4py_loads() -> None:
 def test_successive_seeds_take_every_test_in_turn() -> None:
     names = [f"test_{i}[{i % 7}]" for i in range(500)]
     for share in (1, 3, 8):
-        for ranks, step in ((8, 1), (3, len(TURNS))):
-            seeds = range(30, 30 + step * share, step)
+        for ranks, step in ((4, 1), (8, len(TURNS))):
+            seeds = range(31, 31 + step * share, step)
             times = Counter(name for seed in seeds for name in names if chosen(name, ranks, "numpy", share, seed))
             assert times == Counter(names), (ranks, share)
-    taken = {seed: [name for name in names if chosen(name, 8, "numpy", 8, seed)] for seed in (31, 32)}
+    taken = {seed: [name for name in names if chosen(name, 4, "numpy", 8, seed)] for seed in (31, 32)}
     assert 30 < len(taken[31]) < 100
     assert not set(taken[31]) & set(taken[32])
     assert taken[31] != [name for name in names if chosen(name, 3, "numpy", 8, 31)], "each run has a part of its own"

@@ -57,6 +57,7 @@ comm.barrier()
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("program", "host"),
     [(IN_A_COLLECTIVE, 1), (AT_THE_END, 2), (AN_EXCEPTION, 2)],
