@@ -21,7 +21,7 @@ RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy"), (4, "cupy")]
 TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
 """Of these each commit takes the next; with --full all run."""
 SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "numpy"): 20, (4, "cupy"): 20, (5, "numpy"): 3,
-          (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 20, (12, "numpy"): 3}  # fmt: skip
+          (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 60, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many of the tests that also run on fewer ranks; in the others, with --full and in runs that
 are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops

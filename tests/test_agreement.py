@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import launch
 
-pytestmark = [pytest.mark.serial, pytest.mark.one_in(2), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.serial, pytest.mark.one_in(3), pytest.mark.timeout(120)]
 
 
 def run(case: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -79,7 +79,7 @@ def test_code_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_code_of_all_pages_on_ranks(tmp_path: Path) -> None:
     for i, page in enumerate(PAGES):
         plain = [b for b in blocks(page) if ranks_of(b) is None and not shows(b)]
@@ -95,7 +95,7 @@ def test_code_of_all_pages_on_ranks(tmp_path: Path) -> None:
 PROGRAMS = [(p, b) for p in PAGES for b in blocks(p) if ranks_of(b)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[f"{name(p)}-{i}" for i, (p, _) in enumerate(PROGRAMS)])
 def test_program_of_a_page(page: Path, program: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program.lstrip())

@@ -21,7 +21,7 @@ from parlinalg.cli.generate import ends
 from parlinalg.errors import ConfigError
 from tests.launching import ROOT, child_environment, launch, mpiexec
 
-pytestmark = [pytest.mark.serial, pytest.mark.one_in(2), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.serial, pytest.mark.one_in(3), pytest.mark.timeout(150)]
 
 
 def run(ranks: int, *arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:

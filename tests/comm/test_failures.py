@@ -14,7 +14,7 @@ import pytest
 
 from tests.launching import launch
 
-pytestmark = [pytest.mark.serial, pytest.mark.one_in(2), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.serial, pytest.mark.one_in(3), pytest.mark.timeout(60)]
 
 START = """
 import os, signal, sys, time

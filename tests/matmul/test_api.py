@@ -191,4 +191,4 @@ def test_many_products_leak_nothing(world, backend, full):
             assert under_way() == before
         same(c, a @ a)
         assert used[1] - used[0] < 8 << 20, used
-        assert communicators[1] == communicators[0], communicators
+        assert communicators[1] <= communicators[0], communicators  # those of earlier tests may go
