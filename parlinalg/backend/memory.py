@@ -62,8 +62,7 @@ def check_memory(what: str, nbytes: int, backend: Backend | None = None) -> None
     """
     total = host_memory() if backend is None else backend.memory_total()
     if nbytes > total:
-        holder = "the host" if backend is None or backend.name == "numpy" else backend.device
         raise ConfigError(
-            f"{what} would take {format_bytes(nbytes)} of this rank's memory, and {holder} has "
-            f"{format_bytes(total)} for all its ranks: make it smaller, or take more ranks"
+            f"{what} would take {format_bytes(nbytes)} of this rank's memory, of which there is "
+            f"{format_bytes(total)} for all ranks that share it: make it smaller, or take more ranks"
         )

@@ -295,7 +295,7 @@ class Module:
         """Raise a ConfigError if this rank has too little memory for the values of modules of these identities."""
         own = [m for m in self.modules() if wanted is None or id(m) in wanted]
         held = [held for module in own for held in module._parameters.values() if isinstance(held, Declared)]
-        for backend in {declared.grid.backend for declared in held}:  # no communication: the order is of no account
+        for backend in dict.fromkeys(declared.grid.backend for declared in held):
             check_memory("a model of this size", sum(d.nbytes for d in held if d.grid.backend is backend), backend)
 
     def forget(self, modules: Iterable[Module] | None = None) -> None:
