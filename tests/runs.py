@@ -17,18 +17,20 @@ import pytest
 from tests.launching import ROOT, launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy"), (4, "cupy")]
-TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
+RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
+TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy"), (4, "cupy")]]
 """Of these each commit takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "numpy"): 20, (4, "cupy"): 20, (5, "numpy"): 3,
+SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "cupy"): 8, (5, "numpy"): 3,
           (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 60, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many of the tests that also run on fewer ranks; in the others, with --full and in runs that
 are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
-APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
-         "tests/test_agreement.py", "tests/test_launching.py", "tests/testing/test_users.py")  # fmt: skip
-"""Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
+APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/", "tests/cluster/",
+         "tests/comm/test_startup.py", "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_docs.py",
+         "tests/test_launching.py", "tests/testing/test_users.py")  # fmt: skip
+"""Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these beside
+the others.  Both take about as long."""
 MANY = 1000  # tests, from which on all are said to run
 
 Files = Callable[[int, str, int], list[str]]

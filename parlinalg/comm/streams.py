@@ -91,6 +91,23 @@ def tell(text: str = "", end: str = "\n") -> None:
             complain(f"parlinalg: standard output cannot be written ({error}): going on without it")
 
 
+def _empty(stream: TextIO) -> None:
+    """Throw away what a stream could not write: Python tries again at its end, and then exits with 120."""
+    try:
+        descriptor = stream.fileno()
+        kept = os.dup(descriptor)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, descriptor)
+            stream.flush()
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+            os.close(nowhere)
+    except (OSError, ValueError):  # closed, or not a file
+        pass
+
+
 def lost() -> bool:
     """Return True if something could not be written to standard output, though nobody closed it."""
     return bool(_lost)
@@ -118,6 +135,7 @@ class Quiet:
                 getattr(self._stream, name)(*arguments)
             except (OSError, ValueError):
                 self._works = False
+                _empty(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

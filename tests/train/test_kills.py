@@ -111,7 +111,7 @@ sys.exit(job.train("digits", Path(sys.argv[2]), settings, comm))
 @pytest.mark.parametrize(("how", "codes"), [("raise", [1]), ("hang", [1]), ("kill", [9, 137]), ("nothing", [0])])
 def test_a_training_whose_stderr_is_full_ends(tmp_path: Path, how: str, codes: list[int]) -> None:
     limit = 30 if how == "nothing" else 3  # a rank may wait while the other draws the picture on a crowded machine
-    env = {"PARLINALG_TIMEOUT": str(limit), "PARLINALG_COMPILED": "0"}
+    env = {"PARLINALG_TIMEOUT": str(limit), "PARLINALG_COMPILED": "0", "PYTHONUNBUFFERED": ""}  # as it is elsewhere
     done = launch(2, ["-c", STUCK, how, str(tmp_path)], env=env, timeout=55)
     ended = time.monotonic()
     assert done.returncode in codes, done.stdout
