@@ -43,7 +43,7 @@ from parlinalg.comm.launchers import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
-from tests.runs import MANY, begin, chosen, seed_of  # noqa: E402
+from tests.runs import MANY, WHOLE, begin, chosen, seed_of, whole  # noqa: E402
 from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
@@ -149,18 +149,20 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
         if ranks in RARE or least > ranks:
             return False
     named = item.get_closest_marker("always") or (ranks in CORE and item.get_closest_marker("core"))
-    if backend == "numpy" and (named or _home(item) == ranks > 1):  # a test runs at its least number of ranks anyway,
-        return True  # of one rank in the run without MPI
-    return chosen(item.name, ranks, backend, 1 if full else share, item.config.option.seed)
+    seed = item.config.option.seed
+    if backend == "numpy" and (named or _home(item, whole(seed)) == ranks > 1):
+        return True
+    return chosen(item.name, ranks, backend, 1 if full else share, seed)
 
 
-def _home(item: pytest.Item) -> int:
-    """The number of ranks at which a test always runs: the least, of those that run on any number 2."""
+def _home(item: pytest.Item, whole: int = min(WHOLE)) -> int:
+    """The number of ranks at which a test runs in any case, where all tests that can run on `whole` ranks do: these, or
+    the least that it runs on; of tests of one rank the run without MPI."""
     if item.get_closest_marker("serial"):
         return 1
     if mark := item.get_closest_marker("ranks"):
-        return min(mark.args)
-    return max(2, item.get_closest_marker("mpi").kwargs.get("min_size", 1))
+        return whole if whole in mark.args else min(mark.args)
+    return max(whole, item.get_closest_marker("mpi").kwargs.get("min_size", 1))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

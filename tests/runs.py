@@ -17,20 +17,21 @@ import pytest
 from tests.launching import ROOT, launch
 
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
-RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
-TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy"), (4, "cupy")]]
-"""Of these each commit takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (3, "numpy"): 6, (4, "cupy"): 8, (5, "numpy"): 3,
-          (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 60, (12, "numpy"): 3}  # fmt: skip
-"""In these runs one in so many of the tests that also run on fewer ranks; in the others, with --full and in runs that
-are asked for by --runs all of them, or one in --share."""
+RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy"), (4, "cupy")]
+WHOLE = [2, 4]
+"""Commits run all tests in turn on 2 and on 4 ranks, and on the others of these a part."""
+TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
+"""Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
+SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (2, "numpy"): 20, (3, "numpy"): 6, (4, "numpy"): 20, (4, "cupy"): 20,
+          (5, "numpy"): 3, (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 60, (12, "numpy"): 3}  # fmt: skip
+"""In these runs one in so many of the tests that also run on other numbers of ranks, unless it is their turn to run
+all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
-APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/", "tests/cluster/",
-         "tests/comm/test_startup.py", "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_docs.py",
-         "tests/test_launching.py", "tests/testing/test_users.py")  # fmt: skip
-"""Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these beside
-the others.  Both take about as long."""
+APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
+         "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_launching.py",
+         "tests/testing/test_users.py")  # fmt: skip
+"""Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
 MANY = 1000  # tests, from which on all are said to run
 
 Files = Callable[[int, str, int], list[str]]
@@ -47,8 +48,21 @@ def chosen(name: str, ranks: int, backend: str, share: int, seed: int) -> bool:
     whose turn the run is, take each test once in `share` seeds.
     """
     if any((ranks, backend) in turn for turn in TURNS):
-        seed //= len(TURNS)
+        seed //= len(WHOLE) * len(TURNS)
+    elif ranks in WHOLE and backend == "numpy":
+        seed //= len(WHOLE)
     return (crc32(f"{name} {ranks} {backend}".encode()) + seed) % share == 0
+
+
+def whole(seed: int) -> int:
+    """Return the number of ranks on which all tests run."""
+    return WHOLE[seed % len(WHOLE)]
+
+
+def runs_of(seed: int) -> list[tuple[int, str]]:
+    """Return the runs of a commit: (ranks, backend)."""
+    turn = TURNS[seed // len(WHOLE) % len(TURNS)] if whole(seed) == WHOLE[0] else []
+    return [*RUNS, *turn]
 
 
 def seed_of(root: Path = ROOT) -> int:
@@ -108,7 +122,11 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
 
 def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
     full = config.getoption("--full")
-    share = config.getoption("--share") if config.getoption("--runs") else SHARES.get((ranks, backend), 1)
+    share = SHARES.get((ranks, backend), 1)
+    if config.getoption("--runs"):
+        share = config.getoption("--share")
+    elif (ranks, backend) == (whole(config.getoption("--seed")), "numpy"):
+        share = 1
     paths: Sequence[str] = _away if ranks == 0 else config.getoption("--run-paths").split()
     arguments = ["-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
     if ranks:

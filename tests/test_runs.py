@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import launch, mpiexec
-from tests.runs import LIMIT, RUNS, TURNS, Run, apart, chosen, outcome, seed_of
+from tests.runs import LIMIT, RUNS, TURNS, WHOLE, Run, apart, chosen, outcome, runs_of, seed_of, whole
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elif config.getoption("--full"):
         runs = [*RUNS, *chain(*TURNS)]
     else:
-        runs = [*RUNS, *TURNS[config.getoption("--seed") % len(TURNS)]]
+        runs = runs_of(config.getoption("--seed"))
     if "ranks" in metafunc.fixturenames:
         metafunc.parametrize(("ranks", "backend"), runs, ids=[f"{n}-{name}" for n, name in runs], scope="session")
 
@@ -62,14 +62,22 @@ def test_mpiexec_belongs_to_the_mpi_that_mpi4py_loads() -> None:
 def test_successive_seeds_take_every_test_in_turn() -> None:
     names = [f"test_{i}[{i % 7}]" for i in range(500)]
     for share in (1, 3, 8):
-        for ranks, step in ((4, 1), (8, len(TURNS))):
+        for ranks, step in ((1, 1), (4, len(WHOLE)), (8, len(WHOLE) * len(TURNS))):
             seeds = range(31, 31 + step * share, step)
             times = Counter(name for seed in seeds for name in names if chosen(name, ranks, "numpy", share, seed))
             assert times == Counter(names), (ranks, share)
-    taken = {seed: [name for name in names if chosen(name, 4, "numpy", 8, seed)] for seed in (31, 32)}
+    taken = {seed: [name for name in names if chosen(name, 4, "numpy", 8, seed)] for seed in (31, 33)}
     assert 30 < len(taken[31]) < 100
-    assert not set(taken[31]) & set(taken[32])
+    assert not set(taken[31]) & set(taken[33])
     assert taken[31] != [name for name in names if chosen(name, 3, "numpy", 8, 31)], "each run has a part of its own"
+
+
+@pytest.mark.serial
+def test_successive_seeds_take_every_run_in_turn() -> None:
+    seeds = range(31, 31 + len(WHOLE) * len(TURNS))
+    assert Counter(map(whole, seeds)) == dict.fromkeys(WHOLE, len(TURNS))
+    assert all(set(RUNS) <= set(runs_of(seed)) for seed in seeds)
+    assert Counter(run for seed in seeds for run in runs_of(seed) if run not in RUNS) == Counter(chain(*TURNS))
 
 
 @pytest.mark.serial
