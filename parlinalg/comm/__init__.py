@@ -18,6 +18,7 @@ from parlinalg.comm.places import ranks_map
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import start_mpi
+from parlinalg.comm.together import together
 from parlinalg.comm.trace import Trace, trace
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.settings import unknown_settings, wrong_setting
@@ -34,6 +35,7 @@ __all__ = [
     "ledger",
     "open_comm",
     "ranks_map",
+    "together",
     "trace",
 ]
 

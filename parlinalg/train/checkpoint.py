@@ -34,6 +34,8 @@ from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, sh
 from parlinalg.train.checkpoint_writer import Part, Shard
 from parlinalg.train.lock import FolderLock
 
+__all__ = ["Checkpoints", "Chunk", "Entry", "File", "Index", "Loaded", "Reader", "read_index"]
+
 Result = TypeVar("Result")
 
 

@@ -19,14 +19,20 @@ from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, Index, Rect, i
 from parlinalg.train.checkpoint_pieces import Piece
 
 
-def read_index(folder: Path) -> Index:
-    """The index of a checkpoint.
+def read_index(folder: str | Path) -> Index:
+    """Return the index of a checkpoint: the tensors that are in it, and where.
+
+    Parameters
+    ----------
+    folder : str or Path
+        That of one step, such as "checkpoints/step-00000100".
 
     Raises
     ------
     CheckpointError
         If there is none, or it is damaged or foreign.
     """
+    folder = Path(folder)
     path = folder / INDEX
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a symbolic link: copy or move the checkpoint itself there")
@@ -72,21 +78,38 @@ def _few(names: Sequence[str], most: int = 12) -> str:
 
 
 class Reader:
-    """Reads parts of a checkpoint's tensors.
+    """Reads parts of a checkpoint's tensors, on one rank alone.
 
     Parameters
     ----------
-    folder : Path
-    index : Index
+    folder : str or Path
+        The folder of one step.
+    index : Index, optional
+        Its index, where it is read already.
 
     Attributes
     ----------
+    index : Index
     bytes_read : int
         From files other than the index.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder has no index, or the index is damaged or foreign.
+
+    Examples
+    --------
+    ::
+
+        with Reader("runs/first/checkpoints/step-00000100") as reader:
+            print(list(reader.index.tensors))
+            weight = reader.read("model.layers.0.weight")
     """
 
-    def __init__(self, folder: Path, index: Index) -> None:
-        self.folder, self.index = folder, index
+    def __init__(self, folder: str | Path, index: Index | None = None) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(folder) if index is None else index
         self.bytes_read = 0
         self._open: dict[str, int] = {}
 
@@ -113,6 +136,38 @@ class Reader:
         for (offsets, sizes), place in piece.rectangles():
             region = tuple(range(a, a + n) for a, n in zip(offsets, sizes, strict=True))
             self._fill(piece.name, entry, region, out[place].reshape(sizes))
+        return out
+
+    def read(self, name: str, region: Rect | None = None) -> np.ndarray:
+        """Return a tensor, or a rectangle of it.  No page of a file is read that has nothing of it.
+
+        Parameters
+        ----------
+        name : str
+            "model.NAME" of a parameter, "optimizer.NAME.STATE" of a state: one of `index.tensors`.
+        region : tuple of range, optional
+            The indices that are wanted, for each dim.  By default all.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such tensor or region, or a file is missing, cut short, damaged or another one.
+        """
+        entry = self.index.tensors.get(name)
+        if entry is None:
+            known = _few(list(self.index.tensors))
+            raise CheckpointError(f"the checkpoint {self.folder} has no tensor {name!r}; it has {known}")
+        wanted = tuple(map(range, entry.shape)) if region is None else tuple(region)
+        within = len(wanted) == len(entry.shape)
+        if not within or any(
+            r.step != 1 or not 0 <= r.start <= r.stop <= n for r, n in zip(wanted, entry.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{name!r} has the shape {entry.shape}: the region {wanted} does not lie within it; give a range for "
+                "each dim"
+            )
+        out = np.empty(tuple(map(len, wanted)), dtype_named(entry.dtype))
+        self._fill(name, entry, wanted, out)
         return out
 
     def _fill(self, name: str, entry: Entry, region: Rect, out: np.ndarray) -> None:

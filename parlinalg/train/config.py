@@ -39,6 +39,11 @@ from parlinalg.train.keys import (
 from parlinalg.train.options import Pipelining, Precision, Zero
 from parlinalg.train.overrides import override
 
+__all__ = [
+    "Checkpointing", "Choice", "Config", "Pipelining", "Precision", "Zero", "check", "examples", "load", "override",
+    "read",
+]  # fmt: skip
+
 #: What trains a classifier of a `.npz` file that is given in place of a configuration.
 CLASSIFIER: dict[str, Any] = {
     "model": {"name": "mlp", "hidden": (128,)}, "optimizer": {"name": "adamw", "lr": 3e-3},

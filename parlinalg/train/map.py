@@ -14,6 +14,8 @@ from parlinalg.train.config import LANGUAGE, Config
 from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel
 from parlinalg.train.shares import REPLICA
 
+__all__ = ["rank_map"]
+
 OUTER = (REPLICA, DATA)
 ROWS = 12  # lines of one list before it is folded
 COLUMNS = 16  # ranks in a line

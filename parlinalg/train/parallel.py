@@ -13,6 +13,8 @@ from parlinalg.schemes import Scheme, for_mode, modes, modes_for
 from parlinalg.sequence import ORDERS
 from parlinalg.train.keys import Check, flag, listed, one_of, optional, refuse, section, several, whole
 
+__all__ = ["Parallel", "share_out"]
+
 DATA = "data"
 RING, ULYSSES = "s", "u"
 PARTITIONS = ("uniform", "parameters", "flops", "time")

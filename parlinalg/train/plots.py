@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+__all__ = ["plot"]
+
 COLORS = ("tab:red", "tab:blue")
 WINDOW = 21  # steps whose mean the thick lines show, at most; and a fifth of all steps
 

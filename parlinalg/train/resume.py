@@ -158,7 +158,7 @@ class Saving:
             self.best = value if improved else self.best
         due = self.options.every is not None and step % self.options.every == 0
         if due or improved or stopped or step == self.last:
-            self.checkpoints.save(step, self._state(metrics))
+            self.checkpoints.save(step, self.state(metrics))
 
     def close(self) -> list[str]:
         """Wait until everything is written, and leave the folder to others.  Collective.
@@ -173,7 +173,8 @@ class Saving:
         self.checkpoints.release()
         return [f"{FOLDER}/{name}" for name in lost]
 
-    def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Return what a checkpoint says of the training beside the arrays."""
         trainer = self.trainer
         optimizer, scaler = trainer.optimizer, trainer.scaler
         return {

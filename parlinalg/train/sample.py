@@ -11,6 +11,8 @@ import numpy as np
 from parlinalg.datasets import Tokenizer
 from parlinalg.nn.generate import generate
 
+__all__ = ["continuation", "whole_words"]
+
 
 def continuation(
     model: Any, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, *, temperature: float = 1.0,

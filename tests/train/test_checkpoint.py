@@ -16,10 +16,10 @@ import pytest
 import parlinalg as pla
 from parlinalg.comm import SingleComm
 from parlinalg.errors import CheckpointError, ConfigError
-from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train import Checkpoints, checkpoint, launch
-from parlinalg.train.checkpoint_load import read_index
-from parlinalg.train.checkpoint_options import checkpointing
+from parlinalg.nn.pretrained import Writer, read_header
+from parlinalg.train import Checkpoints, launch
+from parlinalg.train.checkpoint import read_index
+from parlinalg.train.config import check
 from tests.train.trainings import Training
 
 BASE: dict[str, Any] = {
@@ -302,16 +302,19 @@ def test_a_folder_that_cannot_be_written(start: Any, folder: Path, world: Any, m
     with pytest.raises(CheckpointError, match="step-00000002"):
         save(job)
     go_on(job, 3)
-    monkeypatch.setattr(checkpoint.folders, "write_index", _fails)
+    plain = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == "index.json":
+            raise OSError("no index today")
+        return plain(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(CheckpointError, match="no index today"):
         save(job)
     world.barrier()
     assert not (folder / "checkpoints" / "step-00000003").exists()
     assert job.saving.checkpoints.steps() == [1]
-
-
-def _fails(*_: Any) -> None:
-    raise OSError("no index today")
 
 
 @pytest.mark.serial
@@ -365,15 +368,18 @@ def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -
 
 @pytest.mark.serial
 def test_settings() -> None:
-    assert checkpointing("checkpoint", False).on is False
-    assert checkpointing("checkpoint", 7).every == 7
-    assert str(checkpointing("checkpoint", 7)) == "every 7 steps and at the end; the last 3 stay"
-    assert str(checkpointing("checkpoint", {"keep": None})) == "at the end; all stay"
-    assert checkpointing("checkpoint", {"every": 100, "keep": None, "background": False}).keep is None
+    def made(value: Any) -> Any:
+        return check({"checkpoint": value}).checkpoint
+
+    assert made(False).on is False
+    assert made(7).every == 7
+    assert str(made(7)) == "every 7 steps and at the end; the last 3 stay"
+    assert str(made({"keep": None})) == "at the end; all stay"
+    assert made({"every": 100, "keep": None, "background": False}).keep is None
     with pytest.raises(ConfigError, match="did you mean 'every'"):
-        checkpointing("checkpoint", {"evry": 3})
+        made({"evry": 3})
     with pytest.raises(ConfigError, match="False, a number of steps, or a dict"):
-        checkpointing("checkpoint", "daily")
+        made("daily")
 
 
 @pytest.mark.serial

@@ -11,8 +11,9 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.errors import CheckpointError
 from parlinalg.optim.schedules import Cosine, Scheduler
-from parlinalg.train import checkpoint_pieces
 
 BAD = [
     -1, -(2**63), 2**31, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, 0.5, 1e300, float("nan"), float("inf"), True, None,
@@ -51,19 +51,48 @@ def saved(folder: Path, world: Any, backend: str, tune: Any) -> Any:
     mesh.close()
 
 
-def pieces(checkpoints: pla.Checkpoints) -> list[Any]:
-    return checkpoint_pieces.pieces_of(checkpoints.parameters, checkpoints.optimizer)
+class Held(NamedTuple):
+    """A block of a parameter, or what this rank has of a state of it."""
+
+    state: bool
+    dtype: np.dtype[Any]
+    size: int
+    read: Callable[[], Any]
+    write: Callable[[np.ndarray], object]
+
+
+def held(checkpoints: pla.Checkpoints) -> list[Held]:
+    """What this rank holds of parameters and states, flat and in host memory."""
+    found, update = [], checkpoints.optimizer
+    assert update is not None
+
+    def write_block(p: pla.Parameter, values: np.ndarray) -> None:
+        p.block[...] = p.grid.backend.from_host(values.reshape(p.block.shape))
+        p.written()
+
+    entries = update.arrange()
+    for p in checkpoints.parameters.values():
+        read = partial(lambda p: p.grid.backend.to_host(p.block).reshape(-1), p)
+        found.append(Held(False, p.dtype, p.block.size, read, partial(write_block, p)))
+    place = update.states_place
+    for entry in entries:
+        backend = entry.data.grid.backend
+        for state in entry.names:
+            read = partial(lambda e, s, b: b.to_host(place.read(e, s)).reshape(-1), entry, state, backend)
+            write = partial(lambda e, s, b, values: place.write(e, s, b.from_host(values)), entry, state, backend)
+            found.append(Held(True, entry.dtype, entry.size, read, write))
+    return found
 
 
 def fill(checkpoints: pla.Checkpoints, start: float) -> None:
     """Give this rank's parameters and states numbers from here on."""
-    for piece in pieces(checkpoints):
-        piece.write(np.arange(piece.stop - piece.start, dtype=piece.dtype) + piece.dtype.type(start))
+    for each in held(checkpoints):
+        each.write(np.arange(each.size, dtype=each.dtype) + each.dtype.type(start))
 
 
 def values(checkpoints: pla.Checkpoints) -> list[list[float]]:
     """This rank's blocks of parameters and states."""
-    return [np.asarray(piece.read(slice(None))).tolist() for piece in pieces(checkpoints)]
+    return [each.read().tolist() for each in held(checkpoints)]
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -118,9 +147,9 @@ def refused(checkpoints: pla.Checkpoints, what: str, *, untouched: bool = True) 
     before = values(checkpoints)
     with pytest.raises(CheckpointError) as caught:
         pytest.fail(f"{what}: loaded {checkpoints.load()}")
-    for piece, old, now in zip(pieces(checkpoints), before, values(checkpoints), strict=True):
+    for each, old, now in zip(held(checkpoints), before, values(checkpoints), strict=True):
         new = [2000.0 + i for i in range(len(old))]
-        zero = [] if piece.name.startswith("model.") else [0.0]
+        zero = [0.0] if each.state else []
         good = all(c in (a, b, *zero) for a, b, c in zip(old, new, now, strict=True))
         assert old == now or (good and not untouched), f"{what}: something was loaded"
     assert len(set(checkpoints.comm.share(str(caught.value)))) == 1, what

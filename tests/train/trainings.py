@@ -106,4 +106,4 @@ class Training:
 
     def save(self, step: int, **more: Any) -> None:
         """Begin a checkpoint of what is now, by the name of a step."""
-        self.saving.checkpoints.save(step, {**self.saving._state({}), **more})
+        self.saving.checkpoints.save(step, {**self.saving.state({}), **more})

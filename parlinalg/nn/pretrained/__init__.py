@@ -21,10 +21,16 @@ from parlinalg.nn.pretrained import bert, gpt2, llama, mixtral, vit
 from parlinalg.nn.pretrained.architecture import Architecture
 from parlinalg.nn.pretrained.load import read
 from parlinalg.nn.pretrained.save import save
+from parlinalg.nn.pretrained.settings import Settings
+from parlinalg.nn.pretrained.table import Part, Place, Row, places
+from parlinalg.nn.pretrained.tensorfile import Stored, Writer, read_header
 from parlinalg.schemes import Scheme
 from parlinalg.units import parse_bytes
 
-__all__ = ["ARCHITECTURES", "Architecture", "Pretrained", "bert", "gpt2", "llama", "mixtral", "vit"]
+__all__ = [
+    "ARCHITECTURES", "Architecture", "Part", "Place", "Pretrained", "Row", "Settings", "Stored", "Writer", "bert", "gpt2",
+    "llama", "mixtral", "places", "read_header", "vit",
+]  # fmt: skip
 
 #: The model for each `model_type`.
 ARCHITECTURES = {"gpt2": "GPT", "llama": "Llama", "mixtral": "Mixtral", "bert": "BertEncoder", "vit": "ViT"}
