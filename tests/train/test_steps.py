@@ -73,6 +73,25 @@ def test_a_loss_that_is_not_finite_ends_the_training(
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["skipped_steps"] == 3
 
 
+@pytest.mark.ranks(1, 2)
+def test_elements_are_clipped_at_the_limit_whatever_the_scale_of_the_loss(
+    seven: Path, world: Any, backend: str
+) -> None:  # fmt: skip
+    """The limit is of the gradient, not of what the scale makes of it: powers of two change no bit."""
+    plain = {**BASE, "data": str(seven), "optimizer": {"name": "sgd", "lr": 0.5}, "steps": 6}
+
+    def losses(clip: float | None, scale: float | None) -> list[float]:
+        config = {**plain, "clip_grad_value": clip, "precision": {"loss_scale": scale}}
+        with launch(config, world, backend) as mesh:
+            return [step.loss for step in Training(mesh, seven.parent).steps()]
+
+    want = losses(2.0**-8, None)
+    assert losses(2.0**-8, 2.0**10) == want
+    assert losses(2.0**-8, 2.0**-3) == want
+    assert losses(2.0**-7, None) != want, "the limit matters"
+    assert losses(2.0**120, 2.0**20) == losses(None, None), "a limit that nothing reaches"
+
+
 @pytest.mark.parametrize("precision", ["fp16", None])
 def test_a_training_goes_on_where_it_was(precision: str | None, seven: Path, world: Any, backend: str) -> None:
     """Bit for bit on the same grid, with loss scale and masters; batches before the step are not read."""
