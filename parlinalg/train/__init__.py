@@ -6,6 +6,7 @@ from parlinalg import hints
 from parlinalg.train.checkpoint import Checkpoints
 from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
+from parlinalg.train.feed import Feed
 from parlinalg.train.hooks import CheckpointHook, EarlyStopHook, EvaluateHook, Hook, LogHook
 from parlinalg.train.initialize import initialize
 from parlinalg.train.launch import Mesh, launch
@@ -19,6 +20,7 @@ __all__ = [
     "EarlyStopHook",
     "Engine",
     "EvaluateHook",
+    "Feed",
     "Hook",
     "InterleavedPipelineSchedule",
     "LogHook",

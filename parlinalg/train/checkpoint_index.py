@@ -158,7 +158,7 @@ class Index:
 
     @classmethod
     def parse(cls, text: str | bytes, path: object) -> Index:
-        """An index from the contents of its file.
+        """Return an index from the contents of its file.
 
         Raises
         ------

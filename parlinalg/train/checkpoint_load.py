@@ -78,7 +78,7 @@ def _few(names: Sequence[str], most: int = 12) -> str:
 
 
 class Reader:
-    """Reads parts of a checkpoint's tensors, on one rank alone.
+    """A reader of a checkpoint's tensors, or rectangles of them, on one rank alone.
 
     Parameters
     ----------

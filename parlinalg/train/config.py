@@ -297,7 +297,7 @@ CHECKS: dict[str, Check] = {
 
 
 def check(values: Mapping[str, Any]) -> Config:
-    """A configuration from a dict of its keys.
+    """Return a checked configuration from a dict of its keys.
 
     Raises
     ------
@@ -345,7 +345,7 @@ def load(source: Any, settings: Sequence[str] = ()) -> Config:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The variables of a Python file; modules, functions, classes and names with an underscore are its own affair.
+    """Return the variables of a Python file, but for modules, functions, classes and names with an underscore.
 
     A `.npz` file of samples stands for a configuration that trains a classifier of them.
     """
@@ -385,5 +385,5 @@ def _found(path: str | Path) -> Path:
 
 
 def examples() -> dict[str, Path]:
-    """The shipped examples, by name."""
+    """Return the paths of the shipped examples, by name."""
     return {file.stem: file for file in sorted(EXAMPLES.glob("[a-z]*.py"))}

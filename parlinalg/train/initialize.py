@@ -53,9 +53,11 @@ def initialize(
         models that are cut, or have no values, before.  By default as the configuration says.
     criterion : callable, optional
         From outputs and labels to (the sum of the losses, their number), such as `autograd.ops.cross_entropy_sum`, or
-        to their mean; the former is right also where targets are ignored.
+        to their mean; the former is right also where targets are ignored.  One of your own that ignores targets says
+        how many count before the forward pass, for models with experts, by an attribute `count`: a function of the
+        labels.
     train_dataloader, test_dataloader : iterable, optional
-        See `parlinalg.train.feed.Feed`.
+        See `parlinalg.train.Feed`.
     lr_scheduler : Scheduler, or callable
         A callable is given the optimizer.  By default that of the configuration's `lr_schedule`, where one is named and
         the number of steps is known.

@@ -40,9 +40,15 @@ def counted(criterion: Criterion, output: Any, label: Any, grid: Grid) -> tuple[
 
 
 def expected(criterion: Criterion, label: Any) -> int:
-    """How many losses those of a label are to be, as far as that is known before the forward pass: all its elements,
-    but for those of host arrays that `cross_entropy_sum` ignores."""
+    """Return how many losses a label gives, as far as that is known before the forward pass.
+
+    A criterion may say so by an attribute `count`, a function of the label.  Else all elements count, but for those of
+    host arrays that `cross_entropy_sum` ignores.
+    """
     made = criterion if isinstance(criterion, partial) else partial(criterion)
+    known = getattr(criterion, "count", getattr(made.func, "count", None))
+    if callable(known):
+        return _count(known(label))
     if made.func is not cross_entropy_sum or not isinstance(label, np.ndarray):
         return size_of(label)
     given = signature(made).bind_partial()

@@ -28,7 +28,7 @@ def rank_map(
     parallel: Parallel, schedule: Schedule | None = None, nodes: Nodes | int | None = None,
     layers: Sequence[int] | None = None,
 ) -> str:  # fmt: skip
-    """The dimensions and their groups, and which ranks hold which stage.
+    """Return a page about who is where: the dimensions and their groups, and which ranks hold which stage.
 
     Parameters
     ----------

@@ -7,9 +7,11 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.backend import namespace
 
+__all__ = ["correct"]
+
 
 def correct(logits: DistArray, targets: DistArray) -> int:
-    """How many rows of logits are largest at their target.  Collective.
+    """Return the number of rows of logits that are largest at their target.  Collective.
 
     Parameters
     ----------

@@ -34,7 +34,7 @@ class _Dicts(ast.NodeTransformer):
 
 
 def override(config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A configuration with values replaced by settings such as "optimizer.lr=0.01", one after the other.
+    """Return a configuration with values replaced by settings such as "optimizer.lr=0.01", one after the other.
 
     A dict that is missing on the way is made; a number in place of a dict is its size (`parallel.tensor`; of
     `checkpoint` the steps between two), a name its name (`optimizer`).

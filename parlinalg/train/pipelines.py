@@ -9,6 +9,8 @@ from parlinalg.train.config import Config
 from parlinalg.train.options import Pipelining
 from parlinalg.train.parallel import Parallel
 
+__all__ = ["schedule_for"]
+
 
 def microbatches_of(config: Config, pipeline: int) -> int:
     """Into how many a step's batch is cut: as `schedule.microbatches` says, or `gradient_accumulation`; where neither
@@ -26,7 +28,7 @@ def rows_of_a_microbatch(config: Config, parallel: Parallel) -> int:
 
 
 def schedule_for(config: Config, parallel: Parallel) -> Schedule | None:
-    """The schedule of a configuration's pipeline; None where it has one rank.
+    """Return the schedule of a configuration's pipeline, or None where it has one rank.
 
     Raises
     ------

@@ -19,7 +19,7 @@ def continuation(
     top_k: int | None = None, top_p: float | None = None, seed: int = 0, special: bool = False,
     eos_token_id: int | Collection[int] | None = None, told: Callable[[str], None] | None = None,
 ) -> str:  # fmt: skip
-    """What a model writes after a prompt, without the prompt; the same on every grid.  Collective.
+    """Return what a model writes after a prompt, without the prompt; the same on every grid.  Collective.
 
     Where the model's positions end it goes on from the last half of them.
 
@@ -90,7 +90,7 @@ class _Told:
 
 
 def whole_words(text: str) -> str:
-    """A text that was cut off, up to the end of its last whole word.
+    """Return a text that was cut off, up to the end of its last whole word.
 
     >>> whole_words("the next wo")
     'the next'

@@ -14,7 +14,6 @@ import pytest
 from parlinalg import sequence_order
 from parlinalg.comm import ledger
 from parlinalg.datasets import Passages, Windows, known_share, text, tokenizer
-from parlinalg.datasets.tokens import Bytes, FromFile
 from parlinalg.errors import ConfigError
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
@@ -66,14 +65,15 @@ def test_wrong_texts_are_refused(tmp_path: Path) -> None:
 def test_bytes_are_a_tokenizer_file_that_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer
 
-    Bytes().save(tmp_path)
+    plain = tokenizer()
+    plain.save(tmp_path)
     others = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert Bytes().decode([97, 300]) == "a\ufffd"
-    assert others.encode(SIGNS).ids == Bytes().encode(SIGNS).tolist() == list(SIGNS.encode())
-    assert others.decode(list(SIGNS.encode())) == Bytes().decode(list(SIGNS.encode())) == SIGNS
-    assert Bytes().decode([0xFF, 65]) == "\ufffdA"
+    assert plain.decode([97, 300]) == "a\ufffd"
+    assert others.encode(SIGNS).ids == plain.encode(SIGNS).tolist() == list(SIGNS.encode())
+    assert others.decode(list(SIGNS.encode())) == plain.decode(list(SIGNS.encode())) == SIGNS
+    assert plain.decode([0xFF, 65]) == "\ufffdA"
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert isinstance(tokenizer(tmp_path), Bytes)
+    assert type(tokenizer(tmp_path)) is type(plain), "which needs no package"
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"pip install 'parlinalg\[text\]'"):
         tokenizer(tmp_path)
@@ -93,7 +93,7 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
     file = words_file(tmp_path, "a", "rose", "is")
     (tmp_path / "rose.txt").write_text("a rose is a rose is a rose")
     found = text(tmp_path / "rose.txt", file, validation=0.25)
-    assert isinstance(found.tokenizer, FromFile)
+    assert found.tokenizer.unit == "token"
     assert (found.train.tolist(), found.validation.tolist(), found.validation_bytes) == ([1, 2, 3, 1, 2, 3], [1, 2], 6)
     assert found.tokenizer.vocab_size == 4
     assert found.tokenizer.decode([1, 2]) == "a rose"

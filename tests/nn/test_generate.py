@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.nn.sampling import Sampling, uniform
+from parlinalg.comm import SingleComm
 from tests.conftest import SIZE
 from tests.models import alone, every_scheme, make
 from tests.training import sizes_for
@@ -71,14 +73,36 @@ def test_rows_positions_cache_and_ends():
             assert longer[0][:5] == written(model, "sampled", [[1]], 4)[0]
 
 
+class Known:
+    """A model of one rank whose logits are the same after all tokens, as generation sees it."""
+
+    world, chooser = SingleComm(), 0
+
+    def __init__(self, *logits):
+        self.values = np.array(logits)
+        self.config = {"vocab_size": len(logits), "max_position_embeddings": 100}
+
+    def decoder(self):
+        return self
+
+    def cache(self, length):
+        return None
+
+    def logits(self, ids, cache):
+        return np.tile(self.values, (len(ids), 1))
+
+    def evaluating(self):
+        return nullcontext()
+
+
 @pytest.mark.serial
 def test_what_is_drawn():
     rng = np.random.default_rng(0)
-    logits = rng.normal(size=(1, 9))
-    p = np.exp(logits[0]) / np.exp(logits[0]).sum()
+    logits = rng.normal(size=9)
+    p = np.exp(logits) / np.exp(logits).sum()
 
     def shares(**options):
-        drawn = [Sampling(True, **options).choose(logits, [row], 5)[0] for row in range(1000)]
+        drawn = [row[-1] for row in nn.generate(Known(*logits), [[0] * 5] * 1000, 1, do_sample=True, **options)]
         return np.bincount(drawn, minlength=9) / 1000
 
     def close(found, want):
@@ -94,11 +118,22 @@ def test_what_is_drawn():
     top = np.where(np.isin(range(9), best[:4]), p, 0)
     close(shares(top_p=mass - 1e-9), top / top.sum())
     close(shares(top_p=1e-9), np.eye(9)[best[0]])
-    assert Sampling().choose(np.array([[1.0, 3.0, 3.0]]), [0], 0) == [1]
-    assert Sampling(True, 1e-310).choose(np.array([[1.0, 3.0, -np.inf]]), [0], 0) == [1]
-    numbers = [uniform(0, row, position) for row in range(60) for position in range(60)]
-    assert len(set(numbers)) == 3600
-    assert abs(np.mean(numbers) - 0.5) < 0.02
+    assert nn.generate(Known(1.0, 3.0, 3.0), [[0]], 1)[0].tolist() == [0, 1]
+    cold = nn.generate(Known(1.0, 3.0, -np.inf), [[0]], 1, do_sample=True, temperature=1e-310)
+    assert cold[0].tolist() == [0, 1]
+
+
+@pytest.mark.serial
+def test_every_row_draws_another_number_at_every_position():
+    """3,600 draws from 20,000 tokens that are all as likely: as many differ as of numbers that do not depend on one
+    another, to 4 standard deviations."""
+    n, rows, new = 20_000, 60, 60
+    drawn = np.array(nn.generate(Known(*np.zeros(n)), [[0]] * rows, new, do_sample=True))[:, 1:] / n
+    differ = n * (1 - (1 - 1 / n) ** drawn.size)
+    assert abs(len(np.unique(drawn)) - differ) < 70
+    assert abs(drawn.mean() - 0.5) < 0.02
+    assert max(abs(drawn.mean(axis) - 0.5).max() for axis in (0, 1)) < 0.15
+    assert np.abs(np.bincount((drawn * 10).astype(int).reshape(-1)) - drawn.size / 10).max() < 75
 
 
 WRONG = [

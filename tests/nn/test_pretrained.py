@@ -10,7 +10,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.nn.pretrained.tensorfile import Stored, Writer, read_header
+from parlinalg.nn.pretrained import Stored, Writer, read_header
 from tests.models import make
 from tests.training import sizes_for
 

@@ -6,20 +6,20 @@ import copy
 import json
 import os
 import random
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from parlinalg import nn
 from parlinalg.errors import ConfigError
-from parlinalg.nn.pretrained import gpt2, llama
-from parlinalg.nn.pretrained.save import shards
-from parlinalg.nn.pretrained.settings import Settings, weights_of
-from parlinalg.nn.pretrained.table import Part, Row, places
-from parlinalg.nn.pretrained.tensorfile import Writer, read_header
+from parlinalg.nn.pretrained import Part, Row, Settings, Writer, gpt2, llama, places, read_header
+from parlinalg.schemes import for_mode
 
 pytestmark = pytest.mark.serial
 
+SERIAL = for_mode(None).SCHEME
 GPT2 = {"vocab_size": 11, "max_position_embeddings": 9, "hidden_size": 8, "num_hidden_layers": 2,
         "num_attention_heads": 4, "intermediate_size": 10, "tie_word_embeddings": False}  # fmt: skip
 LLAMA = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 3,
@@ -76,9 +76,19 @@ def test_files_come_back(dtype, tmp_path):
         assert np.array_equal(stored.mapped(), tensors[name])
 
 
-def test_shards_have_one_tensor_at_least():
-    assert shards({"a": 9, "b": 1, "c": 1}, 2) == [["a"], ["b", "c"]]
-    assert shards({"a": 9, "b": 1}, 10) == [["a", "b"]]
+@pytest.mark.parametrize("most", [1, 200, 700, 1900, 1 << 20])
+def test_shards_have_one_tensor_at_least(most, tmp_path, make_grid):
+    """A file takes the next tensors as long as they fit, and one in any case."""
+    model = nn.Llama(**LLAMA, max_position_embeddings=4, scheme=SERIAL, grid=make_grid({"one": 1}), seed=0)
+    model.save_pretrained(tmp_path, max_shard_size=most)
+    files = [read_header(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    sizes = [[stored.mapped().nbytes for stored in tensors.values()] for tensors in files]
+    assert all(sizes)
+    assert all(len(held) == 1 or sum(held) <= most for held in sizes)
+    assert all(sum(held) + following[0] > most for held, following in pairwise(sizes))
+    names = [name for tensors in files for name in tensors]
+    table = llama.ARCHITECTURE.table(model.config)
+    assert names == [place.tensor for parts in table.values() for place in parts]
 
 
 def damaged(path, how):
@@ -238,10 +248,14 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, '{"model_type": "gpt2", "model_type": "llama"}', "\udcff", "1" * 9999], ids=range(4)
 )
-def test_settings_that_are_none(text, tmp_path):
+def test_settings_that_are_none(text, tmp_path, make_grid):
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         Settings.read(tmp_path)
+    grid, index = make_grid({"one": 1}), tmp_path / "model.safetensors.index.json"
+    nn.Llama(**LLAMA, max_position_embeddings=4, scheme=SERIAL, grid=grid, seed=0).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"index\.json cannot be understood"):
-        weights_of(tmp_path)
+        nn.Llama.from_pretrained(tmp_path, SERIAL, grid)

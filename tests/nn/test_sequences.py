@@ -21,13 +21,13 @@ from parlinalg.nn.steps import Tokens
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer
 from parlinalg.schemes import Scheme
-from parlinalg.sequence import ORDERS
 from tests.agreement import once
 from tests.cases import placed
 from tests.models import BATCH, CLOSE, HEADS, SEQUENCE, VOCABULARY, alone, make
 
 EVERY = pytest.mark.ranks(*range(2, 9), 12)
 KINDS = ("gpt", "llama")
+ORDERS = ("contiguous", "striped", "zigzag")
 NAMES = ("serial", "1d", "1d with sequence cuts", "2d", "2.5d, depth on the batch", "2.5d, depth on k", "3d")
 SERIAL = schemes.discover()["serial"].SCHEME
 KEY_HEADS = {"gpt": HEADS, "llama": 2}

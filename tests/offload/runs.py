@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,19 @@ def start(grid, kind="gpt", handlers=(), optimizer=optim.AdamW, *, reduce=True, 
     if reduce:
         GradientReducer(model.parameters(), handlers, 2000, 4000)
     return model, optimizer(model.parameters(), 0.01, master=master)
+
+
+def failing(patch: Any, call: str, fails: Callable[[], bool]) -> None:
+    """Have the disk fail where `fails` says so, which is asked at each call of the system: of `pwritev`, `preadv` or
+    `fdatasync`, by which offloaded data are written, read and flushed."""
+    plain = getattr(os, call)
+
+    def tried(*args: Any) -> Any:
+        if fails():
+            raise OSError(errno.EIO, "the disk is on fire")
+        return plain(*args)
+
+    patch.setattr(os, call, tried)
 
 
 def go_on(model: Any, optimizer: Any, steps: range) -> list[float]:

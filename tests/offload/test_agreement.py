@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import pytest
 
 from parlinalg import optim
-from parlinalg.comm.together import together
+from parlinalg.comm import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import DiskStates, OffloadedParameters, recover
-from parlinalg.offload.disk import DiskFile
-from parlinalg.offload.resting import DiskHome
-from tests.offload.runs import everything, go_on, sizes, start, unlike
+from tests.offload.runs import everything, failing, go_on, sizes, start, unlike
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.timeout(60)]
 
@@ -137,18 +136,18 @@ def test_values_cut_on_one_rank(make_grid, world, folder, last):
 
 
 def test_a_disk_that_fails_on_one_rank_while_values_move(make_grid, world, folder, last, monkeypatch):
-    original = DiskHome.window
+    original = mmap.mmap
 
-    def window(self, at, n):
-        if world.rank == last and at:
-            raise OffloadError(f"{self.file.path} is on fire")
-        return original(self, at, n)
+    def mapped(*args, offset=0, **options):
+        if world.rank == last and offset:
+            raise OSError("the disk is on fire")
+        return original(*args, offset=offset, **options)
 
-    monkeypatch.setattr(DiskHome, "window", window)
+    monkeypatch.setattr(mmap, "mmap", mapped)
     model, _ = start(make_grid(sizes(world.size)), reduce=False)
     want = model.state_dict()
     rest = OffloadedParameters(folder, least=1000, gradients=False)
-    with pytest.raises(OffloadError, match=rf"rank {last}, writing to .*values\.{last}\.window is on fire"):
+    with pytest.raises(OffloadError, match=rf"rank {last}, writing to .*values\.{last}\.window: bytes .* on fire"):
         rest.place(model.parameters())
     assert not unlike(model.state_dict(), want), "they stay where they are"
     rest.discard()
@@ -158,18 +157,17 @@ def test_a_disk_that_fails_on_one_rank_while_states_move(make_grid, world, folde
     model, update = start(make_grid(sizes(world.size)))
     go_on(model, update, range(1))
     want, held = everything(model, update), update.states_place
-    write = DiskFile.write
+    calls = []
+
+    def third():
+        calls.append(0)
+        return world.rank == last and len(calls) == 3
+
     with DiskStates(folder, chunk=4096) as states, monkeypatch.context() as patch:
-        calls = []
-
-        def failing(self, *args):
-            calls.append(0)
-            if world.rank == last and len(calls) == 3:
-                raise OffloadError(f"{self.path} is on fire")
-            write(self, *args)
-
-        patch.setattr(DiskFile, "write", failing)
-        with pytest.raises(OffloadError, match=rf"rank {last}, moving .*states\.{last}\.chunks is on fire"):
+        failing(patch, "pwritev", third)
+        with pytest.raises(
+            OffloadError, match=rf"rank {last}, moving .*states\.{last}\.chunks cannot be written: .*fire"
+        ):
             update.place(states)
         assert update.states_place is held
     assert not unlike(everything(model, update), want)

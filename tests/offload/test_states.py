@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,11 +19,10 @@ import pytest
 from parlinalg import optim
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import DiskStates, HostStates, recover
-from parlinalg.offload.chunks import ChunkFile
-from parlinalg.offload.disk import DiskFile
 from parlinalg.optim import InMemory
 from parlinalg.parallel import ZeRO
-from tests.offload.runs import everything, go_on, sizes, start, unlike
+from tests.models import loss_of
+from tests.offload.runs import everything, failing, go_on, sizes, start, unlike
 
 CASES = {
     "adamw": {},
@@ -91,7 +92,7 @@ def test_states_move_in_the_middle_of_a_training(make_grid, world, folder, backe
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(("where", "master"), [("write", False), ("read", "float64"), ("flush", False)])
+@pytest.mark.parametrize(("where", "master"), [("pwritev", False), ("preadv", "float64"), ("fdatasync", False)])
 def test_a_step_that_fails_on_one_rank_is_not_made_on_any(make_grid, world, folder, monkeypatch, where, master):
     grid = make_grid(sizes(world.size))
     options = {"dtype": "float32", "master": master}
@@ -103,16 +104,14 @@ def test_a_step_that_fails_on_one_rank_is_not_made_on_any(make_grid, world, fold
         update.place(states)
         assert go_on(model, update, range(2)) == losses[:2]
         before = everything(model, update)
-        original, calls = getattr(DiskFile, where), []
+        calls = []
 
-        def failing(self, *args):
+        def fails():
             calls.append(0)
-            if world.rank == world.size - 1 and len(calls) == (3 if where != "flush" else 2):
-                raise OffloadError("the disk is on fire")
-            return original(self, *args)
+            return world.rank == world.size - 1 and len(calls) == (3 if where != "fdatasync" else 2)
 
         with monkeypatch.context() as patch:
-            patch.setattr(DiskFile, where, failing)
+            failing(patch, where, fails)
             with pytest.raises(OffloadError, match="on fire"):
                 go_on(model, update, range(2, 3))
         update.zero_grad()
@@ -136,16 +135,13 @@ def test_a_state_that_was_loaded_outlives_a_failed_write(make_grid, world, folde
     losses = go_on(other, theirs, range(3, 4))
     after = everything(other, theirs)
     fail, calls = [0], [0]
-    for where in ("write", "flush"):
-        original = getattr(DiskFile, where)
 
-        def failing(self, *args, original=original):
-            calls[0] += 1
-            if world.rank == world.size - 1 and calls[0] == fail[0]:
-                raise OffloadError("the disk is on fire")
-            return original(self, *args)
+    def fails():
+        calls[0] += 1
+        return world.rank == world.size - 1 and calls[0] == fail[0]
 
-        monkeypatch.setattr(DiskFile, where, failing)
+    for where in ("pwritev", "fdatasync"):
+        failing(monkeypatch, where, fails)
     failed = count = 0
     while failed == count:
         model, update = start(grid, **options)
@@ -175,8 +171,8 @@ def test_without_values_a_step_that_failed_ends_it(make_grid, folder, monkeypatc
     with DiskStates(folder, chunk=4096, values=False) as states:
         update.place(states)
         go_on(model, update, range(1))
-        monkeypatch.setattr(DiskFile, "write", lambda *_: (_ for _ in ()).throw(OffloadError("full")))
-        with pytest.raises(OffloadError, match="full"):
+        failing(monkeypatch, "pwritev", lambda: True)
+        with pytest.raises(OffloadError, match="on fire"):
             go_on(model, update, range(1, 2))
         for use in (update.state_dict, update.step):
             with pytest.raises(OffloadError, match=r"half-way.*load a checkpoint"):
@@ -187,7 +183,6 @@ KILLED = """
 import os, signal, sys
 import parlinalg as pla
 from parlinalg.offload import DiskStates
-from parlinalg.offload.disk import DiskFile
 from tests.offload.runs import *
 with pla.Grid(sizes(1), backend="numpy") as grid:
     model, update = start(grid)
@@ -196,14 +191,14 @@ with pla.Grid(sizes(1), backend="numpy") as grid:
     update.place(DiskStates(sys.argv[1], chunk=4096))
     if sys.argv[3] != "late":
         go_on(model, update, range(2))
-    calls, original = [0], DiskFile.write
-    def write(self, buffer, offset):
+    calls, original = [0], os.pwritev
+    def write(file, views, offset):
         calls[0] += 1
         if calls[0] == int(sys.argv[2]):
-            original(self, buffer[: len(buffer) // 4096 // 2 * 4096], offset)  # half of it
+            original(file, [views[0][: len(views[0]) // 4096 // 2 * 4096]], offset)  # half of it
             os.kill(os.getpid(), signal.SIGKILL)
-        original(self, buffer, offset)
-    DiskFile.write = write
+        return original(file, views, offset)
+    os.pwritev = write
     go_on(model, update, range(2, 4))
 """
 
@@ -229,8 +224,10 @@ def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call, pl
     assert made == update.steps == (3 if call < 0 and placed == "first" else 2)
     assert not unlike(everything(model, update), steps[made])
     file = tmp_path / "states.0.chunks"
-    with DiskFile(file, 0, existing=True), pytest.raises(OffloadError, match="in use by another process"):
-        recover(tmp_path, update)
+    with file.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OffloadError, match="in use by another process"):
+            recover(tmp_path, update)
     whole = file.read_bytes()
     for damage, said in ((whole[:-4096], "cut short"), (whole[:-9000] + b"x" * 9000, "checksum")):
         file.write_bytes(damage)
@@ -285,15 +282,23 @@ def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(make_grid, world,
 
 FULL = """
 import resource, sys
+import parlinalg as pla
 from parlinalg.errors import OffloadError
-from parlinalg.offload.disk import DiskFile
+from parlinalg.offload import DiskStates
 from pathlib import Path
+from tests.offload.runs import *
 if sys.argv[2] == "limit":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    DiskFile(Path(sys.argv[1]) / "f", 1 << 22)
-except OffloadError as error:
-    print(error, "| left:", len(list(Path(sys.argv[1]).iterdir())))
+folder = Path(sys.argv[1])
+with pla.Grid(sizes(1), backend="numpy") as grid:
+    model, update = start(grid, hidden_size=96)
+    with DiskStates(folder, chunk=1 << 16) as states:
+        update.place(states)
+        try:
+            go_on(model, update, range(1))
+            print((folder / "states.0.chunks").stat().st_size)
+        except OffloadError as error:
+            print(error, "| left:", len(list(folder.iterdir())))
 """
 
 
@@ -309,43 +314,51 @@ def test_a_full_disk_is_met_when_the_file_is_made(tmp_path, kind):
             pytest.skip("cannot be had here: no mount namespaces")
     else:
         prefix = []
-    done = subprocess.run(
-        [*prefix, sys.executable, "-c", FULL, str(tmp_path), kind], check=False, capture_output=True, text=True,
-        timeout=60, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert f"{tmp_path}/f cannot be made" in done.stdout, done.stdout + done.stderr
-    assert "4194304 bytes" in done.stdout
-    assert "left: 0" in done.stdout
-    assert kind == "limit" or ("No space left" in done.stdout and "2097152" in done.stdout)
+
+    def said(*command):
+        done = subprocess.run(
+            [*command, sys.executable, "-c", FULL, str(tmp_path), kind if command or kind == "limit" else ""],
+            check=False, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    text = said(*prefix)
+    assert f"{tmp_path}/states.0.chunks cannot be made" in text
+    needed = int(re.search(r"(\d+) bytes", text)[1])
+    assert needed > 1 << 21
+    assert "left: 0" in text
+    assert kind == "limit" or ("No space left" in text and "2097152" in text and needed == int(said()))
 
 
-@pytest.mark.serial
-def test_a_chunk_file_alone(tmp_path):
-    rng = np.random.default_rng(0)
-    buffer = np.zeros(8192 + 4096, np.uint8)
-    start = -buffer.__array_interface__["data"][0] % 4096
-    buffer = buffer[start : start + 8192]
-    file = ChunkFile(tmp_path / "c", 3, (4096, 4096), {"of": "me"})
-    written = {}
-    for generation in range(1, 4):
-        for chunk in range(generation % 2, 3):
-            buffer[:] = rng.integers(0, 256, 8192, dtype=np.uint8)
-            written[generation, chunk] = buffer.copy()
-            file.write(chunk, buffer)
-        file.commit({"steps": generation})
-    file.write(0, buffer)  # of a step that never ends
-    file.close(remove=False)
-    file = ChunkFile.open(tmp_path / "c")
-    assert (file.generation, file.note, file.label) == (3, {"steps": 3}, {"of": "me"})
-    file.read(1, buffer)
-    assert np.array_equal(buffer, written[3, 1])
-    file.read(0, buffer)
-    assert np.array_equal(buffer, written[2, 0])
-    file.older()
-    file.read(1, buffer[:4096])
-    assert file.generation == 2
-    assert np.array_equal(buffer[:4096], written[2, 1][:4096])
-    file.close(remove=True)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("back", [1, 2])
+def test_ranks_that_ended_at_different_steps_go_on_from_the_earlier_one(make_grid, world, folder, back):
+    """Chunks that a step leaves alone, since nothing in them has a gradient, are those of the step before."""
+    grid, mine = make_grid(sizes(world.size)), folder / f"states.{world.rank}.chunks"
+    model, update = start(grid, reduce=False)
+    seen, copies = {}, {}
+    with DiskStates(folder, chunk=4096, keep=True) as states:
+        update.place(states)
+        for step in range(4):
+            loss_of(model, step).backward()
+            for i, p in enumerate(model.parameters()):
+                if i % 3 == step % 3:
+                    p.grad = None
+            update.step()
+            update.zero_grad()
+            seen[step + 1], copies[step + 1] = everything(model, update), mine.read_bytes()
+    world.barrier()
+    if world.rank == world.size - 1:
+        mine.write_bytes(copies[4 - back])
+    world.barrier()
+    model, update = start(grid, reduce=False)
+    if back > 1:  # a rank keeps two
+        with pytest.raises(OffloadError, match="step"):
+            recover(folder, update)
+        return
+    assert recover(folder, update) == update.steps == 3
+    assert not unlike(everything(model, update), seen[3])
 
 
 @pytest.mark.ranks(1, 2)

@@ -10,7 +10,6 @@ import pytest
 import parlinalg as pla
 from parlinalg import optim
 from parlinalg.autograd import Shard
-from parlinalg.backend.kernels_optim import flat
 from parlinalg.layout import piece
 from parlinalg.offload import DiskStates, HostStates
 from tests.optim.test_optimizers import give, parameters, values
@@ -99,7 +98,7 @@ def shard(p, world):
     """Share a parameter's update over the data axis; its settled gradient is the shard's."""
     lengths = tuple(len(piece(p.block.size, world.size, r)) for r in range(world.size))
     mine = piece(p.block.size, world.size, world.rank)
-    grad = flat(p.grad.block)[mine.start : mine.stop]
+    grad = p.grad.block.reshape(-1)[mine.start : mine.stop]
     p.shard, p.grad = Shard(mine.start, mine.stop, ("data",), lengths=lengths), None
     p.shard.grad = grad
 

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg.comm import SingleComm
-from parlinalg.nn.pretrained.tensorfile import Writer
-from parlinalg.train import checkpoint_folder, checkpoint_writer, job, progress
-from parlinalg.train.job import train
+from parlinalg.nn.pretrained import Writer
+from tests.train.trainings import main as train
 
 STEPS = 9
 SETTINGS: dict[str, Any] = {
@@ -87,9 +86,8 @@ def in_a_save(settings: dict[str, Any], out: Path, moment: int) -> int:
     around = dying_in_a_save(moment)
     for name in ("write", "close", "appear"):
         around(Writer, name)
-    around(checkpoint_writer, "sync_folder")
-    around(checkpoint_folder, "write_index")
-    around(checkpoint_folder, "sync_folder")  # within write_index, after the renaming
+    around(os, "fsync")  # of files, of folders
+    around(Path, "replace")
     around(Path, "unlink")
     return train(settings, out, comm=SingleComm())
 
@@ -119,7 +117,7 @@ def trial(number: int, settings: dict[str, Any], folder: Path, draw: random.Rand
         else:
             moment = draw.uniform(0, seconds)
             ended = anywhere(settings, out, moment)
-    complete = checkpoint_folder.complete(out / "checkpoints")
+    complete = sorted(index.parent.name for index in (out / "checkpoints").glob("step-*/index.json"))
     ended_again = forked(lambda: train(settings, out, comm=SingleComm(), resume=True))
     return {
         "during": "a save" if number % 2 else "anything",
@@ -192,8 +190,7 @@ def main() -> None:
     y = np.arange(170) % 5
     np.savez(folder / "data.npz", x=draws.normal(size=(170, 9)) + np.eye(5, 9)[y], y=y)
     settings = {**SETTINGS, "data": str(folder / "data.npz")}
-    job.plot = lambda *_: "none is wanted"  # type: ignore[assignment]
-    progress.EVERY = 1e9
+    sys.modules["matplotlib.backends.backend_agg"] = None  # type: ignore[assignment]  # no pictures
     sys.modules["tqdm"] = None  # type: ignore[assignment]
     start = time.perf_counter()
     assert forked(lambda: train(settings, folder / "whole", comm=SingleComm())) == 0

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 from parlinalg.errors import ConfigError
-from parlinalg.parallel import DataParallel, ZeRO
+from parlinalg.parallel import DataParallel
 from parlinalg.train import Config
-from parlinalg.train.config import check, examples, load
-from parlinalg.train.keys import Choice
-from parlinalg.train.options import Pipelining, Precision, Zero
-from parlinalg.train.overrides import override, value_of
+from parlinalg.train.config import Choice, Pipelining, Precision, Zero, check, examples, load, override
 from parlinalg.train.parallel import share_out
 from parlinalg.train.pipelines import schedule_for
-from parlinalg.train.shares import gradient_handlers, said, shared_out
 
 pytestmark = pytest.mark.serial
 
@@ -231,8 +227,6 @@ def test_unlike_grids_are_shared_out() -> None:
     assert (found.data, found.pipeline, found.sequence) == (2, 2, 2)
     assert found.grids == ({"data": 2, "s": 2, "t": 2}, {"data": 2, "s": 2, "r": 2, "c": 2})
     assert [found.at(p).scheme.name for p in range(2)] == ["data × s × 1d", "data × s × 2d"]
-    cut = shared_out(found, Zero(3, 1))
-    assert cut.grids[1] == {"replica": 2, "data": 1, "s": 2, "r": 2, "c": 2}
 
 
 def test_every_key_is_optional_and_what_means_off_passes() -> None:
@@ -254,24 +248,6 @@ def test_short_forms_of_precision_and_zero() -> None:
         assert check({"precision": {"communicate": same}}).precision.communicate == "float32"
     assert check({"precision": "fp16", "dtype": "float64"}).model_dtype == "float16"
     assert check({"offload": {"optimizer": "disk", "memory": "1KiB"}}).offload == {"optimizer": "disk", "memory": 1024}
-
-
-def test_data_parallel_ranks_share_within_groups() -> None:
-    eight = share_out({"data": 4, "tensor": {"size": 2, "mode": "1d"}}, 8)
-    assert shared_out(eight, Zero(0, 2)) == eight
-    found = shared_out(eight, Zero(3, 2))
-    assert found.axes == {"replica": 2, "data": 2, "t": 2}
-    assert found.scheme.axes == ("replica", "data", "t")
-    assert {"data", "t"} <= set(found.scheme.expand.w.cut_axes)
-    assert shared_out(eight, Zero(2)).axes == eight.axes
-    refused(lambda: shared_out(eight, Zero(1, 3)), "zero.within=3 does not divide the 4", "1, 2, 4")
-    alone = share_out({"tensor": {"mode": "1d"}}, 2)
-    assert shared_out(alone, Zero(2, 2)) == alone
-    sizes = {"replica": 2, "data": 2, "t": 2}
-    assert gradient_handlers(check({"zero": 2, "gradient_handler": ["DataParallel"]}), sizes) == [ZeRO(2)]
-    assert gradient_handlers(check({"gradient_handler": ["DataParallel", "SequenceParallel"]}), {"t": 2}) == []
-    assert "in 2 groups" in said(check({"zero": 2}), sizes)["zero"]
-    assert "nothing to share" in said(check({"zero": 2}), {"t": 2})["zero"]
 
 
 def test_data_and_model_follow_from_each_other() -> None:
@@ -298,7 +274,7 @@ def test_examples_are_right() -> None:
      ("dict(a=dict(b=1))", {"a": {"b": 1}}), ("a b", "a b"), ("", ""), ("f(1)", "f(1)"), ("dict(1)", "dict(1)")],
 )  # fmt: skip
 def test_values_of_the_command_line(text: str, value: object) -> None:
-    assert value_of(text) == value
+    assert override({}, [f"model.hidden={text}"]) == {"model": {"hidden": value}}
 
 
 def test_settings_replace_values_and_leave_the_original_alone() -> None:

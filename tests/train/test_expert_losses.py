@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,21 @@ def pairs() -> list[tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def model(mesh: Any, experts: int | None = 3) -> nn.GPT:
+def model(mesh: Any, experts: int | None = 3, coefficient: float = 0.3) -> nn.GPT:
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": 12, "num_attention_heads": 4}
     return nn.GPT(
-        **sizes, num_hidden_layers=2, num_local_experts=experts, router_aux_loss_coef=0.3, dtype="float64",
+        **sizes, num_hidden_layers=2, num_local_experts=experts, router_aux_loss_coef=coefficient, dtype="float64",
         scheme=mesh.scheme, grid=mesh.grid,
     )  # fmt: skip
 
 
-def run(comm: Any, backend: str, parts: int, **settings: Any) -> np.ndarray:
+def run(
+    comm: Any, backend: str, parts: int, criterion: Any = ops.cross_entropy_sum, coefficient: float = 0.3,
+    **settings: Any,
+) -> np.ndarray:  # fmt: skip
     """The losses and norms of a few steps, by the engine's schedule."""
     with pla.launch({**SETTINGS, **settings}, comm, backend) as mesh:
-        engine, train, _, _ = pla.initialize(model(mesh), None, ops.cross_entropy_sum, pairs())
+        engine, train, _, _ = pla.initialize(model(mesh, coefficient=coefficient), None, criterion, pairs())
         schedule = pla.PipelineSchedule(parts)
         engine.train()
         batches, found = iter(train), []
@@ -56,18 +59,44 @@ def whole() -> np.ndarray:
     return run(SingleComm(), "numpy", 1)
 
 
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     ("parallel", "parts"),
     [
         pytest.param(parallel, parts, marks=pytest.mark.ranks(n))
-        for n, parallel, parts in [(1, {}, 2), (1, {}, 5), (2, {"data": 2}, 3), (2, {"pipeline": 2}, 3)]
+        for n, parallel, parts in [(1, {}, 1), (1, {}, 2), (1, {}, 5), (2, {"data": 2}, 3), (2, {"pipeline": 2}, 3)]
     ],
 )
+
+
+@WAYS
 def test_microbatches_of_an_engine_are_weighed_by_their_rows(
     parallel: dict[str, int], parts: int, world: Any, backend: str
 ) -> None:
     found = run(world, backend, parts, parallel=parallel)
     np.testing.assert_allclose(found, whole(), rtol=1e-12)
+
+
+@WAYS
+def test_a_criterion_of_ones_own_says_which_targets_count(
+    parallel: dict[str, int], parts: int, world: Any, backend: str
+) -> None:
+    """By `count`, also within a partial; without it the layers' terms weigh as if every target did."""
+
+    def silent(output: Any, label: Any) -> Any:
+        return ops.cross_entropy_sum(output, label)
+
+    def telling(output: Any, label: Any, scale: float = 2.0) -> Any:
+        total, count = ops.cross_entropy_sum(output, label)
+        return total * scale, count
+
+    telling.count = lambda label: int((label != -100).sum())  # type: ignore[attr-defined]
+    found = run(world, backend, parts, partial(telling, scale=1.0), parallel=parallel)
+    np.testing.assert_allclose(found, whole(), rtol=1e-12)
+    y = pairs()[0][1]
+    found = run(world, backend, parts, silent, parallel=parallel)
+    want = run(world, backend, parts, coefficient=0.3 * y.size / (y != -100).sum(), parallel=parallel)
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-12)
+    assert abs(found[0, 0] / whole()[0, 0] - 1) > 0.01, "which is not the same"
 
 
 @pytest.mark.serial

@@ -85,15 +85,14 @@ def test_kills_leave_shared_memory_as_it_was(tmp_path: Path, full: bool) -> None
 STUCK = """
 import os, signal, sys, time
 from pathlib import Path
-from parlinalg.train import job, progress
+from types import SimpleNamespace
 from parlinalg.comm import open_comm
+from tests.train.trainings import in_update, main
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 comm = open_comm()
-plain = progress.Progress.add
 
-def add(self, metrics, now):
-    plain(self, metrics, now)
-    if metrics["step"] == 3 and comm.rank == 1:
+def fail():
+    if comm.rank == 1:
         print("now", time.monotonic(), flush=True)
         if sys.argv[1] == "raise":
             raise ValueError("boom")
@@ -102,9 +101,9 @@ def add(self, metrics, now):
         if sys.argv[1] == "hang":
             time.sleep(60)
 
-progress.Progress.add = add
+in_update(SimpleNamespace(setattr=setattr), 4, fail)
 settings = ["parallel.data=2", "model=dict(hidden=(40,))", "steps=6", "backend=numpy"]
-sys.exit(job.train("digits", Path(sys.argv[2]), settings, comm))
+sys.exit(main("digits", Path(sys.argv[2]), settings, comm))
 """
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from parlinalg.comm.launchers import problem
-from parlinalg.comm.together import together
+from parlinalg.comm import together
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.train import launch
-from parlinalg.train.report import opening, places
 from tests.conftest import SIZE
+from tests.launching import launch as start
+from tests.train.trainings import main
 
 
 def test_by_default_every_rank_is_data_parallel(world: Any, backend: str) -> None:
@@ -103,15 +106,22 @@ def test_ranks_of_a_pipeline_have_grids_of_their_own(world: Any, backend: str) -
 
 
 @pytest.mark.ranks(6)
-def test_every_rank_has_its_place(world: Any, backend: str) -> None:
+@pytest.mark.usefixtures("quick")
+def test_every_rank_has_its_place(
+    seven: Path, folder: Path, world: Any, backend: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`ranks.json` and the map at the start: of all ranks, also those of other stages."""
     parallel = {"data": 1, "pipeline": 3, "tensor": {"size": 2, "mode": "1d"}}
-    with launch({"parallel": parallel, "schedule": "zb-v"}, world, backend) as mesh:
-        found = places(mesh)
-        assert [place["rank"] for place in found] == list(range(6))
-        assert [place["coords"] for place in found] == [{"pipeline": r // 2, "t": r % 2} for r in range(6)]
-        assert [place["stages"] for place in found[::2]] == [[0, 5], [1, 4], [2, 3]]
-        text = opening(mesh, found, {}, {})
+    settings = {"parallel": parallel, "schedule": "zb-v", "backend": backend, "steps": 1, "data": str(seven),
+                "model": {"hidden": (9, 8, 7, 6, 5)}, "checkpoint": False}  # fmt: skip
+    assert main(settings, folder, comm=world) == 0
+    world.barrier()
+    found = json.loads((folder / "ranks.json").read_text())
+    assert [place["rank"] for place in found] == list(range(6))
+    assert [place["coords"] for place in found] == [{"pipeline": r // 2, "t": r % 2} for r in range(6)]
+    assert [place["stages"] for place in found[::2]] == [[0, 5], [1, 4], [2, 3]]
+    text = capfd.readouterr().out
+    if world.rank == 0:
         assert "ranks       6 = pipeline 3 × tensor 2 (1d: t=2), on 1 node" in text
         assert "pipeline 2: ranks 4–5, node 0; stages 2, 3" in text
 
@@ -131,6 +141,59 @@ def test_pipelines_of_unlike_grids(world: Any, backend: str) -> None:
         {"parallel": {"pipeline": {"tensor": each}}, "zero": {"stage": 1, "within": 1}}, world, backend
     ) as mesh:
         assert mesh.grid.sizes["replica"] == mesh.size("data") == 2
+
+
+@pytest.mark.ranks(4, 8)
+def test_data_parallel_ranks_share_within_groups(world: Any, backend: str) -> None:
+    parallel = {"tensor": {"size": SIZE // 4, "mode": "1d"}}
+
+    def made(zero: object, parallel: dict[str, Any] = parallel) -> tuple[dict[str, int], Any]:
+        with launch({"parallel": parallel, "zero": zero}, world, backend) as mesh:
+            return mesh.grid.sizes, mesh.scheme
+
+    whole = made(None)
+    assert whole[0] == {"data": 4, "t": SIZE // 4}
+    assert made({"stage": 0, "within": 2}) == whole
+    assert made(2)[0] == whole[0]
+    sizes, scheme = made({"stage": 3, "within": 2})
+    assert sizes == {"replica": 2, "data": 2, "t": SIZE // 4}
+    assert scheme.axes == ("replica", "data", "t")
+    assert {"data", "t"} <= set(scheme.expand.w.cut_axes)
+    with pytest.raises(ConfigError, match=r"zero\.within=3 does not divide the 4 data parallel ranks: .* 1, 2, 4"):
+        made({"stage": 1, "within": 3})
+    alone = {"tensor": {"mode": "1d"}}
+    assert made({"stage": 2, "within": 2}, alone) == made(None, alone)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.usefixtures("quick")
+def test_gradients_are_reduced_once_whatever_handlers_are_named(
+    seven: Path, folder: Path, world: Any, backend: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """ZeRO is what is done over the data axis; a handler of an axis of one rank does nothing; the opening says so."""
+    base = {"steps": 1, "data": str(seven), "model": {"hidden": (9,)}, "checkpoint": False, "backend": backend}
+
+    def trained(**more: Any) -> tuple[list[Any], list[str]]:
+        capfd.readouterr()
+        assert main({**base, **more}, folder, comm=world) == 0
+        world.barrier()
+        text = world.share(capfd.readouterr().out)[0]
+        counted = text[text.index("communication of rank 0") : text.index("written to")]
+        metrics = json.loads((folder / "metrics.jsonl").read_text())
+        words = re.findall(r"^.*$", counted, re.MULTILINE)
+        return [metrics["loss"], metrics["grad_norm"], *words], re.findall(r"^zero +(.*)$", text, re.MULTILINE)
+
+    want = trained(zero=2)
+    assert trained(zero=2, gradient_handler=["DataParallel"]) == want
+    assert want[1] == [f"stage 2: optimizer states and gradients shared by {SIZE} ranks"]
+    tensor = {"parallel": {"tensor": {"mode": "1d"}}}
+    want = trained(**tensor)
+    assert want[1] == []
+    assert trained(**tensor, gradient_handler=["DataParallel", "SequenceParallel"]) == want
+    assert trained(**tensor, zero=2)[1] == ["stage 2: nothing to share, there is one data parallel rank in a group"]
+    if SIZE == 4:
+        said = "stage 2: optimizer states and gradients shared by 2 ranks, in 2 groups that hold copies"
+        assert trained(zero={"stage": 2, "within": 2})[1] == [said]
 
 
 @pytest.mark.mpi(min_size=2)
@@ -161,27 +224,54 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
         launch({}, launcher="srun")
 
 
-SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}
+ALONE = "srun started 4 processes, but each sees only itself"
+SLURM: list[tuple[int, dict[str, str], list[int], str]] = [
+    # ranks by mpiexec, or 0; what Slurm says, but for the number of the task; the tasks of the ranks; the problem
+    (0, {}, [], ""),
+    (4, SRUN, [0, 1, 2, 3], ""),
+    (0, SRUN, [0], ALONE),
+    (0, SRUN, [2], ALONE),
+    (4, SRUN, [0, 2, 1, 3], "rank 1 of 4, Slurm that it is task 2 of 4"),
+    (4, {**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, [0, 1, 0, 1], "rank 0 of 4, Slurm that it is task 0 of 2"),
+    (4, {**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, [0, 1, 2, 3], "rank 0 of 4, Slurm that it is task 0 of 8"),
+    (0, {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, [0], ""),
+    # mpiexec within a job: srun has started a daemon on each node
+    (4, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, [0, 0, 1, 1], ""),
+    (4, {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "4"}, [0, 0, 1, 1], ""),
+    # the script of sbatch itself
+    (0, {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}, [0], ""),
+]
+MEET = """
+import json, os, sys
+from parlinalg.comm import open_comm
+from parlinalg.errors import CommError
+world, said = open_comm(), []
+for environ, tasks in json.loads(sys.argv[1]):
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "PMI_", "OMPI_COMM_", "MPI_LOCAL"))]:
+        del os.environ[name]
+    os.environ.update(environ)
+    if tasks:
+        os.environ["SLURM_PROCID"] = str(tasks[world.rank])
+    try:
+        open_comm().free()
+        said.append("")
+    except CommError as error:
+        said.append(str(error))
+everyone = world.share(said)
+if world.rank == 0:
+    print(json.dumps(everyone))
+"""
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(
-    ("environ", "size", "rank", "message"),
-    [
-        ({}, 1, 0, ""),
-        (SRUN, 4, 2, ""),
-        (SRUN, 1, 0, "srun started 4 processes, but each sees only itself"),
-        (SRUN, 4, 1, "rank 1 of 4, Slurm that it is task 2 of 4"),
-        (SRUN, 8, 2, "rank 2 of 8, Slurm that it is task 2 of 4"),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1, 0, ""),
-        # mpiexec within a job: srun has started a daemon on each node
-        ({**SRUN, "MPI_LOCALNRANKS": "8", "PMI_SIZE": "16"}, 16, 9, ""),
-        ({**SRUN, "OMPI_COMM_WORLD_SIZE": "16"}, 16, 9, ""),
-        # the script of sbatch itself
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, 1, 0, ""),
-    ],
-)  # fmt: skip
-def test_slurm_and_mpi_agree_or_say_why_not(environ: dict[str, str], size: int, rank: int, message: str) -> None:
-    told = problem(size, rank, environ)
-    assert message in told
-    assert bool(told) == bool(message)
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_slurm_and_mpi_agree_or_say_why_not(ranks: int) -> None:
+    """On all ranks alike."""
+    rows = [(environ, tasks, message) for n, environ, tasks, message in SLURM if n == ranks]
+    done = start(ranks, ["-c", MEET, json.dumps([row[:2] for row in rows])])
+    assert done.returncode == 0, done.stderr
+    for told in json.loads(done.stdout):
+        for text, (environ, tasks, message) in zip(told, rows, strict=True):
+            assert message in text, (environ, tasks)
+            assert bool(text) == bool(message), (environ, tasks)

@@ -13,11 +13,11 @@ import pytest
 from parlinalg.autograd.saved import arrays, memory
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.run import Run
-from parlinalg.train import launch, report
+from parlinalg.train import launch
 from tests.train.conftest import TEXT
 from tests.train.test_hybrid import settings
 from tests.train.test_offload_pipeline import SCHEDULES, run
-from tests.train.trainings import Training
+from tests.train.trainings import Training, main
 
 ASYNCHRONOUS: dict[str, Any] = {"name": "pipedream-2bw", "every": 2}
 
@@ -78,7 +78,10 @@ def least_of(config: dict[str, Any], world: Any, backend: str, out: Path) -> int
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "recompute"])
-def test_a_limit_holds(name: str, tale: Path, world: Any, backend: str, full: bool) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_limit_holds(
+    name: str, tale: Path, world: Any, backend: str, full: bool, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
     """NumPy's memory at the most in a step is below the limit, and the losses are those without one.
 
     A block that is computed again is not in the plan.
@@ -104,8 +107,6 @@ def test_a_limit_holds(name: str, tale: Path, world: Any, backend: str, full: bo
         training = Training(mesh, tale)
         assert "optimizer" in training.offload.places
         assert training.offload.table.total > limit
-        said = report.by_stage(mesh, str(training.offload))
-        assert all(re.search(rf"stages? (\d, )*{stage}.*: offloaded for a limit of", said) for stage in range(2))
         found, most = [], []
         with training.away():
             for batch in training.batches():
@@ -114,6 +115,10 @@ def test_a_limit_holds(name: str, tale: Path, world: Any, backend: str, full: bo
                 most.append(tracemalloc.get_traced_memory()[1] - before)
             found.append(training.held()["loss"])
     tracemalloc.stop()
+    capfd.readouterr()
+    assert main({**config, "steps": 1, "offload": {"memory": limit}, "backend": backend}, tale / "out", comm=world) == 0
+    said = world.share(capfd.readouterr().out)[0]
+    assert all(re.search(rf"stages? (\d, )*{stage}.*: offloaded for a limit of", said) for stage in range(2))
     np.testing.assert_allclose(found, want, rtol=1e-12)
     if backend == "numpy":  # asynchronous plans leave little of the limit for what a step works with
         assert max(most) < limit * (1.1 if name == "pipedream-2bw" else 1)

@@ -13,9 +13,7 @@ import pytest
 from parlinalg.cli import main
 from parlinalg.pipeline import make
 from parlinalg.train.map import rank_map
-from parlinalg.train.options import Zero
 from parlinalg.train.parallel import share_out
-from parlinalg.train.shares import shared_out
 
 pytestmark = pytest.mark.serial
 
@@ -59,10 +57,32 @@ def test_grids_that_are_unlike() -> None:
     ]
 
 
-def test_groups_that_share_states_and_one_rank() -> None:
-    parallel = shared_out(share_out({"tensor": {"size": 2, "mode": "1d"}}, 8), Zero(1, 2))
-    assert rank_map(parallel).splitlines()[0] == "ranks       8 = data 4 (replica=2 × data=2) × tensor 2 (1d: t=2)"
+def mapped(folder: Path, capsys: pytest.CaptureFixture[str], text: str, *options: str) -> list[str]:
+    """What the command prints of a configuration."""
+    (folder / "config.py").write_text(text)
+    assert main(["map", str(folder / "config.py"), *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_groups_that_share_states_and_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensor, zero = 'parallel = dict(tensor=dict(size=2, mode="1d"))', "zero = dict(stage={}, within=2)"
+    found = mapped(tmp_path, capsys, f"{tensor}\n{zero.format(1)}", "--ranks", "8")
+    assert found[0] == "ranks       8 = data 4 (replica=2 × data=2) × tensor 2 (1d: t=2)"
+    whole = mapped(tmp_path, capsys, tensor, "--ranks", "8")
+    assert whole[0] == "ranks       8 = data 4 × tensor 2 (1d: t=2)"
+    assert mapped(tmp_path, capsys, f"{tensor}\n{zero.format(0)}", "--ranks", "8") == whole, "nothing is shared"
+    alone = mapped(tmp_path, capsys, tensor, "--ranks", "2")
+    assert mapped(tmp_path, capsys, f"{tensor}\n{zero.format(2)}", "--ranks", "2") == alone, "with nobody"
     assert rank_map(share_out(None, 1)) == "ranks       1 = data 1"
+
+
+def test_grids_that_are_unlike_share_within_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grids = (
+        'parallel = dict(sequence=2, pipeline=dict(tensor=[dict(size=2, mode="1d"), dict(mode="2d", shape=(2, 2))]))'
+    )
+    found = mapped(tmp_path, capsys, f"{grids}\nzero = dict(stage=3, within=1)", "--ranks", "24")
+    assert sum("replica=2 × data=1 × s=2 × t=2" in line for line in found) == 2
+    assert sum("replica=2 × data=1 × s=2 × r=2 × c=2" in line for line in found) == 2
 
 
 @pytest.mark.parametrize("parallel", [{"data": 6, "pipeline": 8}, {"data": 48, "pipeline": 1}, {"pipeline": 384}])

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from parlinalg import distribute
+from parlinalg.comm import SingleComm
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
+from parlinalg.train import launch
 from parlinalg.train.metrics import correct
-from parlinalg.train.plots import centred_mean, half_width, plot
-from parlinalg.train.progress import Progress
+from parlinalg.train.plots import plot
 from tests.conftest import SIZE
-from tests.train.trainings import batches
+from tests.train.trainings import Training, batches, in_update, main
 
 
 @pytest.mark.parametrize("layout", [Layout("r", "c"), Layout(None, ("c", "r")), Layout(("r", "c"), None)])
@@ -34,33 +35,68 @@ def test_right_answers_are_counted_on_any_grid(layout: Layout, make_grid: Callab
             assert found == (logits.argmax(1) == targets).sum()
 
 
+SETTINGS: dict[str, Any] = {
+    "steps": 2, "batch_size": 47, "model": {"hidden": (9,)}, "checkpoint": False, "backend": "numpy",
+}  # fmt: skip
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` says."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.serial
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("with_bar", [True, False])
 def test_metrics_are_written_line_by_line(
-    with_bar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    with_bar: bool, seven: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_bar:
         monkeypatch.setitem(sys.modules, "tqdm", None)
-    step = {"loss": 1.5, "accuracy": 0.25, "lr": 0.1, "samples_per_s": 100.0}
-    with Progress(tmp_path, 2, speaks=True) as progress:
-        for number in (1, 2):
-            progress.add({"step": number, **step}, 0.0)
-            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == number
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == progress.history
-    with Progress(tmp_path, 1, speaks=True) as overflown:
-        overflown.add({"step": 1, "loss": float("nan"), "grad_norm": float("inf")}, 0.0)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None}
-    shown = capsys.readouterr().err
-    assert ("2/2" if with_bar else "step 2 of 2: loss 1.5000, accuracy 0.250, samples/s 100") in shown
+    settings, seen = {**SETTINGS, "data": str(seven)}, []
+    with launch(settings, SingleComm()) as mesh:
+        want = [(step.loss, step.norm, step.lr) for step in Training(mesh, tmp_path / "steps").steps()]
+    in_update(monkeypatch, 2, lambda: seen.append([m["step"] for m in told(tmp_path)]))
+    assert main(settings, tmp_path, comm=SingleComm()) == 0
+    assert seen == [[1]], "the first line is there before the second step ends"
+    found = told(tmp_path)
+    assert [m["step"] for m in found] == [1, 2]
+    assert [(m["loss"], m["grad_norm"], m["lr"]) for m in found] == want
+    shown = capfd.readouterr().err
+    last = found[-1]
+    line = f"step 2 of 2: loss {last['loss']:.4f}, accuracy {last['accuracy']:.3f}, samples/s "
+    assert ("2/2" if with_bar else f"{line}{last['samples_per_s']:.0f}") in shown
 
 
 @pytest.mark.serial
-def test_ranks_that_do_not_speak_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(tmp_path, 1, speaks=False) as progress:
-        progress.add({"step": 1}, 0.0)
-    assert not list(tmp_path.iterdir())
-    assert capsys.readouterr().err == ""
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_numbers_that_are_not_finite_are_null(seven: Path, tmp_path: Path) -> None:
+    """JSON has none of them."""
+    arrays = dict(np.load(seven))
+    np.savez(tmp_path / "nan.npz", x=np.full_like(arrays["x"], np.nan), y=arrays["y"])
+    settings = {**SETTINGS, "data": str(tmp_path / "nan.npz"), "skip_nonfinite": True, "steps": 1}
+    assert main(settings, tmp_path, comm=SingleComm()) == 0
+    (found,) = told(tmp_path)
+    assert found["loss"] is None
+    assert found["grad_norm"] is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("quick")
+def test_ranks_that_do_not_speak_write_nothing(
+    seven: Path, tmp_path: Path, world: Any, backend: str, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)  # each rank's own
+    assert main({**SETTINGS, "data": str(seven), "backend": backend}, Path("out"), comm=world) == 0
+    heard = capfd.readouterr()
+    if world.rank == 0:
+        assert [m["step"] for m in told(Path("out"))] == [1, 2]
+        assert "step" in heard.err
+    else:
+        assert not list(tmp_path.iterdir())
+        assert (heard.out, heard.err) == ("", "")
 
 
 @pytest.mark.serial
@@ -100,9 +136,17 @@ def test_the_thick_line_of_a_picture_does_not_lag(tmp_path: Path, monkeypatch: p
             assert thin == [h["loss"] for h in history]
             atol = 1e-12 if loss[0] > 1.5 else 0.02  # the curvature's
             np.testing.assert_allclose(thick, loss, rtol=0, atol=atol)
+
+    def thick_line(values: list[float]) -> list[float]:
+        drawn.clear()
+        assert plot(tmp_path / "a.png", [{"step": i, "loss": v} for i, v in enumerate(values)], {"loss": ""}, "") == ""
+        found: list[float] = drawn[1][1]
+        return found
+
     noisy = [1.0 + (-1) ** i for i in range(200)]
-    assert max(abs(v - 1.0) for v in centred_mean(noisy, half_width(200))[10:-10]) < 0.05, "it is smooth"
-    assert centred_mean([1.0, np.nan, 3.0, np.inf, 5.0], 1) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert max(abs(v - 1.0) for v in thick_line(noisy)[10:-10]) < 0.05, "it is smooth"
+    gaps = [1.0, np.nan, 3.0, np.inf, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+    assert thick_line(gaps) == [1.0, 2.0, 3.0, 4.0, 5.5, 6.0, 7.0, 8.0, 9.0, 10.0], "of what is finite"
 
 
 @pytest.mark.serial

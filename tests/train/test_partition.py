@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
+from parlinalg import nn
 from parlinalg.autograd import ops
 from parlinalg.datasets import Loader
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.optim import AdamW
-from parlinalg.pipeline import model as cutting
-from parlinalg.train.feed import Feed
-from tests.train.test_engine import CLOSE, SETTINGS, mlp, pairs, samples, serial
+from parlinalg.train import Feed
+from tests.train.test_engine import CLOSE, SETTINGS, SIZES, mlp, pairs, samples, serial
 
 pytestmark = pytest.mark.ranks(2, 4)
 
@@ -34,11 +34,15 @@ def source(kind: str, mesh: Any) -> Any:
     return iter(pairs()) if kind == "once" else pairs()
 
 
-def trained(config: dict[str, Any], kind: str, world: Any, backend: str, **more: Any) -> tuple[list[float], list[int]]:
+def trained(
+    config: dict[str, Any], kind: str, world: Any, backend: str, made: Callable[[], object] = lambda: None, **more: Any
+) -> tuple[list[float], list[int]]:  # fmt: skip
+    """The losses of some steps, and how many layers the stages have; `made` is called before the first step."""
     with pla.launch(config, world, backend) as mesh:
         engine, train, _, _ = pla.initialize(
             mlp(mesh), lambda p: AdamW(p, lr=1e-2), ops.cross_entropy_sum, source(kind, mesh), **more
         )  # fmt: skip
+        made()
         losses = []
         for _ in range(1 if kind == "once" else 2):
             batches = iter(train)
@@ -54,21 +58,42 @@ def trained(config: dict[str, Any], kind: str, world: Any, backend: str, **more:
 def test_the_first_batch_measures_and_is_trained_on(
     partition: str, kind: str, world: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met = []
+    """What the first layer takes is seen where it is run, and of "flops" the length that the model is asked about."""
+    met: list[Any] = []
+    plain = nn.Linear.forward
 
-    def seen(model: Any, layers: Any, sample: Any, *rest: Any) -> list[float]:
-        met.append((sample.shape, sample.gather() if sample.shape else None))
-        return [1.0 + i % 3 for i, _ in enumerate(layers)]  # the same cut, however fast the machine is
+    def forward(self: Any, x: Any) -> Any:
+        if x.shape[1] == SIZES[0]:
+            met.append(x)
+        return plain(self, x)
 
-    monkeypatch.setattr(cutting, "seconds_of", seen)
-    monkeypatch.setattr(cutting, "flops_of", seen)
-    losses, counts = trained(settings(partition, world.size), kind, world, backend)
-    (shape, found), = met  # fmt: skip
-    assert shape == (3, 7)
-    if kind != "loader":
-        np.testing.assert_array_equal(found, pairs()[0][0][:3])
-    want, same = trained(settings(counts, world.size), kind, world, backend)
-    assert len(met) == 1
+    def layer_flops(self: Any, batch: int, length: int) -> list[float]:
+        asked.append((batch, length))
+        return [1.0 + i % 3 for i in range(sum(uniform))]
+
+    def measured() -> None:
+        samples = [(x.shape, x.data.gather()) for x in met]
+        met.clear()
+        if partition == "flops":
+            assert asked == [(1, SIZES[0])]
+        else:
+            assert samples
+        for shape, found in samples:
+            assert shape == (3, SIZES[0])
+            if kind != "loader":
+                np.testing.assert_array_equal(found, pairs()[0][0][:3])
+
+    def not_measured() -> None:
+        assert not met
+
+    asked: list[tuple[int, int]] = []
+    uniform = trained(settings("uniform", world.size), kind, world, backend)[1]
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    monkeypatch.setattr(nn.MLP, "layer_flops", layer_flops, raising=False)
+    losses, counts = trained(settings(partition, world.size), kind, world, backend, measured)
+    met.clear()
+    want, same = trained(settings(counts, world.size), kind, world, backend, not_measured)
+    assert len(asked) == (partition == "flops")
     assert (losses, counts) == (want, same), "the same bits as without measuring"
     if kind == "list":  # without the schedule of the learning rate the first losses are those of one rank
         np.testing.assert_allclose(losses[0], serial()[0], rtol=CLOSE)

@@ -28,8 +28,8 @@ from parlinalg.schemes import Scheme
 from parlinalg.units import parse_bytes
 
 __all__ = [
-    "ARCHITECTURES", "Architecture", "Part", "Place", "Pretrained", "Row", "Settings", "Stored", "Writer", "bert", "gpt2",
-    "llama", "mixtral", "places", "read_header", "vit",
+    "ARCHITECTURES", "Architecture", "Part", "Place", "Pretrained", "Row", "Settings", "Stored", "Writer", "bert",
+    "gpt2", "llama", "mixtral", "places", "read_header", "vit",
 ]  # fmt: skip
 
 #: The model for each `model_type`.

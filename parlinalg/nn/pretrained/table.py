@@ -107,7 +107,7 @@ class Place:
 
 
 def places(rows: Iterable[Row], sizes: Mapping[str, int], layers: int) -> dict[str, list[Place]]:
-    """For each parameter the places of its tensors; rows with "{i}" in their names stand for all layers."""
+    """Return for each parameter the places of its tensors; rows with "{i}" in their names stand for all layers."""
     found: dict[str, list[Place]] = {}
     for row in in_layers(rows, layers):
         found[row.parameter] = row.places(sizes)

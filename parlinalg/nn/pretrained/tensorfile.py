@@ -81,7 +81,7 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, by name.
+    """Return the tensors of a file, by name.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def _end(offsets: Sequence[tuple[int, int]]) -> int:
 
 
 class Writer:
-    """Writes one file aside, tensor by tensor in the order of `shapes`.
+    """A file in the making: written aside, tensor by tensor in the order of `shapes`.
 
     Parameters
     ----------
