@@ -136,10 +136,10 @@ class DiskStates(ChunkedStates):
                 self._undo()
         self._agree(problem)
 
-    def over(self, chunks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
         if self._stream is None:
             return
-        for chunk, buffer in self._stream.over(chunks, read=self.places.parts[0]):
+        for chunk, buffer in self._stream.over(chunks, read=sum(self.places.parts[: 1 + values])):
             self._touched.add(chunk)
             yield chunk, buffer
 

@@ -64,6 +64,10 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
             if file is not None:
                 if file.note["steps"] > steps:  # another rank ended before it completed the last step
                     file.older()
+                if file.note["steps"] != steps:
+                    raise OffloadError(
+                        f"{file.path} has step {file.note['steps']}, and another rank's file has {steps}"
+                    )
                 _take(file, kinds, None)
         except OffloadError as error:
             problem = error

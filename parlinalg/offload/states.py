@@ -40,8 +40,11 @@ class ChunkedStates(ABC):
         return sum(s.size * len(s.names) * s.dtype.itemsize for s in self.places.stretches)
 
     @abstractmethod
-    def over(self, chunks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """The chunks in this order, in host memory; what then is written to one is kept."""
+    def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+        """The chunks in this order, in host memory; what then is written to one is kept.
+
+        With `values` they come with the values beside the states, since not all of these are written.
+        """
 
     @abstractmethod
     def complete(self, steps: int) -> None:
@@ -50,7 +53,8 @@ class ChunkedStates(ABC):
     def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
         """The runs chunk by chunk, with their states in the memory of the values."""
         due = [e for e in self.places.entries if _has_gradient(e)]
-        stream = self.over(list(dict.fromkeys(piece.chunk for e in due for piece in self.places.of(e))))
+        chunks = list(dict.fromkeys(piece.chunk for e in due for piece in self.places.of(e)))
+        stream = self.over(chunks, values=len(due) < len(self.places.entries))
         chunk, buffer = -1, np.empty(0, np.uint8)
         for run in runs:
             if not run.entries[0].names:
@@ -125,7 +129,7 @@ class HostStates(ChunkedStates):
         made = [(s.backend, self.places.parts[0]) for s in self.places.stretches for _ in range(s.chunks)]
         self._chunks = [aligned(n, backend) for backend, n in made]
 
-    def over(self, chunks: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
         for chunk in chunks:
             yield chunk, self._chunks[chunk]
 
