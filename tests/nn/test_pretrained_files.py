@@ -79,7 +79,9 @@ def test_files_come_back(dtype, tmp_path):
 @pytest.mark.parametrize("most", [1, 200, 700, 1900, 1 << 20])
 def test_shards_have_one_tensor_at_least(most, tmp_path, make_grid):
     """A file takes the next tensors as long as they fit, and one in any case."""
-    model = nn.Llama(**LLAMA, max_position_embeddings=4, scheme=SERIAL, grid=make_grid({"one": 1}), seed=0)
+    model = nn.Llama(
+        **{**LLAMA, "head_dim": 4}, max_position_embeddings=4, scheme=SERIAL, grid=make_grid({"one": 1}), seed=0
+    )
     model.save_pretrained(tmp_path, max_shard_size=most)
     files = [read_header(path) for path in sorted(tmp_path.glob("*.safetensors"))]
     sizes = [[stored.mapped().nbytes for stored in tensors.values()] for tensors in files]
@@ -254,7 +256,9 @@ def test_settings_that_are_none(text, tmp_path, make_grid):
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         Settings.read(tmp_path)
     grid, index = make_grid({"one": 1}), tmp_path / "model.safetensors.index.json"
-    nn.Llama(**LLAMA, max_position_embeddings=4, scheme=SERIAL, grid=grid, seed=0).save_pretrained(tmp_path)
+    nn.Llama(**{**LLAMA, "head_dim": 4}, max_position_embeddings=4, scheme=SERIAL, grid=grid, seed=0).save_pretrained(
+        tmp_path
+    )
     (tmp_path / "model.safetensors").unlink()
     index.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"index\.json cannot be understood"):

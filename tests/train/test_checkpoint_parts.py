@@ -88,7 +88,7 @@ def test_shards_that_differ_between_copies_and_ties_count_once(
     tune(CHECKPOINT_SPLIT=16)
     first = world.rank < 2
     with pla.Grid({"data": 2}, world.sub((0, 1) if first else (2, 3), ()), backend) as grid:
-        held = replicated(grid, {"tied": (8,)} if first else {"tied": (8,), "more": (6,)})
+        held = replicated(grid, {"tied": (8,), "less": (2,)} if first else {"tied": (8,), "more": (5,)})
         if cut and not first:
             held["tied"] = pla.Parameter(pla.distribute(np.arange(8.0), grid, pla.Layout("data")), "tied")
         update = sharded(grid, held)
@@ -105,7 +105,8 @@ def test_shards_that_differ_between_copies_and_ties_count_once(
             writers[name] = {int(chunk.file[5:10]) for chunk in entry.chunks}
         (tied,) = (name for name in index.tensors if name.startswith("optimizer.tied."))
         (more,) = (name for name in index.tensors if name.startswith("optimizer.more."))
-        assert writers["model.tied"] == ({0, 1} if cut else {0, 1, 2, 3})
+        assert writers["model.tied"] <= ({0, 1} if cut else {0, 1, 2, 3})
+        assert cut or writers["model.tied"] & {2, 3}, "copies help"
         assert writers[tied] == {0, 1}
         assert writers[more] <= {2, 3}
         for p in held.values():
@@ -117,7 +118,8 @@ def test_shards_that_differ_between_copies_and_ties_count_once(
             np.testing.assert_array_equal(p.gather(), np.arange(p.size), err_msg=name)
         for entry in update.arrange():
             found = grid.backend.to_host(update.states_place.read(entry, entry.names[0])).reshape(-1)
-            np.testing.assert_array_equal(found, np.arange(entry.start, entry.start + entry.size))
+            (rows,) = grid.block(entry.parameter.layout, entry.parameter.shape)
+            np.testing.assert_array_equal(found, rows[entry.start : entry.start + entry.size])
         world.barrier()
 
 
