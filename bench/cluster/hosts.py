@@ -11,7 +11,7 @@ Needs root, iproute2 (apt-get install iproute2) and MPICH (pip install mpich).  
 there rebuilds it; `down` of one that is not is fine.  Whatever ends `run`, an error, Ctrl-C or SIGTERM, takes it down.
 With --cut the link of a host goes down as soon as the program has made FILE, which is then removed; the processes are
 left to end by themselves, and a line of JSON lists the seconds that those of each host took from the cut (Hydra's own
-proxy aside, which may wait for its launcher until TCP gives up).
+proxy aside, which may wait for its launcher until TCP gives up), and at last mpiexec; null where they did not end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -106,8 +107,12 @@ class Cluster:
         process = subprocess.Popen(self.mpiexec(program, per_host), env=env, start_new_session=True)
         try:
             if cut:
-                print(json.dumps(self._cut(cut, Path(when), time.monotonic() + timeout)), flush=True)
-                timeout = 5
+                took, start = self._cut(cut, Path(when), time.monotonic() + timeout)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                ended = None if process.poll() is None else round(time.monotonic() - start, 1)
+                print(json.dumps([*took, ended]), flush=True)
+                timeout = 0
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return 124
@@ -115,8 +120,9 @@ class Cluster:
             harness.end(process)
             self._end_ranks()
 
-    def _cut(self, host: int, when: Path, end: float) -> list[float | None]:
-        """Cut a host's link when the file is there; the seconds until each host had no rank left, None if it had."""
+    def _cut(self, host: int, when: Path, end: float) -> tuple[list[float | None], float]:
+        """Cut a host's link when the file is there; the seconds until each host had no rank left, None if it had, and
+        when it was cut."""
         while not when.exists():
             if time.monotonic() > end:
                 raise SystemExit(f"the program did not make {when}")
@@ -130,7 +136,7 @@ class Cluster:
                 if took[i] is None and not any(map(is_rank, self._processes(i + 1))):
                     took[i] = round(time.monotonic() - start, 1)
             time.sleep(0.1)
-        return took
+        return took, start
 
     def _processes(self, host: int) -> list[int]:
         """What still runs on a host."""

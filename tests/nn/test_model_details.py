@@ -14,7 +14,6 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.autograd import settle
-from parlinalg.nn.models.llama import frequencies
 from parlinalg.optim import AdamW
 from tests.cases import placed
 from tests.models import (
@@ -191,6 +190,17 @@ def test_gpt_starts_from_the_weights_of_gpt_2() -> None:
             else:
                 std = 0.02 / 4 if name.endswith(("out.weight", "mlp.2.weight")) else 0.02
                 assert abs(value.std() / std - 1) < 0.05, (name, value.std(), std)
+
+
+def frequencies(width: int, base: float, scaling: dict[str, Any] | None) -> np.ndarray:
+    """The angles a position of a model's attention, for the pairs of a head's features."""
+    with pla.Grid({"r": 1, "c": 1}) as grid:
+        model = nn.Llama(
+            vocab_size=2, max_position_embeddings=2, hidden_size=width, num_hidden_layers=1, num_attention_heads=1,
+            intermediate_size=1, rope_theta=base, rope_scaling=scaling, scheme=SUMMA, grid=grid,
+        )  # fmt: skip
+        found: np.ndarray = model.blocks[0].attention.rotary
+        return found
 
 
 @pytest.mark.serial

@@ -112,7 +112,7 @@ def trial(number: int, settings: dict[str, Any], folder: Path, draw: random.Rand
     while ended == 0:  # it came to its end before it was killed
         shutil.rmtree(out, ignore_errors=True)
         if number % 2:
-            moment = draw.randrange(260)
+            moment = draw.randrange(290)
             ended = forked(lambda: in_a_save(settings, out, int(moment)))
         else:
             moment = draw.uniform(0, seconds)
