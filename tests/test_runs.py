@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parts = [part.partition(":") for part in chosen.split(",")]
         runs = [(int(ranks), backend or "numpy") for ranks, _, backend in parts]
     elif config.getoption("--full"):
-        runs = [*RUNS, *chain(*TURNS)]
+        runs = list(dict.fromkeys([*RUNS, *chain(*TURNS)]))
     else:
         runs = runs_of(config.getoption("--seed"))
     if "ranks" in metafunc.fixturenames:

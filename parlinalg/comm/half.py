@@ -1,8 +1,9 @@
-"""Sums of 16-bit floats: they travel in 16 bits and are added in 32.
+"""Reductions that ranks compute themselves, from terms that they exchange.
 
-A reduce-scatter is an all-to-all of the terms, a sum in float32 in the order of the ranks and one rounding; an
-all-reduce adds an all-gather.  The words are those of a plain reduction, the bytes half of float32's, and the result
-does not depend on how the MPI library combines terms.
+16-bit floats travel in 16 bits and are added in 32.  Integers of 8 and 16 bits wrap around as NumPy's do, also where
+the MPI library would stop at the largest one (`datatypes.SATURATES`).  A reduce-scatter is an all-to-all of the terms,
+a sum in the order of the ranks and one rounding; an all-reduce adds an all-gather.  The words are those of a plain
+reduction, and the result does not depend on how the MPI library combines terms.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from parlinalg.comm.mpi import MpiComm
 
 _COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
-_SLICE = 1 << 16  # elements added at a time, so that the float32 sums stay in cache
+_SLICE = 1 << 16  # elements added at a time, so that the sums stay in cache
 
 
 def is_half(dtype: Any) -> bool:
@@ -28,15 +29,15 @@ def is_half(dtype: Any) -> bool:
 
 
 def combine(terms: Any, out: Any, op: str, xp: Any = np) -> None:
-    """Reduce `terms[ranks, n]` over the ranks, in order and in float32, to `out[n]`."""
+    """Reduce `terms[ranks, n]` over the ranks, in order, to `out[n]`; 16-bit floats in float32."""
     step = _SLICE if xp is np else max(out.size, 1)
-    add = getattr(xp, _COMBINE[op])
+    add, work = getattr(xp, _COMBINE[op]), np.dtype(np.float32) if is_half(out.dtype) else out.dtype
     for at in range(0, out.size, step):
         part = slice(at, at + step)
-        total = terms[0, part].astype(np.float32)
+        total = terms[0, part].astype(work)
         for term in terms[1:]:
-            add(total, term[part].astype(np.float32), out=total)
-        out[part] = total.astype(out.dtype)
+            add(total, term[part].astype(work, copy=False), out=total)
+        out[part] = total.astype(out.dtype, copy=False)
 
 
 class _Scattered(Handle):

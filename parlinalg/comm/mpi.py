@@ -14,7 +14,7 @@ from mpi4py import MPI
 from parlinalg import tunables
 from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
-from parlinalg.comm import half, split, staging
+from parlinalg.comm import datatypes, half, split, staging
 from parlinalg.comm.base import Block, Comm
 from parlinalg.comm.chain import Chain
 from parlinalg.comm.check import failed_in_mpi
@@ -162,7 +162,7 @@ class MpiComm(Comm):
             self.mpi = _Lost(self.axes, why)  # type: ignore[assignment]
 
     # ------------------------------------------------------------------------------------------------ primitives
-    # Each begins with its exceptions: blocks on a GPU, 16-bit floats to be reduced, messages that are too long.
+    # Each begins with its exceptions: blocks on a GPU, terms that the ranks reduce, messages that are too long.
 
     def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
         if not isinstance(send, np.ndarray) and not self._takes(send):
@@ -184,9 +184,9 @@ class MpiComm(Comm):
         return MpiHandle(self, "all_gather", self.mpi.Iallgatherv(own, runs), (send, recv))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        if not isinstance(send, np.ndarray) and (is_half(send.dtype) or not self._takes(send)):
+        if not isinstance(send, np.ndarray) and (_by_terms(send.dtype, op) or not self._takes(send)):
             return through_host(send, recv, lambda s, r: self._reduce_scatter(s, r, counts, op, wait), wait)
-        if is_half(send.dtype):
+        if _by_terms(send.dtype, op):
             return half.reduce_scatter(self, send, recv, counts, op, wait)
         if send.size > tunables.MAX_COUNT:
             return split.reduce_scatter(self, send, recv, counts, op, wait)
@@ -209,9 +209,9 @@ class MpiComm(Comm):
         )
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and (is_half(buffer.dtype) or not self._takes(buffer)):
+        if not isinstance(buffer, np.ndarray) and (_by_terms(buffer.dtype, op) or not self._takes(buffer)):
             return through_host(buffer, buffer, lambda _, b: self._all_reduce(b, op, wait), wait)
-        if is_half(buffer.dtype):
+        if _by_terms(buffer.dtype, op):
             return half.all_reduce(self, buffer, op, wait)
         if self.terms and op == "sum" and (terms := beside(self, buffer)) is not None:
             handle = SumInPlace(self, terms)
@@ -322,6 +322,11 @@ class MpiComm(Comm):
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return exchange(self.mpi, payload)
+
+
+def _by_terms(dtype: Any, op: str) -> bool:
+    """Return True if the ranks exchange the terms of a reduction and combine them themselves (`half`)."""
+    return is_half(dtype) or (op == "sum" and datatypes.SATURATES and dtype.kind in "iu" and dtype.itemsize <= 2)
 
 
 class _Lost:

@@ -183,6 +183,25 @@ def test_sums_of_16_bits_are_formed_in_32(comm: Comm) -> None:
             np.testing.assert_array_equal(got(buffer), expected)
 
 
+@pytest.mark.parametrize("saturates", [False, True])
+def test_sums_of_integers_wrap_around(comm: Comm, wait: bool, saturates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NumPy's do, also where the MPI library's own would stop at the largest number."""
+    if comm.size > 1:
+        from parlinalg.comm import datatypes
+
+        monkeypatch.setattr(datatypes, "SATURATES", saturates or datatypes.SATURATES)
+    for dtype in filter(lambda d: d.kind in "iu", NUMBERS):
+        n, top = 100, np.iinfo(dtype).max
+        terms = np.array([np.arange(n).astype(dtype) + dtype.type(top // 2 + r) for r in range(comm.size)])
+        want = np.add.reduce(terms, dtype=dtype)
+        block, own = put(terms[comm.rank].copy()), zeros(n, dtype)
+        finish(comm.all_reduce(block, wait=wait), wait)
+        np.testing.assert_array_equal(got(block), want)
+        send = put(np.tile(terms[comm.rank], comm.size))
+        finish(comm.reduce_scatter(send, own, [n] * comm.size, wait=wait), wait)
+        np.testing.assert_array_equal(got(own), want)
+
+
 def test_share(comm: Comm) -> None:
     got = comm.share({"rank": comm.rank, "text": "é" * 300 * comm.rank})
     assert got == [{"rank": r, "text": "é" * 300 * r} for r in range(comm.size)]
