@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from parlinalg.array import DistArray
 from parlinalg.autograd.arrivals import Arrivals, Term
-from parlinalg.autograd.tape import Node, Part, Reducer, Walk, only_noting, recorded, recording
+from parlinalg.autograd.parameter import Parameter
+from parlinalg.autograd.rule import Part, is_array
+from parlinalg.autograd.tape import Node, Reducer, Walk, only_noting, recorded, recording
 from parlinalg.autograd.tensor import Tensor, record, record_again
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
@@ -26,7 +29,9 @@ def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         Gives one tensor, or a tuple of them, and when called again the same, bit for bit; for modules with dropout
         see `parlinalg.nn.recompute`.  Parameters and tensors that it closes over get their gradients too.
     *inputs, **named
-        What it is given; those that are tensors stay in their layouts.
+        What it is given; those that are tensors stay in their layouts.  The arrays in them, and in tuples, lists and
+        dicts of them, are saved for the backward pass.  Arrays that the function closes over are its own to keep: they
+        are neither counted as saved nor go through `saved_arrays_hooks`.
 
     The tape has one value for it, whose sources are all tensors with gradients that the function used.  Terms of their
     gradients are added up as without; parameters' go to their reducer as soon as the last has arrived, so that its
@@ -53,20 +58,64 @@ def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
             raise TypeError(f"recompute: the function gives Tensors, not {type(each).__name__}")
     if len(results) == 1 and results[0].node is not None:  # an input as it is
         return result
-    made = _recomputed(lambda: function(*inputs, **named), results, tuple(used.values()))
+    arrays: list[Block] = []
+    made_again = taken_apart((inputs, named), arrays)
+
+    def call(arrays: Sequence[Block]) -> Any:
+        inputs, named = made_again(arrays)
+        return function(*inputs, **named)
+
+    made = _recomputed(call, arrays, results, tuple(used.values()))
     return made if isinstance(result, tuple) else made[0]
 
 
+def taken_apart(value: Any, arrays: list[Block]) -> Callable[[Sequence[Block]], Any]:
+    """Append the arrays of a value to `arrays`, and return what makes the value again from all of these.
+
+    Parameters
+    ----------
+    value : object
+        An array, a DistArray, a Tensor, or a tuple, list or dict of them; parameters, values at rest elsewhere, and
+        everything else stay as they are.
+    """
+    at = len(arrays)
+    if isinstance(value, tuple | list):
+        makes = [taken_apart(each, arrays) for each in value]
+        kind = getattr(type(value), "_make", type(value))
+        return lambda found: kind([make(found) for make in makes])
+    if isinstance(value, dict):
+        each = {key: taken_apart(v, arrays) for key, v in value.items()}
+        return lambda found: {key: make(found) for key, make in each.items()}
+    if isinstance(value, Tensor) and not isinstance(value, Parameter):
+        data, node, origin = taken_apart(value.data, arrays), value.node, value.origin
+        return lambda found: _tensor(data(found), node, origin)
+    if isinstance(value, DistArray) and not value.RESTS:
+        arrays.append(value.block)
+        shape, layout, grid, order = value.shape, value.layout, value.grid, value.order
+        return lambda found: DistArray(found[at], shape, layout, grid, order)
+    if is_array(value):
+        arrays.append(value)
+        return lambda found: found[at]
+    return lambda _: value
+
+
+def _tensor(data: DistArray, node: Node | None, origin: Any) -> Tensor:
+    made = Tensor(data)
+    made._node, made.origin = node, origin
+    return made
+
+
 def _recomputed(
-    function: Callable[[], Any], results: Sequence[Tensor], sources: Sequence[Node]
+    function: Callable[[Sequence[Block]], Any], arrays: Sequence[Block], results: Sequence[Tensor],
+    sources: Sequence[Node],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The results on the tape.  The first has the sources; the others lead to it, and leave their gradients for it."""
     frames = [(r.shape, r.layout) for r in results]
     left: dict[int, Block] = {}
 
-    def again(walk: Walk, grad: Block) -> None:
+    def again(walk: Walk, grad: Block, *arrays: Block) -> None:
         with recorded() as since:
-            found = function()
+            found = function(arrays)
             ys = found if isinstance(found, tuple) else (found,)
             if (got := [(y.shape, y.layout) for y in ys]) != frames:
                 raise LayoutError(
@@ -78,25 +127,25 @@ def _recomputed(
                 grads = {0: grad, **left}
                 left.clear()
                 parts = [_given(grads[i], ys[i].layout.with_partial(())) for i in grads]
-                root = record(ys[0].data, [ys[i] for i in grads], parts).node
+                root = record("recompute", ys[0].data, [ys[i] for i in grads], parts).node
         Inner(walk, root, grad, since, sources).go()
 
-    first = record_again(results[0].data, sources, again)
-    rest, zeros = first.layout.with_partial(()), first.grid.backend.zeros
+    first = record_again("recompute", results[0].data, sources, Part(again, *arrays))
+    rest, local, dtype, zeros = first.layout.with_partial(()), first.block.shape, first.dtype, first.grid.backend.zeros
 
     def leads(i: int) -> Part:
         def part(g: Block) -> Term:
             left[i] = g
-            return zeros(first.block.shape, first.dtype), rest
+            return zeros(local, dtype), rest
 
-        return part
+        return Part(part)
 
-    return (first, *(record(r.data, [first], [leads(i)]) for i, r in enumerate(results[1:], 1)))
+    return (first, *(record("recompute", r.data, [first], [leads(i)]) for i, r in enumerate(results[1:], 1)))
 
 
 def _given(block: Block, layout: Layout) -> Part:
     """A gradient that others may have a share in: a view of it, which nobody adds to."""
-    return lambda _: (block[...], layout)
+    return Part(lambda _, block: (block[...], layout), block)
 
 
 def _told(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
@@ -131,7 +180,7 @@ class Inner(Walk):
             return
         self.run()
         if self.later:
-            self.outer.deferred.append(self.run_parameters)
+            self.outer.deferred.append(self)
 
     def _reducers(self) -> list[Reducer]:
         return self.outer.reducers

@@ -1,24 +1,20 @@
-"""What the tape keeps for the backward pass: the arrays that its rules hold, by operation and layout."""
+"""Reports of the arrays that the tape keeps for the backward pass, by operation and layout."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
-from parlinalg.array import DistArray
-from parlinalg.autograd.tape import Node, reachable
+from parlinalg.autograd.rule import is_array, memory
+from parlinalg.autograd.tape import Node, Walk, reachable
 from parlinalg.autograd.tensor import Tensor
-from parlinalg.backend.places import Places
-from parlinalg.backend.visible import Visible
 from parlinalg.layout import Layout
 
 
 @dataclass
 class Saved:
-    """What one kind of operation keeps.
+    """The arrays that one kind of operation saved.
 
     Attributes
     ----------
@@ -39,10 +35,11 @@ class Saved:
 
 
 def saved(root: Tensor) -> list[Saved]:
-    """The arrays that the backward pass from `root` holds on this rank, except the parameters; does not communicate.
+    """List the arrays that are saved for the backward pass from `root` on this rank, without communication.
 
-    An array that several rules hold counts once, with the operation that was recorded first; of a view all of the
-    memory that it keeps counts, and of a mask that attention was given, which it does not copy.
+    Blocks of parameters do not count.  An array that several rules need counts once, with the operation that was
+    recorded first; of a view all of the memory that it keeps counts, and of a mask that attention was given, which it
+    does not copy.  Of what `saved_arrays_hooks` put in the place of arrays, arrays count.
 
     Returns
     -------
@@ -64,93 +61,34 @@ def saved(root: Tensor) -> list[Saved]:
     seen = {id(memory(p.data.block)) for p in _owners(nodes)}
     rows: dict[tuple[str, Layout], Saved] = {}
     for node in nodes:
-        rules = [*(node.parts or ()), node.prepare, node.again]
-        held = {id(a): a for rule in rules for a in _arrays(rule, set())}
+        held = _memories(node.saved())
         new = [a for key, a in held.items() if key not in seen]
         seen.update(held)
         if new:
-            op = _name(node)
-            row = rows.setdefault((op, node.layout), Saved(op, node.layout))
+            row = rows.setdefault((node.op, node.layout), Saved(node.op, node.layout))
             row.tensors += len(new)
             row.nbytes += sum(int(a.nbytes) for a in new)
     return list(rows.values())
 
 
-def arrays(holders: Iterable[Any]) -> dict[int, Any]:
-    """The arrays that values on the tape (nodes), rules or walks keep on this rank, parameters too; no communication.
+def arrays(holders: Iterable[Node | Walk]) -> dict[int, Any]:
+    """Return the arrays that values on the tape and walks keep on this rank, parameters too, without communication.
 
     Returns
     -------
     dict of int to array
         By identity; of a view all of the memory that it keeps.
     """
-    found: dict[int, Any] = {}
-    met: set[int] = set()
-    for holder in holders:
-        rules = [*(holder.parts or ()), holder.prepare, holder.again] if isinstance(holder, Node) else [holder]
-        for rule in rules:
-            found.update((id(a), a) for a in _arrays(rule, met))
-    return found
+    return _memories(value for holder in holders for value in holder.saved())
+
+
+def _memories(values: Iterable[Any]) -> dict[int, Any]:
+    """The arrays among values, by identity; of a view the array whose memory it keeps."""
+    held = (memory(value) for value in values if is_array(value) and value.ndim)
+    return {id(a): a for a in held}
 
 
 def _owners(nodes: list[Node]) -> Iterator[Any]:
     for node in nodes:
         if node.owner is not None and (owner := node.owner()) is not None:
             yield owner
-
-
-def _name(node: Node) -> str:
-    """The operation that recorded a node: the function in which its rule was written."""
-    rule: Any = next(iter(node.parts or ()), node.again)
-    while isinstance(rule, functools.partial):
-        rule = rule.func
-    name = _outer(rule)
-    if name.startswith("_"):  # a helper that several operations share holds the function of the operation itself
-        cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
-        inner = [_outer(c) for c in cells if isinstance(c, FunctionType)]
-        module: str = getattr(rule, "__module__", name).rpartition(".")[2]
-        name = next((n for n in inner if not n.startswith("_")), module)
-    return name
-
-
-def _outer(rule: Any) -> str:
-    name: str = getattr(rule, "__qualname__", type(rule).__name__)
-    return name.partition(".")[0]
-
-
-def memory(array: Any) -> Any:
-    """The array whose memory a view keeps."""
-    while getattr(array, "base", None) is not None and hasattr(array.base, "nbytes") and hasattr(array.base, "dtype"):
-        array = array.base
-    return array
-
-
-def _arrays(held: Any, met: set[int]) -> Iterator[Any]:
-    """All arrays that a rule keeps alive, by closure, container or attribute."""
-    if held is None or isinstance(held, int | float | str | bytes | Layout | Node) or id(held) in met:
-        return
-    met.add(id(held))
-    if hasattr(held, "nbytes") and hasattr(held, "flags"):  # an array of a backend
-        if getattr(held, "ndim", 0):
-            yield memory(held)
-    elif isinstance(held, DistArray):
-        yield from _arrays(held.block, met)
-    elif isinstance(held, Tensor):
-        yield from _arrays(held.data, met)
-    elif isinstance(held, FunctionType):
-        for cell in held.__closure__ or ():
-            yield from _arrays(cell.cell_contents, met)
-        yield from _arrays(held.__defaults__, met)
-    elif isinstance(held, MethodType):
-        yield from _arrays(held.__self__, met)
-    elif isinstance(held, functools.partial):
-        for part in (held.func, held.args, held.keywords):
-            yield from _arrays(part, met)
-    elif isinstance(held, dict):
-        for part in held.values():
-            yield from _arrays(part, met)
-    elif isinstance(held, list | tuple):
-        for part in held:
-            yield from _arrays(part, met)
-    elif isinstance(held, Visible | Places) or type(held).__module__.startswith("parlinalg.autograd"):
-        yield from _arrays(getattr(held, "__dict__", None), met)

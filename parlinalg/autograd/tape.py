@@ -1,23 +1,24 @@
 """The tape: values in the order of their creation, and the walk back over them.
 
 A rule has one part for each input that wants a gradient.  A part takes the gradient of the value, in its layout, and
-returns a term of its input's gradient: (block, layout).  What several parts need (a gathered gradient) is prepared
-once and shared.  Parts are kept apart, so that those of parameters can run later than those of inputs.
+the arrays that were saved for it, and returns a term of its input's gradient: (block, layout).  What several parts need
+(a gathered gradient) is prepared once and shared.  Parts are kept apart, so that those of parameters can run later than
+those of inputs.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from parlinalg.array import DistArray
 from parlinalg.autograd.arrivals import Arrivals, Term
 from parlinalg.autograd.homeward import Homeward
+from parlinalg.autograd.rule import PackedArray, Part, is_array, without_hooks
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from parlinalg.autograd.parameter import Parameter
 
 Block = Any
-Part = Callable[[Any], Term]
-Prepare = Callable[[Block], Any]
-Again = Callable[["Walk", Block], None]
 
 _recording: ContextVar[bool] = ContextVar("recording", default=True)
 _syncing: ContextVar[bool] = ContextVar("syncing", default=True)
@@ -88,11 +86,13 @@ class Node:
         Those of the value, to which its gradient settles.
     sources : tuple of Node
         The inputs that want a gradient; none in a leaf.
-    parts : tuple of callable or None
+    op : str
+        The name of the operation.
+    parts : tuple of Part or None
         The rule, one part a source.  None once a walk has used it.
-    prepare : callable or None
+    prepare : Part or None
         What the parts are given, from the gradient; by default the gradient itself.
-    again : callable or None
+    again : Part or None
         Of a value that is to be computed again instead: does so, and walks back over the tape of that, given the walk
         and the gradient.  None once a walk has used it.
     grad : DistArray or None
@@ -104,7 +104,8 @@ class Node:
     """
 
     __slots__ = (
-        "again", "age", "dtype", "grad", "grid", "layout", "owner", "parts", "prepare", "shape", "sources", "unsummed",
+        "again", "age", "dtype", "grad", "grid", "layout", "op", "owner", "parts", "prepare", "shape", "sources",
+        "unsummed",
     )  # fmt: skip
 
     def __init__(
@@ -112,11 +113,13 @@ class Node:
         data: DistArray,
         sources: tuple[Node, ...] = (),
         parts: tuple[Part, ...] = (),
-        prepare: Prepare | None = None,
-        again: Again | None = None,
+        prepare: Part | None = None,
+        again: Part | None = None,
         unsummed: bool = False,
+        op: str = "",
     ) -> None:
         self.age = next(_ages)
+        self.op = op
         self.shape = data.shape
         self.layout = data.layout
         self.dtype = data.dtype
@@ -128,6 +131,31 @@ class Node:
         self.grad: DistArray | None = None
         self.owner: weakref.ref[Parameter] | None = None
         self.unsummed = unsummed
+
+    @property
+    def used(self) -> bool:
+        """Whether a walk has used the rule up."""
+        return self.parts is None and self.again is None
+
+    def rules(self, *, parameters: bool = True) -> Iterator[Part]:
+        """All that runs in a backward pass: the shared preparation, and the parts.
+
+        Parameters
+        ----------
+        parameters : bool
+            Whether the parts for gradients of parameters are among them.
+        """
+        for shared in (self.prepare, self.again):
+            if shared is not None:
+                yield shared
+        for part, source in zip(self.parts or (), self.sources, strict=False):
+            if parameters or source.owner is None:
+                yield part
+
+    def saved(self) -> Iterator[Any]:
+        """All that is saved for the rule: arrays, and what `pack` of `saved_arrays_hooks` gave in their place."""
+        for rule in self.rules():
+            yield from _saved(rule)
 
     def arrivals(self) -> Arrivals:
         """An empty sum for this value's gradient."""
@@ -206,7 +234,8 @@ def recorded() -> Iterator[int]:
     """Within it operations are recorded, also within `no_grad`; gives an age that all values made in it exceed."""
     tokens = _recording.set(True), _used.set(None)
     try:
-        yield next(_ages)
+        with without_hooks():
+            yield next(_ages)
     finally:
         _recording.reset(tokens[0])
         _used.reset(tokens[1])
@@ -235,6 +264,15 @@ def reachable(root: Node, since: int = -1) -> list[Node]:
     return [found[age] for age in sorted(found, reverse=True)]
 
 
+class Deferred(NamedTuple):
+    """A part for the gradient of a parameter that is to run later: the arguments of `Walk.send`."""
+
+    source: Node
+    part: Part
+    shared: Any
+    grad: Block
+
+
 class Walk:
     """A backward pass from `root`, whose gradient is `term`.  `run()` is all of it.
 
@@ -249,7 +287,9 @@ class Walk:
     ) -> None:  # fmt: skip
         self.nodes = reachable(root, since)
         self.retain, self.later, self.starts = retain, later, starts
-        self.deferred: list[Callable[[], None]] = []
+        self.at = 0
+        """The position in `nodes` of the value that the walk has come to."""
+        self.deferred: list[Deferred | Walk] = []
         self.homeward = Homeward()
         self.sync = starts or _syncing.get()
         self.arrived: dict[int, Arrivals] = {}
@@ -273,10 +313,12 @@ class Walk:
         """Walk from the youngest value to the oldest; every rank issues the same collectives in the same order."""
         token = _walking.set(self)
         try:
-            for node in self.nodes:
+            for at, node in enumerate(self.nodes):
+                self.at = at
                 if node.owner is None:
                     self.visit(node)
                     self.poll()
+            self.at = len(self.nodes)
             if not self.later:
                 self.finish()
         finally:
@@ -297,7 +339,7 @@ class Walk:
                 block, _ = got.settled()
                 node.deposit(got.own(block))
             return
-        if node.parts is None and node.again is None:
+        if node.used:
             raise RuntimeError(
                 "backward() meets values that an earlier backward() has used up; pass retain=True to that one, or "
                 "compute them again"
@@ -316,7 +358,7 @@ class Walk:
                 shared = grad if node.prepare is None else node.prepare(grad)
             for source, part in zip(node.sources, node.parts or (), strict=True):
                 if self.later and source.owner is not None:
-                    self.deferred.append(partial(self.send, source, part, shared, grad))
+                    self.deferred.append(Deferred(source, part, shared, grad))
                 else:
                     self.send(source, part, shared, grad)
         if not self.retain:  # what the rule holds is freed as the walk goes
@@ -328,15 +370,43 @@ class Walk:
 
     def run_parameters(self) -> None:
         """The gradients of the parameters, after a `run()` that left them for later."""
-        deferred, self.deferred, self.later = self.deferred[::-1], [], False
+        self.deferred.reverse()
+        self.later = False
         token = _walking.set(self)
         try:
-            while deferred:
-                deferred.pop()()  # and what it holds is freed
+            while self.deferred:
+                each = self.deferred.pop()
+                if isinstance(each, Walk):
+                    each.run_parameters()
+                else:
+                    self.send(*each)
+                del each  # and what it holds is freed
                 self.poll()
             self.finish()
         finally:
             _walking.reset(token)
+
+    def saved(self) -> Iterator[Any]:
+        """All arrays that the walk holds: for parts that are to run later, and the sums of gradients so far."""
+        for each in self.deferred:
+            if isinstance(each, Walk):
+                yield from each.saved()
+            else:
+                yield from _saved(each.part)
+                yield from _arrays(each.shared)
+                yield each.grad
+        for sums in self.arrived.values():
+            yield from sums.terms.values()
+
+    def upcoming(self) -> Iterator[PackedArray]:
+        """The packed arrays that the walk is still to need, in the order in which it will."""
+        for node in self.nodes[self.at :]:
+            for rule in node.rules(parameters=not self.later):
+                yield from _packed(rule)
+        if not self.later:
+            for each in reversed(self.deferred):
+                if isinstance(each, Deferred):
+                    yield from _packed(each.part)
 
     def arrive(self, node: Node, term: Term | None, *others: Any) -> None:
         """Take a term of a node's gradient, computed from what `others` hold; None is no term where one was due."""
@@ -397,3 +467,20 @@ class Walk:
         if not self.starts:
             for reducer in self.reducers:
                 reducer.finish(sync=self.sync)
+
+
+def _saved(part: Part) -> Iterator[Any]:
+    return (s.value if type(s) is PackedArray else s for s in part.saved)
+
+
+def _packed(part: Part) -> Iterator[PackedArray]:
+    return (s for s in part.saved if type(s) is PackedArray and s.waits)
+
+
+def _arrays(value: Any) -> Iterator[Block]:
+    """The arrays in what `prepare` gave: one, or a tuple or list of them."""
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _arrays(each)
+    elif is_array(value):
+        yield value

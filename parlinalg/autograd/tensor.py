@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import Axis, effective
-from parlinalg.autograd.tape import Again, Node, Part, Prepare, Walk, note, recording
+from parlinalg.autograd.rule import Part, packing
+from parlinalg.autograd.tape import Node, Walk, note, recording
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -336,30 +337,83 @@ def start_walk(
 
 
 def record(
-    data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part], prepare: Prepare | None = None, *,
-    unsummed: bool = False,
+    op: str, data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part | Callable[[Any], Any]],
+    prepare: Part | Callable[[Block], Any] | None = None, *, unsummed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The result of an operation on `inputs`, with its rule: a part for each input (see `parlinalg.autograd.tape`).
+    """Return the result of an operation as a tensor, with the rule by which its gradient goes to the inputs.
 
-    Nothing is kept of the parts of inputs that want no gradient, nor within `no_grad`.
+    Parameters
+    ----------
+    op : str
+        The operation's name, under which reports of memory list what it saves.
+    data : DistArray
+        The result.
+    inputs : sequence of Tensor
+    parts : sequence of Part or callable
+        The rule, one part for each input: takes the gradient of the result, a block in the result's layout, and the
+        arrays that the `Part` saves, and returns a term of the input's gradient: a block and its layout, which may be
+        partial.  A function alone is a part that saves nothing.
+    prepare : Part or callable, optional
+        Makes of the gradient what all parts are given in its place.
+    unsummed : bool
+        Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial.
+
+    Nothing is saved for inputs that want no gradient, nor within `no_grad`.
+
+    Examples
+    --------
+    >>> import numpy as np, parlinalg as pla
+    >>> from parlinalg.autograd import Part, record
+    >>> grid = pla.Grid({"r": 1})
+    >>> x = pla.Tensor(pla.distribute(np.arange(3.0), grid, pla.Layout("r")), requires_grad=True)
+    >>> y = record("cube", x.data**3, [x], [Part(lambda g, x: (3 * g * x**2, pla.Layout("r")), x.block)])
+    >>> y.sum().backward()
+    >>> x.grad.gather()
+    array([ 0.,  3., 12.])
     """
     result = Tensor(data)
     data.grid.poll()
     if recording():
-        sources, kept = _live([t.node for t in inputs], parts)
-        if sources:
-            result._node = Node(data, sources, kept, prepare, unsummed=unsummed)
+        pairs = [(t._node, part) for t, part in zip(inputs, parts, strict=True) if t._node is not None]
+        if pairs:
+            shared = None if prepare is None else _as_part(prepare)
+            kept = [_as_part(part) for _, part in pairs]
+            if (pack := packing(_at_rest(inputs))) is not None:
+                shared = None if shared is None else pack(shared)
+                kept = [pack(part) for part in kept]
+            sources = tuple(node for node, _ in pairs)
+            result._node = Node(data, sources, tuple(kept), shared, unsummed=unsummed, op=op)
     else:
-        note(t.node for t in inputs)
+        note(t._node for t in inputs)
     return result
 
 
-def record_again(data: DistArray, sources: Sequence[Node], again: Again) -> Tensor:
-    """The result of operations on `sources` that were not recorded, and are done `again` in the backward pass."""
+def record_again(op: str, data: DistArray, sources: Sequence[Node], again: Part) -> Tensor:
+    """Return the result of operations on `sources` that were not recorded, and are done `again` in the backward pass.
+
+    Parameters
+    ----------
+    again : Part
+        Takes the walk, the gradient, and the saved arrays.
+    """
     result = Tensor(data)
     if sources:
-        result._node = Node(data, tuple(sources), again=again)
+        pack = packing()
+        result._node = Node(data, tuple(sources), again=again if pack is None else pack(again), op=op)
     return result
+
+
+def _as_part(part: Part | Callable[..., Any]) -> Part:
+    return part if type(part) is Part else Part(part)
+
+
+def _at_rest(inputs: Sequence[Tensor]) -> Iterator[Block]:
+    """The blocks of the inputs that are parameters, or transposed views of them."""
+    from parlinalg.autograd.parameter import Parameter
+
+    for x in inputs:
+        if (isinstance(x, Parameter) or x.origin is not None) and not x.data.RESTS:
+            yield x.block
 
 
 def redistribute(x: Tensor | DistArray, layout: Layout) -> Any:
@@ -397,9 +451,3 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return Tensor(value)
-
-
-def _live(nodes: Sequence[Node | None], parts: Sequence[Part]) -> tuple[tuple[Node, ...], tuple[Part, ...]]:
-    """The inputs that want a gradient, and their parts of the rule."""
-    pairs = [(n, p) for n, p in zip(nodes, parts, strict=True) if n is not None]
-    return tuple(n for n, _ in pairs), tuple(p for _, p in pairs)

@@ -83,7 +83,7 @@ def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None)
 
 
 def drop(
-    block: Block, table: Block, lengths: Sequence[int], first: Sequence[int], key: np.ndarray, limit: int, bits: int,
+    block: Block, table: Block, lengths: Sequence[int], first: Sequence[int], key: Sequence[int], limit: int, bits: int,
     scale: float,
 ) -> Block:  # fmt: skip
     """The elements that stay times `scale`, and zeros.
@@ -92,7 +92,7 @@ def drop(
     ----------
     table, lengths, first
         Those of `cuda_random.places`, the table on the device.
-    key : array of two uint64
+    key : two int
     limit, bits : int
         An element stays if its number, of so many bits, is below the limit.
     """

@@ -251,7 +251,8 @@ def kernel_checks(rows: int, width: int = WIDTH) -> list[Check]:
         from parlinalg.random.dropping import dropping
 
         keep = Bernoulli(0.7, 16, seed=3, name="doctor", call=1, step=9, start=2)
-        return (dropping(keep, a, a.shape, tuple(map(range, a.shape)), backend)(a),)
+        drop, table = dropping(keep, a, a.shape, tuple(map(range, a.shape)), backend)
+        return (drop(a, table),)
 
     def attend(back: bool, backend: Backend, *blocks: Block) -> tuple[Block, ...]:
         a, b, c, da = blocks

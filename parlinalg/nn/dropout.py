@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parlinalg import random
 from parlinalg.array.reductions import summed
-from parlinalg.autograd import Tensor, record
+from parlinalg.autograd import Part, Tensor, record
 from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import real
 from parlinalg.nn.module import Module
@@ -39,8 +39,10 @@ class Dropout(Module):
         draws = current() or self._draws
         data = summed(x.data, "dropout")
         keep, grid, rest = self._draw(draws), data.grid, data.layout
-        drop = dropping(keep, data.block, data.shape, _places(data.shape, grid.block(rest, data.shape)), grid.backend)
-        return record(data.like(drop(data.block)), [x], [lambda g: (drop(g), rest)])
+        indices = _places(data.shape, grid.block(rest, data.shape))
+        drop, table = dropping(keep, data.block, data.shape, indices, grid.backend)
+        part = Part(lambda g, table: (drop(g, table), rest), table)
+        return record("dropout", data.like(drop(data.block, table)), [x], [part])
 
     def _draw(self, draws: Draws) -> random.Bernoulli:
         """The elements kept; drawn by 16 bits each where p is not so small or large that they would not do."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg import autograd
 from parlinalg.nn.auxiliary import add_auxiliary, auxiliary_losses, collecting
-from parlinalg.nn.steps import Draws, current, drawing, placing, tokens
+from parlinalg.nn.steps import Draws, Tokens, current, drawing, placing, tokens
 
 if TYPE_CHECKING:
     from parlinalg.nn.module import Module
@@ -50,7 +50,6 @@ class Moment:
     def __init__(self, module: Module) -> None:
         draws = current()
         self.draws = draws.copy() if draws is not None else None
-        self.tokens = tokens()
         self.modules = [(m, m.training, own_draws(m)) for m in module.modules()]
 
     @contextmanager
@@ -62,7 +61,7 @@ class Moment:
                 m.training = training
                 if draws is not None:
                     m._draws = draws.copy()
-            with drawing(self.draws.copy() if self.draws is not None else None), placing(self.tokens):
+            with drawing(self.draws.copy() if self.draws is not None else None):
                 yield
         finally:
             for m, training, kept in now:
@@ -89,15 +88,17 @@ def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
             result = module.forward(*inputs, **named)
         return (result, *terms) if terms else result
 
-    def forward(*inputs: Any, **named: Any) -> Any:
+    def forward(where: tuple[Any, Any], /, *inputs: Any, **named: Any) -> Any:
         nonlocal moment
-        if moment is None:
-            moment = Moment(module)
-            return run(*inputs, **named)
-        with moment.again():
-            return run(*inputs, **named)
+        with placing(Tokens(*where)):
+            if moment is None:
+                moment = Moment(module)
+                return run(*inputs, **named)
+            with moment.again():
+                return run(*inputs, **named)
 
-    result = autograd.recompute(forward, *inputs, **named)
+    now = tokens()
+    result = autograd.recompute(forward, (now.positions, now.documents), *inputs, **named)
     if not isinstance(result, tuple):
         return result
     for term in result[1:]:

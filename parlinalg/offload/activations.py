@@ -1,34 +1,55 @@
 """What blocks of a model keep for the backward pass, put away meanwhile.
 
-When a block's forward pass is done, the arrays that its rules hold are taken out of them and written; when the walk
-back comes to a value, its arrays are there again, read ahead in the order of the walk: last in, first out (Rhu et al.,
-"vDNN: virtualized deep neural networks", 2016).  In a pipeline several microbatches are under way: each has an order of
-its own, and what only gradients of parameters need stays away until these are computed.
+The arrays that a block's operations save are written as they are saved; when the backward pass comes to a value, its
+arrays are there again, read ahead in the order of the walk: last in, first out (Rhu et al., "vDNN: virtualized deep
+neural networks", 2016).  In a pipeline several microbatches are under way: each has a walk of its own, and what only
+gradients of parameters need stays away until these are computed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from parlinalg.autograd import Parameter, Tensor
-from parlinalg.autograd.tape import Node, reachable, walking
+from parlinalg.autograd import saved_arrays_hooks
+from parlinalg.autograd.rule import PackedArray, memory
+from parlinalg.autograd.tape import Walk, walking
 from parlinalg.backend import Backend
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
 from parlinalg.nn.steps import Draws, current
 from parlinalg.offload.agreement import agree, number, worlds
-from parlinalg.offload.extents import DiskStore, HostStore, Store
-from parlinalg.offload.packing import Packer
+from parlinalg.offload.extents import Away, DiskStore, HostStore, Store
+from parlinalg.offload.packing import Held, Packer
 from parlinalg.offload.states import bytes_of
 
 Block = Any
-Line = list["weakref.ref[Kept]"]
+
+
+class Ahead(NamedTuple):
+    """What is read ahead of a backward pass.
+
+    Attributes
+    ----------
+    walk : weak reference to Walk
+    later : bool
+        Whether the gradients of parameters are left for later.
+    upcoming : iterator of PackedArray
+        What was not looked at yet of what the walk is still to need.
+    waiting : weak dict of Away to int
+        What was asked for and has not been needed yet, and how many bytes.
+    """
+
+    walk: weakref.ref[Walk]
+    later: bool
+    upcoming: Iterator[PackedArray]
+    waiting: weakref.WeakKeyDictionary[Away, int]
 
 
 class OffloadedActivations:
@@ -59,9 +80,8 @@ class OffloadedActivations:
         self.modules: list[Module] = []
         self._store: Store | None = None
         self._packer: Packer | None = None
-        self._lines: dict[int, Line] = {}
         self._draws: Draws | None = None
-        self._passes = 0
+        self._ahead: Ahead | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
     def place(self, modules: Iterable[Module]) -> None:
@@ -99,60 +119,39 @@ class OffloadedActivations:
         return HostStore(backend)
 
     def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
-        parameters = list(module.parameters())
-        since = Node(parameters[0].data).age
-        result = call(*args, **kwargs)
-        results = result if isinstance(result, tuple) else (result,)
-        nodes: dict[int, Node] = {}
-        for each in results:
-            if isinstance(each, Tensor) and each.node is not None:
-                nodes.update((n.age, n) for n in reachable(each.node, since) if n.age > since)
-        self._put_away([nodes[age] for age in sorted(nodes)], parameters)
-        return result
-
-    def _put_away(self, nodes: list[Node], parameters: list[Parameter]) -> None:
+        """Call a module, and put away what its operations save."""
         packer = self._packer
-        if packer is None:
-            return
-        packer.kept = {id(_memory(p.block)) for p in parameters if not p.data.RESTS}
-        line = self._line()
-        for node in nodes:
-            kept = Kept(self, packer, line)
-            pairs = zip(node.parts or (), node.sources, strict=False)
-            parts = tuple(kept.taken(part, weights=source.owner is not None) for part, source in pairs)
-            prepare, again = kept.taken(node.prepare), kept.taken(node.again)
-            if kept.cells:
-                line.append(weakref.ref(kept))
-                node.parts, node.prepare, node.again = parts, prepare, again
-
-    def _line(self) -> Line:
-        """The order of the forward pass under way: of each stage and microbatch, as these have walks of their own."""
+        if packer is None or walking() is not None:  # what a backward pass computes again is used at once
+            return call(*args, **kwargs)
+        packer.kept = {id(memory(p.block)) for p in module.parameters() if not p.data.RESTS}
         draws = current()
-        if draws is not self._draws and self._packer is not None:
+        if draws is not self._draws:
             self._draws = draws
-            self._passes += 1
-            self._packer.forget()
-            self._lines = {k: line for k, line in self._lines.items() if any(each() is not None for each in line)}
-        line = self._lines.setdefault(self._passes, [])
-        line[:] = [each for each in line if each() is not None]
-        return line
+            packer.forget()
+        with saved_arrays_hooks(packer.pack, partial(self._unpack, packer)):
+            return call(*args, **kwargs)
 
-    def come(self, kept: Kept) -> None:
-        """The walk has come to a value: what it needs of those before it in its line is read ahead."""
-        line, walk = kept.line, walking()
-        later = walk is not None and walk.later
-        at = next((i for i in reversed(range(len(line))) if line[i]() is kept), None)
-        if at is None:  # it was come to before
-            return
-        if not later or not kept.weights:
-            del line[at]
-        total = 0
-        for reference in reversed(line[:at]):
-            before = reference()
-            if before is not None:
-                total += before.soon(later)
-            if total > self.ahead:
-                break
+    def _unpack(self, packer: Packer, held: Held | Block) -> Block:
+        """Return an array; those that the backward pass needs next are read meanwhile."""
+        walk = walking()
+        if isinstance(held, Held):
+            packer.soon(held.away)
+            if walk is not None:
+                self._read_ahead(walk, held.away)
+        return packer.unpack(held)
+
+    def _read_ahead(self, walk: Walk, now: Away) -> None:
+        """Begin to read what the walk needs next, until `ahead` bytes are waiting for it."""
+        ahead = self._ahead
+        if ahead is None or ahead.walk() is not walk or ahead.later != walk.later:
+            ahead = self._ahead = Ahead(weakref.ref(walk), walk.later, walk.upcoming(), weakref.WeakKeyDictionary())
+        ahead.waiting.pop(now, None)
+        total = sum(ahead.waiting.values())
+        while total <= self.ahead and (each := next(ahead.upcoming, None)) is not None:
+            held = each.value
+            if isinstance(held, Held) and held.away is not now:
+                ahead.waiting[held.away] = nbytes = held.packer.soon(held.away)
+                total += nbytes
 
     def close(self) -> None:
         """Let modules keep everything in memory again, and take the files away."""
@@ -170,55 +169,3 @@ class OffloadedActivations:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Kept:
-    """What is missing of a value's rules.
-
-    Attributes
-    ----------
-    line : list of weak references to Kept
-        The values of its microbatch with something missing, in the order of their creation.
-    walked, weights : list
-        The cells in which arrays are missing: of what every walk needs, and of the parts for gradients of parameters.
-    """
-
-    def __init__(self, owner: OffloadedActivations, packer: Packer, line: Line) -> None:
-        self.owner, self.packer, self.line = owner, packer, line
-        self.walked: list[Any] = []
-        self.weights: list[Any] = []
-
-    @property
-    def cells(self) -> list[Any]:
-        """All of them."""
-        return [*self.walked, *self.weights]
-
-    def taken(self, rule: Callable[..., Any] | None, *, weights: bool = False) -> Any:
-        """The rule without its arrays, which it first brings back: its own, since parts may run long after others."""
-        cells: list[Any] = []
-        bare = self.packer.rule(rule, cells, set())
-        if not cells:
-            return bare
-        kind = self.weights if weights else self.walked
-        kind += cells
-
-        def ready(*args: Any) -> Any:
-            self.owner.come(self)
-            for cell in cells:
-                cell.cell_contents = self.packer.back(cell.cell_contents)
-            return bare(*args)
-
-        return ready
-
-    def soon(self, later: bool) -> int:
-        """Begin to read, without what the gradients of parameters need if those are for `later`; returns the bytes."""
-        cells = self.walked if later else self.cells
-        away = {id(a): a for cell in cells for a in self.packer.held(cell.cell_contents)}
-        return sum(map(self.packer.soon, away.values()))
-
-
-def _memory(array: Block) -> Block:
-    """The array whose memory a view is of."""
-    while getattr(array, "base", None) is not None and isinstance(array.base, type(array)):
-        array = array.base
-    return array

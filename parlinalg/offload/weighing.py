@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.saved import arrays, memory
+from parlinalg.autograd.rule import memory
+from parlinalg.autograd.saved import arrays
 from parlinalg.backend import Backend
+from parlinalg.nn import Module
 from parlinalg.offload.activations import OffloadedActivations
 from parlinalg.offload.extents import Away, InMemory, Store
 
@@ -104,10 +106,11 @@ class WeighedActivations(OffloadedActivations):
     def _open(self, backend: Backend, number: int) -> Store:
         return self._weighing
 
-    def _put_away(self, *given: Any) -> None:
+    def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
         before = self._weighing.nbytes
-        super()._put_away(*given)
+        result = super()._around(call, module, *args, **kwargs)
         self.block = max(self.block, self._weighing.nbytes - before)
+        return result
 
     def begin(self) -> None:
         """A forward pass begins, whose arrays are told from those of others."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
-from parlinalg.autograd.tape import Node, Part, Walk, reachable
+from parlinalg.autograd.rule import Part
+from parlinalg.autograd.tape import Node, Walk, reachable
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -95,4 +96,4 @@ class Passage:
 
 
 def _gives(block: Block, layout: Layout) -> Part:
-    return lambda _: (block, layout)
+    return Part(lambda _, block: (block, layout), block)

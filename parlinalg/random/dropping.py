@@ -17,8 +17,10 @@ Block = Any
 
 def dropping(
     keep: Bernoulli, block: Block, shape: Sequence[int], indices: Sequence[Indices], backend: Backend
-) -> Callable[[Block], Block]:  # fmt: skip
-    """What multiplies a block like this, or its gradient, by 1 / p where elements stay and by 0 where not.
+) -> tuple[Callable[[Block, Block], Block], Block]:  # fmt: skip
+    """Return a function that multiplies a block by 1 / p where elements stay and by 0 elsewhere, and its table.
+
+    The function takes a block like this one, or its gradient, and the table, an array; it holds no array itself.
 
     Parameters
     ----------
@@ -30,11 +32,12 @@ def dropping(
     scale = block.dtype.type(1 / keep.p if keep.p else 0)
     if cuda.ready(block) and len(shape) <= DIMS:
         table, lengths, first = places(shape, indices, keep.start)
-        return partial(
-            cuda.drop, table=backend.from_host(table), lengths=lengths, first=first, key=keep.key, limit=keep.limit,
-            bits=keep.bits, scale=float(scale),
+        drop = partial(
+            cuda.drop, lengths=lengths, first=first, key=tuple(map(int, keep.key)), limit=keep.limit, bits=keep.bits,
+            scale=float(scale),
         )  # fmt: skip
-    return partial(_kept, keep=backend.from_host(keep.part(shape, indices)), scale=scale)
+        return drop, backend.from_host(table)
+    return partial(_kept, scale=scale), backend.from_host(keep.part(shape, indices))
 
 
 def factors(
@@ -43,7 +46,8 @@ def factors(
     """What `dropping` multiplies by."""
     xp = backend.xp
     if xp is not np and cuda.ready(ones := xp.ones(tuple(map(len, indices)), dtype)):
-        return dropping(keep, ones, shape, indices, backend)(ones)
+        drop, table = dropping(keep, ones, shape, indices, backend)
+        return drop(ones, table)
     return backend.from_host(keep.part(shape, indices) * dtype.type(1 / keep.p if keep.p else 0))
 
 

@@ -232,7 +232,7 @@ class Engine:
                 "engine.backward(loss): the loss depends on no parameter; compute it from what engine(x) gives, after "
                 "engine.train() and outside of no_grad()"
             )
-        if loss.node.parts is None and loss.node.again is None:
+        if loss.node.used:
             raise EngineError(
                 "engine.backward(loss): this loss had its backward pass; compute it again for another one"
             )

@@ -9,6 +9,7 @@ import pytest
 
 from parlinalg.comm import SingleComm
 from parlinalg.grid import Grid
+from tests.closures import none_held
 from tests.conftest import SIZE
 
 AXES = ("a", "b", "c")
@@ -51,3 +52,10 @@ def widest(_grids: Callable[[int], Grid]) -> Grid:
 def serial(backend: str) -> Grid:
     """A grid with the same axes of one rank each: this rank alone."""
     return Grid(dict.fromkeys(AXES, 1), comm=SingleComm(), backend=backend)
+
+
+@pytest.fixture(autouse=True)
+def _arrays_are_saved() -> Iterator[None]:
+    """No rule of any operation of these tests holds an array in its closure."""
+    with none_held():
+        yield

@@ -12,7 +12,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, Tensor
-from parlinalg.autograd import ops, record, settle, start_walk
+from parlinalg.autograd import Part, ops, record, settle, start_walk
 from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.check import GradientError
 from parlinalg.grid import factorizations
@@ -149,7 +149,7 @@ def test_unequal_terms_are_brought_together_and_moved_once(grid: Grid) -> None:
     x = tensor(W, grid, Layout(None, None))
     parts: list[Any] = [lambda g, a=a: (g, Layout(None, None, partial=a)) for a in axes for _ in range(2)]
     parts.append(lambda g: (g, Layout(None, None)))
-    y = record(x.data * 1, [x] * len(parts), parts)
+    y = record("several", x.data * 1, [x] * len(parts), parts)
     with pla.ledger(grid) as book:
         y.backward(pla.ones(W.shape, grid, Layout(None, None)))
     assert x.grad is not None
@@ -192,8 +192,9 @@ def test_a_wrong_rule_is_caught(widest: Grid) -> None:
         def times(x: Tensor, v: Tensor) -> Tensor:
             y = x.data * v.data
             rest = Layout(None, partial=partial)
-            parts = [lambda g: (g * v.block, x.layout), lambda g: ((g * x.block).sum(0) * factor, rest)]
-            return record(y, [x, v], parts)
+            wide = x.layout
+            dx, dv = (lambda g, v: (g * v, wide)), (lambda g, x: ((g * x).sum(0) * factor, rest))
+            return record("scaled", y, [x, v], [Part(dx, v.block), Part(dv, x.block)])
 
         return times
 

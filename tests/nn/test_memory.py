@@ -52,7 +52,7 @@ def test_weights_and_kept_activations_are_the_layouts_sum(make_grid, world, back
     tracemalloc.stop()
     rows = saved(loss)
     total = sum(row.nbytes for row in rows)
-    assert {"product", "attention", "gelu", "cross_entropy_sum"} <= {row.op.removeprefix("ring_") for row in rows}
+    assert {"matmul", "attention", "gelu", "cross_entropy_sum"} <= {row.op.removeprefix("ring_") for row in rows}
     if backend == "numpy":
         assert abs(kept - total) <= 0.03 * total + 100_000, (kept, total, rows)
 
@@ -126,6 +126,6 @@ def test_experts_hold_what_their_guide_says(activation, inside, axis, world, bac
         y = layer(pla.Tensor(pla.distribute(x, mesh.grid, mesh.scheme.residual)))
         queues = experts * layer.capacity(s) * groups // world.size
         most = 4 * (queues * (h + inside * i) + k * groups // world.size * s * h)
-        known = {"product", "combine", "swiglu", "gelu"}
+        known = {"matmul", "combine", "swiglu", "gelu"}
         kept = sum(row.nbytes for row in saved(y) if row.op in known) - 4 * groups // world.size * s * h  # the input
         assert most * 0.95 < kept < most * 1.05, (kept, most)

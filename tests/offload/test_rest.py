@@ -14,6 +14,7 @@ from parlinalg.autograd.saved import saved
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
 from parlinalg.offload.disk import DiskFile
+from parlinalg.offload.packing import Held
 from parlinalg.offload.table import ORDER, Table, decide
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value, examine
 from parlinalg.pipeline.stagewalk import Passage
@@ -147,8 +148,7 @@ def test_what_weights_need_stays_away_until_their_turn(make_grid, tmp_path):
             away._store._settle(0)  # all is written
         passage.backward(later=True)
         if away is not None:
-            left = [k for line in away._lines.values() for each in line if (k := each()) is not None]
-            waiting = [a for k in left for c in k.weights for a in k.packer.held(c.cell_contents)]
+            waiting = [each.away for each in passage._walk.saved() if isinstance(each, Held)]
             assert waiting
             assert not any(a.got for a in waiting)
         passage.parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from parlinalg.errors import ConfigError
-from parlinalg.offload import OffloadedActivations, OffloadedParameters
-from parlinalg.offload.activations import Kept
+from parlinalg.nn.steps import current
+from parlinalg.offload import OffloadedParameters
+from parlinalg.offload.extents import Away
+from parlinalg.offload.packing import Held, Packer
 from parlinalg.train import launch
 from tests.train.test_hybrid import settings
 from tests.train.trainings import Training
@@ -64,15 +67,21 @@ def test_every_bit_as_in_memory(
     want = run(config, world, backend, tale)
     flight: list[int] = []
     lines: list[int] = []
-    original = OffloadedActivations._put_away
+    away: dict[int, weakref.WeakSet[Away]] = {}  # by microbatch
+    draws: list[Any] = []  # alive, so that no two have the same number
+    original = Packer.pack
 
-    def put_away(self: OffloadedActivations, *given: Any) -> None:
-        self._packer.least = 0  # type: ignore[union-attr]
-        original(self, *given)
-        flight.append(sum(any(k() is not None for k in line) for line in self._lines.values()))
-        lines.append(sum(len(list(k.packer.held(c.cell_contents))) for k, c in cells(self)))
+    def pack(self: Packer, array: Any) -> Any:
+        self.least = 0
+        held = original(self, array)
+        if isinstance(held, Held):
+            draws.append(current())
+            away.setdefault(id(draws[-1]), weakref.WeakSet()).add(held.away)
+        flight.append(sum(map(bool, map(len, away.values()))))
+        lines.append(sum(map(len, away.values())))
+        return held
 
-    monkeypatch.setattr(OffloadedActivations, "_put_away", put_away)
+    monkeypatch.setattr(Packer, "pack", pack)
     where = "disk" if backend == "numpy" else "host"
     found = run({**config, "offload": {"activations": where}}, world, backend, tale)
     same(found, want)
@@ -99,9 +108,3 @@ def test_gradients_alone_rest_elsewhere(
     with pytest.raises(ConfigError, match="gradients that a reducer shares out"):
         run({**config, "parallel": {"data": 2}, "schedule": None, "zero": 2, "clip_grad_norm": None,
              "offload": {"gradients": where}}, world, backend, tale)  # fmt: skip
-
-
-def cells(owner: OffloadedActivations) -> list[tuple[Kept, Any]]:
-    """What is away, with whose it is."""
-    alive = [kept for line in owner._lines.values() for each in line if (kept := each()) is not None]
-    return [(kept, cell) for kept in alive for cell in kept.cells]

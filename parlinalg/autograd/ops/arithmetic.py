@@ -9,7 +9,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.tape import Part
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
 from parlinalg.grid import Grid
@@ -81,17 +81,22 @@ def to_input(grad: Block, y: Frame, x: Frame) -> Term:
     return block_sum(grad, dims).reshape(shape), layout
 
 
-def _combined(y: DistArray, *pairs: tuple[Tensor | Scalar, Any]) -> Tensor:
-    """The result y of operands, each with its derivative: from the gradient of y, as a block of y's shape."""
+def _combined(op: str, y: DistArray, *operands: tuple[Any, ...]) -> Tensor:
+    """Return the result y as a tensor.
 
+    Parameters
+    ----------
+    *operands : (x, derivative, *saved)
+        The derivative takes the gradient of y and the saved arrays, and gives a block of y's shape.
+    """
     frame = Frame.of(y)
 
-    def part(x: Tensor, derivative: Any) -> Part:
+    def part(x: Tensor, derivative: Any, *saved: Any) -> Part:
         shape = Frame.of(x)
-        return lambda g: to_input(derivative(g), frame, shape)
+        return Part(lambda g, *held: to_input(derivative(g, *held), frame, shape), *saved)
 
-    tensors = [(x, derivative) for x, derivative in pairs if isinstance(x, Tensor)]
-    return record(y, [x for x, _ in tensors], [part(x, derivative) for x, derivative in tensors])
+    tensors = [each for each in operands if isinstance(each[0], Tensor)]
+    return record(op, y, [x for x, *_ in tensors], [part(*each) for each in tensors])
 
 
 def _two(a: Any, b: Any, name: str) -> tuple[Tensor | Scalar, Tensor | Scalar]:
@@ -104,33 +109,35 @@ def _two(a: Any, b: Any, name: str) -> tuple[Tensor | Scalar, Tensor | Scalar]:
 def add(a: Any, b: Any) -> Tensor:
     """`a + b`."""
     a, b = _two(a, b, "add")
-    return _combined(value_of(a) + value_of(b), (a, lambda g: g), (b, lambda g: g))
+    return _combined("add", value_of(a) + value_of(b), (a, lambda g: g), (b, lambda g: g))
 
 
 def subtract(a: Any, b: Any) -> Tensor:
     """`a - b`."""
     a, b = _two(a, b, "subtract")
-    return _combined(value_of(a) - value_of(b), (a, lambda g: g), (b, lambda g: -g))
+    return _combined("subtract", value_of(a) - value_of(b), (a, lambda g: g), (b, lambda g: -g))
 
 
 def multiply(a: Any, b: Any) -> Tensor:
     """`a * b`, elementwise."""
     a, b = _two(a, b, "multiply")
     p, q = block_of(a), block_of(b)
-    return _combined(value_of(a) * value_of(b), (a, lambda g: g * q), (b, lambda g: g * p))
+    return _combined("multiply", value_of(a) * value_of(b), (a, lambda g, q: g * q, q), (b, lambda g, p: g * p, p))
 
 
 def divide(a: Any, b: Any) -> Tensor:
     """`a / b`, elementwise."""
     a, b = _two(a, b, "divide")
     p, q = block_of(a), block_of(b)
-    return _combined(value_of(a) / value_of(b), (a, lambda g: g / q), (b, lambda g: -(g * p) / (q * q)))
+    return _combined(
+        "divide", value_of(a) / value_of(b), (a, lambda g, q: g / q, q), (b, lambda g, p, q: -(g * p) / (q * q), p, q)
+    )
 
 
 def negative(a: Any) -> Tensor:
     """`-a`."""
     a = as_tensor(a)
-    return _combined(-a.data, (a, lambda g: -g))
+    return _combined("negative", -a.data, (a, lambda g: -g))
 
 
 def power(a: Any, exponent: Any) -> Tensor:
@@ -139,23 +146,26 @@ def power(a: Any, exponent: Any) -> Tensor:
     p = operand(exponent, "power")
     if isinstance(p, Tensor):
         raise TypeError("power: the exponent is a number; for a tensor b take exp(b * log(a))")
-    x = a.block
-    slope = (lambda: p * x ** (p - 1)) if p else (lambda: 0)  # x⁻¹ is not defined at 0
-    return _combined(summed(a.data, "power") ** p, (a, lambda g: g * slope()))
+    y = summed(a.data, "power") ** p
+    if not p:  # x⁻¹ is not defined at 0
+        return _combined("power", y, (a, lambda g: g * 0))
+    return _combined("power", y, (a, lambda g, x: g * (p * x ** (p - 1)), a.block))
 
 
 def maximum(a: Any, b: Any) -> Tensor:
     """The larger of a and b, elementwise; where they are equal the gradient is a's."""
     a, b = _two(a, b, "maximum")
     p, q = block_of(a), block_of(b)
-    return _combined(np.maximum(value_of(a), value_of(b)), (a, lambda g: g * (p >= q)), (b, lambda g: g * (p < q)))
+    y = np.maximum(value_of(a), value_of(b))
+    return _combined("maximum", y, (a, lambda g, p, q: g * (p >= q), p, q), (b, lambda g, p, q: g * (p < q), p, q))
 
 
 def minimum(a: Any, b: Any) -> Tensor:
     """The smaller of a and b, elementwise; where they are equal the gradient is a's."""
     a, b = _two(a, b, "minimum")
     p, q = block_of(a), block_of(b)
-    return _combined(np.minimum(value_of(a), value_of(b)), (a, lambda g: g * (p <= q)), (b, lambda g: g * (p > q)))
+    y = np.minimum(value_of(a), value_of(b))
+    return _combined("minimum", y, (a, lambda g, p, q: g * (p <= q), p, q), (b, lambda g, p, q: g * (p > q), p, q))
 
 
 def where(condition: Any, a: Any, b: Any) -> Tensor:
@@ -171,4 +181,5 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     mask = as_tensor(condition).data
     y: DistArray = np.where(mask, value_of(a), value_of(b))
     keep, xp, zero = mask.block, y.xp, y.dtype.type(0)
-    return _combined(y, (a, lambda g: xp.where(keep, g, zero)), (b, lambda g: xp.where(keep, zero, g)))
+    chosen, others = (lambda g, keep: xp.where(keep, g, zero)), (lambda g, keep: xp.where(keep, zero, g))
+    return _combined("where", y, (a, chosen, keep), (b, others, keep))

@@ -9,10 +9,13 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
+from parlinalg.autograd.ops.product import nothing
 from parlinalg.autograd.ops.tokens import Documents, checked_positions
-from parlinalg.autograd.tape import Part, recording
+from parlinalg.autograd.rule import Part
+from parlinalg.autograd.tape import recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
+from parlinalg.backend import namespace
 from parlinalg.backend.attention_blocks import Dropped
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
@@ -102,39 +105,41 @@ def attention(
     keys = x.shape[1] if y is None else y.shape[1]
     rest = Layout(*x.layout.dims)
     if not grid.inside:
-        nothing = [nothing_here(t) for t in inputs]
-        return record(DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid), inputs, nothing)
+        empty = DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid)
+        return record("attention", empty, inputs, [nothing(t) for t in inputs])
     at = checked_positions(positions, shape[1], keys)
-    seen = visible(
+    seen, masks = visible(
         x, shape, keys, causal=causal, window=window, start=start, mask=mask, key_padding=key_padding,
         documents=documents, positions=at,
     )  # fmt: skip
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
-    parts = Parts.of(x.block, None if y is None else y.block)
-    drop = None if dropout is None else dropped(dropout, (*shape, keys), grid.block(rest, shape), at)
-    keep = keep_scores and recording() and any(t.requires_grad for t in inputs)
-    out, lse, kept = kernel.forward(*parts, seen, factor, drop, keep=keep)
+    blocks = x.block, None if y is None else y.block
+    here = grid.block(rest, shape)
 
-    def prepare(g: Block) -> list[Block]:
-        xp = grid.backend.xp
-        grads = [xp.empty(t.block.shape, x.dtype) for t in inputs]
-        into = Parts.of(grads[0], None if y is None else grads[1])
-        kernel.backward(g, *parts, out, lse, seen, factor, into, drop, kept=kept)
+    def drop(at: Block) -> Dropped | None:
+        return None if dropout is None else dropped(dropout, (*shape, keys), here, at)
+
+    keep = keep_scores and recording() and any(t.requires_grad for t in inputs)
+    out, lse, scores = kernel.forward(*Parts.of(*blocks), seen(*masks), factor, drop(at), keep=keep)
+
+    def prepare(
+        g: Block, q: Block, kv: Block, out: Block, lse: Block, scores: Block, at: Block, *masks: Block
+    ) -> list[Block]:
+        grads = [namespace(q).empty(b.shape, q.dtype) for b in (q, kv) if b is not None]
+        into = Parts.of(grads[0], None if kv is None else grads[1])
+        kernel.backward(g, *Parts.of(q, kv), out, lse, seen(*masks), factor, into, drop(at), kept=scores)
         return grads
 
-    def part(i: int) -> Part:
-        layout = inputs[i].layout.with_partial(())
-        if i:
-            layout = layout.with_partial(tuple(a for a in x.layout.dims[3] if grid.sizes[a] > 1))
-        return lambda grads: (grads[i], layout)
-
-    return record(DistArray(out, shape, rest, grid), inputs, [part(i) for i in range(len(inputs))], prepare)
+    kept = Part(prepare, *blocks, out, lse, scores, at, *masks)
+    return record("attention", DistArray(out, shape, rest, grid), inputs, parts_of(inputs), kept)
 
 
-def nothing_here(x: Tensor) -> Part:
-    """The part of the rule on a rank outside the grid."""
-    term = x.block * 0, x.layout.with_partial(())
-    return lambda _: term
+def parts_of(inputs: list[Tensor]) -> list[Part]:
+    """Return the parts of the rule of q, and of kv if there is one, where the gradients of both are prepared."""
+    grid, queries = inputs[0].grid, inputs[0].layout
+    split = tuple(a for a in queries.dims[3] if grid.sizes[a] > 1)
+    layouts = [x.layout.with_partial(split if i else ()) for i, x in enumerate(inputs)]
+    return [Part(lambda grads, i=i, rest=rest: (grads[i], rest)) for i, rest in enumerate(layouts)]
 
 
 def checked(x: DistArray, y: DistArray | None, name: str, ring: Cut = ()) -> tuple[Grid, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.arithmetic import block_sum, multiply
 from parlinalg.autograd.ops.reductions import mean, sum
-from parlinalg.autograd.ops.routing import Routing
+from parlinalg.autograd.ops.routing import Routing, paired
 from parlinalg.autograd.ops.softmax import log_softmax
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.layout import Layout
 from parlinalg.redistribute import redistribute
@@ -38,24 +40,25 @@ def dispatch(x: Any, routing: Routing) -> Tensor:
     data, queues = summed(x.data, "dispatch"), routing.queues
     grid, work = queues.grid, queues.tokens
     at = redistribute(data.block, data.layout, work, data.shape, grid, order=data.order)
-    local = at.shape
+    local, exchange = at.shape, routing.exchange
     rows = routing.exchange(_flat(at)[routing.tokens])
     shape, layout = (*queues.buffer, data.shape[2]), queues.layout(work.dims[2])
     y = grid.backend.zeros(grid.block_shape(layout, shape) if grid.inside else (0,) * 4, data.dtype)
     if grid.inside:
         _flat(y)[routing.places] = rows
 
-    def part(term: Term) -> Term:
+    def part(term: Term, places: Block, *by_choice: Block) -> Term:
         g, there = term
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
-            got = routing.exchange(_flat(g)[routing.places], back=True)
+            got = exchange(_flat(g)[places], back=True)
             flat = _flat(d)
-            for rows, tokens in routing.by_choice:
+            for rows, tokens in paired(by_choice):
                 flat[tokens] += got[rows]
         return d, work.with_partial((*there.partial, *queues.replicating))
 
-    return record(DistArray(y, shape, layout, grid), [x], [part], unsummed=True)
+    kept = Part(part, routing.places, *chain(*routing.by_choice))
+    return record("dispatch", DistArray(y, shape, layout, grid), [x], [kept], unsummed=True)
 
 
 def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
@@ -94,27 +97,30 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
     def at_work(g: Block) -> Block:
         return redistribute(g, rest, work, shape, grid)
 
-    def to_experts(g: Block) -> Term:
+    def to_experts(g: Block, weight: Block, places: Block, *by_choice: Block) -> Term:
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
             flat = _flat(g)
-            sent = grid.backend.empty((routing.tokens.size, width), g.dtype)
-            for j, (rows, tokens) in enumerate(routing.by_choice):
+            sent = grid.backend.empty((many, width), g.dtype)
+            for j, (rows, tokens) in enumerate(paired(by_choice)):
                 sent[rows] = weight[tokens, j][:, None] * flat[tokens]
-            _flat(d)[routing.places] = routing.exchange(sent)
+            _flat(d)[places] = exchange(sent)
         return d, cuts
 
-    def to_gates(g: Block) -> Term:
+    def to_gates(g: Block, got: Block, *by_choice: Block) -> Term:
         d = grid.backend.zeros(gates_shape, gates_dtype)
         if grid.inside:
             flat, each = _flat(g), _flat(d)
-            for j, (rows, tokens) in enumerate(routing.by_choice):
+            for j, (rows, tokens) in enumerate(paired(by_choice)):
                 each[tokens, j] = (got[rows] * flat[tokens]).sum(axis=-1, dtype=gates_dtype)
         return d, of_gates
 
     gates_shape, gates_dtype = gates.block.shape, gates.dtype
+    many, exchange = routing.tokens.size, routing.exchange
+    chosen_by = tuple(chain(*routing.by_choice))
+    parts = [Part(to_experts, weight, routing.places, *chosen_by), Part(to_gates, got, *chosen_by)]
     block = redistribute(out, unsummed, layout, shape, grid, owned=True)
-    return record(DistArray(block, shape, layout, grid), [y, gates], [to_experts, to_gates], at_work)
+    return record("combine", DistArray(block, shape, layout, grid), [y, gates], parts, at_work)
 
 
 def add_bias(y: Any, bias: Any) -> Tensor:
@@ -126,12 +132,13 @@ def add_bias(y: Any, bias: Any) -> Tensor:
     added = redistribute(bias.block, bias.layout, want, bias.shape, grid)
     block = data.block + added[:, None, None] if grid.inside else data.block
     rest, terms = data.layout.with_partial(()), Layout(dims[0], *dims[3:], partial=(*dims[1], *dims[2]))
-    none = grid.backend.zeros((0,) * bias.ndim, bias.dtype)
+    none, dtype = (0,) * bias.ndim, bias.dtype
 
     def to_bias(g: Block) -> Term:
-        return block_sum(g, (1, 2)) if grid.inside else none, terms
+        return block_sum(g, (1, 2)) if grid.inside else grid.backend.zeros(none, dtype), terms
 
-    return record(data.like(block.astype(data.dtype, copy=False)), [y, bias], [lambda g: (g, rest), to_bias])
+    value = data.like(block.astype(data.dtype, copy=False))
+    return record("add_bias", value, [y, bias], [lambda g: (g, rest), to_bias])
 
 
 def chosen(x: Any, routing: Routing) -> Tensor:
@@ -144,7 +151,7 @@ def chosen(x: Any, routing: Routing) -> Tensor:
     y = xp.take_along_axis(data.block, index, axis=-1) if grid.inside else data.block
     rest, local, many = data.layout, data.block.shape, data.shape[-1]
 
-    def part(g: Block) -> Term:
+    def part(g: Block, index: Block) -> Term:
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
             experts = xp.arange(many)
@@ -152,7 +159,7 @@ def chosen(x: Any, routing: Routing) -> Tensor:
                 d += xp.where(experts == index[..., j, None], g[..., j, None], g.dtype.type(0))
         return d, rest
 
-    return record(DistArray(y, (*data.shape[:2], k), rest, grid), [x], [part])
+    return record("chosen", DistArray(y, (*data.shape[:2], k), rest, grid), [x], [Part(part, index)])
 
 
 def balance_loss(probabilities: Any, routing: Routing) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import recording, walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels, namespace
@@ -27,8 +28,8 @@ def _of_value(
     x = as_tensor(x)
     data = summed(x.data, name)
     y = data.like(forward(data.block))
-    q, rest = y.block, data.layout
-    return record(y, [x], [lambda g: (derivative(g, q), rest)])
+    rest = data.layout
+    return record(name, y, [x], [Part(lambda g, y: (derivative(g, y), rest), y.block)])
 
 
 def _of_argument(
@@ -37,8 +38,8 @@ def _of_argument(
     """y = forward(x) with a derivative in terms of the argument, `derivative(g, x)`; y is not kept."""
     x = as_tensor(x)
     data = summed(x.data, name)
-    p, rest = data.block, data.layout
-    return record(data.like(forward(p)), [x], [lambda g: (derivative(g, p), rest)])
+    rest = data.layout
+    return record(name, data.like(forward(data.block)), [x], [Part(lambda g, x: (derivative(g, x), rest), data.block)])
 
 
 def exp(x: Any) -> Tensor:
@@ -128,9 +129,9 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
         y, slope = kernels.gelu_and_slope(data.block, fast)
         rest = data.layout
 
-        def part(g: Block) -> Term:
+        def part(g: Block, slope: Block) -> Term:
             ours = slope.base is None and slope.flags.writeable  # offloaded activations come back in others' memory
             return np.multiply(g, slope, out=slope if ours and _spent() and slope.dtype == g.dtype else None), rest
 
-        return record(data.like(y), [x], [part])
+        return record("gelu", data.like(y), [x], [Part(part, slope)])
     return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))

@@ -15,6 +15,7 @@ from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
 from parlinalg.autograd.ops.losses import _first
 from parlinalg.autograd.ops.weights import weight_at_work
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_tables
 from parlinalg.errors import PlanError
@@ -78,12 +79,12 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     def gathered(g: Block) -> Block:
         return redistribute(g, plan.y.with_partial(()), work, shape, grid)
 
-    def part(dy: Block) -> Term:
+    def part(dy: Block, numbers: Block) -> Term:
         d = kernels_tables.look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
         return d.reshape(local), terms
 
     terms = plan.w_work.with_partial(tuple(chain(*plan.m)))
-    return record(DistArray(block, shape, plan.y, grid), [table], [part], gathered)
+    return record("embedding", DistArray(block, shape, plan.y, grid), [table], [Part(part, numbers)], gathered)
 
 
 def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:
@@ -152,14 +153,16 @@ def add_positions(x: Any, table: Any, start: int = 0, positions: np.ndarray | No
     y = data.block + weight.block[rows] if grid.inside else data.block.copy()
     rest = data.layout
     terms = want.with_partial([a for dim in rest.dims[:2] for a in dim if grid.sizes[a] > 1])
+    local, by_item = weight.block.shape, positions is not None and positions.ndim == 2
 
-    def part(g: Block) -> Term:
-        if positions is not None and positions.ndim == 2:  # one position stands for several tokens
+    def part(g: Block, rows: Any) -> Term:
+        if by_item:  # one position stands for several tokens
             flat = g.reshape((rows.size, g.shape[2]))
-            return kernels_tables.look_up_grad(flat, rows, 0, weight.block.shape[0]), terms
-        d = grid.backend.zeros(weight.block.shape, g.dtype)
+            return kernels_tables.look_up_grad(flat, rows, 0, local[0]), terms
+        d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
             d[rows] = block_sum(g, (0,))
         return d, terms
 
-    return record(data.like(y.astype(data.dtype, copy=False)), [x, table], [lambda g: (g, rest), part])
+    value = data.like(y.astype(data.dtype, copy=False))
+    return record("add_positions", value, [x, table], [lambda g: (g, rest), Part(part, rows)])

@@ -6,6 +6,7 @@ from typing import Any
 
 from parlinalg.array.core import effective, mismatch
 from parlinalg.array.reductions import summed
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_rows
 from parlinalg.layout import Layout
@@ -27,10 +28,11 @@ def swiglu(x: Any) -> Tensor:
     whole = data.layout.with_dim(-1, None)
     if effective(data.layout, data.grid) != effective(whole, data.grid):
         raise mismatch("swiglu: gates and values are cut apart", data.layout, whole)
-    z, rest = data.block, data.layout
-    if data.grid.inside:
-        y = kernels_rows.swiglu(z)
+    inside, rest = data.grid.inside, data.layout
+    if inside:
+        y = kernels_rows.swiglu(data.block)
     else:
         y = data.grid.backend.zeros((0,) * (x.ndim - 1), x.dtype)
     value = data.like(y, Layout(*rest.dims[:-1]), x.shape[:-1])
-    return record(value, [x], [lambda g: (kernels_rows.swiglu_grad(z, g) if data.grid.inside else z, rest)])
+    part = Part(lambda g, z: (kernels_rows.swiglu_grad(z, g) if inside else z, rest), data.block)
+    return record("swiglu", value, [x], [part])

@@ -90,7 +90,7 @@ def share_heads(kv: Any, group: int, axes: Cut) -> Tensor:
             f"so that {group} times each piece is a piece of {shape[2]} heads"
         )
     if not grid.inside:
-        return record(DistArray(x.block, shape, layout, grid), [kv], [lambda g: (g, rest)])
+        return record("share_heads", DistArray(x.block, shape, layout, grid), [kv], [lambda g: (g, rest)])
     length = len(span(x.shape[1], outer, grid.sizes, grid.coords))
     shares = _shares(x, axes, length, group)
     batch, here, local, *last = x.block.shape
@@ -116,7 +116,7 @@ def share_heads(kv: Any, group: int, axes: Cut) -> Tensor:
             d[:, :, heads_of] += term
         return d, rest.with_partial(())
 
-    return record(DistArray(y, shape, layout, grid), [kv], [part])
+    return record("share_heads", DistArray(y, shape, layout, grid), [kv], [part])
 
 
 def _shares(x: DistArray, axes: Cut, length: int, group: int) -> _Shares:
@@ -154,12 +154,12 @@ def narrow(x: Any, dim: int, start: int, stop: int) -> Tensor:
         )
     rest, where = data.layout, (slice(None),) * (dim % data.ndim) + (slice(start, stop),)
     shape = (*data.shape[:dim], stop - start, *data.shape[dim + 1 :])
-    inside = data.grid.inside
+    inside, local, zeros = data.grid.inside, data.block.shape, data.grid.backend.zeros
 
     def part(g: Block) -> tuple[Block, Layout]:
-        d = data.grid.backend.zeros(data.block.shape, g.dtype)
+        d = zeros(local, g.dtype)
         if inside:
             d[where] = g
         return d, rest
 
-    return record(data.like(data.block[where] if inside else data.block, shape=shape), [x], [part])
+    return record("narrow", data.like(data.block[where] if inside else data.block, shape=shape), [x], [part])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.ops.product import Layouts, _gatherer, bias_term, fitting_bias, nothing
+from parlinalg.autograd.ops.product import Layouts, bias_term, fitting_bias, kept, nothing
 from parlinalg.autograd.ops.weights import fetched, weight_at_work
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_images, namespace
 from parlinalg.backend.blas import add_product
@@ -87,7 +87,7 @@ def conv2d(
     inputs = [x, w] if bias is None else [x, w, fitting_bias(bias, plan, w, grid)]
     if not grid.inside:
         block = grid.backend.zeros((0,) * 4, dtype)
-        return record(DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
+        return record("conv2d", DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
     at, work = Layouts.of(plan), images_layout(plan.x_work)
     features = grid.block(plan.w_work, w.shape)[3]
     own = list(_groups(groups, x.shape[3], w.shape[3], features))
@@ -100,8 +100,9 @@ def conv2d(
     y = redistribute(local, at.y, plan.y, shape, grid, owned=True)
     if bias is not None:
         y += inputs[2].block.astype(dtype, copy=False)
-    x_again = _gatherer(xs, x.data, work, "x" in keep)
-    w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    x_kept, x_again = kept(xs, x.data, work, "x" in keep)
+    w_kept, w_again = kept(ws, w.data, at.w, "w" in keep, source)
+    weights = (*w.shape[:2], *grid.block_shape(at.w, w.shape)[2:])
     if source is not None:
         inputs[1] = source.parameter
 
@@ -109,17 +110,17 @@ def conv2d(
         # dy[b, h, w, n] at work, for both products, and at rest, for the bias
         return redistribute(g, at.rest, at.dy, shape, grid), g
 
-    def dx(grads: tuple[Block, Block]) -> Term:
+    def dx(grads: tuple[Block, Block], w_kept: Block) -> Term:
         # the adjoint of patches, of dy[b, m, n] wᵀ[n, k]; partial over the axes that cut n
-        d, ws = grid.backend.zeros(held, dtype), w_again()
+        d, ws = grid.backend.zeros(held, dtype), w_again(w_kept)
         for channels, out in own:
             _add_to_images(grads[0][..., out], ws[..., out], windows, d[..., channels])
         return d, images_layout(at.dx)
 
-    def dw(grads: tuple[Block, Block]) -> Term:
+    def dw(grads: tuple[Block, Block], x_kept: Block) -> Term:
         # dw[k, n] = patchesᵀ[k, m] dy[m, n], partial over the axes that cut m
-        xs = x_again()
-        d = grid.backend.zeros((*w.shape[:2], *grid.block_shape(at.w, w.shape)[2:]), work_dtype(dtype))
+        xs = x_again(x_kept)
+        d = grid.backend.zeros(weights, work_dtype(dtype))
         for channels, out in own:
             part = d if groups == 1 else grid.backend.zeros(d[..., out].shape, d.dtype)
             _add_to_weights(xs[..., channels], grads[0][..., out], windows, part)
@@ -131,7 +132,8 @@ def conv2d(
     def db(grads: tuple[Block, Block]) -> Term:
         return bias_term(grads[1], at.rest, 3, grid)
 
-    return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
+    parts = [Part(dx, w_kept), Part(dw, x_kept), Part(db)]
+    return record("conv2d", DistArray(y, shape, plan.y, grid), inputs, parts[: len(inputs)], gathered)
 
 
 def images_layout(patches: Layout) -> Layout:
@@ -228,14 +230,14 @@ def max_pool2d(x: Any, windows: Windows) -> Tensor:
     _check_windows("max_pool2d", x.shape, windows)
     shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), x.shape[3])
     if not data.grid.inside:
-        return record(data.like(data.block, data.layout, shape), [x], [nothing(x)])
+        return record("max_pool2d", data.like(data.block, data.layout, shape), [x], [nothing(x)])
     y, at = kernels_images.max_pool(data.block, windows)
     held, rest = data.block.shape, data.layout
 
-    def part(g: Block) -> Term:
+    def part(g: Block, at: Block) -> Term:
         return kernels_images.max_pool_grad(g, at, held, windows), rest
 
-    return record(data.like(y, rest, shape), [x], [part])
+    return record("max_pool2d", data.like(y, rest, shape), [x], [Part(part, at)])
 
 
 def band_means(x: Any, down: Sequence[Band], across: Sequence[Band]) -> Tensor:
@@ -251,7 +253,7 @@ def band_means(x: Any, down: Sequence[Band], across: Sequence[Band]) -> Tensor:
     x, data = _whole_images("band_means", x)
     shape = (x.shape[0], len(down), len(across), x.shape[3])
     if not data.grid.inside:
-        return record(data.like(data.block, data.layout, shape), [x], [nothing(x)])
+        return record("band_means", data.like(data.block, data.layout, shape), [x], [nothing(x)])
     height, width, rest = x.shape[1], x.shape[2], data.layout
     y = kernels_images.band_means(kernels_images.band_means(data.block, 1, down), 2, across)
 
@@ -259,7 +261,7 @@ def band_means(x: Any, down: Sequence[Band], across: Sequence[Band]) -> Tensor:
         d = kernels_images.band_means_grad(g, 2, across, width)
         return kernels_images.band_means_grad(d, 1, down, height), rest
 
-    return record(data.like(y, rest, shape), [x], [part])
+    return record("band_means", data.like(y, rest, shape), [x], [part])
 
 
 def _whole_images(name: str, x: Any) -> tuple[Tensor, DistArray]:
@@ -316,4 +318,4 @@ def patches(images: Any, size: tuple[int, int], lead: int = 0) -> Tensor:
         cells = g[:, lead:].reshape((b, down, across, c, p, q)).transpose((0, 3, 1, 4, 2, 5))
         return cells.reshape(held), before
 
-    return record(data.like(y, rest, (x.shape[0], lead + n, width)), [x], [part])
+    return record("patches", data.like(y, rest, (x.shape[0], lead + n, width)), [x], [part])

@@ -15,6 +15,7 @@ from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.softmax import Pieces
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels
 from parlinalg.errors import ConfigError
@@ -67,12 +68,12 @@ def cross_entropy_sum(
     inside = counts & (ids >= here.start) & (ids < here.stop)
     rows = xp.nonzero(inside.reshape(-1))[0]
     columns = ids.reshape(-1)[rows].astype(np.int64) - here.start
-    flat = block.reshape((ids.size, block.shape[-1]))
-    work = kernels.work_dtype(z.dtype)
+    local = (ids.size, block.shape[-1])
+    rest, work = z.layout, kernels.work_dtype(z.dtype)
 
     top = pieces.max(kernels.row_max(block))
     picked = xp.zeros(ids.size, work)
-    picked[rows] = flat[rows, columns]
+    picked[rows] = block.reshape(local)[rows, columns]
     terms = [kernels.row_exp_sum(block, top).reshape(-1), picked]
     if label_smoothing:
         terms.append(xp.asarray(block.sum(axis=-1, dtype=work)).reshape(-1))
@@ -84,16 +85,17 @@ def cross_entropy_sum(
     losses = xp.where(counts, losses, work.type(0))
     loss, count = _totals(z, [losses.sum(dtype=np.float64), counts.sum()], pieces.lead)
 
-    def part(g: Block) -> Term:
+    def part(g: Block, block: Block, log_sum: Block, counts: Block, rows: Block, columns: Block) -> Term:
         scale = counts * g.astype(work)
         d = kernels.row_exp(block, log_sum, scale)
-        at = d.reshape(flat.shape)
+        at = d.reshape(local)
         if label_smoothing:
             d -= ((label_smoothing / classes) * scale)[..., None].astype(d.dtype)
         at[rows, columns] -= ((1 - label_smoothing) * scale.reshape(-1)[rows]).astype(d.dtype)
-        return d, z.layout
+        return d, rest
 
-    return record(DistArray(loss.astype(work), (), Layout(), grid), [logits], [part]), int(count)
+    kept = Part(part, block, log_sum, counts, rows, columns)
+    return record("cross_entropy_sum", DistArray(loss.astype(work), (), Layout(), grid), [logits], [kept]), int(count)
 
 
 def cross_entropy(logits: Any, targets: Any, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
@@ -129,7 +131,8 @@ def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
     (loss,) = _totals(a, [local], a.layout.cut_axes)
     rest = a.layout
     y = DistArray(loss.astype(kernels.work_dtype(a.dtype)), (), Layout(), a.grid)
-    return record(y, [x], [lambda g: ((p - q) * (2 * g).astype(p.dtype), rest)]), a.size
+    part = Part(lambda g, p, q: ((p - q) * (2 * g).astype(p.dtype), rest), p, q)
+    return record("mse_sum", y, [x], [part]), a.size
 
 
 def mse_loss(x: Any, target: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -54,8 +55,10 @@ def visible(
     x: DistArray, shape: tuple[int, ...], keys: int, *, causal: bool, window: int | None, start: int,
     mask: Mask | BlockMask | None, key_padding: Mask | None, documents: Documents | None,
     positions: np.ndarray | None,
-) -> Visible:  # fmt: skip
-    """What this rank's queries see.
+) -> tuple[Callable[..., Visible], tuple[Block, ...]]:  # fmt: skip
+    """Return what makes of arrays a description of the keys that this rank's queries see, and these arrays.
+
+    The arrays are saved for the backward pass; the function holds none.
 
     Parameters
     ----------
@@ -78,11 +81,16 @@ def visible(
     elif mask is not None:
         keep = (_pairs(x, mask, shape, keys), *keep)
     numbers = document_numbers(x, documents, keys, positions)
-    places = None if positions is None else Places(positions)
-    return Visible(
-        causal=causal, window=window, start=start, table=table, size=size, keep=keep,
-        places=None if places is None else (places, places), documents=None if numbers is None else (numbers, numbers),
-    )  # fmt: skip
+
+    def seen(positions: Block, numbers: Block, table: Block, *keep: Block) -> Visible:
+        places = None if positions is None else Places(positions)
+        return Visible(
+            causal=causal, window=window, start=start, table=table, size=size, keep=keep,
+            places=None if places is None else (places, places),
+            documents=None if numbers is None else (numbers, numbers),
+        )  # fmt: skip
+
+    return seen, (positions, numbers, table, *keep)
 
 
 def check_window(window: Any) -> None:

@@ -13,6 +13,7 @@ from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.softmax import Pieces
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels_images, kernels_rows
@@ -61,18 +62,18 @@ def _norm(name: str, x: Any, weight: Any, bias: Any, eps: float, *, centred: boo
             raise ValueError(f"{name}: {what} of shape {p.shape} for x of shape {x.shape}; right is {x.shape[-1:]}")
         if effective(p.layout, grid) != effective(rest, grid):
             raise mismatch(f"{name}: {what} is not cut as the last dim of x", p.layout, rest)
-    pieces, n, block, gain = Pieces(data), x.shape[-1], data.block, inputs[1].block
+    pieces, n, block, gain, whole = Pieces(data), x.shape[-1], data.block, inputs[1].block, data.layout
     total = pieces.sum if grid.inside and any(grid.sizes[a] > 1 for a in pieces.cut) else None
     y, moments = kernels_rows.norm(
         block, gain, inputs[2].block if bias is not None else None, n, eps, centred=centred, total=total
     )
     terms = rest.with_partial([a for a in pieces.lead if grid.sizes[a] > 1])
 
-    def gradients(g: Block) -> tuple[Block, Block, Block]:
-        return kernels_rows.norm_grad(block, g, gain, moments, n, total=total)
+    def gradients(g: Block, block: Block, gain: Block, mean: Block, scale: Block) -> tuple[Block, Block, Block]:
+        return kernels_rows.norm_grad(block, g, gain, kernels_rows.Moments(mean, scale), n, total=total)
 
     def dx(grads: tuple[Block, Block, Block]) -> Term:
-        return grads[0], data.layout
+        return grads[0], whole
 
     def dw(grads: tuple[Block, Block, Block]) -> Term:
         return grads[1], terms
@@ -80,7 +81,7 @@ def _norm(name: str, x: Any, weight: Any, bias: Any, eps: float, *, centred: boo
     def db(grads: tuple[Block, Block, Block]) -> Term:
         return grads[2], terms
 
-    return record(data.like(y), inputs, [dx, dw, db][: len(inputs)], gradients)
+    return record(name, data.like(y), inputs, [dx, dw, db][: len(inputs)], Part(gradients, block, gain, *moments))
 
 
 def batch_norm(
@@ -142,7 +143,7 @@ def batch_norm(
             grid.comm(lead).all_reduce(numbers, op="sum")
         return numbers
 
-    held, work = data.block.shape, work_dtype(x.dtype)
+    whole, held, work = data.layout, data.block.shape, work_dtype(x.dtype)
     rows = data.block.reshape((math.prod(held[:-1]), held[-1]))
     if training:
         mean, variance = kernels_images.column_moments(rows, n, total)
@@ -157,15 +158,15 @@ def batch_norm(
     y = kernels_images.column_norm(rows, mean, scale, gain, shift)
     terms = rest.with_partial(lead)
 
-    def sums(g: Block) -> tuple[Block, Block]:
+    def sums(g: Block, rows: Block, mean: Block, scale: Block) -> tuple[Block, Block]:
         # sums over rows of g and of g (x - mean) scale: the gradients of bias and weight
         grads = g.reshape(rows.shape)
         return grads, kernels_images.column_sums_grad(rows, grads, mean, scale)
 
-    def dx(found: tuple[Block, Block]) -> Term:
+    def dx(found: tuple[Block, Block], rows: Block, mean: Block, scale: Block, gain: Block) -> Term:
         grads, local = found
         means = total(local.copy()) / max(1, n) if training else None
-        return kernels_images.column_norm_grad(rows, grads, mean, scale, gain, means).reshape(held), data.layout
+        return kernels_images.column_norm_grad(rows, grads, mean, scale, gain, means).reshape(held), whole
 
     def dw(found: tuple[Block, Block]) -> Term:
         return found[1][1].copy(), terms
@@ -173,5 +174,6 @@ def batch_norm(
     def db(found: tuple[Block, Block]) -> Term:
         return found[1][0].copy(), terms
 
-    parts = [dx, *(rule for rule, p in ((dw, weight), (db, bias)) if p is not None)]
-    return record(data.like(y.reshape(held)), inputs, parts, sums)
+    kept = rows, mean, scale
+    parts = [Part(dx, *kept, gain), *(Part(rule) for rule, p in ((dw, weight), (db, bias)) if p is not None)]
+    return record("batch_norm", data.like(y.reshape(held)), inputs, parts, Part(sums, *kept))

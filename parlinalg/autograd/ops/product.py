@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.ops.weights import fetched, weight_at_work
+from parlinalg.autograd.ops.weights import Fetched, fetched, weight_at_work
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.autograd.unformed import Unformed
 from parlinalg.backend import kernels_rows
@@ -109,7 +110,7 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
     inputs = [x, w] if bias is None else [x, w, fitting_bias(bias, plan, w, grid)]
     if not grid.inside:
         block = grid.backend.zeros((0,) * len(shape), dtype)
-        return record(DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
+        return record("matmul", DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     at = Layouts.of(plan)
     source = fetched(w)
@@ -122,8 +123,8 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         y = redistribute(local_product(plan, xs, ws, dtype), at.y, plan.y, shape, grid, owned=True)
         if bias is not None:
             y += inputs[2].block.astype(dtype, copy=False)
-    x_again = _gatherer(xs, x.data, at.x, "x" in keep)
-    w_again = _gatherer(ws, w.data, at.w, "w" in keep) if source is None else partial(source.at_work, at.w)
+    x_kept, x_again = kept(xs, x.data, at.x, "x" in keep)
+    w_kept, w_again = kept(ws, w.data, at.w, "w" in keep, source)
     if source is not None:
         inputs[1] = source.parameter
 
@@ -131,17 +132,17 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         # dy[b, m, n] at work, for both products, and at rest, for the bias
         return redistribute(g, at.rest, at.dy, shape, grid), g
 
-    def dx(grads: tuple[Block, Block]) -> Term:
+    def dx(grads: tuple[Block, Block], w_kept: Block) -> Term:
         # dx[b, m, k] = dy[b, m, n] wᵀ[b, n, k], partial over the axes that cut n
         dy, _ = grads
-        ws = w_again()
+        ws = w_again(w_kept)
         d = gemm(as_matrix(dy, nb, nm), as_matrix(ws, nb, nk).swapaxes(-1, -2), dtype)
         return d.reshape((*dy.shape[: nb + nm], *ws.shape[nb : nb + nk])), at.dx
 
-    def dw(grads: tuple[Block, Block]) -> Term:
+    def dw(grads: tuple[Block, Block], x_kept: Block) -> Term:
         # dw[b, k, n] = xᵀ[b, k, m] dy[b, m, n], partial over the axes that cut m
         dy, _ = grads
-        xs = x_again()
+        xs = x_again(x_kept)
         if source is not None and source.order == (1, 0) and nb == 0 and nk == 1:
             # dwᵀ[n, k] = dyᵀ[n, m] x[m, k]: that of a transposed view, as its parameter lies
             return gemm(as_matrix(dy, 0, nm).T, as_matrix(xs, 0, nm), dtype), at.dw.permuted((1, 0))
@@ -159,12 +160,34 @@ def _planned(x: Tensor, w: Tensor, plan: Plan, keep: str, bias: Any = None) -> T
         # db[n] = sum over m of dy[m, n] at rest, partial over the axes that cut m there
         return bias_term(grads[1], at.rest, nm, grid)
 
-    return record(DistArray(y, shape, plan.y, grid), inputs, [dx, dw, db][: len(inputs)], gathered)
+    parts = [Part(dx, w_kept), Part(dw, x_kept), Part(db)]
+    return record("matmul", DistArray(y, shape, plan.y, grid), inputs, parts[: len(inputs)], gathered)
 
 
-def _gatherer(block: Block, data: DistArray, work: Layout, keep: bool) -> Callable[[], Block]:
-    """What gives the backward pass an operand at work: kept as it is, or gathered again from where it rests."""
-    return (lambda: block) if keep and not data.RESTS else (lambda: at_work(data, work))
+def kept(
+    block: Block, data: DistArray, work: Layout, keep: bool, source: Fetched | None = None
+) -> tuple[Block, Callable[[Block], Block]]:  # fmt: skip
+    """Return what to save of an operand for the backward pass, and what brings it to work from that.
+
+    Parameters
+    ----------
+    block : array
+        The operand at work.
+    data : DistArray
+        The operand at rest.
+    keep : bool
+        Whether to save it at work; otherwise it is gathered again.
+    source : Fetched, optional
+        The weight that the operand is, if it has a fetcher: then nothing is saved.
+    """
+    if source is not None:
+        return None, lambda _: source.at_work(work)
+    if data.RESTS:
+        return None, lambda _: at_work(data, work)
+    if keep:
+        return block, lambda held: held
+    shape, layout, grid, order = data.shape, data.layout, data.grid, data.order
+    return data.block, lambda held: at_work(DistArray(held, shape, layout, grid, order), work)
 
 
 def fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
@@ -211,5 +234,5 @@ class Layouts(NamedTuple):
 
 def nothing(x: Tensor) -> Any:
     """The part of the rule on a rank outside the grid."""
-    block = x.block
-    return lambda _: (block * 0, x.layout.with_partial(()))
+    rest, local, dtype, zeros = x.layout.with_partial(()), x.block.shape, x.dtype, x.grid.backend.zeros
+    return lambda _: (zeros(local, dtype), rest)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from parlinalg.array.core import Axis, DistArray
+from parlinalg.array.core import Axis
 from parlinalg.array.reductions import dims_of
 from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.ops.arithmetic import block_sum
+from parlinalg.autograd.ops.arithmetic import Frame, block_sum
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
 from parlinalg.layout import Layout
@@ -41,7 +42,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = Fa
     dims = dims_of(axis, x.ndim)
     y = x.data.sum(dims, None, keepdims, partial=partial)
     local, rest = x.block.shape, x.layout.with_partial(())
-    return record(y, [x], [lambda g: _spread(g, local, rest, dims)])
+    return record("sum", y, [x], [lambda g: _spread(g, local, rest, dims)])
 
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -53,7 +54,8 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
         raise ValueError(f"mean over dims {dims} of a tensor of shape {x.shape}, which has no elements there")
     scale = 1 / count
     local, rest = x.block.shape, x.layout.with_partial(())
-    return record(x.data.sum(dims, None, keepdims) * scale, [x], [lambda g: _spread(g, local, rest, dims, scale)])
+    y = x.data.sum(dims, None, keepdims) * scale
+    return record("mean", y, [x], [lambda g: _spread(g, local, rest, dims, scale)])
 
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -61,29 +63,24 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
     y = x.data.max(dims, keepdims)
-    local, rest = x.block.shape, x.layout.with_partial(())
+    frame, local = Frame.of(x), x.block.shape
 
-    def part(g: Block) -> Term:
-        largest, _ = _spread(y.block, local, rest, dims)
-        found = (x.block == largest).astype(x.dtype)
-        count = _total(found, x, dims)
-        share, _ = _spread(g, local, rest, dims)
-        return share * found / count, rest
+    def part(g: Block, block: Block, top: Block) -> Term:
+        largest, _ = _spread(top, local, frame.layout, dims)
+        found = (block == largest).astype(block.dtype)
+        count = _total(found, frame, dims)
+        share, _ = _spread(g, local, frame.layout, dims)
+        return share * found / count, frame.layout
 
-    return record(y, [x], [part])
+    return record("max", y, [x], [Part(part, x.block, y.block)])
 
 
-def _total(block: Block, x: Tensor, dims: tuple[int, ...]) -> Block:
+def _total(block: Block, x: Frame, dims: tuple[int, ...]) -> Block:
     """The sum over dims of a block that lies as x's, complete over the axes that cut them; dims are kept."""
-    layout = x.layout.with_partial(())
+    layout = x.layout
     shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     over = tuple(a for d in dims for a in layout.dims[d])
     for d in dims:
         layout = layout.with_dim(d, None)
     terms = layout.with_partial(over)
     return redistribute(block_sum(block, dims, keepdims=True), terms, layout, shape, x.grid, owned=True)
-
-
-def complete(block: Block, x: DistArray, dims: tuple[int, ...]) -> Block:
-    """As `_total`, for rules of other operations."""
-    return _total(block, Tensor(x), dims)

@@ -9,10 +9,11 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.ops.attention import Drop, Parts, checked, dropped, nothing_here
+from parlinalg.autograd.ops.attention import Drop, Parts, checked, dropped, parts_of
 from parlinalg.autograd.ops.masks import Mask, check_window, padding
+from parlinalg.autograd.ops.product import nothing
 from parlinalg.autograd.ops.tokens import Documents, Tokens, checked_positions, document_numbers, whole_sequence
-from parlinalg.autograd.tape import Part
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import attention as kernel
 from parlinalg.backend.attention_blocks import Dropped
@@ -21,6 +22,7 @@ from parlinalg.backend.merge import merge
 from parlinalg.backend.visible import Visible, row_spans
 from parlinalg.comm.ring import Rotation, Sums
 from parlinalg.errors import LayoutError
+from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, piece
 
 Block = Any
@@ -81,39 +83,37 @@ def ring_attention(
     numbers = document_numbers(x, documents, keys, at)
     rest = Layout(*x.layout.dims)
     if not grid.inside:
-        nothing = [nothing_here(t) for t in inputs]
-        return record(DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid), inputs, nothing)
-    tokens = Tokens(
-        shape[1], keys, causal=causal, window=window, positions=at, documents=numbers,
-        padding=None if key_padding is None else padding(x, key_padding, keys),
-    )  # fmt: skip
+        empty = DistArray(grid.backend.zeros((0,) * 5, x.dtype), shape, rest, grid)
+        return record("ring_attention", empty, inputs, [nothing(t) for t in inputs])
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
-    call = _Call(x, y, shape, keys, ring, tokens, factor, dropout, at)
-    out, lse = call.forward()
 
-    def prepare(g: Block) -> list[Block]:
-        return call.backward(g, out, lse)
+    def call(q: Block, kv: Block, at: Block, numbers: Block, real: Block) -> _Call:
+        tokens = Tokens(
+            shape[1], keys, causal=causal, window=window, positions=at, documents=numbers, padding=real
+        )  # fmt: skip
+        return _Call(grid, q, kv, rest, shape, keys, ring, tokens, factor, dropout, at)
 
-    def part(i: int) -> Part:
-        layout = inputs[i].layout.with_partial(())
-        if i:
-            layout = layout.with_partial(tuple(a for a in x.layout.dims[3] if grid.sizes[a] > 1))
-        return lambda grads: (grads[i], layout)
+    def prepare(g: Block, out: Block, lse: Block, *arrays: Block) -> list[Block]:
+        return call(*arrays).backward(g, out, lse)
 
-    return record(DistArray(out, shape, rest, grid), inputs, [part(i) for i in range(len(inputs))], prepare)
+    real = None if key_padding is None else padding(x, key_padding, keys)
+    arrays = x.block, None if y is None else y.block, at, numbers, real
+    out, lse = call(*arrays).forward()
+    kept = Part(prepare, out, lse, *arrays)
+    return record("ring_attention", DistArray(out, shape, rest, grid), inputs, parts_of(inputs), kept)
 
 
 class _Call:
     """One call: this rank's blocks, and what both passes do with the ring."""
 
     def __init__(
-        self, x: DistArray, y: DistArray | None, shape: tuple[int, ...], keys: int, ring: Cut, tokens: Tokens,
-        scale: float, dropout: Drop | None, positions: np.ndarray | None,
+        self, grid: Grid, x: Block, y: Block, rest: Layout, shape: tuple[int, ...], keys: int, ring: Cut,
+        tokens: Tokens, scale: float, dropout: Drop | None, positions: np.ndarray | None,
     ) -> None:  # fmt: skip
-        self.grid, self.x, self.y = x.grid, x.block, None if y is None else y.block
+        self.grid, self.x, self.y = grid, x, y
         self.tokens, self.scale = tokens, scale
         self.comm = self.grid.comm(ring)
-        self.ranges = self.grid.block(Layout(*x.layout.dims), shape)
+        self.ranges = self.grid.block(rest, shape)
         self.spans = [piece(keys, self.comm.size, r) for r in range(self.comm.size)]
         self.dtype = x.dtype
         self.work = work_dtype(x.dtype)

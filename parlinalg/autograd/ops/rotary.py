@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.reductions import summed
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import rotary as kernel
 from parlinalg.backend.memory import check_memory
@@ -65,10 +66,11 @@ def rotary(
         )
     rest = x.layout
     if not x.grid.inside:
-        return record(x, [z], [lambda g: (g, rest)])
+        return record("rotary", x, [z], [lambda g: (g, rest)])
     here = x.grid.block(rest, x.shape)[1]
     places = range(start + here.start, start + here.stop) if positions is None else positions[here.start : here.stop]
     cos, sin = kernel.tables(angles, places, x.block)
     own = x.block.shape[3] if turned == x.shape[3] else turned
     y = x.like(kernel.rotate(x.block, cos, sin, own))
-    return record(y, [z], [lambda g: (kernel.rotate(g, cos, sin, own, back=True), rest)])
+    part = Part(lambda g, cos, sin: (kernel.rotate(g, cos, sin, own, back=True), rest), cos, sin)
+    return record("rotary", y, [z], [part])

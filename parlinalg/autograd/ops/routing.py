@@ -282,17 +282,40 @@ class Routing:
         self.received = np.bincount(sender, minlength=len(q.peers))
         self.places = backend.from_host(place[np.lexsort((place, sender))])
 
-    def exchange(self, rows: Block, *, back: bool = False) -> Block:
-        """Rows of tokens, as sent, to rows as received; or back."""
+    @property
+    def exchange(self) -> Exchange:
+        """What moves rows of tokens; it holds no arrays."""
+        return Exchange(self.queues, tuple(self.sent.tolist()), tuple(self.received.tolist()))
+
+
+class Exchange(NamedTuple):
+    """The movement of tokens between the ranks that exchange them.
+
+    Attributes
+    ----------
+    sent, received : tuple of int
+        How many tokens this rank exchanges with each rank along the crossed axes.
+    """
+
+    queues: Queues
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def __call__(self, rows: Block, *, back: bool = False) -> Block:
+        """Move rows of tokens, as sent, to rows as received; or back."""
         q = self.queues
         if len(q.peers) == 1 or not q.grid.inside:
             return rows
         out, into = (self.received, self.sent) if back else (self.sent, self.received)
         width = rows.shape[1]
-        got = q.grid.backend.empty((int(into.sum()), width), rows.dtype)
-        counts = [int(n) * width for n in out], [int(n) * width for n in into]
-        q.grid.comm(q.crossed).all_to_all(rows, counts[0], got, counts[1])
+        got = q.grid.backend.empty((sum(into), width), rows.dtype)
+        q.grid.comm(q.crossed).all_to_all(rows, [n * width for n in out], got, [n * width for n in into])
         return got
+
+
+def paired(arrays: Sequence[Block]) -> list[tuple[Block, Block]]:
+    """Return `Routing.by_choice` from its arrays one after the other."""
+    return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
 def route(

@@ -50,7 +50,7 @@ def select(x: Any, dim: int, index: int) -> Tensor:
             d[at] = g
         return d, rest
 
-    return record(data.like(block, layout, shape), [x], [part])
+    return record("select", data.like(block, layout, shape), [x], [part])
 
 
 def replace_first(x: Any, token: Any) -> Tensor:
@@ -76,6 +76,7 @@ def replace_first(x: Any, token: Any) -> Tensor:
         raise mismatch("replace_first: the token is not cut as the last dim of x", first.layout, want)
     mine = grid.inside and 0 in grid.block(rest, x.shape)[1]
     terms = want.with_partial([a for dim in rest.dims[:2] for a in dim if grid.sizes[a] > 1])
+    local, dtype = first.block.shape, first.dtype
     block = data.block.copy()
     if mine:
         block[:, 0] = first.block
@@ -87,6 +88,6 @@ def replace_first(x: Any, token: Any) -> Tensor:
         return d, rest
 
     def dtoken(g: Block) -> Term:
-        return block_sum(g[:, 0], (0,)) if mine else first.block * 0, terms
+        return block_sum(g[:, 0], (0,)) if mine else grid.backend.zeros(local, dtype), terms
 
-    return record(data.like(block), [x, token], [dx, dtoken])
+    return record("replace_first", data.like(block), [x, token], [dx, dtoken])

@@ -23,7 +23,7 @@ def redistribute(x: Tensor, layout: Layout) -> Tensor:
     x = as_tensor(x)
     y = x.data.redistribute(layout)
     rest = layout.with_partial(())
-    return x if y is x.data else record(y, [x], [lambda g: (g, rest)])
+    return x if y is x.data else record("redistribute", y, [x], [lambda g: (g, rest)])
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:
@@ -36,7 +36,7 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
             f"astype: a tensor that wants a gradient stays floating, not {np.dtype(dtype)}; .detach() it first"
         )
     rest = x.layout.with_partial(())
-    return record(x.data.astype(dtype), [x], [lambda g: (g, rest)])
+    return record("astype", x.data.astype(dtype), [x], [lambda g: (g, rest)])
 
 
 def reshape(x: Tensor, shape: Any) -> Tensor:
@@ -53,7 +53,7 @@ def reshape(x: Tensor, shape: Any) -> Tensor:
     x = as_tensor(x)
     y = x.data.reshape(shape)
     rest, local = x.layout.with_partial(()), x.block.shape
-    return x if y is x.data else record(y, [x], [lambda g: (g.reshape(local), rest)])
+    return x if y is x.data else record("reshape", y, [x], [lambda g: (g.reshape(local), rest)])
 
 
 def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
@@ -62,7 +62,8 @@ def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
     dims = tuple(range(x.ndim))[::-1] if order is None else tuple(d % x.ndim for d in order)
     y = x.data.transpose(dims)
     back = tuple(dims.index(d) for d in range(x.ndim))
-    result = record(y, [x], [lambda term: (term[0].transpose(back), term[1].permuted(back))], unsummed=True)
+    parts = [lambda term: (term[0].transpose(back), term[1].permuted(back))]
+    result = record("transpose", y, [x], parts, unsummed=True)
     if isinstance(x, Parameter):
         result.origin = x, dims
     return result
@@ -107,7 +108,7 @@ def getitem(x: Tensor, key: Any) -> Tensor:
             out[inside] = g
         return out, rest
 
-    return record(y, [x], [part])
+    return record("getitem", y, [x], [part])
 
 
 def _with_dims(items: Sequence[Any]) -> list[tuple[Any, int | None]]:

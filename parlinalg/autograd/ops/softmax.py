@@ -7,6 +7,7 @@ from typing import Any
 from parlinalg.array.core import DistArray
 from parlinalg.array.reductions import dims_of, summed
 from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import kernels
 
@@ -50,17 +51,16 @@ def softmax(x: Any, axis: int = -1) -> Tensor:
     pieces, block = Pieces(z), z.block
     top = pieces.max(kernels.row_max(block))
     scale = 1 / pieces.sum(kernels.row_exp_sum(block, top))
-    y = z.like(kernels.row_exp(block, top, scale))
-    q = y.block
+    y, rest = z.like(kernels.row_exp(block, top, scale)), z.layout
 
-    def part(g: Block) -> Term:
+    def part(g: Block, y: Block) -> Term:
         # dx = y (g - sum of g y)
-        dot = pieces.sum(kernels.row_dot(g, q)).astype(q.dtype, copy=False)
+        dot = pieces.sum(kernels.row_dot(g, y)).astype(y.dtype, copy=False)
         d = g - dot[..., None]
-        d *= q
-        return d, z.layout
+        d *= y
+        return d, rest
 
-    return back(record(y, [x], [part]))
+    return back(record("softmax", y, [x], [Part(part, y.block)]))
 
 
 def log_softmax(x: Any, axis: int = -1) -> Tensor:
@@ -70,16 +70,15 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
     pieces, block = Pieces(z), z.block
     top = pieces.max(kernels.row_max(block))
     shift = top + z.xp.log(pieces.sum(kernels.row_exp_sum(block, top)))
-    zero = z.xp.zeros_like(shift)
     y = z.like((block - shift[..., None]).astype(block.dtype, copy=False))
-    q = y.block
+    xp, rest, work = z.xp, z.layout, shift.dtype
 
-    def part(g: Block) -> Term:
+    def part(g: Block, y: Block) -> Term:
         # dx = g - softmax(x) sum of g
-        total = pieces.sum(z.xp.asarray(g.sum(axis=-1, dtype=shift.dtype)))
-        return g - kernels.row_exp(q, zero, total), z.layout
+        total = pieces.sum(xp.asarray(g.sum(axis=-1, dtype=work)))
+        return g - kernels.row_exp(y, xp.zeros_like(total), total), rest
 
-    return back(record(y, [x], [part]))
+    return back(record("log_softmax", y, [x], [Part(part, y.block)]))
 
 
 def _last(x: Any, axis: int) -> tuple[Tensor, Any]:
