@@ -40,6 +40,15 @@ class Part:
         self.saved = saved
 
     def __call__(self, *given: Any) -> Any:
+        return self.function(*given, *self.saved)
+
+
+class PackedPart(Part):
+    """A part of which some of the saved arrays are packed."""
+
+    __slots__ = ()
+
+    def __call__(self, *given: Any) -> Any:
         return self.function(*given, *[s.array() if type(s) is PackedArray else s for s in self.saved])
 
 
@@ -143,7 +152,7 @@ def packing(stays: Iterable[Block] = ()) -> Callable[[Part], Part] | None:
             done[id(value)] = PackedArray(hooks.pack(value), hooks.unpack)
         return done[id(value)]
 
-    return lambda part: Part(part.function, *map(packed, part.saved))
+    return lambda part: PackedPart(part.function, *map(packed, part.saved))
 
 
 def is_array(value: Any) -> bool:

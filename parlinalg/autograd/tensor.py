@@ -374,15 +374,18 @@ def record(
     result = Tensor(data)
     data.grid.poll()
     if recording():
-        pairs = [(t._node, part) for t, part in zip(inputs, parts, strict=True) if t._node is not None]
-        if pairs:
-            shared = None if prepare is None else _as_part(prepare)
-            kept = [_as_part(part) for _, part in pairs]
+        sources: list[Node] = []
+        kept: list[Part] = []
+        for x, part in zip(inputs, parts, strict=True):
+            if x._node is not None:
+                sources.append(x._node)
+                kept.append(part if type(part) is Part else Part(part))
+        if sources:
+            shared = prepare if prepare is None or type(prepare) is Part else Part(prepare)
             if (pack := packing(_at_rest(inputs))) is not None:
                 shared = None if shared is None else pack(shared)
                 kept = [pack(part) for part in kept]
-            sources = tuple(node for node, _ in pairs)
-            result._node = Node(data, sources, tuple(kept), shared, unsummed=unsummed, op=op)
+            result._node = Node(data, tuple(sources), tuple(kept), shared, unsummed=unsummed, op=op)
     else:
         note(t._node for t in inputs)
     return result
@@ -401,10 +404,6 @@ def record_again(op: str, data: DistArray, sources: Sequence[Node], again: Part)
         pack = packing()
         result._node = Node(data, tuple(sources), again=again if pack is None else pack(again), op=op)
     return result
-
-
-def _as_part(part: Part | Callable[..., Any]) -> Part:
-    return part if type(part) is Part else Part(part)
 
 
 def _at_rest(inputs: Sequence[Tensor]) -> Iterator[Block]:
