@@ -53,7 +53,7 @@ class PackedPart(Part):
 
 
 class PackedArray:
-    """A saved array in the form that `pack` gave it, until a part needs the array; parts may share one."""
+    """A saved array as `pack` returned it, until a part needs the array; parts may share one."""
 
     __slots__ = ("_unpack", "value")
 
@@ -63,7 +63,7 @@ class PackedArray:
 
     @property
     def waits(self) -> bool:
-        """Whether the array has not been needed yet."""
+        """True until the array is needed."""
         return self._unpack is not None
 
     def array(self) -> Block:
@@ -156,7 +156,7 @@ def packing(stays: Iterable[Block] = ()) -> Callable[[Part], Part] | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of a backend."""
+    """Return True if a value is an array of a backend."""
     return isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__")
 
 

@@ -134,11 +134,11 @@ class Node:
 
     @property
     def used(self) -> bool:
-        """Whether a walk has used the rule up."""
+        """True if a walk has used the rule up."""
         return self.parts is None and self.again is None
 
     def rules(self, *, parameters: bool = True) -> Iterator[Part]:
-        """All that runs in a backward pass: the shared preparation, and the parts.
+        """Iterate over the functions that run in a backward pass: the shared preparation, and the parts.
 
         Parameters
         ----------
@@ -153,7 +153,10 @@ class Node:
                 yield part
 
     def saved(self) -> Iterator[Any]:
-        """All that is saved for the rule: arrays, and what `pack` of `saved_arrays_hooks` gave in their place."""
+        """Iterate over all that is saved for the rule: arrays, and what hooks packed them as.
+
+        An array that several parts need comes several times.
+        """
         for rule in self.rules():
             yield from _saved(rule)
 
@@ -387,7 +390,7 @@ class Walk:
             _walking.reset(token)
 
     def saved(self) -> Iterator[Any]:
-        """All arrays that the walk holds: for parts that are to run later, and the sums of gradients so far."""
+        """Iterate over all arrays that the walk holds: those of parts that run later, and sums of gradients so far."""
         for each in self.deferred:
             if isinstance(each, Walk):
                 yield from each.saved()
@@ -399,7 +402,10 @@ class Walk:
             yield from sums.terms.values()
 
     def upcoming(self) -> Iterator[PackedArray]:
-        """The packed arrays that the walk is still to need, in the order in which it will."""
+        """Iterate over the packed arrays that the walk is still to need, in its order.
+
+        With `later`, what the gradients of parameters alone need is left out until `run_parameters`.
+        """
         for node in self.nodes[self.at :]:
             for rule in node.rules(parameters=not self.later):
                 yield from _packed(rule)

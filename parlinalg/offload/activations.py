@@ -1,4 +1,4 @@
-"""What blocks of a model keep for the backward pass, put away meanwhile.
+"""Offloaded activations: arrays saved for the backward pass that rest on a disk or in host memory meanwhile.
 
 The arrays that a block's operations save are written as they are saved; when the backward pass comes to a value, its
 arrays are there again, read ahead in the order of the walk: last in, first out (Rhu et al., "vDNN: virtualized deep
@@ -33,7 +33,7 @@ Block = Any
 
 
 class Ahead(NamedTuple):
-    """What is read ahead of a backward pass.
+    """The reading ahead of a backward pass.
 
     Attributes
     ----------
@@ -41,9 +41,9 @@ class Ahead(NamedTuple):
     later : bool
         Whether the gradients of parameters are left for later.
     upcoming : iterator of PackedArray
-        What was not looked at yet of what the walk is still to need.
+        The arrays that the walk is still to need, after those in `waiting`.
     waiting : weak dict of Away to int
-        What was asked for and has not been needed yet, and how many bytes.
+        The arrays that are being read or were, and have not been needed yet, with their bytes.
     """
 
     walk: weakref.ref[Walk]
@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
 
 
 class OffloadedActivations:
-    """Has what modules keep for the backward pass rest on a disk, or in host memory beside a GPU.
+    """Arrays that modules save for the backward pass, kept on a disk, or in host memory beside a GPU.
 
     Parameters
     ----------
@@ -66,7 +66,8 @@ class OffloadedActivations:
     name : str
         What the files' names begin with.
 
-    Values come back bit for bit.  A module that is recomputed keeps only its inputs; these are put away.
+    Values come back bit for bit.  A module that is recomputed saves only its inputs; these are offloaded.  Calls of the
+    modules run within `parlinalg.autograd.saved_arrays_hooks`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class OffloadedActivations:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def place(self, modules: Iterable[Module]) -> None:
-        """Put away what these modules keep, from the next forward pass on: the blocks of a model.  Collective.
+        """Offload what these modules save, as a rule the blocks of a model, from the next forward pass on.  Collective.
 
         Raises
         ------
@@ -119,9 +120,9 @@ class OffloadedActivations:
         return HostStore(backend)
 
     def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a module, and put away what its operations save."""
+        """Call a module, and offload what its operations save."""
         packer = self._packer
-        if packer is None or walking() is not None:  # what a backward pass computes again is used at once
+        if packer is None or walking() is not None:  # a backward pass uses at once what it computes again
             return call(*args, **kwargs)
         packer.kept = {id(memory(p.block)) for p in module.parameters() if not p.data.RESTS}
         draws = current()
@@ -132,7 +133,7 @@ class OffloadedActivations:
             return call(*args, **kwargs)
 
     def _unpack(self, packer: Packer, held: Held | Block) -> Block:
-        """Return an array; those that the backward pass needs next are read meanwhile."""
+        """Return an array, and begin to read those that the backward pass needs next."""
         walk = walking()
         if isinstance(held, Held):
             packer.soon(held.away)

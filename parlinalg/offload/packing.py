@@ -1,4 +1,4 @@
-"""Saved arrays in the form in which they are put away: which memory they are views of, and how."""
+"""Saved arrays in a store: the memory that each is a view of, once, and how the view lies in it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Block = Any
 
 
 class Held(NamedTuple):
-    """An array that was put away.
+    """An array in a store.
 
     Attributes
     ----------
     packer : Packer
-        The one that put it away.
+        The packer that put it there.
     away : Away
         The memory that it is a view of, or, on a GPU, its elements.
     shape, strides : tuple of int
@@ -60,7 +60,7 @@ class Packer:
 
     # ------------------------------------------------------------------ out
     def pack(self, array: Block) -> Held | Block:
-        """Put an array away, and return what stands for it; return the array itself if it is to stay in memory."""
+        """Put an array into the store and return what stands for it, or return the array if it is to stay in memory."""
         whole = memory(array)
         if not array.ndim or whole.nbytes < self.least or id(whole) in self.kept or array.dtype.hasobject:
             return array
@@ -92,7 +92,7 @@ class Packer:
 
     # ------------------------------------------------------------------ back
     def soon(self, away: Away) -> int:
-        """Begin to bring bytes back, unless they are here; return how many."""
+        """Begin to bring bytes back unless they are here, and return how many."""
         reference = self._back.get(away)
         if reference is not None and reference() is not None:
             return 0
@@ -100,7 +100,7 @@ class Packer:
         return away.nbytes
 
     def unpack(self, held: Held | Block) -> Block:
-        """Return the array that something stands for."""
+        """Return the array of what `pack` returned."""
         if not isinstance(held, Held):
             return held
         reference = self._back.get(held.away)

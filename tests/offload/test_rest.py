@@ -160,6 +160,38 @@ def test_what_weights_need_stays_away_until_their_turn(make_grid, tmp_path):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("later", [False, True])
+def test_what_a_backward_pass_needs_next_is_read_ahead(make_grid, tmp_path, monkeypatch, later):
+    """All but what each of its parts needs first; and not much more than `ahead` bytes at a time."""
+    model, _ = start(make_grid(sizes(1)), num_hidden_layers=3, reduce=False)
+    ready, under_way, largest = [], [], []
+    original = OffloadedActivations._unpack
+
+    def unpack(self, packer, held):
+        if isinstance(held, Held):
+            back = packer._back.get(held.away)
+            ready.append(held.away.got is not None or (back is not None and back() is not None))
+            largest.append(held.away.nbytes)
+        array = original(self, packer, held)
+        if self._ahead is not None:
+            under_way.append(sum(a.nbytes for a in self._ahead.waiting if a.got is not None))
+        return array
+
+    monkeypatch.setattr(OffloadedActivations, "_unpack", unpack)
+    with OffloadedActivations(tmp_path, least=1, ahead=20000) as away:
+        away.place(model.blocks)
+        with nn.training_step(0):
+            passage = Passage(model.grid, [])
+            passage.add(loss_of(model), 1.0)
+        away._store._settle(0)  # all is written
+        passage.backward(later=later)
+        passage.parameters()
+    assert len(ready) > 40
+    assert ready.count(False) < len(ready) / 8
+    assert 20000 < max(under_way) <= 20000 + max(largest) < sum(largest) / 2
+
+
+@pytest.mark.serial
 def test_a_file_of_values_that_is_cut_is_told(make_grid, tmp_path):
     model, _ = start(make_grid(sizes(1)), reduce=False)
     rest = OffloadedParameters(tmp_path, least=1000)
