@@ -156,8 +156,10 @@ def packing(stays: Iterable[Block] = ()) -> Callable[[Part], Part] | None:
 
 
 def is_array(value: Any) -> bool:
-    """Return True if a value is an array of a backend."""
-    return isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__")
+    """Return True if a value is an array of a backend, and not one of NumPy's scalars."""
+    if isinstance(value, np.ndarray):
+        return True
+    return hasattr(value, "dtype") and hasattr(value, "strides") and not isinstance(value, np.generic)
 
 
 def memory(array: Block) -> Block:
