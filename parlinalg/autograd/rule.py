@@ -159,7 +159,7 @@ def is_array(value: Any) -> bool:
     """Return True if a value is an array of a backend, and not one of NumPy's scalars."""
     if isinstance(value, np.ndarray):
         return True
-    return hasattr(value, "dtype") and hasattr(value, "strides") and not isinstance(value, np.generic)
+    return hasattr(value, "dtype") and hasattr(value, "flags") and not isinstance(value, np.generic)
 
 
 def memory(array: Block) -> Block:

@@ -290,8 +290,6 @@ class Walk:
     ) -> None:  # fmt: skip
         self.nodes = reachable(root, since)
         self.retain, self.later, self.starts = retain, later, starts
-        self.at = 0
-        """The position in `nodes` of the value that the walk has come to."""
         self.deferred: list[Deferred | Walk] = []
         self.homeward = Homeward()
         self.sync = starts or _syncing.get()
@@ -316,12 +314,10 @@ class Walk:
         """Walk from the youngest value to the oldest; every rank issues the same collectives in the same order."""
         token = _walking.set(self)
         try:
-            for at, node in enumerate(self.nodes):
-                self.at = at
+            for node in self.nodes:
                 if node.owner is None:
                     self.visit(node)
                     self.poll()
-            self.at = len(self.nodes)
             if not self.later:
                 self.finish()
         finally:
@@ -406,7 +402,7 @@ class Walk:
 
         With `later`, what the gradients of parameters alone need is left out until `run_parameters`.
         """
-        for node in self.nodes[self.at :]:
+        for node in self.nodes:  # those behind the walk have nothing that waits
             for rule in node.rules(parameters=not self.later):
                 yield from _packed(rule)
         if not self.later:
