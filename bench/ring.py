@@ -28,7 +28,7 @@ def pass_of(world: Any, grid: Any, order: str, args: argparse.Namespace) -> dict
     import parlinalg as pla
     from parlinalg import Layout
     from parlinalg.autograd import ops
-    from parlinalg.backend.counted import counting
+    from parlinalg.backend.kernels.attention import counting
 
     shape = (args.batch, args.length, args.heads, 3, args.width)
     layout = Layout(None, "s", None, None, None)

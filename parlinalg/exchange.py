@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from parlinalg import tunables
 from parlinalg.backend import Backend
 from parlinalg.comm import Comm, Handle
 
@@ -15,6 +16,14 @@ Rect = tuple[range, ...]
 
 def volume(rect: Rect) -> int:
     return math.prod(len(r) for r in rect)
+
+
+def piece_size(largest: int) -> int:
+    """Return the most elements of a piece of a move whose largest block, of any rank, source or target, has so many.
+
+    A move holds at most one piece that is sent and one that is received beside its source and its target.
+    """
+    return max(tunables.MOVE_BUFFER, -(-largest // tunables.MOVE_SHARE))
 
 
 def meet(want: Rect, have: Rect) -> Rect:
@@ -49,23 +58,23 @@ def exchange(
     dtype: Any,
     comm: Comm,
     backend: Backend,
-    biggest: int,
-    limit: int,
+    largest: int,
     *,
     wait: bool = True,
     tag: int = 0,
 ) -> Generator[Handle, None, Block]:
     """Fill a new block of `want` from the blocks of the ranks of `comm`; a generator of handles that returns the block.
 
-    sends[i] is the part of `have` that rank i gets, receives[i] the part of `want` that rank i sends.  `biggest` is the
-    largest block involved on any rank of `comm`: up to `limit` elements all goes in one all-to-all, above it pair by
-    pair in pieces of at most `limit` elements, so that no more than source, target and two pieces are ever held.
+    sends[i] is the part of `have` that rank i gets, receives[i] the part of `want` that rank i sends.  `largest` is the
+    elements of the largest block involved on any rank of `comm`: up to `tunables.MOVE_BUFFER` all goes in one
+    all-to-all, above it pair by pair in pieces of at most `piece_size(largest)`, so that no more than source, target
+    and two pieces are ever held.
     """
-    out = backend.empty(tuple(len(r) for r in want), dtype)
+    out, limit = backend.empty(tuple(len(r) for r in want), dtype), piece_size(largest)
     if comm.size == 1:
         out[local(receives[0], want)] = block[local(sends[0], have)]
         return out
-    if biggest <= limit:
+    if largest <= tunables.MOVE_BUFFER:
         counts = [volume(r) for r in sends]
         send = backend.empty((sum(counts),), dtype)
         _pack(send, block, have, sends)

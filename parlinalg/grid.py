@@ -96,7 +96,7 @@ class Grid:
             raise
         self.coords = self.coords_of(self.rank) if self.inside else {}
         cart = self.world.cartesian(self.sizes)
-        self._cart: Comm = SingleComm() if cart is None else between_gpus(cart, self.backend.name)
+        self._cart: Comm = SingleComm() if cart is None else between_gpus(cart, self.backend)
         local_ranks = place_on_node(self.world)[1]
         self.threads = set_blas_threads(sharing(self.world.share(place()), self.rank, local_ranks))
 

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from parlinalg import tunables
 from parlinalg.comm import Handle
 from parlinalg.errors import LayoutError
-from parlinalg.exchange import Rect, exchange, meet, volume
+from parlinalg.exchange import Rect, exchange, meet, piece_size, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, coordinates, cut_lengths, index_of
 from parlinalg.moves import Step, moves
@@ -62,6 +61,10 @@ def redistribute(
 
     No rank receives more elements than its target block lacks (sums: reduce-scatter n - own, all-reduce 2 (n - own)).
     Where nothing moves the result may share memory with `block`.  Collective over the axes the layouts differ in.
+
+    Beside its source and its target each step of a move holds two pieces, one sent and one received, of at most
+    `tunables.MOVE_BUFFER` elements or a sixteenth (`tunables.MOVE_SHARE`) of its larger block, whichever is more: the
+    number of messages does not grow with the blocks.  One row of the longest uncut dim is the least piece there is.
 
     Parameters
     ----------
@@ -253,11 +256,11 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
 
 
 def _chunks(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
-    """Cut the dims but `dim` so that a part, with `dim` grown to n, has at most `MOVE_BUFFER` elements if possible."""
+    """Cut the dims but `dim` so that a part, with `dim` grown to n, has at most `piece_size` elements if possible."""
     others = [d for d in range(len(shape)) if d != dim]
-    size = n * math.prod(shape[d] for d in others)
+    size = n * math.prod(shape[d] for d in others)  # of the larger block: all ranks of the step have the same
     along = max(others, key=lambda d: shape[d])
-    rows = max(1, shape[along] * tunables.MOVE_BUFFER // max(1, size))
+    rows = max(1, shape[along] * piece_size(size) // max(1, size))
     for at in range(0, shape[along], rows):
         yield tuple(slice(at, min(shape[along], at + rows)) if d == along else slice(None) for d in range(len(shape)))
 
@@ -268,11 +271,11 @@ def _exchange(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, ow
     haves = [step.src.block(shape, sizes, at) for at in peers]
     wants = [step.dst.block(shape, sizes, at) for at in peers]
     have, want = grid.block(step.src, shape), grid.block(step.dst, shape)
-    biggest = max(map(volume, (*haves, *wants)))
+    largest = max(map(volume, (*haves, *wants)))
     return (
         yield from exchange(
             block, have, want, [meet(w, have) for w in wants], [meet(want, h) for h in haves],
-            block.dtype, grid.comm(step.axes), grid.backend, biggest, tunables.MOVE_BUFFER, wait=wait, tag=tag,
+            block.dtype, grid.comm(step.axes), grid.backend, largest, wait=wait, tag=tag,
         )
     )  # fmt: skip
 

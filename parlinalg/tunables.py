@@ -47,7 +47,11 @@ MAX_COUNT: int = _max_count()
 """The most elements that one MPI call carries, the sum over all ranks' counts (`PARLINALG_MAX_COUNT`)."""
 
 MOVE_BUFFER = 1 << 19
-"""Elements that a change of layout may hold beside its source and its target, in pieces sent and received."""
+"""Elements of a piece of a change of layout, or a MOVE_SHARE-th of the largest block if that is more."""
+
+MOVE_SHARE = 16
+"""Into how many pieces a large block is cut when it moves: pieces of a sixteenth are far longer than a latency, and one
+sent and one received add an eighth of the block to the memory of a move."""
 
 LONG_MESSAGE = 1 << 20
 """Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""

@@ -181,7 +181,7 @@ def test_a_step_is_shared_out_by_functions() -> None:
     done = launch(0, [str(BENCH / "train_profile.py"), *options], timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gemm" in done.stdout
-    assert "parlinalg/backend/attention.py" in done.stdout
+    assert "parlinalg/backend/kernels/attention/__init__.py" in done.stdout
 
 
 def test_a_crowded_machine_is_refused(

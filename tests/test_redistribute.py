@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
+from parlinalg import tunables
 from parlinalg.errors import CommError, LayoutError
+from parlinalg.exchange import _split, piece_size, volume
 from parlinalg.layout import Layout
 from parlinalg.moves import moves, words
-from parlinalg.redistribute import redistribute, start
+from parlinalg.redistribute import _chunks, redistribute, start
 from tests.cases import DTYPES, EVERY_SIZE, check, grids, held, layouts, numbers, pairs, terms
 
 SHAPES = {1: [(7,), (1,), (0,)], 2: [(5, 3), (1, 7), (0, 4)], 3: [(3, 2, 5)]}
@@ -175,7 +177,7 @@ def test_checked_mode_finds_unequal_replicas(world, backend, monkeypatch):
 
 @pytest.mark.timeout(120)
 def test_memory_is_two_blocks_and_a_buffer(make_grid, world, backend, tune, full):
-    """The peak beside the source is the target, its intermediate sums, and a few bounded buffers."""
+    """The peak beside the source is the target, its intermediate sums, a few bounded buffers, and two pieces."""
     if backend != "numpy":
         return  # device memory is not traced
     grid = make_grid(grids(world.size)[1])
@@ -191,8 +193,45 @@ def test_memory_is_two_blocks_and_a_buffer(make_grid, world, backend, tune, full
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         blocks = array.block.nbytes + moved.nbytes  # the source is held already, and is not counted in the peak
-        bounded = 8 * 8 * max(buffer, side * world.size // 2) + 60_000
+        steps = moves(src, dst, grid.sizes)
+        largest = max((math.prod(grid.block_shape(at, array.shape)) for s in steps for at in (s.src, s.dst)), default=0)
+        bounded = 8 * (8 * max(buffer, side * world.size // 2) + 2 * -(-largest // tunables.MOVE_SHARE)) + 60_000
         assert peak <= blocks + bounded, (src, dst, moves(src, dst, grid.sizes), peak, blocks)
+
+
+@pytest.mark.serial
+def test_the_pieces_of_a_large_block_are_as_many_as_of_a_small_one():
+    """GPT-3's MLP weight, and a model's worth of it, on 2 to 64 ranks: counted by shapes alone."""
+    for rows in (12288, 96 * 12288):
+        for ranks in (2, 8, 64):
+            pieces = list(_chunks((rows, 49152 // ranks), 1, 49152))
+            assert sum(len(range(rows)[part[0]]) for part in pieces) == rows
+            assert 16 <= len(pieces) <= 17
+            for piece in pieces:
+                assert len(range(rows)[piece[0]]) * 49152 <= piece_size(rows * 49152)
+            mine, whole = rows * 49152 // ranks, (range(rows // ranks), range(49152 // ranks))
+            parts = list(_split(whole, piece_size(mine)))
+            assert sum(map(volume, parts)) == volume(whole)
+            assert len(parts) <= max(1, 17 // ranks + 1)
+            assert max(map(volume, parts)) <= piece_size(mine)
+    assert piece_size(1 << 20) == tunables.MOVE_BUFFER  # small blocks go in pieces as before
+
+
+@pytest.mark.parametrize("side", [64, 256])
+def test_a_large_move_takes_few_messages(make_grid, world, tune, side):
+    """As many for 16 times the elements; the words are those of the formula, however many the pieces."""
+    tune(ranks=2, MOVE_BUFFER=16)
+    grid, p = make_grid({"a": world.size}), world.size
+    for src, dst in ((Layout("a", None), Layout(None, "a")), (Layout(None, "a"), Layout(None, None)),
+                     (Layout(None, None, partial="a"), Layout(None, "a"))):  # fmt: skip
+        expected = numbers((side, side), seed=3)
+        array = terms(expected, grid, src)
+        with pla.ledger(grid) as book:
+            moved = array.redistribute(dst)
+        check(moved, expected)
+        assert book.words.total() == words(src, dst, (side, side), grid.sizes, grid.coords)
+        if p > 1:
+            assert book.calls.total() <= max(2 * (16 + p), 17)
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -99,7 +99,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_importing_is_light() -> None:
     done = run_python(
         "import sys, parlinalg; print(sorted({m.split('.')[0] for m in sys.modules} & "
-        "{'mpi4py', 'cupy', 'matplotlib', 'sklearn', 'tqdm', 'threadpoolctl'}))"
+        "{'mpi4py', 'cupy', 'matplotlib', 'numba', 'sklearn', 'tqdm', 'threadpoolctl'}))"
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -17,7 +17,7 @@ from gpt import LEARNING_RATE, Memory, Sizes, batches, timed, weights
 import parlinalg as pla
 from parlinalg import tunables
 from parlinalg.autograd import ops
-from parlinalg.backend import kernels
+from parlinalg.backend.kernels import activations
 
 
 def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mesh, Callable[[int], float]]:
@@ -55,7 +55,7 @@ def main() -> None:
     mesh, step = prepared(mode, sizes, backend, dtype)
     grid = mesh.grid
     # numba is loaded once, as PyTorch is: both are there before memory is counted
-    kernels.gelu(np.linspace(-1, 1, tunables.COMPILED_SIZE, dtype=np.float32), approximate=True)
+    activations.gelu(np.linspace(-1, 1, tunables.COMPILED_SIZE, dtype=np.float32), approximate=True)
     memory = Memory() if backend == "numpy" else Pool(grid.backend.xp)
     timed(step, warm, steps, grid.world.barrier, grid.rank == 0, memory, threads=grid.threads, grid=grid.sizes)
     mesh.close()

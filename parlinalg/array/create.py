@@ -174,7 +174,7 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
         On all ranks, if a rank's block is masked.
     """
     hidden = np.ma.isMaskedArray(block)
-    if not hasattr(block, "flags") or (grid.backend.name == "numpy") != isinstance(block, np.ndarray):
+    if not hasattr(block, "flags") or grid.backend.host_memory != isinstance(block, np.ndarray):
         block = grid.backend.from_host(np.asarray(block))
     layout.check((0,) * layout.ndim, grid.sizes)
     at = [index_of(cut, grid.sizes, grid.coords) if grid.inside else -1 for cut in layout.dims]

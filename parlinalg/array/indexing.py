@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.exchange import exchange, meet, volume
 from parlinalg.layout import Cut, Layout, coordinates, span
@@ -103,9 +102,9 @@ def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
     haves, wants = [(*have(at), *rest) for at in peers], [(*want(at), *rest) for at in peers]
     mine, goal = (*have(a.grid.coords), *rest), (*want(a.grid.coords), *rest)
     sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
-    biggest = max(map(volume, (*haves, *wants)))
-    comm, backend, room = a.grid.comm(axes), a.grid.backend, tunables.MOVE_BUFFER
-    out = Move(exchange(front, mine, goal, sends, receives, a.dtype, comm, backend, biggest, room)).wait()
+    largest = max(map(volume, (*haves, *wants)))
+    comm, backend = a.grid.comm(axes), a.grid.backend
+    out = Move(exchange(front, mine, goal, sends, receives, a.dtype, comm, backend, largest)).wait()
     back = tuple(order.index(d) for d in range(a.ndim))
     return a.like(out.transpose(back), layout, shape)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg import tunables
 from parlinalg.errors import GridError
 from parlinalg.exchange import Rect, exchange, meet, volume
 from parlinalg.grid import Grid
@@ -76,7 +75,7 @@ def to_grid(block: Block, shape: Shape, src: Layout, old: Grid, dst: Layout, new
     haves = _blocks(src, shape, old, comm.world_ranks)
     target = dst.with_partial(())
     wants = _blocks(target, shape, new, comm.world_ranks)
-    if old.backend.name != new.backend.name:
+    if old.backend.xp is not new.backend.xp:
         block = new.backend.from_host(old.backend.to_host(block))
     out = _between(block, haves, wants, comm, new)
     return redistribute(out, target, dst, shape, new)
@@ -105,9 +104,6 @@ def _between(block: Block, haves: list[Rect], wants: list[Rect], comm: Any, grid
     nothing = tuple(_NOTHING for _ in haves[me])
     sends = [meet(wants[r], haves[me]) if serves(me, r) else nothing for r in range(comm.size)]
     receives = [meet(wants[me], haves[r]) if serves(r, me) else nothing for r in range(comm.size)]
-    biggest = max(map(volume, (*haves, *wants)))
-    return Move(
-        exchange(
-            block, haves[me], wants[me], sends, receives, block.dtype, comm, grid.backend, biggest, tunables.MOVE_BUFFER
-        )
-    ).wait()
+    largest = max(map(volume, (*haves, *wants)))
+    moved = exchange(block, haves[me], wants[me], sends, receives, block.dtype, comm, grid.backend, largest)
+    return Move(moved).wait()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from parlinalg.array import DistArray
 from parlinalg.autograd.tape import Fetcher, Reducer
 from parlinalg.autograd.tensor import Tensor
-from parlinalg.backend.kernels_optim import flat
+from parlinalg.backend.views import flat
 from parlinalg.layout import Cut
 from parlinalg.redistribute import check_replicas
 

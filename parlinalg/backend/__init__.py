@@ -32,6 +32,19 @@ class Backend(Protocol):
         The namespace that computes on the blocks.
     device : str
         The device, for people to read.
+    host_memory : bool
+        Blocks are NumPy arrays in this process's memory, which MPI, files and the other ranks of the node reach.
+    cpu : bool
+        A CPU computes: chains of operations run best in chunks that stay in its cache, and a tanh or an exp takes
+        longer than to read a number that was kept.
+    cuda : bool
+        A CUDA GPU computes: CUDA kernels run on the blocks, and NCCL carries them.
+    compiled_loops : bool
+        Loops compiled by numba compute on the blocks.
+    adds_products : bool
+        BLAS can multiply onto what an array holds (`parlinalg.backend.blas.added`).
+
+    What code may do with blocks it asks of these flags, never of the name, which is for messages and configurations.
     """
 
     @property
@@ -40,6 +53,16 @@ class Backend(Protocol):
     def xp(self) -> Any: ...
     @property
     def device(self) -> str: ...
+    @property
+    def host_memory(self) -> bool: ...
+    @property
+    def cpu(self) -> bool: ...
+    @property
+    def cuda(self) -> bool: ...
+    @property
+    def compiled_loops(self) -> bool: ...
+    @property
+    def adds_products(self) -> bool: ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
         """A new C-contiguous block with arbitrary values."""

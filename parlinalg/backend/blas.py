@@ -1,5 +1,5 @@
-"""BLAS: the threads it may start, so that the ranks on one machine do not crowd its cores, and what NumPy does not ask
-of it."""
+"""BLAS: the threads it may start, so that the ranks on one machine do not crowd its cores, what NumPy does not ask of
+it, and the rate of products."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import socket
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import Backend, namespace
 
 LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -158,3 +159,40 @@ def _lying(matrix: np.ndarray) -> tuple[int, int]:
     if (down == item or rows == 1) and (across >= rows * item or columns == 1) and across % item == 0:
         return TURNED, max(rows, across // item)
     return 0, 0
+
+
+# ------------------------------------------------------------------ how fast products are
+
+SIDE = 768  # of square matrices that a core multiplies at its full rate
+LONG = 0.002  # seconds: products that take less do not show the full rate of a GPU
+MOST_SIDE = 8192
+
+
+def gemm_rate(backend: Backend, dtype: str, n: int = SIDE, seconds: float = 0.3, *, sustained: bool = False) -> float:
+    """Floating-point operations a second of one rank's n×n products, called for so many seconds.
+
+    Parameters
+    ----------
+    sustained : bool
+        Over all calls, as where ranks share cores; by default that of the fastest call.
+    """
+    a = backend.from_host(np.random.default_rng(0).random((n, n)).astype(dtype))
+    b = a.copy()
+    a @ b
+    backend.synchronize()
+    first = before = perf_counter()
+    best, calls = float("inf"), 0
+    while calls == 0 or before - first < seconds:
+        a @ b
+        backend.synchronize()
+        now = perf_counter()
+        best, before, calls = min(best, now - before), now, calls + 1
+    return 2 * n**3 / ((before - first) / calls if sustained else best)
+
+
+def gemm_side(backend: Backend, dtype: str) -> int:
+    """The side of square matrices that show the full rate of this backend: 768 on CPUs, more on GPUs."""
+    n = SIDE
+    while n < MOST_SIDE and 2 * n**3 / gemm_rate(backend, dtype, n, 0.0) < LONG:
+        n *= 2
+    return n

@@ -1,14 +1,18 @@
-"""Whether host blocks are computed by compiled loops: where numba is installed (`pip install 'parlinalg[fast]'`).
+"""Loops over host blocks that numba compiles, where it is installed (`pip install 'parlinalg[fast]'`).
 
-Chains of NumPy's operations pass over their chunks once an operation; `parlinalg.backend.loops` passes over the block
-once.  What they compute is the same, but for rounding.  The environment's PARLINALG_COMPILED=0 turns them off.
+Chains of NumPy's operations pass over their chunks once an operation; a loop reads what it needs once and writes its
+results once.  What they compute is the same, but for rounding.  A loop is a Python function marked `@loop()` beside
+the kernel whose compiled form calls it; numba is imported, and the loop compiled, when it is first called with a
+dtype.  Arrays of one call have one dtype, float32 or float64, in which all is computed.  The environment's
+PARLINALG_COMPILED=0 turns loops off.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,54 +24,85 @@ Block = Any
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
+AS_WRITTEN = {"forceinline": True, "fastmath": False}
+"""For parts of loops: without `fastmath` they would have that of the first loop in which they are compiled."""
 
-def loops(*blocks: Block) -> Any:
-    """The module of loops if they can compute on these blocks, else None.
+
+class Loop:
+    """A function that numba compiles when it is first called, or first met in another loop."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.name = function.__name__
+        self._function, self._options = function, options
+
+    def __call__(self, *args: Any) -> Any:
+        return self._dispatcher(*args)
+
+    @cached_property
+    def _dispatcher(self) -> Any:
+        from numba import njit
+
+        from parlinalg.backend import primitives  # noqa: F401  (tells numba what `exp` is)
+
+        try:
+            return njit(self._function, **self._options)
+        except RuntimeError:  # no folder for the code can be written
+            return njit(self._function, **{**self._options, "cache": False})
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What numba asks of a global name in another loop: the type of a compiled function."""
+        return self._dispatcher._numba_type_
+
+
+def loop(*, sums: bool = False) -> Callable[[Callable[..., Any]], Loop]:
+    """Mark a function as a loop: its code is kept on disk where a place for it can be written.
+
+    With `sums` terms may be added in another order, without which sums do not vectorize.  Without, every operation is
+    rounded as written, so that a number's result does not depend on where in a block it lies.
+    """
+    flags = {"reassoc", "contract", "nsz"} if sums else False
+    return lambda function: Loop(function, {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": flags})
+
+
+def inlined(function: Callable[..., Any]) -> Loop:
+    """Mark a function as a part of loops, compiled into each; its operations are rounded as written."""
+    return Loop(function, AS_WRITTEN)
+
+
+def exp(x: Any) -> Any:
+    """exp(x), of the dtype of x: only within loops."""
+    raise NotImplementedError
+
+
+def ready(*blocks: Block) -> bool:
+    """Return True if loops can compute on these blocks.
 
     The blocks are host arrays of float32 or all of float64, the first of them not small.
     """
     first = blocks[0]
     if type(first) is not np.ndarray or first.size < tunables.COMPILED_SIZE or first.dtype not in _DTYPES:
-        return None
-    if any(type(b) is not np.ndarray or b.dtype != first.dtype for b in blocks[1:]):
-        return None
-    return _loops()
+        return False
+    return all(type(b) is np.ndarray and b.dtype == first.dtype for b in blocks[1:]) and available()
 
 
 @cache
-def _loops() -> Any:
+def available() -> bool:
+    """Return True if numba is installed, works, and is not turned off; a warning says why it does not work."""
     if os.environ.get("PARLINALG_COMPILED", "1") == "0" or find_spec("numba") is None:
-        return None
+        return False
     try:
-        from parlinalg.backend import loops, loops_attention  # noqa: F401  (both or none)
+        from parlinalg.backend import primitives  # noqa: F401
     except Exception as error:  # what numba raises depends on its version and NumPy's
         warnings.warn(f"numba is installed but cannot be used, and kernels run unfused: {error}", stacklevel=2)
-        return None
-    return loops
-
-
-def attention_loops() -> Any:
-    """The module of loops over blocks of attention's scores, where there are loops at all."""
-    from parlinalg.backend import loops_attention
-
-    return loops_attention
+        return False
+    return True
 
 
 def about() -> str:
-    """What computes kernels on CPUs, for people to read."""
-    if _loops() is None:
+    """Return what computes kernels on CPUs, for people to read."""
+    if not available():
         return "NumPy's operations in chunks"
     from importlib.metadata import version
 
     return f"loops compiled by numba {version('numba')}"
-
-
-def flat(block: Block) -> Block:
-    """The elements of a host block in C order as one dim: a view where they lie so."""
-    return np.ascontiguousarray(block).reshape(-1)
-
-
-def rows(block: Block) -> Block:
-    """A host block as the C-contiguous matrix of its rows, which lie along the last dim."""
-    width = block.shape[-1]
-    return np.ascontiguousarray(block).reshape(block.size // width if width else 0, width)

@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from parlinalg.backend.numpy import flat_view
+from parlinalg.backend.views import flat_view
 
 
 class CupyBackend:
@@ -21,6 +21,11 @@ class CupyBackend:
 
     name = "cupy"
     xp: Any = cupy
+    host_memory = False
+    cpu = False
+    cuda = True
+    compiled_loops = False
+    adds_products = False
 
     def __init__(self, device: int) -> None:
         self.id = device

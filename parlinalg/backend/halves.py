@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import namespace
+from parlinalg.backend import backend_of, namespace
 
 Block = Any
 TERMS = 4096  # ones that sum up to themselves in float32 only: float16 stops at 2048, bfloat16 at 256
@@ -28,7 +28,7 @@ def product(x: Block, w: Block) -> Block | None:
         Matrices, contiguous or transposed, of one 16-bit float dtype.
     """
     xp = namespace(x)
-    if xp is np or x.ndim != 2 or w.ndim != 2 or x.dtype != w.dtype or not x.size or not w.size:
+    if backend_of(x).cpu or x.ndim != 2 or w.ndim != 2 or x.dtype != w.dtype or not x.size or not w.size:
         return None
     return xp.matmul(x, w) if sums_in_single(xp, x.dtype) else None
 

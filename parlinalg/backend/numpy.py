@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from parlinalg.backend import compiled
 from parlinalg.backend.memory import host_memory
+from parlinalg.backend.views import flat_view
 
 
 class NumpyBackend:
@@ -17,6 +19,14 @@ class NumpyBackend:
     name = "numpy"
     xp: Any = np
     device = "CPU"
+    host_memory = True
+    cpu = True
+    cuda = False
+    adds_products = True
+
+    @property
+    def compiled_loops(self) -> bool:
+        return compiled.available()
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.empty(shape, dtype)
@@ -58,13 +68,6 @@ class NumpyBackend:
 
     def __repr__(self) -> str:
         return "NumpyBackend()"
-
-
-def flat_view(array: np.ndarray) -> np.ndarray:
-    """A contiguous array as one dim, never a copy."""
-    if not array.flags.c_contiguous:
-        raise ValueError(f"not C-contiguous: a host array of shape {array.shape}, strides {array.strides}")
-    return array.reshape(-1)
 
 
 NUMPY = NumpyBackend()

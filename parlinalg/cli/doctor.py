@@ -12,8 +12,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from parlinalg.backend import Backend, compiled, select
-from parlinalg.backend.blas import cores, place, sharing
-from parlinalg.backend.rate import gemm_rate
+from parlinalg.backend.blas import cores, gemm_rate, place, sharing
 from parlinalg.cli import gpu
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import Commands, mpiexec

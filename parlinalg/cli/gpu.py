@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.backend import Backend, attention, cuda, kernels, kernels_optim, kernels_rows, rotary, select
-from parlinalg.backend.kernels_tables import look_up, look_up_grad
-from parlinalg.backend.rate import gemm_rate, gemm_side
-from parlinalg.backend.visible import Visible
+from parlinalg.backend import Backend, cuda, select
+from parlinalg.backend.blas import gemm_rate, gemm_side
+from parlinalg.backend.kernels import examples, samples
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import mpiexec
 from parlinalg.comm import Comm, open_comm
@@ -55,11 +54,15 @@ class Row(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A kernel, as a function of a backend and blocks, and float64 or integer arrays to call it with."""
+    """A call of a kernel, which returns a block or several, and float64 or integer arrays to make it with."""
 
     name: str
-    call: Callable[..., tuple[Block, ...]]
+    call: Callable[..., Any]
     inputs: tuple[np.ndarray, ...]
+
+    def __call__(self, *blocks: Block) -> tuple[Block, ...]:
+        found = self.call(*blocks)
+        return found if isinstance(found, tuple) else (found,)
 
 
 def run(rows: int = ROWS) -> int:
@@ -207,98 +210,9 @@ def timed(backend: Backend, call: Callable[[], Any], most: int = 1000) -> float:
 
 
 def kernel_checks(rows: int, width: int = WIDTH) -> list[Check]:
-    """Return every kernel with arrays of so many rows to try it on."""
-    rng = np.random.default_rng(0)
-    x, g, m = rng.standard_normal((3, rows, width))
-    weight, bias = 1 + rng.standard_normal(width) / 4, rng.standard_normal(width)
-    z = rng.standard_normal((rows, width, 2))
-    ids = rng.integers(0, 97, rows)
-    table = rng.standard_normal((97, width))
-    positions = max(16, min(512, rows))
-    q, k, v, d = rng.standard_normal((4, 2, positions, 4, 64))
-    heads = rng.standard_normal((2, positions, 4, 2, 64))
-
-    def adam(decoupled: bool, backend: Backend, *blocks: Block) -> tuple[Block, ...]:
-        p, grad, mean, square = (b.reshape(-1).copy() for b in blocks)
-        work = kernels_optim.work_dtype(p.dtype)
-        mean, square = mean.astype(work), (square * square).astype(work)
-        kernels_optim.adam(
-            p, grad, mean, square, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled, step=3
-        )
-        return p, mean, square
-
-    def sgd(backend: Backend, *blocks: Block) -> tuple[Block, ...]:
-        p, grad, mean = (b.reshape(-1).copy() for b in blocks)
-        mean = mean.astype(kernels_optim.work_dtype(p.dtype))
-        kernels_optim.sgd(p, grad, mean, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
-        return p, mean
-
-    def norm(centred: bool, back: bool, backend: Backend, *blocks: Block) -> tuple[Block, ...]:
-        a, da, w, b = blocks
-        y, at = kernels_rows.norm(a, w, b if centred else None, width, 1e-5, centred=centred, total=None)
-        if not back:
-            return (y,)
-        dx, dw, db = kernels_rows.norm_grad(a, da, w, at, width, total=None)
-        return (dx, dw, db) if centred else (dx, dw)
-
-    def softmax(backend: Backend, a: Block) -> tuple[Block, ...]:
-        top = kernels.row_max(a)
-        total = kernels.row_exp_sum(a, top)
-        return total, kernels.row_exp(a, top, 1 / total)
-
-    def dropout(backend: Backend, a: Block) -> tuple[Block, ...]:
-        from parlinalg.random import Bernoulli
-        from parlinalg.random.dropping import dropping
-
-        keep = Bernoulli(0.7, 16, seed=3, name="doctor", call=1, step=9, start=2)
-        drop, table = dropping(keep, a, a.shape, tuple(map(range, a.shape)), backend)
-        return (drop(a, table),)
-
-    def attend(back: bool, backend: Backend, *blocks: Block) -> tuple[Block, ...]:
-        a, b, c, da = blocks
-        a, da = a[..., None, :], da[..., None, :]
-        visible, scale = Visible(causal=True), 1 / math.sqrt(a.shape[-1])
-        out, lse, _ = attention.forward(a, b, c, visible, scale)
-        if not back:
-            return out, lse
-        xp = backend.xp
-        into = tuple(xp.empty(block.shape, block.dtype) for block in (a, b, c))
-        attention.backward(da, a, b, c, out, lse, Visible(causal=True), scale, into)
-        return into
-
-    def rotate(backend: Backend, a: Block) -> tuple[Block, ...]:
-        frequencies = 1 / 10000 ** (np.arange(0, 64, 2) / 64)
-        return (rotary.rotate(a, *rotary.tables(frequencies, range(positions), a), 1),)
-
-    found: list[tuple[str, Callable[..., Any], tuple[np.ndarray, ...]]] = []
-    for tanh in (True, False):
-        label = "gelu, tanh" if tanh else "gelu"
-        found.append((label, lambda _, a, t=tanh: (kernels.gelu(a, t),), (x,)))
-        found.append((f"{label}, gradient", lambda _, a, d, t=tanh: (kernels.gelu_grad(a, d, t),), (x, g)))
-    found += [
-        ("sigmoid", lambda _, a: (kernels.sigmoid(a),), (x,)),
-        ("swiglu", lambda _, a: (kernels_rows.swiglu(a),), (z,)),
-        ("swiglu, gradient", lambda _, a, d: (kernels_rows.swiglu_grad(a, d),), (z, g)),
-    ]
-    for centred in (True, False):
-        label = "layer norm" if centred else "RMS norm"
-        for back in (False, True):
-            name = f"{label}, gradient" if back else label
-            found.append((name, partial(norm, centred, back), (x, g, weight, bias)))
-    found += [
-        ("softmax", softmax, (x,)),
-        ("sums of rows", lambda _, a: (kernels_rows.row_sums(a),), (x,)),
-        ("dropout", dropout, (x,)),
-        ("embedding", lambda _, t, i: (look_up(t, i, 3, False),), (table, ids)),
-        ("embedding, gradient", lambda _, d, i: (look_up_grad(d, i, 3, 90),), (g, ids)),
-        ("rotary positions", rotate, (heads,)),
-        ("attention, causal", partial(attend, False), (q, k, v, d)),
-        ("attention, gradient", partial(attend, True), (q, k, v, d)),
-        ("Adam", partial(adam, False), (x, g, m, m)),
-        ("AdamW", partial(adam, True), (x, g, m, m)),
-        ("SGD", sgd, (x, g, m)),
-    ]
-    return [Check(*each) for each in found]
+    """Return a call of every kernel with arrays of so many rows to try it on."""
+    arrays = samples(rows, width)
+    return [Check(e.name, e.call, tuple(arrays[name] for name in e.inputs)) for e in examples()]
 
 
 def error_of(check: Check, backend: Backend, dtype: str) -> tuple[float, float, int]:
@@ -309,9 +223,9 @@ def error_of(check: Check, backend: Backend, dtype: str) -> tuple[float, float, 
     kind = _dtype(dtype)
     given = [a.astype(kind) if a.dtype.kind == "f" else a for a in check.inputs]
     blocks = [backend.from_host(a) for a in given]
-    found = check.call(backend, *blocks)
+    found = check(*blocks)
     wide = [a.astype(np.float64) if a.dtype == kind else a for a in given]
-    known = check.call(select("numpy"), *wide)
+    known = check(*wide)
     worst = 0.0
     for mine, right in zip(found, known, strict=True):
         host = backend.to_host(mine).astype(np.float64)
@@ -320,7 +234,7 @@ def error_of(check: Check, backend: Backend, dtype: str) -> tuple[float, float, 
         if not np.isfinite(host).all():
             worst = math.inf
     size = sum(b.nbytes for b in (*blocks, *found))
-    return worst / _eps(dtype), timed(backend, lambda: check.call(backend, *blocks)), size
+    return worst / _eps(dtype), timed(backend, lambda: check(*blocks)), size
 
 
 def _eps(dtype: str) -> float:

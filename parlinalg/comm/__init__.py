@@ -9,6 +9,7 @@ import os
 import warnings
 from typing import Any
 
+from parlinalg.backend import Backend
 from parlinalg.comm.base import Comm
 from parlinalg.comm.check import check_replicas
 from parlinalg.comm.handle import Handle
@@ -110,7 +111,7 @@ def _warn_of_unknown() -> None:
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
-def between_gpus(comm: Comm, backend: str) -> Comm:
+def between_gpus(comm: Comm, backend: Backend) -> Comm:
     """The communicator that moves a grid's blocks: through NCCL where every rank has a GPU of its own, else `comm`.
 
     `PARLINALG_NCCL=0` leaves all to MPI; `PARLINALG_NCCL=1` raises a CommError where NCCL cannot be used, which "auto",
@@ -119,7 +120,7 @@ def between_gpus(comm: Comm, backend: str) -> Comm:
     wish = os.environ.get("PARLINALG_NCCL") or "auto"
     if wish not in ("auto", "0", "1"):
         raise CommError(f"PARLINALG_NCCL={wish!r}: use 0 (never), 1 (always) or auto (where every rank has a GPU)")
-    if backend != "cupy" or wish == "0" or comm.size == 1:
+    if not backend.cuda or wish == "0" or comm.size == 1:
         return comm
     try:
         from parlinalg.comm.nccl import nccl_over

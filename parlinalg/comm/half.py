@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from parlinalg.backend import backend_of, namespace
 from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.phases import TwoPhase
 
@@ -28,10 +29,10 @@ def is_half(dtype: Any) -> bool:
     return bool(dtype.itemsize == 2 and dtype.name in ("float16", "bfloat16"))
 
 
-def combine(terms: Any, out: Any, op: str, xp: Any = np) -> None:
+def combine(terms: Any, out: Any, op: str) -> None:
     """Reduce `terms[ranks, n]` over the ranks, in order, to `out[n]`; 16-bit floats in float32."""
-    step = _SLICE if xp is np else max(out.size, 1)
-    add, work = getattr(xp, _COMBINE[op]), np.dtype(np.float32) if is_half(out.dtype) else out.dtype
+    step = _SLICE if backend_of(out).cpu else max(out.size, 1)
+    add, work = getattr(namespace(out), _COMBINE[op]), np.dtype(np.float32) if is_half(out.dtype) else out.dtype
     for at in range(0, out.size, step):
         part = slice(at, at + step)
         total = terms[0, part].astype(work)

@@ -106,7 +106,7 @@ class NcclComm(Comm):
             own = counts[self.rank]
             terms = cupy.empty((self.size, own), send.dtype)
             self._all_to_all(send, counts, terms, [own] * self.size, True)
-            half.combine(terms, recv.reshape(-1), op, cupy)
+            half.combine(terms, recv.reshape(-1), op)
             return self._handle((terms, recv), wait)
         if isinstance(send, np.ndarray) or send.dtype.name not in self._types:
             return self.inner._reduce_scatter(send, recv, counts, op, wait)

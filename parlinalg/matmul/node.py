@@ -66,7 +66,7 @@ def multiplied(plan: Plan, xs: Block, ws: Block, shape: Shape, dtype: Any, grid:
 
 def _only(op: str, src: Layout, dst: Layout, grid: Grid) -> Step | None:
     """The step from `src` to `dst`, if it is a single one of this kind between blocks in host memory."""
-    if grid.backend.name != "numpy":
+    if not grid.backend.host_memory:
         return None
     steps = moves(src, dst, grid.sizes)
     return steps[0] if len(steps) == 1 and steps[0].op == op else None

@@ -89,7 +89,7 @@ def product(plan: Plan, x: DistArray, w: DistArray, out: DistArray | None = None
 def _fits(out: DistArray, plan: Plan, shape: Shape, dtype: Any, grid: Grid) -> bool:
     """Whether the local product is y at rest, and may be written to the block of `out`."""
     return (
-        grid.backend.name == "numpy"
+        grid.backend.host_memory
         and not moves(plan.y_work, plan.y, grid.sizes)
         and out.shape == shape
         and out.dtype == dtype

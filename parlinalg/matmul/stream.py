@@ -84,7 +84,8 @@ def buffers(plan: Plan, x: tuple[int, ...], w: tuple[int, ...], grid: Grid) -> l
     """The kernels for a product, the preferred first; the same on all ranks.
 
     For matrices that rest evenly cut this is what `parlinalg.matmul.needs` says of a plan.  Beside it a move
-    holds at most `tunables.MOVE_BUFFER` elements, and a stationary y a tile of at most a sixteenth of its size.
+    holds two pieces, each of `tunables.MOVE_BUFFER` elements or a sixteenth of its larger block, and a stationary y a
+    tile of at most a sixteenth of its size.
     """
     shape = result_shape(plan, x, w)
     fullest = dict.fromkeys(grid.sizes, 0)  # the first rank's pieces are the longest of every dim

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.autograd.ops.images import images_layout
-from parlinalg.backend.kernels_images import Band, Pair, Windows
+from parlinalg.backend.kernels.images import Band, Pair, Windows
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.nn import init

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
-import numpy as np
-
 from parlinalg.autograd import saved_arrays_hooks
 from parlinalg.autograd.rule import PackedArray, memory
 from parlinalg.autograd.tape import Walk, walking
@@ -115,7 +113,7 @@ class OffloadedActivations:
         """What this process, of that number, puts arrays into."""
         if self.path is not None:
             return DiskStore(self.path / f"{self.name}.{number}.extents", self.pending)
-        if backend.xp is np:
+        if backend.host_memory:
             raise ConfigError("activations already are in host memory; give path=, a folder on a disk")
         return HostStore(backend)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.autograd.rule import memory
 from parlinalg.backend import Backend
-from parlinalg.backend.kernels_optim import address
+from parlinalg.backend.views import address
 from parlinalg.offload.extents import Away, Store
 
 Block = Any

@@ -143,7 +143,7 @@ class OffloadedParameters:
     def _open(self, grids: list[Grid], sizes: list[int]) -> None:
         if self._home is not None or not grids:
             raise ConfigError("OffloadedParameters are placed once, of a model that has parameters; make another one")
-        cpu = all(g.backend.xp is np for g in grids)
+        cpu = all(g.backend.host_memory for g in grids)
         if self.path is None and cpu:
             raise ConfigError("parameters already are in host memory; give path=, a folder on a disk")
         comms = worlds(grids)

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import SupportsIndex
 
-import numpy as np
-
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.saved import saved
 from parlinalg.comm.together import together
@@ -171,7 +169,7 @@ def plan(
         ranks of all stages, if it is too low on any.
     """
     chosen = _chosen(places)
-    cpu = all(p.grid.backend.xp is np for p in model.parameters())
+    cpu = all(p.grid.backend.host_memory for p in model.parameters())
     folder = None if path is None else Path(path)
     for kind, place in chosen.items():
         if place == "disk" and folder is None:

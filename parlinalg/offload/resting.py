@@ -12,7 +12,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.backend import Backend
-from parlinalg.backend.numpy import flat_view
+from parlinalg.backend.views import flat_view
 from parlinalg.errors import OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -133,7 +133,7 @@ class Resting(DistArray):
         if block is None:
             backend = self.grid.backend
             host = self._host()
-            block = host if backend.xp is np else backend.from_host(host)
+            block = host if backend.host_memory else backend.from_host(host)
             self._window = weakref.ref(block)
         return block
 
@@ -149,7 +149,7 @@ class Resting(DistArray):
         if not self.nbytes_here:
             return
         window = self._window() if self._window is not None else None
-        if window is None or backend.xp is not np or not np.shares_memory(part, window):
+        if window is None or not backend.host_memory or not np.shares_memory(part, window):
             backend.copy_to_host(part, flat_view(self._host())[start : start + part.size])
 
     def transpose(self, *order: Any) -> DistArray:

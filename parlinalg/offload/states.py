@@ -73,7 +73,7 @@ class ChunkedStates(ABC):
         """A piece of a state as the optimizer changes it: in the buffer, or on the device."""
         stretch = piece.stretch
         view = stretch.state(buffer, name)[piece.inside]
-        if stretch.backend.xp is np:
+        if stretch.backend.host_memory:
             return view
         key = id(stretch.backend), name, stretch.dtype.str
         if key not in self._spare or self._spare[key].size < piece.n:
@@ -85,7 +85,7 @@ class ChunkedStates(ABC):
     def _leave(self, piece: Piece, run: Run, buffer: np.ndarray) -> None:
         """The optimizer is done with a piece."""
         stretch = piece.stretch
-        if stretch.backend.xp is not np:
+        if not stretch.backend.host_memory:
             for name, block in run.states.items():
                 stretch.backend.copy_to_host(block, stretch.state(buffer, name)[piece.inside])
         if self.VALUES and stretch.recorded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from parlinalg.backend import kernels_optim
+from parlinalg.backend.kernels import optimizers
 from parlinalg.optim.flat import Run
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, check_moments
@@ -48,7 +48,7 @@ class Adam(Optimizer):
         check_moments(options)
 
     def update(self, run: Run) -> None:
-        kernels_optim.adam(
+        optimizers.adam(
             run.p, run.g, run.states["mean"], run.states["square"], lr=self.lr, betas=self.betas, eps=self.eps,
             weight_decay=self.weight_decay, decoupled=self.DECOUPLED, step=self.steps, factor=self.factor,
         )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from parlinalg.backend import kernels_layers
-from parlinalg.backend.kernels_optim import square_sum
+from parlinalg.backend.kernels.optimizers import lamb_moments, lamb_step, lars_step, square_sum
 from parlinalg.optim.flat import Entry, Run
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one, check_moments
@@ -112,7 +111,7 @@ class LAMB(Layerwise):
 
     def measure(self, run: Run, part: slice) -> tuple[Block, Block]:
         mean, square = run.states["mean"][part], run.states["square"][part]
-        kernels_layers.lamb_moments(run.g[part], mean, square, betas=self.betas, factor=self.factor)
+        lamb_moments(run.g[part], mean, square, betas=self.betas, factor=self.factor)
         return square_sum(run.p[part]), self._step(run, part, None)
 
     def ratio(self, value: float, other: float) -> float:
@@ -122,7 +121,7 @@ class LAMB(Layerwise):
         self._step(run, part, rate)
 
     def _step(self, run: Run, part: slice, rate: float | None) -> Block:
-        return kernels_layers.lamb_step(
+        return lamb_step(
             run.p[part], run.states["mean"][part], run.states["square"][part], rate=rate, betas=self.betas,
             eps=self.eps, weight_decay=self.weight_decay, step=self.steps,
         )  # fmt: skip
@@ -174,7 +173,7 @@ class LARS(Layerwise):
 
     def move(self, run: Run, part: slice, rate: float) -> None:
         m = run.states["momentum"][part] if self.momentum else None
-        kernels_layers.lars_step(
+        lars_step(
             run.p[part], run.g[part], m, rate=rate, momentum=self.momentum, weight_decay=self.weight_decay,
             factor=self.factor,
         )  # fmt: skip

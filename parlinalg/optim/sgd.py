@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from parlinalg.backend import kernels_optim
+from parlinalg.backend.kernels import optimizers
 from parlinalg.errors import ConfigError
 from parlinalg.optim.flat import Run
 from parlinalg.optim.groups import Option
@@ -51,7 +51,7 @@ class SGD(Optimizer):
         return ("momentum",) if any(group["momentum"] for group in self.param_groups) else ()
 
     def update(self, run: Run) -> None:
-        kernels_optim.sgd(
+        optimizers.sgd(
             run.p, run.g, run.states["momentum"] if self.momentum else None, lr=self.lr, momentum=self.momentum,
             nesterov=self.nesterov, weight_decay=self.weight_decay, factor=self.factor,
         )  # fmt: skip

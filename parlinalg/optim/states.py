@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from parlinalg.backend.kernels_optim import joined
+from parlinalg.backend.views import joined
 from parlinalg.optim.flat import Entry, Run
 
 Block = Any

@@ -142,7 +142,7 @@ class Bucket:
 
     def share(self) -> None:
         """Have the data, where the ranks that sum it are on one node, in memory they have in common.  Collective."""
-        if self.axes and not self.scatter and self.grid.inside and self.grid.backend.name == "numpy":
+        if self.axes and not self.scatter and self.grid.inside and self.grid.backend.host_memory:
             self.data = terms(self.grid.comm(self.axes), self.size, self.dtype)
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from parlinalg.autograd import Parameter
 from parlinalg.backend import namespace
-from parlinalg.backend.kernels_optim import scale, square_sum
+from parlinalg.backend.kernels.optimizers import scale, square_sum
 from parlinalg.errors import ConfigError
 from parlinalg.optim.pieces import changed, check_settled, distinct, gradients, held, over_ranks
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.autograd import Parameter
-from parlinalg.backend.kernels_optim import all_finite, square_sum
+from parlinalg.backend.kernels.optimizers import all_finite, square_sum
 from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid

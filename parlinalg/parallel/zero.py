@@ -7,7 +7,7 @@ from typing import Any
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Shard
-from parlinalg.backend.kernels_optim import address
+from parlinalg.backend.views import address
 from parlinalg.comm import Handle
 from parlinalg.parallel.buckets import Bucket, Slot
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Owner, Parameter
-from parlinalg.backend.kernels_optim import address
+from parlinalg.backend.views import address
 from parlinalg.errors import ConfigError
 from parlinalg.optim import Optimizer
 

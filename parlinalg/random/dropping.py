@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import Backend, cuda, namespace
-from parlinalg.backend.cuda_random import DIMS, places
+from parlinalg.backend import Backend
+from parlinalg.backend.kernels.dropout import Counted, drop, on_device, places
 from parlinalg.random import Bernoulli, Indices
 
 Block = Any
@@ -29,30 +29,19 @@ def dropping(
     shape, indices
         The global shape, and the global indices of the block, a dim.
     """
-    scale = block.dtype.type(1 / keep.p if keep.p else 0)
-    if cuda.ready(block) and len(shape) <= DIMS:
-        table, lengths, first = places(shape, indices, keep.start)
-        drop = partial(
-            cuda.drop, lengths=lengths, first=first, key=tuple(map(int, keep.key)), limit=keep.limit, bits=keep.bits,
-            scale=float(scale),
-        )  # fmt: skip
-        return drop, backend.from_host(table)
-    return partial(_kept, scale=scale), backend.from_host(keep.part(shape, indices))
+    scale = 1 / keep.p if keep.p else 0.0
+    if on_device(block, len(shape)):
+        table, *where = places(shape, indices, keep.start)
+        counted = Counted(tuple(map(int, keep.key)), keep.limit, keep.bits, *where)
+        return partial(drop, scale=scale, counted=counted), backend.from_host(table)
+    return partial(drop, scale=scale), backend.from_host(keep.part(shape, indices))
 
 
 def factors(
     keep: Bernoulli, dtype: np.dtype[Any], shape: Sequence[int], indices: Sequence[Indices], backend: Backend
 ) -> Block:  # fmt: skip
     """What `dropping` multiplies by."""
-    xp = backend.xp
-    if xp is not np and cuda.ready(ones := xp.ones(tuple(map(len, indices)), dtype)):
-        drop, table = dropping(keep, ones, shape, indices, backend)
-        return drop(ones, table)
+    if backend.cuda and on_device(ones := backend.xp.ones(tuple(map(len, indices)), dtype), len(shape)):
+        dropped, table = dropping(keep, ones, shape, indices, backend)
+        return dropped(ones, table)
     return backend.from_host(keep.part(shape, indices) * dtype.type(1 / keep.p if keep.p else 0))
-
-
-def _kept(block: Block, keep: Block, scale: Any) -> Block:
-    """The elements kept, scaled; zeros elsewhere."""
-    out = namespace(block).asarray(block * keep)
-    out *= scale
-    return out

@@ -16,7 +16,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.autograd import Parameter
-from parlinalg.backend.kernels_optim import flat
+from parlinalg.backend.views import flat
 from parlinalg.errors import ConfigError
 from parlinalg.optim import Optimizer
 from parlinalg.optim.pieces import counted

@@ -14,8 +14,8 @@ import numpy as np
 from parlinalg.array import zeros
 from parlinalg.autograd import Tensor
 from parlinalg.autograd.ops import cross_entropy_sum
+from parlinalg.backend.blas import gemm_rate, gemm_side
 from parlinalg.backend.memory import check_memory
-from parlinalg.backend.rate import gemm_rate, gemm_side
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.datasets import Batch, Passages, Text, Windows, known_share
 from parlinalg.errors import ConfigError

@@ -235,8 +235,7 @@ def _grid(place: Place, backend: str) -> Grid:
     if place.size == 1:
         return Grid(sizes, world, backend)
     grid = together(world, lambda: Grid(sizes, place.group, backend), "making its grid")
-    names = world.share(grid.backend.name)
-    if len(set(names)) > 1:  # "auto" where only some ranks have a GPU
+    if len(set(world.share(grid.backend.cuda))) > 1:  # "auto" where only some ranks have a GPU
         grid.close()
         grid = Grid(sizes, place.group, "numpy")
     grid.threads = set_blas_threads(sharing(world.share(cores()), world.rank, place_on_node(world)[1]))

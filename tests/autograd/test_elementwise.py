@@ -10,7 +10,8 @@ import pytest
 from parlinalg import DistArray, Grid, Layout, LayoutError, Tensor
 from parlinalg.autograd import no_grad, ops
 from parlinalg.autograd.saved import saved
-from parlinalg.backend import kernels
+from parlinalg.backend.chunks import CHUNK
+from parlinalg.backend.kernels.activations import erf, gelu_grad
 from tests.autograd.cases import MATRICES, agree, close, cut, numbers, tensor, value_and_gradients
 
 X, Y, POSITIVE = numbers(5, 7), numbers(5, 7, seed=1), np.abs(numbers(5, 7, seed=2)) + 0.5
@@ -95,13 +96,11 @@ def test_chunks_and_halves_of_the_fused_kernels(serial: Grid) -> None:
 
 @pytest.mark.serial
 def test_the_error_function_is_right_to_the_last_bits() -> None:
-    from parlinalg.backend import kernels
-
     x = np.concatenate([np.linspace(-7, 7, 20_001), 10.0 ** np.linspace(-300, 2, 500), [0.0, np.inf, -np.inf]])
     right = _erf(x)
-    assert (np.abs(kernels.erf(x) - right) <= 1e-15 * np.abs(right)).all()
-    assert np.isnan(kernels.erf(np.array([np.nan]))).all()
-    close(kernels.erf(x.astype(np.float32)), right, 3e-7)
+    assert (np.abs(erf(x) - right) <= 1e-15 * np.abs(right)).all()
+    assert np.isnan(erf(np.array([np.nan]))).all()
+    close(erf(x.astype(np.float32)), right, 3e-7)
 
 
 def test_dtypes_of_gradients(widest: Grid) -> None:
@@ -151,7 +150,7 @@ def test_wrong_operands(widest: Grid) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_keeps_one_array_and_gives_the_same_recorded_or_not(approximate: str, dtype: type, serial: Grid) -> None:
-    many = kernels.CHUNK + 5
+    many = CHUNK + 5
     block = serial.backend.from_host(np.linspace(-9, 4, many).astype(dtype))
     x = Tensor(DistArray(block, (many,), Layout(None), serial), requires_grad=True)
     y = ops.gelu(x, approximate)
@@ -161,7 +160,7 @@ def test_gelu_keeps_one_array_and_gives_the_same_recorded_or_not(approximate: st
     y.sum().backward()
     assert (serial.backend.to_host(plain.block) == serial.backend.to_host(y.block)).all()
     assert x.grad is not None
-    want = kernels.gelu_grad(block, serial.backend.xp.ones_like(block), approximate == "tanh")
+    want = gelu_grad(block, serial.backend.xp.ones_like(block), approximate == "tanh")
     grad = serial.backend.to_host(x.grad.block)
     np.testing.assert_allclose(grad, serial.backend.to_host(want), rtol=0, atol=20 * np.finfo(dtype).eps)
 

@@ -11,8 +11,8 @@ import pytest
 from parlinalg import Grid, Layout, LayoutError, schemes
 from parlinalg.autograd import ops
 from parlinalg.autograd.ops.images import images_layout
-from parlinalg.backend import kernels_images
-from parlinalg.backend.kernels_images import Band, Windows
+from parlinalg.backend.kernels import images as kernels
+from parlinalg.backend.kernels.images import Band, Windows
 from parlinalg.plan import Plan
 from tests.autograd.cases import agree, numbers, tensor
 
@@ -92,9 +92,9 @@ def test_groups(name: str, groups: int, grid: Grid, serial: Grid) -> None:
 def test_parts_of_patches(chunk: int, least: int, monkeypatch: pytest.MonkeyPatch, grid: Grid, serial: Grid) -> None:
     """Patches made a few rows of an image, or a few images, at a time: the same, and never more at once."""
     for name in ("CHUNK", "GPU_CHUNK"):
-        monkeypatch.setattr(kernels_images, name, chunk)
-    monkeypatch.setattr(kernels_images, "LEAST", least)
-    most, made = 0, kernels_images.patches
+        monkeypatch.setattr(kernels, name, chunk)
+    monkeypatch.setattr(kernels, "LEAST", least)
+    most, made = 0, kernels.patches
 
     def noting(x: Any, windows: Windows, rows: range) -> Any:
         nonlocal most
@@ -102,7 +102,7 @@ def test_parts_of_patches(chunk: int, least: int, monkeypatch: pytest.MonkeyPatc
         most = max(most, found.shape[0] * found.shape[1] * found.shape[2])
         return found
 
-    monkeypatch.setattr(kernels_images, "patches", noting)
+    monkeypatch.setattr(kernels, "patches", noting)
     plan = plans()["2d"][0]
     for windows in WINDOWS[:2] + WINDOWS[4:]:
         x, w = numbers(4, 6, 5, 3), numbers(*windows.kernel, 3, 4)

@@ -16,8 +16,7 @@ import parlinalg as pla
 from parlinalg import Layout, LayoutError
 from parlinalg.autograd import ops
 from parlinalg.autograd.ops import ring as module
-from parlinalg.backend.counted import counting
-from parlinalg.backend.merge import merge
+from parlinalg.backend.kernels.attention import counting, merge
 from parlinalg.comm import Comm
 from parlinalg.layout import pieces
 from tests.autograd.cases import agree, close, cut, numbers, tensor, value_and_gradients

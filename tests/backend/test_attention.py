@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parlinalg.backend import attention as kernel
 from parlinalg.backend import compiled
-from parlinalg.backend.places import Places
-from parlinalg.backend.visible import Visible
+from parlinalg.backend.kernels import attention as kernel
+from parlinalg.backend.kernels.attention.blocks import Blocks
+from parlinalg.backend.visible import Places, Visible
 
 pytestmark = pytest.mark.serial
 
@@ -38,7 +38,7 @@ MASKS = {
 @pytest.fixture(autouse=True, params=["loops", "plain"])
 def how(request, tune):
     """Blocks of any size go through compiled loops where these can compute them, and then none does."""
-    if request.param == "loops" and compiled._loops() is None:
+    if request.param == "loops" and not compiled.available():
         pytest.skip("cannot be had here: numba is not installed, or PARLINALG_COMPILED is 0")
     tune(must=False, COMPILED_SIZE=0 if request.param == "loops" else 1 << 62)
     return request.param
@@ -139,14 +139,14 @@ def test_positions_in_runs_and_in_no_order(name, limits):
 @pytest.mark.parametrize("name", [*MASKS, *PLACES])
 def test_loops_compute_what_positions_in_runs_say(name, how):
     visible = Visible(**MASKS[name][0]) if name in MASKS else placed(*PLACES[name])
-    blocks = kernel.Blocks.of(*numbers()[:3], visible, 0.5, None)
+    blocks = Blocks.of(*numbers()[:3], visible, 0.5, None)
     by_loops = {"all", "causal", "causal, later", "window", "both sides", "zigzag", "striped", "runs"}
     assert (blocks is not None) == (how == "loops" and name in by_loops)
 
 
 def test_loops_leave_what_they_do_not_take_to_numpy(how):
     q, k, v, _ = numbers()
-    of = lambda *arrays: kernel.Blocks.of(*arrays, Visible(causal=True), 0.5, None)  # noqa: E731
+    of = lambda *arrays: Blocks.of(*arrays, Visible(causal=True), 0.5, None)  # noqa: E731
     assert of(q[:, :3], k, v) is None  # a few queries, as in generation
     assert of(q, k[..., ::-1], v) is None  # features that BLAS cannot go along
     assert of(q, k, v.astype(np.float32)) is None

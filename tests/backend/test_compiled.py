@@ -6,13 +6,14 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from parlinalg import tunables
-from parlinalg.backend import attention, compiled, kernels, kernels_optim, kernels_rows
+from parlinalg.backend import compiled
+from parlinalg.backend.kernels import activations, attention, norms, optimizers, rows
+from parlinalg.backend.kernels.attention.blocks import Blocks
 from parlinalg.backend.visible import Visible
 
 pytest.importorskip("numba")
@@ -25,23 +26,18 @@ SHAPES = [(1, 1), (3, 5), (130, 33), (2, 7, 129), (300, 0), (0, 4)]
 @pytest.fixture(params=DTYPES, ids=lambda d: d.__name__)
 def both(request, monkeypatch, tune):
     """Runs a function by loops, whatever the size, and by NumPy, and compares; counts the calls of loops."""
-    calls = []
-    real = compiled._loops()
-    names = [n for n in vars(real) if hasattr(getattr(real, n), "py_func")]
+    calls, call = [], compiled.Loop.__call__
 
-    def counting(name):
-        def call(*args):
-            calls.append(name)
-            return getattr(real, name)(*args)
+    def counted(loop, *args):
+        calls.append(loop.name.removeprefix("_").removesuffix("_loop"))
+        return call(loop, *args)
 
-        return call
-
-    counted = SimpleNamespace(**{n: counting(n) for n in names})
+    monkeypatch.setattr(compiled.Loop, "__call__", counted)
 
     def compare(function, *blocks, near=20, uses=None, **more):
         results = []
-        for loops in (counted, None):
-            monkeypatch.setattr(compiled, "_loops", lambda loops=loops: loops)
+        for available in (True, False):
+            monkeypatch.setattr(compiled, "available", lambda available=available: available)
             tune(COMPILED_SIZE=1)
             results.append(function(*(b.copy() if isinstance(b, np.ndarray) else b for b in blocks), **more))
         if uses is not None and blocks[0].size:
@@ -72,8 +68,8 @@ def numbers(shape, dtype, seed=0, spread=3.0):
 @pytest.mark.parametrize("approximate", [True, False])
 def test_gelu(both, shape, approximate):
     x = numbers(shape, both.dtype)
-    y, _ = both(kernels.gelu_and_slope, x, approximate, uses=f"gelu_{'tanh' if approximate else 'erf'}_slope")
-    again = both(kernels.gelu, x, approximate, uses=f"gelu_{'tanh' if approximate else 'erf'}")
+    y, _ = both(activations.gelu_and_slope, x, approximate, uses=f"gelu_{'tanh' if approximate else 'erf'}_slope")
+    again = both(activations.gelu, x, approximate, uses=f"gelu_{'tanh' if approximate else 'erf'}")
     if both.dtype == np.float64:
         exact = [v * (1 + math.erf(v / math.sqrt(2))) / 2 for v in x.reshape(-1).tolist()]
         assert approximate or np.allclose(y.reshape(-1), exact, rtol=1e-13, atol=1e-15)
@@ -86,18 +82,18 @@ def test_gelu_is_bit_for_bit_that_of_its_slope(tune):
         for n in (1, 15, 4097):
             x = numbers((n,), dtype)
             for approximate in (True, False):
-                y = kernels.gelu(x, approximate)
-                np.testing.assert_array_equal(kernels.gelu_and_slope(x, approximate)[0], y)
-                np.testing.assert_array_equal(kernels.gelu(x[n // 2 :], approximate), y[n // 2 :])  # wherever it lies
+                y = activations.gelu(x, approximate)
+                np.testing.assert_array_equal(activations.gelu_and_slope(x, approximate)[0], y)
+                np.testing.assert_array_equal(
+                    activations.gelu(x[n // 2 :], approximate), y[n // 2 :]
+                )  # wherever it lies
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exponentials(dtype):
-    from parlinalg.backend import loops
-
     def exp(x):
         y = np.empty((1, x.size), dtype)
-        loops.row_exp(x[None], np.zeros(1, dtype), np.ones(1, dtype), y)
+        rows._row_exp_loop(x[None], np.zeros(1, dtype), np.ones(1, dtype), y)
         return y[0]
 
     info = np.finfo(dtype)
@@ -113,10 +109,10 @@ def test_exponentials(dtype):
 FIRST = """
 import numpy as np
 from parlinalg import tunables
-from parlinalg.backend import loops
+from parlinalg.backend.kernels.rows import _row_exp_sum_loop
 z = np.random.default_rng(0).standard_normal((50, 33))
 top, out = z.max(axis=1), np.empty(50)
-loops.row_exp_sum(z, top, out)
+_row_exp_sum_loop(z, top, out)
 print(np.abs(out / np.exp(z - top[:, None]).sum(axis=1) - 1).max())
 """
 
@@ -134,17 +130,17 @@ def test_a_number_that_is_none_stays_so(both):
     x = numbers((40, 3), both.dtype)
     x[7, 1] = np.nan
     x[9, 2] = np.inf
-    y = both(kernels.gelu, x, True)
+    y = both(activations.gelu, x, True)
     assert np.isnan(y[7, 1])
     assert y[9, 2] == np.inf
-    assert np.isnan(both(kernels_rows.swiglu, x.reshape(-1, 2))).any()
+    assert np.isnan(both(activations.swiglu, x.reshape(-1, 2))).any()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gated(both, shape):
     z, g = numbers((*shape, 2), both.dtype), numbers(shape, both.dtype, 1)
-    both(kernels_rows.swiglu, z, uses="swiglu")
-    both(kernels_rows.swiglu_grad, z, g, uses="swiglu_grad")
+    both(activations.swiglu, z, uses="swiglu")
+    both(activations.swiglu_grad, z, g, uses="swiglu_grad")
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
@@ -157,8 +153,8 @@ def test_norms(both, shape, centred, pieces):
     total = None if pieces == 1 else (lambda numbers: numbers * pieces)  # the other piece is like this one
 
     def run(x, g):
-        y, at = kernels_rows.norm(x, w, b, n, 1e-5, centred=centred, total=total)
-        return y, *kernels_rows.norm_grad(x, g, w, at, n, total=total), at.scale
+        y, at = norms.norm(x, w, b, n, 1e-5, centred=centred, total=total)
+        return y, *norms.norm_grad(x, g, w, at, n, total=total), at.scale
 
     both(run, x, g, near=2000 if shape[-1] == 1 else 200, uses="norm_grad")
 
@@ -166,9 +162,9 @@ def test_norms(both, shape, centred, pieces):
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
 def test_rows(both, shape):
     z, scale = numbers(shape, both.dtype), numbers(shape[:-1], both.dtype, 1)
-    both(kernels.row_exp_sum, z, z.max(axis=-1), near=100, uses="row_exp_sum")
-    both(kernels.row_exp, z, z.max(axis=-1), scale, uses="row_exp")
-    both(kernels.row_exp, z, z.max(axis=-1), uses="row_exp")
+    both(rows.row_exp_sum, z, z.max(axis=-1), near=100, uses="row_exp_sum")
+    both(rows.row_exp, z, z.max(axis=-1), scale, uses="row_exp")
+    both(rows.row_exp, z, z.max(axis=-1), uses="row_exp")
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -177,7 +173,7 @@ def test_adam(both, decoupled):
     v = np.abs(numbers((1003,), both.dtype, 3))
 
     def run(p, g, m, v):
-        kernels_optim.adam(
+        optimizers.adam(
             p, g, m, v, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled, step=3, factor=0.5
         )
         return p, m, v
@@ -190,7 +186,7 @@ def test_adam(both, decoupled):
 @pytest.mark.parametrize("group", [1, 2])
 def test_attention(both, causal, group, spread, monkeypatch):
     """What masks and kept scores go through; test_attention.py compares whole blocks of scores with a softmax."""
-    monkeypatch.setattr(attention.Blocks, "of", lambda *asked: None)
+    monkeypatch.setattr(Blocks, "of", lambda *asked: None)
     shape = (2, 37, 3, group, 8)
     q, dout = numbers(shape, both.dtype, 0, spread), numbers(shape, both.dtype, 1)
     k, v = (numbers((2, 37, 3, 8), both.dtype, i, spread) for i in (2, 3))
@@ -211,12 +207,12 @@ def test_attention(both, causal, group, spread, monkeypatch):
 
 def test_small_blocks_and_other_dtypes_are_numpys(monkeypatch):
     x = numbers((tunables.COMPILED_SIZE,), np.float32)
-    assert compiled.loops(x) is not None
-    assert compiled.loops(x[1:]) is None
-    assert compiled.loops(x.astype(np.float16)) is None
-    assert compiled.loops(x.astype(">f4")) is None
-    assert compiled.loops(x, x.astype(float)) is None
+    assert compiled.ready(x)
+    assert not compiled.ready(x[1:])
+    assert not compiled.ready(x.astype(np.float16))
+    assert not compiled.ready(x.astype(">f4"))
+    assert not compiled.ready(x, x.astype(float))
     monkeypatch.setenv("PARLINALG_COMPILED", "0")
-    compiled._loops.cache_clear()
-    assert compiled.loops(x) is None
-    compiled._loops.cache_clear()
+    compiled.available.cache_clear()
+    assert not compiled.ready(x)
+    compiled.available.cache_clear()

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.backend import cuda, kernels, kernels_optim, kernels_rows, select
-from parlinalg.backend.cuda_random import SOURCE as RANDOM
-from parlinalg.backend.cuda_source import SOURCE
+from parlinalg.backend import cuda, select
+from parlinalg.backend.kernels.activations import gelu, gelu_grad, swiglu, swiglu_grad
+from parlinalg.backend.kernels.norms import norm, norm_grad
+from parlinalg.backend.kernels.optimizers import adam
+from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max
 from parlinalg.cli.gpu import kernel_checks
 from parlinalg.random import Bernoulli
 from parlinalg.random.dropping import dropping
@@ -72,8 +74,9 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("cannot be had here: g++, which compiles the kernels for the host")
-    text = SHIM + SOURCE + RANDOM
-    for name, listed in re.findall(r"__global__ void (pla_\w+)\((.*?)\)", SOURCE + RANDOM, re.DOTALL):
+    program = cuda.source("float64")
+    text = SHIM + program
+    for name, listed in re.findall(r"__global__ void (pla_\w+)\((.*?)\)", program, re.DOTALL):
         names = ", ".join(p.split()[-1].lstrip("*") for p in listed.split(","))
         text += f'extern "C" void host_{name}(long across, long down, int threads, {listed}) {{'
         text += f" launch(across, down, threads, [=] {{ {name}({names}); }}); }}\n"
@@ -94,8 +97,12 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     return run
 
 
+def flattened(result: Any) -> list[Any]:
+    return [a for part in result for a in flattened(part)] if isinstance(result, tuple) else [result]
+
+
 def equal(found: Any, right: Any) -> None:
-    for mine, known in zip(found, right, strict=True):
+    for mine, known in zip(flattened(found), flattened(right), strict=True):
         if known is not None:
             np.testing.assert_allclose(mine, known, rtol=1e-12, atol=1e-13)
 
@@ -104,32 +111,31 @@ def equal(found: Any, right: Any) -> None:
 def test_cuda_kernels_compute_what_numpy_does(
     shape: tuple[int, ...], on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tune: Any
 ) -> None:
-    monkeypatch.setattr(cuda, "_launch", on_host)
+    monkeypatch.setattr(cuda, "launch", on_host)
+    monkeypatch.setattr(cuda, "ready", lambda *blocks: True)
     tune(CUDA_THREADS=THREADS)
     random, n = np.random.default_rng(0), shape[-1]
     x, g, (w, b) = random.normal(3, size=shape), random.normal(size=shape), random.normal(size=(2, n))
     for centred, bias in ((True, b), (True, None), (False, None)):
-        y, moments = kernels_rows.norm(x, w, bias, n, 1e-5, centred=centred, total=None)
-        equal(cuda.norm(x, w, bias, 1e-5, centred), (y, *moments))
-        known = kernels_rows.norm_grad(x, g, w, moments, n, total=None)
-        equal(cuda.norm_grad(x, g, w, *moments)[: 2 + centred], known[: 2 + centred])
-    top, factor = kernels.row_max(x), random.normal(size=shape[:-1])
-    equal([cuda.row_exp_sum(x, top)], [kernels.row_exp_sum(x, top)])
-    equal([cuda.row_exp(x, top, f) for f in (factor, None)], [kernels.row_exp(x, top, f) for f in (factor, None)])
+        known = norm.plain(x, w, bias, n, 1e-5, centred=centred, total=None)
+        equal(norm(x, w, bias, n, 1e-5, centred=centred, total=None), known)
+        found, right = (f(x, g, w, known[1], n, total=None)[: 2 + centred] for f in (norm_grad, norm_grad.plain))
+        equal(found, right)
+    top, factor = row_max(x), random.normal(size=shape[:-1])
+    equal(row_exp_sum(x, top), row_exp_sum.plain(x, top))
+    for f in (factor, None):
+        equal(row_exp(x, top, f), row_exp.plain(x, top, f))
     v, z = 4 * g, 4 * random.normal(size=(*shape, 2))
-    for tanh, name in ((True, "gelu_tanh"), (False, "gelu_erf")):
-        equal([cuda.elementwise(name, v)], [kernels.gelu(v, tanh)])
-        equal([cuda.elementwise(f"{name}_grad", v, x)], [kernels.gelu_grad(v, x, tanh)])
-    equal([cuda.elementwise("swiglu", z, shape=shape)], [kernels_rows.swiglu(z)])
-    equal([cuda.elementwise("swiglu_grad", z, g)], [kernels_rows.swiglu_grad(z, g)])
+    for tanh in (True, False):
+        equal(gelu(v, tanh), gelu.plain(v, tanh))
+        equal(gelu_grad(v, x, tanh), gelu_grad.plain(v, x, tanh))
+    equal(swiglu(z), swiglu.plain(z))
+    equal(swiglu_grad(z, g), swiglu_grad.plain(z, g))
     for decoupled in (True, False):
         ends = []
-        for fused in (False, True):
-            monkeypatch.setattr(cuda, "ready", lambda *blocks, fused=fused: fused)
-            state = [a.reshape(-1).copy() for a in (x, g, g / 2, g * g)]
-            kernels_optim.adam(
-                *state, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled, step=3
-            )  # fmt: skip
+        for form in (adam, adam.plain):
+            state = tuple(a.reshape(-1).copy() for a in (x, g, g / 2, g * g))
+            form(*state, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled, step=3)
             ends.append(state)
         equal(*ends)
 
@@ -137,18 +143,18 @@ def test_cuda_kernels_compute_what_numpy_does(
 def test_doctor_tries_every_cuda_kernel(
     on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tune: Any
 ) -> None:
-    checks, backend, launched = kernel_checks(3, 70), select("numpy", 0), set()
+    checks, launched = kernel_checks(3, 70), set()
 
     def launch(name: str, *args: Any) -> None:
         launched.add(f"pla_{name}")
         on_host(name, *args)
 
-    known = [check.call(backend, *check.inputs) for check in checks]
-    monkeypatch.setattr(cuda, "_launch", launch)
+    known = [check(*check.inputs) for check in checks]
+    monkeypatch.setattr(cuda, "launch", launch)
     tune(CUDA_THREADS=THREADS)
     monkeypatch.setattr(cuda, "ready", lambda *blocks: blocks[0].dtype == np.float64)
     for check, right in zip(checks, known, strict=True):
-        equal(check.call(backend, *check.inputs), right)
+        equal(check(*check.inputs), right)
     assert launched == set(re.findall(r"__global__ void (pla_\w+)\(", cuda.source("float64")))
 
 
@@ -166,7 +172,7 @@ def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
     shape: tuple[int, ...], indices: tuple[Any, ...], bits: Any, on_host: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch, tune: Any,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cuda, "_launch", on_host)
+    monkeypatch.setattr(cuda, "launch", on_host)
     tune(CUDA_THREADS=THREADS)
     keep = Bernoulli(0.7, bits, seed=3, name="blocks.0.dropout", call=1, step=9, start=2)
     x = np.random.default_rng(0).normal(size=tuple(map(len, indices)))

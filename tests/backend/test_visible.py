@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parlinalg.backend.places import Places
-from parlinalg.backend.visible import Visible
+from parlinalg.backend.visible import Places, Visible
 
 pytestmark = pytest.mark.serial
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from parlinalg import schemes
-from parlinalg.backend import cuda, kernels, select
+from parlinalg.backend import cuda, select
+from parlinalg.backend.kernels import activations
 from parlinalg.cli import gpu
 from tests.launching import ROOT, launch
 
@@ -56,13 +57,13 @@ def test_numpy_itself_is_within_the_roundings_allowed(dtype: str) -> None:
 
 
 def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = kernels.gelu, []
+    right, calls = activations.gelu, []
 
     def wrong(x: Any, approximate: bool) -> Any:
         calls.append(x.dtype)
         return right(x, approximate) * x.dtype.type(1.0001 if x.dtype == np.float32 else 1)
 
-    monkeypatch.setattr(kernels, "gelu", wrong)
+    monkeypatch.setattr(activations, "gelu", wrong)
     rows = [row for row in gpu.kernel_rows(select("numpy"), 33) if row.problem]
     assert [row.what.strip() for row in rows] == ["gelu, tanh", "gelu"]
     assert all("roundings of float32, of which" in row.problem for row in rows)

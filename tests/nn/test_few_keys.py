@@ -12,7 +12,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.backend import attention as kernel
+from parlinalg.backend.kernels import attention as kernel
 from parlinalg.nn.pretrained import read_header
 from parlinalg.schemes import Scheme
 from tests.agreement import once

@@ -14,9 +14,9 @@ from parlinalg.autograd.ops.tokens import Documents, checked_positions
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import attention as kernel
 from parlinalg.backend import namespace
-from parlinalg.backend.attention_blocks import Dropped
+from parlinalg.backend.kernels import attention as kernel
+from parlinalg.backend.kernels.attention import Dropped
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout

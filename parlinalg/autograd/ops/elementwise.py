@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import recording, walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels, namespace
+from parlinalg.backend import backend_of, namespace
+from parlinalg.backend.kernels import activations
 from parlinalg.errors import ConfigError
 
 Block = Any
@@ -74,33 +73,33 @@ def cos(x: Any) -> Tensor:
 
 def tanh(x: Any) -> Tensor:
     """The hyperbolic tangent."""
-    return _of_value("tanh", x, lambda b: namespace(b).tanh(b), lambda g, y: kernels.tanh_grad(y, g))
+    return _of_value("tanh", x, lambda b: namespace(b).tanh(b), lambda g, y: activations.tanh_grad(y, g))
 
 
 def sigmoid(x: Any) -> Tensor:
     """1 / (1 + exp(-x))."""
-    return _of_value("sigmoid", x, kernels.sigmoid, lambda g, y: kernels.sigmoid_grad(y, g))
+    return _of_value("sigmoid", x, activations.sigmoid, lambda g, y: activations.sigmoid_grad(y, g))
 
 
 def silu(x: Any) -> Tensor:
     """x sigmoid(x) (Elfwing et al., 2018; also called swish)."""
 
     def derivative(g: Block, x: Block) -> Block:
-        s = kernels.sigmoid(x)
+        s = activations.sigmoid(x)
         return g * (s * (1 + x * (1 - s)))
 
-    return _of_argument("silu", x, lambda b: b * kernels.sigmoid(b), derivative)
+    return _of_argument("silu", x, lambda b: b * activations.sigmoid(b), derivative)
 
 
 def relu(x: Any) -> Tensor:
     """max(x, 0)."""
-    return _of_value("relu", x, kernels.relu, lambda g, y: kernels.relu_grad(y, g))
+    return _of_value("relu", x, activations.relu, lambda g, y: activations.relu_grad(y, g))
 
 
 def erf(x: Any) -> Tensor:
     """The error function."""
     c = 1.1283791670955126  # 2/√π
-    return _of_argument("erf", x, kernels.erf, lambda g, x: g * (c * namespace(x).exp(-x * x)))
+    return _of_argument("erf", x, activations.erf, lambda g, x: g * (c * namespace(x).exp(-x * x)))
 
 
 def _spent() -> bool:
@@ -124,14 +123,15 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
         raise ConfigError(f"gelu: approximate is 'none' or 'tanh', not {approximate!r}")
     fast = approximate == "tanh"
     x = as_tensor(x)
-    if namespace(x.block) is np and x.dtype.itemsize > 2 and recording() and x.requires_grad:
+    if backend_of(x.block).cpu and x.dtype.itemsize > 2 and recording() and x.requires_grad:
         data = summed(x.data, "gelu")
-        y, slope = kernels.gelu_and_slope(data.block, fast)
+        y, slope = activations.gelu_and_slope(data.block, fast)
         rest = data.layout
 
         def part(g: Block, slope: Block) -> Term:
             ours = slope.base is None and slope.flags.writeable  # offloaded activations come back in others' memory
-            return np.multiply(g, slope, out=slope if ours and _spent() and slope.dtype == g.dtype else None), rest
+            into = slope if ours and _spent() and slope.dtype == g.dtype else None
+            return namespace(g).multiply(g, slope, out=into), rest
 
         return record("gelu", data.like(y), [x], [Part(part, slope)])
-    return _of_argument("gelu", x, lambda b: kernels.gelu(b, fast), lambda g, x: kernels.gelu_grad(x, g, fast))
+    return _of_argument("gelu", x, lambda b: activations.gelu(b, fast), lambda g, x: activations.gelu_grad(x, g, fast))

@@ -17,7 +17,7 @@ from parlinalg.autograd.ops.losses import _first
 from parlinalg.autograd.ops.weights import weight_at_work
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels_tables
+from parlinalg.backend.kernels.embeddings import look_up, look_up_grad
 from parlinalg.errors import PlanError
 from parlinalg.layout import Layout, span_of
 from parlinalg.matmul.product import at_work
@@ -71,16 +71,15 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     local = grid.block_shape(plan.w_work, weight.shape)
     at = weight_at_work(table, plan.w_work)
     width = math.prod(at.shape[1:])
-    y = kernels_tables.look_up(
-        at.reshape((at.shape[0], width)), numbers, rows.start, span_of(plan.k[0], grid.sizes) == 1
-    ).reshape((*numbers.shape, *at.shape[1:]))
+    whole = span_of(plan.k[0], grid.sizes) == 1
+    y = look_up(at.reshape((at.shape[0], width)), numbers, rows.start, whole).reshape((*numbers.shape, *at.shape[1:]))
     block = redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
 
     def gathered(g: Block) -> Block:
         return redistribute(g, plan.y.with_partial(()), work, shape, grid)
 
     def part(dy: Block, numbers: Block) -> Term:
-        d = kernels_tables.look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
+        d = look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
         return d.reshape(local), terms
 
     terms = plan.w_work.with_partial(tuple(chain(*plan.m)))
@@ -158,7 +157,7 @@ def add_positions(x: Any, table: Any, start: int = 0, positions: np.ndarray | No
     def part(g: Block, rows: Any) -> Term:
         if by_item:  # one position stands for several tokens
             flat = g.reshape((rows.size, g.shape[2]))
-            return kernels_tables.look_up_grad(flat, rows, 0, local[0]), terms
+            return look_up_grad(flat, rows, 0, local[0]), terms
         d = grid.backend.zeros(local, g.dtype)
         if grid.inside:
             d[rows] = block_sum(g, (0,))

@@ -8,7 +8,7 @@ from parlinalg.array.core import effective, mismatch
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels_rows
+from parlinalg.backend.kernels import activations
 from parlinalg.layout import Layout
 
 
@@ -30,9 +30,9 @@ def swiglu(x: Any) -> Tensor:
         raise mismatch("swiglu: gates and values are cut apart", data.layout, whole)
     inside, rest = data.grid.inside, data.layout
     if inside:
-        y = kernels_rows.swiglu(data.block)
+        y = activations.swiglu(data.block)
     else:
         y = data.grid.backend.zeros((0,) * (x.ndim - 1), x.dtype)
     value = data.like(y, Layout(*rest.dims[:-1]), x.shape[:-1])
-    part = Part(lambda g, z: (kernels_rows.swiglu_grad(z, g) if inside else z, rest), data.block)
+    part = Part(lambda g, z: (activations.swiglu_grad(z, g) if inside else z, rest), data.block)
     return record("swiglu", value, [x], [part])

@@ -21,10 +21,10 @@ from parlinalg.autograd.ops.product import Layouts, bias_term, fitting_bias, kep
 from parlinalg.autograd.ops.weights import fetched, weight_at_work
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels_images, namespace
 from parlinalg.backend.blas import add_product
-from parlinalg.backend.kernels import work_dtype
-from parlinalg.backend.kernels_images import Band, Windows
+from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.kernels import images as kernels
+from parlinalg.backend.kernels.images import Band, Windows
 from parlinalg.layout import Layout
 from parlinalg.matmul.local import gemm, is_half
 from parlinalg.matmul.product import at_work
@@ -174,8 +174,9 @@ def _groups(groups: int, channels: int, features: int, here: range) -> Iterator[
             yield slice(group * wide, (group + 1) * wide), slice(first - here.start, stop - here.start)
 
 
-def _parts(x: Shape, windows: Windows, xp: Any) -> Iterator[tuple[slice, range]]:
-    return kernels_images.parts(x[0], windows.sizes(*x[1:3]), math.prod(windows.kernel) * x[3], xp)
+def _parts(x: Block, windows: Windows) -> Iterator[tuple[slice, range]]:
+    images, height, width, channels = x.shape
+    return kernels.parts(images, windows.sizes(height, width), math.prod(windows.kernel) * channels, x)
 
 
 def _matrix(block: Block, rows: int) -> Block:
@@ -185,8 +186,8 @@ def _matrix(block: Block, rows: int) -> Block:
 def _convolve(x: Block, w: Block, windows: Windows, out: Block) -> None:
     """Write the local product of the patches of x and w to `out`."""
     weights = _matrix(w, 3)
-    for images, rows in _parts(x.shape, windows, namespace(x)):
-        found = _matrix(kernels_images.patches(x[images], windows, rows), 3)
+    for images, rows in _parts(x, windows):
+        found = _matrix(kernels.patches(x[images], windows, rows), 3)
         into = out[images, rows.start : rows.stop]
         straight = into.flags.c_contiguous and not is_half(out.dtype)
         y = gemm(found, weights, out.dtype, _matrix(into, 3) if straight else None)
@@ -197,18 +198,18 @@ def _convolve(x: Block, w: Block, windows: Windows, out: Block) -> None:
 def _add_to_images(dy: Block, w: Block, windows: Windows, out: Block) -> None:
     """Add the gradient of `_convolve` for x to `out`."""
     weights = _matrix(w, 3).T
-    for images, rows in _parts(out.shape, windows, namespace(out)):
+    for images, rows in _parts(out, windows):
         grads = dy[images, rows.start : rows.stop]
         found = gemm(_matrix(grads, 3), weights, out.dtype)
         shape = (*grads.shape[:3], *windows.kernel, out.shape[3])
-        kernels_images.add_patches(out[images], found.reshape(shape), windows, rows)
+        kernels.add_patches(out[images], found.reshape(shape), windows, rows)
 
 
 def _add_to_weights(x: Block, dy: Block, windows: Windows, out: Block) -> None:
     """Add the gradient of `_convolve` for w to `out`, contiguous and in the working dtype."""
     total = _matrix(out, 3)
-    for images, rows in _parts(x.shape, windows, namespace(x)):
-        found = _matrix(kernels_images.patches(x[images], windows, rows), 3)
+    for images, rows in _parts(x, windows):
+        found = _matrix(kernels.patches(x[images], windows, rows), 3)
         grads = _matrix(dy[images, rows.start : rows.stop], 3)
         add_product(total, found.T, grads)
 
@@ -231,11 +232,11 @@ def max_pool2d(x: Any, windows: Windows) -> Tensor:
     shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), x.shape[3])
     if not data.grid.inside:
         return record("max_pool2d", data.like(data.block, data.layout, shape), [x], [nothing(x)])
-    y, at = kernels_images.max_pool(data.block, windows)
+    y, at = kernels.max_pool(data.block, windows)
     held, rest = data.block.shape, data.layout
 
     def part(g: Block, at: Block) -> Term:
-        return kernels_images.max_pool_grad(g, at, held, windows), rest
+        return kernels.max_pool_grad(g, at, held, windows), rest
 
     return record("max_pool2d", data.like(y, rest, shape), [x], [Part(part, at)])
 
@@ -255,11 +256,11 @@ def band_means(x: Any, down: Sequence[Band], across: Sequence[Band]) -> Tensor:
     if not data.grid.inside:
         return record("band_means", data.like(data.block, data.layout, shape), [x], [nothing(x)])
     height, width, rest = x.shape[1], x.shape[2], data.layout
-    y = kernels_images.band_means(kernels_images.band_means(data.block, 1, down), 2, across)
+    y = kernels.band_means(kernels.band_means(data.block, 1, down), 2, across)
 
     def part(g: Block) -> Term:
-        d = kernels_images.band_means_grad(g, 2, across, width)
-        return kernels_images.band_means_grad(d, 1, down, height), rest
+        d = kernels.band_means_grad(g, 2, across, width)
+        return kernels.band_means_grad(d, 1, down, height), rest
 
     return record("band_means", data.like(y, rest, shape), [x], [part])
 

@@ -17,7 +17,8 @@ from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels
+from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.kernels import rows as kernels
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 
@@ -69,7 +70,7 @@ def cross_entropy_sum(
     rows = xp.nonzero(inside.reshape(-1))[0]
     columns = ids.reshape(-1)[rows].astype(np.int64) - here.start
     local = (ids.size, block.shape[-1])
-    rest, work = z.layout, kernels.work_dtype(z.dtype)
+    rest, work = z.layout, work_dtype(z.dtype)
 
     top = pieces.max(kernels.row_max(block))
     picked = xp.zeros(ids.size, work)
@@ -130,7 +131,7 @@ def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
         )
     (loss,) = _totals(a, [local], a.layout.cut_axes)
     rest = a.layout
-    y = DistArray(loss.astype(kernels.work_dtype(a.dtype)), (), Layout(), a.grid)
+    y = DistArray(loss.astype(work_dtype(a.dtype)), (), Layout(), a.grid)
     part = Part(lambda g, p, q: ((p - q) * (2 * g).astype(p.dtype), rest), p, q)
     return record("mse_sum", y, [x], [part]), a.size
 

@@ -16,8 +16,8 @@ from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels_images, kernels_rows
-from parlinalg.backend.kernels import work_dtype
+from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.kernels import norms as kernels
 from parlinalg.layout import Layout
 
 Block = Any
@@ -64,13 +64,13 @@ def _norm(name: str, x: Any, weight: Any, bias: Any, eps: float, *, centred: boo
             raise mismatch(f"{name}: {what} is not cut as the last dim of x", p.layout, rest)
     pieces, n, block, gain, whole = Pieces(data), x.shape[-1], data.block, inputs[1].block, data.layout
     total = pieces.sum if grid.inside and any(grid.sizes[a] > 1 for a in pieces.cut) else None
-    y, moments = kernels_rows.norm(
+    y, moments = kernels.norm(
         block, gain, inputs[2].block if bias is not None else None, n, eps, centred=centred, total=total
     )
     terms = rest.with_partial([a for a in pieces.lead if grid.sizes[a] > 1])
 
     def gradients(g: Block, block: Block, gain: Block, mean: Block, scale: Block) -> tuple[Block, Block, Block]:
-        return kernels_rows.norm_grad(block, g, gain, kernels_rows.Moments(mean, scale), n, total=total)
+        return kernels.norm_grad(block, g, gain, kernels.Moments(mean, scale), n, total=total)
 
     def dx(grads: tuple[Block, Block, Block]) -> Term:
         return grads[0], whole
@@ -146,7 +146,7 @@ def batch_norm(
     whole, held, work = data.layout, data.block.shape, work_dtype(x.dtype)
     rows = data.block.reshape((math.prod(held[:-1]), held[-1]))
     if training:
-        mean, variance = kernels_images.column_moments(rows, n, total)
+        mean, variance = kernels.column_moments(rows, n, total)
         if n and walking() is None:
             for buffer, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):
                 if buffer is not None:
@@ -155,18 +155,18 @@ def batch_norm(
         mean, variance = (p.block.astype(work, copy=True) for p in (running_mean, running_var) if p is not None)
     scale = 1 / data.xp.sqrt(variance + eps)
     gain, shift = (None if p is None else as_tensor(p).block for p in (weight, bias))
-    y = kernels_images.column_norm(rows, mean, scale, gain, shift)
+    y = kernels.column_norm(rows, mean, scale, gain, shift)
     terms = rest.with_partial(lead)
 
     def sums(g: Block, rows: Block, mean: Block, scale: Block) -> tuple[Block, Block]:
         # sums over rows of g and of g (x - mean) scale: the gradients of bias and weight
         grads = g.reshape(rows.shape)
-        return grads, kernels_images.column_sums_grad(rows, grads, mean, scale)
+        return grads, kernels.column_sums_grad(rows, grads, mean, scale)
 
     def dx(found: tuple[Block, Block], rows: Block, mean: Block, scale: Block, gain: Block) -> Term:
         grads, local = found
         means = total(local.copy()) / max(1, n) if training else None
-        return kernels_images.column_norm_grad(rows, grads, mean, scale, gain, means).reshape(held), whole
+        return kernels.column_norm_grad(rows, grads, mean, scale, gain, means).reshape(held), whole
 
     def dw(found: tuple[Block, Block]) -> Term:
         return found[1][1].copy(), terms

@@ -17,7 +17,7 @@ from parlinalg.autograd.ops.weights import Fetched, fetched, weight_at_work
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.autograd.unformed import Unformed
-from parlinalg.backend import kernels_rows
+from parlinalg.backend.kernels.rows import row_sums
 from parlinalg.errors import LayoutError, PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -208,7 +208,7 @@ def fitting_bias(bias: Any, plan: Plan, w: Tensor, grid: Grid) -> Tensor:
 
 def bias_term(dy: Block, rest: Layout, rows: int, grid: Grid) -> Term:
     """The gradient of a bias from that of y[*m, *n] at rest, where m has so many dims."""
-    sums = kernels_rows.row_sums(dy.reshape((math.prod(dy.shape[:rows]), math.prod(dy.shape[rows:]))))
+    sums = row_sums(dy.reshape((math.prod(dy.shape[:rows]), math.prod(dy.shape[rows:]))))
     terms = Layout(*rest.dims[rows:], partial=[a for a in chain(*rest.dims[:rows]) if grid.sizes[a] > 1])
     return sums.reshape(dy.shape[rows:]), terms
 

@@ -9,7 +9,7 @@ import numpy as np
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import rotary as kernel
+from parlinalg.backend.kernels.embeddings import rotary_tables, rotate
 from parlinalg.backend.memory import check_memory
 from parlinalg.errors import LayoutError
 
@@ -69,8 +69,8 @@ def rotary(
         return record("rotary", x, [z], [lambda g: (g, rest)])
     here = x.grid.block(rest, x.shape)[1]
     places = range(start + here.start, start + here.stop) if positions is None else positions[here.start : here.stop]
-    cos, sin = kernel.tables(angles, places, x.block)
+    cos, sin = rotary_tables(angles, places, x.block)
     own = x.block.shape[3] if turned == x.shape[3] else turned
-    y = x.like(kernel.rotate(x.block, cos, sin, own))
-    part = Part(lambda g, cos, sin: (kernel.rotate(g, cos, sin, own, back=True), rest), cos, sin)
+    y = x.like(rotate(x.block, cos, sin, own))
+    part = Part(lambda g, cos, sin: (rotate(g, cos, sin, own, back=True), rest), cos, sin)
     return record("rotary", y, [z], [part])

@@ -9,7 +9,7 @@ from parlinalg.array.reductions import dims_of, summed
 from parlinalg.autograd.arrivals import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend import kernels
+from parlinalg.backend.kernels import rows
 
 Block = Any
 
@@ -49,13 +49,13 @@ def softmax(x: Any, axis: int = -1) -> Tensor:
     x, back = _last(x, axis)
     z = summed(x.data, "softmax")
     pieces, block = Pieces(z), z.block
-    top = pieces.max(kernels.row_max(block))
-    scale = 1 / pieces.sum(kernels.row_exp_sum(block, top))
-    y, rest = z.like(kernels.row_exp(block, top, scale)), z.layout
+    top = pieces.max(rows.row_max(block))
+    scale = 1 / pieces.sum(rows.row_exp_sum(block, top))
+    y, rest = z.like(rows.row_exp(block, top, scale)), z.layout
 
     def part(g: Block, y: Block) -> Term:
         # dx = y (g - sum of g y)
-        dot = pieces.sum(kernels.row_dot(g, y)).astype(y.dtype, copy=False)
+        dot = pieces.sum(rows.row_dot(g, y)).astype(y.dtype, copy=False)
         d = g - dot[..., None]
         d *= y
         return d, rest
@@ -68,15 +68,15 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
     x, back = _last(x, axis)
     z = summed(x.data, "log_softmax")
     pieces, block = Pieces(z), z.block
-    top = pieces.max(kernels.row_max(block))
-    shift = top + z.xp.log(pieces.sum(kernels.row_exp_sum(block, top)))
+    top = pieces.max(rows.row_max(block))
+    shift = top + z.xp.log(pieces.sum(rows.row_exp_sum(block, top)))
     y = z.like((block - shift[..., None]).astype(block.dtype, copy=False))
     xp, rest, work = z.xp, z.layout, shift.dtype
 
     def part(g: Block, y: Block) -> Term:
         # dx = g - softmax(x) sum of g
         total = pieces.sum(xp.asarray(g.sum(axis=-1, dtype=work)))
-        return g - kernels.row_exp(y, xp.zeros_like(total), total), rest
+        return g - rows.row_exp(y, xp.zeros_like(total), total), rest
 
     return back(record("log_softmax", y, [x], [Part(part, y.block)]))
 

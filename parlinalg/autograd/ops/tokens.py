@@ -9,8 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
-from parlinalg.backend.places import Places
-from parlinalg.backend.visible import Visible
+from parlinalg.backend.visible import Places, Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 

@@ -1,6 +1,6 @@
 """Attention's blocks of scores from end to end, compiled: products by BLAS, and what lies between them in loops.
 
-As `parlinalg.backend.attention` computes them, for one key and value head and one of its queries after the other.  A
+For one key and value head and one of its queries after the other.  A
 list of blocks, int64 [n, 8], says what is computed: queries from `row` to `row_stop`, keys from `key` to `key_stop`, of
 which query i sees those with i + upto < j <= i + after (i and j counted within the block), whether the block is the
 first of its queries and whether it is the last.
@@ -17,7 +17,8 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from parlinalg.backend.blas import AS_IT_IS, ROWS, TURNED
-from parlinalg.backend.loops import _AS_WRITTEN, _bits, _exp, _float32, _float64, loop
+from parlinalg.backend.compiled import AS_WRITTEN, exp, loop
+from parlinalg.backend.primitives import bits, float32, float64
 
 _SPAN = 64
 """Keys in whole numbers of which loops go: none are left over for a loop that takes one at a time."""
@@ -44,45 +45,45 @@ def _gemm(context: Any, address: Any, turn_a: Any, turn_b: Any, m: Any, n: Any, 
     return signature, call
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _product(gemm, turned, m, n, k, alpha, x, w, beta, y):
     """y = alpha x w + beta y for y [m, n], or xᵀ in place of x; each an address and the elements between its rows."""
     turn = types.int32(TURNED if turned else AS_IT_IS)
     _gemm(gemm, turn, types.int32(AS_IT_IS), m, n, k, alpha, x[0], x[1], w[0], w[1], beta, y[0], y[1])
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _matrix(x, row, column):
     """A contiguous matrix from a row and a column on."""
     width = x.strides[0] // x.itemsize
     return x.ctypes.data + (row * width + column) * x.itemsize, width
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _line(x, b, i, h, g):
     """Where the features of token i are in an array's values."""
     return b * x[1] + i * x[2] + h * x[3] + g * x[4]
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _at(line, j):
     """An index that is not asked whether it counts from the end."""
     return types.uintp(line) + types.uintp(j)
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _lines(x, b, i, h, g):
     """The matrix of tokens from i on."""
     return x[0].ctypes.data + _line(x, b, i, h, g) * x[0].itemsize, x[2]
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _step(rows, width):
     """How many keys fit into a small product."""
     return max(_SPAN, _SMALL // (rows * width) // 16 * 16)
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _scores(gemm, n, m, alpha, x, kt, at, s):
     """s = alpha x kt, [n, m], with the keys from `at` on."""
     e = kt.shape[0]
@@ -92,7 +93,7 @@ def _scores(gemm, n, m, alpha, x, kt, at, s):
         _product(gemm, False, n, min(step, m - j), e, alpha, x, w, s.dtype.type(0), y)
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _mixed(gemm, n, m, alpha, s, v, at, fresh, y):
     """y = alpha s v, added to what is there unless it is fresh."""
     f, e = s.dtype.type, v.shape[1]
@@ -102,7 +103,7 @@ def _mixed(gemm, n, m, alpha, s, v, at, fresh, y):
         _product(gemm, False, n, e, min(step, m - j), alpha, _matrix(s, 0, j), _matrix(v, at + j, 0), beta, y)
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _spread(gemm, n, m, alpha, s, x, d, at):
     """d += alpha sᵀ x, for the keys from `at` on."""
     e = x.shape[1]
@@ -112,7 +113,7 @@ def _spread(gemm, n, m, alpha, s, x, d, at):
         _product(gemm, True, min(step, m - j), e, n, alpha, _matrix(s, 0, j), w, s.dtype.type(1), y)
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _turn(x, b, i, h, n, y):
     """y = the transposed matrix of n tokens from i on."""
     values = x[0]
@@ -122,7 +123,7 @@ def _turn(x, b, i, h, n, y):
             y[j, t] = values[_at(line, j)]
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _copy(x, b, i, h, g, n, y):
     """y = the matrix of n tokens from i on."""
     values = x[0]
@@ -132,7 +133,7 @@ def _copy(x, b, i, h, g, n, y):
             y[t, j] = values[_at(line, j)]
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _write(y, add, x, b, i, h, g):
     """The other way round."""
     values = x[0]
@@ -146,7 +147,7 @@ def _write(y, add, x, b, i, h, g):
                 values[_at(line, j)] = y[t, j]
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _clear(x, b, i, h, g, n, e):
     """Zeros for n tokens from i on."""
     values = x[0]
@@ -156,33 +157,33 @@ def _clear(x, b, i, h, g, n, e):
             values[_at(line, j)] = 0
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _ordered_32(bits):
     """The bits of a float as an integer that compares as the float does, and back."""
     return bits ^ ((bits >> types.int32(31)) & types.int32(0x7FFFFFFF))
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _ordered_64(bits):
     return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _greatest_32(s, i, start, stop, top):
-    best = _ordered_32(_bits(top))
+    best = _ordered_32(bits(top))
     for c in range(start, stop):
         for j in range(_SPAN):
-            best = max(best, _ordered_32(_bits(s[i, c, j])))
-    return _float32(_ordered_32(best))
+            best = max(best, _ordered_32(bits(s[i, c, j])))
+    return float32(_ordered_32(best))
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _greatest_64(s, i, start, stop, top):
-    best = _ordered_64(_bits(top))
+    best = _ordered_64(bits(top))
     for c in range(start, stop):
         for j in range(_SPAN):
-            best = max(best, _ordered_64(_bits(s[i, c, j])))
-    return _float64(_ordered_64(best))
+            best = max(best, _ordered_64(bits(s[i, c, j])))
+    return float64(_ordered_64(best))
 
 
 def _greatest(s, i, start, stop, top):
@@ -190,7 +191,7 @@ def _greatest(s, i, start, stop, top):
     raise NotImplementedError
 
 
-@overload(_greatest, jit_options=_AS_WRITTEN)
+@overload(_greatest, jit_options=AS_WRITTEN)
 def _greatest_of(s, i, start, stop, top):
     greatest = _greatest_64 if s.dtype == types.float64 else _greatest_32
 
@@ -200,14 +201,14 @@ def _greatest_of(s, i, start, stop, top):
     return call
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _room(rows, keys):
     """Shape [rows, spans, keys of a span] of scores; rows are not a power of two apart."""
     spans = -(-keys // _SPAN)
     return rows, spans + (spans + 1) % 2, _SPAN
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _seen(i, after, upto, m):
     """From which key to which one a query sees those of a block, and the spans of `_SPAN` keys that hold them."""
     low = min(max(0, i + upto + 1), m)
@@ -216,7 +217,7 @@ def _seen(i, after, upto, m):
     return low, high, start, -(-high // _SPAN) if low < high else start
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _hide(s, i, m, low, high, start, stop, value):
     """A value where a query sees no key of its spans, and zeros beyond them."""
     for c in range(start):
@@ -230,7 +231,7 @@ def _hide(s, i, m, low, high, start, stop, value):
             s[i, stop - 1, j] = value
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _thin(s, n, m, factor, h, g):
     """Rows times the factors of dropout."""
     for i in range(n):
@@ -239,7 +240,7 @@ def _thin(s, n, m, factor, h, g):
                 s[i, c, j] *= factor[h, g, i, _at(c * _SPAN, j)]
 
 
-@njit(**_AS_WRITTEN)
+@njit(**AS_WRITTEN)
 def _reach(blocks):
     """The most queries and keys of a block, and the keys of all blocks."""
     rows = keys = low = high = 0
@@ -295,11 +296,11 @@ def forward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, top, tot
                     sum = f(0)
                     for c in range(start, stop):
                         for j in range(_SPAN):
-                            x = _exp(s[i, c, j] - now)
+                            x = exp(s[i, c, j] - now)
                             s[i, c, j] = x
                             sum += x
                     if not first:
-                        past = _exp(before - now)
+                        past = exp(before - now)
                         sum += total[b, h, g, row + i] * past
                         line = _line(out, b, row + i, h, g)
                         for j in range(e):
@@ -365,7 +366,7 @@ def backward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, lse, do
                     _hide(ds, i, m, low_key, high_key, start, stop, f(0))
                     for c in range(start, stop):
                         for j in range(_SPAN):
-                            x = _exp(p[i, c, j] - shift)
+                            x = exp(p[i, c, j] - shift)
                             p[i, c, j] = x
                             ds[i, c, j] = (ds[i, c, j] - dot) * x
                 if factor.size:

@@ -1,53 +1,27 @@
 """Attention on CPUs in compiled loops: which blocks of scores they compute, and when they are called.
 
 The common cases run so: all keys, causal or windowed, positions in runs, dropout; on host blocks of float32 or float64,
-where numba is installed and BLAS is the OpenBLAS in NumPy's wheel.  `parlinalg.backend.attention` computes the others,
+where numba is installed and BLAS is the OpenBLAS in NumPy's wheel.  The package computes the others,
 and gives the same results but for rounding (and for overflow in q k: here it is scaled after).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.backend import compiled
 from parlinalg.backend.blas import gemm_address
-from parlinalg.backend.counted import count
+from parlinalg.backend.compiled import ready
+from parlinalg.backend.kernels.attention import HOST, Dropped, Limits, Poll, count
 from parlinalg.backend.visible import Visible, row_spans
 
 Block = Any
 Lines = tuple[np.ndarray, int, int, int, int]
-Poll = Callable[[], object]
-Dropped = Callable[[slice, slice, slice, slice], Block]
-"""For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
 
-
-@dataclass(frozen=True)
-class Limits:
-    """How much is computed at a time.
-
-    Attributes
-    ----------
-    rows : int
-        Queries of all heads that share a key.
-    keys : int
-        Keys of one run.
-    scores : int
-        Scores of all heads taken together.
-    """
-
-    rows: int
-    keys: int
-    scores: int
-
-
-HOST = Limits(rows=64, keys=1024, scores=1 << 16)
-"""What stays in a core's cache while it is worked on."""
 _FEW = 8
 """Queries for which laying out the keys would cost more than their scores, as in generation."""
 
@@ -70,14 +44,16 @@ class Blocks:
     q, k, v : array
         Shapes [batch, queries, kv heads, g, e] and [batch, keys, kv heads, e].
     table : array of int
-        The blocks of scores of one head, as `parlinalg.backend.loops_attention` describes them.
+        The blocks of scores of one head, as `loops` describes them.
     """
 
     def __init__(
         self, gemm: int, table: np.ndarray, q: Block, k: Block, v: Block, scale: float, limits: Limits
     ) -> None:  # fmt: skip
         self.gemm, self.table, self.limits = gemm, table, limits
-        self.loops = compiled.attention_loops()
+        from parlinalg.backend.kernels.attention import loops
+
+        self.loops = loops
         self.q, self.k = q, k
         self.inputs = [_lines(x) for x in (q, k, v)]
         self.scale = q.dtype.type(scale)
@@ -90,7 +66,7 @@ class Blocks:
     ) -> Blocks | None:  # fmt: skip
         """Those of this attention, its gradients written to `into`; None where the loops cannot compute it."""
         if (
-            compiled.loops(q, k, v) is None
+            not ready(q, k, v)
             or not (q.size and k.size)
             or q.shape[1] < _FEW
             or not visible.by_places

@@ -1,4 +1,4 @@
-"""Kernels over images [batch, height, width, channels]: patches for convolutions, pooling, and batch norm.
+"""Kernels over images [batch, height, width, channels]: patches for convolutions, and pooling.
 
 A convolution is a product of patches and weights (Chellapilla et al., "High performance convolutional neural networks
 for document processing", 2006).  Patches take as much memory as the kernel has elements times the image, so that they
@@ -7,20 +7,20 @@ are made a part at a time: `parts` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.backend import namespace
-from parlinalg.backend.kernels import work_dtype
-from parlinalg.backend.kernels_rows import Total, _parts, row_sums
+from parlinalg.backend import backend_of, namespace
+from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.kernels import example, kernel
 
 Block = Any
 Pair = tuple[int, int]
 
 CHUNK = 1 << 19
-"""Elements of the patches that are made at once on NumPy: they stay in the cache."""
+"""Elements of the patches that are made at once on a CPU: they stay in the cache."""
 LEAST = 512
 """Patches that are made at once at least: products of fewer rows are slow."""
 GPU_CHUNK = 1 << 27
@@ -97,7 +97,7 @@ def _padded(x: Block, windows: Windows, rows: range, fill: float = 0) -> Block:
     return out
 
 
-def parts(images: int, sizes: Pair, elements: int, xp: Any) -> Iterator[tuple[slice, range]]:
+def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tuple[slice, range]]:
     """Runs of images, and of rows of windows in them, whose patches are made at once.
 
     Parameters
@@ -107,8 +107,10 @@ def parts(images: int, sizes: Pair, elements: int, xp: Any) -> Iterator[tuple[sl
         Windows along height and width.
     elements : int
         Of a patch.
+    like : array
+        A block of the backend where they are made.
     """
-    most = max(CHUNK // max(1, elements), LEAST) if xp is np else max(GPU_CHUNK // max(1, elements), LEAST)
+    most = max((CHUNK if backend_of(like).cpu else GPU_CHUNK) // max(1, elements), LEAST)
     rows, columns = sizes
     if rows * columns <= most:
         step = max(1, most // max(1, rows * columns))
@@ -121,6 +123,7 @@ def parts(images: int, sizes: Pair, elements: int, xp: Any) -> Iterator[tuple[sl
             yield slice(image, image + 1), range(at, min(rows, at + step))
 
 
+@kernel()
 def patches(x: Block, windows: Windows, rows: range) -> Block:
     """Return the patches [batch, rows, columns, kernel height, kernel width, channels] of some rows of windows."""
     b, _, w, c = x.shape
@@ -134,6 +137,7 @@ def patches(x: Block, windows: Windows, rows: range) -> Block:
     return out
 
 
+@kernel(alike=2)
 def add_patches(out: Block, found: Block, windows: Windows, rows: range) -> None:
     """Add patches of some rows of windows to the images they are of: the adjoint of `patches`."""
     if windows.plain:
@@ -158,6 +162,7 @@ def add_patches(out: Block, found: Block, windows: Windows, rows: range) -> None
 # ---------------------------------------------------------------------------------------------- pooling
 
 
+@kernel()
 def max_pool(x: Block, windows: Windows) -> tuple[Block, Block]:
     """Return the largest element of every window, and which of the kernel's it is: the first of equal ones."""
     xp, (rows, columns) = namespace(x), windows.sizes(x.shape[1], x.shape[2])
@@ -175,6 +180,7 @@ def max_pool(x: Block, windows: Windows) -> tuple[Block, Block]:
     return best, at
 
 
+@kernel()
 def max_pool_grad(g: Block, at: Block, shape: tuple[int, ...], windows: Windows) -> Block:
     """Return the gradient of `max_pool` for images of a shape from that of its value."""
     xp, (b, h, w, c) = namespace(g), shape
@@ -197,6 +203,7 @@ def _at(dim: int, index: Any) -> tuple[Any, ...]:
     return (*(slice(None),) * dim, index)
 
 
+@kernel()
 def band_means(x: Block, dim: int, bands: Sequence[Band]) -> Block:
     """Return for every band of a dim the sum of its elements, divided by its share."""
     xp = namespace(x)
@@ -207,6 +214,7 @@ def band_means(x: Block, dim: int, bands: Sequence[Band]) -> Block:
     return out
 
 
+@kernel()
 def band_means_grad(g: Block, dim: int, bands: Sequence[Band], n: int) -> Block:
     """Return the gradient of `band_means` for a dim of n elements."""
     out = namespace(g).zeros((*g.shape[:dim], n, *g.shape[dim + 1 :]), g.dtype)
@@ -215,94 +223,27 @@ def band_means_grad(g: Block, dim: int, bands: Sequence[Band], n: int) -> Block:
     return out
 
 
-# ---------------------------------------------------------------------------------------------- batch norm
+_TRIED = Windows((2, 3), (2, 3), ((1, 0), (0, 1)))
+_BANDS = (Band(0, 4, 4.0), Band(4, 9, 5.0))
 
 
-def _chunked(rows: Sequence[Block], kernel: Callable[..., None], work: Any) -> None:
-    """Call a kernel for every chunk of some matrices of equal shapes, of the working dtype."""
-    for part in _parts(rows[0]):
-        kernel(part, *(r[part].astype(work, copy=False) for r in rows))
+def _try_patches(images: Block) -> tuple[Block, Block]:
+    found = patches(images, _TRIED, range(_TRIED.sizes(*images.shape[1:3])[0]))
+    back = namespace(images).zeros(images.shape, images.dtype)
+    add_patches(back, found[:, :1], _TRIED, range(1))
+    return found, back
 
 
-def column_moments(x: Block, n: int, total: Total) -> tuple[Block, Block]:
-    """Return the mean and the variance of every column of a matrix of n rows, of which this block has some.
-
-    The mean is taken first, then the squares of what is left: E[x²] - E[x]² would cancel.
-
-    Parameters
-    ----------
-    total : callable
-        Sums a vector over the blocks.
-    """
-    xp, work = namespace(x), work_dtype(x.dtype)
-    mean = total(row_sums(x)) / max(1, n)
-    squares = xp.zeros(x.shape[1], work)
-
-    def add(_: slice, chunk: Block) -> None:
-        nonlocal squares
-        c = chunk - mean
-        squares += row_sums(xp.multiply(c, c, out=c))
-
-    _chunked([x], add, work)
-    return mean, total(squares) / max(1, n)
+def _try_max_pool(images: Block) -> tuple[Block, ...]:
+    y, at = max_pool(images, _TRIED)
+    return y, at, max_pool_grad(y, at, images.shape, _TRIED)
 
 
-def column_norm(x: Block, mean: Block, scale: Block, weight: Block | None, bias: Block | None) -> Block:
-    """Return `(x - mean) scale weight + bias`, of which all but the matrix x are vectors."""
-    xp, work = namespace(x), work_dtype(x.dtype)
-    out = xp.empty(x.shape, x.dtype)
-    gain = scale if weight is None else scale * weight.astype(work, copy=False)
-    shift = None if bias is None else bias.astype(work, copy=False)
-
-    def finish(part: slice, chunk: Block) -> None:
-        c = chunk - mean
-        xp.multiply(c, gain, out=c)
-        if shift is not None:
-            xp.add(c, shift, out=c)
-        out[part] = c
-
-    _chunked([x], finish, work)
-    return out
+def _try_means(images: Block) -> tuple[Block, Block]:
+    y = band_means(images, 1, _BANDS)
+    return y, band_means_grad(images[:, :2], 1, _BANDS, 9)
 
 
-def column_sums_grad(x: Block, g: Block, mean: Block, scale: Block) -> Block:
-    """Return the sums of g and of g times `(x - mean) scale` over the rows: [2, columns], in the working dtype."""
-    xp, work = namespace(x), work_dtype(x.dtype)
-    sums = xp.zeros((2, x.shape[1]), work)
-
-    def add(_: slice, chunk: Block, grads: Block) -> None:
-        sums[0] += row_sums(grads)
-        c = chunk - mean
-        sums[1] += row_sums(xp.multiply(c, grads, out=c))
-
-    _chunked([x, g], add, work)
-    sums[1] *= scale
-    return sums
-
-
-def column_norm_grad(x: Block, g: Block, mean: Block, scale: Block, weight: Block | None, sums: Block | None) -> Block:
-    """Return the gradient of `column_norm` for x from that of its value.
-
-    Parameters
-    ----------
-    sums : array, optional
-        Of a norm by the matrix's own moments: `column_sums_grad` over all blocks, divided by the number of rows.
-    """
-    xp, work = namespace(x), work_dtype(x.dtype)
-    out = xp.empty(x.shape, x.dtype)
-    gain = scale if weight is None else scale * weight.astype(work, copy=False)
-    slope = None if sums is None else sums[1] * scale
-
-    def finish(part: slice, chunk: Block, grads: Block) -> None:
-        # gain (g - mean of g - h mean of g h), with h = (x - mean) scale
-        if sums is None:
-            out[part] = grads * gain
-            return
-        c = chunk - mean
-        xp.multiply(c, slope, out=c)
-        xp.subtract(grads, c, out=c)
-        xp.subtract(c, sums[0], out=c)
-        out[part] = xp.multiply(c, gain, out=c)
-
-    _chunked([x, g], finish, work)
-    return out
+example("patches", _try_patches, "images")
+example("max pooling and gradient", _try_max_pool, "images")
+example("mean pooling and gradient", _try_means, "images")

@@ -10,29 +10,91 @@ is sought, and in the backward pass dout is divided by the sums, in place of the
 
 Queries that share a key and value head are rows of one product.  Blocks of 16-bit floats are computed in float32.
 
-On CPUs `parlinalg.backend.attention_blocks` computes the common cases in compiled loops.
+On CPUs `blocks` computes the common cases in compiled loops.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import compiled, namespace
-from parlinalg.backend.attention_blocks import HOST, Blocks, Dropped, Limits, Poll
-from parlinalg.backend.counted import count
-from parlinalg.backend.kernels import work_dtype
+from parlinalg.backend import backend_of, namespace
+from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.compiled import exp, loop, ready
+from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.views import contiguous_rows, flat
 from parlinalg.backend.visible import Visible, row_spans
 
 Block = Any
+Poll = Callable[[], object]
+Dropped = Callable[[slice, slice, slice, slice], Block]
+"""For slices of batch, kv heads, rows and keys, what probabilities are multiplied by: [batch, heads, g, rows, keys]."""
 
-#: Scores up to this are exponentiated as they are: e^±40 and sums of them are far from the ends of float32.
 CALM = 40.0
+"""Scores up to this are exponentiated as they are: e^±40 and sums of them are far from the ends of float32."""
 
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is computed at a time.
+
+    Attributes
+    ----------
+    rows : int
+        Queries of all heads that share a key.
+    keys : int
+        Keys of one run.
+    scores : int
+        Scores of all heads taken together.
+    """
+
+    rows: int
+    keys: int
+    scores: int
+
+
+HOST = Limits(rows=64, keys=1024, scores=1 << 16)
+"""What stays in a core's cache while it is worked on."""
 DEVICE = Limits(rows=1024, keys=1 << 14, scores=1 << 26)
+
+
+@dataclass
+class Work:
+    """How many scores were computed, with those that were then hidden, in the forward and in the backward passes."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def flops(self, width: int) -> int:
+        """The floating-point operations of their products, with heads of so many features."""
+        return width * (4 * self.forward + 10 * self.backward)
+
+
+_counted: ContextVar[Work | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counting() -> Iterator[Work]:
+    """Count the scores that this rank computes while the context is open."""
+    work = Work()
+    token = _counted.set(work)
+    try:
+        yield work
+    finally:
+        _counted.reset(token)
+
+
+def count(forward: int = 0, backward: int = 0) -> None:
+    """Enter scores that were computed."""
+    if (work := _counted.get()) is not None:
+        work.forward += forward
+        work.backward += backward
 
 
 class _Room:
@@ -64,13 +126,13 @@ class _Task:
     def __init__(
         self, q: Block, k: Block, visible: Visible, scale: float, limits: Limits | None, kept: Block = None
     ) -> None:
-        self.xp = namespace(q)
+        self.xp, self.cpu = namespace(q), backend_of(q).cpu
         self.batch, self.queries, self.heads, self.group, self.width = q.shape
         self.keys = k.shape[1]
         self.visible = visible = visible.part(slice(None), slice(None))  # what it makes for its use goes with it
         self.work = work_dtype(q.dtype)
         self.scale = self.work.type(scale)
-        self.limits = limits or (HOST if self.xp is np else DEVICE)
+        self.limits = limits or (HOST if self.cpu else DEVICE)
         self.room = _Room(self.xp, self.work)
         self.kept, self.used = kept, 0
         self.pairs = 0
@@ -81,7 +143,7 @@ class _Task:
             rows = rows // size * size if rows >= size else -(-size // -(-size // rows))
         self.rows = visible.rows(self.queries, rows)
         self.step = rows
-        self.loops = compiled.loops(q)
+        self.loops = ready(q)
         self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
 
     def units(self) -> Iterator[tuple[slice, slice]]:
@@ -108,9 +170,9 @@ class _Task:
 
         Not asked for a few queries, as in generation: the norms of the keys would cost more than their scores.
         """
-        if self.xp is not np or q.dtype != self.work or not ks.size or self.queries * self.group < 16:
+        if not self.cpu or q.dtype != self.work or not ks.size or self.queries * self.group < 16:
             return False
-        most = np.einsum("bnhge,bnhge->bnhg", q, q).max() * np.einsum("bhne,bhne->bhn", ks, ks).max()
+        most = self.xp.einsum("bnhge,bnhge->bnhg", q, q).max() * self.xp.einsum("bhne,bhne->bhn", ks, ks).max()
         return bool(most * self.scale**2 <= CALM**2)
 
     def by_head(self, name: str, part: Block) -> Block:
@@ -170,10 +232,10 @@ class _Task:
 
     def exponentiate(self, s: Block, shift: Block = None) -> Block:
         """s = exp(s - shift) in place; the sums of its rows, as columns."""
-        if self.loops is not None and s.size:
+        if self.loops and s.size:
             sums = self.xp.empty((*s.shape[:-1], 1), s.dtype)
-            tops = sums.reshape(-1)[:0] if shift is None else compiled.flat(shift)
-            self.loops.exp_and_sum(compiled.rows(s), tops, sums.reshape(-1))
+            tops = sums.reshape(-1)[:0] if shift is None else flat(shift)
+            _exp_and_sum_loop(contiguous_rows(s), tops, sums.reshape(-1))
             return sums
         if shift is not None:
             s -= shift
@@ -182,8 +244,8 @@ class _Task:
 
     def through_softmax(self, dp: Block, p: Block, dot: Block) -> None:
         """dp = (dp - dot) p in place: the gradient of scores from that of probabilities."""
-        if self.loops is not None and p.size:
-            self.loops.softmax_grad(compiled.rows(p), compiled.rows(dp), compiled.flat(dot))
+        if self.loops and p.size:
+            _softmax_grad_loop(contiguous_rows(p), contiguous_rows(dp), flat(dot))
             return
         dp -= dot
         dp *= p
@@ -195,6 +257,28 @@ class _Task:
         return out
 
 
+@loop(sums=True)
+def _exp_and_sum_loop(s: Any, top: Any, sums: Any) -> None:
+    """s = exp(s - top) in place, with no top (empty) exp(s), and the sums of the rows."""
+    for i in range(s.shape[0]):
+        m = top[i] if top.size else s.dtype.type(0)
+        t = s.dtype.type(0)
+        for j in range(s.shape[1]):
+            e = exp(s[i, j] - m)
+            s[i, j] = e
+            t += e
+        sums[i] = t
+
+
+@loop()
+def _softmax_grad_loop(p: Any, dp: Any, dot: Any) -> None:
+    """dp = (dp - dot) p in place."""
+    for i in range(p.shape[0]):
+        for j in range(p.shape[1]):
+            dp[i, j] = (dp[i, j] - dot[i]) * p[i, j]
+
+
+@kernel()
 def forward(
     q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
     limits: Limits | None = None, keep: bool = False, wide: bool = False, poll: Poll | None = None,
@@ -227,9 +311,6 @@ def forward(
         is kept; -inf where a query sees no key.
     kept : array or None
     """
-    blocks = None if keep else Blocks.of(q, k, v, visible, scale, limits)
-    if blocks is not None:
-        return *blocks.forward(dropped, poll), None
     task = _Task(q, k, visible, scale, limits)
     xp, work = task.xp, task.work
     if keep:
@@ -290,6 +371,7 @@ def forward(
     return out, lse, task.kept
 
 
+@kernel()
 def backward(
     dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible, scale: float,
     into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
@@ -304,10 +386,6 @@ def backward(
     add : (bool, bool)
         Whether to add to what `into` has already, for q and for k and v.
     """
-    blocks = None if kept is not None else Blocks.of(q, k, v, visible, scale, limits, into)
-    if blocks is not None:
-        blocks.backward(dout, out, lse, into, dropped, add, poll)
-        return
     task = _Task(q, k, visible, scale, limits, kept)
     xp, work = task.xp, task.work
     dq, dk, dv = into
@@ -371,3 +449,76 @@ def backward(
             part = part.transpose(0, 2, 1, 3)
             whole[b, :, h] = part + whole[b, :, h] if add[1] else part
     count(backward=task.pairs)
+
+
+@forward.compiled
+def _(
+    q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
+    limits: Limits | None = None, keep: bool = False, wide: bool = False, poll: Poll | None = None,
+) -> tuple[Block, Block, Block]:  # fmt: skip
+    from parlinalg.backend.kernels.attention.blocks import Blocks
+
+    blocks = None if keep else Blocks.of(q, k, v, visible, scale, limits)
+    return NotImplemented if blocks is None else (*blocks.forward(dropped, poll), None)
+
+
+@backward.compiled
+def _(
+    dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible, scale: float,
+    into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
+    kept: Block = None, add: tuple[bool, bool] = (False, False), poll: Poll | None = None,
+) -> None:  # fmt: skip
+    from parlinalg.backend.kernels.attention.blocks import Blocks
+
+    blocks = None if kept is not None else Blocks.of(q, k, v, visible, scale, limits, into)
+    if blocks is None:
+        return NotImplemented
+    blocks.backward(dout, out, lse, into, dropped, add, poll)
+    return None
+
+
+@kernel()
+def merge(out: Block, lse: Block, more: Block, more_lse: Block) -> None:
+    """Make of the results over some keys, in place, those over these and more keys; `more` is used up.
+
+    Shapes as `forward` gives them, in the working dtype: out += σ(more_lse - lse) (more - out), and
+    lse is the logarithm of the sum of both sums, written so that nothing overflows (Liu et al., "Ring attention",
+    2023).
+    """
+    xp = namespace(out)
+    nothing = more_lse == -math.inf
+    ahead = xp.where(nothing, more_lse.dtype.type(0), more_lse) - lse  # inf where no key was seen before
+    ahead[nothing] = -math.inf
+    small = xp.exp(-xp.abs(ahead))
+    share = xp.where(ahead >= 0, small.dtype.type(1), small) / (1 + small)
+    xp.maximum(lse, more_lse, out=lse)
+    lse += xp.log1p(small)
+    more -= out
+    more *= share.transpose(0, 3, 1, 2)[..., None]
+    out += more
+
+
+def _try_attention(q: Block, k: Block, v: Block) -> tuple[Block, Block]:
+    return forward(q[..., None, :], k, v, Visible(causal=True), 1 / math.sqrt(q.shape[-1]))[:2]
+
+
+def _try_attention_grad(q: Block, k: Block, v: Block, d: Block) -> tuple[Block, ...]:
+    q, d, scale = q[..., None, :], d[..., None, :], 1 / math.sqrt(q.shape[-1])
+    out, lse, _ = forward(q, k, v, Visible(causal=True), scale)
+    into = tuple(namespace(q).empty(block.shape, block.dtype) for block in (q, k, v))
+    backward(d, q, k, v, out, lse, Visible(causal=True), scale, into)
+    return into
+
+
+def _try_merge(q: Block, k: Block, v: Block) -> Block:
+    half, q = k.shape[1] // 2, q[..., None, :]
+    (out, lse, _), (more, more_lse, _) = (
+        forward(q, k[:, part], v[:, part], Visible(), 0.1, wide=True) for part in (slice(half), slice(half, None))
+    )
+    merge(out, lse, more, more_lse)
+    return out.astype(q.dtype)
+
+
+example("attention, causal", _try_attention, "q", "k", "v")
+example("attention, gradient", _try_attention_grad, "q", "k", "v", "d")
+example("attention, merged", _try_merge, "q", "k", "v")

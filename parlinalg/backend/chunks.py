@@ -1,0 +1,70 @@
+"""Chunks: what the plain forms of kernels compute at a time.
+
+A chain of NumPy's operations passes over its arrays once an operation, so that on a CPU it goes over chunks that stay
+in a core's cache; on a GPU a chunk is the whole block.  Blocks of 16-bit floats are computed in float32 and rounded
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from parlinalg.backend import backend_of, namespace
+from parlinalg.backend.views import flat
+
+Block = Any
+
+CHUNK = 1 << 15
+"""Elements of a chunk on a CPU."""
+ROWS_CHUNK = 1 << 16
+"""Elements of a chunk of rows on a CPU, in kernels that sum along them."""
+
+
+def work_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype in which blocks of `dtype` are computed: float32 for 16-bit floats."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+
+
+def spans(n: int, like: Block, unit: int = 1) -> Iterator[slice]:
+    """Yield runs of whole units of a block, of about CHUNK elements each on a CPU, that cover n units."""
+    step = max(1, CHUNK // max(1, unit)) if backend_of(like).cpu else max(1, n)
+    for at in range(0, n, step):
+        yield slice(at, min(n, at + step))
+
+
+def row_runs(rows: Block) -> list[slice]:
+    """Return runs of rows of a matrix, of about ROWS_CHUNK elements each on a CPU."""
+    count, width = rows.shape
+    step = max(1, ROWS_CHUNK // max(1, width)) if backend_of(rows).cpu else max(1, count)
+    return [slice(at, min(count, at + step)) for at in range(0, count, step)]
+
+
+def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch: int = 0) -> Any:
+    """Return new blocks from blocks of one shape by `chain(xp, *chunks, *results, *scratch)`, called for every chunk.
+
+    Parameters
+    ----------
+    results : int
+        How many blocks the chain makes; one is returned as it is, more as a tuple.
+    scratch : int
+        How many arrays of a chunk's length it works with.
+    """
+    xp, first = namespace(blocks[0]), blocks[0]
+    made = tuple(xp.empty(first.shape, first.dtype) for _ in range(results))
+    work = work_dtype(first.dtype)
+    flats, targets = [flat(b) for b in blocks], [m.reshape(-1) for m in made]
+    parts = list(spans(first.size, first))
+    cast = results if work != first.dtype else 0
+    room = [xp.empty(parts[0].stop if parts else 0, work) for _ in range(scratch + cast)]
+    for part in parts:
+        spare = [r[: part.stop - part.start] for r in room]
+        into = spare[scratch:] if cast else [t[part] for t in targets]
+        chain(xp, *(f[part].astype(work, copy=False) for f in flats), *into, *spare[:scratch])
+        if cast:
+            for target, values in zip(targets, into, strict=True):
+                target[part] = values
+    return made if results > 1 else made[0]

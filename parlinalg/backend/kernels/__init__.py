@@ -1,0 +1,142 @@
+"""Kernels: what is computed on blocks between the products, each registered once with up to three forms.
+
+A kernel is a function of blocks.  Its plain form is the function itself: operations of the blocks' namespace, which
+every backend has.  Beside it may stand a compiled form, by a loop that numba compiles, and a CUDA form, with the text
+of its program.  A call takes the form that the backend of the blocks can run; a form that cannot compute these blocks
+returns `NotImplemented`, and the plain form does.
+
+A module of this folder holds a family of kernels.  `examples` are calls of every kernel, with arrays to try it on:
+`parlinalg doctor --gpu` and the tests run them all.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from functools import cache, update_wrapper
+from importlib import import_module
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+
+from parlinalg.backend import compiled, cuda
+
+Block = Any
+P = ParamSpec("P")
+R = TypeVar("R")
+Form = TypeVar("Form", bound=Callable[..., Any])
+
+_KERNELS: list[Kernel] = []
+_EXAMPLES: list[Example] = []
+
+
+class Kernel(Generic[P, R]):
+    """A function of blocks, computed by the form that suits the blocks' backend.
+
+    Parameters
+    ----------
+    plain : callable
+        The form for every backend.
+    alike : int
+        How many of the first arguments are blocks of one dtype, which the other forms need.
+
+    Attributes
+    ----------
+    name : str
+        The family's name and the function's.
+    program : str
+        The CUDA text of the CUDA form; empty where there is none.
+    """
+
+    def __init__(self, plain: Callable[P, R], alike: int) -> None:
+        update_wrapper(self, plain)
+        self.name = f"{plain.__module__.removeprefix(__name__ + '.')}.{plain.__name__}"
+        self.plain, self.alike, self.program = plain, alike, ""
+        self._compiled: Callable[P, Any] | None = None
+        self._cuda: Callable[P, Any] | None = None
+
+    def __call__(self, *args: P.args, **named: P.kwargs) -> R:
+        found: Any = NotImplemented
+        if self._cuda is not None and cuda.ready(*args[: self.alike]):
+            found = self._cuda(*args, **named)
+        elif self._compiled is not None and compiled.ready(*args[: self.alike]):
+            found = self._compiled(*args, **named)
+        return self.plain(*args, **named) if found is NotImplemented else found
+
+    def compiled(self, form: Form) -> Form:
+        """Register the form that calls a compiled loop."""
+        self._compiled = form
+        return form
+
+    def cuda(self, program: str) -> Callable[[Form], Form]:
+        """Register the form that launches CUDA kernels, with their text: T is the blocks' type, W the working one."""
+
+        def register(form: Form) -> Form:
+            self.program, self._cuda = program, form
+            return form
+
+        return register
+
+
+def kernel(alike: int = 1) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Register a function as a kernel."""
+
+    def register(plain: Callable[P, R]) -> Kernel[P, R]:
+        _KERNELS.append(Kernel(plain, alike))
+        return _KERNELS[-1]
+
+    return register
+
+
+class Example(NamedTuple):
+    """A call of a kernel to try it by.
+
+    Attributes
+    ----------
+    name : str
+    call : callable
+        Takes the blocks of `inputs`, and returns a block or a tuple of blocks.
+    inputs : tuple of str
+        The names of arrays that `samples` makes.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    inputs: tuple[str, ...]
+
+
+def example(name: str, call: Callable[..., Any], *inputs: str) -> None:
+    """Register a call to try a kernel by."""
+    _EXAMPLES.append(Example(name, call, inputs))
+
+
+def samples(rows: int, width: int) -> dict[str, np.ndarray]:
+    """Return the arrays that examples take, of float64 or integers."""
+    rng = np.random.default_rng(0)
+    x, g, m = rng.standard_normal((3, rows, width))
+    found = {"x": x, "g": g, "m": m, "weight": 1 + rng.standard_normal(width) / 4, "bias": rng.standard_normal(width)}
+    found["z"] = rng.standard_normal((rows, width, 2))
+    found["ids"], found["table"] = rng.integers(0, 97, rows), rng.standard_normal((97, width))
+    tokens = max(16, min(512, rows))
+    found |= dict(zip("qkvd", rng.standard_normal((4, 2, tokens, 4, 64)), strict=True))
+    found["heads"] = rng.standard_normal((2, tokens, 4, 2, 64))
+    found["images"] = rng.standard_normal((max(1, rows // 32), 9, 8, 16))
+    return found
+
+
+@cache
+def _families() -> None:
+    for info in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{info.name}")
+
+
+def kernels() -> list[Kernel]:
+    """Return all kernels, by families in the order of their names."""
+    _families()
+    return sorted(_KERNELS, key=lambda k: k.name.partition(".")[0])
+
+
+def examples() -> list[Example]:
+    """Return a call of every kernel to try it by, in the order of the families' names."""
+    _families()
+    return sorted(_EXAMPLES, key=lambda e: e.call.__module__)

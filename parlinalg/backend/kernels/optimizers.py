@@ -1,0 +1,332 @@
+"""Optimizer updates, in place over flat arrays.
+
+Each update is a chain of elementwise operations that goes over the arrays a chunk at a time, so that on a CPU what
+lies between the first and the last stays in the cache.  Parameters and gradients in 16 bits are updated in float32.
+
+Updates whose size depends on norms of whole parameters, LAMB's and LARS's, are two passes: one that gives the terms of
+the norms, and one that makes the step.  What lies between the two is computed twice, not kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from parlinalg import tunables
+from parlinalg.backend import backend_of, cuda, namespace
+from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.compiled import loop, ready
+from parlinalg.backend.kernels import example, kernel
+
+Array = Any
+
+
+@kernel(alike=2)
+def sgd(
+    p: Array, g: Array, m: Array | None, *, lr: float, momentum: float, nesterov: bool, weight_decay: float,
+    factor: float = 1.0,
+) -> None:  # fmt: skip
+    """One step of gradient descent: `d = factor g + weight_decay p`; `m = momentum m + d`; `p -= lr m`.
+
+    With `nesterov` the step is `p -= lr (d + momentum m)`; without momentum (m None) `p -= lr d`.
+    """
+    xp = namespace(p)
+    for part, (s, t, u) in chunks(p, 3):
+        q, d = read(p[part], s.dtype), scaled(g[part], factor, u)
+        if weight_decay:
+            xp.multiply(q, weight_decay, out=s)
+            d = xp.add(d, s, out=s)
+        if m is not None:
+            v = m[part]
+            v *= momentum
+            v += d
+            if nesterov:
+                xp.multiply(v, momentum, out=t)
+                t += d
+            d = t if nesterov else v
+        xp.multiply(d, lr, out=s)
+        subtract(p[part], q, s)
+
+
+@kernel(alike=2)
+def adam(
+    p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
+) -> None:  # fmt: skip
+    """Step number `step` (from 1) of Adam (Kingma and Ba, 2015), or, `decoupled`, AdamW (Loshchilov and Hutter, 2019).
+
+    `m = β₁ m + (1 - β₁) g`; `v = β₂ v + (1 - β₂) g²`; `p -= lr (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + eps)`.  Weight
+    decay adds `weight_decay p` to g, or, decoupled, first multiplies p by `1 - lr weight_decay`.  Gradients are
+    multiplied by `factor` as they are read.
+    """
+    xp = namespace(p)
+    b1, c1, b2, c2, rate, tiny, coupled, decay = _adam_numbers(lr, betas, eps, weight_decay, decoupled, step)
+    for part, (s, t, u) in chunks(p, 3):
+        q, d, mean, square = read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]
+        if coupled:
+            xp.multiply(q, coupled, out=t)
+            d = xp.add(d, t, out=t)
+        mean *= b1
+        mean += xp.multiply(d, c1, out=s)
+        square *= b2
+        xp.multiply(d, d, out=s)
+        s *= c2
+        square += s
+        xp.sqrt(square, out=s)
+        s += tiny
+        xp.divide(mean, s, out=s)
+        s *= rate
+        if decay:
+            s += xp.multiply(q, decay, out=t)
+        subtract(p[part], q, s)
+
+
+def _adam_numbers(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int
+) -> tuple[float, ...]:
+    """β₁, 1 - β₁, β₂, 1 - β₂, the rate and the ε that hold the corrections, the shares of p added to g and taken off p.
+
+    The correction of v is taken out of the root.
+    """
+    b1, b2 = betas
+    root = math.sqrt(1 - b2**step)
+    decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
+    return b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step) * root, eps * root, *decays
+
+
+@loop()
+def _adam_loop(
+    p: Any, g: Any, m: Any, v: Any, b1: Any, c1: Any, b2: Any, c2: Any, rate: Any, tiny: Any, coupled: Any,
+    decay: Any, factor: Any,
+) -> None:  # fmt: skip
+    """One step in place; the numbers are those of `_adam_numbers`.
+
+    Every operation is one of the plain form's, so that chunks of any size give the same bits.
+    """
+    for i in range(p.size):
+        d = g[i] * factor + coupled * p[i]
+        mean = m[i] * b1 + d * c1
+        square = v[i] * b2 + d * d * c2
+        m[i] = mean
+        v[i] = square
+        p[i] -= mean / (math.sqrt(square) + tiny) * rate + decay * p[i]
+
+
+@adam.compiled
+def _(
+    p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
+) -> None:  # fmt: skip
+    if not ready(p, g, m, v) or not all(a.flags.c_contiguous for a in (p, g, m, v)):
+        return NotImplemented
+    numbers = *_adam_numbers(lr, betas, eps, weight_decay, decoupled, step), factor
+    _adam_loop(p, g, m, v, *map(p.dtype.type, numbers))
+    return None
+
+
+@adam.cuda(r"""
+extern "C" __global__ void pla_adam(T* p, const T* g, W* m, W* v, Int n, W b1, W c1, W b2, W c2, W rate, W tiny,
+                                    W coupled, W decoupled, W factor) {
+    ELEMENTS(i, n)
+    W q = (W)p[i], d = factor * (W)g[i] + coupled * q;
+    W a = b1 * m[i] + c1 * d, b = b2 * v[i] + c2 * d * d;
+    m[i] = a;
+    v[i] = b;
+    p[i] = (T)(q - rate * a / (sqrt(b) + tiny) - decoupled * q);
+}
+""")
+def _(
+    p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
+    weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
+) -> None:  # fmt: skip
+    n, work = p.size, work_dtype(p.dtype)
+    if not all(a.flags.c_contiguous for a in (p, g, m, v)) or not m.dtype == v.dtype == work:
+        return NotImplemented
+    numbers = *_adam_numbers(lr, betas, eps, weight_decay, decoupled, step), factor
+    cuda.launch("adam", p, (-(-n // tunables.CUDA_THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
+    return None
+
+
+# ------------------------------------------------------------------ LAMB and LARS
+
+
+@kernel(alike=2)
+def lamb_moments(g: Array, m: Array, v: Array, *, betas: tuple[float, float], factor: float) -> None:
+    """`m = β₁ m + (1 - β₁) factor g`; `v = β₂ v + (1 - β₂) (factor g)²`."""
+    xp = namespace(g)
+    b1, b2 = betas
+    for part, (s, t) in chunks(m, 2):
+        d, mean, square = scaled(g[part], factor, t), m[part], v[part]
+        mean *= b1
+        mean += xp.multiply(d, 1 - b1, out=s)
+        square *= b2
+        xp.multiply(d, d, out=s)
+        s *= 1 - b2
+        square += s
+
+
+@kernel(alike=1)
+def lamb_step(
+    p: Array, m: Array, v: Array, *, rate: float | None, betas: tuple[float, float], eps: float, weight_decay: float,
+    step: int,
+) -> Array:  # fmt: skip
+    """`p -= rate u`, where `u = m̂ / (√v̂ + eps) + weight_decay p`; with no rate, the sum of squares of u.
+
+    m̂ and v̂ are the moments of step number `step` (from 1), corrected for their start at zero.
+    """
+    xp = namespace(p)
+    b1, b2 = betas
+    root = math.sqrt(1 - b2**step)
+    share, tiny = root / (1 - b1**step), eps * root
+    total: Any = 0.0
+    for part, (s, t) in chunks(p, 2):
+        q = read(p[part], s.dtype)
+        xp.sqrt(v[part], out=s)
+        s += tiny
+        xp.divide(m[part], s, out=s)
+        s *= share
+        if weight_decay:
+            s += xp.multiply(q, weight_decay, out=t)
+        if rate is None:
+            total = total + square_sum(s)
+        else:
+            s *= rate
+            subtract(p[part], q, s)
+    return total
+
+
+@kernel(alike=2)
+def lars_step(
+    p: Array, g: Array, m: Array | None, *, rate: float, momentum: float, weight_decay: float, factor: float
+) -> None:
+    """`d = rate (factor g + weight_decay p)`; `m = momentum m + d`; `p -= m`, or without momentum `p -= d`."""
+    xp = namespace(p)
+    for part, (s, t) in chunks(p, 2):
+        q = read(p[part], s.dtype)
+        d = scaled(g[part], factor, t)
+        if weight_decay:
+            d = xp.add(d, xp.multiply(q, weight_decay, out=s), out=s)
+        d = xp.multiply(d, rate, out=s)
+        if m is not None:
+            mean = m[part]
+            mean *= momentum
+            mean += d
+            d = mean
+        subtract(p[part], q, d)
+
+
+# ------------------------------------------------------------------ sums, and work by chunks
+
+
+@kernel()
+def square_sum(x: Array) -> Array:
+    """The sum of squares of a flat array, in float64, as an array without dims on its device."""
+    xp = namespace(x)
+    total = xp.zeros((), np.float64)
+    size = _chunk(x)
+    for at in range(0, x.size, size):
+        part = read(x[at : at + size], work_dtype(x.dtype))
+        total += xp.dot(part, part)
+    return total
+
+
+@kernel()
+def all_finite(x: Array) -> bool:
+    """Whether no element of a flat array is infinite or NaN."""
+    xp = namespace(x)
+    size = _chunk(x)
+    return all(bool(xp.isfinite(x[at : at + size]).all()) for at in range(0, x.size, size))
+
+
+@kernel()
+def scale(x: Array, factor: float) -> None:
+    """Multiply a flat array by a number in place."""
+    x *= x.dtype.type(factor)
+
+
+def _chunk(like: Array) -> int:
+    return tunables.OPTIMIZER_CHUNK if backend_of(like).cpu else tunables.OPTIMIZER_DEVICE_CHUNK
+
+
+def scaled(x: Array, factor: float, out: Array) -> Array:
+    """`factor x` in the dtype of `out`: x itself where that is all it is, or else in `out`."""
+    if x.dtype == out.dtype and factor == 1.0:
+        return x
+    if x.dtype == out.dtype:
+        return namespace(x).multiply(x, out.dtype.type(factor), out=out)
+    out[...] = x
+    if factor != 1.0:
+        out *= out.dtype.type(factor)
+    return out
+
+
+def read(x: Array, dtype: Any) -> Array:
+    """x in this dtype, itself where it has it."""
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def subtract(p: Array, q: Array, s: Array) -> None:
+    """p = q - s, where q is p in the dtype of s."""
+    if q.dtype == p.dtype:
+        p -= s
+    else:
+        q -= s
+        p[...] = q
+
+
+def chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
+    """The slices of the chunks of a flat array, each with scratch arrays of its length."""
+    xp = namespace(p)
+    size = min(p.size, _chunk(p))
+    spare = [xp.empty(size, work_dtype(p.dtype)) for _ in range(scratch)]
+    for at in range(0, p.size, max(1, size)):
+        n = min(size, p.size - at)
+        yield slice(at, at + n), [s[:n] for s in spare]
+
+
+def _try_adam(decoupled: bool, p: Array, g: Array, m: Array) -> tuple[Array, ...]:
+    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
+    square = mean * mean
+    adam(
+        p, g.reshape(-1), mean, square, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled,
+        step=3,
+    )  # fmt: skip
+    return p, mean, square
+
+
+def _try_sgd(p: Array, g: Array, m: Array) -> tuple[Array, Array]:
+    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
+    sgd(p, g.reshape(-1), mean, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    return p, mean
+
+
+def _try_lamb(p: Array, g: Array, m: Array) -> tuple[Array, ...]:
+    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
+    square = mean * mean
+    lamb_moments(g.reshape(-1), mean, square, betas=(0.9, 0.99), factor=0.5)
+    lamb_step(p, mean, square, rate=0.01, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.1, step=3)
+    return p, mean, square
+
+
+def _try_lars(p: Array, g: Array, m: Array) -> tuple[Array, Array]:
+    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
+    lars_step(p, g.reshape(-1), mean, rate=0.1, momentum=0.9, weight_decay=0.1, factor=0.5)
+    return p, mean
+
+
+def _try_sums(x: Array) -> tuple[Array, Array]:
+    x = x.reshape(-1).copy()
+    scale(x, 0.5 if all_finite(x) else 0.0)
+    return x, square_sum(x)
+
+
+example("Adam", partial(_try_adam, False), "x", "g", "m")
+example("AdamW", partial(_try_adam, True), "x", "g", "m")
+example("SGD", _try_sgd, "x", "g", "m")
+example("LAMB", _try_lamb, "x", "g", "m")
+example("LARS", _try_lars, "x", "g", "m")
+example("sum of squares", _try_sums, "x")
