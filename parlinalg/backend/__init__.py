@@ -22,7 +22,7 @@ NAMES = ("auto", "numpy", "cupy")
 
 
 class Backend(Protocol):
-    """Where the blocks of a grid live.
+    """The place where the blocks of a grid live, and what can be done with them.
 
     Attributes
     ----------
@@ -65,22 +65,22 @@ class Backend(Protocol):
     def adds_products(self) -> bool: ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
-        """A new C-contiguous block with arbitrary values."""
+        """Return a new C-contiguous block with arbitrary values."""
 
     def zeros(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
-        """A new C-contiguous block of zeros."""
+        """Return a new C-contiguous block of zeros."""
 
     def from_host(self, array: np.ndarray) -> Array:
-        """The block with an array's values: the array itself where blocks are host arrays."""
+        """Return the block with an array's values: the array itself where blocks are host arrays."""
 
     def to_host(self, block: Array) -> np.ndarray:
-        """The host array with a block's values, complete on return: the block itself where it is a host array."""
+        """Return a host array with a block's values, complete on return: the block itself where it is a host array."""
 
     def synchronize(self) -> None:
         """Wait until all work issued on this thread's stream is done."""
 
     def staging(self, n: int, dtype: DTypeLike) -> np.ndarray:
-        """A flat host array of n elements through which blocks travel: page-locked where that makes copies faster."""
+        """Return a flat host array of n elements to send blocks through, page-locked where that makes copies faster."""
 
     def copy_to_host(self, block: Array, out: np.ndarray) -> None:
         """Copy a block into a C-contiguous host array of as many elements of the same dtype; complete on return."""
@@ -89,14 +89,14 @@ class Backend(Protocol):
         """Copy a C-contiguous host array into a block of as many elements of the same dtype; complete on return."""
 
     def memory_used(self) -> int:
-        """Bytes in use: by this process's resident pages for host blocks, by live blocks on a GPU."""
+        """Return the bytes in use: by this process's resident pages for host blocks, by live blocks on a GPU."""
 
     def memory_total(self) -> int:
-        """Bytes that blocks may take at most: the memory of the host or its container, or of the GPU."""
+        """Return the bytes that blocks may take at most: the memory of the host or its container, or of the GPU."""
 
 
 def namespace(block: Array) -> Any:
-    """The module whose functions compute on a block: `numpy`, or `cupy`.
+    """Return the module whose functions compute on a block: `numpy`, or `cupy`.
 
     >>> namespace(np.ones(3)).__name__
     'numpy'
@@ -112,7 +112,7 @@ def namespace(block: Array) -> Any:
 
 
 def backend_of(block: Array) -> Backend:
-    """The backend on which a block lives.
+    """Return the backend on which a block lives.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def backend_of(block: Array) -> Backend:
 
 
 def select(name: str, local_rank: int = 0) -> Backend:
-    """The backend called `name` for the rank that is number `local_rank` on its machine.
+    """Return the backend called `name` for the rank that is number `local_rank` on its machine.
 
     Parameters
     ----------

@@ -21,19 +21,20 @@ LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def cores() -> set[int]:
-    """The cores this process may run on."""
+    """Return the cores this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def place() -> list[str]:
-    """The host and the cores of this process, as bits of a hexadecimal number, for `sharing` on the other ranks."""
+    """Return the host and the cores of this process, as bits of a hexadecimal number, for `sharing` on other ranks."""
     return [socket.gethostname(), f"{sum(1 << core for core in cores()):x}"]
 
 
 def sharing(places: Sequence[Sequence[str]], rank: int, local_ranks: int = 0) -> int:
-    """How many ranks run on the cores of rank number `rank`, itself included, by the places of the ranks known here.
+    """Return how many ranks run on the cores of rank number `rank`, itself included, by the places of all ranks.
 
-    Where the launcher started more on the node than are known, `local_ranks`, the others are taken to be placed alike.
+    Where the launcher started more on the node than have places here, `local_ranks`, the others are taken to be placed
+    alike.
 
     >>> places = [["a", "3"], ["a", "3"], ["a", "c"], ["b", "3"]]
     >>> sharing(places, 0), sharing(places, 2), sharing(places, 0, local_ranks=6)
@@ -103,7 +104,7 @@ ROWS, AS_IT_IS, TURNED = 101, 111, 112  # CBLAS's names for layouts
 
 
 def add_product(y: Any, x: Any, w: Any) -> None:
-    """`y += x @ w` in the dtype of y, of matrices (with leading batch dims) on one backend.
+    """Add `x @ w` to y in the dtype of y, of matrices (with leading batch dims) on one backend.
 
     Two host matrices of float32 or float64 are multiplied by the OpenBLAS in NumPy's wheel, which adds as it
     multiplies; `np.matmul` cannot.  Others in terms of a few rows, which stay in cache and are small beside y.
@@ -118,7 +119,7 @@ def add_product(y: Any, x: Any, w: Any) -> None:
 
 
 def added(y: Any, x: Any, w: Any) -> bool:
-    """`y += x @ w`, if BLAS adds as it multiplies; whether it did."""
+    """Add `x @ w` to y if BLAS adds as it multiplies; return True if it did."""
     if not (isinstance(y, np.ndarray) and y.ndim == x.ndim == w.ndim == 2) or not (y.size and x.size):
         return False
     number = {"f": ctypes.c_float, "d": ctypes.c_double}.get(y.dtype.char)
@@ -144,14 +145,13 @@ def _gemm_for(dtype: np.dtype[Any]) -> Any:
 
 @cache
 def gemm_address(dtype: np.dtype[Any]) -> int | None:
-    """Where the gemm for float32 or float64 is in the OpenBLAS of NumPy's wheel, whose integers have 64 bits."""
+    """Return the address of gemm for float32 or float64 in the OpenBLAS of NumPy's wheel, with integers of 64 bits."""
     gemm = _gemm_for(dtype)
     return None if gemm is None else ctypes.cast(gemm, ctypes.c_void_p).value
 
 
 def _lying(matrix: np.ndarray) -> tuple[int, int]:
-    """How CBLAS is told that a matrix lies, and the elements from one row (or column) to the next; (0, 0) if it cannot
-    be."""
+    """Return CBLAS's name for a matrix's order, and the elements from one row (or column) to the next; else (0, 0)."""
     (rows, columns), item = matrix.shape, matrix.itemsize
     down, across = matrix.strides
     if (across == item or columns == 1) and (down >= columns * item or rows == 1) and down % item == 0:
@@ -169,7 +169,7 @@ MOST_SIDE = 8192
 
 
 def gemm_rate(backend: Backend, dtype: str, n: int = SIDE, seconds: float = 0.3, *, sustained: bool = False) -> float:
-    """Floating-point operations a second of one rank's n×n products, called for so many seconds.
+    """Return the floating-point operations a second of one rank's n×n products, called for so many seconds.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def gemm_rate(backend: Backend, dtype: str, n: int = SIDE, seconds: float = 0.3,
 
 
 def gemm_side(backend: Backend, dtype: str) -> int:
-    """The side of square matrices that show the full rate of this backend: 768 on CPUs, more on GPUs."""
+    """Return the side of square matrices that show the full rate of this backend: 768 on CPUs, more on GPUs."""
     n = SIDE
     while n < MOST_SIDE and 2 * n**3 / gemm_rate(backend, dtype, n, 0.0) < LONG:
         n *= 2

@@ -85,12 +85,12 @@ class CupyBackend:
 
 @cache
 def on_device(device: int) -> CupyBackend:
-    """The backend of one GPU, by its number among the visible ones."""
+    """Return the backend of one GPU, by its number among the visible ones."""
     return CupyBackend(device)
 
 
 def for_local_rank(local_rank: int) -> CupyBackend | str:
-    """The backend for a rank, or why there is none."""
+    """Return the backend for a rank, or a text that says why there is none."""
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:  # CuPy imports without a driver, and says so only when used

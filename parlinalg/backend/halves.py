@@ -20,7 +20,7 @@ TERMS = 4096  # ones that sum up to themselves in float32 only: float16 stops at
 
 
 def product(x: Block, w: Block) -> Block | None:
-    """`x @ w` in the dtype of both, or None where they are to be cast to float32 first.
+    """Return `x @ w` in the dtype of both, or None where they are to be cast to float32 first.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def product(x: Block, w: Block) -> Block | None:
 
 @cache
 def sums_in_single(xp: Any, dtype: np.dtype[Any]) -> bool:
-    """Whether this namespace multiplies matrices of the dtype, and sums in float32."""
+    """Return True if this namespace multiplies matrices of the dtype, and sums in float32."""
     try:
         ones = xp.ones((2, TERMS), dtype)
         found = xp.matmul(ones, ones.T)

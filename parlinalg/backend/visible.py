@@ -64,14 +64,14 @@ class Places:
         return runs
 
     def within(self, part: slice) -> Run:
-        """The run that a part, which lies in one, is."""
+        """Return the run that a part lies in, cut to the part."""
         for start, stop, first, step in self.runs:
             if start <= part.start < stop:
                 return Run(part.start, part.stop, first + (part.start - start) * step, step)
         raise IndexError(f"token {part.start} of {len(self.positions)}")
 
     def spans(self, step: int) -> list[slice]:
-        """All tokens in pieces of at most `step`, each within a run."""
+        """Return all tokens in pieces of at most `step`, each within a run."""
         return [
             slice(a, b)
             for run in self.runs
@@ -79,14 +79,14 @@ class Places:
         ]  # fmt: skip
 
     def on(self, xp: Any) -> Any:
-        """The positions in the memory of a backend."""
+        """Return the positions in the memory of a backend."""
         if self._copy is None:
             self._copy = xp.asarray(self.positions)
         return self._copy
 
 
 class Visible:
-    """Which keys the queries of this rank see.
+    """The keys that the queries of this rank see.
 
     Parameters
     ----------
@@ -130,21 +130,21 @@ class Visible:
 
     @property
     def alike(self) -> bool:
-        """Whether all queries see the same run of keys, apart from single ones."""
+        """True if all queries see the same run of keys, apart from single ones."""
         return not self.causal and self.window is None and self.table is None and self.documents is None
 
     @property
     def by_places(self) -> bool:
-        """Whether positions alone say what is seen."""
+        """True if positions alone say what is seen."""
         return self.table is None and self.documents is None and not self.keep
 
     @property
     def by_head(self) -> bool:
-        """Whether heads see different blocks, so that each is best taken alone."""
+        """True if heads see different blocks, so that each is best taken alone."""
         return self.table is not None and self.table.shape[0] > 1
 
     def part(self, batch: slice, heads: slice) -> Visible:
-        """The same for a part of the batch and of the kv heads."""
+        """Return the same for a part of the batch and of the kv heads."""
         documents, table = self.documents, self.table
         if documents is not None:
             queries, keys = (d if d.shape[0] == 1 else d[batch] for d in documents)
@@ -159,11 +159,11 @@ class Visible:
     # ------------------------------------------------------------------ what is skipped
 
     def rows(self, queries: int, most: int) -> list[slice]:
-        """The queries in runs of at most `most`, each of equal steps."""
+        """Return the queries in runs of at most `most`, each of equal steps."""
         return row_spans(queries, most) if self.places is None else self.places[0].spans(most)
 
     def spans(self, batch: slice, heads: slice, rows: slice, keys: int, most: int) -> list[Span]:
-        """The runs of keys, none longer than `most`, outside of which queries `rows` of these items see nothing."""
+        """Return the runs of keys, none longer than `most`, that queries `rows` of these items see."""
         runs = [Run(0, keys, 0, 1)] if self.places is None else self.places[1].runs
         found = [self._near(rows, run) for run in runs]
         if self.table is not None:
@@ -210,7 +210,7 @@ class Visible:
         return [(a, b) for a, b in spans if a < b]
 
     def _documents_met(self, batch: slice, rows: slice) -> np.ndarray:
-        """Which keys share a document with one of queries `rows` in some item of the batch."""
+        """Return which keys share a document with one of queries `rows` in some item of the batch."""
         key = (batch.start, batch.stop, rows.start, rows.stop)
         if key not in self._met:
             if len(self._met) > 64:
@@ -276,7 +276,7 @@ class Visible:
         return after, upto
 
     def _hide_far(self, scores: Block, rows: slice, keys: slice) -> None:
-        """What causality and the window hide."""
+        """Hide what causality and the window hide."""
         edges = self.edges(rows, keys)
         if edges is None:
             self._hide_one_by_one(scores, rows, keys)
@@ -352,7 +352,7 @@ def _within(keep: Block, *parts: slice) -> Block:
 
 
 def _before(run: Run, position: int) -> int:
-    """Where in a run the keys end that stand before a position; it may be beyond the run."""
+    """Return where in a run the keys end that stand before a position; it may be beyond the run."""
     return run.start + max(0, -((run.first - position) // run.step))
 
 
@@ -363,6 +363,6 @@ def _trimmed(met: np.ndarray, low: int, high: int) -> Span:
 
 
 def row_spans(rows: int, step: int) -> list[slice]:
-    """The rows in runs of `step`."""
+    """Return the rows in runs of `step`."""
     edges = [*range(0, rows, max(1, step)), rows]
     return [slice(a, b) for a, b in pairwise(edges)]

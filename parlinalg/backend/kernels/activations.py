@@ -26,7 +26,7 @@ def _sigmoid(xp: Any, x: Block, out: Block) -> None:
 
 @kernel()
 def sigmoid(x: Block) -> Block:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return fused(_sigmoid, x)
 
 
@@ -38,7 +38,7 @@ def _sigmoid_grad(xp: Any, y: Block, g: Block, out: Block, s: Block) -> None:
 
 @kernel(alike=2)
 def sigmoid_grad(y: Block, g: Block) -> Block:
-    """g y (1 - y), from the value y."""
+    """Return g y (1 - y), the gradient of `sigmoid` from its value y."""
     return fused(_sigmoid_grad, y, g, scratch=1)
 
 
@@ -50,13 +50,13 @@ def _tanh_grad(xp: Any, y: Block, g: Block, out: Block, s: Block) -> None:
 
 @kernel(alike=2)
 def tanh_grad(y: Block, g: Block) -> Block:
-    """g (1 - y²), from the value y."""
+    """Return g (1 - y²), the gradient of tanh from its value y."""
     return fused(_tanh_grad, y, g, scratch=1)
 
 
 @kernel()
 def relu(x: Block) -> Block:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return namespace(x).maximum(x, x.dtype.type(0))
 
 
@@ -66,7 +66,7 @@ def _relu_grad(xp: Any, y: Block, g: Block, out: Block) -> None:
 
 @kernel(alike=2)
 def relu_grad(y: Block, g: Block) -> Block:
-    """g where y > 0, else 0; y may be the value or the argument."""
+    """Return g where y > 0, else 0; y may be the value of `relu` or its argument."""
     return fused(_relu_grad, y, g)
 
 
@@ -145,7 +145,7 @@ def _erf(xp: Any, x: Block, out: Block, s: Block, t: Block) -> None:
 
 @kernel()
 def erf(x: Block) -> Block:
-    """The error function, to about 1e-16."""
+    """Return the error function of x, to about 1e-16."""
     return fused(_erf, x, scratch=2)
 
 
@@ -230,19 +230,19 @@ def _gelu_erf_grad(xp: Any, x: Block, g: Block, out: Block, s: Block, t: Block, 
 
 @kernel()
 def gelu(x: Block, approximate: bool) -> Block:
-    """x Φ(x), with Φ the normal distribution's, or its approximation by tanh (Hendrycks and Gimpel, 2016)."""
+    """Return x Φ(x), with Φ the normal distribution, or its approximation by tanh (Hendrycks and Gimpel, 2016)."""
     return fused(_gelu_tanh, x, scratch=1) if approximate else fused(_gelu_erf, x, scratch=3)
 
 
 @kernel(alike=2)
 def gelu_grad(x: Block, g: Block, approximate: bool) -> Block:
-    """The gradient of gelu at x times g."""
+    """Return the gradient of `gelu` at x times g."""
     return fused(_gelu_tanh_grad, x, g, scratch=3) if approximate else fused(_gelu_erf_grad, x, g, scratch=4)
 
 
 @kernel()
 def gelu_and_slope(x: Block, approximate: bool) -> tuple[Block, Block]:
-    """gelu(x), bit for bit as by `gelu` on CPUs, and its derivative at x."""
+    """Return gelu(x), bit for bit as `gelu` does on CPUs, and its derivative at x."""
     if approximate:
         return fused(_gelu_tanh_slope, x, results=2, scratch=2)
     return fused(_gelu_erf_slope, x, results=2, scratch=3)
@@ -392,7 +392,7 @@ example("gelu and slope", lambda x: gelu_and_slope(x, False), "x")
 
 
 def _pairs(z: Block) -> tuple[Block, Block]:
-    """The gates and the values of a block that ends in pairs of both, without the last dim; views where they can be."""
+    """Return the gates and the values of a block that ends in pairs of both, flat; views if possible."""
     pairs = namespace(z).ascontiguousarray(z).reshape((math.prod(z.shape[:-1]), 2))
     return pairs[:, 0], pairs[:, 1]
 
@@ -406,7 +406,7 @@ def _half_and_tanh(xp: Any, gate: Block, h: Block, t: Block) -> None:
 
 @kernel()
 def swiglu(z: Block) -> Block:
-    """silu(z[..., 0]) z[..., 1]."""
+    """Return silu(z[..., 0]) z[..., 1]."""
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     out = xp.empty(gates.shape, z.dtype)
@@ -424,7 +424,7 @@ def swiglu(z: Block) -> Block:
 
 @kernel(alike=2)
 def swiglu_grad(z: Block, g: Block) -> Block:
-    """The gradient of `swiglu` at z times g."""
+    """Return the gradient of `swiglu` at z times g."""
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     grads = xp.ascontiguousarray(g).reshape(-1)

@@ -1,4 +1,4 @@
-"""Dropout: which elements stay is said by counted random numbers, each element's by its index in the global array.
+"""Dropout by counted random numbers: each element has the number of its index in the global array.
 
 On a GPU the numbers are computed where they are needed, in both passes, and never kept: those of
 `parlinalg.random.counter`, bit for bit: Philox 4×64 with ten rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
@@ -25,7 +25,7 @@ DIMS = 5
 
 
 class Counted(NamedTuple):
-    """Which numbers the elements of a block have; an element stays if its number, of so many bits, is below the limit.
+    """The random numbers of a block's elements: one stays if its number, of so many bits, is below the limit.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Counted(NamedTuple):
 
 @kernel()
 def drop(block: Block, table: Block, scale: float, counted: Counted | None = None) -> Block:
-    """The elements that stay times `scale`, and zeros.
+    """Return the elements that stay, times `scale`, and zeros in place of the others.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def on_device(block: Block, ndim: int) -> bool:
 
 
 def places(shape: Sequence[int], indices: Sequence[Indices], start: int) -> tuple[np.ndarray, list[int], list[int]]:
-    """What the elements of a part add up to their index in the global array from: (places, lengths, first places).
+    """Return each dim's terms of an element's index in the global array: (a table for all dims, lengths, starts).
 
     Parameters
     ----------

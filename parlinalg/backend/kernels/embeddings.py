@@ -19,7 +19,7 @@ Block = Any
 
 @kernel()
 def look_up(table: Block, ids: Block, start: int, whole: bool) -> Block:
-    """Row `id - start` of the table for every id; zeros where it has none, unless the table is `whole`."""
+    """Return row `id - start` of the table for every id; zeros where it has none, unless the table is `whole`."""
     xp = namespace(table)
     shape = (*ids.shape, table.shape[1])
     flat = ids.reshape(-1) - start
@@ -33,7 +33,7 @@ def look_up(table: Block, ids: Block, start: int, whole: bool) -> Block:
 
 @kernel()
 def look_up_grad(g: Block, ids: Block, start: int, rows: int) -> Block:
-    """The sums of the rows of g that belong to each of `rows` ids from `start`; in g's dtype.
+    """Return the sums of the rows of g that belong to each of `rows` ids from `start`; in g's dtype.
 
     The rows of equal ids are summed as a tree, all ids' at once: in every round each second row of an id is added to
     the one before it.  The order depends on the ids alone; no two terms are added to one place at a time, as in
@@ -64,7 +64,7 @@ def look_up_grad(g: Block, ids: Block, start: int, rows: int) -> Block:
 
 
 def rotary_tables(frequencies: np.ndarray, positions: range | np.ndarray, like: Block) -> tuple[Block, Block]:
-    """Cosines and sines of the angles at these positions, shape [positions, pairs].
+    """Return cosines and sines of the angles at these positions, shape [positions, pairs].
 
     Angles are float64; the tables are in the working dtype of `like`, where it lies.
     """
@@ -75,7 +75,7 @@ def rotary_tables(frequencies: np.ndarray, positions: range | np.ndarray, like: 
 
 @kernel()
 def rotate(x: Block, cos: Block, sin: Block, parts: int, back: bool = False) -> Block:
-    """A copy of x in which the first `parts` parts of every head are turned.
+    """Return a copy of x in which the first `parts` parts of every head are turned.
 
     Parameters
     ----------

@@ -77,7 +77,7 @@ def _rows_under(windows: Windows, height: int, rows: range) -> _Rows:
 
 
 def _cells(windows: Windows, rows: int, columns: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
-    """For every element (i, j) of the kernel: the elements of the padded images that it meets, in all windows."""
+    """Yield every element (i, j) of the kernel with the elements of the padded images that it meets, in all windows."""
     (s, t), (d, e) = windows.stride, windows.dilation
     for i in range(windows.kernel[0]):
         for j in range(windows.kernel[1]):
@@ -86,7 +86,7 @@ def _cells(windows: Windows, rows: int, columns: int) -> Iterator[tuple[int, int
 
 
 def _padded(x: Block, windows: Windows, rows: range, fill: float = 0) -> Block:
-    """The rows of the images that some rows of windows meet, with padding around them; a view where there is none."""
+    """Return the rows of images that some rows of windows meet, padded; a view where there is no padding."""
     under, (left, right) = _rows_under(windows, x.shape[1], rows), windows.padding[1]
     part = x[:, under.first : under.stop]
     if not any((under.above, under.below, left, right)):
@@ -98,7 +98,7 @@ def _padded(x: Block, windows: Windows, rows: range, fill: float = 0) -> Block:
 
 
 def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tuple[slice, range]]:
-    """Runs of images, and of rows of windows in them, whose patches are made at once.
+    """Yield runs of images, and of rows of windows in them, whose patches are made at once.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ Total = Callable[[Block], Block]
 
 
 class Moments(NamedTuple):
-    """What the backward pass of a norm needs of every row: its mean (None: not subtracted) and 1 / its scale."""
+    """The mean of every row (None: not subtracted) and 1 / its scale, which the backward pass of a norm needs."""
 
     mean: Block
     scale: Block
@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 def norm(
     x: Block, weight: Block, bias: Block, n: int, eps: float, *, centred: bool, total: Total | None
 ) -> tuple[Block, Moments]:
-    """`(x - mean) / √(mean of (x - mean)² + eps) weight + bias` over rows of n elements; uncentred, the mean is 0.
+    """Return `(x - mean) / √(mean of (x - mean)² + eps) weight + bias`, of rows of n elements; without `centred` mean is 0.
 
     The mean is taken first, then the squares of what is left: E[x²] - E[x]² would cancel.
     """
@@ -81,8 +81,9 @@ def norm(
 def norm_grad(
     x: Block, g: Block, weight: Block, at: Moments, n: int, *, total: Total | None
 ) -> tuple[Block, Block, Block]:
-    """The gradients of `norm` for x, weight and bias from that of its value; those of weight and bias in the working
-    dtype, summed over this block's rows.
+    """Return the gradients of `norm` for x, weight and bias from that of its value.
+
+    Those of weight and bias are summed over this block's rows, in the working dtype.
     """
     xp, work = namespace(x), work_dtype(x.dtype)
     rows, grads = matrix(xp.ascontiguousarray(x)), matrix(xp.ascontiguousarray(g))
@@ -129,18 +130,18 @@ def norm_grad(
 
 
 def _squares(rows: Block) -> Block:
-    """The sum of squares of every row."""
+    """Return the sum of squares of every row."""
     xp = namespace(rows)
     return xp.vecdot(rows, rows) if backend_of(rows).cpu else xp.einsum("ij,ij->i", rows, rows)
 
 
 def _room(xp: Any, parts: Sequence[slice], rows: Block, work: Any) -> Block:
-    """Scratch for the largest part."""
+    """Return scratch for the largest part."""
     return xp.empty((parts[0].stop if parts else 0, rows.shape[1]), work)
 
 
 def _repeated(xp: Any, vector: Block, parts: Sequence[slice], work: Any) -> Block:
-    """A vector for every row of a part: NumPy is twice as fast on blocks of one shape as row by row."""
+    """Return a vector for every row of a part: NumPy is twice as fast on blocks of one shape as row by row."""
     wide = vector.astype(work, copy=False)[None]
     if backend_of(vector).cpu and len(parts) > 2:
         return xp.broadcast_to(wide, (parts[0].stop, vector.size)).copy()
@@ -150,7 +151,7 @@ def _repeated(xp: Any, vector: Block, parts: Sequence[slice], work: Any) -> Bloc
 def _staged(
     parts: Sequence[slice], stages: Sequence[tuple[Callable[[slice], None], Block]], total: Total | None
 ) -> None:
-    """All stages of a part before the next part; where rows have pieces all parts of a stage, then its numbers' sum."""
+    """Run all stages of a part, then the next part; where rows have pieces, a stage of all parts, then sum its numbers."""
     if total is None:
         for part in parts:
             for stage, _ in stages:

@@ -30,7 +30,7 @@ def sgd(
     p: Array, g: Array, m: Array | None, *, lr: float, momentum: float, nesterov: bool, weight_decay: float,
     factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """One step of gradient descent: `d = factor g + weight_decay p`; `m = momentum m + d`; `p -= lr m`.
+    """Make a step of gradient descent: `d = factor g + weight_decay p`; `m = momentum m + d`; `p -= lr m`.
 
     With `nesterov` the step is `p -= lr (d + momentum m)`; without momentum (m None) `p -= lr d`.
     """
@@ -57,7 +57,7 @@ def adam(
     p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
     weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
 ) -> None:  # fmt: skip
-    """Step number `step` (from 1) of Adam (Kingma and Ba, 2015), or, `decoupled`, AdamW (Loshchilov and Hutter, 2019).
+    """Make step number `step` (from 1) of Adam (Kingma and Ba, 2015), or `decoupled` AdamW (Loshchilov, Hutter, 2019).
 
     `m = β₁ m + (1 - β₁) g`; `v = β₂ v + (1 - β₂) g²`; `p -= lr (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + eps)`.  Weight
     decay adds `weight_decay p` to g, or, decoupled, first multiplies p by `1 - lr weight_decay`.  Gradients are
@@ -88,9 +88,9 @@ def adam(
 def _adam_numbers(
     lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int
 ) -> tuple[float, ...]:
-    """β₁, 1 - β₁, β₂, 1 - β₂, the rate and the ε that hold the corrections, the shares of p added to g and taken off p.
+    """Return β₁, 1 - β₁, β₂, 1 - β₂, the rate, ε, and the shares of p that are added to g and taken off p.
 
-    The correction of v is taken out of the root.
+    Rate and ε hold the corrections of the moments: that of v is taken out of the root.
     """
     b1, b2 = betas
     root = math.sqrt(1 - b2**step)
@@ -156,7 +156,7 @@ def _(
 
 @kernel(alike=2)
 def lamb_moments(g: Array, m: Array, v: Array, *, betas: tuple[float, float], factor: float) -> None:
-    """`m = β₁ m + (1 - β₁) factor g`; `v = β₂ v + (1 - β₂) (factor g)²`."""
+    """Update the moments: `m = β₁ m + (1 - β₁) factor g`; `v = β₂ v + (1 - β₂) (factor g)²`."""
     xp = namespace(g)
     b1, b2 = betas
     for part, (s, t) in chunks(m, 2):
@@ -174,7 +174,7 @@ def lamb_step(
     p: Array, m: Array, v: Array, *, rate: float | None, betas: tuple[float, float], eps: float, weight_decay: float,
     step: int,
 ) -> Array:  # fmt: skip
-    """`p -= rate u`, where `u = m̂ / (√v̂ + eps) + weight_decay p`; with no rate, the sum of squares of u.
+    """Take `rate u` off p, `u = m̂ / (√v̂ + eps) + weight_decay p`; with no rate, return the sum of squares of u.
 
     m̂ and v̂ are the moments of step number `step` (from 1), corrected for their start at zero.
     """
@@ -203,7 +203,7 @@ def lamb_step(
 def lars_step(
     p: Array, g: Array, m: Array | None, *, rate: float, momentum: float, weight_decay: float, factor: float
 ) -> None:
-    """`d = rate (factor g + weight_decay p)`; `m = momentum m + d`; `p -= m`, or without momentum `p -= d`."""
+    """Make the step `d = rate (factor g + weight_decay p)`; `m = momentum m + d`; `p -= m`, or without m `p -= d`."""
     xp = namespace(p)
     for part, (s, t) in chunks(p, 2):
         q = read(p[part], s.dtype)
@@ -224,7 +224,7 @@ def lars_step(
 
 @kernel()
 def square_sum(x: Array) -> Array:
-    """The sum of squares of a flat array, in float64, as an array without dims on its device."""
+    """Return the sum of squares of a flat array, in float64, as an array without dims on its device."""
     xp = namespace(x)
     total = xp.zeros((), np.float64)
     size = _chunk(x)
@@ -236,7 +236,7 @@ def square_sum(x: Array) -> Array:
 
 @kernel()
 def all_finite(x: Array) -> bool:
-    """Whether no element of a flat array is infinite or NaN."""
+    """Return True if no element of a flat array is infinite or NaN."""
     xp = namespace(x)
     size = _chunk(x)
     return all(bool(xp.isfinite(x[at : at + size]).all()) for at in range(0, x.size, size))
@@ -253,7 +253,7 @@ def _chunk(like: Array) -> int:
 
 
 def scaled(x: Array, factor: float, out: Array) -> Array:
-    """`factor x` in the dtype of `out`: x itself where that is all it is, or else in `out`."""
+    """Return `factor x` in the dtype of `out`: x itself where nothing changes, else `out` with the values."""
     if x.dtype == out.dtype and factor == 1.0:
         return x
     if x.dtype == out.dtype:
@@ -265,12 +265,12 @@ def scaled(x: Array, factor: float, out: Array) -> Array:
 
 
 def read(x: Array, dtype: Any) -> Array:
-    """x in this dtype, itself where it has it."""
+    """Return x in this dtype, itself where it has it."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
 def subtract(p: Array, q: Array, s: Array) -> None:
-    """p = q - s, where q is p in the dtype of s."""
+    """Set p to q - s, where q is p in the dtype of s."""
     if q.dtype == p.dtype:
         p -= s
     else:
@@ -279,7 +279,7 @@ def subtract(p: Array, q: Array, s: Array) -> None:
 
 
 def chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
-    """The slices of the chunks of a flat array, each with scratch arrays of its length."""
+    """Yield the slices of the chunks of a flat array, each with scratch arrays of its length."""
     xp = namespace(p)
     size = min(p.size, _chunk(p))
     spare = [xp.empty(size, work_dtype(p.dtype)) for _ in range(scratch)]

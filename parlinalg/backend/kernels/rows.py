@@ -20,7 +20,7 @@ RUN = 128
 
 @kernel()
 def row_max(z: Block) -> Block:
-    """The largest element of every row, -inf where it has none; in the working dtype."""
+    """Return the largest element of every row, -inf where it has none; in the working dtype."""
     xp, work = namespace(z), work_dtype(z.dtype)
     if not z.shape[-1]:
         return xp.full(z.shape[:-1], -math.inf, work)
@@ -29,7 +29,7 @@ def row_max(z: Block) -> Block:
 
 @kernel()
 def row_exp_sum(z: Block, m: Block) -> Block:
-    """The sum of exp(z - m) over every row; no block of exponentials is made."""
+    """Return the sum of exp(z - m) over every row, without a block of exponentials."""
     xp = namespace(z)
     rows, shift = matrix(z), m.reshape(-1, 1)
     out = xp.empty(rows.shape[0], m.dtype)
@@ -83,7 +83,7 @@ def _(z: Block, m: Block) -> Block:
 
 @kernel()
 def row_exp(z: Block, m: Block, scale: Block | None = None) -> Block:
-    """exp(z - m), times a number a row; in z's dtype."""
+    """Return exp(z - m), times a number for each row; in z's dtype."""
     xp = namespace(z)
     rows, shift = matrix(z), m.reshape(-1, 1)
     out = xp.empty(rows.shape, z.dtype)
@@ -136,7 +136,7 @@ def _(z: Block, m: Block, scale: Block | None = None) -> Block:
 
 @kernel(alike=2)
 def row_dot(a: Block, b: Block) -> Block:
-    """The sum of a b over every row, in the working dtype."""
+    """Return the sum of a b over every row, in the working dtype."""
     xp, work = namespace(a), work_dtype(a.dtype)
     p, q = matrix(a), matrix(b)
     if work == a.dtype:
@@ -149,7 +149,7 @@ def row_dot(a: Block, b: Block) -> Block:
 
 @kernel()
 def row_sums(block: Block) -> Block:
-    """The sum of all rows, in the working dtype."""
+    """Return the sum of all rows, in the working dtype."""
     rows, work = matrix(block), work_dtype(block.dtype)
     if not backend_of(rows).cpu:
         return rows.sum(axis=0, dtype=work)
@@ -163,7 +163,7 @@ def row_sums(block: Block) -> Block:
 
 @kernel(alike=2)
 def squared_distance(x: Block, t: Block) -> Block:
-    """The sum of (x - t)² over a block, in float64, as an array without dims."""
+    """Return the sum of (x - t)² over a block, in float64, as an array without dims."""
     xp, work = namespace(x), work_dtype(x.dtype)
     a, b = xp.ascontiguousarray(x).reshape(-1), xp.ascontiguousarray(t).reshape(-1)
     total = xp.zeros((), np.float64)

@@ -42,7 +42,7 @@ CALM = 40.0
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is computed at a time.
+    """The sizes of what is computed at a time.
 
     Attributes
     ----------
@@ -66,13 +66,13 @@ DEVICE = Limits(rows=1024, keys=1 << 14, scores=1 << 26)
 
 @dataclass
 class Work:
-    """How many scores were computed, with those that were then hidden, in the forward and in the backward passes."""
+    """The scores that were computed in forward and in backward passes, with those that were then hidden."""
 
     forward: int = 0
     backward: int = 0
 
     def flops(self, width: int) -> int:
-        """The floating-point operations of their products, with heads of so many features."""
+        """Return the floating-point operations of their products, with heads of so many features."""
         return width * (4 * self.forward + 10 * self.backward)
 
 
@@ -91,7 +91,7 @@ def counting() -> Iterator[Work]:
 
 
 def count(forward: int = 0, backward: int = 0) -> None:
-    """Enter scores that were computed."""
+    """Count scores that were computed."""
     if (work := _counted.get()) is not None:
         work.forward += forward
         work.backward += backward
@@ -106,7 +106,7 @@ class _Room:
         self._held: dict[str, Block] = {}
 
     def get(self, name: str, *shape: int) -> Block:
-        """An array with arbitrary values, valid until the next one of this name."""
+        """Return an array with arbitrary values, valid until the next one of this name."""
         n = math.prod(shape)
         held = self._held.get(name)
         if held is None or held.size < n:
@@ -115,7 +115,7 @@ class _Room:
 
 
 class _Task:
-    """What forward and backward have in common: shapes, units of work, and the scores of one block.
+    """The part that forward and backward have in common: shapes, units of work, and the scores of one block.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class _Task:
         self.ones = self.xp.ones((min(self.keys, self.limits.keys), 1), self.work)
 
     def units(self) -> Iterator[tuple[slice, slice]]:
-        """Slices of the batch and of the heads that are computed together."""
+        """Yield slices of the batch and of the heads that are computed together."""
         if not (self.batch and self.heads and self.queries and self.group):
             return
         each = self.group * self.step * max(1, min(self.keys, self.limits.keys))
@@ -159,14 +159,14 @@ class _Task:
                 yield b, h
 
     def places(self) -> int:
-        """How many scores all blocks have together."""
+        """Return how many scores all blocks have together."""
         return sum(
             (b.stop - b.start) * (h.stop - h.start) * self.group * (rows.stop - rows.start) * (stop - at)
             for b, h in self.units() for rows in self.rows for at, stop in self.spans(b, h, rows)
         )  # fmt: skip
 
     def calm(self, q: Block, ks: Block) -> bool:
-        """Whether no score of queries q and keys ks can be large, by the norms of their rows (Cauchy-Schwarz).
+        """Return True if no score of queries q and keys ks can be large, by the norms of their rows (Cauchy-Schwarz).
 
         Not asked for a few queries, as in generation: the norms of the keys would cost more than their scores.
         """
@@ -283,7 +283,7 @@ def forward(
     q: Block, k: Block, v: Block, visible: Visible, scale: float, dropped: Dropped | None = None,
     limits: Limits | None = None, keep: bool = False, wide: bool = False, poll: Poll | None = None,
 ) -> tuple[Block, Block, Block]:  # fmt: skip
-    """softmax(scale q kᵀ) v over the keys that each query sees; zeros where it sees none.
+    """Return softmax(scale q kᵀ) v over the keys that each query sees; zeros where it sees none.
 
     Parameters
     ----------
@@ -377,7 +377,7 @@ def backward(
     into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
     kept: Block = None, add: tuple[bool, bool] = (False, False), poll: Poll | None = None,
 ) -> None:  # fmt: skip
-    """The gradients of q, k and v from that of out, written to the arrays `into`, which have their shapes.
+    """Write the gradients of q, k and v from that of out to the arrays `into`, which have their shapes.
 
     Arguments as of `forward`, whose results are `out`, `lse` and `kept`; with these keys among others, those of all.
 
@@ -479,7 +479,7 @@ def _(
 
 @kernel()
 def merge(out: Block, lse: Block, more: Block, more_lse: Block) -> None:
-    """Make of the results over some keys, in place, those over these and more keys; `more` is used up.
+    """Add attention over more keys to the results over some keys, in place; `more` is used up.
 
     Shapes as `forward` gives them, in the working dtype: out += σ(more_lse - lse) (more - out), and
     lse is the logarithm of the sum of both sums, written so that nothing overflows (Liu et al., "Ring attention",

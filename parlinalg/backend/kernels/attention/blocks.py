@@ -1,8 +1,8 @@
 """Attention on CPUs in compiled loops: which blocks of scores they compute, and when they are called.
 
 The common cases run so: all keys, causal or windowed, positions in runs, dropout; on host blocks of float32 or float64,
-where numba is installed and BLAS is the OpenBLAS in NumPy's wheel.  The package computes the others,
-and gives the same results but for rounding (and for overflow in q k: here it is scaled after).
+where numba is installed and BLAS is the OpenBLAS in NumPy's wheel.  The plain form computes the others, and gives the
+same results but for rounding (and for overflow in q k: here it is scaled after).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FEW = 8
 
 
 class Call(NamedTuple):
-    """What one call computes: heads of items (counted over batch × heads), blocks, and the factors of dropout there."""
+    """A call of the loops: heads of items (counted over batch × heads), blocks, and the factors of dropout there."""
 
     items: tuple[int, int]
     blocks: np.ndarray
     factor: Block
     fresh: bool
-    """Whether it is the first call for these heads."""
+    """True for the first call for these heads."""
 
 
 class Blocks:
@@ -64,7 +64,7 @@ class Blocks:
         q: Block, k: Block, v: Block, visible: Visible, scale: float, limits: Limits | None,
         into: tuple[Block, Block, Block] | None = None,
     ) -> Blocks | None:  # fmt: skip
-        """Those of this attention, its gradients written to `into`; None where the loops cannot compute it."""
+        """Return the blocks of this attention, its gradients written to `into`; None if the loops cannot compute it."""
         if (
             not ready(q, k, v)
             or not (q.size and k.size)
@@ -81,7 +81,7 @@ class Blocks:
         return None if table is None else Blocks(gemm, table, q, k, v, scale, limits)
 
     def forward(self, dropped: Dropped | None, poll: Poll | None) -> tuple[Block, Block]:
-        """The result, and the logarithms of the sums of exp(scores): as `attention.forward` returns them."""
+        """Return the result, and the logarithms of the sums of exp(scores): as `attention.forward` returns them."""
         q = self.q
         batch, queries, heads, group, _ = q.shape
         out = np.empty(q.shape, q.dtype)
@@ -95,7 +95,7 @@ class Blocks:
         self, dout: Block, out: Block, lse: Block, into: tuple[Block, Block, Block], dropped: Dropped | None,
         add: tuple[bool, bool], poll: Poll | None,
     ) -> None:  # fmt: skip
-        """The gradients, as `attention.backward` computes them."""
+        """Write the gradients, as `attention.backward` does."""
         known = self._read(out), _frozen(np.ascontiguousarray(lse)), self._read(dout)
         rest = (*(_lines(x, True) for x in into), self.k.shape[1], add[0])
         for call in self._calls(dropped, poll):
@@ -103,11 +103,11 @@ class Blocks:
         count(backward=self._pairs())
 
     def _read(self, x: np.ndarray) -> Lines:
-        """An array that is only read, as the loops take it."""
+        """Return an array that is only read, as the loops take it."""
         return _lines(x if x.dtype == self.q.dtype and _plain(x) else np.ascontiguousarray(x, self.q.dtype))
 
     def _task(self, call: Call) -> tuple[Any, ...]:
-        """What both passes are told of a call."""
+        """Return the arguments of a call that both passes have."""
         return self.gemm, call.blocks, call.items, *self.q.shape[3:], *self.inputs, self.scale, call.factor
 
     def _sizes(self) -> np.ndarray:
@@ -120,7 +120,7 @@ class Blocks:
         return batch * heads * group * int(self._sizes().sum())
 
     def _calls(self, dropped: Dropped | None, poll: Poll | None) -> Iterator[Call]:
-        """All blocks of all heads: in one call, or in such as leave room for what is asked between them."""
+        """Yield the calls for all blocks of all heads: one, or several with a poll between them."""
         batch, _, heads, group, _ = self.q.shape
         if dropped is not None:
             yield from self._thinned(dropped, poll)
@@ -133,13 +133,13 @@ class Blocks:
                     yield Call((item, item + 1), part, self.nothing, not i)
 
     def _parts(self, most: int) -> Iterator[np.ndarray]:
-        """The blocks in runs of about `most` scores of one query a head."""
+        """Yield the blocks in runs of about `most` scores of one query a head."""
         ends = np.flatnonzero(np.diff(np.cumsum(self._sizes()) // most)) + 1
         for start, stop in pairwise([0, *ends.tolist(), len(self.table)]):
             yield self.table[start:stop]
 
     def _thinned(self, dropped: Dropped, poll: Poll | None) -> Iterator[Call]:
-        """Block by block, with the factors of dropout there, of as many heads as leave them in a core's cache."""
+        """Yield calls block by block, with the factors of dropout there, of as many heads as fit a core's cache."""
         batch, _, heads, group, _ = self.q.shape
         most = group * int(self._sizes().max())
         for b in range(batch):
@@ -154,14 +154,14 @@ class Blocks:
 
 
 def _frozen(x: np.ndarray) -> np.ndarray:
-    """A view that cannot be written: a kind of array is compiled for once."""
+    """Return a view that cannot be written, so that loops are compiled for one kind of array."""
     view = x.view()
     view.flags.writeable = False
     return view
 
 
 def _lines(x: np.ndarray, written: bool = False) -> Lines:
-    """An array's values as they lie, and the elements from one item, token, head and query of a head to the next.
+    """Return an array's values as they lie, and the steps from one item, token, head and query of a head to the next.
 
     Values can be written or not by what is done to them, as with `_frozen`.
     """
@@ -172,7 +172,7 @@ def _lines(x: np.ndarray, written: bool = False) -> Lines:
 
 
 def _plain(x: np.ndarray) -> bool:
-    """Whether BLAS can be told where the rows of an array lie, which are its last dim, along its second."""
+    """Return True if BLAS can be told where an array's rows lie: they are its last dim, along its second."""
     item = x.itemsize
     apart, across = x.strides[1], x.strides[-1]
     whole = all(step >= 0 and step % item == 0 for step in x.strides) and x.flags.aligned
@@ -180,7 +180,7 @@ def _plain(x: np.ndarray) -> bool:
 
 
 def _table(visible: Visible, queries: int, keys: int, rows: int, most: int) -> np.ndarray | None:
-    """The blocks of scores; None if what is seen in one of them has no straight edges."""
+    """Return the blocks of scores; None if what is seen in one of them has no straight edges."""
     blocks = []
     everything = slice(None)
     for r in visible.rows(queries, rows):

@@ -1,9 +1,9 @@
 """Attention's blocks of scores from end to end, compiled: products by BLAS, and what lies between them in loops.
 
-For one key and value head and one of its queries after the other.  A
-list of blocks, int64 [n, 8], says what is computed: queries from `row` to `row_stop`, keys from `key` to `key_stop`, of
-which query i sees those with i + upto < j <= i + after (i and j counted within the block), whether the block is the
-first of its queries and whether it is the last.
+One key and value head is computed at a time, and one of its queries after the other.  A list of blocks, int64 [n, 8],
+says what: queries from `row` to `row_stop`, keys from `key` to `key_stop`, of which query i sees those with i + upto <
+j <= i + after (i and j counted within the block), whether the block is the first of its queries and whether it is the
+last.
 """
 
 from __future__ import annotations
