@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,15 @@ def work_dtype(dtype: Any) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
-def spans(n: int, like: Block, unit: int = 1) -> Iterator[slice]:
-    """Yield runs of whole units of a block, of about CHUNK elements each on a CPU, that cover n units."""
-    step = max(1, CHUNK // max(1, unit)) if backend_of(like).cpu else max(1, n)
-    for at in range(0, n, step):
-        yield slice(at, min(n, at + step))
+def spans(n: int, like: Block, unit: int = 1, size: int = CHUNK) -> list[slice]:
+    """Return runs that cover n units of so many elements of a block, on a CPU each of about `size` elements."""
+    step = max(1, size // max(1, unit)) if backend_of(like).cpu else max(1, n)
+    return [slice(at, min(n, at + step)) for at in range(0, n, step)]
 
 
 def row_runs(rows: Block) -> list[slice]:
-    """Return runs of rows of a matrix, of about ROWS_CHUNK elements each on a CPU."""
-    count, width = rows.shape
-    step = max(1, ROWS_CHUNK // max(1, width)) if backend_of(rows).cpu else max(1, count)
-    return [slice(at, min(count, at + step)) for at in range(0, count, step)]
+    """Return runs of rows of a matrix, on a CPU each of about ROWS_CHUNK elements."""
+    return spans(len(rows), rows, rows.shape[1], ROWS_CHUNK)
 
 
 def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch: int = 0) -> Any:
@@ -57,7 +54,7 @@ def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch:
     made = tuple(xp.empty(first.shape, first.dtype) for _ in range(results))
     work = work_dtype(first.dtype)
     flats, targets = [flat(b) for b in blocks], [m.reshape(-1) for m in made]
-    parts = list(spans(first.size, first))
+    parts = spans(first.size, first)
     cast = results if work != first.dtype else 0
     room = [xp.empty(parts[0].stop if parts else 0, work) for _ in range(scratch + cast)]
     for part in parts:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend.views import flat
 
 Block = Any
 
@@ -68,6 +69,13 @@ def loop(*, sums: bool = False) -> Callable[[Callable[..., Any]], Loop]:
 def inlined(function: Callable[..., Any]) -> Loop:
     """Mark a function as a part of loops, compiled into each; its operations are rounded as written."""
     return Loop(function, AS_WRITTEN)
+
+
+def elementwise(loop: Loop, *blocks: Block, results: int = 1, shape: tuple[int, ...] | None = None) -> Any:
+    """Return new blocks, or one, of this shape (by default the first block's) from a loop over flat blocks."""
+    made = [np.empty(blocks[0].shape if shape is None else shape, blocks[0].dtype) for _ in range(results)]
+    loop(*map(flat, blocks), *(m.reshape(-1) for m in made))
+    return made[0] if results == 1 else tuple(made)
 
 
 def exp(x: Any) -> Any:

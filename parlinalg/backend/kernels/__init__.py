@@ -24,7 +24,6 @@ from parlinalg.backend import compiled, cuda
 Block = Any
 P = ParamSpec("P")
 R = TypeVar("R")
-Form = TypeVar("Form", bound=Callable[..., Any])
 
 _KERNELS: list[Kernel] = []
 _EXAMPLES: list[Example] = []
@@ -63,19 +62,14 @@ class Kernel(Generic[P, R]):
             found = self._compiled(*args, **named)
         return self.plain(*args, **named) if found is NotImplemented else found
 
-    def compiled(self, form: Form) -> Form:
+    def compiled(self, form: Callable[P, Any]) -> None:
         """Register the form that calls a compiled loop."""
         self._compiled = form
-        return form
 
-    def cuda(self, program: str) -> Callable[[Form], Form]:
+    def cuda(self, program: str) -> Callable[[Callable[P, Any]], None]:
         """Register the form that launches CUDA kernels, with their text: T is the blocks' type, W the working one."""
-
-        def register(form: Form) -> Form:
-            self.program, self._cuda = program, form
-            return form
-
-        return register
+        self.program = program
+        return lambda form: setattr(self, "_cuda", form)
 
 
 def kernel(alike: int = 1) -> Callable[[Callable[P, R]], Kernel[P, R]]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from parlinalg.backend import cuda, namespace
 from parlinalg.backend.chunks import fused, spans, work_dtype
-from parlinalg.backend.compiled import exp, inlined, loop
+from parlinalg.backend.compiled import elementwise, exp, inlined, loop
 from parlinalg.backend.kernels import example, kernel
-from parlinalg.backend.views import flat
 
 Block = Any
 
@@ -332,16 +329,12 @@ def _gelu_erf_slope_loop(x: Any, y: Any, slope: Any) -> None:
 
 @gelu.compiled
 def _(x: Block, approximate: bool) -> Block:
-    y = np.empty(x.shape, x.dtype)
-    (_gelu_tanh_loop if approximate else _gelu_erf_loop)(flat(x), y.reshape(-1))
-    return y
+    return elementwise(_gelu_tanh_loop if approximate else _gelu_erf_loop, x)
 
 
 @gelu_and_slope.compiled
 def _(x: Block, approximate: bool) -> tuple[Block, Block]:
-    y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
-    (_gelu_tanh_slope_loop if approximate else _gelu_erf_slope_loop)(flat(x), y.reshape(-1), slope.reshape(-1))
-    return y, slope
+    return elementwise(_gelu_tanh_slope_loop if approximate else _gelu_erf_slope_loop, x, results=2)
 
 
 @gelu.cuda(r"""
@@ -410,7 +403,7 @@ def swiglu(z: Block) -> Block:
     xp, work = namespace(z), work_dtype(z.dtype)
     gates, values = _pairs(z)
     out = xp.empty(gates.shape, z.dtype)
-    parts = list(spans(out.size, z))
+    parts = spans(out.size, z)
     h, t = (xp.empty(parts[0].stop if parts else 0, work) for _ in range(2))
     for part in parts:
         h, t = h[: part.stop - part.start], t[: part.stop - part.start]
@@ -429,7 +422,7 @@ def swiglu_grad(z: Block, g: Block) -> Block:
     gates, values = _pairs(z)
     grads = xp.ascontiguousarray(g).reshape(-1)
     out = xp.empty((grads.size, 2), z.dtype)
-    parts = list(spans(grads.size, z))
+    parts = spans(grads.size, z)
     h, t, u, d = (xp.empty(parts[0].stop if parts else 0, work) for _ in range(4))
     for part in parts:
         h, t, u, d = (room[: part.stop - part.start] for room in (h, t, u, d))
@@ -472,16 +465,12 @@ def _swiglu_grad_loop(z: Any, g: Any, dz: Any) -> None:
 
 @swiglu.compiled
 def _(z: Block) -> Block:
-    y = np.empty(z.shape[:-1], z.dtype)
-    _swiglu_loop(flat(z), y.reshape(-1))
-    return y
+    return elementwise(_swiglu_loop, z, shape=z.shape[:-1])
 
 
 @swiglu_grad.compiled
 def _(z: Block, g: Block) -> Block:
-    dz = np.empty(z.shape, z.dtype)
-    _swiglu_grad_loop(flat(z), flat(g), dz.reshape(-1))
-    return dz
+    return elementwise(_swiglu_grad_loop, z, g, shape=z.shape)
 
 
 @swiglu.cuda(r"""

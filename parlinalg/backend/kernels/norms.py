@@ -34,7 +34,7 @@ class Moments(NamedTuple):
 def norm(
     x: Block, weight: Block, bias: Block, n: int, eps: float, *, centred: bool, total: Total | None
 ) -> tuple[Block, Moments]:
-    """Return `(x - mean) / √(mean of (x - mean)² + eps) weight + bias`, of rows of n elements; without `centred` mean is 0.
+    """Return `(x - mean) / √(mean of (x - mean)² + eps) weight + bias`, of rows of n elements; uncentred, mean is 0.
 
     The mean is taken first, then the squares of what is left: E[x²] - E[x]² would cancel.
     """
@@ -151,7 +151,7 @@ def _repeated(xp: Any, vector: Block, parts: Sequence[slice], work: Any) -> Bloc
 def _staged(
     parts: Sequence[slice], stages: Sequence[tuple[Callable[[slice], None], Block]], total: Total | None
 ) -> None:
-    """Run all stages of a part, then the next part; where rows have pieces, a stage of all parts, then sum its numbers."""
+    """Run all stages of a part, then the next part; of rows in pieces, one stage of all parts, and sum its numbers."""
     if total is None:
         for part in parts:
             for stage, _ in stages:

@@ -10,7 +10,7 @@ the norms, and one that makes the step.  What lies between the two is computed t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -288,45 +288,35 @@ def chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
         yield slice(at, at + n), [s[:n] for s in spare]
 
 
-def _try_adam(decoupled: bool, p: Array, g: Array, m: Array) -> tuple[Array, ...]:
-    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
-    square = mean * mean
-    adam(
-        p, g.reshape(-1), mean, square, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled,
-        step=3,
-    )  # fmt: skip
-    return p, mean, square
+def _tried(step: Callable[..., Any], moments: int) -> Callable[..., tuple[Array, ...]]:
+    """Return a call of an update in place, on copies of p and of the moments: m, and m²."""
+
+    def call(p: Array, g: Array, m: Array) -> tuple[Array, ...]:
+        mean = m.reshape(-1).astype(work_dtype(p.dtype))
+        state = (p.reshape(-1).copy(), *(mean, mean * mean)[:moments])
+        step(state[0], g.reshape(-1), *state[1:])
+        return state
+
+    return call
 
 
-def _try_sgd(p: Array, g: Array, m: Array) -> tuple[Array, Array]:
-    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
-    sgd(p, g.reshape(-1), mean, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
-    return p, mean
+def _lamb(p: Array, g: Array, m: Array, v: Array) -> None:
+    lamb_moments(g, m, v, betas=(0.9, 0.99), factor=0.5)
+    lamb_step(p, m, v, rate=0.01, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.1, step=3)
 
 
-def _try_lamb(p: Array, g: Array, m: Array) -> tuple[Array, ...]:
-    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
-    square = mean * mean
-    lamb_moments(g.reshape(-1), mean, square, betas=(0.9, 0.99), factor=0.5)
-    lamb_step(p, mean, square, rate=0.01, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.1, step=3)
-    return p, mean, square
-
-
-def _try_lars(p: Array, g: Array, m: Array) -> tuple[Array, Array]:
-    p, mean = p.reshape(-1).copy(), m.reshape(-1).astype(work_dtype(p.dtype))
-    lars_step(p, g.reshape(-1), mean, rate=0.1, momentum=0.9, weight_decay=0.1, factor=0.5)
-    return p, mean
-
-
-def _try_sums(x: Array) -> tuple[Array, Array]:
+def _scaled_sums(x: Array) -> tuple[Array, Array]:
     x = x.reshape(-1).copy()
     scale(x, 0.5 if all_finite(x) else 0.0)
     return x, square_sum(x)
 
 
-example("Adam", partial(_try_adam, False), "x", "g", "m")
-example("AdamW", partial(_try_adam, True), "x", "g", "m")
-example("SGD", _try_sgd, "x", "g", "m")
-example("LAMB", _try_lamb, "x", "g", "m")
-example("LARS", _try_lars, "x", "g", "m")
-example("sum of squares", _try_sums, "x")
+_ADAM = partial(adam, lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=3)
+_SGD = partial(sgd, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+_LARS = partial(lars_step, rate=0.1, momentum=0.9, weight_decay=0.1, factor=0.5)
+example("Adam", _tried(partial(_ADAM, decoupled=False), 2), "x", "g", "m")
+example("AdamW", _tried(partial(_ADAM, decoupled=True), 2), "x", "g", "m")
+example("SGD", _tried(_SGD, 1), "x", "g", "m")
+example("LAMB", _tried(_lamb, 2), "x", "g", "m")
+example("LARS", _tried(_LARS, 1), "x", "g", "m")
+example("sum of squares", _scaled_sums, "x")
