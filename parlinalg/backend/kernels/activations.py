@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from parlinalg.backend import cuda, namespace
-from parlinalg.backend.chunks import fused, spans, work_dtype
+from parlinalg.backend.chains import fused, spans, work_dtype
 from parlinalg.backend.compiled import elementwise, exp, inlined, loop
 from parlinalg.backend.kernels import example, kernel
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.chunks import CHUNK, work_dtype
+from parlinalg.backend.chains import CHUNK, work_dtype
 from parlinalg.backend.kernels import example, kernel
 
 Block = Any

@@ -12,7 +12,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chunks import row_runs, work_dtype
+from parlinalg.backend.chains import row_runs, work_dtype
 from parlinalg.backend.compiled import loop
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.kernels.rows import row_sums

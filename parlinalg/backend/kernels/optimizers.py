@@ -18,7 +18,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.chains import work_dtype
 from parlinalg.backend.compiled import loop, ready
 from parlinalg.backend.kernels import example, kernel
 
@@ -52,7 +52,6 @@ def sgd(
         subtract(p[part], q, s)
 
 
-@kernel(alike=2)
 def adam(
     p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
     weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
@@ -63,8 +62,22 @@ def adam(
     decay adds `weight_decay p` to g, or, decoupled, first multiplies p by `1 - lr weight_decay`.  Gradients are
     multiplied by `factor` as they are read.
     """
+    b1, b2 = betas
+    root = math.sqrt(1 - b2**step)
+    rate, tiny = lr / (1 - b1**step) * root, eps * root  # the correction of v, taken out of the root
+    decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
+    adam_step(p, g, m, v, (b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor))
+
+
+@kernel(alike=2)
+def adam_step(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]) -> None:
+    """Make a step of Adam.
+
+    The numbers are β₁, 1 - β₁, β₂, 1 - β₂, the rate and the ε that hold the corrections, the shares of p that are
+    added to g and taken off p, and what g is multiplied by.
+    """
     xp = namespace(p)
-    b1, c1, b2, c2, rate, tiny, coupled, decay = _adam_numbers(lr, betas, eps, weight_decay, decoupled, step)
+    b1, c1, b2, c2, rate, tiny, coupled, decay, factor = numbers
     for part, (s, t, u) in chunks(p, 3):
         q, d, mean, square = read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]
         if coupled:
@@ -85,28 +98,10 @@ def adam(
         subtract(p[part], q, s)
 
 
-def _adam_numbers(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, step: int
-) -> tuple[float, ...]:
-    """Return β₁, 1 - β₁, β₂, 1 - β₂, the rate, ε, and the shares of p that are added to g and taken off p.
-
-    Rate and ε hold the corrections of the moments: that of v is taken out of the root.
-    """
-    b1, b2 = betas
-    root = math.sqrt(1 - b2**step)
-    decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
-    return b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step) * root, eps * root, *decays
-
-
 @loop()
-def _adam_loop(
-    p: Any, g: Any, m: Any, v: Any, b1: Any, c1: Any, b2: Any, c2: Any, rate: Any, tiny: Any, coupled: Any,
-    decay: Any, factor: Any,
-) -> None:  # fmt: skip
-    """One step in place; the numbers are those of `_adam_numbers`.
-
-    Every operation is one of the plain form's, so that chunks of any size give the same bits.
-    """
+def _adam_loop(p: Any, g: Any, m: Any, v: Any, numbers: Any) -> None:
+    """Every operation is one of the plain form's, so that chunks of any size give the same bits."""
+    b1, c1, b2, c2, rate, tiny, coupled, decay, factor = numbers
     for i in range(p.size):
         d = g[i] * factor + coupled * p[i]
         mean = m[i] * b1 + d * c1
@@ -116,19 +111,14 @@ def _adam_loop(
         p[i] -= mean / (math.sqrt(square) + tiny) * rate + decay * p[i]
 
 
-@adam.compiled
-def _(
-    p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
-    weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
-) -> None:  # fmt: skip
+@adam_step.compiled
+def _(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]) -> Any:
     if not ready(p, g, m, v) or not all(a.flags.c_contiguous for a in (p, g, m, v)):
         return NotImplemented
-    numbers = *_adam_numbers(lr, betas, eps, weight_decay, decoupled, step), factor
-    _adam_loop(p, g, m, v, *map(p.dtype.type, numbers))
-    return None
+    return _adam_loop(p, g, m, v, tuple(map(p.dtype.type, numbers)))
 
 
-@adam.cuda(r"""
+@adam_step.cuda(r"""
 extern "C" __global__ void pla_adam(T* p, const T* g, W* m, W* v, Int n, W b1, W c1, W b2, W c2, W rate, W tiny,
                                     W coupled, W decoupled, W factor) {
     ELEMENTS(i, n)
@@ -139,16 +129,11 @@ extern "C" __global__ void pla_adam(T* p, const T* g, W* m, W* v, Int n, W b1, W
     p[i] = (T)(q - rate * a / (sqrt(b) + tiny) - decoupled * q);
 }
 """)
-def _(
-    p: Array, g: Array, m: Array, v: Array, *, lr: float, betas: tuple[float, float], eps: float,
-    weight_decay: float, decoupled: bool, step: int, factor: float = 1.0,
-) -> None:  # fmt: skip
+def _(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]) -> Any:
     n, work = p.size, work_dtype(p.dtype)
     if not all(a.flags.c_contiguous for a in (p, g, m, v)) or not m.dtype == v.dtype == work:
         return NotImplemented
-    numbers = *_adam_numbers(lr, betas, eps, weight_decay, decoupled, step), factor
-    cuda.launch("adam", p, (-(-n // tunables.CUDA_THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
-    return None
+    return cuda.launch("adam", p, (-(-n // tunables.CUDA_THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
 
 
 # ------------------------------------------------------------------ LAMB and LARS

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chunks import spans, work_dtype
+from parlinalg.backend.chains import spans, work_dtype
 from parlinalg.backend.compiled import exp, loop, ready
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.views import contiguous_rows, flat, matrix

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.chunks import work_dtype
+from parlinalg.backend.chains import work_dtype
 from parlinalg.backend.compiled import exp, loop, ready
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.views import contiguous_rows, flat
