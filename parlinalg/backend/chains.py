@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, namespace
+from parlinalg.backend import backend_of
 from parlinalg.backend.views import flat
 
 Block = Any
@@ -50,18 +50,20 @@ def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch:
     scratch : int
         How many arrays of a chunk's length it works with.
     """
-    xp, first = namespace(blocks[0]), blocks[0]
-    made = tuple(xp.empty(first.shape, first.dtype) for _ in range(results))
-    work = work_dtype(first.dtype)
-    flats, targets = [flat(b) for b in blocks], [m.reshape(-1) for m in made]
-    parts = spans(first.size, first)
-    cast = results if work != first.dtype else 0
-    room = [xp.empty(parts[0].stop if parts else 0, work) for _ in range(scratch + cast)]
-    for part in parts:
-        spare = [r[: part.stop - part.start] for r in room]
+    first, backend = blocks[0], backend_of(blocks[0])
+    xp, work, n = backend.xp, work_dtype(first.dtype), first.size
+    made = [xp.empty(first.shape, first.dtype) for _ in range(results)]
+    arrays, targets = [flat(b) for b in blocks], [m.reshape(-1) for m in made]
+    size = min(n, CHUNK) if backend.cpu else n
+    cast = work != first.dtype
+    room = [xp.empty(size, work) for _ in range(scratch + results * cast)]
+    for at in range(0, n, max(1, size)):
+        part, length = slice(at, at + size), min(size, n - at)
+        spare = room if length == size else [r[:length] for r in room]
         into = spare[scratch:] if cast else [t[part] for t in targets]
-        chain(xp, *(f[part].astype(work, copy=False) for f in flats), *into, *spare[:scratch])
+        given = [a[part] if a.dtype == work else a[part].astype(work) for a in arrays]
+        chain(xp, *given, *into, *spare[:scratch])
         if cast:
             for target, values in zip(targets, into, strict=True):
                 target[part] = values
-    return made if results > 1 else made[0]
+    return made[0] if results == 1 else tuple(made)

@@ -71,11 +71,11 @@ def inlined(function: Callable[..., Any]) -> Loop:
     return Loop(function, AS_WRITTEN)
 
 
-def elementwise(loop: Loop, *blocks: Block, results: int = 1, shape: tuple[int, ...] | None = None) -> Any:
-    """Return new blocks, or one, of this shape (by default the first block's) from a loop over flat blocks."""
-    made = [np.empty(blocks[0].shape if shape is None else shape, blocks[0].dtype) for _ in range(results)]
-    loop(*map(flat, blocks), *(m.reshape(-1) for m in made))
-    return made[0] if results == 1 else tuple(made)
+def elementwise(loop: Loop, shape: tuple[int, ...], *blocks: Block) -> Block:
+    """Return a new block of this shape from a loop over flat blocks."""
+    made = np.empty(shape, blocks[0].dtype)
+    loop(*map(flat, blocks), made.reshape(-1))
+    return made
 
 
 def exp(x: Any) -> Any:

@@ -51,13 +51,13 @@ __device__ inline W block_sum(W v) {
 
 def ready(*blocks: Block) -> bool:
     """Return True if the CUDA kernels can be used on these blocks, which have one dtype."""
-    dtype = blocks[0].dtype
+    first = blocks[0]
     return (
-        backend_of(blocks[0]).cuda
-        and dtype.name in _TYPES
-        and all(b.dtype == dtype for b in blocks)
-        and blocks[0].size > 0
-        and _module(namespace(blocks[0]), dtype.name) is not None
+        backend_of(first).cuda
+        and first.dtype.name in _TYPES
+        and all(b.dtype == first.dtype for b in blocks)
+        and first.size > 0
+        and _module(namespace(first), first.dtype.name) is not None
     )
 
 

@@ -55,11 +55,12 @@ class Kernel(Generic[P, R]):
         self._cuda: Callable[P, Any] | None = None
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
-        found: Any = NotImplemented
         if self._cuda is not None and cuda.ready(*args[: self.alike]):
             found = self._cuda(*args, **named)
         elif self._compiled is not None and compiled.ready(*args[: self.alike]):
             found = self._compiled(*args, **named)
+        else:
+            return self.plain(*args, **named)
         return self.plain(*args, **named) if found is NotImplemented else found
 
     def compiled(self, form: Callable[P, Any]) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from parlinalg.backend import cuda, namespace
 from parlinalg.backend.chains import fused, spans, work_dtype
 from parlinalg.backend.compiled import elementwise, exp, inlined, loop
 from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.views import flat
 
 Block = Any
 
@@ -33,7 +36,7 @@ def _sigmoid_grad(xp: Any, y: Block, g: Block, out: Block, s: Block) -> None:
     xp.multiply(s, g, out=out)
 
 
-@kernel(alike=2)
+@kernel()
 def sigmoid_grad(y: Block, g: Block) -> Block:
     """Return g y (1 - y), the gradient of `sigmoid` from its value y."""
     return fused(_sigmoid_grad, y, g, scratch=1)
@@ -45,7 +48,7 @@ def _tanh_grad(xp: Any, y: Block, g: Block, out: Block, s: Block) -> None:
     xp.multiply(s, g, out=out)
 
 
-@kernel(alike=2)
+@kernel()
 def tanh_grad(y: Block, g: Block) -> Block:
     """Return g (1 - y²), the gradient of tanh from its value y."""
     return fused(_tanh_grad, y, g, scratch=1)
@@ -61,7 +64,7 @@ def _relu_grad(xp: Any, y: Block, g: Block, out: Block) -> None:
     xp.multiply(g, y > 0, out=out)
 
 
-@kernel(alike=2)
+@kernel()
 def relu_grad(y: Block, g: Block) -> Block:
     """Return g where y > 0, else 0; y may be the value of `relu` or its argument."""
     return fused(_relu_grad, y, g)
@@ -329,12 +332,14 @@ def _gelu_erf_slope_loop(x: Any, y: Any, slope: Any) -> None:
 
 @gelu.compiled
 def _(x: Block, approximate: bool) -> Block:
-    return elementwise(_gelu_tanh_loop if approximate else _gelu_erf_loop, x)
+    return elementwise(_gelu_tanh_loop if approximate else _gelu_erf_loop, x.shape, x)
 
 
 @gelu_and_slope.compiled
 def _(x: Block, approximate: bool) -> tuple[Block, Block]:
-    return elementwise(_gelu_tanh_slope_loop if approximate else _gelu_erf_slope_loop, x, results=2)
+    y, slope = np.empty(x.shape, x.dtype), np.empty(x.shape, x.dtype)
+    (_gelu_tanh_slope_loop if approximate else _gelu_erf_slope_loop)(flat(x), y.reshape(-1), slope.reshape(-1))
+    return y, slope
 
 
 @gelu.cuda(r"""
@@ -465,12 +470,12 @@ def _swiglu_grad_loop(z: Any, g: Any, dz: Any) -> None:
 
 @swiglu.compiled
 def _(z: Block) -> Block:
-    return elementwise(_swiglu_loop, z, shape=z.shape[:-1])
+    return elementwise(_swiglu_loop, z.shape[:-1], z)
 
 
 @swiglu_grad.compiled
 def _(z: Block, g: Block) -> Block:
-    return elementwise(_swiglu_grad_loop, z, g, shape=z.shape)
+    return elementwise(_swiglu_grad_loop, z.shape, z, g)
 
 
 @swiglu.cuda(r"""

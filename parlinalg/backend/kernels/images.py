@@ -137,7 +137,7 @@ def patches(x: Block, windows: Windows, rows: range) -> Block:
     return out
 
 
-@kernel(alike=2)
+@kernel()
 def add_patches(out: Block, found: Block, windows: Windows, rows: range) -> None:
     """Add patches of some rows of windows to the images they are of: the adjoint of `patches`."""
     if windows.plain:

@@ -38,7 +38,7 @@ def norm(
 
     The mean is taken first, then the squares of what is left: E[x²] - E[x]² would cancel.
     """
-    xp, work = namespace(x), work_dtype(x.dtype)
+    xp, cpu, work = namespace(x), backend_of(x).cpu, work_dtype(x.dtype)
     rows = matrix(xp.ascontiguousarray(x))
     y = xp.empty(rows.shape, x.dtype)
     parts = row_runs(rows)
@@ -61,7 +61,7 @@ def norm(
 
     def squares(part: slice) -> None:
         c = centre(part)
-        scale[part] = _squares(c)
+        scale[part] = xp.vecdot(c, c) if cpu else xp.einsum("ij,ij->i", c, c)
 
     def finish(part: slice) -> None:
         scale[part] = 1 / xp.sqrt(scale[part] / max(1, n) + eps)
@@ -127,12 +127,6 @@ def norm_grad(
 
     _staged(parts, [(terms, sums), (finish, None)], total)
     return dx.reshape(x.shape), dw, db
-
-
-def _squares(rows: Block) -> Block:
-    """Return the sum of squares of every row."""
-    xp = namespace(rows)
-    return xp.vecdot(rows, rows) if backend_of(rows).cpu else xp.einsum("ij,ij->i", rows, rows)
 
 
 def _room(xp: Any, parts: Sequence[slice], rows: Block, work: Any) -> Block:
@@ -457,7 +451,7 @@ def column_norm(x: Block, mean: Block, scale: Block, weight: Block | None, bias:
     return out
 
 
-@kernel(alike=2)
+@kernel()
 def column_sums_grad(x: Block, g: Block, mean: Block, scale: Block) -> Block:
     """Return the sums of g and of g times `(x - mean) scale` over the rows: [2, columns], in the working dtype."""
     xp, work = namespace(x), work_dtype(x.dtype)
@@ -473,7 +467,7 @@ def column_sums_grad(x: Block, g: Block, mean: Block, scale: Block) -> Block:
     return sums
 
 
-@kernel(alike=2)
+@kernel()
 def column_norm_grad(x: Block, g: Block, mean: Block, scale: Block, weight: Block | None, sums: Block | None) -> Block:
     """Return the gradient of `column_norm` for x from that of its value.
 

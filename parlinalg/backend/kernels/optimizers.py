@@ -19,13 +19,13 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.chains import work_dtype
-from parlinalg.backend.compiled import loop, ready
+from parlinalg.backend.compiled import loop
 from parlinalg.backend.kernels import example, kernel
 
 Array = Any
 
 
-@kernel(alike=2)
+@kernel()
 def sgd(
     p: Array, g: Array, m: Array | None, *, lr: float, momentum: float, nesterov: bool, weight_decay: float,
     factor: float = 1.0,
@@ -113,7 +113,7 @@ def _adam_loop(p: Any, g: Any, m: Any, v: Any, numbers: Any) -> None:
 
 @adam_step.compiled
 def _(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]) -> Any:
-    if not ready(p, g, m, v) or not all(a.flags.c_contiguous for a in (p, g, m, v)):
+    if not m.dtype == v.dtype == p.dtype or not all(a.flags.c_contiguous for a in (p, g, m, v)):
         return NotImplemented
     return _adam_loop(p, g, m, v, tuple(map(p.dtype.type, numbers)))
 
@@ -139,7 +139,7 @@ def _(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]) -> Any
 # ------------------------------------------------------------------ LAMB and LARS
 
 
-@kernel(alike=2)
+@kernel()
 def lamb_moments(g: Array, m: Array, v: Array, *, betas: tuple[float, float], factor: float) -> None:
     """Update the moments: `m = β₁ m + (1 - β₁) factor g`; `v = β₂ v + (1 - β₂) (factor g)²`."""
     xp = namespace(g)
@@ -154,7 +154,7 @@ def lamb_moments(g: Array, m: Array, v: Array, *, betas: tuple[float, float], fa
         square += s
 
 
-@kernel(alike=1)
+@kernel()
 def lamb_step(
     p: Array, m: Array, v: Array, *, rate: float | None, betas: tuple[float, float], eps: float, weight_decay: float,
     step: int,
@@ -184,7 +184,7 @@ def lamb_step(
     return total
 
 
-@kernel(alike=2)
+@kernel()
 def lars_step(
     p: Array, g: Array, m: Array | None, *, rate: float, momentum: float, weight_decay: float, factor: float
 ) -> None:

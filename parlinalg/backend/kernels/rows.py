@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.chains import spans, work_dtype
-from parlinalg.backend.compiled import exp, loop, ready
+from parlinalg.backend.compiled import exp, loop
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.views import contiguous_rows, flat, matrix
 
@@ -56,7 +56,7 @@ def _row_exp_sum_loop(z: Any, top: Any, out: Any) -> None:
 
 @row_exp_sum.compiled
 def _(z: Block, m: Block) -> Block:
-    if not ready(z, m):
+    if m.dtype != z.dtype:
         return NotImplemented
     out = np.empty(m.shape, m.dtype)
     _row_exp_sum_loop(contiguous_rows(z), flat(m), out.reshape(-1))
@@ -110,7 +110,7 @@ def _row_exp_loop(z: Any, top: Any, factor: Any, out: Any) -> None:
 @row_exp.compiled
 def _(z: Block, m: Block, scale: Block | None = None) -> Block:
     factors = np.ones_like(m) if scale is None else scale
-    if not ready(z, m, factors):
+    if not m.dtype == factors.dtype == z.dtype:
         return NotImplemented
     out = np.empty(z.shape, z.dtype)
     _row_exp_loop(contiguous_rows(z), flat(m), flat(factors), matrix(out))
@@ -134,7 +134,7 @@ def _(z: Block, m: Block, scale: Block | None = None) -> Block:
     return out
 
 
-@kernel(alike=2)
+@kernel()
 def row_dot(a: Block, b: Block) -> Block:
     """Return the sum of a b over every row, in the working dtype."""
     xp, work = namespace(a), work_dtype(a.dtype)
@@ -161,7 +161,7 @@ def row_sums(block: Block) -> Block:
     return out
 
 
-@kernel(alike=2)
+@kernel()
 def squared_distance(x: Block, t: Block) -> Block:
     """Return the sum of (x - t)² over a block, in float64, as an array without dims."""
     xp, work = namespace(x), work_dtype(x.dtype)
