@@ -217,19 +217,19 @@ def test_the_pieces_of_a_large_block_are_as_many_as_of_a_small_one():
     assert piece_size(1 << 20) == tunables.MOVE_BUFFER  # small blocks go in pieces as before
 
 
-@pytest.mark.parametrize("side", [64, 256])
-def test_a_large_move_takes_few_messages(make_grid, world, tune, side):
-    """As many for 16 times the elements; the words are those of the formula, however many the pieces."""
+@pytest.mark.parametrize("shape", [(64, 64), (256, 256), (5, 300)], ids=str)
+def test_a_large_move_takes_few_messages(make_grid, world, tune, shape):
+    """As many for 16 times the elements, and of uneven blocks; the words are those of the formula."""
     tune(ranks=2, MOVE_BUFFER=16)
     grid, p = make_grid({"a": world.size}), world.size
     for src, dst in ((Layout("a", None), Layout(None, "a")), (Layout(None, "a"), Layout(None, None)),
                      (Layout(None, None, partial="a"), Layout(None, "a"))):  # fmt: skip
-        expected = numbers((side, side), seed=3)
+        expected = numbers(shape, seed=3)
         array = terms(expected, grid, src)
         with pla.ledger(grid) as book:
             moved = array.redistribute(dst)
         check(moved, expected)
-        assert book.words.total() == words(src, dst, (side, side), grid.sizes, grid.coords)
+        assert book.words.total() == words(src, dst, shape, grid.sizes, grid.coords)
         if p > 1:
             assert book.calls.total() <= max(2 * (16 + p), 17)
 
