@@ -39,8 +39,6 @@ class Backend(Protocol):
         longer than to read a number that was kept.
     cuda : bool
         A CUDA GPU computes: CUDA kernels run on the blocks, and NCCL carries them.
-    compiled_loops : bool
-        Loops compiled by numba compute on the blocks.
     adds_products : bool
         BLAS can multiply onto what an array holds (`parlinalg.backend.blas.added`).
 
@@ -59,8 +57,6 @@ class Backend(Protocol):
     def cpu(self) -> bool: ...
     @property
     def cuda(self) -> bool: ...
-    @property
-    def compiled_loops(self) -> bool: ...
     @property
     def adds_products(self) -> bool: ...
 

@@ -24,7 +24,6 @@ class CupyBackend:
     host_memory = False
     cpu = False
     cuda = True
-    compiled_loops = False
     adds_products = False
 
     def __init__(self, device: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from parlinalg.backend import compiled
 from parlinalg.backend.memory import host_memory
 from parlinalg.backend.views import flat_view
 
@@ -23,10 +22,6 @@ class NumpyBackend:
     cpu = True
     cuda = False
     adds_products = True
-
-    @property
-    def compiled_loops(self) -> bool:
-        return compiled.available()
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.empty(shape, dtype)

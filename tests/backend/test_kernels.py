@@ -98,7 +98,6 @@ def test_a_backend_with_cuda_takes_the_cuda_form(monkeypatch: pytest.MonkeyPatch
 def test_the_flags_of_numpy() -> None:
     backend: Backend = backend_of(np.ones(1))
     assert (backend.host_memory, backend.cpu, backend.cuda, backend.adds_products) == (True, True, False, True)
-    assert backend.compiled_loops == compiled.available()
 
 
 def test_nothing_outside_asks_for_a_backends_name() -> None:
