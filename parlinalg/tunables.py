@@ -50,8 +50,8 @@ MOVE_BUFFER = 1 << 19
 """Elements of a piece of a change of layout, or a MOVE_SHARE-th of the largest block if that is more."""
 
 MOVE_SHARE = 16
-"""Into how many pieces a large block is cut when it moves: pieces of a sixteenth are far longer than a latency, and one
-sent and one received add an eighth of the block to the memory of a move."""
+"""A large block moves in about so many pieces: each takes far longer than a latency, and one sent and one received add
+an eighth of the block to the memory of a move."""
 
 LONG_MESSAGE = 1 << 20
 """Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
