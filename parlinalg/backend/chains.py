@@ -1,8 +1,7 @@
 """Chains of operations, the plain forms of kernels, over chunks of blocks.
 
 A chain passes over its arrays once an operation, so that on a CPU it goes over chunks that stay in a core's cache; on
-a GPU a chunk is the whole block.  Blocks of 16-bit floats are computed in float32 and rounded
-once.
+a GPU a chunk is the whole block.  Blocks of 16-bit floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Only `parlinalg.backend.compiled` imports this module, where numba is installed, and attention's loops.  Exponentials
 are those of Cephes (Moshier, 1989), which vectorize as the C library's do not: within 2 units in the last place, 0 in
 place of numbers too small to be normal, inf a little early.
+
+numba does not see a change of this file in the loops that it keeps on disk: delete the kernels' `__pycache__` then.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def drop(block: Block, table: Block, scale: float, counted: Counted | None = Non
     table : array
         Which stay, of the block's shape; with `counted` the table that `places` returned, on the device.
     """
+    assert counted is None, "a table of places serves the device's numbers alone"
     out = namespace(block).asarray(block * table)
     out *= block.dtype.type(scale)
     return out
