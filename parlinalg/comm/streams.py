@@ -50,13 +50,17 @@ def say(text: str) -> None:
 
 
 def flush() -> None:
-    """Bring out what this process has printed; never raise, and never wait for long."""
+    """Bring out what this process has printed; never raise, and never wait for long.
+
+    What standard error does not take is dropped.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if _writable(stream.fileno(), PATIENCE):
                 stream.flush()
         except (OSError, ValueError, AttributeError):  # full; closed or not a file; none
-            pass
+            if stream is not None and stream is sys.stderr:
+                _empty(stream)
 
 
 def _writable(descriptor: int, seconds: float) -> bool:
@@ -104,7 +108,7 @@ def _empty(stream: TextIO) -> None:
             os.dup2(kept, descriptor)
             os.close(kept)
             os.close(nowhere)
-    except (OSError, ValueError):  # closed, or not a file
+    except (OSError, ValueError, AttributeError):  # closed, or not a file
         pass
 
 
