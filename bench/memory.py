@@ -78,7 +78,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     parameters = list(model.parameters())
     bucket = int(args.bucket * MIB)
     GradientReducer(parameters, [ZeRO(stage=stage)] if stage else [], bucket, bucket)
-    fetcher = Prefetch(model) if stage == 3 else None
+    gatherer = Prefetch(model) if stage == 3 else None
     optimizer = optim.AdamW(parameters, lr=1e-4, master=True)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
@@ -102,7 +102,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     step()
     peak = tracemalloc.get_traced_memory()[1] - (python - rest)
     formula = table(parameters, stage, world.size, args.dtype)
-    block = 0 if fetcher is None else fetcher.limit
+    block = 0 if gatherer is None else gatherer.limit
     allowed = sum(formula.values()) + 3 * block + 2 * bucket + tape
     mine = {"rest": rest, "peak": peak, "hwm": resident("VmHWM") - before, "tape": tape}
     everyone = world.share(mine)

@@ -64,7 +64,7 @@ class Case:
     model: Any
     optimizer: optim.Optimizer
     reducer: GradientReducer
-    fetcher: Prefetch | None
+    gatherer: Prefetch | None
     ids: pla.DistArray
     targets: pla.DistArray
     seconds: list[float] = field(default_factory=list)
@@ -104,11 +104,11 @@ def make(name: str, world: Comm, args: argparse.Namespace) -> Case:
             layer.keep = args.keep
     parameters = list(model.parameters())
     reducer = GradientReducer(parameters, bucket=1 << 20)
-    fetcher = Prefetch(model) if scheme_name == "zero3" else None
+    gatherer = Prefetch(model) if scheme_name == "zero3" else None
     optimizer = optim.AdamW(parameters, lr=1e-3)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
-    return Case(name, grid, model, optimizer, reducer, fetcher, ids, targets)
+    return Case(name, grid, model, optimizer, reducer, gatherer, ids, targets)
 
 
 def count(case: Case) -> None:
@@ -132,7 +132,7 @@ def count(case: Case) -> None:
     loss = case.forward()
     gc.collect()
     figures["kept"] = tracemalloc.get_traced_memory()[0] - before
-    figures["gathered"] = 2 * case.fetcher.limit if case.fetcher else 0
+    figures["gathered"] = 2 * case.gatherer.limit if case.gatherer else 0
     tape = saved(loss)
     figures["saved"] = sum(row.nbytes for row in tape)
     figures["table"] = [(row.op, repr(row.layout), row.tensors, row.nbytes) for row in tape]

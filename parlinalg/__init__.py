@@ -9,7 +9,7 @@ from parlinalg.comm import ledger, trace
 from parlinalg.errors import CommError, ConfigError, EngineError, GridError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.matmul import matmul, plan_matmul
+from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
@@ -29,7 +29,7 @@ from parlinalg.train import (
     launch,
 )
 
-from parlinalg.autograd import redistribute  # isort: skip  # the function, once the module of this name is imported
+from parlinalg.autograd import matmul, redistribute  # isort: skip  # functions, once the modules of these names are imported
 
 __version__ = "0.1.0"
 

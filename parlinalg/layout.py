@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import Any
 
 from parlinalg.errors import LayoutError
 
@@ -63,6 +64,7 @@ class Layout:
     def __init__(self, *dims: AxisSpec, partial: AxisSpec = ()) -> None:
         object.__setattr__(self, "dims", tuple(as_cut(d) for d in dims))
         object.__setattr__(self, "partial", tuple(sorted(as_cut(partial))))
+        object.__setattr__(self, "_hash", hash((self.dims, self.partial)))
         seen: set[str] = set()
         for axis in chain(*self.dims, self.partial):
             if axis in seen:
@@ -70,6 +72,12 @@ class Layout:
                     f"{self!r} names axis {axis!r} twice; an axis cuts at most one dim, once, and is then not partial"
                 )
             seen.add(axis)
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.dims, self.partial)  # hashes of strings differ from process to process
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
@@ -157,6 +165,10 @@ class Layout:
         if self.partial:
             parts.append(f"partial={one(self.partial)}")
         return f"Layout({', '.join(parts)})"
+
+
+def _unpickled(dims: tuple[Cut, ...], partial: Cut) -> Layout:
+    return Layout(*dims, partial=partial)
 
 
 def piece(n: int, parts: int, index: int) -> range:

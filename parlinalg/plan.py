@@ -8,7 +8,8 @@ decides the scheme.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 from parlinalg.errors import PlanError
@@ -78,33 +79,77 @@ class Plan:
                 "terms"
             )
 
-    @property
+    @cached_property
     def x_work(self) -> Layout:
         """x at work: everything the local product needs."""
-        return Layout(*self.b, *self.m, *self.k)
+        work = Layout(*self.b, *self.m, *self.k)
+        return self.x if self.x == work else work
 
-    @property
+    @cached_property
     def w_work(self) -> Layout:
-        return Layout(*self.b, *self.k, *self.n)
+        """w at work."""
+        work = Layout(*self.b, *self.k, *self.n)
+        return self.w if self.w == work else work
 
-    @property
+    @cached_property
     def y_work(self) -> Layout:
         """y at work: its terms are not summed over the axes that cut k."""
-        return Layout(*self.b, *self.m, *self.n, partial=tuple(chain(*self.k)))
+        work = Layout(*self.b, *self.m, *self.n, partial=tuple(chain(*self.k)))
+        return self.y if self.y == work else work
 
-    @property
+    @cached_property
     def grad_x(self) -> Plan:
-        """The plan of `dx = dy wᵀ`: n and k exchange roles, and so do x and y.  Its w is wᵀ, `w[*b, *n, *k]`."""
-        nb, nk = len(self.b), len(self.k)
-        order = (*range(nb), *range(nb + nk, self.w.ndim), *range(nb, nb + nk))
-        return Plan(m=self.m, n=self.k, k=self.n, x=self.y, w=self.w.permuted(order), y=self.x, b=self.b)
+        """The plan of `dx = dy wᵀ`: n and k exchange roles, and so do x and y.
 
-    @property
+        Its x is the gradient of y, which rests as y, and summed; its w is wᵀ, `w[*b, *n, *k]`.
+        """
+        w = self.w.permuted(self.w_transpose)
+        return Plan(m=self.m, n=self.k, k=self.n, x=self.y.with_partial(()), w=w, y=self.x, b=self.b)
+
+    @cached_property
     def grad_w(self) -> Plan:
-        """The plan of `dw = xᵀ dy`: a product over m.  Its x is the transposed one, `x[*b, *k, *m]`, its w is dy."""
-        nb, nm = len(self.b), len(self.m)
-        order = (*range(nb), *range(nb + nm, self.x.ndim), *range(nb, nb + nm))
-        return Plan(m=self.k, n=self.n, k=self.m, x=self.x.permuted(order), w=self.y, y=self.w, b=self.b)
+        """The plan of `dw = xᵀ dy`: a product over m.
+
+        Its x is xᵀ, `x[*b, *k, *m]`; its w is the gradient of y, which rests as y, and summed.
+        """
+        x = self.x.permuted(self.x_transpose)
+        return Plan(m=self.k, n=self.n, k=self.m, x=x, w=self.y.with_partial(()), y=self.w, b=self.b)
+
+    @cached_property
+    def x_transpose(self) -> tuple[int, ...]:
+        """The order of the dims of x in xᵀ, `x[*b, *k, *m]`."""
+        return _exchanged(self.x.ndim, len(self.b), len(self.m))
+
+    @cached_property
+    def w_transpose(self) -> tuple[int, ...]:
+        """The order of the dims of w in wᵀ, `w[*b, *n, *k]`."""
+        return _exchanged(self.w.ndim, len(self.b), len(self.k))
+
+    @cached_property
+    def unsummed(self) -> Plan:
+        """The same product, whose y stays as it is at work: nothing of it moves, and no term is summed."""
+        return self if self.y is self.y_work else replace(self, y=self.y_work)
+
+    @cached_property
+    def scattered(self) -> Plan:
+        """The same product, whose y is cut as it rests, and not summed over axes that do not cut it there."""
+        partial = tuple(a for a in self.y_work.partial if a not in self.y.cut_axes)
+        return replace(self, y=self.y.with_partial(partial))
+
+    def result_shape(self, x: Shape, w: Shape) -> Shape:
+        """Return the global shape of y for x and w of these shapes; raise a ValueError if b or k differ in them."""
+        nb, nm, nk = len(self.b), len(self.m), len(self.k)
+        if len(x) != nb + nm + nk or len(w) != nb + nk + len(self.n):
+            raise ValueError(
+                f"a product of shapes {x} and {w} does not fit a plan of {nb} batch dims, {nm} m, {nk} k and "
+                f"{len(self.n)} n"
+            )
+        if x[:nb] != w[:nb] or x[nb + nm :] != w[nb : nb + nk]:
+            raise ValueError(
+                f"shapes {x} and {w} do not multiply: batch dims {x[:nb]} and {w[:nb]}, contracted dims "
+                f"{x[nb + nm :]} and {w[nb : nb + nk]}"
+            )
+        return (*x[: nb + nm], *w[nb + nk :])
 
     def renamed(self, names: Mapping[str, str]) -> Plan:
         """The same plan with axes renamed; `{"c": "d", "d": "c"}` exchanges two."""
@@ -123,12 +168,18 @@ class Plan:
 
     def words(self, x: Shape, w: Shape, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
         """Elements that the rank at `coords` receives in the product of arrays of shapes `x` and `w`, exactly."""
-        y = (*x[: len(self.b) + len(self.m)], *w[len(self.b) + len(self.k) :])
+        y = self.result_shape(x, w)
         return (
             words(self.x, self.x_work, x, sizes, coords)
             + words(self.w, self.w_work, w, sizes, coords)
             + words(self.y_work, self.y, y, sizes, coords)
         )
+
+
+def _exchanged(ndim: int, batch: int, first: int) -> tuple[int, ...]:
+    """The order of dims in which the two groups behind the batch dims, the first of so many dims, are exchanged."""
+    middle = batch + first
+    return (*range(batch), *range(middle, ndim), *range(batch, middle))
 
 
 def _swap(layout: Layout) -> Layout:

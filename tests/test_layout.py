@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -60,6 +64,16 @@ def test_layouts_are_values():
     assert Layout(("a", "b")) != Layout(("b", "a"))
     with pytest.raises(AttributeError):
         layout.dims = ()
+
+
+def test_layouts_travel_between_processes():
+    """A pickled layout is found among others in a process whose strings have other hashes."""
+    layout = Layout("r", None, ("d", "c"), partial="k")
+    code = "import pickle, sys; from parlinalg.layout import Layout; found = pickle.load(sys.stdin.buffer); "
+    code += "assert found in {Layout('r', None, ('d', 'c'), partial='k')}, hash(found)"
+    for seed in "12":
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", code], input=pickle.dumps(layout), env=env, check=True, timeout=60)
 
 
 def test_derived_layouts():

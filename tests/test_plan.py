@@ -39,11 +39,43 @@ def test_backward_products_are_the_same_product_with_roles_permuted(plan):
     assert plan.transposed().transposed() == plan
 
 
+def test_the_gradient_of_an_unsummed_result_is_whole():
+    plan = Plan(
+        m=("r",), n=(None,), k=("c",), x=Layout("r", "c"), w=Layout("c", None), y=Layout("r", None, partial="c")
+    )
+    assert plan.grad_x.x == plan.grad_w.w == Layout("r", None)
+
+
+def test_what_is_left_of_the_result():
+    """Nothing of it moved; or cut as it rests, and not summed over axes that do not cut it there."""
+    assert SUMMA.unsummed is SUMMA
+    assert SPLIT_K.unsummed.y == SPLIT_K.y_work
+    assert SPLIT_K.scattered == SPLIT_K
+    dw = Plan(
+        m=(("d", "r"),), n=("c",), k=(None,), x=Layout(("d", "r"), "c"), w=Layout("r", "c"), y=Layout(("d", "r"), "c")
+    ).grad_w
+    assert dw.y_work == Layout(None, "c", partial=("d", "r"))
+    assert dw.scattered.y == Layout("r", "c", partial="d")
+    sizes, at, x, w = {"d": 2, "r": 2, "c": 2}, {"d": 1, "r": 0, "c": 1}, (8, 16), (16, 12)
+    assert dw.unsummed.words(x, w, sizes, at) == dw.words(x, w, sizes, at) - 8 * 6 // 2 - 2 * (4 * 6 // 2)
+    assert dw.scattered.words(x, w, sizes, at) == dw.words(x, w, sizes, at) - 2 * (4 * 6 // 2)
+
+
+def test_shapes():
+    assert BATCH.result_shape((2, 3, 4), (2, 4, 5)) == (2, 3, 5)
+    with pytest.raises(ValueError, match=r"shapes \(3, 4\) and \(5, 6\) do not multiply.*\(4,\) and \(5,\)"):
+        SUMMA.result_shape((3, 4), (5, 6))
+    with pytest.raises(ValueError, match="does not fit a plan of 0 batch dims, 1 m, 1 k and 1 n"):
+        SUMMA.result_shape((2, 3, 4), (4, 5))
+
+
 def test_several_dims_a_group():
     plan = Plan(
         m=("r", None), n=("c", None), k=(None,),
         x=Layout("r", None, "c"), w=Layout("r", "c", None), y=Layout("r", None, "c", None),
     )  # fmt: skip
+    assert plan.w_transpose == (1, 2, 0)
+    assert plan.x_transpose == (2, 0, 1)
     assert plan.grad_x.w == Layout("c", None, "r")
     assert plan.grad_w.x == Layout("c", "r", None)
     assert plan.grad_w.y == plan.w

@@ -85,8 +85,11 @@ class DistArray(NDArrayOperatorsMixin):
         """
         if fitting(layout, self.shape, self.grid) == self.layout:
             return self
-        block = redistribute(self.block, self.layout, layout, self.shape, self.grid, order=self.order)
-        return DistArray(block, self.shape, layout, self.grid, self.order)
+        return DistArray(self.block_in(layout), self.shape, layout, self.grid, self.order)
+
+    def block_in(self, layout: Layout) -> Block:
+        """This rank's block of the same array in another layout, which may share memory with `block`.  Collective."""
+        return redistribute(self.block, self.layout, layout, self.shape, self.grid, order=self.order)
 
     def gather(self, root: int | None = None) -> Any:
         """The global array as a NumPy array on every rank, or on rank `root` alone (None elsewhere).  Collective."""

@@ -6,9 +6,10 @@ from parlinalg.autograd.parameter import Buffer, Owner, Parameter, Shard, settle
 from parlinalg.autograd.recompute import recompute
 from parlinalg.autograd.rule import Part, saved_arrays_hooks
 from parlinalg.autograd.tape import Reducer, no_grad, no_sync, recording
-from parlinalg.autograd.tensor import Tensor, as_tensor, record, redistribute, start_walk
+from parlinalg.autograd.tensor import Tensor, as_tensor, matmul, record, redistribute, start_walk
 
 __all__ = [
-    "Buffer", "Owner", "Parameter", "Part", "Reducer", "Shard", "Tensor", "as_tensor", "check_gradients", "no_grad",
-    "no_sync", "ops", "record", "recompute", "recording", "redistribute", "saved_arrays_hooks", "settle", "start_walk",
+    "Buffer", "Owner", "Parameter", "Part", "Reducer", "Shard", "Tensor", "as_tensor", "check_gradients", "matmul",
+    "no_grad", "no_sync", "ops", "record", "recompute", "recording", "redistribute", "saved_arrays_hooks", "settle",
+    "start_walk",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parlinalg.array import DistArray
-from parlinalg.autograd.tape import Fetcher, Reducer
+from parlinalg.autograd.tape import Reducer, WeightGatherer
 from parlinalg.autograd.tensor import Tensor
 from parlinalg.backend.views import flat
 from parlinalg.layout import Cut
@@ -73,19 +73,19 @@ class Parameter(Tensor):
     shard : Shard or None
         The part that this rank updates, where ranks that hold the same block share its update (ZeRO).  The settled
         gradient is then the shard's, and `grad` is None.
-    fetcher : Fetcher or None
+    gatherer : WeightGatherer or None
         What gives products the value as they work on it, where it does not rest so.
     writes : int
         How often the value was written to in place, but for an optimizer's updates; see `written`.
     """
 
-    __slots__ = ("fetcher", "name", "reducer", "shard", "writes")
+    __slots__ = ("gatherer", "name", "reducer", "shard", "writes")
 
     def __init__(self, data: DistArray, name: str = "", requires_grad: bool = True) -> None:
         self.name = name
         self.reducer: Reducer | None = None
         self.shard: Shard | None = None
-        self.fetcher: Fetcher | None = None
+        self.gatherer: WeightGatherer | None = None
         self.writes = 0
         super().__init__(data, requires_grad)
         if data.grid.world.checked:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from parlinalg.array import DistArray
-from parlinalg.autograd.arrivals import Arrivals, Term
+from parlinalg.autograd.gradients import GradientAccumulator, Term
 from parlinalg.autograd.parameter import Parameter
 from parlinalg.autograd.rule import Part, is_array
 from parlinalg.autograd.tape import Node, Reducer, Walk, only_noting, recorded, recording
@@ -165,7 +165,7 @@ class Inner(Walk):
         """The parameters of which the outer walk waits for terms."""
         if root is not None:
             super().__init__(root, (grad, root.layout.with_partial(())), later=outer.later, since=since)
-            self.homeward = outer.homeward
+            self.scatter = outer.scatter
             known = {node.age for node in sources}
             if any(node.age <= since and node.age not in known for node in self.nodes):
                 raise RuntimeError(
@@ -189,7 +189,7 @@ class Inner(Walk):
         if node.age > self.since:
             super().visit(node)
 
-    def sum_of(self, node: Node) -> Arrivals:
+    def sum_of(self, node: Node) -> GradientAccumulator:
         return super().sum_of(node) if node.age > self.since else self.outer.sum_of(node)
 
     def completing(self, node: Node) -> Walk | None:

@@ -16,8 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from parlinalg.array import DistArray
-from parlinalg.autograd.arrivals import Arrivals, Term
-from parlinalg.autograd.homeward import Homeward
+from parlinalg.autograd.gradients import GradientAccumulator, GradientScatter, Term
 from parlinalg.autograd.rule import PackedArray, Part, is_array, without_hooks
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -51,8 +50,8 @@ class Reducer(Protocol):
         """Called after the walk: with `sync`, settle all gradients, those of parameters not reached as zeros."""
 
 
-class Fetcher(Protocol):
-    """What brings parameters that rest cut to work, for each product, in place of gathers that wait.
+class WeightGatherer(Protocol):
+    """A gatherer of weights that rest cut: it brings each to work for a product, where a plain gather would wait.
 
     Terms of their gradients go home without waiting too: at most `limit` bytes of them are under way.
 
@@ -65,14 +64,14 @@ class Fetcher(Protocol):
     """
 
     whole: bool
-    kept: dict[int, tuple[Node, Arrivals]]
+    kept: dict[int, tuple[Node, GradientAccumulator]]
 
     @property
     def limit(self) -> int:
         """Bytes; the same on all ranks."""
 
-    def fetch(self, parameter: Parameter, work: Layout) -> Block:
-        """The parameter's block in the layout `work`.  Every rank fetches the same in the same order."""
+    def gather(self, parameter: Parameter, work: Layout) -> Block:
+        """Return the parameter's block in the layout `work`.  Every rank asks for the same in the same order."""
 
 
 class Node:
@@ -160,9 +159,9 @@ class Node:
         for rule in self.rules():
             yield from _saved(rule)
 
-    def arrivals(self) -> Arrivals:
+    def accumulator(self) -> GradientAccumulator:
         """An empty sum for this value's gradient."""
-        return Arrivals(self.shape, self.layout, self.dtype, self.grid)
+        return GradientAccumulator(self.shape, self.layout, self.dtype, self.grid)
 
     def array(self, term: Term) -> DistArray:
         """A term of this value's gradient as an array."""
@@ -174,7 +173,7 @@ class Node:
         if self.grad is None:
             self.grad = new
         elif self.grad.layout.partial:
-            both = self.arrivals()
+            both = self.accumulator()
             both.add((self.grad.block, self.grad.layout), owned=True)
             both.add((block, new.layout), owned=True)
             self.grad = self.array(both.settled())
@@ -291,9 +290,9 @@ class Walk:
         self.nodes = reachable(root, since)
         self.retain, self.later, self.starts = retain, later, starts
         self.deferred: list[Deferred | Walk] = []
-        self.homeward = Homeward()
+        self.scatter = GradientScatter()
         self.sync = starts or _syncing.get()
-        self.arrived: dict[int, Arrivals] = {}
+        self.arrived: dict[int, GradientAccumulator] = {}
         self.edges: dict[int, int] = {}  # the terms of each parameter that have not arrived
         for source in (root, *(s for node in self.nodes if node.age > since for s in node.sources)):
             if source.owner is not None:
@@ -327,7 +326,7 @@ class Walk:
         """Drive communication on: MPI progresses only within its calls."""
         for reducer in self.reducers:
             reducer.poll()
-        self.homeward.poll()
+        self.scatter.poll()
         self.nodes[0].grid.poll()
 
     def visit(self, node: Node) -> None:
@@ -412,10 +411,10 @@ class Walk:
 
     def arrive(self, node: Node, term: Term | None, *others: Any) -> None:
         """Take a term of a node's gradient, computed from what `others` hold; None is no term where one was due."""
-        if (term := self.homeward.formed(self, node, term)) is not None:
+        if (term := self.scatter.formed(self, node, term)) is not None:
             block = term[0]
             ours = bool(others) and block.base is None and not any(block is other for other in others)
-            if self.homeward.takes(self, node, term, ours):
+            if self.scatter.takes(self, node, term, ours):
                 return
             self.sum_of(node).add(term, owned=ours)
         if node.owner is not None:
@@ -426,10 +425,10 @@ class Walk:
         self.sum_of(node).add(term, owned=True)
         self.count(node)
 
-    def sum_of(self, node: Node) -> Arrivals:
+    def sum_of(self, node: Node) -> GradientAccumulator:
         """Where the terms of a node's gradient are added up."""
         if node.age not in self.arrived:
-            self.arrived[node.age] = node.arrivals()
+            self.arrived[node.age] = node.accumulator()
         return self.arrived[node.age]
 
     def count(self, node: Node) -> None:
@@ -447,7 +446,7 @@ class Walk:
         if (got := self.arrived.pop(node.age, None)) is not None:
             self.complete(node, got)
 
-    def complete(self, node: Node, got: Arrivals) -> None:
+    def complete(self, node: Node, got: GradientAccumulator) -> None:
         """The gradient of a parameter: to the reducer with it."""
         owner = node.owner() if node.owner is not None else None
         if owner is not None and owner.reducer is not None:
@@ -465,7 +464,7 @@ class Walk:
             node.deposit(got.own(block))
 
     def finish(self) -> None:
-        self.homeward.finish(self)
+        self.scatter.finish(self)
         if not self.starts:
             for reducer in self.reducers:
                 reducer.finish(sync=self.sync)

@@ -14,6 +14,8 @@ from parlinalg.autograd.tape import Node, Walk, note, recording
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+from parlinalg.matmul import api
+from parlinalg.plan import Plan
 
 if TYPE_CHECKING:
     from parlinalg.autograd.parameter import Parameter
@@ -327,7 +329,7 @@ def start_walk(
         data = grad.data if isinstance(grad, Tensor) else grad
         if data.shape != root.shape:
             raise ValueError(f"backward() of a value of shape {root.shape} is given a gradient of shape {data.shape}")
-        if effective(data.layout, root.grid) != effective(layout, root.grid):
+        if data.layout != layout and effective(data.layout, root.grid) != effective(layout, root.grid):
             raise LayoutError(
                 f"backward(): the gradient has {data.layout!r}, the value {root.layout!r}; mend it by "
                 f".redistribute({layout!r})"
@@ -443,6 +445,31 @@ def redistribute(x: Tensor | DistArray, layout: Layout) -> Any:
             "layout) makes one"
         )
     return x.redistribute(layout)
+
+
+def matmul(a: Any, b: Any, plan: Plan | None = None, **options: Any) -> Any:
+    """Multiply two arrays or two tensors.  Collective.
+
+    Parameters
+    ----------
+    a, b : DistArray or Tensor
+    plan : Plan, optional
+        Which axes cut which dims at work, and how the operands and the result rest; by default that which moves the
+        fewest words.
+    **options
+        For arrays `alpha`, `beta`, `out`, `layout` and `memory`, as of `parlinalg.matmul.api.matmul`; for tensors
+        `keep`, `bias` and `memory`, as of `ops.matmul`.
+
+    Returns
+    -------
+    DistArray or Tensor
+        A tensor if one of the operands is one.
+    """
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        from parlinalg.autograd.ops import product
+
+        return product.matmul(a, b, plan, **options)
+    return api.matmul(a, b, plan=plan, **options)
 
 
 def as_tensor(value: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.ufuncs import PRODUCT
+from parlinalg.comm.half import is_half
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.matmul.assign import assign
-from parlinalg.matmul.stream import within
-from parlinalg.plan import Plan
+from parlinalg.matmul.execute import check_operands, execute
+from parlinalg.plan import Plan, Shape
 
 
 def matmul(
@@ -59,12 +61,6 @@ def matmul(
     """
     a, b = _array(a, "a"), _array(b, "b")
     grid = same_grid([a, b])
-    for name, x in (("a", a), ("b", b)):
-        if effective(x.layout, grid).partial:
-            raise LayoutError(
-                f"matmul: {name} is {x.layout!r}, not summed yet; sum it by "
-                f".redistribute({x.layout.with_partial(())!r})"
-            )
     if a.dtype.kind == b.dtype.kind == "b":
         raise TypeError("matmul: a product of two boolean arrays has no sum over ranks; make one .astype(np.int64)")
     if beta and out is None:
@@ -74,7 +70,19 @@ def matmul(
             raise mismatch("matmul: layout= and the layout of out differ", layout, out.layout)
         same_grid([a, out])
         layout = out.layout
-    y = _product(a, b, plan, layout, memory, None if beta or alpha != 1 else out)
+    inside = None if out is None or beta or alpha != 1 else out
+
+    def run(x: DistArray, w: DistArray, plan: Plan, swapped: bool) -> DistArray:
+        shape = check_operands(plan, x, w)
+        into = inside if inside is not None and not swapped and _fits(inside, plan, shape, x, w) else None
+        block = execute(plan, x, w, out=None if into is None else into.block, memory=memory)
+        return into if into is not None and block is into.block else DistArray(block, shape, plan.y, grid)
+
+    if plan is None:
+        y = by_shapes(a, b, run, layout, "ab")
+    else:
+        _check_summed("ab", (a, b))
+        y = run(a, b, plan if layout is None or layout == plan.y else replace(plan, y=layout), False)
     if y is out:
         return out
     if alpha != 1:
@@ -99,29 +107,57 @@ def _array(value: Any, name: str) -> DistArray:
             f"matmul: {name} is a {type(value).__name__}, not a DistArray; distribute it first: "
             "parlinalg.distribute(array, grid, layout)"
         )
-    if not value.ndim:
-        raise ValueError(f"matmul: {name} has no dims; multiply by a scalar with *")
     return value
 
 
-def _product(
-    a: DistArray,
-    b: DistArray,
-    plan: Plan | None,
-    layout: Layout | None,
-    memory: int | str | None,
-    out: DistArray | None = None,
-) -> DistArray:
-    """The product, in a new array, or in `out` where it can be computed in place."""
-    if plan is not None:
-        if layout is not None and layout != plan.y:
-            plan = replace(plan, y=layout)
-        return within(memory, plan, a, b, out)
+def _check_summed(names: str, operands: tuple[Any, Any]) -> None:
+    for name, x in zip(names, operands, strict=True):
+        if not x.ndim:
+            raise ValueError(f"matmul: {name} has no dims; multiply by a scalar with *")
+        if effective(x.layout, x.grid).partial:
+            raise LayoutError(
+                f"matmul: {name} is {x.layout!r}, not summed yet; sum it by "
+                f".redistribute({x.layout.with_partial(())!r})"
+            )
+
+
+def _fits(out: DistArray, plan: Plan, shape: Shape, x: DistArray, w: DistArray) -> bool:
+    """Whether the product may be written to the block of `out`."""
+    dtype, grid = np.result_type(x.dtype, w.dtype), out.grid
+    return (
+        grid.backend.host_memory
+        and out.shape == shape
+        and out.dtype == dtype
+        and not is_half(dtype)
+        and effective(out.layout, grid) == effective(plan.y, grid)
+        and out.block.flags.c_contiguous
+    )
+
+
+def by_shapes(
+    a: Any, b: Any, run: Callable[[Any, Any, Plan, bool], Any], layout: Layout | None = None, names: str = "xw",
+    swapped: bool = False,
+) -> Any:  # fmt: skip
+    """Return `a @ b` by NumPy's rules for shapes.
+
+    Parameters
+    ----------
+    a, b : DistArray or Tensor
+        Both of one kind.
+    run : callable
+        Multiplies x[*b, *m, k] and w[*b, k, n] by a plan; given these, the plan, and True if x comes from b and w from
+        a.
+    layout : Layout, optional
+        Where the result rests.
+    names : str
+        The operands' names in messages.
+    """
+    _check_summed(names, (a, b))
     if a.ndim == 1 or b.ndim == 1:
-        return _with_vector(a, b, layout, memory)
+        return _with_vector(a, b, run, layout, names)
     if b.ndim > 2 and a.ndim == 2:  # y[b, m, n] = a[m, k] b[b, k, n]: transposed, the batch is the left operand's alone
         turned = None if layout is None else layout.permuted((*range(b.ndim - 2), b.ndim - 1, b.ndim - 2))
-        return _product(b.mT, a.T, None, turned, memory).mT
+        return by_shapes(b.mT, a.T, run, turned, names, swapped=True).mT
     shared = b.ndim - 2
     if shared and (a.ndim != b.ndim or a.shape[:shared] != b.shape[:shared]):
         raise ValueError(
@@ -131,34 +167,26 @@ def _product(
         raise ValueError(
             f"matmul: shapes {a.shape} and {b.shape} do not multiply: {a.shape[-1]} columns meet {b.shape[-2]} rows"
         )
-    chosen = assign(a.layout, b.layout, a.shape, b.shape, tuple(a.grid.sizes.items()), layout, shared)
-    return within(memory, chosen, a, b, out)
+    plan = assign(a.layout, b.layout, a.shape, b.shape, tuple(a.grid.sizes.items()), layout, shared)
+    return run(a, b, plan, swapped)
 
 
-def _with_vector(a: DistArray, b: DistArray, layout: Layout | None, memory: int | str | None) -> DistArray:
+def _with_vector(a: Any, b: Any, run: Callable[..., Any], layout: Layout | None, names: str) -> Any:
     """A vector is a matrix with one row (left) or one column (right), whose dim is dropped from the result."""
-    rows = a.ndim == 1
+    row, column = a.ndim == 1, b.ndim == 1
     if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
         raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not multiply")
-    left = a[None] if rows else a
-    right = b[:, None] if b.ndim == 1 else b
     want = layout
     if layout is not None:
-        dims = list(layout.dims)
-        if b.ndim == 1:
-            dims.append(())
-        if rows:
+        dims = [*layout.dims, *[()] * column]
+        if row:
             dims.insert(len(dims) - 1, ())
         want = Layout(*dims, partial=layout.partial)
-    y = _product(left, right, None, want, memory)
-    drop = ([y.ndim - 2] if rows else []) + ([y.ndim - 1] if b.ndim == 1 else [])
+    y = by_shapes(a[None] if row else a, b[:, None] if column else b, run, want, names)
     cut = y.layout
-    for d in drop:  # a dim of one item is whole before it is dropped
+    for d in (-2,) * row + (-1,) * column:  # a dim of one item is whole before it is dropped
         cut = cut.with_dim(d, None)
-    y = y.redistribute(cut)
-    shape = tuple(n for d, n in enumerate(y.shape) if d not in drop)
-    final = Layout(*(c for d, c in enumerate(cut.dims) if d not in drop), partial=cut.partial)
-    return y.like(y.block.reshape(y.grid.block_shape(final, shape)), final, shape)
+    return y.redistribute(cut)[(..., 0 if row else slice(None), 0 if column else slice(None))]
 
 
 PRODUCT[:] = [matmul]

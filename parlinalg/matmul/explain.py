@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from parlinalg.matmul.needs import Needs, least_words
-from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Problem, messages
+from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, least_words, messages
 from parlinalg.units import format_bytes
 
 RUNNERS_UP = 3

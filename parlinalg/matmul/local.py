@@ -1,4 +1,4 @@
-"""The local part of a product: one GEMM on this rank's blocks."""
+"""The local part of a product: one GEMM on this rank's blocks, now or where its result goes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, halves, namespace
-from parlinalg.backend.blas import added
+from parlinalg.backend.blas import add_product, added
+from parlinalg.comm.half import is_half
 from parlinalg.plan import Plan
 
 Block = Any
+Shape = tuple[int, ...]
+Order = tuple[int, ...] | None
 
 
 def as_matrix(block: Block, batch: int, rows: int) -> Block:
@@ -25,20 +28,16 @@ def as_matrix(block: Block, batch: int, rows: int) -> Block:
     return block.reshape((*shape[:batch], math.prod(shape[batch : batch + rows]), math.prod(shape[batch + rows :])))
 
 
-def is_half(dtype: Any) -> bool:
-    """Whether the dtype is a 16-bit float: its products are summed in float32."""
-    return dtype.itemsize == 2 and dtype.kind not in "iub"
-
-
 def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
     """`x @ w` of matrices (with leading batch dims) in `dtype`; products of 16-bit floats are summed in float32.
 
     With `out`, its float32 (or `dtype`) elements receive the product.
     """
-    if out is None and is_half(dtype) and x.dtype == dtype and (y := halves.product(x, w)) is not None:
+    half = is_half(dtype)
+    if out is None and half and x.dtype == dtype and (y := halves.product(x, w)) is not None:
         return y
     xp = namespace(x)
-    work = np.dtype(np.float32) if is_half(dtype) else dtype
+    work = np.dtype(np.float32) if half else dtype
     if x.dtype != work:
         x = x.astype(work)
     if w.dtype != work:
@@ -49,24 +48,95 @@ def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
     return y if work == dtype else y.astype(dtype)
 
 
-def local_product_on(plan: Plan, xs: Block, ws: Block, dtype: Any, start: Block) -> Block | None:
-    """`start`, broadcast to the local term of y, plus that term; None where BLAS does not add as it multiplies.
+class DeferredGemm:
+    """The local product of a plan, not multiplied yet: it is formed where its result goes.
 
-    OpenBLAS multiplies onto what is there in no more time than onto nothing, for which it writes zeros first.
+    A weight's gradient goes into its place in a bucket, and is added there to that of the microbatches before: where
+    the BLAS does both at once, no array of its own is written and read again.
+
+    Parameters
+    ----------
+    a, b : array
+        Matrices [*batch, M, K] and [*batch, K, N].
+    dtype : dtype
+        Of the product.
+    shape : tuple of int
+        Of the product as a block: batch dims, the dims that make up M, and those that make up N.
+    rows : int
+        How many dims make up M.
+    order : tuple of int, optional
+        The permutation of dims under which the formed product is to lie in C order, as `DistArray.order`.  Only an
+        exchange of rows and columns is heeded, which costs nothing.
     """
-    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    if nb or not backend_of(xs).adds_products:
-        return None
-    y = np.empty((*xs.shape[:nm], *ws.shape[nk:]), dtype)
-    y[...] = start
-    left, right = as_matrix(xs, nb, nm), as_matrix(ws, nb, nk)
-    return y if added(y.reshape(left.shape[0], right.shape[1]), left, right) else None
+
+    __slots__ = ("a", "b", "dtype", "order", "rows", "shape")
+    base = None  # nobody's view
+
+    def __init__(
+        self, a: Block, b: Block, dtype: np.dtype[Any], shape: Shape, rows: int = 1, order: Order = None
+    ) -> None:
+        self.a, self.b, self.dtype, self.shape, self.rows, self.order = a, b, dtype, shape, rows, order
+
+    @classmethod
+    def of(cls, plan: Plan, xs: Block, ws: Block, dtype: np.dtype[Any], order: Order = None) -> DeferredGemm:
+        """The local term of y, from blocks of x and w at work."""
+        nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
+        shape = (*xs.shape[: nb + nm], *ws.shape[nb + nk :])
+        return cls(as_matrix(xs, nb, nm), as_matrix(ws, nb, nk), dtype, shape, nm, order)
+
+    def formed(self) -> Block:
+        """Return the product in an array of its own."""
+        if self.order is not None and self.order == (exchange := self._exchange):
+            return self.transpose(exchange).formed().transpose(tuple(map(exchange.index, range(len(exchange)))))
+        y = gemm(self.a, self.b, self.dtype)
+        return y if y.shape == self.shape else y.reshape(self.shape)
+
+    def put(self, out: Block, *, add: bool = False) -> None:
+        """Write the product to an array of its shape, or add it to what that has."""
+        alike = self.dtype == self.a.dtype == self.b.dtype and self.a.ndim == 2
+        if not out.flags.c_contiguous or out.dtype != self.dtype or is_half(self.dtype) or (add and not alike):
+            place(self.formed(), out, add=add)
+            return
+        target = out.reshape((*self.a.shape[:-1], self.b.shape[-1]))
+        if not add:
+            gemm(self.a, self.b, self.dtype, target)
+        elif backend_of(out).adds_products:
+            add_product(target, self.a, self.b)
+        else:
+            target += self.a @ self.b
+
+    def onto(self, start: Block) -> Block | None:
+        """Return `start`, broadcast to the product's shape, plus the product; None where BLAS does not add as it
+        multiplies.
+
+        OpenBLAS multiplies onto what is there in no more time than onto nothing, for which it writes zeros first.
+        """
+        if self.a.ndim > 2 or not backend_of(self.a).adds_products:
+            return None
+        y = np.empty(self.shape, self.dtype)
+        y[...] = start
+        return y if added(y.reshape(self.a.shape[0], self.b.shape[1]), self.a, self.b) else None
+
+    def transpose(self, order: tuple[int, ...]) -> Block | DeferredGemm:
+        """Return the product with its dims permuted; for an exchange of rows and columns it is not formed."""
+        if order != self._exchange:
+            return self.formed().transpose(order)
+        a, b = self.b.swapaxes(-1, -2), self.a.swapaxes(-1, -2)
+        columns = len(order) - (self.a.ndim - 2) - self.rows
+        return DeferredGemm(a, b, self.dtype, tuple(self.shape[d] for d in order), columns)
+
+    @property
+    def _exchange(self) -> tuple[int, ...]:
+        """The permutation that exchanges rows and columns."""
+        batch, ndim = self.a.ndim - 2, len(self.shape)
+        return (*range(batch), *range(batch + self.rows, ndim), *range(batch, batch + self.rows))
 
 
-def local_product(plan: Plan, xs: Block, ws: Block, dtype: Any, out: Block = None) -> Block:
-    """The local term of y from blocks at work; `out`, contiguous and not of 16-bit floats, receives it."""
-    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    left, right = as_matrix(xs, nb, nm), as_matrix(ws, nb, nk)
-    into = None if out is None else out.reshape((*left.shape[:-1], right.shape[-1]))
-    y = gemm(left, right, dtype, into)
-    return y.reshape((*xs.shape[: nb + nm], *ws.shape[nb + nk :]))
+def place(block: Block | DeferredGemm, out: Block, *, add: bool = False) -> None:
+    """Write a block, formed or not, to an array of its shape, or add it to what that has."""
+    if isinstance(block, DeferredGemm):
+        block.put(out, add=add)
+    elif add:
+        out += block
+    else:
+        out[...] = block

@@ -20,40 +20,37 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective
 from parlinalg.backend.blas import add_product
 from parlinalg.comm import Handle
+from parlinalg.comm.half import is_half
 from parlinalg.errors import PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, index_of
-from parlinalg.matmul.local import as_matrix, gemm, is_half
-from parlinalg.matmul.product import at_work, check_operands, product, result_shape
+from parlinalg.matmul.local import as_matrix, gemm
 from parlinalg.moves import moves
 from parlinalg.plan import Plan
 from parlinalg.redistribute import Move, carry, check_replicas, redistribute
 from parlinalg.units import parse_bytes
 
 Block = Any
+Shape = tuple[int, ...]
 
 
-def within(memory: int | str | None, plan: Plan, x: DistArray, w: DistArray, out: DistArray | None = None) -> DistArray:
-    """The product by the fastest kernel that takes at most `memory` bytes a rank beside the blocks at rest.
+def choose(plan: Plan, x: Shape, w: Shape, dtype: np.dtype[Any], memory: int | str, grid: Grid) -> tuple[Buffers, int]:
+    """Return the fastest kernel that takes at most `memory` bytes a rank beside the blocks at rest, and its width.
 
-    `out` receives it where it can be computed in place.
+    The plan says in which layouts x and w, of these global shapes, are; the dtype is the product's.  Without such a
+    kernel a PlanError says the least that would do.
     """
-    if memory is None:
-        return product(plan, x, w, out)
     limit = parse_bytes(memory)
-    grid = check_operands(plan, x, w)
-    itemsize = np.result_type(x.dtype, w.dtype).itemsize
-    kernels = buffers(plan, x.shape, w.shape, grid)
-    fitting = [k for k in kernels if k.elements(1) * itemsize <= limit]
+    kernels = buffers(plan, x, w, grid)
+    fitting = [k for k in kernels if k.elements(1) * dtype.itemsize <= limit]
     if not fitting:
-        least = min(k.elements(1) for k in kernels) * itemsize
+        least = min(k.elements(1) for k in kernels) * dtype.itemsize
         raise PlanError(
             f"this product needs at least {least} bytes a rank beside its blocks at rest; memory={memory!r} is {limit}"
         )
-    best = min(fitting, key=lambda k: (k.panels(limit // itemsize), kernels.index(k)))
-    if best.stationary is None:
-        return product(plan, x, w)
-    return stream(plan, x, w, best.stationary, best.width(limit // itemsize))
+    most = limit // dtype.itemsize
+    best = min(fitting, key=lambda k: (k.panels(most), kernels.index(k)))
+    return best, best.width(most)
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,21 @@ class Buffers:
         return -(-self.extent // self.width(limit)) if self.stationary and self.extent else 0
 
 
-def buffers(plan: Plan, x: tuple[int, ...], w: tuple[int, ...], grid: Grid) -> list[Buffers]:
+def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[Buffers]:
     """The kernels for a product, the preferred first; the same on all ranks.
 
-    For matrices that rest evenly cut this is what `parlinalg.matmul.needs` says of a plan.  Beside it a move
+    For matrices that rest evenly cut this is what `parlinalg.matmul.planner.Needs` says of a plan.  Beside it a move
     holds two pieces, each of `tunables.MOVE_BUFFER` elements or a sixteenth of its larger block, and a stationary y a
     tile of at most a sixteenth of its size.
     """
-    shape = result_shape(plan, x, w)
+    shape = plan.result_shape(x, w)
     fullest = dict.fromkeys(grid.sizes, 0)  # the first rank's pieces are the longest of every dim
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
 
-    def volume(layout: Layout, of: tuple[int, ...]) -> int:
+    def volume(layout: Layout, of: Shape) -> int:
         return math.prod(layout.block_shape(of, grid.sizes, fullest))
 
-    def extent(layout: Layout, of: tuple[int, ...], dim: int) -> int:
+    def extent(layout: Layout, of: Shape, dim: int) -> int:
         return layout.block_shape(of, grid.sizes, fullest)[dim]
 
     full = {
@@ -134,7 +131,7 @@ class Operand:
     block: Block
     rest: Layout
     work: Layout
-    shape: tuple[int, ...]
+    shape: Shape
     dim: int
     grid: Grid
     order: tuple[int, ...] | None
@@ -148,7 +145,7 @@ class Operand:
         if grid.world.checked:
             check_replicas(block, rest, grid)
         if not _nested(rest, work, dim, grid):
-            block, rest = at_work(array, work), work
+            block, rest = array.block_in(work), work
         if order is not None:
             block, rest, work = block.transpose(order), rest.permuted(order), work.permuted(order)
             shape, dim = tuple(shape[d] for d in order), order.index(dim)
@@ -216,20 +213,23 @@ def panels(width: int, *lengths: list[int]) -> Iterator[range]:
             start = stop
 
 
-def stream(plan: Plan, x: DistArray, w: DistArray, stationary: str, width: int) -> DistArray:
-    """The product with one of x, w and y stationary and the other two in panels of at most `width`."""
-    grid = check_operands(plan, x, w)
-    shape = result_shape(plan, x.shape, w.shape)
-    dtype = np.result_type(x.dtype, w.dtype)
-    if not grid.inside:
-        return DistArray(grid.backend.empty((0,) * len(shape), dtype), shape, plan.y, grid)
-    run = {"x": _over_n, "w": _over_m, "y": _over_k}[stationary]
-    return DistArray(run(plan, x, w, shape, dtype, grid, width), shape, plan.y, grid)
+def stream(plan: Plan, x: DistArray, w: DistArray, stationary: str, width: int) -> Block:
+    """Return this rank's block of y, with one of x, w and y stationary and the others in panels of at most `width`."""
+    dtype, shape = np.result_type(x.dtype, w.dtype), plan.result_shape(x.shape, w.shape)
+    if stationary == "y":
+        return _over_k(plan, x, w, shape, dtype, width)
+    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
+    if stationary == "x":
+        xs = as_matrix(x.block_in(plan.x_work), nb, nm)
+        right = Operand.of(w, plan.w_work, nb + nk)
+        return _streamed(plan, shape, dtype, width, right, nb + nm, lambda ws: gemm(xs, as_matrix(ws, nb, nk), dtype))
+    ws = as_matrix(w.block_in(plan.w_work), nb, nk)
+    left = Operand.of(x, plan.x_work, nb)
+    return _streamed(plan, shape, dtype, width, left, nb, lambda xs: gemm(as_matrix(xs, nb, nm), ws, dtype))
 
 
-def _over_k(
-    plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int
-) -> Block:
+def _over_k(plan: Plan, x: DistArray, w: DistArray, shape: Shape, dtype: Any, width: int) -> Block:
+    grid = x.grid
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     left, right = Operand.of(x, plan.x_work, nb + nm), Operand.of(w, plan.w_work, nb)
     local = grid.block_shape(plan.y_work, shape)
@@ -237,6 +237,7 @@ def _over_k(
     target = as_matrix(y, nb, nm)
     for xs, ws in _ahead(panels(width, left.owned_lengths(), right.owned_lengths()), left, right):
         add_product(target, as_matrix(xs, nb, nm), as_matrix(ws, nb, nk))
+        del xs, ws  # before the next panels but one are asked for
     if y.dtype != dtype:
         y = y.astype(dtype)
     return redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
@@ -254,31 +255,15 @@ def _ahead(over: Iterator[range], *operands: Operand) -> Iterator[list[Block]]:
         yield [move.wait() for move in pending]
 
 
-def _over_n(
-    plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int
-) -> Block:
-    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    xs = as_matrix(at_work(x, plan.x_work), nb, nm)
-    right = Operand.of(w, plan.w_work, nb + nk)
-    return _streamed(plan, shape, dtype, grid, width, right, nb + nm, lambda ws: gemm(xs, as_matrix(ws, nb, nk), dtype))
-
-
-def _over_m(
-    plan: Plan, x: DistArray, w: DistArray, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int
-) -> Block:
-    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    ws = as_matrix(at_work(w, plan.w_work), nb, nk)
-    left = Operand.of(x, plan.x_work, nb)
-    return _streamed(plan, shape, dtype, grid, width, left, nb, lambda xs: gemm(as_matrix(xs, nb, nm), ws, dtype))
-
-
 def _streamed(
-    plan: Plan, shape: tuple[int, ...], dtype: Any, grid: Grid, width: int, operand: Operand, dim: int, multiply: Any
-) -> Block:
+    plan: Plan, shape: Shape, dtype: Any, width: int, operand: Operand, dim: int, multiply: Any
+) -> Block:  # fmt: skip
     """y in panels along `dim`, each reduced to where it rests as soon as it is computed."""
+    grid = operand.grid
     work, rest = effective(plan.y_work, grid), effective(plan.y, grid)
     nested = _nested(plan.y, plan.y_work, dim, grid)
-    goal = rest if nested else work.with_partial(work.partial)
+    left = tuple(a for a in work.partial if a not in rest.cut_axes)  # summed at the end, over all panels at once
+    goal = rest.with_partial(left) if nested else work
     outer = goal.dims[dim][len(work.dims[dim]) :]
     stretch = len(grid.block(work, shape)[dim])
     lengths = cut_lengths(stretch, outer, grid.sizes)
@@ -286,18 +271,19 @@ def _streamed(
     y = grid.backend.empty(grid.block_shape(goal, shape), dtype)
     local, lead = list(grid.block_shape(work, shape)), (slice(None),) * dim
     ranges = list(panels(width, operand.owned_lengths(), lengths))
-    for panel, (block,) in zip(ranges, _ahead(iter(ranges), operand), strict=True):
+    for panel, found in zip(ranges, _ahead(iter(ranges), operand), strict=True):
         local[dim] = len(panel)
-        term = multiply(block).reshape(local)
+        term = multiply(found.pop()).reshape(local)
         owner, start = owner_of(panel, lengths)
         term = _reduce_to(term, work, goal, outer, owner, (*shape[:dim], len(panel), *shape[dim + 1 :]), dim, grid)
         if owner == mine:
             y[(*lead, slice(panel.start - start, panel.stop - start))] = term
+        del term
     return y if goal == rest else redistribute(y, goal, rest, shape, grid, owned=True)
 
 
 def _reduce_to(
-    term: Block, work: Layout, goal: Layout, outer: Cut, owner: int, shape: tuple[int, ...], dim: int, grid: Grid
+    term: Block, work: Layout, goal: Layout, outer: Cut, owner: int, shape: Shape, dim: int, grid: Grid
 ) -> Block:
     """Sum a panel of y, partial as at work: axes of `outer` leave it with their owner, the others as `goal` says."""
     here, there = work.with_dim(dim, None), goal.with_dim(dim, None)

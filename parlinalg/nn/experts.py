@@ -14,10 +14,10 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.autograd.ops.dispatch import add_bias
 from parlinalg.autograd.ops.routing import Queues
+from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut, span_of
-from parlinalg.matmul.local import is_half
 from parlinalg.moves import words
 from parlinalg.nn import init
 from parlinalg.nn.activations import activation as activation_module

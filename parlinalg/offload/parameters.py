@@ -12,7 +12,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.homeward import most_bytes
+from parlinalg.autograd.gradients import most_bytes
 from parlinalg.autograd.tape import Node, Reducer
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError

@@ -149,8 +149,8 @@ def table_of(model: Module, optimizer: Optimizer, keeps: Keeps = NOTHING) -> Tab
     mine["block"] = keeps.block or -(-keeps.most // max(1, len(blocks_of(model))))
     mine["older"] = max(0, keeps.versions - 1) * mine["values"]
     reducers = {id(p.reducer): p.reducer for p in parameters if isinstance(p.reducer, GradientReducer)}
-    fetchers = {id(p.fetcher): p.fetcher for p in parameters if isinstance(p.fetcher, Prefetch)}
-    mine["moving"] = sum(r.moving for r in reducers.values()) + sum(f.moving for f in fetchers.values())
+    gatherers = {id(p.gatherer): p.gatherer for p in parameters if isinstance(p.gatherer, Prefetch)}
+    mine["moving"] = sum(r.moving for r in reducers.values()) + sum(f.moving for f in gatherers.values())
     settled = sum(r.moving for r in reducers.values() if replaceable(r))
     mine["settled"] = max(0, settled - 3 * mine["largest"] // 4)  # one gradient's sum in 16 bits remains
     bucket = max((r.limits[1] for r in reducers.values()), default=0) + mine["largest"]

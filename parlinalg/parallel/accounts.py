@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from parlinalg.autograd.homeward import most_bytes
+from parlinalg.autograd.gradients import most_bytes
 from parlinalg.layout import Cut, Layout, index_of, piece, span_of
 from parlinalg.optim.flat import states_of
 from parlinalg.parallel.buckets import MIB, in_order

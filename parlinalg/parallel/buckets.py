@@ -11,7 +11,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.homeward import most_bytes
+from parlinalg.autograd.gradients import most_bytes
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import terms
 from parlinalg.errors import ConfigError

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.arrivals import Arrivals
-from parlinalg.autograd.homeward import most_bytes
+from parlinalg.autograd.gradients import GradientAccumulator, most_bytes
 from parlinalg.autograd.tape import Node, tracing, walking
 from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError
@@ -45,7 +44,7 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Visit:
-    """What was fetched, in which order, when a pass was at a place, and where it went from there."""
+    """The weights that were asked for when a pass was at a place, in their order, and where it went from there."""
 
     wants: Sequence[Want] = ()
     then: Place | None = None
@@ -67,7 +66,7 @@ class Prefetch:
     Parameters
     ----------
     model : Module
-        Its parameters take this as their fetcher.
+        Its parameters take this as their weight gatherer.
     blocks : iterable of Module, optional
         The parts whose weights are gathered together; by default the layers that the model lists by `layers()`, and of
         a model that lists none its members, those in a `Sequential`, `ModuleList` or `ModuleDict` one by one.  A
@@ -81,7 +80,7 @@ class Prefetch:
     Raises
     ------
     ConfigError
-        If a parameter has a fetcher already, or no weight of the model rests cut by one of these axes.
+        If a parameter has a weight gatherer already, or no weight of the model rests cut by one of these axes.
 
     Attributes
     ----------
@@ -100,9 +99,9 @@ class Prefetch:
             raise ConfigError(f"gradients are accumulated by {' or '.join(map(repr, ACCUMULATE))}, not {accumulate!r}")
         self.axes = as_cut(axes)
         check_cut(self.parameters, self.axes)
-        taken = [p.name for p in self.parameters if p.fetcher is not None]
+        taken = [p.name for p in self.parameters if p.gatherer is not None]
         if taken:
-            raise ConfigError(f"parameter {taken[0]!r} has a fetcher already; detach() that one first")
+            raise ConfigError(f"parameter {taken[0]!r} has a weight gatherer already; detach() that one first")
         parts = _blocks(model) if blocks is None else [(b,) for b in blocks]
         self.block_of: dict[int, int] = {}
         self.number: dict[int, int] = {id(p): i for i, p in enumerate(self.parameters)}
@@ -113,7 +112,7 @@ class Prefetch:
             self.block_of.setdefault(i, len(parts) + i)
         self.known: dict[Place, Visit] = {}
         self.whole = accumulate == "whole"
-        self.kept: dict[int, tuple[Node, Arrivals]] = {}
+        self.kept: dict[int, tuple[Node, GradientAccumulator]] = {}
         self.limit = 0
         self.missed = 0
         self._place: Place | None = None
@@ -127,7 +126,7 @@ class Prefetch:
         """Blocks that this block asks for again."""
         self._grids: list[Grid] = list({id(p.grid): p.grid for p in self.parameters}.values())
         for p in self.parameters:
-            p.fetcher = self
+            p.gatherer = self
         for grid in self._grids:
             grid.polled.append(self)
 
@@ -135,13 +134,13 @@ class Prefetch:
         """Leave the parameters: each product gathers its weight again.  Collective where gathers are under way."""
         self._forget()
         for p in self.parameters:
-            if p.fetcher is self:
-                p.fetcher = None
+            if p.gatherer is self:
+                p.gatherer = None
         for grid in self._grids:
             grid.polled[:] = [each for each in grid.polled if each is not self]
 
-    def fetch(self, parameter: Parameter, work: Layout) -> Block:
-        """The parameter's block at work.  Collective; all ranks fetch the same in the same order."""
+    def gather(self, parameter: Parameter, work: Layout) -> Block:
+        """The parameter's block at work.  Collective; all ranks ask for the same in the same order."""
         want = Want(self.number[id(parameter)], work)
         block, backward = self.block_of[want.number], walking() is not None
         if self._place is None or (self._place.backward, self._place.block) != (backward, block):

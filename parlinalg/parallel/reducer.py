@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.arrivals import Arrivals
-from parlinalg.autograd.unformed import Unformed, place
+from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.comm import Handle
 from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
+from parlinalg.matmul.local import DeferredGemm, place
 from parlinalg.optim.pieces import distinct
 from parlinalg.parallel.buckets import MIB, Bucket, Slot, floats, in_order, largest
 from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
@@ -163,7 +163,7 @@ class GradientReducer:
         self._over = {b for b in self.buckets if b.scattered and all(id(s.parameter) in each for s in b.slots)}
         for p in each.values():
             slot = self._slots.get(id(p))
-            if slot is None or slot.bucket in self._over or (p.fetcher is not None and p.fetcher.kept):
+            if slot is None or slot.bucket in self._over or (p.gatherer is not None and p.gatherer.kept):
                 continue
             if id(p) in self._arrived:  # an error broke the last pass off
                 self._begin_again()
@@ -180,7 +180,7 @@ class GradientReducer:
 
     def settle(self) -> None:
         """Settle what passes within `no_sync` left, where no pass outside of it is to come.  Collective."""
-        kept = [p.fetcher.kept for p in self.parameters if p.fetcher is not None and p.fetcher.kept]
+        kept = [p.gatherer.kept for p in self.parameters if p.gatherer is not None and p.gatherer.kept]
         for sums in {id(each): each for each in kept}.values():
             for node, terms in list(sums.values()):
                 owner = node.owner() if node.owner is not None else None
@@ -232,9 +232,9 @@ class GradientReducer:
     def _keep(self, parameter: Parameter, block: Block, layout: Layout) -> None:
         """Add a gradient to those that wait for the buckets to be made."""
         held, grid = parameter.grad, parameter.grid
-        block = block.formed() if isinstance(block, Unformed) else block
+        block = block.formed() if isinstance(block, DeferredGemm) else block
         if held is not None:
-            both = Arrivals(parameter.shape, parameter.layout, parameter.dtype, grid)
+            both = GradientAccumulator(parameter.shape, parameter.layout, parameter.dtype, grid)
             both.add((held.block, held.layout), owned=True)
             both.add((block, layout), owned=False)
             block, layout = both.summed()

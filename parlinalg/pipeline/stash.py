@@ -40,8 +40,8 @@ class Stash:
         self.optimizer = optimizer
         self.parameters = [p for p in optimizer.parameters if p.requires_grad]
         for p in self.parameters:
-            if p.fetcher is not None or p.data.RESTS:
-                how = "fetched ahead of their use" if p.fetcher is not None else "offloaded"
+            if p.gatherer is not None or p.data.RESTS:
+                how = "fetched ahead of their use" if p.gatherer is not None else "offloaded"
                 raise ConfigError(
                     f"asynchronous schedules keep versions of weights in memory, and {p.name!r} is {how}; use zero "
                     "stage 0, 1 or 2 and no offload of parameters, or a synchronous schedule such as 1f1b"

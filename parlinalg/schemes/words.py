@@ -53,8 +53,7 @@ def product_words(
         The forward pass is the sum of "x", "w" and "y"; the backward pass that of "grad y", "dx" and "dw", and of "x"
         and "w" once more where they are not kept.  "dw" is the sum over all axes that do not cut w too.
     """
-    nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
-    y = (*x[: nb + nm], *w[nb + nk :])
+    y = plan.result_shape(x, w)
     # the columns' arrays, with dims in the order of their plans: that of dw is w[*b, *k, *n]
     shapes = {"x": x, "w": w, "y": y, "grad y": y, "dx": x, "dw": w}
     return {

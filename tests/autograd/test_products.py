@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tracemalloc
 from itertools import product as pairs
 from typing import Any
 
@@ -9,8 +11,11 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import Grid, Layout, LayoutError, Plan, Tensor
-from parlinalg.autograd import arrivals, ops
+from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, PlanError, Tensor
+from parlinalg.autograd import gradients, ops
+from parlinalg.autograd.ops import product
+from parlinalg.autograd.ops.product import MatrixProduct
+from parlinalg.matmul.stream import buffers
 from parlinalg.schemes import product_words
 from tests.autograd.cases import MATRICES, agree, cut, numbers, tensor
 
@@ -144,6 +149,132 @@ def test_words_are_those_of_the_table(name: str, grid: Grid) -> None:
         assert book.words.total() == want
 
 
+def test_the_backward_pass_runs_the_plans_of_the_derivatives(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Plan] = []
+    execute = product.execute
+
+    def noted(plan: Plan, *args: Any, **options: Any) -> Block:
+        ran.append(plan)
+        return execute(plan, *args, **options)
+
+    monkeypatch.setattr(product, "execute", noted)
+    for plan in PLANS.values():
+        x, w = tensor(A, grid, plan.x), tensor(B, grid, plan.w)
+        for memory, left in ((None, "unsummed"), ("1GiB", "scattered")):
+            ran.clear()
+            y = pla.matmul(x, w, plan, memory=memory)
+            y.backward(pla.ones(y.shape, grid, y.layout.with_partial(())))
+            assert ran == [plan, getattr(plan.grad_x, left), getattr(plan.grad_w, left)]
+
+
+def derivatives(plan: Plan) -> tuple[tuple[Plan, Any, Any], ...]:
+    """The three products of A and B by a plan, with the shapes of their operands."""
+    y = (A.shape[0], B.shape[1])
+    return (plan, A.shape, B.shape), (plan.grad_x, y, B.T.shape), (plan.grad_w, A.T.shape, y)
+
+
+@pytest.mark.parametrize("name", [n for n in PLANS if not PLANS[n].y.partial])
+def test_streamed_products(name: str, grid: Grid, serial: Grid) -> None:
+    """In the least memory that does, and in a little more: the same gradients, and the words of three products."""
+    plan = PLANS[name]
+    forward, of_x, of_w = (p.words(x, w, grid.sizes, grid.coords) for p, x, w in derivatives(plan))
+    dy = product_words(plan, A.shape, B.shape, grid.sizes, grid.coords)["grad y"]
+    x, w = tensor(A, grid, plan.x), tensor(B, grid, plan.w)
+    least = 0
+    try:
+        ops.matmul(x, w, plan, memory=0)
+    except PlanError:
+        ran = (plan, plan.grad_x.scattered, plan.grad_w.scattered)
+        shapes = (shapes for _, *shapes in derivatives(plan))
+        kernels = [min(k.elements(1) for k in buffers(p, *of, grid)) for p, of in zip(ran, shapes, strict=True)]
+        least = max(kernels) * A.itemsize
+        with pytest.raises(PlanError, match=re.escape(f"memory={least - 1} is {least - 1}")):
+            ops.matmul(x, w, plan, memory=least - 1)
+    for memory in (least, least + 40, least + 100, "1GiB"):
+        x, w = tensor(A, grid, plan.x), tensor(B, grid, plan.w)
+        with pla.ledger(grid) as book:
+            y = ops.matmul(x, w, plan, memory=memory)
+        assert book.words.total() == forward
+        gathered = MatrixProduct(plan, x, w, memory).gathers(x.data, w.data, (True, True))
+        grad = pla.ones(y.shape, grid, y.layout.with_partial(()))
+        with pla.ledger(grid) as book:
+            y.backward(grad)
+        assert book.words.total() == of_x + of_w - gathered * dy
+        assert gathered or memory != "1GiB"
+        agree(
+            lambda x, w, memory=memory: pla.matmul(x, w, plan, memory=memory),
+            [A, B], [plan.x, plan.w], grid, serial, expected=A @ B,
+        )  # fmt: skip
+
+
+def test_streamed_gradients_of_parameters_stay_partial(grid: Grid) -> None:
+    """Over the axes that do not cut them, for the reducer to sum them in buckets."""
+    plan = PLANS["rows"]
+    x, w = tensor(A, grid, plan.x), Parameter(cut(B, grid, plan.w))
+    with pla.no_sync(), pla.ledger(grid) as book:
+        y = ops.matmul(x, w, plan, memory=0)
+        y.backward(pla.ones(y.shape, grid, y.layout))
+    assert not book.words.total()
+    assert w.grad is not None
+    assert w.grad.layout.partial == ("a",) * (grid.sizes["a"] > 1)
+    np.testing.assert_allclose(w.grad.gather(), np.outer(A.sum(0), np.ones(6)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["SUMMA", "cube"])
+def test_the_memory_given_is_kept_to(name: str, grid: Grid, backend: str, tune: Any) -> None:
+    """Forward and backward: the peak beside the blocks at rest is at most 1.2 times what was given."""
+    if backend != "numpy":
+        return  # device memory is not traced
+    tune(ranks=2, must=False, MOVE_BUFFER=1 << 11)
+    plan, side = PLANS[name], 480
+    a, b = numbers(side, side), numbers(side, side, seed=1)
+    x, w = tensor(a, grid, plan.x), tensor(b, grid, plan.w)
+    three = (plan, plan.grad_x.scattered, plan.grad_w.scattered)
+    kernels = [[k for k in buffers(p, a.shape, b.shape, grid) if k.stationary] for p in three]
+    memory = max(min(k.elements(24) for k in found) for found in kernels) * a.itemsize
+    gathered = buffers(plan, a.shape, b.shape, grid)[0].elements(1) * a.itemsize
+    y = ops.matmul(x, w, plan, memory="1GiB")  # communicators and BLAS buffers are made
+    grad = pla.ones(y.shape, grid, y.layout)
+    y.backward(grad)
+    x.grad = w.grad = None
+    peaks = []
+    for run in (lambda: ops.matmul(x, w, plan, memory=memory), lambda: y.backward(grad)):
+        tracemalloc.start()
+        found = run()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        y = y if found is None else found
+    resting = y.block.nbytes, x.block.nbytes + w.block.nbytes
+    for peak, rest in zip(peaks, resting, strict=True):
+        assert peak <= 1.2 * (rest + memory) + 60_000, (peak, rest, memory)
+    if grid.size > 1:
+        assert memory < 0.7 * gathered
+    assert x.grad is not None
+    assert w.grad is not None
+    np.testing.assert_allclose(x.grad.gather(), np.ones((side, side)) @ b.T, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(w.grad.gather(), a.T @ np.ones((side, side)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("keep", ["xw", "x", ""])
+def test_common_memory(keep: str, grid: Grid, backend: str, tune: Any) -> None:
+    """Operands that are not kept, and terms of y, meet in memory that the ranks of a node have in common."""
+    for name in ("SUMMA", "cube", "weights cut at rest"):
+        plan, found = PLANS[name], []
+        for least in (1, 1 << 60):
+            tune(ranks=2, must=backend == "numpy" and not (keep or grid.world.checked), SHARED_BYTES=least)
+            x, w = tensor(A, grid, plan.x), tensor(B, grid, plan.w)
+            with pla.ledger(grid) as book:
+                y = ops.matmul(x, w, plan, keep=keep)
+                y.backward(cut(numbers(*y.shape, seed=9), grid, y.layout))
+            assert x.grad is not None
+            assert w.grad is not None
+            found.append((dict(book.words), y.gather(), x.grad.gather(), w.grad.gather()))
+        (common, *values), (messages, *expected) = found
+        assert common == messages
+        for one, other in zip(values, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-13, atol=1e-13)
+
+
 def test_half_precision_products_are_summed_in_float32(grid: Grid) -> None:
     import ml_dtypes
 
@@ -183,13 +314,13 @@ def test_constants_and_distributed_arrays_multiply_too(widest: Grid) -> None:
 def test_terms_of_a_weight_used_as_it_is_and_turned_lie_alike(serial: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a tied embedding, whose sum takes several times as long otherwise."""
     met: list[bool] = []
-    add = arrivals._sum
+    add = gradients._sum
 
     def noted(a: Block, b: Block, into: bool) -> Block:
         met.extend((a.flags.c_contiguous, b.flags.c_contiguous))
         return add(a, b, into)
 
-    monkeypatch.setattr(arrivals, "_sum", noted)
+    monkeypatch.setattr(gradients, "_sum", noted)
     x, w = tensor(A, serial, Layout(None, None)), tensor(numbers(6, 7), serial, Layout(None, None))
     (ops.matmul(x, w.T).sum() + (w * w).sum()).backward()
     assert met

@@ -13,8 +13,8 @@ import pytest
 import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, Tensor
 from parlinalg.autograd import Part, ops, record, settle, start_walk
-from parlinalg.autograd.arrivals import Arrivals
 from parlinalg.autograd.check import GradientError
+from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.grid import factorizations
 from tests.autograd.cases import TERMS, cut, gradient_of_terms, numbers, tensor, term
 
@@ -288,7 +288,7 @@ def test_ranks_outside_the_grid_make_every_call(make_grid: Any, world: Any, seri
 def test_only_what_is_nobody_elses_takes_in_another_term(widest: Grid, owned: tuple[bool, bool]) -> None:
     layout = Layout(None, None)
     blocks = [X.copy(), 2 * X]
-    sums = Arrivals(X.shape, layout, X.dtype, widest)
+    sums = GradientAccumulator(X.shape, layout, X.dtype, widest)
     for block, ours in zip(blocks, owned, strict=True):
         sums.add((block, layout), owned=ours)
     total, _ = sums.settled()

@@ -9,7 +9,6 @@ import pytest
 import parlinalg as pla
 from parlinalg.errors import LayoutError, PlanError
 from parlinalg.layout import Layout
-from parlinalg.matmul.product import product
 from parlinalg.plan import Plan
 from tests.cases import (
     COMPLEX,
@@ -181,7 +180,7 @@ def test_batches_and_vectors(grid):
 
 def words_are(plan, x, w, grid, formula=None):
     with pla.ledger(grid) as book:
-        y = product(plan, x, w)
+        y = pla.matmul(x, w, plan=plan)
     assert book.words.total() == plan.words(x.shape, w.shape, grid.sizes, grid.coords), plan
     if formula is not None:
         assert book.words.total() == formula, (plan, book.words.total(), formula)
@@ -263,7 +262,7 @@ def test_operands_that_do_not_rest_as_the_plan_says(make_grid, world):
     plan = explicit(grid.sizes)["rows"]
     x, w = pla.zeros((4, 5), grid, Layout("a", None)), pla.zeros((5, 6), grid, Layout("a", None))
     with pytest.raises(ValueError, match=r"contracted dims \(5,\) and \(4,\)"):
-        product(plan, x, x)
+        pla.matmul(x, x, plan=plan)
     with pytest.raises(PlanError, match="rests unsummed"):
         Plan(m=("a",), n=(None,), k=(None,), x=Layout(None, None, partial="a"), w=plan.w, y=plan.y)
     if world.size > 1:
@@ -271,4 +270,4 @@ def test_operands_that_do_not_rest_as_the_plan_says(make_grid, world):
             LayoutError,
             match=r"matmul: w has Layout\(None, 'a'\), the plan takes Layout\('a', None\); mend it by \.redistribute",
         ):
-            product(plan, x, w.redistribute(Layout(None, "a")))
+            pla.matmul(x, w.redistribute(Layout(None, "a")), plan=plan)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parlinalg import schemes
-from parlinalg.autograd.arrivals import Arrivals
+from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.nn.steps import Draws
 from tests.conftest import BACKEND
@@ -91,7 +91,7 @@ def unsummed(add: Any) -> Any:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("where", "name", "plant"),
-    [(Arrivals, "add", unsummed), (Pieces, "sum", lambda _: lambda self, numbers: numbers)],
+    [(GradientAccumulator, "add", unsummed), (Pieces, "sum", lambda _: lambda self, numbers: numbers)],
     ids=["a gradient lacks a sum over ranks", "a row's sum is that of a piece"],
 )
 def test_a_planted_bug_is_caught(

@@ -27,12 +27,12 @@ EVERY = pytest.mark.ranks(1, 2, 3, 4, 6, 8, 12)
 
 
 def trained(kind, scheme, grid, steps=10, *, zero=True, microbatches=1, accumulate="reduce-scatter", **options):
-    """The losses of training with AdamW, the model and what fetches its weights."""
+    """The losses of training with AdamW, the model and what gathers its weights."""
     model = make(kind, scheme, grid, **{"num_hidden_layers": 2, **options})
-    fetcher = Prefetch(model, axes="data", accumulate=accumulate) if zero else None
+    gatherer = Prefetch(model, axes="data", accumulate=accumulate) if zero else None
     GradientReducer(model.parameters(), [ZeRO(3, accumulate=accumulate)] if zero else [], 2000, 4000)
     optimizer = AdamW(model.parameters(), 0.01)
-    return [step(model, optimizer, number, microbatches) for number in range(steps)], model, fetcher, optimizer
+    return [step(model, optimizer, number, microbatches) for number in range(steps)], model, gatherer, optimizer
 
 
 def step(model, optimizer, number, microbatches=1):
@@ -85,11 +85,11 @@ def test_losses_are_those_of_one_rank(make_grid, world, full):
         if kind not in want:
             want[kind] = serial(world, kind, p=0.1, steps=steps)
         again = {"recompute": "block"} if (i + world.size) % 2 else {}
-        got, _, fetcher, _ = trained(kind, CUT[name], grid, steps, p=0.1, **again)
+        got, _, gatherer, _ = trained(kind, CUT[name], grid, steps, p=0.1, **again)
         grid.close()  # MPI has 2048 communicators
         np.testing.assert_allclose(got, want[kind], rtol=1e-12, err_msg=f"{kind}, {name}, {sizes}, {again}")
-        assert fetcher.missed == 0
-        assert len(fetcher.known) >= 7  # embedding, two blocks and head, and back
+        assert gatherer.missed == 0
+        assert len(gatherer.known) >= 7  # embedding, two blocks and head, and back
 
 
 @pytest.mark.ranks(2, 4)
@@ -98,7 +98,7 @@ def test_microbatches(accumulate, make_grid, world):
     options = {"microbatches": 2, "p": 0.1, "steps": 3}
     grid = make_grid({"replica": world.size // 2, "data": 2})
     scheme = schemes.discover()["data"].SCHEME.with_data("replica").with_weights_cut("data")
-    got, model, fetcher, optimizer = trained("gpt", scheme, grid, accumulate=accumulate, **options)
+    got, model, gatherer, optimizer = trained("gpt", scheme, grid, accumulate=accumulate, **options)
     np.testing.assert_allclose(got, serial(world, "gpt", **options), rtol=1e-12)
     with pla.ledger(grid) as book:
         step(model, optimizer, 4, 2)
@@ -107,7 +107,7 @@ def test_microbatches(accumulate, make_grid, world):
     times = {"reduce-scatter": 2, "whole": 1}[accumulate]
     assert abs(received(book, "all_gather") - 2 * (2 * blocks + 3 * table) - small) <= SLACK
     assert abs(received(book, "reduce_scatter") - times * (blocks + 2 * table + small)) <= SLACK
-    assert fetcher.missed == 0
+    assert gatherer.missed == 0
 
 
 def received(book, op):
@@ -186,17 +186,17 @@ def test_never_more_than_two_blocks_are_gathered(recompute, make_grid, world, mo
     """Under way, or there and not yet dropped."""
     grid = make_grid({"data": world.size})
     gathered = UnderWay(monkeypatch, type(grid.comm(("data",))), "all_gather", 1)
-    fetch, there = Prefetch.fetch, set()
+    gather, there = Prefetch.gather, set()
 
     def counted(self, parameter, work):
-        found = fetch(self, parameter, work)
+        found = gather(self, parameter, work)
         if work != parameter.layout and id(found) not in there:
             there.add(id(found))
             weakref.finalize(found, there.remove, id(found))
             weakref.finalize(found, gathered.live.pop, gathered.enter(found.nbytes))
         return found
 
-    monkeypatch.setattr(Prefetch, "fetch", counted)
+    monkeypatch.setattr(Prefetch, "gather", counted)
     _, model, _, _ = trained("gpt", ZERO3, grid, 4, num_hidden_layers=4, recompute=recompute)
     block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
     assert block < gathered.most <= 2 * block
@@ -210,7 +210,7 @@ def test_gradients_under_way_are_at_most_a_block(make_grid, world, monkeypatch):
     for sizes in [{"data": world.size}, {"replica": world.size // 2, "data": 2}][: world.size // 2]:
         scheme = ZERO3 if len(sizes) == 1 else DATA.with_data("replica").with_weights_cut("data")
         grid = make_grid(sizes)
-        _, model, fetcher, optimizer = trained("gpt", scheme, grid, 2, num_hidden_layers=3)
+        _, model, gatherer, optimizer = trained("gpt", scheme, grid, 2, num_hidden_layers=3)
         buckets = model.embedding.weight.reducer.buckets
 
         def small(sent, buckets=buckets):  # of what stage 3 leaves whole
@@ -220,8 +220,8 @@ def test_gradients_under_way_are_at_most_a_block(make_grid, world, monkeypatch):
             sent = UnderWay(patch, type(grid.comm(("data",))), "reduce_scatter", 0, small)
             step(model, optimizer, 2, 2)
         block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
-        assert fetcher.limit <= block
-        assert sent.single < sent.most <= fetcher.limit
+        assert gatherer.limit <= block
+        assert sent.single < sent.most <= gatherer.limit
         assert not sent.live
 
 
@@ -230,7 +230,7 @@ def test_another_order_falls_back(make_grid, world):
     """Blocks left out, another order, and validation between steps: what is gathered ahead is right, or dropped."""
 
     def losses(scheme, grid, zero):
-        _, model, fetcher, optimizer = trained("gpt", scheme, grid, 0, zero=zero, num_hidden_layers=3)
+        _, model, gatherer, optimizer = trained("gpt", scheme, grid, 0, zero=zero, num_hidden_layers=3)
         found, blocks = [], list(model.blocks)
         orders = ["012", "012", "02", "012", "210", "012", "1", "012"]
         for number, order in enumerate(orders):
@@ -239,13 +239,13 @@ def test_another_order_falls_back(make_grid, world):
             if number % 2:
                 with no_grad():
                     found.append(loss_of(model, 7).item())
-        return found, fetcher
+        return found, gatherer
 
     with alone(world) as one:
         want = losses(schemes.discover()["serial"].SCHEME, one, False)[0]
-    got, fetcher = losses(ZERO3, make_grid({"data": world.size}), True)
+    got, gatherer = losses(ZERO3, make_grid({"data": world.size}), True)
     np.testing.assert_allclose(got, want, rtol=1e-12)
-    assert fetcher.missed > 0
+    assert gatherer.missed > 0
 
 
 @pytest.mark.ranks(2)
@@ -258,14 +258,14 @@ def test_planted_bugs_are_caught(make_grid, world, monkeypatch):
         return not np.allclose(got, want, rtol=1e-12, atol=0)
 
     assert not differs()
-    fetch, old = Prefetch.fetch, {}
+    gather, old = Prefetch.gather, {}
 
     def stale(self, parameter, work):
-        found = fetch(self, parameter, work)
+        found = gather(self, parameter, work)
         return old.setdefault((parameter.name, work), found.copy())
 
     with monkeypatch.context() as m:
-        m.setattr(Prefetch, "fetch", stale)
+        m.setattr(Prefetch, "gather", stale)
         assert differs()
     with make_grid({"data": world.size}) as grid:
         comm = type(grid.comm(("data",)))
@@ -287,9 +287,9 @@ def test_bad_calls_are_told(make_grid, world):
     model = make("gpt", ZERO3, grid)
     with pytest.raises(ConfigError, match="'reduce-scatter' or 'whole', not 'all'"):
         Prefetch(model, accumulate="all")
-    fetcher = Prefetch(model, axes="data")
-    with pytest.raises(ConfigError, match="has a fetcher already"):
+    gatherer = Prefetch(model, axes="data")
+    with pytest.raises(ConfigError, match="has a weight gatherer already"):
         Prefetch(model)
-    fetcher.detach()
+    gatherer.detach()
     assert not grid.polled
-    assert all(p.fetcher is None for p in model.parameters())
+    assert all(p.gatherer is None for p in model.parameters())

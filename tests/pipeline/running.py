@@ -120,7 +120,7 @@ class Pipeline:
         self.model.initialize(5)
         handlers = [ZeRO(zero, "data", accumulate)] if zero else []
         self.reducer = GradientReducer(self.model.parameters(), handlers, first_bucket=2000, bucket=4000)
-        self.fetcher = Prefetch(self.model, accumulate=accumulate) if zero == 3 else None
+        self.gatherer = Prefetch(self.model, accumulate=accumulate) if zero == 3 else None
         self.worker = Worker(self.model, schedule, self.reducer)
         self.optimizer = AdamW(self.model.parameters(), 0.01)
         self.work = Text(auxiliary)

@@ -216,7 +216,7 @@ def test_what_is_refused(world, backend):
             model_on(mesh.scheme, mesh.grid, 2, tie_word_embeddings=False), mesh.place, make("pipedream", 2, 4)
         ).initialize(0)
         for p in fetched.parameters():
-            p.fetcher = SimpleNamespace()
+            p.gatherer = SimpleNamespace()
         with pytest.raises(pla.ConfigError, match="is fetched ahead of their use; use zero stage 0, 1 or 2"):
             AsynchronousWorker(fetched, make("pipedream", 2, 4), optim.SGD(fetched.parameters(), 0.1))
 

@@ -94,7 +94,7 @@ def pairs() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def trained(kind: type[Unlisted], settings: dict[str, Any], comm: Any, backend: str) -> tuple[list[float], Any, Any]:
-    """Losses, the parameters after them, and what fetches weights."""
+    """Losses, the parameters after them, and what gathers weights."""
     with pla.launch({**SETTINGS, **settings}, comm, backend) as mesh:
         model = kind(mesh.scheme, mesh.grid)
         engine, feed, _, _ = pla.initialize(
@@ -110,8 +110,8 @@ def trained(kind: type[Unlisted], settings: dict[str, Any], comm: Any, backend: 
                 engine.backward(loss)
             engine.step()
             losses.append(float(loss if isinstance(loss, float) else loss.item()))
-        fetchers = {id(p.fetcher): p.fetcher for p in engine.parameters() if p.fetcher is not None}
-        return losses, engine.model.state_dict(), list(fetchers.values())
+        gatherers = {id(p.gatherer): p.gatherer for p in engine.parameters() if p.gatherer is not None}
+        return losses, engine.model.state_dict(), list(gatherers.values())
 
 
 @cache
@@ -134,10 +134,10 @@ def test_losses_are_those_of_one_rank(kind: Any, world: Any, backend: str) -> No
         got = trained(kind, settings, world, backend)
         same(got)
         if settings.get("zero") == 3:
-            (fetcher,) = got[2]
-            blocks = {fetcher.block_of[i] for i in range(len(fetcher.parameters))}
+            (gatherer,) = got[2]
+            blocks = {gatherer.block_of[i] for i in range(len(gatherer.parameters))}
             assert len(blocks) == {Unlisted: 6, Modules: 6, Layers: 5, Mixture: 6}[kind]
-            assert fetcher.missed == 0
+            assert gatherer.missed == 0
 
 
 @pytest.mark.ranks(*sorted({n for n, _ in PIPELINES}))

@@ -8,13 +8,13 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
+from parlinalg.comm.half import is_half
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.matmul.local import is_half
 
 Block = Any
 Scalar = int | float

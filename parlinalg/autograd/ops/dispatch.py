@@ -11,7 +11,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum, multiply
 from parlinalg.autograd.ops.reductions import mean, sum
 from parlinalg.autograd.ops.routing import Routing, paired

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import recording, walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,15 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
 from parlinalg.autograd.ops.losses import _first
-from parlinalg.autograd.ops.weights import weight_at_work
+from parlinalg.autograd.ops.product import gathered_weight
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.kernels.embeddings import look_up, look_up_grad
 from parlinalg.errors import PlanError
 from parlinalg.layout import Layout, span_of
-from parlinalg.matmul.product import at_work
 from parlinalg.plan import Plan
 from parlinalg.redistribute import redistribute
 
@@ -65,25 +63,26 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     if effective(weight.layout, grid) != effective(plan.w, grid):
         raise mismatch("embedding: the table does not rest as the plan's w", weight.layout, plan.w)
     shape = (*tokens.shape, *weight.shape[1:])
-    work = plan.y_work.with_partial(())
-    numbers = at_work(tokens, Layout(*plan.m))
+    numbers = tokens.block_in(Layout(*plan.m))
     rows = grid.block(plan.w_work, weight.shape)[0]
     local = grid.block_shape(plan.w_work, weight.shape)
-    at = weight_at_work(table, plan.w_work)
+    gathered = gathered_weight(table)
+    at = weight.block_in(plan.w_work) if gathered is None else gathered.at_work(plan.w_work).block
     width = math.prod(at.shape[1:])
     whole = span_of(plan.k[0], grid.sizes) == 1
     y = look_up(at.reshape((at.shape[0], width)), numbers, rows.start, whole).reshape((*numbers.shape, *at.shape[1:]))
     block = redistribute(y, plan.y_work, plan.y, shape, grid, owned=True)
 
-    def gathered(g: Block) -> Block:
-        return redistribute(g, plan.y.with_partial(()), work, shape, grid)
+    of_table = plan.grad_w
+
+    def dy_at_work(g: Block) -> Block:
+        return redistribute(g, of_table.w, of_table.w_work, shape, grid)
 
     def part(dy: Block, numbers: Block) -> Term:
         d = look_up_grad(dy.reshape((numbers.size, width)), numbers, rows.start, len(rows))
-        return d.reshape(local), terms
+        return d.reshape(local), of_table.y_work
 
-    terms = plan.w_work.with_partial(tuple(chain(*plan.m)))
-    return record("embedding", DistArray(block, shape, plan.y, grid), [table], [Part(part, numbers)], gathered)
+    return record("embedding", DistArray(block, shape, plan.y, grid), [table], [Part(part, numbers)], dy_at_work)
 
 
 def _check_ids(ids: DistArray, table: DistArray, want: Layout) -> None:

@@ -16,18 +16,17 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
-from parlinalg.autograd.ops.product import Layouts, bias_term, fitting_bias, kept, nothing
-from parlinalg.autograd.ops.weights import fetched, weight_at_work
+from parlinalg.autograd.gradients import Term
+from parlinalg.autograd.ops.product import Product, nothing
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.blas import add_product
 from parlinalg.backend.chains import work_dtype
 from parlinalg.backend.kernels import images as kernels
 from parlinalg.backend.kernels.images import Band, Windows
+from parlinalg.comm.half import is_half
 from parlinalg.layout import Layout
-from parlinalg.matmul.local import gemm, is_half
-from parlinalg.matmul.product import at_work
+from parlinalg.matmul.local import gemm
 from parlinalg.plan import Plan
 from parlinalg.redistribute import redistribute
 
@@ -82,58 +81,64 @@ def conv2d(
     for name, array, want in (("images are", x.data, images_layout(plan.x)), ("weights are", w.data, plan.w)):
         if effective(array.layout, grid) != effective(want, grid):
             raise mismatch(f"conv2d: {name} not cut as the plan says", array.layout, want)
-    shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), w.shape[3])
-    dtype = np.result_type(x.dtype, w.dtype)
-    inputs = [x, w] if bias is None else [x, w, fitting_bias(bias, plan, w, grid)]
-    if not grid.inside:
-        block = grid.backend.zeros((0,) * 4, dtype)
-        return record("conv2d", DistArray(block, shape, plan.y, grid), inputs, [nothing(t) for t in inputs])
-    at, work = Layouts.of(plan), images_layout(plan.x_work)
-    features = grid.block(plan.w_work, w.shape)[3]
-    own = list(_groups(groups, x.shape[3], w.shape[3], features))
-    source = fetched(w)
-    xs, ws = at_work(x.data, work), weight_at_work(w, at.w)
-    held = xs.shape
-    local = grid.backend.empty((held[0], *shape[1:3], len(features)), dtype)
-    for channels, out in own:
-        _convolve(xs[..., channels], ws[..., out], windows, local[..., out])
-    y = redistribute(local, at.y, plan.y, shape, grid, owned=True)
-    if bias is not None:
-        y += inputs[2].block.astype(dtype, copy=False)
-    x_kept, x_again = kept(xs, x.data, work, "x" in keep)
-    w_kept, w_again = kept(ws, w.data, at.w, "w" in keep, source)
-    weights = (*w.shape[:2], *grid.block_shape(at.w, w.shape)[2:])
-    if source is not None:
-        inputs[1] = source.parameter
+    return Convolution(plan, x, w, windows, groups).record(x, w, keep, bias)
 
-    def gathered(g: Block) -> tuple[Block, Block]:
-        # dy[b, h, w, n] at work, for both products, and at rest, for the bias
-        return redistribute(g, at.rest, at.dy, shape, grid), g
 
-    def dx(grads: tuple[Block, Block], w_kept: Block) -> Term:
+class Convolution(Product):
+    """The product of the images' patches and the weights."""
+
+    op = "conv2d"
+
+    def __init__(self, plan: Plan, x: Tensor, w: Tensor, windows: Windows, groups: int) -> None:
+        shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), w.shape[3])
+        super().__init__(plan, shape, images_layout(plan.x_work))
+        self.windows, self.groups, self.grid = windows, groups, x.grid
+        self.dtype = np.result_type(x.dtype, w.dtype)
+        self.images, self.weights = x.shape, w.shape
+
+    def forward(self, x: DistArray, w: DistArray, bias: Block) -> Block:
+        xs, ws, grid = x.block_in(self.x_work), w.block_in(self.plan.w_work), self.grid
+        local = grid.backend.empty(grid.block_shape(self.plan.y_work, self.shape), self.dtype)
+        for channels, out in self.own:
+            _convolve(xs[..., channels], ws[..., out], self.windows, local[..., out])
+        y = redistribute(local, self.plan.y_work, self.plan.y, self.shape, grid, owned=True)
+        if bias is not None:
+            y += bias.astype(self.dtype, copy=False)
+        return y
+
+    def dx(self, dy: DistArray, w: DistArray) -> Term:
         # the adjoint of patches, of dy[b, m, n] wᵀ[n, k]; partial over the axes that cut n
-        d, ws = grid.backend.zeros(held, dtype), w_again(w_kept)
-        for channels, out in own:
-            _add_to_images(grads[0][..., out], ws[..., out], windows, d[..., channels])
-        return d, images_layout(at.dx)
+        ws = w.block_in(self.plan.w_work)
+        d = self.grid.backend.zeros(self.grid.block_shape(self.x_work, self.images), self.dtype)
+        for channels, out in self.own:
+            _add_to_images(dy.block[..., out], ws[..., out], self.windows, d[..., channels])
+        return d, images_layout(self.plan.grad_x.y_work)
 
-    def dw(grads: tuple[Block, Block], x_kept: Block) -> Term:
+    def dw(self, x: DistArray, dy: DistArray) -> Term:
         # dw[k, n] = patchesᵀ[k, m] dy[m, n], partial over the axes that cut m
-        xs = x_again(x_kept)
-        d = grid.backend.zeros(weights, work_dtype(dtype))
-        for channels, out in own:
-            part = d if groups == 1 else grid.backend.zeros(d[..., out].shape, d.dtype)
-            _add_to_weights(xs[..., channels], grads[0][..., out], windows, part)
-            if groups > 1:
+        xs, zeros = x.block_in(self.x_work), self.grid.backend.zeros
+        local = (*self.weights[:2], *self.grid.block_shape(self.plan.w_work, self.weights)[2:])
+        d = zeros(local, work_dtype(self.dtype))
+        for channels, out in self.own:
+            part = d if self.groups == 1 else zeros(d[..., out].shape, d.dtype)
+            _add_to_weights(xs[..., channels], dy.block[..., out], self.windows, part)
+            if self.groups > 1:
                 d[..., out] = part
-        term = d.astype(dtype, copy=False), at.dw
-        return term if source is None else source.term(term)
+        return d.astype(self.dtype, copy=False), self.plan.grad_w.y_work
 
-    def db(grads: tuple[Block, Block]) -> Term:
-        return bias_term(grads[1], at.rest, 3, grid)
-
-    parts = [Part(dx, w_kept), Part(dw, x_kept), Part(db)]
-    return record("conv2d", DistArray(y, shape, plan.y, grid), inputs, parts[: len(inputs)], gathered)
+    @property
+    def own(self) -> Iterator[tuple[slice, slice]]:
+        """For every group that has some of the features here: its channels, and which of the features here are its
+        own."""
+        if self.groups == 1:
+            yield slice(None), slice(None)
+            return
+        here = self.grid.block(self.plan.w_work, self.weights)[3]
+        wide, deep = self.images[3] // self.groups, self.weights[3] // self.groups
+        for group in range(here.start // deep, -(-here.stop // deep)):
+            first, stop = max(here.start, group * deep), min(here.stop, (group + 1) * deep)
+            if first < stop:
+                yield slice(group * wide, (group + 1) * wide), slice(first - here.start, stop - here.start)
 
 
 def images_layout(patches: Layout) -> Layout:
@@ -160,18 +165,6 @@ def _check_windows(name: str, x: Shape, windows: Windows) -> None:
             f"{name}: images of {x[1]} × {x[2]} with padding {windows.padding} are smaller than the kernel, "
             f"{windows.kernel} with dilation {windows.dilation}"
         )
-
-
-def _groups(groups: int, channels: int, features: int, here: range) -> Iterator[tuple[slice, slice]]:
-    """For every group that has some of the features here: its channels, and which of the features here are its own."""
-    if groups == 1:
-        yield slice(None), slice(None)
-        return
-    wide, deep = channels // groups, features // groups
-    for group in range(here.start // deep, -(-here.stop // deep)):
-        first, stop = max(here.start, group * deep), min(here.stop, (group + 1) * deep)
-        if first < stop:
-            yield slice(group * wide, (group + 1) * wide), slice(first - here.start, stop - here.start)
 
 
 def _parts(x: Block, windows: Windows) -> Iterator[tuple[slice, range]]:

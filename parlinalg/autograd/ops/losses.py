@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record

@@ -11,7 +11,7 @@ from typing import Any
 
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import walking

@@ -7,7 +7,7 @@ from typing import Any
 
 from parlinalg.array.core import Axis
 from parlinalg.array.reductions import dims_of
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import Frame, block_sum
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record

@@ -6,7 +6,7 @@ from typing import Any
 
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.arithmetic import block_sum
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.layout import Layout

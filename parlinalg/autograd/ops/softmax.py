@@ -6,7 +6,7 @@ from typing import Any
 
 from parlinalg.array.core import DistArray
 from parlinalg.array.reductions import dims_of, summed
-from parlinalg.autograd.arrivals import Term
+from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.kernels import rows
