@@ -47,7 +47,7 @@ class GradientAccumulator:
         self.goal = grid.effective(self.layout)
         self.terms: dict[Layout, Block] = {}
         self.mine: dict[Layout, bool] = {}
-        """Whether a term's block is nobody else's, and may be added to."""
+        """True for terms whose block has no other user and may be added to in place."""
 
     def add(self, term: Term, *, owned: bool) -> None:
         """Take a term; `owned` says that its block is nobody else's."""
@@ -63,7 +63,7 @@ class GradientAccumulator:
             self.terms[layout], self.mine[layout] = _sum(first, more, into), True
 
     def unmoved(self, term: Term) -> Term | None:
-        """What `summed` gives if this term is all; None if it would be moved or cast for that."""
+        """Return the result of `summed` for this term alone; None if the term would have to be moved or cast."""
         block, layout = term
         layout = self.grid.effective(layout)
         if block.dtype != self.dtype or layout.dims != self.goal.dims or set(layout.partial) & set(self.goal.cut_axes):

@@ -52,7 +52,7 @@ class Loop:
 
     @property
     def _numba_type_(self) -> Any:
-        """What numba asks of a global name in another loop: the type of a compiled function."""
+        """Return numba's type of the compiled function, for loops that call this one by a global name."""
         return self._dispatcher._numba_type_
 
 

@@ -1,4 +1,4 @@
-"""What loops are built from, for numba: the bits of floats, and exponentials that vectorize.
+"""Building blocks of compiled loops: the bits of floats, and exponentials that vectorize.
 
 Only `parlinalg.backend.compiled` imports this module, where numba is installed, and attention's loops.  Exponentials
 are those of Cephes (Moshier, 1989), which vectorize as the C library's do not: within 2 units in the last place, 0 in

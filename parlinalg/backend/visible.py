@@ -1,4 +1,4 @@
-"""Where tokens stand in their sequence, and which keys a query sees.
+"""Positions of tokens in their sequence, and the keys that a query sees.
 
 Keys are seen causally, within a window, of the query's own document, in chosen blocks, or where a mask says so.
 """

@@ -37,7 +37,7 @@ NUMBERS: dict[str, MPI.Datatype] = {
 """The dtypes MPI can reduce; booleans have max and min only."""
 
 SATURATES = MPI.get_vendor()[0] == "Open MPI"
-"""Whether the library's sums of integers of 8 and 16 bits may stop at the largest one, as those by AVX of Open MPI do
+"""True if the MPI library's sums of 8- and 16-bit integers may stop at the largest one, as Open MPI's AVX kernels do
 (https://github.com/open-mpi/ompi/issues/8045)."""
 
 REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}

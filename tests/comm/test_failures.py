@@ -354,7 +354,7 @@ def test_ranks_whose_stderr_cannot_be_written_end_the_run(run, stderr: str, prog
 @pytest.mark.parametrize("stderr", ["full", "closed"])
 def test_a_run_without_stderr_goes_on(run, stderr: str) -> None:
     program = "import warnings\nwarnings.warn('nobody hears')\ncomm.all_reduce(a)\nprint(a[0])\n"
-    done = run(program, special=stderr)
+    done = run(program, special=stderr, PYTHONUNBUFFERED="")
     assert done.code == 0
     assert done.out.count("9.0") == 3  # lines of several ranks may run into one another
 

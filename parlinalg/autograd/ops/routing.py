@@ -284,7 +284,7 @@ class Routing:
 
     @property
     def exchange(self) -> Exchange:
-        """What moves rows of tokens; it holds no arrays."""
+        """The exchange of rows of tokens, which holds no arrays."""
         return Exchange(self.queues, tuple(self.sent.tolist()), tuple(self.received.tolist()))
 
 

@@ -60,7 +60,7 @@ class Limits:
 
 
 HOST = Limits(rows=64, keys=1024, scores=1 << 16)
-"""What stays in a core's cache while it is worked on."""
+"""Blocks that stay in a CPU core's cache while they are computed."""
 DEVICE = Limits(rows=1024, keys=1 << 14, scores=1 << 26)
 
 
