@@ -43,30 +43,29 @@ def main(options: dict[str, Any]) -> list[dict[str, Any]]:
     from parlinalg.backend import compiled
     from parlinalg.comm import open_comm
     from parlinalg.errors import ConfigError
-    from parlinalg.train.job import Job
+    from parlinalg.train.job import trainer_of
     from parlinalg.train.launch import launch
-    from parlinalg.train.loop import batches
+    from parlinalg.train.recipes import recipe
 
     compiled.about()  # numba is loaded: it is the process's, not the training's
     world = open_comm()
     tracemalloc.start()
     try:
         with launch(configuration(options, world.size), world) as mesh:
-            job = Job(mesh, Path(options["path"]), mesh.world)
+            made = recipe(mesh.config, mesh)
             gc.collect()
-            data = numpy_bytes() - sum(p.data.block.nbytes for p in job.task.model.parameters())  # the text
-            assert job.offload is not None
-            plan = job.offload
-            steps = iter(batches(job.task.loader, job.steps, job.parts))
-            with plan.apply():
-                job.trainer.step(next(steps))
-                gc.collect()
-                rest, everything = numpy_bytes(), tracemalloc.get_traced_memory()[0]
-                most = 0
-                for batch in steps:
-                    tracemalloc.reset_peak()
-                    job.trainer.step(batch)
-                    most = max(most, tracemalloc.get_traced_memory()[1] - (everything - rest))
+            data = numpy_bytes()  # the text
+            trainer, feed = trainer_of(mesh, made, Path(options["path"]))
+            plan = trainer.engine.offload
+            assert plan is not None
+            trainer.fit(feed, steps=1)
+            gc.collect()
+            rest, everything = numpy_bytes(), tracemalloc.get_traced_memory()[0]
+            most = 0
+            for number in range(2, 1 + (mesh.config.steps or 0)):
+                tracemalloc.reset_peak()
+                trainer.fit(feed, steps=number)
+                most = max(most, tracemalloc.get_traced_memory()[1] - (everything - rest))
             t = plan.table
             mine = {
                 "offloaded": list(plan.places), "stays": t.rest(plan.places, plan.chunk), "rest": rest - data,

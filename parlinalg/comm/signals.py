@@ -77,12 +77,17 @@ class StopSignals:
         os.close(self._read)
         os.close(self._write)
 
+    @property
+    def pending(self) -> int:
+        """The number of the signal that this rank has got; 0: none."""
+        return 0 if self._first is None else self._first[0]
+
     def requested(self, comm: Comm) -> str | None:
         """The name of the signal by which a stop was asked for on some rank of `comm`, or None.  Collective.
 
         One small all-reduce, which the ledger does not count; call it once a step.
         """
-        flag = np.array([0 if self._first is None else self._first[0]], np.int32)
+        flag = np.array([self.pending], np.int32)
         books, comm.books = comm.books, []
         try:
             comm.all_reduce(flag, op="max")

@@ -66,9 +66,23 @@ class Passages:
             )
 
     def __iter__(self) -> Iterator[Batch]:
+        for (batch,) in Passages.epoch(self, 0):
+            yield batch
+
+    def __len__(self) -> int:
+        """Batches."""
+        return len(range(0, len(self.tokens) - 1, self.length * self.batch_size))
+
+    def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
+        """The batches but the first `skip`, each as a list of at most `parts` microbatches; all epochs are alike."""
         starts = np.arange(0, len(self.tokens) - 1, self.length)
-        for first in range(0, len(starts), self.batch_size):
-            yield self.batch(starts[first : first + self.batch_size])
+        for first in range(skip * self.batch_size, len(starts), self.batch_size):
+            yield self._cut_up(starts[first : first + self.batch_size], parts)
+
+    def _cut_up(self, starts: np.ndarray, parts: int) -> list[Batch]:
+        """The windows that begin at these tokens, as at most `parts` microbatches of nearly equal size."""
+        cuts = (piece(len(starts), parts, i) for i in range(parts))
+        return [self.batch(starts[c.start : c.stop], c.start) for c in cuts if c]
 
     def batch(self, starts: np.ndarray, offset: int = 0) -> Batch:
         """The windows that begin at these tokens; `offset` is the place of the first in the step's whole batch."""
@@ -135,9 +149,7 @@ class Windows(Passages):
 
     def at(self, step: int, parts: int = 1) -> list[Batch]:
         """The batch of a step, as at most `parts` microbatches of nearly equal size."""
-        starts = self.starts(step)
-        cuts = (piece(len(starts), parts, i) for i in range(parts))
-        return [self.batch(starts[c.start : c.stop], c.start) for c in cuts if c]
+        return self._cut_up(self.starts(step), parts)
 
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
         """The batches of an epoch's steps, but for the first `skip` ones."""

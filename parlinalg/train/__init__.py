@@ -1,4 +1,4 @@
-"""Training: configurations, the mesh of ranks they ask for, engines, and the job that trains a model."""
+"""Training: configurations, the mesh of ranks they ask for, recipes, engines, and the trainer with its hooks."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,11 @@ from parlinalg.train.feed import Feed
 from parlinalg.train.hooks import CheckpointHook, EarlyStopHook, EvaluateHook, Hook, LogHook
 from parlinalg.train.initialize import initialize
 from parlinalg.train.launch import Mesh, launch
+from parlinalg.train.losses import accuracy
 from parlinalg.train.pipeline_schedules import InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule
+from parlinalg.train.progress import ProgressHook
+from parlinalg.train.recipes import Recipe, recipe
+from parlinalg.train.report import RunHook
 from parlinalg.train.trainer import Trainer
 
 __all__ = [
@@ -27,9 +31,14 @@ __all__ = [
     "Mesh",
     "NonPipelineSchedule",
     "PipelineSchedule",
+    "ProgressHook",
+    "Recipe",
+    "RunHook",
     "Trainer",
+    "accuracy",
     "initialize",
     "launch",
+    "recipe",
 ]
 
 if not TYPE_CHECKING:  # names of other libraries

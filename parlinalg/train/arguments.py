@@ -96,6 +96,22 @@ def check_calls(optimizer: Any, criterion: Any, schedule: Any, rate: Any) -> Non
     check_rate("initialize", rate)
 
 
+def check_metrics(metrics: Any) -> None:
+    """Raise a ConfigError unless these are functions by names that the trainer does not use itself."""
+    own = ("loss", "count", "lr", "grad_norm", "loss_scale", "skipped_steps", "samples_per_s", "step", "epoch")
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(name, str) and callable(metrics[name]) for name in metrics
+    ):
+        raise ConfigError(
+            "initialize: metrics is a dict of functions of output and label, such as {'accuracy': "
+            f"parlinalg.train.accuracy}}, not {_told(metrics)}"
+        )
+    if taken := [name for name in metrics if name in own]:
+        raise ConfigError(f"initialize: a metric is not named {taken[0]!r}, which the trainer gives itself")
+
+
 def check_schedule(where: str, schedule: Any) -> None:
     """Raise a ConfigError unless this is a schedule, or None."""
     if schedule is not None and (isinstance(schedule, type) or not hasattr(schedule, "forward_backward_step")):

@@ -3,61 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from parlinalg import optim
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.ops import cross_entropy_sum
-from parlinalg.datasets import Batch, Samples, Text, digits, npz, text
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.nn import Module, training_step
-from parlinalg.nn.module import buffers_kept
-from parlinalg.offload import Keeps, OffloadPlan, kept, plan
-from parlinalg.offload.weighing import reckoned
+from parlinalg.nn import Module
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
 from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
-from parlinalg.pipeline import PipelineModel
 from parlinalg.pipeline import Schedule as PipelineOrder
-from parlinalg.pipeline.worker import Worker
 from parlinalg.train.arguments import check_handlers
-from parlinalg.train.classify import Classify
 from parlinalg.train.config import Config
-from parlinalg.train.language import Language
-from parlinalg.train.launch import Mesh
-from parlinalg.train.loop import Trainer, batches
+from parlinalg.train.losses import Criterion
 from parlinalg.train.parallel import DATA
-from parlinalg.train.pipelines import microbatches_of, rows_of_a_microbatch, schedule_for
 from parlinalg.train.shares import gradient_handlers
-from parlinalg.train.stages import optimizer_of, worker_of
-from parlinalg.train.task import Batches, Criterion, Task
+from parlinalg.train.stages import optimizer_of
 from parlinalg.train.update import Update
 
-SETS: dict[str, Callable[..., Samples]] = {"digits": digits, "npz": npz}
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW,
     "lamb": optim.LAMB, "lars": optim.LARS,
 }  # fmt: skip
 LR = {"sgd": 0.1, "adam": 1e-3, "adamw": 1e-3, "lamb": 1e-2, "lars": 1.0}
-
-
-def dataset(config: Config) -> Samples | Text:
-    """The data, whole on every rank; does not communicate."""
-    options = dict(config.data.options)
-    if config.data.name == "text":
-        options.pop("sequence_length", None)
-        return text(options.pop("path", None), options.pop("tokenizer", None), **options)
-    return SETS[config.data.name](seed=config.seed, **options)
-
-
-def task(config: Config, mesh: Mesh, data: Samples | Text) -> Task:
-    """The model of the data, with the same weights on every grid, and what feeds and measures it."""
-    return Language(config, mesh, data) if isinstance(data, Text) else Classify(config, mesh, data)
 
 
 def optimizer(config: Config, parameters: Iterable[Parameter], grid: Grid) -> optim.Optimizer:
@@ -88,28 +61,6 @@ def reducer(config: Config, grid: Grid, model: Module) -> GradientReducer:
     return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
 
 
-def offload(
-    config: Config, mesh: Mesh, task: Task, optimizer: optim.Optimizer, folder: Path, worker: Worker | None = None
-) -> OffloadPlan | None:  # fmt: skip
-    """What lies on the disk or in host memory, if that is asked for.  Collective.
-
-    With a limit of memory, forward passes of a few samples show what the tape keeps of a microbatch.
-
-    Parameters
-    ----------
-    folder : Path
-        For files, where the configuration names none.
-    worker : Worker, optional
-        What runs the stages of a pipeline.
-    """
-    options = offloaded(config, None if worker is None else worker.schedule)
-    if not options:
-        return None
-    if "memory" in options:
-        options["kept"] = _kept(config, mesh, task, worker)
-    return plan(task.model, optimizer, path=options.pop("path", folder), **options)
-
-
 def offloaded(config: Config, schedule: PipelineOrder | None) -> dict[str, Any]:
     """What `parlinalg.offload.plan` takes of a configuration."""
     options = dict(config.offload)
@@ -124,27 +75,6 @@ def offloaded(config: Config, schedule: PipelineOrder | None) -> dict[str, Any]:
     return options
 
 
-def _kept(config: Config, mesh: Mesh, task: Task, worker: Worker | None) -> Keeps | int:
-    """What the tape keeps of a microbatch, or of all that a schedule has under way.  Collective."""
-    parts, data = microbatches_of(config, mesh.place.size), mesh.size("data")
-    rows = -(-rows_of_a_microbatch(config, mesh.parallel) // data)
-    found: dict[int, Batch] = {}
-    for n in (1, 2):
-        (first, *_) = next(batches(task.loader, 1, max(parts, config.batch_size // (n * data))))
-        found.setdefault(-(-len(first) // data), first)
-    if rows in found:
-        found = {rows: found[rows]}
-    if worker is not None:
-        return worker.keeps(found, task, rows)
-    return reckoned({n: _of_one(task, batch) for n, batch in found.items()}, rows)
-
-
-def _of_one(task: Task, batch: Batch) -> int:
-    with training_step(0, batch.offset), buffers_kept(task.model):
-        loss, _, _ = task.losses(batch)
-    return kept(loss)
-
-
 def scaler(config: Config) -> LossScaler | None:
     """The scale of the loss, if it is scaled."""
     scale = config.precision.loss_scale
@@ -156,25 +86,13 @@ def scaler(config: Config) -> LossScaler | None:
     return LossScaler(options.pop("start", START), **options)
 
 
-def trainer(
-    config: Config, mesh: Mesh, task: Task, optimizer: optim.Optimizer, scheduler: Scheduler,
-    reducer: GradientReducer | None = None,
-) -> Trainer:  # fmt: skip
-    """What makes the steps.  Collective."""
-    schedule = schedule_for(config, mesh.parallel)
-    changes = update(config, optimizer)
-    if schedule is None:
-        return Trainer(task, changes, scheduler)
-    return Trainer(task, changes, scheduler, worker_of(cast(PipelineModel, task.model), schedule, changes, reducer))
-
-
 def update(config: Config, optimizer: optim.Optimizer) -> Update:
     """What changes the parameters by their gradients."""
     return Update(optimizer, config.clip_grad_norm, config.clip_grad_value, scaler(config), config.skip_nonfinite)
 
 
-def steps(config: Config, train: Batches) -> int:
-    """The optimizer steps to make."""
+def steps(config: Config, train: Sized) -> int:
+    """The optimizer steps to make, each of a batch."""
     return config.epochs * len(train) if config.steps is None else config.steps
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,14 +269,21 @@ class Checkpoints:
         CheckpointError
             On all ranks, if a file could not be written on any, or checkpoints were taken away meanwhile.
         """
+        if lost := self.close():
+            raise removed(str(self.folder), lost)
+
+    def close(self) -> list[str]:
+        """Wait for a save under way, complete it, and leave the folder to others.  Collective.
+
+        Returns
+        -------
+        list of str
+            The checkpoints that others have taken away meanwhile.
+        """
         self.settle()
         lost = self.lost()
         self.release()
-        if lost:
-            raise CheckpointError(
-                f"{self.folder} was removed or changed while the training ran: {', '.join(lost)} "
-                f"{'are' if len(lost) > 1 else 'is'} gone"
-            )
+        return lost
 
     def release(self) -> None:
         """Leave the folder to others."""
@@ -365,6 +372,10 @@ class Checkpoints:
         self.comm.barrier()
         if self.comm.rank == 0 and not (folder / INDEX).exists():
             folders.remove(folder)
+
+    def remove_leftovers(self) -> None:
+        """Take away what saves that were not completed left behind.  Collective."""
+        self._together(lambda: folders.remove_leftovers(self.folder), "tidying up", root=True)
 
     # ------------------------------------------------------------------ loading
     def steps(self) -> list[int]:
@@ -467,3 +478,11 @@ class Checkpoints:
             return together(self.comm, call, what)
         except ConfigError as error:
             raise CheckpointError(str(error)) from None
+
+
+def removed(folder: str, gone: Sequence[str]) -> CheckpointError:
+    """Return the error that says that files of a folder are gone."""
+    return CheckpointError(
+        f"{folder} was removed or changed while the training ran: {', '.join(gone)} {'are' if len(gone) > 1 else 'is'} "
+        "gone"
+    )

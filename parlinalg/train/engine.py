@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
 from parlinalg.comm import Comm
@@ -17,24 +17,55 @@ from parlinalg.errors import EngineError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module, auxiliary_losses, sequence_positions
 from parlinalg.nn.auxiliary import AuxiliaryLosses
+from parlinalg.nn.module import buffers_kept
 from parlinalg.nn.steps import Draws, drawing
+from parlinalg.offload import Keeps, OffloadPlan, kept
+from parlinalg.offload.weighing import reckoned
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.precision import overflowing
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import Schedule
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
-from parlinalg.train.accumulated import Accumulated
 from parlinalg.train.arguments import check_state
 from parlinalg.train.feed import Feed, rows_of, some_rows
 from parlinalg.train.layouts import dtype_of, place_inputs, placement
-from parlinalg.train.losses import Criterion, check_loss, counted, expected
-from parlinalg.train.sizes import detached
+from parlinalg.train.losses import (
+    Criterion,
+    Metric,
+    MicrobatchWeights,
+    check_loss,
+    detached,
+    expected,
+    number,
+    placed_label,
+    sum_of_losses,
+)
 from parlinalg.train.stages import worker_of
 from parlinalg.train.update import Update
 
 if TYPE_CHECKING:
     from parlinalg.train.pipeline_schedules import BaseSchedule
+
+
+class Microbatch(NamedTuple):
+    """What a schedule learns of a microbatch.
+
+    Attributes
+    ----------
+    loss : float
+        The sum of the losses.
+    targets : int
+        How many they are.
+    measures : dict of str to float
+        The sums of the engine's metrics.
+    output : array, or a tree of them, or None
+    """
+
+    loss: float
+    targets: int
+    measures: dict[str, float]
+    output: Any
 
 
 class Engine:
@@ -50,9 +81,15 @@ class Engine:
         Steps of the optimizer, and of these the ones left out since a loss or gradient was not finite.
     schedule : schedule or None
         What `execute_schedule` runs.
+    metrics : dict of str to callable
+        What schedules measure beside the loss, as `initialize` takes them.
+    offload : OffloadPlan or None
+        What is offloaded, as the configuration says.
     rows : int
     targets : float
-        Of the last batch that a schedule ran: its rows, and the targets that its loss is the mean of.
+    measures : dict of str to float
+        Of the last batch that a schedule ran: its rows, the targets that its loss is the mean of, and the sums over
+        them of the losses, as "loss", and of the metrics.
 
     Examples
     --------
@@ -66,21 +103,26 @@ class Engine:
 
     def __init__(
         self, model: Module, update: Update, criterion: Criterion, grid: Grid, world: Comm, *, accumulate: int = 1,
-        schedule: BaseSchedule | None = None,
+        schedule: BaseSchedule | None = None, metrics: Mapping[str, Metric] | None = None,
+        test_criterion: Criterion | None = None,
     ) -> None:  # fmt: skip
         self.model, self.grid, self.world = model, grid, world
         self._workers: dict[Schedule, Worker] = {}
         self.accumulate, self.schedule = accumulate, schedule
         self.made = self.skipped = 0
+        self.metrics = dict(metrics or {})
+        self.offload: OffloadPlan | None = None
         self.rows, self.targets = 0, 0.0
-        self._update, self._criterion = update, criterion
+        self.measures: dict[str, float] = {}
+        self._update, self._criterion, self._test_criterion = update, criterion, test_criterion or criterion
+        self._offloaded = ExitStack()
         self._norm: float | None = None
         self._begin()
 
     def _begin(self) -> None:
         """Be ready for the first microbatch of a step."""
         self._microbatch = 0  # calls of step() in this step of the optimizer
-        self._sums = Accumulated()  # of the microbatches before this one
+        self._sums = MicrobatchWeights()  # of the microbatches before this one
         self._finite = True
         self._stepped = False  # by a schedule whose stages make their own steps
         self._next_microbatch()
@@ -115,6 +157,16 @@ class Engine:
     def loss_scale(self) -> float:
         """What losses are multiplied by before the backward pass."""
         return self._update.scale
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if losses are scaled, as for float16."""
+        return self._update.scaler is not None
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """True if steps whose loss or gradient is not finite are left out."""
+        return self._update.skips
 
     def parameters(self) -> Iterator[Parameter]:
         """The model's parameters that this rank has blocks of."""
@@ -189,22 +241,31 @@ class Engine:
 
         Labels that are host arrays are cut as the first dims of the output.
         """
+        total, count, _ = self.losses(output, label, measure=False)
+        return self._with_terms(total, count) * (1 / max(1, count))
+
+    def losses(self, output: Any, label: Any, *, measure: bool = True) -> tuple[Tensor, int, dict[str, float]]:
+        """Return the sum of the losses, how many they are, and the sums of the metrics.  Collective."""
+        label = placed_label(label, output, self.grid)
         with self.overflowing():
-            loss, count = self.counted(output, label)
+            total, count = sum_of_losses(self._criterion if self.training else self._test_criterion, output, label)
+        measured = self.metrics.items() if measure else ()
+        return total, count, {name: number(name, f(detached(output), detached(label))) for name, f in measured}
+
+    def _with_terms(self, total: Tensor, count: int) -> Tensor:
+        """Add the terms that layers add to the sum of the losses."""
         self._counted = count + (self._counted or 0)
-        mean = loss * (1 / max(1, count))
         for term in self._auxiliary:
-            mean = mean + term * self._sums.share(self._forwarded, count)
+            total = total + term * self._sums.of_terms(self._forwarded, count)
         self._auxiliary = []
-        return mean
+        return total
 
-    def counted(self, output: Any, label: Any) -> tuple[Tensor, int]:
-        """The sum of the losses, and how many they are."""
-        return counted(self._criterion, output, label, self.grid)
-
-    def expecting(self, parts: Sequence[Any]) -> AbstractContextManager[None]:
-        """Within it come the microbatches of one batch, so that each is weighed by what all have."""
-        return self._sums.expecting(sum(rows_of(x) for x, _ in parts), sum(map(self.expected, parts)))
+    def expecting(self, parts: Sequence[Any], *, learns: bool = True) -> AbstractContextManager[None]:
+        """A context for the microbatches of one batch, so that each is weighed by what all have."""
+        targets = sum(map(self.expected, parts))
+        if learns:
+            self._sums.refer_to(targets)
+        return self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets)
 
     def expected(self, part: Any) -> int:
         """How many targets of a microbatch are to count."""
@@ -236,60 +297,73 @@ class Engine:
             raise EngineError(
                 "engine.backward(loss): this loss had its backward pass; compute it again for another one"
             )
-        weight = self._weight
-        if weight is None:
-            weight = self._sums.add(self._forwarded if self._counted is None else self._counted)
-        self._add(loss, loss.item(), weight)
+        if self._weight is None:
+            count = self._forwarded if self._counted is None else self._counted
+            weight = max(1.0, float(count))
+            self._sums.refer_to(weight)
+            self._sums.targets += count
+        else:
+            weight = self._weight
+        self.check_finite(loss.item())
+        self._pull(loss, weight)
+        self._sums.rows += self._forwarded
+        self._next_microbatch()
         self._weight = weight
 
-    def _add(self, loss: Tensor, value: float, weight: float, last: bool = True) -> None:
-        """The backward pass of a mean loss over so many targets; `last`: this batch has no further microbatch."""
-        self.check_finite(value)
+    def _pull(self, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
+        """The backward pass of a loss of this weight; `last`: its batch has no further microbatch."""
         syncs = last and self._microbatch == self.accumulate - 1
         with nullcontext() if syncs else no_sync(), self.overflowing():
             (loss * (self._update.scale * weight / self._sums.reference)).backward()
-        self._sums.rows += self._forwarded
-        self._next_microbatch()
 
-    def microbatch(self, part: Any, *, last: bool, forward_only: bool) -> tuple[float, Any, int]:
+    def microbatch(self, part: Any, *, last: bool, forward_only: bool, keeps: bool = False) -> Microbatch:
         """Run a microbatch of a schedule, forward and, unless it is only that, backward.  Collective.
 
-        Returns
-        -------
-        loss : float
-            The mean.
-        output : array, or a tree of them
-        count : int
-            The targets it is the mean of.
+        Parameters
+        ----------
+        part : pair or Batch
+        last : bool
+            Whether its batch has no further one.
+        forward_only : bool
+        keeps : bool
+            Whether the output is wanted.
         """
-        label = part.y if isinstance(part, Batch) else part[1]
+        total, count, measures, output = self._forward(part, forward_only, keeps)
+        if not forward_only:
+            self._pull(total, last=last)
+            self._sums.rows += self._forwarded
+            self._sums.targets += count
+        self._next_microbatch()
+        return Microbatch(float(total.item()), count, measures, output)
+
+    def _forward(
+        self, part: Any, forward_only: bool = False, keeps: bool = False
+    ) -> tuple[Tensor, int, dict[str, float], Any]:  # fmt: skip
+        """The sum of the losses of a microbatch with the terms that layers add, their number, measures and output."""
+        x, label = part
         with no_grad() if forward_only else nullcontext():
-            output = self(part if isinstance(part, Batch) else part[0])
-            loss = self.criterion(output, label)
-        count, value = self._counted or 0, float(loss.item())
-        if forward_only:
-            self._next_microbatch()
-        else:
-            self._add(loss, value, weight := self._sums.add(count), last)
-            if last:
-                self._weight = weight
-        return value, detached(output), count
+            output = self(part if isinstance(part, Batch) else x)
+            total, count, measures = self.losses(output, label)
+            with self.overflowing():
+                return self._with_terms(total, count), count, measures, detached(output) if keeps else None
 
     def overflowing(self) -> AbstractContextManager[None]:
         """Where steps that are not finite are left out, what overflows is no warning."""
         return overflowing() if self._update.skips else nullcontext()
 
     def check_finite(self, loss: float) -> None:
-        """Note whether a microbatch's loss is finite; raise where steps that are not finite are not left out."""
+        """Note whether a loss is finite; raise where steps that are not finite are not left out."""
         if math.isfinite(loss):
             return
         self._finite = False
         if not self._update.skips:
-            at = f"step {self.made}, microbatch {self._microbatch}"
+            of = f" of microbatch {self._microbatch}" if self.accumulate > 1 else ""
+            changed = "" if self._stepped else ": nothing has changed"
             self.zero_grad(all=True)
             raise EngineError(
-                f"the criterion gives {loss} in {at}: nothing has changed; lower the learning rate, clip by "
-                "clip_grad_norm=1.0, or leave such steps out by skip_nonfinite=True"
+                f"step {self.made + 1}: the loss{of} is {loss}, and so would be all that follow{changed}; lower the "
+                f"learning rate (now {self.optimizer.lr:g}), let it rise slowly by lr_schedule=dict(warmup=100), clip "
+                "by clip_grad_norm=1.0, or leave such steps out by skip_nonfinite=True"
             )
 
     def step(self) -> bool:
@@ -317,7 +391,7 @@ class Engine:
         if self._stepped:
             self._norm, changed = None, True
         else:
-            self._norm, changed = self._update(self._finite, self._update.scale * self._sums.held)
+            self._norm, changed = self._update(self._finite, self._update.scale * self._sums.scale)
         self.made += 1
         self.skipped += not changed
         self._begin()
@@ -344,13 +418,37 @@ class Engine:
             raise EngineError("this engine has no schedule; give initialize(…, schedule=PipelineSchedule(4))")
         return self.schedule.forward_backward_step(self, data_iter, **options)
 
-    def gradients_held(
-        self, total: float, reference: float, rows: int, loss: float, *, stepped: bool = False
-    ) -> None:  # fmt: skip
-        """Note that a schedule has left the gradients of a step, in terms of `reference` instead of `total` targets."""
-        self._sums.hold(rows, total, reference)
-        self._weight, self._stepped = total, stepped
-        self.check_finite(loss)
+    @property
+    def reference(self) -> float:
+        """The number of targets by which the sums of losses of a batch are divided before the backward pass."""
+        return self._sums.reference
+
+    def ran(
+        self, rows: int, targets: float, measures: Mapping[str, float], *, learns: bool, stepped: bool = False
+    ) -> float:  # fmt: skip
+        """Note what a schedule has run: a batch of so many rows and targets, and its sums; return the mean loss.
+
+        Parameters
+        ----------
+        rows : int
+        targets : float
+        measures : dict of str to float
+        learns : bool
+            Whether its gradients wait for `step`.
+        stepped : bool
+            Whether the stages have made their steps themselves.
+        """
+        self.rows, self.targets, self.measures = rows, float(targets), dict(measures)
+        loss = self.measures["loss"] / max(1.0, self.targets)
+        if learns:
+            self._weight, self._stepped = self.targets, stepped
+            self.check_finite(loss)
+        return loss
+
+    def passed(self, rows: int, targets: float) -> None:
+        """Count the rows and targets of a batch that the stages of a pipeline have run."""
+        self._sums.rows += rows
+        self._sums.targets += targets
 
     def check_free(self, what: str) -> None:
         """Raise unless a schedule may run: not with gradients that wait for a step."""
@@ -366,6 +464,38 @@ class Engine:
             reducer = next((p.reducer for p in self.parameters() if p.reducer is not None), None)
             self._workers[schedule] = worker_of(model, schedule, self._update, cast(GradientReducer | None, reducer))
         return self._workers[schedule]
+
+    # ------------------------------------------------------------------ memory
+    def activation_memory(self, work: Any, parts: Mapping[int, Any], rows: int) -> Keeps | int:
+        """What a rank keeps for the backward passes of a step, for `parlinalg.offload.plan`.  Collective.
+
+        Parameters
+        ----------
+        work : Work or None
+            What the stages of a pipeline are told; see `parlinalg.pipeline.worker`.
+        parts : dict of int to microbatch
+            By the most rows that a rank has of it: one, or two small ones, from which others are reckoned.
+        rows : int
+            The most that a rank has of a microbatch.
+        """
+        if self.schedule is not None and isinstance(self.model, PipelineModel):
+            return self.worker(self.schedule.made(self.model.place.size)).keeps(parts, work, rows)
+        found = {}
+        for n, part in parts.items():
+            with buffers_kept(self.model):
+                found[n] = kept(self._forward(part)[0])
+            self._next_microbatch()
+        return reckoned(found, rows)
+
+    def apply_offload(self, plan: OffloadPlan) -> ExitStack:
+        """Offload what the plan says; return what ends it.  Collective."""
+        self.offload = plan
+        self._offloaded.enter_context(plan.apply())
+        return self._offloaded
+
+    def restore(self) -> None:
+        """End what is offloaded: parameters come back into memory, and optimizer states are gone.  Collective."""
+        self._offloaded.close()
 
     # ------------------------------------------------------------------ state
     def progress(self) -> dict[str, Any]:
@@ -383,7 +513,7 @@ class Engine:
         }
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
-        """Be as far as `progress` said: the next step is the first of its batch's microbatches."""
+        """Restore the position that `progress` gave: the next step begins with the first microbatch of its batch."""
         if self._update.scaler is not None and progress["scaler"] is not None:
             self._update.scaler.load_state_dict(progress["scaler"])
         optimizer = progress["optimizer"]

@@ -12,7 +12,7 @@ import numpy as np
 from parlinalg.array import DistArray, distribute
 from parlinalg.autograd import Tensor
 from parlinalg.comm import Comm
-from parlinalg.datasets import Batch, DataLoader, Sharded
+from parlinalg.datasets import Batch, DataLoader, Loader, Passages, Sharded
 from parlinalg.datasets.collate import converted
 from parlinalg.datasets.dataloader import Labels, Placement, set_epoch
 from parlinalg.errors import ConfigError, EngineError, ParlinalgError
@@ -51,6 +51,8 @@ class Feed:
         """Epochs begun."""
         self._begun: tuple[Any, Iterator[Any]] | None = None
         self._unplaced = source if isinstance(source, DataLoader | Sharded) else None
+        self.alike = isinstance(source, Loader | Passages)
+        """True for loaders whose batches follow from a seed: ranks compare none but the first batch of an epoch."""
 
     def place(self, placement: Callable[[], Placement]) -> Feed:
         """Make each rank read the rows that it needs, where the source is a loader that does so.  Collective.
@@ -71,6 +73,14 @@ class Feed:
     def __iter__(self) -> Pass:
         self.epochs += 1
         return Pass(self, self.epochs - 1)
+
+    def order(self) -> dict[str, int]:
+        """What the order of its batches follows from, as far as it tells: a training goes on with the same only."""
+        source, found = getattr(self.source, "loader", self.source), {"batches": len(self.source)}
+        if isinstance(source, Loader | Passages | DataLoader):
+            seed = getattr(getattr(source, "sampler", source), "seed", None)
+            found = {**({} if seed is None else {"seed": int(seed)}), "batch_size": int(source.batch_size), **found}
+        return found
 
     def at(self, epoch: int, skip: int = 0) -> Pass:
         """An epoch by its number, but for its first `skip` batches; loaders of parlinalg do not read these."""
@@ -118,24 +128,25 @@ class Pass:
     def __init__(self, feed: Feed, epoch: int, skip: int = 0) -> None:
         self.feed, self.epoch = feed, epoch
         self.given, self._skip = skip, skip
-        self._cuts = callable(getattr(feed.source, "epoch", None))
+        self.cuts = callable(getattr(feed.source, "epoch", None))
+        """True if the loader cuts its batches into microbatches itself."""
         self._parts = 0
-        if not self._cuts:
+        if not self.cuts:
             set_epoch(feed.source, epoch)
-        self._iterator: Iterator[Any] = iter(()) if self._cuts else islice(feed.opened(), skip, None)
+        self._iterator: Iterator[Any] = iter(()) if self.cuts else islice(feed.opened(), skip, None)
 
     def __iter__(self) -> Pass:
         return self
 
     def __next__(self) -> Any:
-        if self._cuts:
+        if self.cuts:
             return self._next_cut(1)[0]
         begins = self.begins
         return agreed(self.feed.world, self._next, lambda x: (0, kind_of(x), content(x) if begins else 0))
 
     @property
     def begins(self) -> bool:
-        """Whether none of its batches is taken yet."""
+        """True if none of its batches is taken yet."""
         return self.given == self._skip
 
     def take(self, parts: int) -> list[Any]:
@@ -146,7 +157,7 @@ class Pass:
         StopIteration
             At the end of the epoch; the ranks do not agree on it.
         """
-        return self._next_cut(parts) if self._cuts else cut(self._next(), parts)
+        return self._next_cut(parts) if self.cuts else cut(self._next(), parts)
 
     def _next_cut(self, parts: int) -> list[Any]:
         """The next batch of a loader that cuts its batches itself: nothing moves."""
@@ -264,6 +275,8 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
 
     check = check or (isinstance(data_iter, Pass) and data_iter.begins)
     try:
+        if isinstance(data_iter, Pass) and data_iter.feed.alike and not check:
+            return draw()
         return agreed(world, draw, lambda found: look_at(found, check))
     except StopIteration:
         given = f" after {data_iter.given} batches" if isinstance(data_iter, Pass) else ""

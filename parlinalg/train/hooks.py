@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
-from parlinalg.train.checkpoint import Checkpoints
+from parlinalg.train.checkpoint import Checkpoints, removed
+from parlinalg.train.checkpoint_keep import better
 from parlinalg.train.checkpoint_options import check_options
 from parlinalg.train.feed import check_loader
+from parlinalg.train.keys import optional, real, refuse
 
 if TYPE_CHECKING:
     from parlinalg.train.trainer import Trainer
@@ -28,7 +30,15 @@ class Hook:
     """
 
     wants_output = False
-    """Whether the outputs of a batch are to be kept and joined, for `output` and `label`; else these are None."""
+    """True: the outputs of a batch are kept and joined, for `output` and `label`; else these are None."""
+    signals = False
+    """True: SIGTERM, SIGINT and SIGUSR1 end a training after the step under way; `trainer.signal` names the signal."""
+    files: Sequence[str] = ()
+    """The paths of files and, with a "/" at the end, folders that the hook leaves."""
+    lost: Sequence[str] = ()
+    """Those that others have removed or replaced while the training ran."""
+    reports_lost = False
+    """True: the hook raises at the end for what all hooks have lost, so that these do not."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -60,6 +70,13 @@ class Hook:
     def before_test_iter(self, trainer: Trainer) -> None: ...
 
     def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None: ...
+
+    def finish(self, trainer: Trainer) -> list[str]:
+        """Leave what is to be left of a training that has ended; return lines that say so.  Collective."""
+        return []
+
+    def close(self, trainer: Trainer) -> None:
+        """Release files and the like, also where the training failed on this rank alone; does not communicate."""
 
 
 class LogHook(Hook):
@@ -109,60 +126,102 @@ class LogHook(Hook):
 class CheckpointHook(Hook):
     """Saves the training, to go on from on any grid.
 
+    One checkpoint follows the last step, and the step after which a signal stops the training.
+
     Parameters
     ----------
     to : str, Path or callable
         A folder that all ranks see; or what is called with the trainer instead, on all ranks.
-    every : int
-        Steps from one checkpoint to the next; one follows the last step anyway.
-    keep, best, background
-        As of `parlinalg.train.checkpoint.Checkpoints`; `best` names one of the trainer's metrics.
+    every : int, optional
+        Steps from one checkpoint to the next.
+    keep, background
+        As of `parlinalg.train.checkpoint.Checkpoints`.
+    best : str, optional
+        One of the trainer's metrics.  Where an evaluation finds it the best so far there is a checkpoint too, and it
+        stays as long as no later one is better.
     resume : bool
         Whether a training begins with the last checkpoint in the folder, where there is one: on this grid or another.
+        Else checkpoints that are there are set aside.
     fall_back : bool
         With `resume`: where that one is damaged, begin with the last that is not; else it is an error.
     signals : bool
         Whether SIGTERM, SIGINT and SIGUSR1 end a training after the step under way, with a checkpoint; `trainer.signal`
         then names the signal.
+    saves : bool
+        Whether checkpoints are made; else the training only resumes.
     """
 
     def __init__(
-        self, to: str | Path | Callable[[Trainer], object], every: int, *, keep: int | None = 3,
+        self, to: str | Path | Callable[[Trainer], object], every: int | None = None, *, keep: int | None = 3,
         best: str | None = None, background: bool = True, resume: bool = False, fall_back: bool = False,
-        signals: bool = True,
+        signals: bool = True, saves: bool = True,
     ) -> None:  # fmt: skip
         if fall_back and not resume:
             raise ConfigError("CheckpointHook: fall_back says how to resume: add resume=True, or leave it out")
-        self.signals, self.fall_back = signals, fall_back
-        self.to, self.every = to, _every("CheckpointHook", every)
+        self.signals, self.fall_back, self.resume, self.saves = signals, fall_back, resume, saves
+        self.to, self.every = to, None if every is None else _every("CheckpointHook", every)
         self.options: dict[str, Any] = {"keep": keep, "best": best, "background": background}
-        self.resume = resume
         if not callable(to) and not isinstance(to, str | Path):
             raise ConfigError(f"CheckpointHook: the first is a folder, or a function of the trainer, not {to!r}")
         if not callable(to):
             check_options(**self.options)
+            self.files = [f"{to}/"] if saves else []
+        self.best: float | None = None
         self._checkpoints: Checkpoints | None = None
         self._saved = -1
+        self._improved = False
 
     def before_train(self, trainer: Trainer) -> None:
         if callable(self.to):
             return
-        engine = trainer.engine
         trainer.progress()  # raises now, if it cannot be saved
-        held, first = dict(engine.model.named_state()), self._checkpoints is None
-        self._checkpoints = Checkpoints(Path(self.to), engine.world, held, engine.optimizer, **self.options)
-        if said := self._checkpoints.open(fresh=first and not self.resume and trainer.step == 0):
-            tell(said)
-        found = None
+        fresh = self._checkpoints is None and not self.resume and trainer.step == 0
+        checkpoints = self._checkpoints = self.checkpoints(trainer)
+        text = checkpoints.open(fresh=fresh) if self.saves else ""
         if self.resume:
-            found = self._checkpoints.load(fall_back=self.fall_back, check=trainer.check_progress)
-        if found is not None:
-            trainer.set_progress(found.training)
-            self._saved = trainer.step
+            text = self.restore(trainer, checkpoints)
+        if text and trainer.engine.world.rank == 0:
+            tell(f"{text}\n")
+
+    def checkpoints(self, trainer: Trainer) -> Checkpoints:
+        """Return the checkpoints of a training in the folder."""
+        engine = trainer.engine
+        held = dict(engine.model.named_state())
+        return Checkpoints(str(self.to), engine.world, held, engine.optimizer, **self.options)
+
+    def restore(self, trainer: Trainer, checkpoints: Checkpoints) -> str:
+        """Go on from the last checkpoint, if there is one; return what to say of it.  Collective."""
+        checkpoints.remove_leftovers()
+        found = checkpoints.load(fall_back=self.fall_back, check=lambda state: self._check(trainer, state))
+        if found is None:
+            return f"there is no checkpoint in {checkpoints.folder} yet: from the start"
+        trainer.set_progress(found.training)
+        trainer.add_metrics(found.training["metrics"])
+        self.best, self._saved = found.training["best"], trainer.step
+        passed = [f"{why}; passed over" for why in found.passed_over]
+        return "\n".join([*passed, f"going on after step {found.step}, from {found.path}"])
+
+    def _check(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Raise an error unless the training can go on from this."""
+        trainer.check_progress(state)
+        optional(real(-math.inf))("best", state["best"])
+        if not all(isinstance(value, int | float) for value in state["metrics"].values()):
+            raise refuse("metrics", state["metrics"], "a dict of numbers")
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        if self._improved:  # as an evaluation after the last step has found
+            self._save(trainer)
+
+    def after_test(self, trainer: Trainer) -> None:
+        best = self.options["best"]
+        if best is not None and better(best, trainer.step_metrics.get(best), self.best):
+            self.best, self._improved = trainer.step_metrics[best], True
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        best = self.options["best"]
-        if not callable(self.to) and best not in (None, "test_loss") and best not in trainer.metrics:
+        best, prefixes = self.options["best"], {"test_"}
+        prefixes |= {f"{hook.name}_" for hook in trainer.hooks if isinstance(hook, EvaluateHook)}
+        known = best is None or best in trainer.metrics or best.startswith(tuple(prefixes))
+        if not callable(self.to) and not known:
             raise ConfigError(
                 f"CheckpointHook: there is no metric {best!r} for best; there are {', '.join(trainer.metrics)}"
             )
@@ -170,23 +229,34 @@ class CheckpointHook(Hook):
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
         if self._checkpoints is not None:
             self._checkpoints.poll()
-        if trainer.step % self.every == 0:
+        if self._improved or (self.every is not None and trainer.step % self.every == 0):
             self._save(trainer)
 
     def after_train(self, trainer: Trainer) -> None:
-        if self._saved != trainer.step:
+        if self._improved or self._saved != trainer.step:
             self._save(trainer)
+        if self._checkpoints is None:
+            return
+        gone = self._checkpoints.close()
+        self.lost = [f"{self.to}/{name}" for name in gone]
+        if gone and not any(hook.reports_lost for hook in trainer.hooks):
+            raise removed(str(self.to), gone)
+
+    def close(self, trainer: Trainer) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.finish()
+            self._checkpoints.release()
+
+    def state(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what a checkpoint says of the training beside the arrays."""
+        kind = {"kind": type(trainer.engine.optimizer).__name__}  # looked at before states are loaded
+        return {"metrics": trainer.step_metrics, "optimizer": kind, "best": self.best, **trainer.progress()}
 
     def _save(self, trainer: Trainer) -> None:
-        if self._checkpoints is not None:
-            kind = {"kind": type(trainer.engine.optimizer).__name__}  # looked at before states are loaded
-            state = {"metrics": trainer.metrics, "optimizer": kind, **trainer.progress()}
-            self._checkpoints.save(trainer.step, state)
+        if self._checkpoints is not None and self.saves:
+            self._checkpoints.save(trainer.step, self.state(trainer))
         elif callable(self.to):
             self.to(trainer)
-        self._saved = trainer.step
+        self._saved, self._improved = trainer.step, False
 
 
 class EvaluateHook(Hook):
@@ -195,17 +265,34 @@ class EvaluateHook(Hook):
     Parameters
     ----------
     dataloader : Feed or iterable
-    every : int
+    every : int, optional
         Steps from one evaluation to the next.
+    name : str
+        Begins the names of what is measured.
+    last : bool
+        Whether the last step is followed by an evaluation in any case.
+    describe : callable, optional
+        From the trainer's metrics to a line that says at the end how the last evaluation went.
     """
 
-    def __init__(self, dataloader: Iterable[Any], every: int) -> None:
-        self.dataloader, self.every = dataloader, _every("EvaluateHook", every)
+    def __init__(
+        self, dataloader: Iterable[Any], every: int | None = None, *, name: str = "test", last: bool = False,
+        describe: Callable[[Mapping[str, float]], str] | None = None,
+    ) -> None:  # fmt: skip
+        self.dataloader, self.every = dataloader, None if every is None else _every("EvaluateHook", every)
+        if every is None and not last:
+            raise ConfigError("EvaluateHook: give every=…, the steps from one evaluation to the next, or last=True")
+        self.name, self.last, self.describe = name, last, describe
         check_loader(dataloader)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
-        if trainer.step % self.every == 0:
-            trainer.evaluate(self.dataloader)
+        due = self.every is not None and trainer.step % self.every == 0
+        if due or (self.last and trainer.step == trainer.last_step):
+            trainer.evaluate(self.dataloader, self.name)
+
+    def finish(self, trainer: Trainer) -> list[str]:
+        measured = not trainer.signal and f"{self.name}_loss" in trainer.metrics
+        return [self.describe(trainer.metrics)] if measured and self.describe is not None else []
 
 
 class EarlyStopHook(Hook):

@@ -11,18 +11,26 @@ from parlinalg.autograd import Parameter
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module
-from parlinalg.offload import plan
+from parlinalg.offload import Keeps, plan
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.train import build
-from parlinalg.train.arguments import check_alike, check_calls, check_precision, config_of, length_of, placed_on
+from parlinalg.train.arguments import (
+    check_alike,
+    check_calls,
+    check_metrics,
+    check_precision,
+    config_of,
+    length_of,
+    placed_on,
+)
 from parlinalg.train.config import Config
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed, rows_of
 from parlinalg.train.launch import Mesh
 from parlinalg.train.layouts import dtype_of, place_inputs, placement
-from parlinalg.train.losses import Criterion
-from parlinalg.train.pipeline_schedules import BaseSchedule, schedule_of
+from parlinalg.train.losses import Criterion, Metric
+from parlinalg.train.pipeline_schedules import BaseSchedule, Sample, Stages, schedule_of
 from parlinalg.train.stages import optimizer_of, staged
 
 Optimize = Optimizer | Callable[[Iterable[Parameter]], Optimizer] | None
@@ -33,14 +41,14 @@ def initialize(
     model: Module, optimizer: Optimize = None, criterion: Criterion | None = None, train_dataloader: Any = None,
     test_dataloader: Any = None, lr_scheduler: Rate = None, *, mesh: Mesh | None = None,
     config: Config | Mapping[str, Any] | str | Path | None = None, schedule: BaseSchedule | None = None,
-    sample: Any = None,
+    sample: Any = None, metrics: Mapping[str, Metric] | None = None, test_criterion: Criterion | None = None,
 ) -> tuple[Engine, Feed | None, Feed | None, Any]:  # fmt: skip
     """An engine that trains a model as a configuration says.  Collective.
 
     Of the configuration count: `gradient_accumulation`, `clip_grad_norm`, `clip_grad_value`, `skip_nonfinite`,
-    `precision`, `zero`, `gradient_handler`, `schedule`, and of `offload` all but `memory`; and `seed`, `optimizer`,
-    `criterion`, `lr_schedule` for what is not given here.  What is offloaded comes back, or is gone, when the mesh is
-    closed.
+    `precision`, `zero`, `gradient_handler`, `schedule` and `offload`; and `seed`, `optimizer`, `criterion`,
+    `lr_schedule` for what is not given here.  What is offloaded comes back, or is gone, when the mesh is closed, or by
+    `engine.restore()`.
 
     Parameters
     ----------
@@ -70,6 +78,12 @@ def initialize(
     sample : array, Tensor, DistArray or tree of them; or callable that makes Tensors or DistArrays
         What the model takes of a microbatch, by which the partitions "time" and "flops" of a pipeline cut it.  By
         default from the first batch of `train_dataloader`, which the training gets all the same.
+    metrics : dict of str to callable, optional
+        What schedules measure beside the loss, by name: functions of output and label, both `DistArray`s or trees of
+        them, that return a sum over the targets, the same on every rank, such as `parlinalg.train.accuracy`.  They are
+        called where the output is, once for each microbatch; a `Trainer` divides by the targets.
+    test_criterion : callable, optional
+        The criterion of evaluations, where it is not that of the training, as with label smoothing.
 
     Returns
     -------
@@ -85,9 +99,10 @@ def initialize(
         On all ranks, if what is given does not fit together.
     """
     check_calls(optimizer, criterion, schedule, lr_scheduler)
+    check_metrics(metrics)
     grid, mesh = placed_on(model, mesh)
     config = config_of(config, mesh)
-    _check_offload(config, mesh)
+    _check_offload(config, mesh, train_dataloader)
     schedule = schedule_of(config, mesh, model) if schedule is None else schedule
     world = grid.world if mesh is None else mesh.world
     train = None if train_dataloader is None else Feed(train_dataloader, world)
@@ -114,24 +129,25 @@ def initialize(
     accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
     engine = Engine(
         model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
-        accumulate=accumulate, schedule=schedule,
+        accumulate=accumulate, schedule=schedule, metrics=metrics, test_criterion=test_criterion,
     )  # fmt: skip
     for feed in (train, test):
         if feed is not None:
             engine.feed(feed)
     if mesh is not None and config.offload:
-        _offload(config, mesh, engine)
+        _offload(config, mesh, engine, train)
     return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train, accumulate)
 
 
-def _check_offload(config: Config, mesh: Mesh | None) -> None:
-    """Refuse what cannot be put away by the time that an engine is made, or has no end."""
+def _check_offload(config: Config, mesh: Mesh | None, train: Any) -> None:
+    """Refuse what has no end, or a limit of memory without a batch to measure."""
     by_hand = "`with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
-    if "memory" in config.offload:
+    if "memory" in config.offload and train is None:
         raise ConfigError(
             f"initialize: offload.memory={config.offload['memory']} of the configuration decides by what the tape "
-            "keeps of a step, which is not known here: say what goes where, by offload.optimizer, .activations and "
-            f".parameters, or leave it out and train within {by_hand}, with memory=… and kept=…"
+            "keeps of a microbatch of the first batch: give the train_dataloader here; or say what goes where, by "
+            f"offload.optimizer, .activations and .parameters; or leave it out and train within {by_hand}, with "
+            "memory=… and kept=…"
         )
     if config.offload and mesh is None:
         raise ConfigError(
@@ -140,13 +156,40 @@ def _check_offload(config: Config, mesh: Mesh | None) -> None:
         )
 
 
-def _offload(config: Config, mesh: Mesh, engine: Engine) -> None:
-    """Put away what the configuration says, until the mesh is closed.  Collective."""
+def _offload(config: Config, mesh: Mesh, engine: Engine, train: Feed | None) -> None:
+    """Offload what the configuration says, until the mesh is closed.  Collective."""
     order = engine.schedule.made(mesh.place.size) if engine.pipelined and engine.schedule is not None else None
     options = build.offloaded(config, order)
     if order is not None:
         engine.worker(order)  # takes values and their reducer as they are in memory
-    mesh.ends.enter_context(plan(engine.model, engine.optimizer, **options).apply())
+    if "memory" in options and train is not None:
+        options["kept"] = _kept(engine, mesh, train)
+    mesh.ends.callback(engine.apply_offload(plan(engine.model, engine.optimizer, **options)).close)
+
+
+def _kept(engine: Engine, mesh: Mesh, train: Feed) -> Keeps | int:
+    """What the tape keeps of a microbatch, or of all that a schedule has under way.  Collective.
+
+    Forward passes of one and two rows a data parallel rank show it.
+    """
+    parts, data = getattr(engine.schedule, "num_microbatches", 1), mesh.size("data")
+
+    def rows_in(part: Any) -> int:
+        x, _ = part
+        return rows_of(x)
+
+    whole = rows_in(train.first(1))
+    rows = -(-rows_in(train.first(parts)) // data)
+    found: dict[int, Any] = {}
+    for n in (1, 2):
+        part = train.first(max(parts, whole // (n * data)))
+        found.setdefault(-(-rows_in(part) // data), part)
+    if rows in found:
+        found = {rows: found[rows]}
+    if not engine.pipelined:
+        return engine.activation_memory(None, found, rows)
+    samples = {n: Sample(engine, part, 0) for n, part in found.items()}
+    return engine.activation_memory(Stages(engine, False), samples, rows)
 
 
 def _has_values(model: Module) -> bool:

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import signal
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from parlinalg import __version__
-from parlinalg.comm import Book, Comm, ledger, open_comm
-from parlinalg.comm.signals import StopSignals
-from parlinalg.comm.streams import tell
-from parlinalg.comm.together import together
+from parlinalg.comm import open_comm
 from parlinalg.errors import CommError, ConfigError
-from parlinalg.train import build, report
+from parlinalg.train import build
 from parlinalg.train.config import Config
+from parlinalg.train.feed import Feed
+from parlinalg.train.hooks import CheckpointHook, EvaluateHook, Hook
+from parlinalg.train.initialize import initialize
+from parlinalg.train.keys import listed
 from parlinalg.train.launch import Mesh, launch
-from parlinalg.train.lock import FolderLock
-from parlinalg.train.loop import batches
+from parlinalg.train.pipeline_schedules import NonPipelineSchedule
 from parlinalg.train.pipelines import microbatches_of
-from parlinalg.train.plots import plot
-from parlinalg.train.progress import Progress
-from parlinalg.train.resume import FOLDER, Data, Saving
+from parlinalg.train.progress import ProgressHook
+from parlinalg.train.recipes import Recipe, recipe
+from parlinalg.train.report import RunHook, by_stage
 from parlinalg.train.shares import said
+from parlinalg.train.trainer import Trainer
+
+FOLDER = "checkpoints"
 
 
 def train(
@@ -68,151 +68,68 @@ def train(
     except CommError as error:
         raise ConfigError(str(error)) from error
     with launch(config, world, settings=settings) as mesh:
-        return Job(mesh, out, world).run(resume=resume, fall_back=fall_back)
+        made, run = recipe(mesh.config, mesh, out), RunHook(out)
+        mesh.ends.callback(run.release)
+        run.open(world)
+        trainer, feed = trainer_of(mesh, made, out, [run, *hooks_of(mesh, made, out, resume, fall_back)])
+        steps = build.steps(mesh.config, made.train)
+        run.lines |= lines_of(mesh, made, trainer, steps)
+        trainer.fit(feed, steps=steps)
+        return 128 + int(getattr(signal, trainer.signal)) if trainer.signal else 0
 
 
-class Job:
-    """A training on a mesh."""
-
-    def __init__(self, mesh: Mesh, out: Path, world: Comm) -> None:
-        config = mesh.config
-        self.mesh, self.out, self.world = mesh, out, world
-        self.speaks = world.rank == 0
-        self.lock: FolderLock | None = None
-        self.data = together(world, lambda: build.dataset(config), "reading the data")
-        together(world, self._make_out, "making the directory")
-        self.task = build.task(config, mesh, self.data)
-        self.steps = build.steps(config, self.task.loader)
-        reducer = build.reducer(config, mesh.grid, self.task.model)
-        optimizer = build.optimizer(config, self.task.model.parameters(), mesh.grid)
-        scheduler = build.scheduler(config, optimizer, self.steps)
-        self.trainer = build.trainer(config, mesh, self.task, optimizer, scheduler, reducer)
-        self.parts = microbatches_of(config, mesh.place.size)
-        self.offload = build.offload(config, mesh, self.task, optimizer, out / "offload", self.trainer.worker)
-        place = Data(config.seed, config.batch_size, len(self.task.loader))
-        self.saving = Saving(self.trainer, world, out, config.checkpoint, place, self.steps)
-        mesh.ends.callback(self.saving.checkpoints.release)
-
-    def _make_out(self) -> None:
-        """Make the directory and lock it, on rank 0, unless that is so."""
-        if not self.speaks or (self.lock is not None and self.lock.in_place):
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.lock = FolderLock(self.out)
-        self.mesh.ends.callback(self.lock.release)
-
-    def run(self, *, resume: bool = False, fall_back: bool = False) -> int:
-        """Train, measure, and say how it went; the exit code."""
-        self._open()
-        start = perf_counter()
-        away = nullcontext() if self.offload is None else self.offload.apply()
-        with StopSignals() as stop, ledger(self.mesh.grid) as book, away:
-            text = self.saving.resume(fall_back=fall_back) if resume else self.saving.fresh()
-            if text and self.speaks:
-                tell(f"{text}\n")
-            begun = self.trainer.made
-            progress = together(
-                self.world, lambda: Progress(self.out, self.steps, self.speaks, begun), "opening metrics.jsonl"
-            )
-            with progress as told:
-                name = self._steps(stop, told)
-            lost = [*self.saving.close(), *told.lost]
-        self._close(told.history, book, perf_counter() - start, name, begun, lost)
-        return 128 + int(getattr(signal, name)) if name else 0
-
-    def _steps(self, stop: StopSignals, progress: Progress) -> str | None:
-        """Make the steps; the name of the signal that stopped them, if one did."""
-        config, task = self.mesh.config, self.task
-        before, begun = perf_counter(), self.trainer.made
-        following = batches(task.loader, self.steps, self.parts, begun)
-        for number, batch in enumerate(following, begun + 1):
-            outcome = self.trainer.step(batch)
-            metrics = {"step": number, **task.metrics(outcome, perf_counter() - before), "grad_norm": outcome.norm}
-            if outcome.scale is not None:
-                metrics["loss_scale"] = outcome.scale
-            if outcome.scale is not None or config.skip_nonfinite:
-                metrics["skipped_steps"] = self.trainer.skipped
-            if number == self.steps or (config.validate_every and number % config.validate_every == 0):
-                metrics |= task.held_metrics(self.trainer.test(task.held))
-            before = perf_counter()
-            progress.add(metrics, before)
-            name = stop.requested(self.world)
-            self.saving.after(number, metrics, stopped=name is not None)
-            if name:
-                return name
-        return None
-
-    def _open(self) -> None:
-        config = self.mesh.config
-        ranks = report.places(self.mesh)
-        split = f" in {self.parts} microbatches" * (self.parts > 1)
-        text = report.opening(
-            self.mesh,
-            ranks,
-            dict(self.task.model.named_parameters()),
-            {
-                "layouts": self.task.layouts(),
-                "data": self.data,
-                "model": f"{config.model}, {config.model_dtype}",
-                "training": f"{self.steps} steps of {config.batch_size} samples{split}, {config.optimizer}, "
-                f"{config.lr_schedule}",
-                **said(config, self.mesh.grid.sizes),
-                **({} if self.offload is None else {"offload": report.by_stage(self.mesh, str(self.offload))}),
-                "checkpoints": config.checkpoint,
-                **self.task.opening(),
-            },
+def hooks_of(mesh: Mesh, made: Recipe, out: Path, resume: bool = False, fall_back: bool = False) -> list[Hook]:
+    """Return the hooks that measure, show and save as a configuration says."""
+    config, options = mesh.config, mesh.config.checkpoint
+    if options.best is not None and options.best not in made.test_columns:
+        raise ConfigError(
+            f"checkpoint.best={options.best!r} is no metric of the data kept out; there are {listed(made.test_columns)}"
         )
-        if self.speaks:
-            report.write_ranks(self.out, ranks)
-            tell(f"parlinalg {__version__}\n{text}\n")
+    return [
+        EvaluateHook(made.test, config.validate_every, name=made.test_name, last=True, describe=made.describe),
+        *made.hooks,
+        ProgressHook(
+            out, columns=(*made.columns, *made.test_columns), curves=made.curves,
+            title=f"{made.name}, {mesh.scheme.name}",
+        ),
+        CheckpointHook(
+            out / FOLDER, options.every, keep=options.keep, best=options.best, background=options.background,
+            resume=resume, fall_back=fall_back, saves=options.on,
+        ),
+    ]  # fmt: skip
 
-    def _close(
-        self, history: Sequence[Mapping[str, Any]], book: Book, seconds: float, stopped: str | None, begun: int,
-        lost: Sequence[str],
-    ) -> None:  # fmt: skip
-        """Leave the files of the end, and say how it went; raise an error if files were lost meanwhile."""
-        task = self.task
-        together(self.world, self._make_out, "making the directory")  # it may have been removed
-        lines, files = task.leave(self.out, self.speaks, done=stopped is None)
-        names = ["metrics.jsonl", "ranks.json", *files, *([f"{FOLDER}/"] if self.saving.options.on else [])]
 
-        def draw() -> str:
-            if not self.speaks:
-                return ""
-            title = f"{self.data.name}, {self.mesh.scheme.name}"
-            return plot(self.out / "metrics.png", history, task.curves, title)
+def trainer_of(mesh: Mesh, made: Recipe, out: Path, hooks: Sequence[Hook] = ()) -> tuple[Trainer, Feed]:
+    """Return the trainer of a recipe, and its data.  Collective.
 
-        def look() -> None:
-            """Raise an error that names the files which are gone."""
-            gone = [*lost, *(name for name in names if name not in lost and not (self.out / name).exists())]
-            if self.speaks and gone:
-                raise ConfigError(
-                    f"{self.out} was removed or changed while the training ran: {', '.join(gone)} "
-                    f"{'are' if len(gone) > 1 else 'is'} gone"
-                )
+    `gradient_accumulation` of the configuration cuts the batch of a step into microbatches here.
+    """
+    config, schedule = mesh.config, None
+    if mesh.place.size == 1:
+        schedule = NonPipelineSchedule(microbatches_of(config, 1))
+        config = replace(config, gradient_accumulation=1)
+    if config.offload:
+        config = replace(config, offload={"path": out / "offload", **config.offload})
+    steps = build.steps(config, made.train)
+    engine, train, _, rate = initialize(
+        made.model, None, made.criterion, made.train, None, lambda optimizer: build.scheduler(config, optimizer, steps),
+        mesh=mesh, config=config, schedule=schedule, sample=made.sample, metrics=made.metrics,
+        test_criterion=made.test_criterion,
+    )  # fmt: skip
+    assert train is not None
+    return Trainer(engine, lr_scheduler=rate, hooks=hooks), train
 
-        why = together(self.world, draw, "drawing metrics.png")
-        if self.speaks:
-            self._conclude(history, seconds, stopped, begun)
-            for line in (*task.closing(history), *lines):
-                tell(line)
-            tell(f"\ncommunication of rank 0, what it received:\n{book}\n")
-            names += [] if why else ["metrics.png"]
-            there = ", ".join(name for name in names if name not in lost and (self.out / name).exists())
-            tell(f"written to {self.out}: {there}" + (f"; no picture: {why}" if why else ""))
-        together(self.world, look, "looking for what was written")
 
-    def _conclude(
-        self, history: Sequence[Mapping[str, Any]], seconds: float, stopped: str | None, begun: int
-    ) -> None:  # fmt: skip
-        made, task = self.trainer.made, self.task
-        if stopped:
-            tell(f"\nstopped by {stopped} after step {made} of {self.steps} ({seconds:.1f} s)")
-            return
-        new = made - begun
-        tell(f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){f', {made} in all' * (begun > 0)}")
-        if self.trainer.skipped:
-            tell(f"{self.trainer.skipped} of them left out: the loss or the gradient was not finite")
-        held = task.held_metrics(defaultdict(lambda: 1.0))
-        if measured := [metrics for metrics in history if held.keys() <= metrics.keys()]:
-            tell(task.held_line(measured[-1]))
+def lines_of(mesh: Mesh, made: Recipe, trainer: Trainer, steps: int) -> dict[str, object]:
+    """Return what to say of a training at its start: a head and a text each.  Collective."""
+    config, offload, parts = mesh.config, trainer.engine.offload, microbatches_of(mesh.config, mesh.place.size)
+    split = f" in {parts} microbatches" * (parts > 1)
+    return {
+        **made.lines,
+        "model": f"{config.model}, {config.model_dtype}",
+        "training": f"{steps} steps of {config.batch_size} samples{split}, {config.optimizer}, {config.lr_schedule}",
+        **said(config, mesh.grid.sizes),
+        **({} if offload is None else {"offload": by_stage(mesh, str(offload))}),
+        "checkpoints": config.checkpoint,
+        **made.measure(),
+    }

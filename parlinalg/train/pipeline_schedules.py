@@ -14,11 +14,11 @@ from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.nn.module import Module
 from parlinalg.pipeline import PipelineModel, Schedule, discover, make
 from parlinalg.train.config import Config
-from parlinalg.train.feed import drawn, joined, rows_of
+from parlinalg.train.feed import Pass, drawn, joined, rows_of
 from parlinalg.train.launch import Mesh
+from parlinalg.train.losses import detached
 from parlinalg.train.options import Pipelining
 from parlinalg.train.pipelines import microbatches_of
-from parlinalg.train.sizes import detached
 
 if TYPE_CHECKING:
     from parlinalg.train.engine import Engine
@@ -86,7 +86,8 @@ class BaseSchedule:
     def batches(self, engine: Engine, data_iter: Iterator[Any], learns: bool) -> list[Any]:
         """The next batch in microbatches; an evaluation may take fewer."""
         parts = drawn(data_iter, self.num_microbatches, engine.world, check=learns and engine.made == 0)
-        if learns and len(parts) < self.num_microbatches:
+        cut_short = isinstance(data_iter, Pass) and data_iter.cuts  # the last batch of an epoch may be smaller
+        if learns and len(parts) < self.num_microbatches and not cut_short:
             rows = sum(rows_of(x) for x, _ in parts)
             raise EngineError(
                 f"a batch of {rows} rows does not fall into {self.num_microbatches} microbatches: give batches of at "
@@ -114,17 +115,22 @@ class NonPipelineSchedule(BaseSchedule):
         if not forward_only:
             engine.check_free(f"{type(self).__name__}.forward_backward_step")
         parts = self.batches(engine, data_iter, not forward_only)
-        outputs, labels, total, count = [], [], 0.0, 0
-        with engine.expecting(parts):
+        outputs, labels, count = [], [], 0
+        sums = dict.fromkeys(("loss", *engine.metrics), 0.0)
+        with engine.expecting(parts, learns=not forward_only):
             for i, part in enumerate(parts):
-                loss, output, targets = engine.microbatch(part, last=i == len(parts) - 1, forward_only=forward_only)
-                total, count = total + loss * max(1, targets), count + targets
+                made = engine.microbatch(
+                    part, last=i == len(parts) - 1, forward_only=forward_only, keeps=return_output_label
+                )
+                count += made.targets
+                for name, value in {"loss": made.loss, **made.measures}.items():
+                    sums[name] += value
                 if return_output_label:
-                    outputs.append(output)
+                    outputs.append(made.output)
                     labels.append(part[1] if not isinstance(part, Batch) else part.y)
-        engine.rows, engine.targets = sum(rows_of(x) for x, _ in parts), float(count)
+        loss = engine.ran(sum(rows_of(x) for x, _ in parts), count, sums, learns=not forward_only)
         joint = (joined(outputs), joined(labels)) if return_output_label else (None, None)
-        return *joint, total / max(1, count) if return_loss else None
+        return *joint, loss if return_loss else None
 
 
 class PipelineSchedule(NonPipelineSchedule):
@@ -176,18 +182,15 @@ class PipelineSchedule(NonPipelineSchedule):
             samples.append(Sample(engine, part, offset))
             offset += len(samples[-1])
         work: Any = Stages(engine, return_output_label)
-        reference = max(1, sum(sample.count for sample in samples))
+        stepped = worker.schedule.asynchronous
         if forward_only:
             sums = worker.forward(samples, work)
         else:
-            stepped = worker.schedule.asynchronous
-            with engine.overflowing():
-                sums = worker.step(samples, work, engine.made, 1.0 if stepped else engine.loss_scale / reference)
-        total = sums["count"]
-        loss = sums["loss"] / max(1.0, total)
-        if not forward_only:
-            engine.gradients_held(total, reference, offset, loss, stepped=stepped)
-        engine.rows, engine.targets = offset, total
+            with engine.expecting(parts), engine.overflowing():
+                factor = 1.0 if stepped else engine.loss_scale / engine.reference
+                sums = worker.step(samples, work, engine.made, factor)
+            engine.passed(offset, sums["count"])
+        loss = engine.ran(offset, sums.pop("count"), sums, learns=not forward_only, stepped=stepped)
         outputs = [work.outputs[sample.offset] for sample in samples if sample.offset in work.outputs]
         labels = [sample.label for sample in samples if sample.offset in work.outputs]
         joint = (joined(outputs), joined(labels)) if outputs else (None, None)
@@ -246,11 +249,11 @@ class Stages:
         return self._engine.context(batch)
 
     def losses_of(self, output: Any, batch: Sample) -> tuple[Tensor, int, dict[str, float]]:
-        """The sum of the losses, their number, and that as a measure."""
-        total, count = self._engine.counted(output, batch.label)
+        """The sum of the losses, their number, and as measures that number and the sums of the engine's metrics."""
+        total, count, measures = self._engine.losses(output, batch.label)
         if self._keeps:
             self.outputs[batch.offset] = detached(output)
-        return total, count, {"count": float(count)}
+        return total, count, {"count": float(count), **measures}
 
 
 def _engine(given: Any) -> Engine:

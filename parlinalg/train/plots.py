@@ -38,10 +38,10 @@ def plot(path: Path, history: Sequence[Mapping[str, Any]], curves: Mapping[str, 
     except ImportError:
         return "matplotlib is not installed: pip install 'parlinalg[train]'"
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    steps = [h["step"] for h in history]
     for place, (name, held) in enumerate(curves.items()):
         axes, color = figure.add_subplot(1, len(curves), place + 1), COLORS[place % len(COLORS)]
-        values = [h[name] for h in history]
+        drawn = [(h["step"], h[name]) for h in history if name in h]  # a line may be of an evaluation alone
+        steps, values = [step for step, _ in drawn], [value for _, value in drawn]
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
         half = half_width(len(values))
         label = f"training, mean of {2 * half + 1} steps" if half else "training"

@@ -1,4 +1,4 @@
-"""What a training leaves behind while it runs: a progress bar and `metrics.jsonl`, on rank 0."""
+"""The progress of a training: a bar, `metrics.jsonl` and `metrics.png`, on rank 0."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from parlinalg.comm.streams import Quiet, complain
+from parlinalg.comm.together import together
 from parlinalg.files import parse_json, read_bytes
+from parlinalg.train.hooks import Hook
+from parlinalg.train.plots import plot
+
+if TYPE_CHECKING:
+    from parlinalg.train.trainer import Trainer
 
 SHOWN = {  # of the metrics there are: what they are called here, and how they are written
     "loss": ("loss", ".4f"),
@@ -32,8 +40,8 @@ class Progress:
     ----------
     out : Path
         The directory of `metrics.jsonl`.
-    total : int
-        The last step.
+    total : int or None
+        The last step, if it is known.
     speaks : bool
         Whether this rank shows and writes.
     start : int
@@ -47,7 +55,7 @@ class Progress:
         The file's name, once it is closed, if others have removed or replaced it meanwhile.
     """
 
-    def __init__(self, out: Path, total: int, speaks: bool, start: int = 0) -> None:
+    def __init__(self, out: Path, total: int | None, speaks: bool, start: int = 0) -> None:
         self.history: list[dict[str, Any]] = []
         self.lost: list[str] = []
         self._path = out / "metrics.jsonl"
@@ -78,11 +86,11 @@ class Progress:
         shown |= {head: format(metrics[name], form) for name, (head, form) in SHOWN.items() if name in metrics}
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
-            self._bar.update()
+            self._bar.update(metrics["step"] - self._bar.n)
         elif now - self._said > EVERY or metrics["step"] == self._total:
             self._said = now
             text = ", ".join(f"{name} {value}" for name, value in shown.items())
-            complain(f"step {metrics['step']} of {self._total}: {text}")
+            complain(f"step {metrics['step']} of {self._total or '?'}: {text}")
 
     def __enter__(self) -> Progress:
         return self
@@ -90,12 +98,110 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the bar, and close the file."""
         if self._bar is not None:
             self._bar.close()
-        if self._file is not None:
+        if self._file is not None and not self._file.closed:
             if os.fstat(self._file.fileno()).st_nlink == 0 or not self._path.exists():
                 self.lost.append(self._path.name)
             self._file.close()
+
+
+class ProgressHook(Hook):
+    """Shows a progress bar, and writes the metrics of every step to a folder's `metrics.jsonl`; on rank 0.
+
+    What an `EvaluateHook` before it measures is in the line of its step, and other evaluations have lines of their own.
+    A training that goes on from a checkpoint goes on in the file too: lines of later steps are taken out of it.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made where it is missing.
+    columns : sequence of str, optional
+        The metrics that are written, in this order.  By default all.
+    curves : dict of str to str, optional
+        What `metrics.png` shows at the end, by metric of the steps: the metric of an evaluation beside it, or an empty
+        text.  By default there is no picture.
+    title : str
+        Of the picture.
+
+    Attributes
+    ----------
+    history : list of dict
+        The metrics of all steps, on rank 0.
+    no_picture : str
+        Why there is no picture, if one was asked for and there is none.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, columns: Sequence[str] | None = None, curves: Mapping[str, str] | None = None,
+        title: str = "",
+    ) -> None:  # fmt: skip
+        self.folder, self.columns, self.curves, self.title = Path(folder), columns, curves, title
+        self.history: list[dict[str, Any]] = []
+        self.no_picture = ""
+        self._progress: Progress | None = None
+        self._shown = -1
+        self.files = [str(self.folder / "metrics.jsonl")]
+
+    def before_train(self, trainer: Trainer) -> None:
+        self._progress = None
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._open(trainer)
+
+    def _open(self, trainer: Trainer) -> None:
+        """Open the file, once it is known after which step the training goes on.  Collective the first time."""
+        if self._progress is not None:
+            return
+        speaks = trainer.engine.world.rank == 0
+
+        def make() -> Progress:
+            if speaks:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            return Progress(self.folder, trainer.last_step, speaks, trainer.step)
+
+        self._progress = together(trainer.engine.world, make, "opening metrics.jsonl")
+        self.history = self._progress.history
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: float) -> None:
+        self._add(trainer, trainer.step_metrics)
+        self._shown = trainer.step
+
+    def after_test(self, trainer: Trainer) -> None:
+        if self._shown == trainer.step and not trainer.engine.world.rank:  # the line of the step is written
+            self._add(trainer, {n: v for n, v in trainer.step_metrics.items() if n not in self.history[-1]})
+
+    def _add(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        if self._progress is None:
+            return
+        names = metrics if self.columns is None else [name for name in self.columns if name in metrics]
+        self._progress.add({"step": trainer.step, **{name: metrics[name] for name in names}}, perf_counter())
+
+    def after_train(self, trainer: Trainer) -> None:
+        self._open(trainer)
+        self.close(trainer)
+        if self._progress is not None:
+            self.lost = [str(self.folder / name) for name in self._progress.lost]
+
+    def finish(self, trainer: Trainer) -> list[str]:
+        if self.curves is not None:
+            self.no_picture = together(trainer.engine.world, lambda: self._draw(trainer), "drawing metrics.png")
+            self.files = [*self.files[:1], *([] if self.no_picture else [str(self.folder / "metrics.png")])]
+        return []
+
+    def _draw(self, trainer: Trainer) -> str:
+        if trainer.engine.world.rank or self.curves is None:
+            return ""
+        self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
+        return plot(self.folder / "metrics.png", self.history, self.curves, self.title)
+
+    def close(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.close()
 
 
 def up_to(path: Path, step: int) -> list[dict[str, Any]]:

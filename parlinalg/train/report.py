@@ -1,23 +1,152 @@
-"""What a training says at its start and at its end."""
+"""The folder of a run, and what a training says at its start and at its end."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 from parlinalg.autograd import Parameter
+from parlinalg.comm import Book, Comm, ledger
 from parlinalg.comm.places import ranks_map
+from parlinalg.comm.streams import tell
+from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError
 from parlinalg.layout import coordinates
 from parlinalg.schemes import table_of_schemes
+from parlinalg.train.hooks import Hook
 from parlinalg.train.launch import Mesh
+from parlinalg.train.lock import FolderLock
 from parlinalg.train.map import rank_map
+from parlinalg.train.progress import ProgressHook
 from parlinalg.units import format_bytes
+
+if TYPE_CHECKING:
+    from parlinalg.train.trainer import Trainer
 
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")  # of a block
 SHOWN = 64  # ranks named one by one
+
+
+class RunHook(Hook):
+    """Gives a training a folder of its own, and says on rank 0 what runs where, and how it went.
+
+    The folder is locked: another training that is to write to it is refused.  `ranks.json` in it says which process is
+    which rank.  At the end the hook tells the time, what hooks say (`Hook.finish`), the communication of rank 0, and
+    the files that were written; it brings back what is offloaded, and raises an error if files were removed meanwhile.
+    It is the first in the list of hooks.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made where it is missing.
+    lines : dict of str to object, optional
+        Further lines to say at the start: a head and a text each.
+    """
+
+    signals = True
+    reports_lost = True
+
+    def __init__(self, folder: str | Path, lines: Mapping[str, object] | None = None) -> None:
+        self.folder = Path(folder)
+        self.lines: dict[str, object] = dict(lines or {})
+        self.files = [str(self.folder / "ranks.json")]
+        self._lock: FolderLock | None = None
+        self._book = Book()
+        self._counting = ExitStack()
+        self._start = self._last = 0.0
+        self._begun: int | None = None
+
+    def open(self, world: Comm) -> None:
+        """Make the folder and lock it, unless that is so.  Collective; the training does it by itself."""
+        together(world, lambda: self._make(world), "making the directory")
+
+    def _make(self, world: Comm) -> None:
+        if world.rank or (self._lock is not None and self._lock.in_place):
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before, self._lock = self._lock, None
+        self._lock = FolderLock(self.folder)
+        if before is not None:
+            before.release()
+
+    def before_train(self, trainer: Trainer) -> None:
+        engine = trainer.engine
+        mesh: Mesh | None = engine.grid.mesh
+        if mesh is None:
+            raise ConfigError("RunHook: the model's grid was made without a mesh; make it by parlinalg.launch")
+        self.open(engine.world)
+        ranks = places(mesh)
+        text = opening(mesh, ranks, dict(engine.named_parameters()), self.lines)
+        if not engine.world.rank:
+            from parlinalg import __version__
+
+            write_ranks(self.folder, ranks)
+            tell(f"parlinalg {__version__}\n{text}\n")
+        self._counting.close()
+        self._counting = ExitStack()
+        self._book = self._counting.enter_context(ledger(engine.grid))
+        self._start = self._last = perf_counter()
+        self._begun = None
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._begun = trainer.step if self._begun is None else self._begun
+
+    def after_train(self, trainer: Trainer) -> None:
+        seconds, world = perf_counter() - self._start, trainer.engine.world
+        self._counting.close()
+        trainer.engine.restore()
+        self.open(world)  # it may have been removed
+        lines = trainer.finish()
+        lost = [name for hook in reversed(trainer.hooks) for name in hook.lost]
+        names = [name for hook in trainer.hooks for name in hook.files]
+        there = [name for name in names if name not in lost and Path(name).exists()]
+
+        def look() -> None:
+            """Raise an error that names the files which are gone."""
+            gone = [self._named(name) for name in (*lost, *(n for n in names if n not in lost and n not in there))]
+            if not world.rank and gone:
+                raise ConfigError(
+                    f"{self.folder} was removed or changed while the training ran: {', '.join(gone)} "
+                    f"{'are' if len(gone) > 1 else 'is'} gone"
+                )
+
+        if not world.rank:
+            for line in (*self._conclusion(trainer, seconds), *lines):
+                tell(line)
+            tell(f"\ncommunication of rank 0, what it received:\n{self._book}\n")
+            drawn = [hook.no_picture for hook in trainer.hooks if isinstance(hook, ProgressHook) and hook.no_picture]
+            remarks = "".join(f"; no picture: {why}" for why in drawn)
+            tell(f"written to {self.folder}: {', '.join(map(self._named, there))}{remarks}")
+        together(world, look, "looking for what was written")
+
+    def _conclusion(self, trainer: Trainer, seconds: float) -> list[str]:
+        made, last, skipped = trainer.step, trainer.last_step, trainer.engine.skipped
+        if trainer.signal:
+            return [f"\nstopped by {trainer.signal} after step {made} of {last} ({seconds:.1f} s)"]
+        new = made - (made if self._begun is None else self._begun)
+        all_ = f", {made} in all" if new < made else ""
+        lines = [f"\n{new} steps in {seconds:.1f} s ({new / seconds:.3g} a second){all_}"]
+        return lines + [f"{skipped} of them left out: the loss or the gradient was not finite"] * (skipped > 0)
+
+    def _named(self, path: str) -> str:
+        """Return a path as it is from the folder."""
+        return os.path.relpath(path, self.folder) + "/" * path.endswith("/")
+
+    def close(self, trainer: Trainer) -> None:
+        self._counting.close()
+        self.release()
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
 
 def places(mesh: Mesh) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from signal import Signals
 from threading import current_thread, main_thread
 from time import perf_counter
 from typing import Any
@@ -12,14 +14,31 @@ import numpy as np
 
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError, EngineError
+from parlinalg.errors import CheckpointError, ConfigError, EngineError
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.train.arguments import check_rate, check_schedule, check_state, length_of, whole_number
 from parlinalg.train.checkpoint_options import check_kept
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
-from parlinalg.train.hooks import CheckpointHook, EvaluateHook, Hook
+from parlinalg.train.hooks import EvaluateHook, Hook
 from parlinalg.train.pipeline_schedules import BaseSchedule
+
+
+class _Means:
+    """The means of a loss and of metrics over the targets of several batches."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.sums: dict[str, float] = {}
+
+    def add(self, engine: Engine) -> None:
+        """Add those of the batch that the engine has run."""
+        self.count += engine.targets
+        for name, value in engine.measures.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def __call__(self) -> dict[str, float]:
+        return {name: value / max(1.0, self.count) for name, value in self.sums.items()}
 
 
 class Trainer:
@@ -33,15 +52,19 @@ class Trainer:
     lr_scheduler : scheduler, optional
         Stepped after every step that changed the parameters.
     hooks : sequence of Hook
-        Called in this order at every point.
+        Called in this order at every point but `after_train`, which goes backwards: what began last ends first.
 
     Attributes
     ----------
     epoch, step : int
         Epochs and steps made; a step changes the parameters once.
     metrics : dict of str to float
-        The last numbers of all kinds: "loss", "lr", "grad_norm", "samples_per_s", "test_loss" and what hooks add; the
-        same on every rank, but for those that measure time.
+        The last numbers of all kinds: "loss", "lr", "grad_norm", "samples_per_s", "test_loss", the engine's metrics
+        ("accuracy", "test_accuracy") and what hooks add; the same on every rank, but for those that measure time.
+    step_metrics : dict of str to float
+        Those of them that were measured in the last step, or on the data kept out since.
+    targets, seconds : float
+        Of the last step: the targets that its loss is the mean of, and the time it took.
 
     Examples
     --------
@@ -74,6 +97,12 @@ class Trainer:
         self.epoch = self.step = 0
         self._taken = 0  # batches of the epoch under way
         self.metrics: dict[str, float] = {}
+        self.step_metrics: dict[str, float] = {}
+        self.targets = self.seconds = 0.0
+        self._end: int | None = None  # the epoch, and the step, to end with
+        self._steps: int | None = None
+        self._batches_an_epoch = 0
+        self._order: dict[str, int] = {}
         self.evaluates = False
         """Whether a training evaluates by itself, or by an EvaluateHook."""
         self.why = ""
@@ -84,6 +113,20 @@ class Trainer:
     def stop(self, why: str) -> None:
         """End the training after this step, on all ranks, where a hook of any calls it."""
         self.why = why
+
+    def add_metrics(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers to those of this step, for what hooks measure."""
+        self.metrics |= numbers
+        self.step_metrics |= numbers
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step that `fit` is to make; None before it."""
+        ends = [] if self._steps is None else [self._steps]
+        if self._end is not None:
+            each, taken = self._batches_an_epoch // self.engine.accumulate, self._taken // self.engine.accumulate
+            ends.append(self.step + (self._end - self.epoch) * each - taken)
+        return min(ends, default=None)
 
     def fit(
         self, train_dataloader: Iterable[Any], epochs: int | None = None, *, steps: int | None = None,
@@ -114,7 +157,8 @@ class Trainer:
                 whole_number(f"Trainer.fit: {name}", value, 0)
         whole_number("Trainer.fit: test_interval", test_interval)
         feed, accumulate = self._feed(train_dataloader), self.engine.accumulate
-        if (count := self._batches(feed, "train_dataloader")) < accumulate:
+        self._batches_an_epoch = count = self._batches(feed, "train_dataloader")
+        if count < accumulate:
             raise EngineError(
                 f"Trainer.fit: the train_dataloader has {count} batches, and gradient_accumulation={accumulate} takes "
                 f"{accumulate} a step: give more, or accumulate fewer"
@@ -123,91 +167,118 @@ class Trainer:
             test_dataloader = self._feed(test_dataloader)
             self._batches(test_dataloader, "test_dataloader")
         self.evaluates = test_dataloader is not None or any(isinstance(hook, EvaluateHook) for hook in self.hooks)
-        end = None if epochs is None else self.epoch + epochs
+        self._end, self._steps = None if epochs is None else self.epoch + epochs, steps
+        self._order = feed.order()
         self.why = self.signal = ""
-        with StopSignals() if self._heeds_signals() else nullcontext() as stop:
-            self._train(feed, end, steps, test_dataloader, test_interval, stop)
+        try:
+            with StopSignals() if self._heeds_signals() else nullcontext() as stop:
+                self._train(feed, test_dataloader, test_interval, stop)
+        finally:
+            for hook in self.hooks:
+                hook.close(self)
         return dict(self.metrics)
 
     def _heeds_signals(self) -> bool:
-        """Whether a hook saves the training where a signal ends it, and Python lets this thread take signals."""
-        main = current_thread() is main_thread()
-        return main and any(isinstance(hook, CheckpointHook) and hook.signals for hook in self.hooks)
+        """Return True if a hook saves the training where a signal ends it, and Python lets this thread take signals."""
+        return current_thread() is main_thread() and any(hook.signals for hook in self.hooks)
 
-    def _train(
-        self, feed: Feed, end: int | None, steps: int | None, test_dataloader: Any, test_interval: int,
-        stop: StopSignals | None,
-    ) -> None:  # fmt: skip
+    def _train(self, feed: Feed, test_dataloader: Any, test_interval: int, stop: StopSignals | None) -> None:
         """The epochs, and what follows each."""
         self.engine.train()
         self._call("before_train")
         self._agree()
         tested = -1
-        while not self.why and (end is None or self.epoch < end) and (steps is None or self.step < steps):
-            self._epoch(feed, steps, stop)
+        while not self.why and not self._done:
+            self._epoch(feed, stop)
             if self.signal:  # there may be little time
                 break
-            last = self.why or (end is not None and self.epoch >= end) or (steps is not None and self.step >= steps)
+            last = self.why or self._done
             if test_dataloader is not None and (last or self.epoch % test_interval == 0) and tested != self.step:
                 self.evaluate(test_dataloader)
                 tested = self.step
             self._call("after_train_epoch")
             self._agree()
-        self._call("after_train")
+        self._finished = False
+        self._call("after_train", reverse=True)
+        if not self._finished:
+            self.finish()
 
-    def _epoch(self, feed: Feed, steps: int | None, stop: StopSignals | None) -> None:
+    def finish(self) -> list[str]:
+        """Have every hook leave what it leaves of a training that has ended; return what they say.  Collective."""
+        self._finished = True
+        return [line for hook in self.hooks for line in hook.finish(self)]
+
+    @property
+    def _done(self) -> bool:
+        """True once the epochs or steps that were asked for are made."""
+        epochs = self._end is not None and self.epoch >= self._end
+        return epochs or (self._steps is not None and self.step >= self._steps)
+
+    def _epoch(self, feed: Feed, stop: StopSignals | None) -> None:
         """The steps of an epoch, or as many as are left."""
-        engine = self.engine
         self._call("before_train_epoch")
         batches, whole = feed.at(self.epoch, self._taken), self._batches(feed, "train_dataloader")
-        while self._taken + engine.accumulate <= whole:
-            if self.why or (steps is not None and self.step >= steps):
+        while self._taken + self.engine.accumulate <= whole:
+            if self.why or (self._steps is not None and self.step >= self._steps):
                 return
-            self._call("before_train_iter")
-            began, total, count, rows = perf_counter(), 0.0, 0.0, 0
-            for _ in range(engine.accumulate):
-                output, label, loss = self.schedule.forward_backward_step(
-                    engine, batches, return_output_label=any(hook.wants_output for hook in self.hooks)
-                )
-                total, count = total + (loss or 0.0) * max(1.0, engine.targets), count + engine.targets
-                rows += engine.rows
-                lr = engine.optimizer.lr
-                changed = engine.step()
-            if changed and self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            self.step, self._taken = self.step + 1, self._taken + engine.accumulate
-            self.metrics |= {"loss": total / max(1.0, count), "lr": lr, "grad_norm": engine.gradient_norm or 0.0}
-            self.metrics["samples_per_s"] = rows / max(perf_counter() - began, 1e-9)
-            self._call("after_train_iter", output, label, self.metrics["loss"])
-            if stop is not None and (name := stop.requested(engine.world)):
-                self.signal = name
-                self.stop(f"stopped by {name}")
-            self._agree()
+            self._step(batches)
+            self._agree(stop)
         self.epoch, self._taken = self.epoch + 1, 0
 
-    def evaluate(self, test_dataloader: Iterable[Any]) -> float:
-        """The mean loss over all targets of these batches, which is `metrics["test_loss"]` too.  Collective."""
+    def _step(self, batches: Iterator[Any]) -> None:
+        """One step of the optimizer."""
+        engine = self.engine
+        self._call("before_train_iter")
+        self.step_metrics = {}
+        began, means, rows = perf_counter(), _Means(), 0
+        wanted = any(hook.wants_output for hook in self.hooks)
+        for _ in range(engine.accumulate):
+            output, label, _ = self.schedule.forward_backward_step(engine, batches, return_output_label=wanted)
+            means.add(engine)
+            rows += engine.rows
+            lr, scale = engine.optimizer.lr, engine.loss_scale
+            changed = engine.step()
+        if changed and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.step, self._taken = self.step + 1, self._taken + engine.accumulate
+        self.targets, self.seconds = means.count, max(perf_counter() - began, 1e-9)
+        norm = engine.gradient_norm
+        self.add_metrics({
+            **means(), "lr": lr, "samples_per_s": rows / self.seconds, "grad_norm": math.nan if norm is None else norm,
+            **({"loss_scale": scale} if engine.scales_loss else {}),
+            **({"skipped_steps": engine.skipped} if engine.skips_nonfinite else {}),
+        })  # fmt: skip
+        self._call("after_train_iter", output, label, self.metrics["loss"])
+
+    def evaluate(self, test_dataloader: Iterable[Any], name: str = "test") -> float:
+        """The mean loss over all targets of these batches, which is `metrics["test_loss"]` too.  Collective.
+
+        Parameters
+        ----------
+        test_dataloader : Feed or iterable
+        name : str
+            Begins the names of what is measured: "test" of "test_loss" and of the engine's metrics.
+        """
         engine, feed = self.engine, self._feed(test_dataloader)
         number = self._batches(feed, "test_dataloader")
-        was = engine.training
+        was, means, batches = engine.training, _Means(), feed.at(0)
+        wanted = any(hook.wants_output for hook in self.hooks)
         engine.eval()
         self._call("before_test")
-        total = count = 0.0
-        batches = feed.at(0)
         try:
             for _ in range(number):
                 self._call("before_test_iter")
                 output, label, loss = self.schedule.forward_backward_step(
-                    engine, batches, forward_only=True,
-                    return_output_label=any(hook.wants_output for hook in self.hooks),
-                )  # fmt: skip
-                total, count = total + (loss or 0.0) * engine.targets, count + engine.targets
+                    engine, batches, forward_only=True, return_output_label=wanted
+                )
+                means.add(engine)
                 self._call("after_test_iter", output, label, loss)
         finally:
             engine.train(was)
-        self.metrics["test_loss"] = total / max(1.0, count)
+        found = {f"{name}_{measure}": value for measure, value in means().items()}
+        self.add_metrics(found)
         self._call("after_test")
-        return self.metrics["test_loss"]
+        return found[f"{name}_loss"]
 
     def _feed(self, loader: Iterable[Any]) -> Feed:
         return loader if isinstance(loader, Feed) else self.engine.feed(loader)
@@ -226,21 +297,25 @@ class Trainer:
             raise EngineError(f"Trainer: the {name} has no batches")
         return counts[0]
 
-    def _agree(self) -> None:
-        """Whether hooks have stopped the training, on whatever ranks.  Collective."""
+    def _agree(self, stop: StopSignals | None = None) -> None:
+        """Learn whether hooks, or a signal, have stopped the training, on whatever ranks.  Collective."""
         if not self.hooks:
             return
-        world, flag = self.engine.world, np.array([bool(self.why)], np.int32)
+        flags = np.array([bool(self.why), 0 if stop is None else stop.pending], np.int32)
+        world = self.engine.world
         books, world.books = world.books, []  # the ledger is about the training
         try:
-            world.all_reduce(flag, op="max")
-            if flag[0]:
+            world.all_reduce(flags, op="max")
+            if flags[1]:
+                self.signal = Signals(int(flags[1])).name
+                self.why = f"stopped by {self.signal}"
+            elif flags[0]:
                 self.why = next(filter(None, world.share(self.why)))
         finally:
             world.books = books
 
-    def _call(self, point: str, *arguments: Any) -> None:
-        for hook in self.hooks:
+    def _call(self, point: str, *arguments: Any, reverse: bool = False) -> None:
+        for hook in reversed(self.hooks) if reverse else self.hooks:
             getattr(hook, point)(self, *arguments)
 
     # ------------------------------------------------------------------ state
@@ -258,10 +333,17 @@ class Trainer:
             "epoch": self.epoch,
             "step": self.step,
             "batches": self._taken,
+            "data": self._order,
         }
 
     def check_progress(self, progress: Mapping[str, Any]) -> None:
-        """Raise an error unless `set_progress` can take this."""
+        """Raise an error unless `set_progress` can take this, of a training with the same data."""
+        for key, was in progress["data"].items():
+            if self._order.get(key, was) != was:
+                raise CheckpointError(
+                    f"it is of a training with {key}={was}, this one has {key}={self._order[key]}: its batches would "
+                    "be others; use the same, or train from the start (without --resume, or resume=True)"
+                )
         engine = progress["engine"]
         scaled = self.engine.progress()["scaler"] is not None and engine["scaler"] is not None
         check_kept(progress, ("epoch", "step", "batches"), ())
@@ -270,7 +352,7 @@ class Trainer:
             check_kept({"scheduler": progress["lr_scheduler"]}, (), ("scheduler",))
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
-        """Be as far as `progress` said."""
+        """Restore the position in the training that `progress` gave."""
         self.engine.set_progress(progress["engine"])
         if self.lr_scheduler is not None and progress["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(progress["lr_scheduler"])

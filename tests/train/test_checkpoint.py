@@ -89,15 +89,11 @@ ONLY = {"lars": (3,), "masters, loss scale": (1, 3), "all on a disk": (1,)}  # n
 )
 def test_every_kind_of_state_comes_back(kind: str, start: Any, small: None, world: Any, folder: Path) -> None:
     job = start(**KINDS[kind])
-    away = None if job.offload is None else job.offload.apply()
-    if away is not None:
-        away.__enter__()
-    go_on(job, 2)
-    save(job)
-    found = everything(job)
-    want = go_on(job, 4)
-    if away is not None:
-        away.__exit__(None, None, None)
+    with job.away():
+        go_on(job, 2)
+        save(job)
+        found = everything(job)
+        want = go_on(job, 4)
     again = start(out=folder, **{**KINDS[kind], "offload": None})
     again.saving.resume()
     for name, array in everything(again).items():
@@ -350,7 +346,7 @@ def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -
     job = start(checkpoint={"every": 1, "keep": 2, "best": "test_loss"})
     for step, loss in losses.items():
         go_on(job, step)
-        job.saving.after(step, {"step": step, "test_loss": loss}, stopped=False)
+        job.saving.after(step, {"test_loss": loss})
     job.saving.close()
     world.barrier()
     assert job.saving.checkpoints.steps() == [2, 5, 6]
@@ -358,9 +354,9 @@ def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -
     again = start(checkpoint={"keep": 1, "best": "test_loss"})
     again.saving.resume()
     assert again.saving.best == 1.0
-    again.saving.after(7, {"test_loss": 1.5}, stopped=False)  # neither due nor the best
+    again.saving.after(7, {"test_loss": 1.5})  # neither due nor the best
     assert again.saving.checkpoints.steps() == [2, 5, 6]
-    again.saving.after(8, {"test_loss": 0.5}, stopped=False)
+    again.saving.after(8, {"test_loss": 0.5})
     again.saving.close()
     world.barrier()
     assert again.saving.checkpoints.steps() == [8]

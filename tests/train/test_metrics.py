@@ -15,8 +15,7 @@ from parlinalg import distribute
 from parlinalg.comm import SingleComm
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
-from parlinalg.train import launch
-from parlinalg.train.metrics import correct
+from parlinalg.train import accuracy, launch
 from parlinalg.train.plots import plot
 from tests.conftest import SIZE
 from tests.train.trainings import Training, batches, in_update, main
@@ -29,7 +28,7 @@ def test_right_answers_are_counted_on_any_grid(layout: Layout, make_grid: Callab
         logits, targets = random.normal(size=(17, classes)), random.integers(0, classes, 17)
         for r, c in factorizations(SIZE, 2):
             grid = make_grid({"r": r, "c": c})
-            found = correct(
+            found = accuracy(
                 distribute(logits, grid, layout), distribute(targets, grid, Layout(layout.dims[0]))
             )  # fmt: skip
             assert found == (logits.argmax(1) == targets).sum()
@@ -153,6 +152,9 @@ def test_steps_go_on_over_epochs() -> None:
     class Two:
         def __len__(self) -> int:
             return 2
+
+        def __iter__(self) -> Any:
+            raise NotImplementedError
 
         def epoch(self, number: int, parts: int, skip: int) -> list[tuple[int, int]]:
             return [(number, i) for i in range(skip, 2)]
