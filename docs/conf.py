@@ -81,7 +81,7 @@ MODULES = {
     "train.map": "Which rank is where",
     "train.checkpoint": "Checkpoints",
     "train.sample": "Texts that models write",
-    "train.metrics": "Measures of trainings",
+    "train.recipes": "Recipes of configurations",
     "train.plots": "Pictures of trainings",
     "testing": "Tests",
     "cli": "Command line",

@@ -37,6 +37,8 @@ from parlinalg.train.sample import continuation, whole_words
 if TYPE_CHECKING:
     from parlinalg.train.trainer import Trainer
 
+__all__ = ["LanguageHook", "PretrainedHook", "Recipe", "classifier", "dataset", "language_model", "recipe"]
+
 SETS: dict[str, Callable[..., Samples]] = {"digits": digits, "npz": npz}
 MODELS: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 HIDDEN = (128,)
