@@ -150,7 +150,7 @@ NAMES: dict[str, str] = {
     "clip_grad_norm_fp32": "pla.parallel.clip_gradient_norm, or the configuration's clip_grad_norm",
     **dict.fromkeys(("save_checkpoint", "load_checkpoint"), _CHECKPOINTS),
     "MultiTimer": "pla.trace",
-    "hooks": "pla.Hook, pla.LogHook, pla.EvaluateHook, pla.EarlyStopHook, pla.CheckpointHook, pla.ProgressHook and pla.RunHook",
+    "hooks": "pla.Hook, with LogHook, EvaluateHook, EarlyStopHook, CheckpointHook, ProgressHook and RunHook of pla",
     "CosineAnnealingLR": "pla.optim.schedules.Cosine in a pla.optim.Scheduler",
     "CosineAnnealingWarmupLR": "pla.optim.schedules.WarmUp(steps, pla.optim.schedules.Cosine(steps))",
     "LinearWarmupLR": "pla.optim.schedules.WarmUp(steps, pla.optim.schedules.Linear(steps))",

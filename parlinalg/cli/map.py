@@ -30,15 +30,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the map."""
     from parlinalg.train.config import load
     from parlinalg.train.map import layer_counts, rank_map
-    from parlinalg.train.parallel import share_out
+    from parlinalg.train.parallel import share_out, with_zero
     from parlinalg.train.pipelines import schedule_for
-    from parlinalg.train.shares import shared_out
 
     for name, value in (("ranks", args.ranks), ("ranks-per-node", args.ranks_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1, not {value}")
     config = load(args.config, args.settings)
-    parallel = shared_out(share_out(config.parallel, args.ranks), config.zero)
+    parallel = with_zero(share_out(config.parallel, args.ranks), config.zero)
     schedule = schedule_for(config, parallel)
     layers = layer_counts(config, parallel, schedule)
     if speaks():

@@ -20,8 +20,7 @@ from parlinalg.train.config import Config, load
 from parlinalg.train.keys import whole
 from parlinalg.train.launch import Mesh
 from parlinalg.train.layouts import grid_of
-from parlinalg.train.parallel import share_out
-from parlinalg.train.shares import shared_out
+from parlinalg.train.parallel import share_out, with_zero
 
 
 def whole_number(where: str, value: Any, least: int = 1) -> int:
@@ -71,7 +70,7 @@ def config_of(given: Any, mesh: Mesh | None) -> Config:
         return load({}) if mesh is None else mesh.config
     config = load(given)
     if mesh is not None and config.parallel:
-        asked = shared_out(share_out(config.parallel, mesh.world.size), config.zero)
+        asked = with_zero(share_out(config.parallel, mesh.world.size), config.zero)
         if asked != mesh.parallel:
             raise ConfigError(
                 f"initialize: config asks for parallel={dict(config.parallel)}, but the mesh was launched with "

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from parlinalg import optim
+from parlinalg.array import zeros
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.layout import Layout, as_cut
 from parlinalg.nn import Module
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Schedule, Scheduler, Step, WarmUp
+from parlinalg.parallel.handlers import Handler, ZeRO
 from parlinalg.parallel.precision import START, LossScaler
 from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
@@ -21,9 +26,7 @@ from parlinalg.pipeline import Schedule as PipelineOrder
 from parlinalg.train.arguments import check_handlers
 from parlinalg.train.config import Config
 from parlinalg.train.losses import Criterion
-from parlinalg.train.parallel import DATA
-from parlinalg.train.shares import gradient_handlers
-from parlinalg.train.stages import optimizer_of
+from parlinalg.train.parallel import DATA, REPLICA, RING, ULYSSES
 from parlinalg.train.update import Update
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
@@ -47,9 +50,43 @@ def optimizer(config: Config, parameters: Iterable[Parameter], grid: Grid) -> op
     return optimizer_of(lambda p: make(apart(p), **options), list(parameters), grid)
 
 
+def optimizer_of(
+    make: Callable[[Sequence[Parameter]], optim.Optimizer], parameters: Sequence[Parameter], grid: Grid
+) -> optim.Optimizer:  # fmt: skip
+    """Return the optimizer of these parameters; of a stage without any, such as one of an activation, one of none."""
+    own = parameters or [Parameter(zeros((0,), grid, Layout(None), np.float32), "none")]
+    optimizer = make(own)
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(
+            f"the function that is to make an optimizer gives {optimizer!r}: it takes the parameters and returns an "
+            "Optimizer, such as lambda parameters: AdamW(parameters, lr=1e-3)"
+        )
+    if not parameters:
+        optimizer.parameters = []
+        for group in optimizer.param_groups:
+            group["params"] = []
+    return optimizer
+
+
 def criterion(config: Config) -> Criterion:
     """From logits and targets to the sum of the losses and their number."""
     return partial(cross_entropy_sum, **config.criterion.options)
+
+
+def gradient_handlers(config: Config, sizes: Mapping[str, int]) -> list[Handler]:
+    """Return the handlers of gradients that a configuration asks for, on a grid with axes of these sizes."""
+    given = [h for h in config.gradient_handler if not _idle(h, sizes)]
+    zero = config.zero
+    if zero.stage and DATA in sizes:
+        given = [h for h in given if type(h).__name__ != "DataParallel"]  # ZeRO is what is done over that axis
+        given.append(ZeRO(zero.stage, DATA, zero.accumulate))
+    return given
+
+
+def _idle(handler: Handler, sizes: Mapping[str, int]) -> bool:
+    """Return True if a handler is over dimensions of a configuration that have one rank here."""
+    axes = as_cut(handler.axes)
+    return set(axes) <= {DATA, REPLICA, RING, ULYSSES} and not set(axes) & set(sizes)
 
 
 def reducer(config: Config, grid: Grid, model: Module) -> GradientReducer:

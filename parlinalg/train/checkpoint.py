@@ -27,9 +27,8 @@ from parlinalg.errors import CheckpointError, ConfigError, brief
 from parlinalg.optim import Optimizer
 from parlinalg.train import checkpoint_folder as folders
 from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, File, Index, name_of
-from parlinalg.train.checkpoint_keep import best_of, to_drop
 from parlinalg.train.checkpoint_load import Reader, check_fits, read_index
-from parlinalg.train.checkpoint_options import check_options, check_training
+from parlinalg.train.checkpoint_options import best_of, check_options, check_training, to_drop
 from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, share_out
 from parlinalg.train.checkpoint_writer import Part, Shard
 from parlinalg.train.lock import FolderLock

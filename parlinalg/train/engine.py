@@ -25,6 +25,7 @@ from parlinalg.optim import Optimizer
 from parlinalg.parallel.precision import overflowing
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import Schedule
+from parlinalg.pipeline.asynchronous import AsynchronousWorker
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
 from parlinalg.train.arguments import check_state
@@ -41,7 +42,6 @@ from parlinalg.train.losses import (
     placed_label,
     sum_of_losses,
 )
-from parlinalg.train.stages import worker_of
 from parlinalg.train.update import Update
 
 if TYPE_CHECKING:
@@ -456,14 +456,30 @@ class Engine:
             raise EngineError(f"{what} after a backward pass whose step is not made: call engine.step()")
 
     def worker(self, schedule: Schedule) -> Worker:
-        """What runs the model's stages by a schedule.  Collective at the first use of each."""
+        """What runs the model's stages by a schedule.  Collective at the first use of each.
+
+        Raises
+        ------
+        ConfigError
+            If the schedule cannot train this model, or make steps as the update does.
+        """
         model = self.model
         if not isinstance(model, PipelineModel):
             raise EngineError("this model is not cut into stages")
         if schedule not in self._workers:
             reducer = next((p.reducer for p in self.parameters() if p.reducer is not None), None)
-            self._workers[schedule] = worker_of(model, schedule, self._update, cast(GradientReducer | None, reducer))
+            self._workers[schedule] = self._worker(model, schedule, cast(GradientReducer | None, reducer))
         return self._workers[schedule]
+
+    def _worker(self, model: PipelineModel, schedule: Schedule, reducer: GradientReducer | None) -> Worker:
+        """Make what runs the stages by a schedule; the update then looks at all stages.  Collective."""
+        update = self._update
+        if schedule.asynchronous:
+            update.check_asynchronous(schedule.name)
+            return AsynchronousWorker(model, schedule, update.optimizer, reducer, update.of_one_stage)
+        worker = Worker(model, schedule, reducer)
+        update.examine = worker.examine
+        return worker
 
     # ------------------------------------------------------------------ memory
     def activation_memory(self, work: Any, parts: Mapping[int, Any], rows: int) -> Keeps | int:

@@ -13,8 +13,7 @@ from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.train.checkpoint import Checkpoints, removed
-from parlinalg.train.checkpoint_keep import better
-from parlinalg.train.checkpoint_options import check_options
+from parlinalg.train.checkpoint_options import better, check_options
 from parlinalg.train.feed import check_loader
 from parlinalg.train.keys import optional, real, refuse
 

@@ -14,6 +14,7 @@ from parlinalg.nn import Module
 from parlinalg.offload import Keeps, plan
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
+from parlinalg.pipeline import split
 from parlinalg.train import build
 from parlinalg.train.arguments import (
     check_alike,
@@ -31,7 +32,6 @@ from parlinalg.train.launch import Mesh
 from parlinalg.train.layouts import dtype_of, place_inputs, placement
 from parlinalg.train.losses import Criterion, Metric
 from parlinalg.train.pipeline_schedules import BaseSchedule, Sample, Stages, schedule_of
-from parlinalg.train.stages import optimizer_of, staged
 
 Optimize = Optimizer | Callable[[Iterable[Parameter]], Optimizer] | None
 Rate = Scheduler | Callable[[Optimizer], Scheduler] | None
@@ -116,7 +116,7 @@ def initialize(
             sample = partial(_first, model, grid, train, made_schedule.microbatches)
         elif sample is not None and not callable(sample):
             sample = partial(_placed, model, grid, sample)
-        model = staged(config, mesh, model, made_schedule, sample)
+        model = split(model, mesh.place, made_schedule, mesh.parallel.partition, sample).initialize(config.seed)
     elif not made:
         _not_yet(optimizer, "has no values yet")
         model.initialize(config.seed)
@@ -227,7 +227,7 @@ def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter],
     if optimizer is None:
         return build.optimizer(config, parameters, grid)
     if not isinstance(optimizer, Optimizer):
-        optimizer = optimizer_of(optimizer, parameters, grid)
+        optimizer = build.optimizer_of(optimizer, parameters, grid)
     known = {id(p) for p in parameters}
     strange = next((p for p in optimizer.parameters if id(p) not in known), None)
     if strange is not None:

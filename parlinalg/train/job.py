@@ -17,12 +17,12 @@ from parlinalg.train.hooks import CheckpointHook, EvaluateHook, Hook
 from parlinalg.train.initialize import initialize
 from parlinalg.train.keys import listed
 from parlinalg.train.launch import Mesh, launch
+from parlinalg.train.parallel import DATA, REPLICA
 from parlinalg.train.pipeline_schedules import NonPipelineSchedule
 from parlinalg.train.pipelines import microbatches_of
 from parlinalg.train.progress import ProgressHook
 from parlinalg.train.recipes import Recipe, recipe
 from parlinalg.train.report import RunHook, by_stage
-from parlinalg.train.shares import said
 from parlinalg.train.trainer import Trainer
 
 FOLDER = "checkpoints"
@@ -128,8 +128,21 @@ def lines_of(mesh: Mesh, made: Recipe, trainer: Trainer, steps: int) -> dict[str
         **made.lines,
         "model": f"{config.model}, {config.model_dtype}",
         "training": f"{steps} steps of {config.batch_size} samples{split}, {config.optimizer}, {config.lr_schedule}",
-        **said(config, mesh.grid.sizes),
+        **_zero_line(config, mesh.grid.sizes),
         **({} if offload is None else {"offload": by_stage(mesh, str(offload))}),
         "checkpoints": config.checkpoint,
         **made.measure(),
     }
+
+
+def _zero_line(config: Config, sizes: Mapping[str, int]) -> dict[str, str]:
+    """What is said of ZeRO at the start: a head and a text."""
+    zero = config.zero
+    if not zero.stage:
+        return {}
+    ranks, copies = sizes.get(DATA, 1), sizes.get(REPLICA, 1)
+    shared = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+    if ranks == 1:
+        return {"zero": f"stage {zero.stage}: nothing to share, there is one data parallel rank in a group"}
+    groups = f", in {copies} groups that hold copies" if copies > 1 else ""
+    return {"zero": f"stage {zero.stage}: {shared[zero.stage - 1]} shared by {ranks} ranks{groups}"}

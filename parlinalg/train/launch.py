@@ -22,9 +22,8 @@ from parlinalg.pipeline.schedule import Schedule
 from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
-from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel, share_out
+from parlinalg.train.parallel import DATA, REPLICA, RING, ULYSSES, Parallel, share_out, with_zero
 from parlinalg.train.pipelines import schedule_for
-from parlinalg.train.shares import REPLICA, shared_out
 
 LAUNCHERS = ("auto", "mpirun", "srun", "one")
 
@@ -194,7 +193,7 @@ def launch(
 
     def read() -> tuple[Config, Parallel, Schedule | None]:
         checked = load({} if config is None else config, settings)
-        parallel = shared_out(share_out(checked.parallel, world.size), checked.zero)
+        parallel = with_zero(share_out(checked.parallel, world.size), checked.zero)
         return checked, parallel, schedule_for(checked, parallel)
 
     checked, parallel, schedule = together(world, read, "reading the configuration")

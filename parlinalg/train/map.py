@@ -11,8 +11,7 @@ from parlinalg.pipeline.partition import by_hand, share_layers
 from parlinalg.pipeline.place import arrange
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.train.config import LANGUAGE, Config
-from parlinalg.train.parallel import DATA, RING, ULYSSES, Parallel
-from parlinalg.train.shares import REPLICA
+from parlinalg.train.parallel import DATA, REPLICA, RING, ULYSSES, Parallel
 
 __all__ = ["rank_map"]
 

@@ -12,10 +12,11 @@ from parlinalg.grid import factorizations
 from parlinalg.schemes import Scheme, for_mode, modes, modes_for
 from parlinalg.sequence import ORDERS
 from parlinalg.train.keys import Check, flag, listed, one_of, optional, refuse, section, several, whole
+from parlinalg.train.options import Zero
 
-__all__ = ["Parallel", "share_out"]
+__all__ = ["Parallel", "share_out", "with_zero"]
 
-DATA = "data"
+DATA, REPLICA = "data", "replica"
 RING, ULYSSES = "s", "u"
 PARTITIONS = ("uniform", "parameters", "flops", "time")
 TENSOR_KEYS = ("size", "mode", "shape", "depth", "depth_on", "sequence_parallel")
@@ -343,3 +344,30 @@ def _nearest(mode: str, size: int, depth: int | None) -> tuple[int, ...] | None:
         flat = _nearest("2d", size // depth, None)
         return None if size % depth or flat is None else (depth, *flat)
     return min(factorizations(size, 2 if mode == "2d" else 3), key=lambda shape: (max(shape) - min(shape), shape))
+
+
+def with_zero(parallel: Parallel, zero: Zero) -> Parallel:
+    """Return the ranks with the data axis as two, where ZeRO is within groups, and weights cut for its stage 3.
+
+    Raises
+    ------
+    ConfigError
+        If the groups do not divide the data parallel ranks.
+    """
+    if parallel.parts:
+        parts = tuple(with_zero(part, zero) for part in parallel.parts)
+        return replace(parts[0], parts=parts)
+    if not zero.stage or DATA not in parallel.axes:
+        return parallel
+    scheme, axes, within = parallel.scheme, parallel.axes, zero.within or parallel.data
+    if parallel.data % within:
+        divisors = ", ".join(str(d) for d in range(1, parallel.data + 1) if parallel.data % d == 0)
+        raise ConfigError(
+            f"zero.within={within} does not divide the {parallel.data} data parallel ranks: it may be {divisors}"
+        )
+    if within < parallel.data:
+        scheme = scheme.factored(DATA, (REPLICA, DATA))
+        axes = {REPLICA: parallel.data // within, **{a: within if a == DATA else n for a, n in axes.items()}}
+    if zero.stage == 3:
+        scheme = scheme.with_weights_cut(DATA)
+    return replace(parallel, scheme=scheme, axes=axes)
