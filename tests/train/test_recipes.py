@@ -116,7 +116,7 @@ def mlp(mesh: Any, **more: Any) -> nn.MLP:
 
 def best_of_first(output: Any, label: Any) -> float:
     """A metric of one's own: the sum of what the first class gets."""
-    return float(np.asarray(output)[:, 0].sum())
+    return float(output.gather()[:, 0].sum())
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -132,7 +132,7 @@ def test_metrics_are_measured_where_the_output_is(accumulate: int, world: Any, b
 
         def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: float) -> None:
             if output is not None:
-                logits, y = np.asarray(output), np.asarray(label)
+                logits, y = output.gather(), label
                 self.found.append(((logits.argmax(1) == y).mean(), logits[:, 0].mean()))
 
     config = {"dtype": "float64", "parallel": parallel(), "gradient_accumulation": accumulate}
@@ -322,6 +322,6 @@ def test_a_limit_of_memory_decides_by_the_first_batch(axis: str, folder: Path, w
     assert (found, plan.places) == (want, {})
     assert plan.table.activations > 0, "measured"
     if backend == "numpy":
-        found, plan = run(int(0.8 * plan.table.total))
+        found, plan = run(int(0.8 * max(world.share(plan.table.total))))
         assert found == want
-        assert "optimizer" in plan.places
+        assert any(world.share("optimizer" in plan.places))
