@@ -261,7 +261,7 @@ class Engine:
         return total
 
     def expecting(self, parts: Sequence[Any], *, learns: bool = True) -> AbstractContextManager[None]:
-        """A context for the microbatches of one batch, so that each is weighed by what all have."""
+        """Return a context for the microbatches of one batch, so that each is weighed by what all have."""
         targets = sum(map(self.expected, parts))
         if learns:
             self._sums.refer_to(targets)
@@ -311,7 +311,7 @@ class Engine:
         self._weight = weight
 
     def _pull(self, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
-        """The backward pass of a loss of this weight; `last`: its batch has no further microbatch."""
+        """Make the backward pass of a loss of this weight; `last`: its batch has no further microbatch."""
         syncs = last and self._microbatch == self.accumulate - 1
         with nullcontext() if syncs else no_sync(), self.overflowing():
             (loss * (self._update.scale * weight / self._sums.reference)).backward()
@@ -339,7 +339,7 @@ class Engine:
     def _forward(
         self, part: Any, forward_only: bool = False, keeps: bool = False
     ) -> tuple[Tensor, int, dict[str, float], Any]:  # fmt: skip
-        """The sum of the losses of a microbatch with the terms that layers add, their number, measures and output."""
+        """Return the sum of the losses of a microbatch with the terms of layers, their number, measures and output."""
         x, label = part
         with no_grad() if forward_only else nullcontext():
             output = self(part if isinstance(part, Batch) else x)
@@ -483,7 +483,7 @@ class Engine:
 
     # ------------------------------------------------------------------ memory
     def activation_memory(self, work: Any, parts: Mapping[int, Any], rows: int) -> Keeps | int:
-        """What a rank keeps for the backward passes of a step, for `parlinalg.offload.plan`.  Collective.
+        """Return what a rank keeps for the backward passes of a step, for `parlinalg.offload.plan`.  Collective.
 
         Parameters
         ----------

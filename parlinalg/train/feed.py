@@ -75,7 +75,10 @@ class Feed:
         return Pass(self, self.epochs - 1)
 
     def order(self) -> dict[str, int]:
-        """What the order of its batches follows from, as far as it tells: a training goes on with the same only."""
+        """Return what the order of its batches follows from, as far as it is known: seed, batch size, batches an epoch.
+
+        A training goes on from a checkpoint with the same only.
+        """
         source, found = getattr(self.source, "loader", self.source), {"batches": len(self.source)}
         if isinstance(source, Loader | Passages | DataLoader):
             seed = getattr(getattr(source, "sampler", source), "seed", None)

@@ -168,7 +168,7 @@ def _offload(config: Config, mesh: Mesh, engine: Engine, train: Feed | None) -> 
 
 
 def _kept(engine: Engine, mesh: Mesh, train: Feed) -> Keeps | int:
-    """What the tape keeps of a microbatch, or of all that a schedule has under way.  Collective.
+    """Return what the tape keeps of a microbatch, or of all that a schedule has under way.  Collective.
 
     Forward passes of one and two rows a data parallel rank show it.
     """

@@ -136,7 +136,7 @@ def lines_of(mesh: Mesh, made: Recipe, trainer: Trainer, steps: int) -> dict[str
 
 
 def _zero_line(config: Config, sizes: Mapping[str, int]) -> dict[str, str]:
-    """What is said of ZeRO at the start: a head and a text."""
+    """Return what is said of ZeRO at the start: a head and a text."""
     zero = config.zero
     if not zero.stage:
         return {}

@@ -174,7 +174,7 @@ class MicrobatchWeights:
 
     @contextmanager
     def expecting(self, rows: int, targets: int) -> Iterator[None]:
-        """A context for the microbatches of a batch that has so many rows and targets in all."""
+        """Return a context for the microbatches of a batch that has so many rows and targets in all."""
         self._whole = self.rows + rows, self.targets + targets
         try:
             yield

@@ -202,7 +202,7 @@ def language_model(config: Config, mesh: Mesh, data: Text, out: Path | None = No
 def _windows(
     config: Config, mesh: Mesh, data: Text, model: Any, length: int, order: np.ndarray | None
 ) -> tuple[Windows, Passages]:
-    """The windows to train on, and those of the validation."""
+    """Return the windows to train on, and those of the validation."""
     rest = (mesh.grid, model.ids_layout, model.targets_layout)
     most = max(config.batch_size, HELD_TOKENS // length * microbatches_of(config, mesh.place.size))
     try:
@@ -215,7 +215,7 @@ def _windows(
 
 
 def _order(mesh: Mesh, length: int) -> np.ndarray | None:
-    """The order in which the tokens of a window lie; None: as they come."""
+    """Return the order in which the tokens of a window lie, or None: as they come."""
     parallel = mesh.parallel
     if length < parallel.sequence:
         raise ConfigError(
@@ -227,7 +227,7 @@ def _order(mesh: Mesh, length: int) -> np.ndarray | None:
 
 
 def _declared(config: Config, mesh: Mesh, data: Text, length: int) -> Any:
-    """The model, of the sizes that the configuration and the data say."""
+    """Return the declared model, of the sizes that the configuration and the data say."""
     options = {**SIZES, **config.model.options}
     vocabulary = data.tokenizer.vocab_size
     if options.setdefault("vocab_size", vocabulary) < vocabulary:
