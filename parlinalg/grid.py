@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from parlinalg.backend import Backend, select
 from parlinalg.backend.blas import place, set_blas_threads, sharing
 from parlinalg.comm import Comm, between_gpus, open_comm
-from parlinalg.comm.place import place_on_node
 from parlinalg.comm.single import SingleComm
+from parlinalg.comm.startup import place_on_node
 from parlinalg.errors import GridError
 from parlinalg.layout import Cut, Layout, coordinates
 

@@ -39,7 +39,7 @@ if BACKEND == "cupy":
     sys.path.insert(0, str(STANDIN))
 
 from parlinalg import tunables  # noqa: E402
-from parlinalg.comm.launchers import launched  # noqa: E402
+from parlinalg.comm.startup import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402

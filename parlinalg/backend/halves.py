@@ -19,6 +19,11 @@ Block = Any
 TERMS = 4096  # ones that sum up to themselves in float32 only: float16 stops at 2048, bfloat16 at 256
 
 
+def is_half(dtype: Any) -> bool:
+    """Return True if a dtype is one of 16-bit floats."""
+    return bool(dtype.itemsize == 2 and dtype.name in ("float16", "bfloat16"))
+
+
 def product(x: Block, w: Block) -> Block | None:
     """Return `x @ w` in the dtype of both, or None where they are to be cast to float32 first.
 

@@ -17,9 +17,8 @@ from parlinalg.cli import gpu
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import Commands, mpiexec
 from parlinalg.comm import open_comm
-from parlinalg.comm.about import about_mpi
 from parlinalg.comm.shared import FOLDER
-from parlinalg.comm.startup import clean, held, leftovers, report_left
+from parlinalg.comm.startup import about_mpi, bytes_held, clean, leftovers, report_left
 from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _clean() -> int:
     """Remove the files of dead runs."""
     files = leftovers(0)
-    size = format_bytes(held(files))
+    size = format_bytes(bytes_held(files))
     clean(files)
     tell(f"removed {len(files)} file{'s' * (len(files) != 1)} of dead runs from {FOLDER}, {size}")
     return 0
@@ -170,7 +169,7 @@ def _gpu_buffers() -> str:
         return "tried by `parlinalg doctor` without mpiexec; staged through the host unless PARLINALG_CUDA_AWARE_MPI=1"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "parlinalg.comm.about"],
+            [sys.executable, "-c", "from parlinalg.comm.startup import try_gpu_buffers; try_gpu_buffers()"],
             capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

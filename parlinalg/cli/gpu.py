@@ -19,7 +19,7 @@ from parlinalg.backend.kernels import examples, samples
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import mpiexec
 from parlinalg.comm import Comm, open_comm
-from parlinalg.comm.launchers import launched
+from parlinalg.comm.startup import launched
 from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.grid import Grid, factorizations

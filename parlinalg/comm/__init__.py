@@ -10,15 +10,12 @@ import warnings
 from typing import Any
 
 from parlinalg.backend import Backend
-from parlinalg.comm.base import Comm
+from parlinalg.comm.base import Comm, Handle
 from parlinalg.comm.check import check_replicas
-from parlinalg.comm.handle import Handle
-from parlinalg.comm.launchers import launched, problem
 from parlinalg.comm.ledger import Book, ledger
-from parlinalg.comm.places import ranks_map
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
-from parlinalg.comm.startup import start_mpi
+from parlinalg.comm.startup import launch_problem, launched, ranks_map, start_mpi
 from parlinalg.comm.together import together
 from parlinalg.comm.trace import Trace, trace
 from parlinalg.errors import CommError, ConfigError
@@ -72,7 +69,7 @@ def open_comm(comm: Any = None) -> Comm:
             raise
         _check_launcher(1, f"mpi4py cannot be used here ({error})")
         return _single(wrong)
-    from parlinalg.comm.guard import guard, guard_children
+    from parlinalg.comm.exits import guard, guard_children
     from parlinalg.comm.mpi import MpiComm, nodes_of
 
     guard_children()
@@ -81,7 +78,7 @@ def open_comm(comm: Any = None) -> Comm:
         comm = MPI.COMM_WORLD
         _check_launcher(comm.size, f"mpi4py uses {MPI.Get_library_version().splitlines()[0]!r}")
         if comm.size > 1 and launched().by == "srun":
-            for told in comm.allgather(problem(comm.size, comm.rank)):
+            for told in comm.allgather(launch_problem(comm.size, comm.rank)):
                 if told:
                     raise CommError(told)
     if not isinstance(comm, MPI.Intracomm):
@@ -141,7 +138,7 @@ def between_gpus(comm: Comm, backend: Backend) -> Comm:
 
 def _check_launcher(size: int, why: str) -> None:
     """Raise if a launcher started several processes that would not see one another."""
-    if size == 1 and (told := problem(1, 0)):
+    if size == 1 and (told := launch_problem(1, 0)):
         raise CommError(f"{told} ({why})")
     started = max(int(os.environ.get(name, "1") or 1) for name in _LAUNCHED)
     if size == 1 and started > 1:

@@ -1,4 +1,4 @@
-"""The protocol of ranks talking.
+"""The protocol of communication between ranks.
 
 `Comm` checks, counts and watches every operation once, for all transports; a transport implements the `_…` primitives.
 Blocks are C-contiguous arrays of any shape, read and written in flat order; counts are numbers of elements.
@@ -14,14 +14,45 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from parlinalg.comm.arguments import alike, contiguous, counts_fit, own_fits, peer, reduction
-from parlinalg.comm.handle import DONE, Handle
 from parlinalg.comm.watch import enrol, library_site, slot
 from parlinalg.errors import CommError
 
 if TYPE_CHECKING:
     from parlinalg.comm.ledger import Book
     from parlinalg.comm.shared import Common
+
+
+class Handle(ABC):
+    """An operation under way.  It keeps the operation's buffers alive until it is done.
+
+    The buffers must not be touched before `wait` has returned, or `test` has returned True.  All ranks wait at the same
+    point of their program: an operation may need them all to drive it on.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the operation is done and its result is in the receiving block.  Any number of calls is fine."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Whether the operation is done; lets MPI make progress, and finishes the operation if it is."""
+
+
+class _Done(Handle):
+    __slots__ = ()
+
+    def wait(self) -> None:
+        pass
+
+    def test(self) -> bool:
+        return True
+
+
+DONE: Handle = _Done()
+"""The handle of an operation that finished before it returned."""
+
 
 Block = Any
 """A C-contiguous NumPy or CuPy array."""
@@ -86,9 +117,9 @@ class Comm(ABC):
 
         On all ranks `send` may be the rank's own place in `recv`: then nothing is copied.
         """
-        counts_fit(self, "all_gather", "recv", recv, counts)
-        own_fits(self, "all_gather", "send", send, counts)
-        alike(self, "all_gather", send, recv)
+        check_counts(self, "all_gather", "recv", recv, counts)
+        check_own_count(self, "all_gather", "send", send, counts)
+        check_alike(self, "all_gather", send, recv)
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
@@ -103,10 +134,10 @@ class Comm(ABC):
         self, send: Block, recv: Block, counts: Sequence[int], *, op: str = "sum", wait: bool = True
     ) -> Handle:
         """Reduce all ranks' `send` elementwise and leave the i-th run of counts[i] elements in rank i's `recv`."""
-        counts_fit(self, "reduce_scatter", "send", send, counts)
-        own_fits(self, "reduce_scatter", "recv", recv, counts)
-        alike(self, "reduce_scatter", send, recv)
-        reduction(self, "reduce_scatter", op, send)
+        check_counts(self, "reduce_scatter", "send", send, counts)
+        check_own_count(self, "reduce_scatter", "recv", recv, counts)
+        check_alike(self, "reduce_scatter", send, recv)
+        check_reduction(self, "reduce_scatter", op, send)
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
@@ -119,8 +150,8 @@ class Comm(ABC):
 
     def all_reduce(self, buffer: Block, *, op: str = "sum", wait: bool = True) -> Handle:
         """Replace every rank's `buffer` by the elementwise sum, max or min over all ranks."""
-        contiguous(self, "all_reduce", buffer)
-        reduction(self, "all_reduce", op, buffer)
+        check_contiguous(self, "all_reduce", buffer)
+        check_reduction(self, "all_reduce", op, buffer)
         if self.size == 1:
             return DONE
         if self.books:
@@ -134,8 +165,8 @@ class Comm(ABC):
 
     def broadcast(self, buffer: Block, root: int, *, wait: bool = True) -> Handle:
         """Replace every rank's `buffer` by that of rank `root`."""
-        contiguous(self, "broadcast", buffer)
-        peer(self, "broadcast", "root", root)
+        check_contiguous(self, "broadcast", buffer)
+        check_peer(self, "broadcast", "root", root)
         if self.size == 1:
             return DONE
         if self.books:
@@ -149,9 +180,9 @@ class Comm(ABC):
         self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], *, wait: bool = True
     ) -> Handle:
         """Send the i-th run of send_counts[i] elements to rank i; `recv` holds the runs received, in rank order."""
-        counts_fit(self, "all_to_all", "send", send, send_counts)
-        counts_fit(self, "all_to_all", "recv", recv, recv_counts)
-        alike(self, "all_to_all", send, recv)
+        check_counts(self, "all_to_all", "send", send, send_counts)
+        check_counts(self, "all_to_all", "recv", recv, recv_counts)
+        check_alike(self, "all_to_all", send, recv)
         if self.size == 1:
             if send.size != recv.size:
                 raise CommError(
@@ -172,8 +203,8 @@ class Comm(ABC):
 
     def send(self, buffer: Block, to: int, *, tag: int = 0, wait: bool = True) -> Handle:
         """Send `buffer` to rank `to`, which receives it with the same tag.  Not collective."""
-        contiguous(self, "send", buffer)
-        peer(self, "send", "to", to)
+        check_contiguous(self, "send", buffer)
+        check_peer(self, "send", "to", to)
         if to == self.rank:
             self._parcels.setdefault(tag, []).append(buffer.copy())
             return DONE
@@ -183,8 +214,8 @@ class Comm(ABC):
 
     def receive(self, buffer: Block, source: int, *, tag: int = 0, wait: bool = True) -> Handle:
         """Fill `buffer` with the block that rank `source` sends with the same tag.  Not collective."""
-        contiguous(self, "receive", buffer)
-        peer(self, "receive", "source", source)
+        check_contiguous(self, "receive", buffer)
+        check_peer(self, "receive", "source", source)
         if source == self.rank:
             return _Parcel(self, buffer, tag, wait)
         if self.books:
@@ -353,3 +384,51 @@ class _Parcel(Handle):
             self._buffer.reshape(-1)[:] = parcel.reshape(-1)
             self._done = True
         return self._done
+
+
+def check_contiguous(comm: Comm, op: str, block: Any) -> None:
+    if not block.flags.c_contiguous:
+        raise CommError(
+            f"{op} over {comm.axes}: the block of shape {block.shape} is not C-contiguous (strides {block.strides}); "
+            "pass numpy.ascontiguousarray of it"
+        )
+
+
+def check_alike(comm: Comm, op: str, send: Any, recv: Any) -> None:
+    if send.dtype is not recv.dtype and send.dtype != recv.dtype:
+        raise CommError(f"{op} over {comm.axes}: send is {send.dtype} but recv {recv.dtype}; they should be the same")
+    check_contiguous(comm, op, send)
+    check_contiguous(comm, op, recv)
+
+
+def check_counts(comm: Comm, op: str, name: str, block: Any, counts: Sequence[int]) -> None:
+    if len(counts) != comm.size or block.size != sum(counts):
+        raise CommError(
+            f"{op} over {comm.axes}: {name} has {block.size} elements on {comm.size} ranks, but {len(counts)} counts "
+            f"{list(counts)} add up to {sum(counts)}; there should be one count a rank, adding up to {name}.size"
+        )
+
+
+def check_own_count(comm: Comm, op: str, name: str, block: Any, counts: Sequence[int]) -> None:
+    if block.size != counts[comm.rank]:
+        raise CommError(
+            f"{op} over {comm.axes}: {name} has {block.size} elements on rank {comm.rank}, "
+            f"but counts[{comm.rank}] is {counts[comm.rank]}; they should be equal"
+        )
+
+
+def check_peer(comm: Comm, op: str, name: str, rank: int) -> None:
+    if not 0 <= rank < comm.size:
+        raise CommError(f"{op} over {comm.axes}: {name}={rank}, but the ranks are 0 to {comm.size - 1}")
+
+
+def check_reduction(comm: Comm, op: str, name: str, block: Any) -> None:
+    if name == "sum":
+        if block.dtype.kind == "b":
+            raise CommError(
+                f"{op} over {comm.axes}: booleans have no sum; use op='max' (any) or op='min' (all), or send integers"
+            )
+    elif name not in ("max", "min"):
+        raise CommError(f"{op} over {comm.axes}: op={name!r}, but the reductions are 'sum', 'max' and 'min'")
+    elif block.dtype.kind == "c":
+        raise CommError(f"{op} over {comm.axes}: {block.dtype} has no {name}; the only reduction of it is 'sum'")

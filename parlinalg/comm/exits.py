@@ -1,4 +1,4 @@
-"""What happens when one rank ends while others still talk: the whole run ends, with the reason.
+"""The end of a rank while others still communicate: the whole run ends, with the reason.
 
 An exception that nobody catches aborts the run with that rank's traceback.  A rank that ends its program waits, before
 MPI is finalised, until all have, and aborts the run if another waits for it in an operation that can never complete.
@@ -21,11 +21,21 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from parlinalg.comm.monitor import LAST, Circle, Monitor, end_run, exit_now
+from parlinalg.comm.monitor import (
+    LAST,
+    Circle,
+    Monitor,
+    end_run,
+    exit_now,
+    neighbours,
+    time_limit,
+    warn_without_threads,
+)
 from parlinalg.comm.mpi import MpiComm
-from parlinalg.comm.report import left_early, unreachable, vanished
+from parlinalg.comm.startup import ranks_map
 from parlinalg.comm.streams import flush, say
-from parlinalg.comm.watch import MANY, alive, calls_on, slot, under_way, user_line
+from parlinalg.comm.watch import MANY, alive, calls_on, left_early, slot, under_way, unreachable, user_line, vanished
+from parlinalg.errors import CommError
 
 PERSISTENT = 5.0
 """Seconds after which a wait for a message from a rank that has left is in vain."""
@@ -280,3 +290,39 @@ def _in_vain(told: Mapping[str, Any], gone: float) -> bool:
     if told["number"] > 0 and calls is not None:
         return bool(calls < told["number"])
     return min(told["since"], gone) > PERSISTENT and not under_way()
+
+
+_exits: list[Exits] = []
+"""The exit hooks of this process, once there are some."""
+
+
+def guard_children() -> None:
+    """Keep MPI out of the processes that this one forks.
+
+    Raises
+    ------
+    CommError
+        In such a process.
+    """
+    if not _exits:
+        _exits.append(Exits(Monitor(time_limit())))
+        _exits[0].install()
+    elif _exits[0].pid != os.getpid():
+        raise CommError(
+            f"process {os.getpid()} was forked from a rank of MPI, process {_exits[0].pid}, and cannot talk to others; "
+            "communicate in the rank, or start ranks by mpiexec"
+        )
+
+
+def guard(comm: MpiComm) -> None:
+    """Watch the members of a communicator that was just opened.  Collective over them."""
+    places = [f"host {place['host']}, pid {place['pid']}" for place in ranks_map(comm)]
+    exits = _exits[0]
+    threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    near = neighbours(comm)
+    if not exits.several:
+        exits.install_for_several()
+        if not threads:
+            warn_without_threads()
+    if threads:
+        exits.monitor.add(comm.mpi, comm.world_ranks, places, near)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from parlinalg.comm.handle import Handle
+from parlinalg.comm.base import Handle
 
 Key = tuple[str, tuple[str, ...]]
 

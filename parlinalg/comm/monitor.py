@@ -25,9 +25,8 @@ import numpy as np
 from mpi4py import MPI
 
 from parlinalg.comm.base import Comm
-from parlinalg.comm.report import stalled, vanished, wait_text
 from parlinalg.comm.streams import say
-from parlinalg.comm.watch import MANY, State, describe, slot
+from parlinalg.comm.watch import MANY, State, describe, slot, stalled, vanished, wait_text
 from parlinalg.errors import ConfigError
 
 POLL = 0.05

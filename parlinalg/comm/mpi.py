@@ -14,22 +14,82 @@ from mpi4py import MPI
 from parlinalg import tunables
 from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
-from parlinalg.comm import datatypes, half, split, staging
-from parlinalg.comm.base import Block, Comm
-from parlinalg.comm.chain import Chain
+from parlinalg.backend.halves import is_half
+from parlinalg.comm import split, staging
+from parlinalg.comm.algorithms import Chain, SumInPlace, TwoPhase, all_reduce_terms, reduce_scatter_terms
+from parlinalg.comm.base import DONE, Block, Comm, Handle
 from parlinalg.comm.check import failed_in_mpi
-from parlinalg.comm.datatypes import REDUCTIONS, carrier, lies_in, number
-from parlinalg.comm.half import is_half
-from parlinalg.comm.handle import DONE, Handle
-from parlinalg.comm.in_place import SumInPlace
 from parlinalg.comm.ledger import Book
-from parlinalg.comm.patience import wait_asleep
-from parlinalg.comm.phases import TwoPhase
 from parlinalg.comm.shared import beside
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.staging import through_host
-from parlinalg.comm.watch import Forming, slot, strike
+from parlinalg.comm.watch import Forming, slot, strike, wait_asleep
 from parlinalg.errors import CommError
+
+CARRIERS: dict[int, MPI.Datatype] = {
+    1: MPI.UINT8_T,
+    2: MPI.UINT16_T,
+    4: MPI.UINT32_T,
+    8: MPI.UINT64_T,
+    16: MPI.C_DOUBLE_COMPLEX,
+}
+"""By item size, the datatype that moves elements of any dtype."""
+
+NUMBERS: dict[str, MPI.Datatype] = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "complex64": MPI.C_FLOAT_COMPLEX,
+    "complex128": MPI.C_DOUBLE_COMPLEX,
+    "int8": MPI.INT8_T,
+    "int16": MPI.INT16_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    "uint16": MPI.UINT16_T,
+    "uint32": MPI.UINT32_T,
+    "uint64": MPI.UINT64_T,
+    "bool": MPI.UINT8_T,
+}
+"""The dtypes MPI can reduce; booleans have max and min only."""
+
+SATURATES = MPI.get_vendor()[0] == "Open MPI"
+"""True if the MPI library's sums of 8- and 16-bit integers may stop at the largest one, as Open MPI's AVX kernels do
+(https://github.com/open-mpi/ompi/issues/8045)."""
+
+REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+_number_of: dict[Any, MPI.Datatype] = {}
+
+
+def number(dtype: Any) -> MPI.Datatype:
+    """The MPI datatype that reduces `dtype`."""
+    known = _number_of.get(dtype)
+    if known is None:
+        if dtype.name not in NUMBERS:
+            raise CommError(
+                f"MPI cannot reduce arrays of dtype {dtype}; it can reduce {', '.join(NUMBERS)}, float16 and bfloat16"
+            )
+        known = _number_of[dtype] = NUMBERS[dtype.name]
+    return known
+
+
+def carrier(block: Block) -> MPI.Datatype:
+    """The MPI datatype that moves the elements of `block`."""
+    if block.dtype.hasobject or block.itemsize not in CARRIERS:
+        raise CommError(
+            f"arrays of dtype {block.dtype} cannot be sent; convert to a number type of 1, 2, 4, 8 or 16 bytes"
+        )
+    return CARRIERS[block.itemsize]
+
+
+def lies_in(whole: Block, at: int, part: Block) -> bool:
+    """Whether a part of a block lies in it, from element `at` on."""
+    if part.base is None or not (part.base is whole or part.base is whole.base):
+        return False
+    if isinstance(whole, np.ndarray):
+        return bool(part.ctypes.data == whole.ctypes.data + at * whole.itemsize)
+    return bool(part.data.ptr == whole.data.ptr + at * whole.itemsize)
+
 
 Runs = tuple[Sequence[int], Sequence[int] | None]
 """The counts of the runs of a block, and where each begins (None: one after the other)."""
@@ -187,7 +247,7 @@ class MpiComm(Comm):
         if not isinstance(send, np.ndarray) and (_by_terms(send.dtype, op) or not self._takes(send)):
             return through_host(send, recv, lambda s, r: self._reduce_scatter(s, r, counts, op, wait), wait)
         if _by_terms(send.dtype, op):
-            return half.reduce_scatter(self, send, recv, counts, op, wait)
+            return reduce_scatter_terms(self, send, recv, counts, op, wait)
         if send.size > tunables.MAX_COUNT:
             return split.reduce_scatter(self, send, recv, counts, op, wait)
         kind = number(send.dtype)
@@ -212,7 +272,7 @@ class MpiComm(Comm):
         if not isinstance(buffer, np.ndarray) and (_by_terms(buffer.dtype, op) or not self._takes(buffer)):
             return through_host(buffer, buffer, lambda _, b: self._all_reduce(b, op, wait), wait)
         if _by_terms(buffer.dtype, op):
-            return half.all_reduce(self, buffer, op, wait)
+            return all_reduce_terms(self, buffer, op, wait)
         if self.terms and op == "sum" and (terms := beside(self, buffer)) is not None:
             handle = SumInPlace(self, terms)
             if wait:
@@ -326,7 +386,7 @@ class MpiComm(Comm):
 
 def _by_terms(dtype: Any, op: str) -> bool:
     """Return True if the ranks exchange the terms of a reduction and combine them themselves (`half`)."""
-    return is_half(dtype) or (op == "sum" and datatypes.SATURATES and dtype.kind in "iu" and dtype.itemsize <= 2)
+    return is_half(dtype) or (op == "sum" and SATURATES and dtype.kind in "iu" and dtype.itemsize <= 2)
 
 
 class _Lost:

@@ -15,9 +15,9 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from parlinalg.comm import half
-from parlinalg.comm.base import Block, Comm
-from parlinalg.comm.handle import DONE, Handle
+from parlinalg.backend.halves import is_half
+from parlinalg.comm.algorithms import combine
+from parlinalg.comm.base import DONE, Block, Comm, Handle
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.split import starts
 from parlinalg.errors import CommError
@@ -102,11 +102,11 @@ class NcclComm(Comm):
         return self._handle((send, recv), wait)
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        if not isinstance(send, np.ndarray) and half.is_half(send.dtype):
+        if not isinstance(send, np.ndarray) and is_half(send.dtype):
             own = counts[self.rank]
             terms = cupy.empty((self.size, own), send.dtype)
             self._all_to_all(send, counts, terms, [own] * self.size, True)
-            half.combine(terms, recv.reshape(-1), op)
+            combine(terms, recv.reshape(-1), op)
             return self._handle((terms, recv), wait)
         if isinstance(send, np.ndarray) or send.dtype.name not in self._types:
             return self.inner._reduce_scatter(send, recv, counts, op, wait)
@@ -123,7 +123,7 @@ class NcclComm(Comm):
         return self._handle((send, recv), wait)
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and half.is_half(buffer.dtype):
+        if not isinstance(buffer, np.ndarray) and is_half(buffer.dtype):
             n, size = buffer.size, self.size
             counts = [n // size + (r < n % size) for r in range(size)]
             own = cupy.empty(counts[self.rank], buffer.dtype)

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from parlinalg.comm.base import Comm
-from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.base import DONE, Comm, Handle
 
 Block = Any
 Shape = tuple[int, ...]

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend.halves import is_half
 from parlinalg.comm.base import Comm
-from parlinalg.comm.half import is_half
 
 FOLDER = "/dev/shm"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from parlinalg.comm.base import Block, Comm
-from parlinalg.comm.handle import Handle
+from parlinalg.comm.base import Block, Comm, Handle
 from parlinalg.comm.ledger import Book
 from parlinalg.errors import CommError
 

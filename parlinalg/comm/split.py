@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from parlinalg import tunables
-from parlinalg.comm.handle import Handle
+from parlinalg.comm.base import Handle
 
 if TYPE_CHECKING:
     from parlinalg.comm.mpi import MpiComm

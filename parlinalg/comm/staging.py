@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from parlinalg.backend import backend_of
-from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.base import DONE, Handle
 
 direct: bool = os.environ.get("PARLINALG_CUDA_AWARE_MPI", "0") not in ("", "0")
 """Whether MPI is given GPU memory."""

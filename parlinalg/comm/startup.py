@@ -1,4 +1,4 @@
-"""Starting MPI, and the files in shared memory that it leaves when processes die.
+"""Starting MPI: who launched this process, where its ranks are, and the files in shared memory that dead runs leave.
 
 MPICH 5 keeps a file in /dev/shm for the ranks of a node, about 1 MiB for each, and removes it when MPI is finalized,
 so that every run that is killed or aborted leaves it behind.  Once all ranks have mapped it, its name serves nobody:
@@ -8,14 +8,17 @@ it is removed right after MPI has started, and the memory goes with the last pro
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from parlinalg.comm.place import RANK, SIZE, told
+from parlinalg.comm.base import Comm
 from parlinalg.comm.shared import FOLDER
 from parlinalg.comm.streams import reserve
 from parlinalg.errors import CommError
@@ -66,15 +69,15 @@ def start_mpi() -> Any:
 
 def _start(mpi: Any, rc: Any) -> None:
     """Initialize MPI as mpi4py would, where there is room for it."""
-    ranks = told(SIZE) or 1
-    if told(RANK) in (None, 0):
+    ranks = launcher_number(SIZE) or 1
+    if launcher_number(RANK) in (None, 0):
         clean(leftovers())
     if mpi.get_vendor()[0] == "MPICH":
         # Ranks of a node talk through MPICH's own memory; UCX, which it has for the network, would take four times as
         # much for a way that is never used, and dies of a segmentation fault where some ranks get it and others do not.
         os.environ.setdefault("UCX_TLS", "^shm")
         if text := problem_of_room(ranks):
-            time.sleep(0 if told(RANK) in (None, 0) else 2)  # the first rank tells it, before the launcher ends all
+            time.sleep(0 if launcher_number(RANK) in (None, 0) else 2)  # the first rank tells it first
             raise CommError(text)
     if rc.threads:
         levels = {"single": mpi.THREAD_SINGLE, "funneled": mpi.THREAD_FUNNELED, "serialized": mpi.THREAD_SERIALIZED}
@@ -147,10 +150,10 @@ def clean(files: Iterable[Path]) -> None:
 def report_left(files: list[Path]) -> str:
     """Return how much dead runs left, and what removes it."""
     which = f"{len(files)} file{'s' * (len(files) > 1)}"
-    return f"dead runs left {which} there, {format_bytes(held(files))}; parlinalg doctor --clean removes them"
+    return f"dead runs left {which} there, {format_bytes(bytes_held(files))}; parlinalg doctor --clean removes them"
 
 
-def held(files: Iterable[Path]) -> int:
+def bytes_held(files: Iterable[Path]) -> int:
     """Return the bytes of memory that these files hold."""
     total = 0
     for path in files:
@@ -183,7 +186,7 @@ def _taken_by_siblings() -> int:
     total = 0
     for path, pids in _holders().items():
         if Path(path).name.startswith(OWN) and any(_parent(pid) == os.getppid() for pid in pids):
-            total += held([Path(path)])
+            total += bytes_held([Path(path)])
     return total
 
 
@@ -197,3 +200,149 @@ def _parent(pid: int) -> int:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
+
+
+#: Set by mpiexec of Open MPI, and of MPICH and its kin (Hydra); also where Slurm starts their daemons.
+MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How this process was started.
+
+    Attributes
+    ----------
+    by : {"mpiexec", "srun", "one"}
+        "one": alone.
+    ranks, rank : int
+        How many processes were started together, and which of them this is, as the launcher says (mpiexec does not say
+        the rank alike everywhere: then −1).
+    """
+
+    by: str
+    ranks: int = 1
+    rank: int = 0
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Launched:
+    """How this process was started, by the variables that launchers set.
+
+    A script of sbatch is one process, though Slurm tells it how many tasks there may be; those that srun starts have a
+    step of their own.
+
+    >>> launched({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"})
+    Launched(by='srun', ranks=8, rank=3)
+    >>> launched({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).by
+    'one'
+    """
+    env = os.environ if environ is None else environ
+    if not any(name in env for name in MPIEXEC):
+        tasks, rank = _number_in(env, "SLURM_STEP_NUM_TASKS"), _number_in(env, "SLURM_PROCID")
+        if tasks is not None and rank is not None:
+            return Launched("srun", tasks, rank)
+    ranks = max((_number_in(env, name) or 1 for name in SIZES), default=1)
+    return Launched("mpiexec", ranks, -1) if any(name in env for name in SIZES) else Launched("one")
+
+
+def launch_problem(size: int, rank: int, environ: Mapping[str, str] | None = None) -> str:
+    """What is wrong where MPI says that this is `rank` of `size`; an empty text if nothing is."""
+    found = launched(environ)
+    if found.by != "srun":
+        return ""
+    if size == 1 and found.ranks > 1:
+        return (
+            f"srun started {found.ranks} processes, but each sees only itself: Slurm and MPI did not meet.  Start with "
+            "srun --mpi=pmi2 (MPICH, Intel MPI) or srun --mpi=pmix (Open MPI; `srun --mpi=list` shows what there is), "
+            "or with mpiexec in the job; one task alone is srun -n 1"
+        )
+    if (size, rank) != (found.ranks, found.rank):
+        return (
+            f"MPI says that this is rank {rank} of {size}, Slurm that it is task {found.rank} of {found.ranks}: start "
+            "all tasks of the job step by one srun, with one --mpi, or use mpiexec in the job"
+        )
+    return ""
+
+
+def _number_in(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name, "").strip()
+    return int(text) if text.isdigit() else None
+
+
+RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+"""What Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm tell each process."""
+
+
+def place_on_node(comm: Comm) -> tuple[int, int]:
+    """This process's number among the ranks started on its node, and how many they are.
+
+    A communicator of some of the ranks does not know the others, who share the node's cores and GPUs all the same; the
+    launcher does.
+    """
+    rank, size = launcher_number(RANK), launcher_number(SIZE)
+    return (
+        comm.local_rank if rank is None else rank,
+        comm.local_size if size is None else max(size, comm.local_size),
+    )
+
+
+def launcher_number(names: tuple[str, ...]) -> int | None:
+    """Return the number that the launcher gave under the first of these names; None if it gave none."""
+    return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), None)
+
+
+def ranks_map(comm: Comm) -> list[dict[str, Any]]:
+    """Where the ranks are: `{"rank", "host", "pid"}` for each, on every rank.  Collective.
+
+    When a rank is killed the launcher names its process only; this list, printed at the start, says which rank it was.
+    """
+    mine = {"rank": comm.world_ranks[comm.rank], "host": socket.gethostname(), "pid": os.getpid()}
+    return comm.share(mine)
+
+
+def about_mpi() -> dict[str, str]:
+    """Facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
+    try:
+        own = version("mpi4py")
+    except PackageNotFoundError:
+        return {"problem": "mpi4py is not installed"}
+    try:
+        MPI = start_mpi()
+    except CommError as error:
+        return {"problem": str(error)}
+    except (ImportError, RuntimeError) as error:
+        return {"problem": f"mpi4py {own} cannot load an MPI library: {error}"}
+    name, numbers = MPI.get_vendor()
+    levels = {
+        MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }  # fmt: skip
+    return {
+        "library": f"{name} {'.'.join(map(str, numbers))}",
+        "standard": ".".join(map(str, MPI.Get_version())),
+        "mpi4py": own,
+        "threads": levels[MPI.Query_thread()],
+    }
+
+
+def try_gpu_buffers() -> None:
+    """Send one GPU buffer to this process itself by MPI: the trial that `parlinalg doctor` runs in a child process.
+
+    Prints "yes" if the values arrive; an MPI that does not know GPU memory fails, or ends the process.
+    """
+    import numpy as np
+    from mpi4py import MPI
+
+    from parlinalg.backend import select
+
+    backend = select("cupy")
+    sent = backend.from_host(np.arange(1000, dtype=np.float64))
+    received = backend.zeros(1000, np.float64)
+    backend.synchronize()
+    request = MPI.COMM_SELF.Irecv((received, 1000, MPI.DOUBLE), 0, 7)
+    MPI.COMM_SELF.Send((sent, 1000, MPI.DOUBLE), 0, 7)
+    request.Wait()
+    MPI.COMM_SELF.Allreduce(MPI.IN_PLACE, (received, 1000, MPI.DOUBLE), MPI.SUM)
+    backend.synchronize()
+    print("yes" if (backend.to_host(received) == np.arange(1000)).all() else "values are lost")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parlinalg.comm.handle import DONE, Handle
+from parlinalg.comm.base import DONE, Handle
 from parlinalg.comm.ledger import Book, opened
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from zlib import crc32
 
 import numpy as np
 
-from parlinalg.comm.patience import wait_asleep
-from parlinalg.comm.report import grouped, ranks_text
 from parlinalg.comm.startup import start_mpi
+from parlinalg.comm.watch import grouped, ranks_text, wait_asleep
 from parlinalg.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.ufuncs import PRODUCT
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.matmul.assign import assign

@@ -19,7 +19,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.comm.shared import common
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid

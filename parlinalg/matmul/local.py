@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, halves, namespace
 from parlinalg.backend.blas import add_product, added
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.plan import Plan
 
 Block = Any

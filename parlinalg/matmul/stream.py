@@ -19,8 +19,8 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
 from parlinalg.backend.blas import add_product
+from parlinalg.backend.halves import is_half
 from parlinalg.comm import Handle
-from parlinalg.comm.half import is_half
 from parlinalg.errors import PlanError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, index_of

@@ -14,7 +14,7 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.autograd.ops.dispatch import add_bias
 from parlinalg.autograd.ops.routing import Queues
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut, span_of

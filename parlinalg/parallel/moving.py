@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.autograd import Parameter
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.parallel.handlers import Treatment
 
 #: Buckets at a time whose sums take memory of their own: when another starts the oldest is waited for.  All ranks do so

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import GradientAccumulator, most_bytes
 from parlinalg.autograd.tape import Node, tracing, walking
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut

@@ -15,8 +15,8 @@ from typing import Any
 
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import GradientAccumulator
+from parlinalg.backend.halves import is_half
 from parlinalg.comm import Handle
-from parlinalg.comm.half import is_half
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, place

@@ -15,7 +15,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
-from parlinalg.comm.handle import Handle
+from parlinalg.comm.base import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import local
 from parlinalg.layout import Layout

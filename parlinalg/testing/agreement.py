@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from parlinalg.comm.launchers import launched
+from parlinalg.comm.startup import launched
 from parlinalg.comm.verdicts import Verdict, Verdicts, together
 
 Result = TypeVar("Result")

@@ -10,8 +10,7 @@ from types import TracebackType
 from parlinalg.backend.blas import place as cores
 from parlinalg.backend.blas import set_blas_threads, sharing
 from parlinalg.comm import Comm, SingleComm, open_comm
-from parlinalg.comm.launchers import launched
-from parlinalg.comm.place import place_on_node
+from parlinalg.comm.startup import launched, place_on_node
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid

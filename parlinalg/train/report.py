@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from parlinalg.autograd import Parameter
 from parlinalg.comm import Book, Comm, ledger
-from parlinalg.comm.places import ranks_map
+from parlinalg.comm.startup import ranks_map
 from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError

@@ -187,9 +187,9 @@ def test_sums_of_16_bits_are_formed_in_32(comm: Comm) -> None:
 def test_sums_of_integers_wrap_around(comm: Comm, wait: bool, saturates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NumPy's do, also where the MPI library's own would stop at the largest number."""
     if comm.size > 1:
-        from parlinalg.comm import datatypes
+        from parlinalg.comm import mpi
 
-        monkeypatch.setattr(datatypes, "SATURATES", saturates or datatypes.SATURATES)
+        monkeypatch.setattr(mpi, "SATURATES", saturates or mpi.SATURATES)
     for dtype in filter(lambda d: d.kind in "iu", NUMBERS):
         n, top = 100, np.iinfo(dtype).max
         terms = np.array([np.arange(n).astype(dtype) + dtype.type(top // 2 + r) for r in range(comm.size)])

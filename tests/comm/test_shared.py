@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from parlinalg.comm import in_place, ledger, shared
+from parlinalg.comm import algorithms, ledger, shared
 from parlinalg.comm.shared import beside, common, terms
 
 pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
@@ -198,7 +198,7 @@ def test_an_error_between_the_phases_is_no_success(group, monkeypatch: pytest.Mo
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(in_place, "np", SimpleNamespace(empty=fails))
+        patch.setattr(algorithms, "np", SimpleNamespace(empty=fails))
         with pytest.raises(MemoryError):
             handle.wait()
     handle.wait()  # again, and now there is room

@@ -84,7 +84,7 @@ def test_what_dead_runs_left_is_found_and_removed(folder: Path, holder: Path) ->
     assert startup.leftovers(0) == [dead, young]
     with young.open():
         assert startup.leftovers(0) == [dead]
-    assert startup.held([dead, folder / "gone"]) == 8192
+    assert startup.bytes_held([dead, folder / "gone"]) == 8192
     assert "left 1 file there, 8.00 KiB; parlinalg doctor --clean removes them" in startup.report_left([dead])
     startup.clean([dead, folder / "gone"])
     assert not dead.exists()

@@ -12,7 +12,7 @@ from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
-from parlinalg.comm.half import is_half
+from parlinalg.backend.halves import is_half
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 

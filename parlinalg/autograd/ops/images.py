@@ -22,9 +22,9 @@ from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.blas import add_product
 from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import is_half
 from parlinalg.backend.kernels import images as kernels
 from parlinalg.backend.kernels.images import Band, Windows
-from parlinalg.comm.half import is_half
 from parlinalg.layout import Layout
 from parlinalg.matmul.local import gemm
 from parlinalg.plan import Plan
