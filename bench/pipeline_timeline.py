@@ -23,11 +23,9 @@ import harness
 from gpt import Sizes
 from pipeline_parlinalg import prepared, ranks
 
-from parlinalg.pipeline.costs import Costs
 from parlinalg.pipeline.drawing import chrome, overlay, png
-from parlinalg.pipeline.predict import costs_of, predict
 from parlinalg.pipeline.schedule import Op, Schedule
-from parlinalg.pipeline.simulate import Span
+from parlinalg.pipeline.simulate import Costs, Span, measured_costs, predict
 
 MODEL = "512x8x8x256x8x2048"
 """d, layers, heads, sequence, batch, vocabulary."""
@@ -47,7 +45,7 @@ def counts(layers: int, stages: int) -> list[int]:
 def typical(schedule: Schedule, steps: Sequence[Sequence[Span]], cores: int) -> Costs:
     """The stages' costs: of each step their medians, or shortest where ranks share cores; of those the medians."""
     alone = cores >= schedule.ranks
-    found = [costs_of(schedule, spans, pick=median if alone else min) for spans in steps]
+    found = [measured_costs(schedule, spans, pick=median if alone else min) for spans in steps]
     times = {
         name: [median(column) for column in zip(*(getattr(costs, name) for costs in found), strict=True)]
         for name in ("forward", "backward", "weight", "reduce")

@@ -28,10 +28,9 @@ from parlinalg import nn
 from parlinalg.autograd import no_sync, ops
 from parlinalg.datasets import Batch
 from parlinalg.pipeline import AsynchronousWorker, Op, make, split
-from parlinalg.pipeline.costs import Costs
-from parlinalg.pipeline.predict import predict
-from parlinalg.pipeline.stage import Stage
-from parlinalg.pipeline.stagewalk import Passage
+from parlinalg.pipeline.model import Stage
+from parlinalg.pipeline.run import InFlight
+from parlinalg.pipeline.simulate import Costs, predict
 from parlinalg.pipeline.worker import Worker
 
 REPEATS = 9
@@ -70,7 +69,7 @@ class Prepared:
 def prepared(name: str, sizes: Sizes, microbatches: int, counts: list[int], runs: int) -> Prepared:
     """All that trains, on this rank."""
     mesh = pla.launch({"parallel": {"pipeline": ranks()}}, backend="numpy")
-    size = mesh.place.size
+    size = mesh.topology.size
     late = name.startswith("pipedream")
     chunks = len(counts) // size if name == "interleaved" else None
     schedule = make(name, size, microbatches * (runs if late else 1), chunks, every=microbatches if late else None)
@@ -79,7 +78,7 @@ def prepared(name: str, sizes: Sizes, microbatches: int, counts: list[int], runs
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, grid=mesh.grid, scheme=mesh.scheme,
         tie_word_embeddings=False,
     )  # fmt: skip
-    model = split(whole, mesh.place, schedule, counts).initialize(0)
+    model = split(whole, mesh.topology, schedule, counts).initialize(0)
     model.load_state_dict(
         {n: value.reshape(model.inventory[n].shape) for n, value in weights(sizes, tied=False).items()}
     )
@@ -118,7 +117,7 @@ def cut(batch: tuple[np.ndarray, np.ndarray], microbatches: int, model: Any) -> 
 # ------------------------------------------------------------------ what stages take
 def costs(made: Prepared, sizes: Sizes) -> Costs:
     """What passes of one microbatch, messages and steps take: medians."""
-    worker, place = made.worker, made.mesh.place
+    worker, place = made.worker, made.mesh.topology
     batch = made.data[0][0]
     mine = [[stage.number, *passes(stage, batch, made, sizes)] for stage in worker.model.chunks]
     told = worker.comm.share([mine, *steps(made)])
@@ -147,10 +146,10 @@ def passes(stage: Stage, batch: Batch, made: Prepared, sizes: Sizes) -> tuple[fl
         with no_sync(), nn.training_step(0):
             y = stage(batch.x if stage.first else given[0])
             if stage.last:
-                passage = Passage(made.mesh.grid, given)
+                passage = InFlight(made.mesh.grid, given)
                 passage.add(Text().losses_of(y, batch)[0], 1.0)
             else:
-                passage = Passage(made.mesh.grid, given, [y])
+                passage = InFlight(made.mesh.grid, given, [y])
             times.append(perf_counter())
             passage.backward(() if stage.last else [x.copy()], later=later)
             times.append(perf_counter())
@@ -178,7 +177,7 @@ def steps(made: Prepared) -> tuple[float, float]:
         settling.append(perf_counter() - start)
         made.mesh.world.barrier()
         start = perf_counter()
-        if isinstance(worker, AsynchronousWorker) and worker.schedule.versions[worker.place.rank] > 1:
+        if isinstance(worker, AsynchronousWorker) and worker.schedule.versions[worker.topology.rank] > 1:
             stash = worker.stash
             stash.begin()
             stash.advance(keep=True)
@@ -193,7 +192,7 @@ def steps(made: Prepared) -> tuple[float, float]:
 
 def messages(made: Prepared, sizes: Sizes) -> float:
     """Seconds that a microbatch's activations take from one rank to the next."""
-    place, comm = made.mesh.place, made.worker.comm
+    place, comm = made.mesh.topology, made.worker.comm
     block = np.zeros((len(made.data[0][0]), sizes.seq, sizes.d), np.float32)
     pair = (place.ranks[0][0], place.ranks[1][0])
     found = [0.0]

@@ -84,10 +84,10 @@ def _model(kind: Any, folder: Path, mesh: Mesh, dtype: str | None) -> Any:
     """The folder's model, whole on this rank's grid or cut into a pipeline's stages."""
     if mesh.schedule is None:
         return kind.from_pretrained(folder, mesh.scheme, mesh.grid, dtype)
-    from parlinalg.pipeline.pretrained import from_pretrained
+    from parlinalg.pipeline.build import from_pretrained
 
     return from_pretrained(
-        kind, folder, mesh.place, mesh.schedule, mesh.scheme, mesh.grid, dtype, partition=mesh.parallel.partition
+        kind, folder, mesh.topology, mesh.schedule, mesh.scheme, mesh.grid, dtype, partition=mesh.parallel.partition
     )
 
 

@@ -36,9 +36,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the timeline, and write the files asked for."""
-    from parlinalg.pipeline.costs import Costs
     from parlinalg.pipeline.schedules import make
-    from parlinalg.pipeline.simulate import simulate
+    from parlinalg.pipeline.simulate import Costs, simulate
 
     schedule = make(args.name, args.stages, args.microbatches, args.chunks, every=args.every)
     forward, backward, weight = _costs(args.costs)

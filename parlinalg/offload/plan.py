@@ -84,8 +84,8 @@ class OffloadPlan:
             On all ranks, those of other stages too, if a folder cannot be written or a disk is too small on any.
         """
         made = Offload(self)
-        place = getattr(self.model, "place", None)
-        everyone = [] if place is None else [place.world]
+        topology = getattr(self.model, "topology", None)
+        everyone = [] if topology is None else [topology.world]
         try:
             together(everyone, made.start, "offloading its stages", (ConfigError, OffloadError))
         except BaseException:
@@ -208,8 +208,8 @@ def _enough(model: Module, table: Table, limit: int, movable: set[str], short: b
             f"and {format_bytes(least)} with all offloaded that can be; the least limit that works is {least} bytes"
             f"{hint}"
         )
-    place = getattr(model, "place", None)
-    told = [(least, text)] if place is None else place.world.share((least, text))
+    topology = getattr(model, "topology", None)
+    told = [(least, text)] if topology is None else topology.world.share((least, text))
     if any(text for _, text in told):
         raise ConfigError(max(told, key=lambda each: each[0])[1])
 

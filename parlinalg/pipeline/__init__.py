@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from parlinalg import hints
 from parlinalg.pipeline.asynchronous import AsynchronousWorker
 from parlinalg.pipeline.build import build_by_hand, build_pipeline_model, build_pipeline_model_from_cfg
-from parlinalg.pipeline.model import PipelineModel, split
-from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.model import PipelineModel, Stage, split
 from parlinalg.pipeline.registry import register, registered
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
 from parlinalg.pipeline.schedules import discover, make
-from parlinalg.pipeline.stage import Stage
+from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.pipeline.worker import Worker
 
 __all__ = [
@@ -19,7 +18,7 @@ __all__ = [
     "Instruction",
     "Op",
     "PipelineModel",
-    "Place",
+    "PipelineTopology",
     "Schedule",
     "Stage",
     "Worker",

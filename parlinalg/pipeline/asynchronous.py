@@ -1,21 +1,142 @@
-"""Asynchronous schedules: the weights change while microbatches are under way (PipeDream, PipeDream-2BW)."""
+"""Asynchronous schedules: the weights change while microbatches are in flight (PipeDream, PipeDream-2BW).
+
+A rank keeps versions of its weights: the newest one, which the optimizer updates, and older ones that microbatches
+still need ("weight stashing": Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from parlinalg.array import DistArray
+from parlinalg.autograd import Owner, Parameter
+from parlinalg.backend.views import address
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError
 from parlinalg.nn.auxiliary import term_weights
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.run import Run
-from parlinalg.pipeline.schedule import Instruction, Op, Schedule
-from parlinalg.pipeline.stash import Stash
-from parlinalg.pipeline.versions import kept
-from parlinalg.pipeline.worker import Work, Worker
+from parlinalg.pipeline.run import ScheduleRun
+from parlinalg.pipeline.schedule import Instruction, Op, Schedule, versions_kept
+from parlinalg.pipeline.worker import Task, Worker
+
+Block = Any
+
+
+class WeightStash:
+    """Versions of the values of an optimizer's parameters, numbered by the steps behind them.
+
+    Before a step whose old version is still needed, the newest values move to other memory, a copy; so what the tape
+    holds of the old ones stays as it is.  Memory of versions that are dropped is used again.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+
+    Raises
+    ------
+    ConfigError
+        If values do not rest where they are worked with: fetched ahead (ZeRO-3) or offloaded.
+
+    Attributes
+    ----------
+    newest : int
+        The steps behind the newest version, since `begin`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parameters = [p for p in optimizer.parameters if p.requires_grad]
+        for p in self.parameters:
+            if p.gatherer is not None or p.data.RESTS:
+                how = "fetched ahead of their use" if p.gatherer is not None else "offloaded"
+                raise ConfigError(
+                    f"asynchronous schedules keep versions of weights in memory, and {p.name!r} is {how}; use zero "
+                    "stage 0, 1 or 2 and no offload of parameters, or a synchronous schedule such as 1f1b"
+                )
+        self._free: dict[tuple[int, str], list[Block]] = {}
+        self._made: set[int] = set()
+        """The addresses of memory that is this stash's own."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to count again: the values as they are now are version 0, and the only one."""
+        self.newest = 0
+        self._versions: dict[int, list[DistArray]] = {0: [p.data for p in self.parameters]}
+        self._used = 0
+
+    def __len__(self) -> int:
+        """How many versions there are."""
+        return len(self._versions)
+
+    def use(self, version: int) -> None:
+        """Have the parameters be a version."""
+        if version != self._used:
+            for p, data in zip(self.parameters, self._versions[version], strict=True):
+                p.data = data
+            self._used = version
+
+    def advance(self, keep: bool) -> None:
+        """Be ready for a step that makes the next version, of the newest.  Collective over the axes of shards.
+
+        Parameters
+        ----------
+        keep : bool
+            Whether the one before stays.
+        """
+        self.use(self.newest)
+        before = [p.data for p in self.parameters]
+        self.optimizer.arrange()  # where the optimizer wants them; at the first step they move there, copied
+        if keep:
+            self._move([p for p, old in zip(self.parameters, before, strict=True) if p.data is old])
+            self._versions[self.newest] = before
+        else:
+            del self._versions[self.newest]
+        self.newest += 1
+        self._versions[self.newest] = [p.data for p in self.parameters]
+        self._used = self.newest
+
+    def drop(self, version: int) -> None:
+        """Forget a version that is not the newest; nothing may need it any more."""
+        for place, base in _bases(self._versions.pop(version)).items():
+            if place in self._made:
+                self._free.setdefault((base.size, base.dtype.str), []).append(base)
+
+    def _move(self, parameters: Sequence[Parameter]) -> None:
+        """Copy the values to other memory, side by side as they are."""
+        places = _bases([p.data for p in parameters])
+        fresh = {place: self._copy(base, parameters[0].grid.backend) for place, base in places.items()}
+        for p in parameters:
+            base = _base(p.block)
+            place = address(base)
+            at = (address(p.block) - place) // p.dtype.itemsize
+            block = fresh[place][at : at + p.block.size].reshape(p.block.shape)
+            p.data = DistArray(block, p.shape, p.layout, p.grid)
+        owners: dict[int, Owner] = {id(o): o for p in parameters if p.shard is not None and (o := p.shard.owner)}
+        for owner in owners.values():
+            owner.moved(fresh)
+        self.optimizer.moved()
+
+    def _copy(self, base: Block, backend: Any) -> Block:
+        free = self._free.get((base.size, base.dtype.str))
+        new = free.pop() if free else backend.empty(base.size, base.dtype)
+        self._made.add(address(new))
+        new[...] = base.reshape(-1)
+        return new
+
+
+def _base(block: Block) -> Block:
+    """The array whose memory a block is in."""
+    return block if block.base is None else block.base
+
+
+def _bases(versions: Sequence[DistArray]) -> dict[int, Block]:
+    """The arrays in which blocks lie, by their addresses; none without elements."""
+    return {address(base): base for base in (_base(data.block) for data in versions) if base.size}
+
 
 USES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
@@ -42,7 +163,7 @@ class AsynchronousWorker(Worker):
     Raises
     ------
     ConfigError
-        On all ranks, if stages share parameters, or values do not rest where they are worked with (see `Stash`).
+        On all ranks, if stages share parameters, or values do not rest where they are worked with (see `WeightStash`).
     ScheduleError
         On all ranks, if the schedule is wrong.
     """
@@ -51,9 +172,9 @@ class AsynchronousWorker(Worker):
         self, model: PipelineModel, schedule: Schedule, optimizer: Optimizer, reducer: GradientReducer | None = None,
         update: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        refuse(model, schedule)
+        check_trainable(model, schedule)
         self.optimizer = optimizer
-        self.stash = Stash(optimizer)
+        self.stash = WeightStash(optimizer)
         self.update = update or self._update
         super().__init__(model, schedule, reducer)
 
@@ -61,14 +182,14 @@ class AsynchronousWorker(Worker):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self, batches: Sequence[Batch], work: Work, step: int, factor: float = 1.0) -> dict[str, float]:
+    def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float = 1.0) -> dict[str, float]:
         """A run: as many steps of the optimizer as the schedule has.  Collective.
 
         Parameters
         ----------
         batches : sequence of Batch
             The microbatches, as for `Worker.step`; fewer end with a step of those that are left.
-        work : Work
+        work : Task
         step : int
             The number of the run, for dropout.
         factor : float
@@ -82,27 +203,27 @@ class AsynchronousWorker(Worker):
         return super().step(batches, work, step, factor)
 
     def _fewer(self, microbatches: int) -> Schedule:
-        return shorter(self.schedule, microbatches)
+        return truncated(self.schedule, microbatches)
 
-    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Work) -> Run:
-        steps = any(i.op is Op.STEP for i in schedule.orders[self.place.rank])
+    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Task) -> ScheduleRun:
+        steps = any(i.op is Op.STEP for i in schedule.orders[self.topology.rank])
         return AsynchronousRun(self, schedule, batches, work) if steps else super()._run(schedule, batches, work)
 
 
-class AsynchronousRun(Run):
+class AsynchronousRun(ScheduleRun):
     """Does a rank's order, with the version of the weights that each pass is to have."""
 
     def __init__(
-        self, worker: AsynchronousWorker, schedule: Schedule, batches: Sequence[Batch], work: Work
+        self, worker: AsynchronousWorker, schedule: Schedule, batches: Sequence[Batch], work: Task
     ) -> None:  # fmt: skip
         super().__init__(worker, schedule, batches, work)
         self.updates, self.stash = worker.update, worker.stash
-        rank = worker.place.rank
+        rank = worker.topology.rank
         self.version = [schedule.weights_of(rank, j) for j in range(len(batches))]
-        self.place = {i: at for at, i in enumerate(self.order)}
-        self.last_use = {self.version[i.microbatch]: at for i, at in self.place.items() if i.op in USES}
-        """Of each version, the place of the last pass that has it."""
-        self.shares, self.weights = shares(
+        self.order_index = {i: at for at, i in enumerate(self.order)}
+        self.last_use = {self.version[i.microbatch]: at for i, at in self.order_index.items() if i.op in USES}
+        """Of each version, the index of the last pass that has it."""
+        self.shares, self.weights = loss_weights(
             self.order, [len(batch) for batch in batches], [batch.count for batch in batches]
         )
         for op in USES:
@@ -127,7 +248,7 @@ class AsynchronousRun(Run):
             self.stash.use(version)
             self.factor = self.whole * self.shares[i.microbatch]
             does(i)
-            if self.last_use[version] == self.place[i] and version != self.stash.newest:
+            if self.last_use[version] == self.order_index[i] and version != self.stash.newest:
                 self.stash.drop(version)
 
         return done
@@ -135,11 +256,11 @@ class AsynchronousRun(Run):
     def make_step(self, i: Instruction) -> None:
         """A step of the optimizer: the newest version is changed, and stays where it is still needed."""
         newest = self.stash.newest
-        self.stash.advance(keep=self.last_use.get(newest, -1) > self.place[i])
+        self.stash.advance(keep=self.last_use.get(newest, -1) > self.order_index[i])
         self.updates()
 
 
-def refuse(model: PipelineModel, schedule: Schedule) -> None:
+def check_trainable(model: PipelineModel, schedule: Schedule) -> None:
     """Raise a ConfigError unless a schedule is asynchronous and a model can be trained by it."""
     if not schedule.asynchronous:
         raise ConfigError(f"the schedule {schedule.name!r} is synchronous: it takes a Worker, which makes no steps")
@@ -152,7 +273,7 @@ def refuse(model: PipelineModel, schedule: Schedule) -> None:
         )
 
 
-def shares(
+def loss_weights(
     order: Sequence[Instruction], rows: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """For each microbatch one over the losses of its step, and the weight of the terms that layers add.
@@ -174,7 +295,7 @@ def shares(
     return found, weights
 
 
-def shorter(schedule: Schedule, microbatches: int) -> Schedule:
+def truncated(schedule: Schedule, microbatches: int) -> Schedule:
     """The first microbatches of an asynchronous schedule; those that make no whole step make one at the end."""
     orders = []
     for order in schedule.orders:
@@ -184,5 +305,5 @@ def shorter(schedule: Schedule, microbatches: int) -> Schedule:
             own += [Instruction(op, 0, microbatches - 1) for op in (Op.REDUCE_GRADIENTS, Op.STEP)]
         orders.append(tuple(own))
     weights = tuple(of_rank[:microbatches] for of_rank in schedule.weights)
-    versions = tuple(kept(order, used) for order, used in zip(orders, weights, strict=True))
+    versions = tuple(versions_kept(order, used) for order, used in zip(orders, weights, strict=True))
     return replace(schedule, microbatches=microbatches, orders=tuple(orders), versions=versions, weights=weights)

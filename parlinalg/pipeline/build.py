@@ -1,12 +1,14 @@
-"""Pipelines from lists of layers, from data, and from stages that users build by hand."""
+"""Pipelines from lists of layers, from data, from pretrained weights, and from stages that users build by hand."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from parlinalg.array.create import dtype_named
 from parlinalg.comm.together import together
@@ -15,25 +17,34 @@ from parlinalg.grid import Grid
 from parlinalg.nn.containers import Sequential
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
+from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline import registry
-from parlinalg.pipeline.model import Held, Partition, PipelineModel, grid_of, inventory_of, listed_layers, split
-from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.model import (
+    ParameterInfo,
+    Partition,
+    PipelineModel,
+    grid_of,
+    inventory_of,
+    listed_layers,
+    split,
+)
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.schemes import Scheme
 
 
-class Where(Protocol):
+class MeshLike(Protocol):
     """What a pipeline is built on; `parlinalg.launch` gives one."""
 
     grid: Grid
     scheme: Scheme
-    place: Place
+    topology: PipelineTopology
     schedule: Schedule | None
 
 
 def build_pipeline_model(
-    model: Module, num_chunks: int = 1, *, mesh: Where | None = None, partition: Partition | None = None,
+    model: Module, num_chunks: int = 1, *, mesh: MeshLike | None = None, partition: Partition | None = None,
     sample: Any = None, schedule: Schedule | None = None, seed: int | None = None,
 ) -> PipelineModel:  # fmt: skip
     """Cut a model into stages, and keep this rank's.  Collective.
@@ -68,12 +79,12 @@ def build_pipeline_model(
     mesh = _mesh(getattr(grid_of(model), "mesh", None) if mesh is None else mesh)
     if partition is None:
         partition = getattr(getattr(mesh, "parallel", None), "partition", "uniform")
-    made = split(model, mesh.place, _schedule(mesh, num_chunks, schedule), partition, sample)
+    made = split(model, mesh.topology, _schedule(mesh, num_chunks, schedule), partition, sample)
     return made if seed is None else made.initialize(seed)
 
 
 def build_pipeline_model_from_cfg(
-    cfg: Mapping[str, Any] | Sequence[Any], num_chunks: int = 1, *, mesh: Where | None = None,
+    cfg: Mapping[str, Any] | Sequence[Any], num_chunks: int = 1, *, mesh: MeshLike | None = None,
     partition: Partition | None = None, sample: Any = None, schedule: Schedule | None = None, seed: int | None = None,
     dtype: Any = None,
 ) -> PipelineModel:  # fmt: skip
@@ -109,7 +120,9 @@ def build_pipeline_model_from_cfg(
     config = getattr(mesh, "config", None)
     dtype = dtype or options.get("dtype") or getattr(config, "model_dtype", None)
     model = together(
-        mesh.place.world, lambda: sequential(options["layers"], mesh.scheme, mesh.grid, dtype), "building the model"
+        mesh.topology.world,
+        lambda: sequential_from_cfg(options["layers"], mesh.scheme, mesh.grid, dtype),
+        "building the model",
     )
     partition = options.get("partition") if partition is None else partition
     return build_pipeline_model(
@@ -117,7 +130,7 @@ def build_pipeline_model_from_cfg(
     )  # fmt: skip
 
 
-def sequential(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = None) -> Sequential:
+def sequential_from_cfg(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = None) -> Sequential:
     """The layers that are given as data, one after the other, declared.
 
     Linear layers without a `kind` go alternately into a block and out of it, as those of `nn.MLP`.
@@ -128,7 +141,7 @@ def sequential(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = N
         made_dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype
     except TypeError as error:
         raise ConfigError(f"dtype must be such as 'float32' or 'float64', not {dtype!r}") from error
-    place = registry.placed(scheme, grid, made_dtype)
+    place = {"scheme": scheme, "grid": grid, "dtype": made_dtype}
     made, inward = [], True
     for i, given in enumerate(layers):
         if isinstance(given, Mapping) and given.get("type") == "Linear":
@@ -141,7 +154,7 @@ def sequential(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = N
 
 
 def build_by_hand(
-    chunks: Module | Iterable[Module], *, mesh: Where | None = None, schedule: Schedule | None = None,
+    chunks: Module | Iterable[Module], *, mesh: MeshLike | None = None, schedule: Schedule | None = None,
     seed: int | None = None,
 ) -> PipelineModel:  # fmt: skip
     """A pipeline of stages that users build themselves, each rank those that `mesh.rank("pipeline")` is to hold.
@@ -164,18 +177,18 @@ def build_by_hand(
     """
     given: list[Any] = [chunks] if isinstance(chunks, Module) or not isinstance(chunks, Iterable) else list(chunks)
     mesh = _mesh(mesh)
-    place, schedule = mesh.place, _schedule(mesh, max(1, len(given)), schedule, by_hand=True)
-    held = schedule.chunks[place.rank]
+    topology, schedule = mesh.topology, _schedule(mesh, max(1, len(given)), schedule, by_hand=True)
+    held = schedule.chunks[topology.rank]
     problem = ""
     if strange := [each for each in given if not isinstance(each, Module)]:
-        problem = f"rank {place.world.rank} builds a stage by hand that is {strange[0]!r}, no Module"
+        problem = f"rank {topology.world.rank} builds a stage by hand that is {strange[0]!r}, no Module"
     elif len(given) != len(held):
         problem = (
-            f"rank {place.world.rank} builds {len(given)} stages by hand, but {schedule.name} gives it {len(held)}"
+            f"rank {topology.world.rank} builds {len(given)} stages by hand, but {schedule.name} gives it {len(held)}"
         )
-    for told in place.world.share(problem):
-        if told:
-            raise ConfigError(f"{told}: give one module for each of schedule.chunks[mesh.rank('pipeline')]")
+    for theirs in topology.world.share(problem):
+        if theirs:
+            raise ConfigError(f"{theirs}: give one module for each of schedule.chunks[mesh.rank('pipeline')]")
     whole = Module()
     whole.grid, whole.scheme = mesh.grid, mesh.scheme
     parts = {}
@@ -187,16 +200,16 @@ def build_by_hand(
         name: [list(one.shape), one.dtype.name, one.buffer, *one.stages]
         for name, one in inventory_of(whole, parts).items()
     }  # fmt: skip
-    first = place.world.rank == place.ranks[place.rank][0]
-    told = place.world.share([mine, {n: len(part) for n, part in parts.items()}] if first else [{}, {}])
+    first = topology.world.rank == topology.ranks[topology.rank][0]
+    everyone = topology.world.share([mine, {n: len(part) for n, part in parts.items()}] if first else [{}, {}])
     inventory, counts = {}, {}
     for number in range(schedule.stages):
-        theirs, lengths = told[place.ranks[schedule.holder(number)][0]]
+        theirs, lengths = everyone[topology.ranks[schedule.holder(number)][0]]
         counts[number] = lengths[str(number)]
         for name, (shape, dtype, buffer, stage) in theirs.items():
             if stage == number:
-                inventory[name] = Held(tuple(shape), np.dtype(dtype_named(dtype)), (stage,), buffer)
-    made = PipelineModel(whole, parts, list(counts.values()), inventory, place, schedule)
+                inventory[name] = ParameterInfo(tuple(shape), np.dtype(dtype_named(dtype)), (stage,), buffer)
+    made = PipelineModel(whole, parts, list(counts.values()), inventory, topology, schedule)
     return made if seed is None else made.initialize(seed)
 
 
@@ -241,25 +254,48 @@ class OpenMeshes:
 open_meshes = OpenMeshes()
 
 
-def _mesh(mesh: Any) -> Where:
+def _mesh(mesh: Any) -> MeshLike:
     mesh = open_meshes.only() if mesh is None else mesh
-    if not all(hasattr(mesh, name) for name in ("grid", "scheme", "place")):
-        told = "" if mesh is None else f", not {type(mesh).__name__}"
-        raise ConfigError(f"a pipeline is built on a mesh: give mesh=parlinalg.launch(config){told}")
-    found: Where = mesh
+    if not all(hasattr(mesh, name) for name in ("grid", "scheme", "topology")):
+        given = "" if mesh is None else f", not {type(mesh).__name__}"
+        raise ConfigError(f"a pipeline is built on a mesh: give mesh=parlinalg.launch(config){given}")
+    found: MeshLike = mesh
     return found
 
 
-def _schedule(mesh: Where, chunks: int, given: Schedule | None, by_hand: bool = False) -> Schedule:
+def _schedule(mesh: MeshLike, chunks: int, given: Schedule | None, by_hand: bool = False) -> Schedule:
     """A schedule in which each rank holds so many stages."""
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ConfigError(f"num_chunks is a whole number of at least 1, not {chunks!r}")
     chosen = given or mesh.schedule
-    if chosen is not None and (by_hand or len(chosen.chunks[mesh.place.rank]) == chunks):
+    if chosen is not None and (by_hand or len(chosen.chunks[mesh.topology.rank]) == chunks):
         return chosen
     if given is not None:
         raise ConfigError(
             f"num_chunks={chunks}, but a rank of the schedule {given.name!r} holds {len(given.chunks[0])} stages"
         )
-    ranks = mesh.place.size
+    ranks = mesh.topology.size
     return make("1f1b", ranks, ranks) if chunks == 1 else make("interleaved", ranks, ranks, chunks)
+
+
+def from_pretrained(
+    kind: type[Pretrained], folder: str | os.PathLike[str], topology: PipelineTopology, schedule: Schedule,
+    scheme: Scheme, grid: Grid, dtype: DTypeLike | None = None, *, partition: Partition = "uniform",
+    seed: int = 0, **changes: Any,
+) -> PipelineModel:  # fmt: skip
+    """This rank's stages of the model of a folder; each rank reads what it holds.  Collective over all ranks.
+
+    Parameters
+    ----------
+    kind : type
+        `nn.GPT` or `nn.Llama`, as the folder has it.
+    topology, schedule, partition
+        As of `split`.
+    folder, scheme, grid, dtype, seed, changes
+        As of `kind.from_pretrained`; scheme and grid are those of this rank's stages.
+    """
+    model, values = kind.declared_by(folder, scheme, grid, topology.world, dtype, **changes)
+    cut = split(model, topology, schedule, partition)
+    together(topology.world, lambda: cut.initialize(seed, values=values), f"reading {os.fspath(folder)}")
+    cut.eval()
+    return cut

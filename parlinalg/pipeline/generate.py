@@ -12,11 +12,9 @@ from parlinalg.autograd import Tensor
 from parlinalg.errors import ConfigError
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.generate import evaluating, placed
-from parlinalg.pipeline.edges import Edge, Edges
-from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.roles import first_role, table_of
-from parlinalg.pipeline.stage import Stage
-from parlinalg.pipeline.tree import put_together, take_apart
+from parlinalg.pipeline.model import PipelineModel, Stage
+from parlinalg.pipeline.p2p import P2P, Edge, tree_flatten, tree_unflatten
+from parlinalg.pipeline.resharding import input_role, layout_table
 
 
 class StageCaches:
@@ -40,7 +38,7 @@ class PipelineDecoder:
 
     The tokens of a step pass from stage to stage; of the logits of the last one the first rank of its grid chooses what
     comes next, and tells all.  Where a schedule trains two copies of the model, the first is used.  Making it is
-    collective over all ranks of the mesh; its communicator is freed with the model's place.
+    collective over all ranks of the mesh; its communicator is freed with the model's topology.
 
     Parameters
     ----------
@@ -53,30 +51,30 @@ class PipelineDecoder:
     """
 
     def __init__(self, model: PipelineModel) -> None:
-        if not hasattr(model.whole, "cache"):
+        if not hasattr(model.full_model, "cache"):
             raise ConfigError(
-                f"{type(model.whole).__name__} generates no text: its layers keep no keys and values of earlier "
+                f"{type(model.full_model).__name__} generates no text: its layers keep no keys and values of earlier "
                 "tokens; a GPT and a Llama do"
             )
-        self.model, self.place, self.grid = model, model.place, model.grid
-        self.world = self.place.world
-        self.config: dict[str, Any] = model.whole.config
+        self.model, self.topology, self.grid = model, model.topology, model.grid
+        self.world = self.topology.world
+        self.config: dict[str, Any] = model.full_model.config
         self.holders = [model.holder(number) for number in range(model.stages)]
-        self.chooser = self.place.ranks[self.holders[-1]][0]
+        self.chooser = self.topology.ranks[self.holders[-1]][0]
         self.held: dict[int, Stage] = {stage.number: stage for stage in model.chunks if not stage.copy}
-        self.edges = self._edges()
+        self.p2p = self._p2p()
         self._turn = 0
 
-    def _edges(self) -> Edges:
-        comm, place = self.place.channel(), self.place
+    def _p2p(self) -> P2P:
+        comm, topology = self.topology.channel(), self.topology
         roles = {
-            stage.number: first_role([m for layer in stage.layers for m in layer.modules])
+            stage.number: input_role([m for layer in stage.layers for m in layer.modules])
             for stage in self.held.values()
         }
-        told = comm.share([table_of(self.model.scheme, self.grid.sizes), sorted(roles.items())])
-        first = [told[ranks[0]] for ranks in place.ranks]
+        everyone = comm.share([layout_table(self.model.scheme, self.grid.sizes), sorted(roles.items())])
+        first = [everyone[ranks[0]] for ranks in topology.ranks]
         takes = {Edge(number): role for _, theirs in first for number, role in theirs}
-        return Edges(place, comm, self.grid, [table for table, _ in first], takes)
+        return P2P(topology, comm, self.grid, [table for table, _ in first], takes)
 
     def cache(self, length: int) -> StageCaches:
         """Room for so many tokens, in each of this rank's stages."""
@@ -85,7 +83,7 @@ class PipelineDecoder:
     def evaluating(self) -> AbstractContextManager[Any]:
         """Within it dropout is off."""
         both = ExitStack()
-        both.enter_context(evaluating(self.model.whole))
+        both.enter_context(evaluating(self.model.full_model))
         both.enter_context(evaluating(self.model))
         return both
 
@@ -97,26 +95,26 @@ class PipelineDecoder:
         x: Any = None
         for number, stage in sorted(self.held.items()):
             if stage.first:
-                x = placed(ids, self.model.whole.ids_layout, self.grid)
-            elif self.holders[number - 1] != self.place.rank:
+                x = placed(ids, self.model.full_model.ids_layout, self.grid)
+            elif self.holders[number - 1] != self.topology.rank:
                 x = self._received(number, (batch, tokens))
             x = stage.generate(x, cache.stages[number], cache.length)
-            if not stage.last and self.holders[number + 1] != self.place.rank:
+            if not stage.last and self.holders[number + 1] != self.topology.rank:
                 self._send(number + 1, x, (batch, tokens))
         cache.length += tokens
         values: np.ndarray | None = x.data.gather(root=0) if len(self.holders) - 1 in self.held else None
-        self.edges.finish()
+        self.p2p.finish()
         return None if values is None else values.reshape(batch, -1)
 
     def _send(self, number: int, x: Any, like: tuple[int, int]) -> None:
-        form, tensors = take_apart(x)
+        form, tensors = tree_flatten(x)
         whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
-        self.edges.send(Edge(number), self._turn, self.holders[number], like, form, whole)
+        self.p2p.send(Edge(number), self._turn, self.holders[number], like, form, whole)
 
     def _received(self, number: int, like: tuple[int, int]) -> Any:
         edge = Edge(number)
-        blocks = self.edges.take(self.edges.post(edge, self._turn, self.holders[number - 1], like))
-        frame = self.edges.frame(edge, like)
+        blocks = self.p2p.take(self.p2p.post(edge, self._turn, self.holders[number - 1], like))
+        frame = self.p2p.frame(edge, like)
         leaves = zip(blocks, frame.leaves, strict=True)
         tensors = [Tensor(DistArray(block, leaf.shape, leaf.target, self.grid)) for block, leaf in leaves]
-        return put_together(frame.form, tensors)
+        return tree_unflatten(frame.form, tensors)

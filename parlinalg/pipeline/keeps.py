@@ -12,20 +12,19 @@ from parlinalg.nn.module import buffers_kept
 from parlinalg.offload.extents import Away
 from parlinalg.offload.table import blocks_of
 from parlinalg.offload.weighing import Keeps, WeighedActivations, Weight, reckoned
-from parlinalg.pipeline.plain import once
-from parlinalg.pipeline.run import Run, Unit
-from parlinalg.pipeline.schedule import Instruction, Op, Schedule
+from parlinalg.pipeline.run import ScheduleRun, Unit
+from parlinalg.pipeline.schedule import Instruction, Op, Schedule, one_microbatch
 
 if TYPE_CHECKING:
-    from parlinalg.pipeline.worker import Work, Worker
+    from parlinalg.pipeline.worker import Task, Worker
 
 NOTHING = Weight(0, 0)
 SMALL = 1 << 16  # bytes of arrays that are not put away
 
 
-def keeps(worker: Worker, batches: Mapping[int, Batch], work: Work, rows: int) -> Keeps:
+def keeps(worker: Worker, batches: Mapping[int, Batch], work: Task, rows: int) -> Keeps:
     """What this rank keeps in a step of the worker's schedule; see `Worker.keeps`.  Collective."""
-    schedule, rank = worker.schedule, worker.place.rank
+    schedule, rank = worker.schedule, worker.topology.rank
     found = {n: _weighed(worker, batch, work, SMALL * n // max(n, rows)) for n, batch in batches.items()}
     forward = {n: run.forward_weights for n, run in found.items()}
     later = {n: run.later_weights for n, run in found.items()}
@@ -41,11 +40,11 @@ def keeps(worker: Worker, batches: Mapping[int, Batch], work: Work, rows: int) -
     return Keeps(most(0), most(1), block, schedule.versions[rank] if schedule.asynchronous else 0)
 
 
-def _weighed(worker: Worker, batch: Batch, work: Work, least: int) -> WeighingRun:
+def _weighed(worker: Worker, batch: Batch, work: Task, least: int) -> WeighingRun:
     """One microbatch on its way; arrays of fewer bytes than `least` would not be put away."""
     parameters = list(worker.model.parameters())
     blocks = blocks_of(worker.model) if parameters else []
-    schedule, held = once(worker.schedule), worker.held
+    schedule, held = one_microbatch(worker.schedule), worker.held
     with ExitStack() as end:
         weighed = WeighedActivations(parameters, max(1, least))
         if blocks:
@@ -89,7 +88,7 @@ def peak(order: Iterable[Instruction], forward: Mapping[int, int], later: Mappin
     return most
 
 
-class WeighingRun(Run):
+class WeighingRun(ScheduleRun):
     """Finds what each chunk keeps of a microbatch; gives no gradients of parameters.
 
     Attributes
@@ -99,7 +98,7 @@ class WeighingRun(Run):
     """
 
     def __init__(
-        self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Work, weighed: WeighedActivations
+        self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task, weighed: WeighedActivations
     ) -> None:  # fmt: skip
         super().__init__(worker, schedule, batches, work)
         self.weighed = weighed
@@ -115,14 +114,14 @@ class WeighingRun(Run):
         self.away[unit] = self.weighed.away
         self.forward_weights[i.chunk] = self.weigh(unit)
         if unit not in self.returns:
-            del self.passages[unit]
+            del self.in_flight[unit]
 
     def backward(self, i: Instruction, *, later: bool) -> None:
         unit = i.chunk, i.microbatch
         super().backward(i, later=later)
         self.later_weights[i.chunk] = self.weigh(unit)
-        del self.passages[unit]
+        del self.in_flight[unit]
 
     def weigh(self, unit: Unit) -> Weight:
         """What a microbatch of a chunk keeps now."""
-        return self.weighed.weigh(self.passages[unit].holders(), self.away[unit])
+        return self.weighed.weigh(self.in_flight[unit].holders(), self.away[unit])

@@ -11,31 +11,112 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.autograd import Buffer, Parameter
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.names import check_arrays
+from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import ModuleList, Sequential
 from parlinalg.nn.declared import Declared, is_buffer
 from parlinalg.nn.foreign import Names, foreign
 from parlinalg.nn.layer import Layer, as_layer, layers_of
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained
-from parlinalg.pipeline.partition import balanced, by_hand, check_stages, share_layers
-from parlinalg.pipeline.place import Place
+from parlinalg.pipeline.partition import Partition, layers_per_stage
 from parlinalg.pipeline.schedule import Chunk, Schedule
-from parlinalg.pipeline.stage import Stage
-from parlinalg.pipeline.weigh import flops_of, parameters_of, seconds_of
+from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.schemes import Scheme
 
 if TYPE_CHECKING:
     from parlinalg.pipeline.generate import PipelineDecoder
 
-Partition = str | Sequence[int]
+
+class Stage:
+    """Consecutive layers of a model, as a rank holds them.
+
+    Parameters
+    ----------
+    number : int
+        In the order of the model, from 0.
+    stages : int
+        How many there are.
+    layers : sequence of Layer
+    names : mapping of int to str
+        The qualified name of each module of the model, by its identity.
+    copy : int
+        Which replica of the model, in schedules that train two at once.
+
+    Attributes
+    ----------
+    first, last : bool
+        Whether it takes the model's inputs; whether it gives the model's outputs.
+    """
+
+    def __init__(
+        self, number: int, stages: int, layers: Sequence[Layer], names: Mapping[int, str], copy: int = 0
+    ) -> None:  # fmt: skip
+        self.number, self.copy = number, copy
+        self.first, self.last = number == 0, number == stages - 1
+        self.layers = tuple(layers)
+        self._names = names
+
+    def __call__(self, x: Any) -> Any:
+        """What the last layer gives, from what the stage before gave (the first: the model's inputs)."""
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+    def generate(self, x: Any, caches: Sequence[KeyValueCache], start: int) -> Any:
+        """The same for tokens from position `start` on, where `caches` holds keys and values of those before."""
+        left = iter(caches)
+        for layer in self.layers:
+            if layer.cached is None:
+                x = layer.forward(x)
+            else:
+                x = layer.cached(x, next(left) if layer.caches else None, start)
+        return x
+
+    def caches(self, length: int) -> list[KeyValueCache]:
+        """Empty caches for so many tokens, one for each layer that keeps keys and values."""
+        return [KeyValueCache(length) for layer in self.layers if layer.caches]
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """The modules of its layers and all within them, each once, with their names in the whole model."""
+        seen: set[int] = set()
+        for layer in self.layers:
+            for own in layer.modules:
+                for module in own.modules():
+                    if id(module) not in seen:
+                        seen.add(id(module))
+                        yield self._names[id(module)], module
+
+    def modules(self) -> Iterator[Module]:
+        """The modules of its layers and all within them, each once."""
+        return (module for _, module in self.named_modules())
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Its parameters, each once, with their names in the whole model."""
+        seen: set[int] = set()
+        for name, module in self.named_modules():
+            for own in module._parameters:
+                parameter = getattr(module, own)
+                if id(parameter) not in seen and not isinstance(parameter, Buffer):
+                    seen.add(id(parameter))
+                    yield f"{name}.{own}" if name else own, parameter
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Its parameters, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def __repr__(self) -> str:
+        names = [layer.name for layer in self.layers]
+        told = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        return f"Stage({self.number}: {told}{f', copy {self.copy}' if self.copy else ''})"
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterInfo:
     """A parameter or buffer of the whole model, known on every rank.
 
     Attributes
@@ -62,28 +143,28 @@ class PipelineModel(Module):
 
     Parameters
     ----------
-    whole : Module
+    full_model : Module
         The model, declared on this rank's grid.
     parts : dict of int to sequence of Layer
         The layers of this rank's stages, at least, by number.
     counts : sequence of int
         The layers of each stage.
-    inventory : dict of str to Held
+    inventory : dict of str to ParameterInfo
         All parameters and buffers of the whole model.
-    place : Place
+    topology : PipelineTopology
     schedule : Schedule
         Its `chunks` say which stages a rank holds.
 
     Attributes
     ----------
-    whole : Module
+    full_model : Module
         Only the modules of this rank's stages have values.
     chunks : tuple of Stage
-        In the order of `schedule.chunks[place.rank]`.
+        In the order of `schedule.chunks[topology.rank]`.
     counts : tuple of int
     stages : int
-    place : Place
-    inventory : dict of str to Held
+    topology : PipelineTopology
+    inventory : dict of str to ParameterInfo
         All parameters and buffers of the whole model.
     shared : dict of str to tuple of int
         The names of those that several stages hold, such as the table of an embedding that is the head too, and the
@@ -93,39 +174,39 @@ class PipelineModel(Module):
         Of the whole model, where it has one.
     """
 
-    whole: Module
+    full_model: Module
     grid: Grid
     scheme: Scheme | None
     _own: list[Module]
 
     def __init__(
-        self, whole: Module, parts: Mapping[int, Sequence[Layer]], counts: Sequence[int],
-        inventory: Mapping[str, Held], place: Place, schedule: Schedule,
+        self, full_model: Module, parts: Mapping[int, Sequence[Layer]], counts: Sequence[int],
+        inventory: Mapping[str, ParameterInfo], topology: PipelineTopology, schedule: Schedule,
     ) -> None:  # fmt: skip
         super().__init__()
-        object.__setattr__(self, "whole", whole)  # its names are its own, without a prefix
-        self.counts, self.stages, self.place = tuple(counts), len(counts), place
+        object.__setattr__(self, "full_model", full_model)  # its names are its own, without a prefix
+        self.counts, self.stages, self.topology = tuple(counts), len(counts), topology
         self._decoder: PipelineDecoder | None = None
         self._holders = {chunk: rank for rank, held in enumerate(schedule.chunks) for chunk in held}
-        self._names = {id(module): name for name, module in whole.named_modules()}
+        self._names = {id(module): name for name, module in full_model.named_modules()}
         self.inventory = dict(inventory)
         self.shared = {name: held.stages for name, held in self.inventory.items() if len(held.stages) > 1}
         _check_buffers(self.inventory, schedule)
         self.chunks = tuple(
             Stage(chunk.stage, self.stages, parts[chunk.stage], self._names, chunk.copy)
-            for chunk in schedule.chunks[place.rank]
+            for chunk in schedule.chunks[topology.rank]
         )
         self._owners = [schedule.holder(number) for number in range(self.stages)]
         own = {id(m): m for stage in self.chunks for m in stage.modules()}
-        object.__setattr__(self, "_own", [m for _, m in whole.named_modules() if id(m) in own])
-        whole.forget([m for m in whole.modules() if id(m) not in own])
-        grid = grid_of(whole)
+        object.__setattr__(self, "_own", [m for _, m in full_model.named_modules() if id(m) in own])
+        full_model.forget([m for m in full_model.modules() if id(m) not in own])
+        grid = grid_of(full_model)
         if grid is None:
             raise ConfigError(
-                f"{type(whole).__name__} has no parameters and no `grid`: a pipeline needs its arrays' grid"
+                f"{type(full_model).__name__} has no parameters and no `grid`: a pipeline needs its arrays' grid"
             )
         self.grid = grid
-        self.scheme = getattr(whole, "scheme", None)
+        self.scheme = getattr(full_model, "scheme", None)
 
     def forward(self, x: Any) -> Any:
         """The whole model's outputs, where this rank holds all of its stages, in order."""
@@ -153,7 +234,7 @@ class PipelineModel(Module):
     @property
     def config(self) -> dict[str, Any]:
         """The whole model's, of models that have one."""
-        config: dict[str, Any] = self.whole.config
+        config: dict[str, Any] = self.full_model.config
         return config
 
     def decoder(self) -> PipelineDecoder:
@@ -173,11 +254,11 @@ class PipelineModel(Module):
             yield (f"{prefix}.{name}" if prefix and name else prefix or name), module
 
     def _check_containers(self) -> None:
-        self.whole._check_containers()
+        self.full_model._check_containers()
 
     # ------------------------------------------------------------------ state
     def start_from(self, rule: Callable[[str, Declared], Any]) -> None:
-        self.whole.start_from(rule)
+        self.full_model.start_from(rule)
 
     def initialize(
         self, seed: int = 0, prefix: str = "", values: Callable[[Declared, str], DistArray] | None = None,
@@ -185,7 +266,7 @@ class PipelineModel(Module):
     ) -> Any:  # fmt: skip
         """Make the values of this rank's stages: those that the whole model has with this seed."""
         self.name, self.seed = prefix, seed
-        self.whole.initialize(seed, prefix, values, self._own if only is None else only)
+        self.full_model.initialize(seed, prefix, values, self._own if only is None else only)
         return self
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -196,16 +277,16 @@ class PipelineModel(Module):
         A parameter that several stages hold is in it once, as its owner has it.
         """
         mine = dict(self.named_state())
-        state, world = {}, self.place.world
+        state, world = {}, self.topology.world
         for name, held in self.inventory.items():
             owner = self.owner(name)
-            if owner == self.place.rank:
+            if owner == self.topology.rank:
                 whole = mine[name].gather()
             else:
                 whole = np.empty(held.shape, held.dtype)
-            if self.place.size > 1:
+            if self.topology.size > 1:
                 whole = np.ascontiguousarray(whole).reshape(held.shape)
-                world.broadcast(whole, self.place.ranks[owner][0])
+                world.broadcast(whole, self.topology.ranks[owner][0])
             state[name] = whole
         return state
 
@@ -224,11 +305,11 @@ class PipelineModel(Module):
         want = {name: held.shape for name, held in self.inventory.items()}
 
         def read() -> dict[str, Any]:
-            arrays = foreign(self.whole, state, names, torch)
+            arrays = foreign(self.full_model, state, names, torch)
             check_arrays("the model's state", want, arrays)
             return arrays
 
-        arrays = together(self.place.world, read, "loading the model's state")
+        arrays = together(self.topology.world, read, "loading the model's state")
         super().load_state_dict({name: arrays[name] for name, _ in self.named_state()}, torch=False)
 
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
@@ -239,22 +320,24 @@ class PipelineModel(Module):
         ConfigError
             On all ranks, if rank 0 cannot write, the model is none that `transformers` has, or has experts.
         """
-        if not isinstance(self.whole, Pretrained):
+        if not isinstance(self.full_model, Pretrained):
             raise ConfigError(
-                f"{type(self.whole).__name__} is no model that `transformers` has; state_dict() gives its weights"
+                f"{type(self.full_model).__name__} is no model that `transformers` has; state_dict() gives its weights"
             )
-        self.whole.save_parameters(folder, dict(self.named_parameters()), self.place.world, max_shard_size)
+        self.full_model.save_parameters(folder, dict(self.named_parameters()), self.topology.world, max_shard_size)
 
     def train(self, mode: bool = True) -> Any:
-        self.whole.train(mode)
+        self.full_model.train(mode)
         return super().train(mode)
 
     def extra_repr(self) -> str:
-        return f"{type(self.whole).__name__}, {self.counts} layers a stage; here {', '.join(map(str, self.chunks))}"
+        return (
+            f"{type(self.full_model).__name__}, {self.counts} layers a stage; here {', '.join(map(str, self.chunks))}"
+        )
 
 
 def split(
-    model: Module, place: Place, schedule: Schedule, partition: Partition = "uniform", sample: Any = None
+    model: Module, topology: PipelineTopology, schedule: Schedule, partition: Partition = "uniform", sample: Any = None
 ) -> PipelineModel:  # fmt: skip
     """Cut a model into the stages of a schedule, and keep this rank's.  Collective over all ranks.
 
@@ -263,7 +346,7 @@ def split(
     model : Module
         Declared on this rank's grid, better without values: those of other stages are dropped.  It lists its layers by
         `layers()`, or its stages by `stages`.
-    place : Place
+    topology : PipelineTopology
     schedule : Schedule
     partition : {"uniform", "parameters", "flops", "time"} or sequence of int
         How layers are shared out: as many in each stage, such that the stages' parameters, FLOPs or measured times are
@@ -279,22 +362,22 @@ def split(
     """
     if isinstance(model, PipelineModel):
         raise ConfigError(f"{model!r} is cut into stages already: cut the whole model")
-    told: list[Any] = [schedule.name, schedule.ranks, schedule.stages, partition]
+    declared: list[Any] = [schedule.name, schedule.ranks, schedule.stages, partition]
     for name, module in model.named_modules():
-        told += [name, type(module).__name__, [(n, p.shape, str(p.dtype)) for n, p in module._parameters.items()]]
-    if (odd := odd_one_out(place.world, repr(told).encode())) is not None:
+        declared += [name, type(module).__name__, [(n, p.shape, str(p.dtype)) for n, p in module._parameters.items()]]
+    if (odd := odd_one_out(topology.world, repr(declared).encode())) is not None:
         raise ConfigError(
             f"rank {odd} cuts another model than rank 0, or cuts it otherwise: declare the same whole model on all "
             "ranks; pipeline.build_by_hand takes stages that each rank makes itself"
         )
-    if schedule.ranks != place.size:
+    if schedule.ranks != topology.size:
         raise ConfigError(
-            f"the schedule {schedule.name!r} is of {schedule.ranks} pipeline ranks, but there are {place.size}; "
+            f"the schedule {schedule.name!r} is of {schedule.ranks} pipeline ranks, but there are {topology.size}; "
             "make it for as many"
         )
     layers, counts = listed_layers(model)
     if counts is None:
-        counts = shares(model, layers, schedule.stages, partition, place, sample)
+        counts = layers_per_stage(model, layers, schedule.stages, partition, topology, sample)
     elif len(counts) != schedule.stages:
         raise ConfigError(
             f"{type(model).__name__} has {len(counts)} stages of its own, but the schedule has {schedule.stages} "
@@ -302,34 +385,7 @@ def split(
         )
     ends = [0, *accumulate(counts)]
     parts = {number: layers[a:b] for number, (a, b) in enumerate(pairwise(ends))}
-    return PipelineModel(model, parts, counts, inventory_of(model, parts), place, schedule)
-
-
-def shares(
-    model: Module, layers: Sequence[Layer], stages: int, partition: Partition, place: Place, sample: Any = None
-) -> tuple[int, ...]:  # fmt: skip
-    """The layers of each stage, the same on all ranks."""
-    if not isinstance(partition, str):
-        return by_hand(partition, layers, stages)
-    check_stages(len(layers), stages)
-    if partition == "uniform":
-        return share_layers(layers, stages)
-    if partition == "parameters":
-        return balanced(parameters_of(layers), stages)
-    sample = sample() if callable(sample) else sample
-    if partition == "flops":
-        return balanced(flops_of(model, layers, sample), stages)
-    if partition != "time":
-        raise ConfigError(
-            "partition is 'uniform', 'parameters', 'flops', 'time' or a list of the layers of each stage, not "
-            f"{partition!r}"
-        )
-    if sample is None:
-        raise ConfigError(
-            "partition='time' measures the layers: cut the model by pipeline.split(…, sample=…), with what it "
-            "takes, of a microbatch's shape; or give parlinalg.initialize a train_dataloader, or sample=…"
-        )
-    return balanced(seconds_of(model, layers, sample, place.world), stages)
+    return PipelineModel(model, parts, counts, inventory_of(model, parts), topology, schedule)
 
 
 def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
@@ -368,7 +424,7 @@ def _no_forward(stage: Layer | Module) -> bool:
     return isinstance(stage, ModuleList) and not isinstance(stage, Sequential)
 
 
-def inventory_of(whole: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[str, Held]:
+def inventory_of(model: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[str, ParameterInfo]:
     """All parameters and buffers of a model by name, with the stages that hold them.
 
     Raises
@@ -377,36 +433,36 @@ def inventory_of(whole: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[st
         If a parameter is in no layer, or a layer has a module that is not in the model.
     """
     stages: dict[int, list[int]] = {}
-    known = {id(module) for module in whole.modules()}
+    known = {id(module) for module in model.modules()}
     for number, part in parts.items():
         for layer in part:
             for module in (m for own in layer.modules for m in own.modules()):
                 if id(module) not in known:
                     raise ConfigError(
-                        f"layer {layer.name!r} of {type(whole).__name__} uses a {type(module).__name__} that is not in "
+                        f"layer {layer.name!r} of {type(model).__name__} uses a {type(module).__name__} that is not in "
                         "the model: assign it to an attribute of the model, so that it has a name"
                     )
                 held = stages.setdefault(id(module), [])
                 if number not in held:
                     held.append(number)
-    found: dict[str, Held] = {}
+    found: dict[str, ParameterInfo] = {}
     names: dict[int, str] = {}
-    for name, module in whole.named_modules():
+    for name, module in model.named_modules():
         for own, p in module._parameters.items():
             qualified = f"{name}.{own}" if name else own
             if id(module) not in stages:
                 raise ConfigError(
-                    f"parameter {qualified!r} of {type(whole).__name__} is in none of its layers: list the module that "
+                    f"parameter {qualified!r} of {type(model).__name__} is in none of its layers: list the module that "
                     "holds it in the `modules` of each layer that uses it"
                 )
             first = names.setdefault(id(p), qualified)
             before = found[first].stages if first in found else ()
             both = tuple(sorted({*before, *stages[id(module)]}))
-            found[first] = Held(tuple(p.shape), np.dtype(p.dtype), both, is_buffer(p))
+            found[first] = ParameterInfo(tuple(p.shape), np.dtype(p.dtype), both, is_buffer(p))
     return found
 
 
-def _check_buffers(inventory: Mapping[str, Held], schedule: Schedule) -> None:
+def _check_buffers(inventory: Mapping[str, ParameterInfo], schedule: Schedule) -> None:
     """Raise a ConfigError if a buffer would have two holders, which would write different values to it."""
     for name, held in inventory.items():
         if held.buffer and (schedule.copies > 1 or len(held.stages) > 1):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn.layer import Layer
+from parlinalg.nn.module import Module
+from parlinalg.pipeline.topology import PipelineTopology
+from parlinalg.pipeline.weigh import flops_of, parameters_of, seconds_of
 
 Counts = tuple[int, ...]
+Partition = str | Sequence[int]
 
 
 def uniform(layers: int, stages: int) -> Counts:
@@ -177,3 +182,31 @@ def share_layers(layers: Sequence[Layer], stages: int) -> Counts:
     """
     inner = sum(not layer.end for layer in layers)
     return with_ends(uniform(inner, stages), layers) if inner >= stages else uniform(len(layers), stages)
+
+
+def layers_per_stage(
+    model: Module, layers: Sequence[Layer], stages: int, partition: Partition, topology: PipelineTopology,
+    sample: Any = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The layers of each stage, the same on all ranks."""
+    if not isinstance(partition, str):
+        return by_hand(partition, layers, stages)
+    check_stages(len(layers), stages)
+    if partition == "uniform":
+        return share_layers(layers, stages)
+    if partition == "parameters":
+        return balanced(parameters_of(layers), stages)
+    sample = sample() if callable(sample) else sample
+    if partition == "flops":
+        return balanced(flops_of(model, layers, sample), stages)
+    if partition != "time":
+        raise ConfigError(
+            "partition is 'uniform', 'parameters', 'flops', 'time' or a list of the layers of each stage, not "
+            f"{partition!r}"
+        )
+    if sample is None:
+        raise ConfigError(
+            "partition='time' measures the layers: cut the model by pipeline.split(…, sample=…), with what it "
+            "takes, of a microbatch's shape; or give parlinalg.initialize a train_dataloader, or sample=…"
+        )
+    return balanced(seconds_of(model, layers, sample, topology.world), stages)

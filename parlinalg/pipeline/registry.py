@@ -9,15 +9,13 @@ from typing import Any, TypeVar, overload
 
 from parlinalg import nn
 from parlinalg.errors import ConfigError
-from parlinalg.grid import Grid
 from parlinalg.nn.module import Module
-from parlinalg.schemes import Scheme
 
 Maker = Callable[..., Module]
 Kind = TypeVar("Kind", bound=Maker)
 
 #: What every layer gets beside its own arguments, where it takes them.
-PLACE = ("scheme", "grid", "dtype")
+CONTEXT = ("scheme", "grid", "dtype")
 
 _types: dict[str, Maker] = {
     kind.__name__: kind
@@ -80,14 +78,14 @@ def registered() -> list[str]:
     return sorted(_types)
 
 
-def build(given: object, place: Mapping[str, Any], where: str = "layer") -> Module:
+def build(given: object, context: Mapping[str, Any], where: str = "layer") -> Module:
     """A layer from its data: a dict with its `type` and arguments; a module stays what it is.
 
     Parameters
     ----------
     given : dict or Module
         A "Sequential" has its layers in `layers`, of the same form.
-    place : dict
+    context : dict
         The `scheme`, `grid` and `dtype` of the model, for types that take them.
     where : str
         Names the layer in messages.
@@ -118,21 +116,21 @@ def build(given: object, place: Mapping[str, Any], where: str = "layer") -> Modu
         inner = options.pop("layers", None)
         if options or not isinstance(inner, list | tuple):
             raise ConfigError(f"{where} (Sequential) takes layers=[…], a list of layers, and nothing else")
-        return nn.Sequential(*(build(each, place, f"{where}.layers[{i}]") for i, each in enumerate(inner)))
-    return _made(_types[name], name, options, place, where)
+        return nn.Sequential(*(build(each, context, f"{where}.layers[{i}]") for i, each in enumerate(inner)))
+    return _made(_types[name], name, options, context, where)
 
 
-def _made(kind: Maker, name: str, options: dict[str, Any], place: Mapping[str, Any], where: str) -> Module:
+def _made(kind: Maker, name: str, options: dict[str, Any], context: Mapping[str, Any], where: str) -> Module:
     signature = inspect.signature(kind)
     takes = signature.parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    own = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in PLACE]
+    own = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in CONTEXT]
     for key in options:
         if key not in takes and not anything:
             near = difflib.get_close_matches(str(key), own, n=1)
             hint = f"did you mean {near[0]!r}?  " if near else ""
             raise ConfigError(f"{where} ({name}) has no argument {key!r}: {hint}It takes {', '.join(own) or 'none'}")
-    given = {**{key: value for key, value in place.items() if key in takes and value is not None}, **options}
+    given = {**{key: value for key, value in context.items() if key in takes and value is not None}, **options}
     try:
         signature.bind(**given)
     except TypeError as error:
@@ -145,8 +143,3 @@ def _made(kind: Maker, name: str, options: dict[str, Any], place: Mapping[str, A
     if not isinstance(made, Module):
         raise ConfigError(f"{where} ({name}) makes a {type(made).__name__}: a layer is a Module")
     return made
-
-
-def placed(scheme: Scheme, grid: Grid, dtype: Any = None) -> dict[str, Any]:
-    """What every layer gets beside its own arguments."""
-    return {"scheme": scheme, "grid": grid, "dtype": dtype}

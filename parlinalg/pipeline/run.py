@@ -7,23 +7,110 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor, no_sync
-from parlinalg.autograd.tape import recording
+from parlinalg.autograd.rule import Part
+from parlinalg.autograd.tape import Node, Walk, reachable, recording
 from parlinalg.comm.watch import slot
 from parlinalg.datasets import Batch
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
 from parlinalg.nn import training_step
 from parlinalg.nn.auxiliary import term_weights
-from parlinalg.pipeline.edges import Edge, Incoming
+from parlinalg.pipeline.p2p import Edge, Incoming, TreeSpec, tree_flatten, tree_unflatten
 from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.simulate import Span
-from parlinalg.pipeline.stagewalk import Passage
-from parlinalg.pipeline.tree import Form, put_together, take_apart
 
 if TYPE_CHECKING:
-    from parlinalg.pipeline.worker import Work, Worker
+    from parlinalg.pipeline.worker import Task, Worker
 
 Block = Any
+
+
+class InFlight:
+    """What a stage keeps of a microbatch between its forward and its backward pass.
+
+    Parameters
+    ----------
+    grid : Grid
+    inputs : sequence of Tensor
+        What the stage got, leaves of its tape.
+    outputs : sequence of Tensor
+        What it gave; only their places on the tape are kept.
+    """
+
+    def __init__(self, grid: Grid, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
+        self.grid = grid
+        self.inputs = [t.node for t in inputs]  # their values are the rules' to keep
+        self.outputs = [t.node for t in outputs]
+        self.terms: list[tuple[Node, float]] = []
+        """Terms of the loss that this stage has, and what the gradient of each is."""
+        self._walk: Walk | None = None
+
+    def add(self, term: Tensor | float, factor: float) -> None:
+        """Have a term of the loss, whose gradient is `factor`."""
+        if isinstance(term, Tensor) and term.node is not None:
+            self.terms.append((term.node, factor))
+
+    def backward(self, grads: Sequence[Block | None] = (), *, later: bool = False, starts: bool = False) -> None:
+        """Walk back from the gradients of all outputs at once, and from the terms of the loss.
+
+        Parameters
+        ----------
+        grads : sequence of array or None
+            This rank's blocks, which nobody else needs.  None where there is no gradient.
+        later : bool
+            Leave the gradients of parameters for `parameters`.
+        starts : bool
+            Start the sums of gradients as they arrive: no other pass adds to them before they are settled.
+        """
+        sources: list[Node] = []
+        parts: list[Part] = []
+        for node, grad in zip(self.outputs, grads or [None] * len(self.outputs), strict=True):
+            if node is not None and grad is not None:
+                sources.append(node)
+                parts.append(_gives(grad, node.layout.with_partial(())))
+        for node, factor in self.terms:
+            shape = self.grid.block_shape(node.layout, node.shape)
+            grad = self.grid.backend.from_host(np.full(shape, factor, node.dtype))
+            sources.append(node)
+            parts.append(_gives(grad, node.layout.with_partial(())))
+        self.outputs, self.terms = [], []
+        if sources:
+            start = DistArray(self.grid.backend.zeros((), np.float32), (), Layout(), self.grid)
+            root = Node(start, tuple(sources), tuple(parts))
+            walk = Walk(root, (start.block, start.layout), later=later, starts=starts)
+            walk.run()
+            if later:
+                self._walk = walk
+
+    def parameters(self) -> None:
+        """The gradients of parameters that `backward` left."""
+        walk, self._walk = self._walk, None
+        if walk is not None:
+            walk.run_parameters()
+
+    def holders(self) -> list[Node | Walk]:
+        """What keeps arrays for passes to come: values on the tape, or the walk that left gradients of parameters."""
+        if self._walk is not None:
+            return [self._walk]
+        roots = [*(node for node in self.outputs if node is not None), *(node for node, _ in self.terms)]
+        found = {node.age: node for root in roots for node in reachable(root)}
+        return [found[age] for age in sorted(found)]
+
+    def input_gradients(self) -> list[DistArray | None]:
+        """The gradients of what the stage got, and forget that."""
+        grads = [None if node is None else node.grad for node in self.inputs]
+        self.inputs = []
+        return grads
+
+
+def _gives(block: Block, layout: Layout) -> Part:
+    return Part(lambda _, block: (block, layout), block)
+
+
 Unit = tuple[int, int]  # a chunk and a microbatch
 AHEAD = 2
 """Receives that are posted before they are due."""
@@ -32,7 +119,7 @@ WORDS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "bac
          Op.SEND_FORWARD: "forward", Op.SEND_BACKWARD: "backward"}  # fmt: skip
 
 
-class Run:
+class ScheduleRun:
     """Does a rank's order.
 
     Attributes
@@ -43,10 +130,10 @@ class Run:
         What the rank is at: "stage 2, microbatch 3, backward".
     """
 
-    def __init__(self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Work) -> None:
+    def __init__(self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task) -> None:
         self.worker, self.schedule, self.batches, self.work = worker, schedule, batches, work
-        self.edges, self.grid = worker.edges, worker.grid
-        rank = worker.place.rank
+        self.p2p, self.grid = worker.p2p, worker.grid
+        rank = worker.topology.rank
         self.order, self.held = schedule.orders[rank], schedule.chunks[rank]
         self.here = {chunk: c for c, chunk in enumerate(self.held)}
         self.learns, self.factor = False, 0.0
@@ -55,11 +142,11 @@ class Run:
         self.likes = [_like(batch) for batch in batches]
         self.posted: dict[Instruction, Incoming] = {}
         self.next_receive = 0
-        self.inputs: dict[Unit, tuple[Form, list[Tensor]]] = {}
-        self.outputs: dict[Unit, tuple[Form, list[Tensor]]] = {}
+        self.inputs: dict[Unit, tuple[TreeSpec, list[Tensor]]] = {}
+        self.outputs: dict[Unit, tuple[TreeSpec, list[Tensor]]] = {}
         self.grads: dict[Unit, list[Block | None]] = {}
         self.back: dict[Unit, list[DistArray | None]] = {}
-        self.passages: dict[Unit, Passage] = {}
+        self.in_flight: dict[Unit, InFlight] = {}
         self.losses: list[tuple[int, int, Tensor, dict[str, float], float]] = []
         self.sums: list[tuple[int, int, dict[str, float]]] = []
         self.doing = "before the first microbatch"
@@ -93,29 +180,29 @@ class Run:
             spans.clear()
             self.worker.comm.barrier()
             start = perf_counter()
-        self.grid.polled.append(self.edges)
+        self.grid.polled.append(self.p2p)
         try:
             with no_sync():
                 for at, instruction in enumerate(self.order):
-                    self.tell(instruction)
+                    self.report(instruction)
                     self.post_ahead(at)
                     began = perf_counter()
                     self.does[instruction.op](instruction)
                     if spans is not None and instruction.op in self.timed:
                         self.grid.backend.synchronize()
                         spans.append(
-                            Span(self.worker.place.rank, instruction.op, instruction.chunk, instruction.microbatch,
+                            Span(self.worker.topology.rank, instruction.op, instruction.chunk, instruction.microbatch,
                                  began - start, perf_counter() - start)
                         )  # fmt: skip
                 self.doing = slot.doing = "after the last microbatch"
                 for stage, j, loss, measures, factor in self.losses:
                     self.sums.append((j, stage, {"loss": float(loss.item()) * factor, **measures}))
-                self.edges.finish()
+                self.p2p.finish()
         finally:
-            self.grid.polled[:] = [each for each in self.grid.polled if each is not self.edges]
+            self.grid.polled[:] = [each for each in self.grid.polled if each is not self.p2p]
             slot.doing = None
 
-    def tell(self, i: Instruction) -> None:
+    def report(self, i: Instruction) -> None:
         """Say what this rank is at, for the monitor and for errors."""
         if i.op in WORDS:
             chunk = self.held[i.chunk]
@@ -133,13 +220,13 @@ class Run:
             i = self.order[self.next_receive]
             if i.op in RECEIVES:
                 edge = self.edge(i)
-                if not self.edges.known(edge, self.like(i)):
+                if not self.p2p.known(edge, self.like(i)):
                     return
                 self.posted[i] = self.post(i, edge)
             self.next_receive += 1
 
     def post(self, i: Instruction, edge: Edge) -> Incoming:
-        post = self.edges.post if i.op is Op.RECEIVE_FORWARD else self.edges.post_back
+        post = self.p2p.post if i.op is Op.RECEIVE_FORWARD else self.p2p.post_back
         return post(edge, i.microbatch, i.peer, self.like(i))
 
     def arrived(self, i: Instruction) -> list[Block]:
@@ -147,7 +234,7 @@ class Run:
         incoming = self.posted.pop(i, None)
         if incoming is None:
             incoming = self.post(i, self.edge(i))
-        return self.edges.take(incoming)
+        return self.p2p.take(incoming)
 
     def edge(self, i: Instruction) -> Edge:
         """The edge that a message passes."""
@@ -162,7 +249,7 @@ class Run:
     def receive_forward(self, i: Instruction) -> None:
         edge = self.edge(i)
         blocks = self.arrived(i)
-        frame = self.edges.frame(edge, self.like(i))
+        frame = self.p2p.frame(edge, self.like(i))
         tensors = [
             Tensor(DistArray(block, leaf.shape, leaf.target, self.grid), leaf.wants)
             for block, leaf in zip(blocks, frame.leaves, strict=True)
@@ -171,14 +258,14 @@ class Run:
 
     def send_forward(self, i: Instruction) -> None:
         form, tensors = self.outputs.pop((i.chunk, i.microbatch))
-        self.edges.send(self.edge(i), i.microbatch, i.peer, self.like(i), form, tensors)
+        self.p2p.send(self.edge(i), i.microbatch, i.peer, self.like(i), form, tensors)
 
     def receive_backward(self, i: Instruction) -> None:
         self.grads[i.chunk, i.microbatch] = self.arrived(i)
 
     def send_backward(self, i: Instruction) -> None:
         grads = self.back.pop((i.chunk, i.microbatch))
-        self.edges.send_back(self.edge(i), i.microbatch, i.peer, self.like(i), grads)
+        self.p2p.send_back(self.edge(i), i.microbatch, i.peer, self.like(i), grads)
 
     # ------------------------------------------------------------------ passes
     def forward(self, i: Instruction) -> None:
@@ -188,7 +275,7 @@ class Run:
             x = batch.x
         else:
             form, leaves = self.inputs.pop(unit)
-            x = put_together(form, leaves)
+            x = tree_unflatten(form, leaves)
         with ExitStack() as around:
             if self.step is not None:
                 around.enter_context(training_step(self.step, batch.offset))
@@ -196,30 +283,30 @@ class Run:
             given = stage(x)
             del x
             if stage.last:
-                passage = self.last(i, given, leaves)
+                unit_in_flight = self.last(i, given, leaves)
             else:
-                form, tensors = take_apart(given)
+                form, tensors = tree_flatten(given)
                 whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
-                passage = Passage(self.grid, leaves, whole)
+                unit_in_flight = InFlight(self.grid, leaves, whole)
                 self.hand_on(i, form, whole)
         if self.learns:
             for term in terms or ():
-                passage.add(term, self.factor * self.weights[i.microbatch])
+                unit_in_flight.add(term, self.factor * self.weights[i.microbatch])
                 self.losses.append((stage.number, i.microbatch, term.detach(), {}, self.weights[i.microbatch]))
-            self.passages[unit] = passage
-            self.worker.held = max(self.worker.held, len(self.passages))
+            self.in_flight[unit] = unit_in_flight
+            self.worker.held = max(self.worker.held, len(self.in_flight))
 
-    def last(self, i: Instruction, output: Any, leaves: list[Tensor]) -> Passage:
+    def last(self, i: Instruction, output: Any, leaves: list[Tensor]) -> InFlight:
         """The last stage's output: the loss."""
         loss, _, measures = self.work.losses_of(output, self.batches[i.microbatch])
         if self.worker.outputs is not None:
             self.worker.outputs[i.microbatch] = output
-        passage = Passage(self.grid, leaves)
-        passage.add(loss, self.factor)
+        unit_in_flight = InFlight(self.grid, leaves)
+        unit_in_flight.add(loss, self.factor)
         self.losses.append((self.held[i.chunk].stage, i.microbatch, loss.detach(), measures, 1.0))
-        return passage
+        return unit_in_flight
 
-    def hand_on(self, i: Instruction, form: Form, tensors: list[Tensor]) -> None:
+    def hand_on(self, i: Instruction, form: TreeSpec, tensors: list[Tensor]) -> None:
         """To the next stage, if this rank has it; else it waits to be sent."""
         chunk = self.held[i.chunk]
         after = self.here.get(Chunk(chunk.stage + 1, chunk.copy))
@@ -231,12 +318,12 @@ class Run:
 
     def backward(self, i: Instruction, *, later: bool) -> None:
         unit, chunk = (i.chunk, i.microbatch), self.held[i.chunk]
-        passage = self.passages[unit] if later else self.passages.pop(unit)
+        unit_in_flight = self.in_flight[unit] if later else self.in_flight.pop(unit)
         ends = unit in self.ends
         if ends and not later:
             self.worker.starts(i.chunk)
-        passage.backward(self.grads.pop(unit, ()), later=later, starts=ends)
-        grads = passage.input_gradients()
+        unit_in_flight.backward(self.grads.pop(unit, ()), later=later, starts=ends)
+        grads = unit_in_flight.input_gradients()
         if not chunk.stage:
             return
         before = self.here.get(Chunk(chunk.stage - 1, chunk.copy))
@@ -249,7 +336,7 @@ class Run:
         unit = i.chunk, i.microbatch
         if unit in self.ends:
             self.worker.starts(i.chunk)
-        self.passages.pop(unit).parameters()
+        self.in_flight.pop(unit).parameters()
 
 
 def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
@@ -267,5 +354,5 @@ def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
 
 def _like(batch: Batch) -> Hashable:
     """The shapes and dtypes of a batch."""
-    form, tensors = take_apart([batch.x, batch.y])
+    form, tensors = tree_flatten([batch.x, batch.y])
     return str(form), tuple((t.shape, t.dtype.name) for t in tensors)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -186,3 +187,91 @@ def _message(schedule: Schedule, rank: int, compute: Instruction, op: Op, stage:
 def _with_messages(schedule: Schedule, rank: int, compute: Instruction) -> list[Instruction]:
     around = (needs(schedule, rank, compute), compute, gives(schedule, rank, compute))
     return [i for i in around if i is not None]
+
+
+def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forward passes alone of any number of microbatches, on the ranks and chunks of a schedule.
+
+    Units of as many microbatches as there are ranks go through the first chunks, then through the second.
+    """
+    chunks = schedule.chunks
+    orders = [list(_forward(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
+    return complete(
+        f"{schedule.name}, forward", microbatches, schedule.stages, chunks, orders, asynchronous=True
+    )  # fmt: skip
+
+
+def one_microbatch(schedule: Schedule) -> Schedule:
+    """One microbatch of each copy of the model through all chunks of a schedule; back to the gradients of inputs too,
+    where the schedule computes those of parameters apart."""
+    count = schedule.copies
+    apart = any(i.op is Op.BACKWARD_INPUT for order in schedule.orders for i in order)
+    orders = []
+    for rank in range(schedule.ranks):
+        forward = list(_forward(schedule, rank, count))
+        back = [Instruction(Op.BACKWARD_INPUT, i.chunk, i.microbatch) for i in reversed(forward)]
+        orders.append([*forward, *(back if apart else ())])
+    name = f"{schedule.name}, once"
+    return complete(name, count, schedule.stages, schedule.chunks, orders, asynchronous=True)
+
+
+def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
+    """All forward passes, then all backward passes in the opposite order, on the ranks and chunks of a schedule: what
+    any number of microbatches can do."""
+    orders = []
+    for rank in range(schedule.ranks):
+        forward = list(_forward(schedule, rank, microbatches))
+        back = [Instruction(Op.BACKWARD, i.chunk, i.microbatch) for i in reversed(forward)]
+        orders.append([*forward, *back])
+    return complete(f"{schedule.name}, flushed", microbatches, schedule.stages, schedule.chunks, orders)
+
+
+def _forward(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Instruction]:
+    """A rank's forward passes, in an order that all ranks share, so that none waits for ever."""
+
+    def turn(unit: tuple[int, int]) -> tuple[int, ...]:
+        c, j = unit
+        stage = schedule.chunks[rank][c].stage
+        return j // schedule.ranks, stage // schedule.ranks, j % schedule.ranks, stage % schedule.ranks
+
+    held = schedule.chunks[rank]
+    units = [(c, j) for c in range(len(held)) for j in range(microbatches) if held[c].copy == schedule.copy_of(j)]
+    for c, j in sorted(units, key=turn):
+        yield Instruction(Op.FORWARD, c, j)
+
+
+def with_steps(computed: Iterable[Instruction], every: int) -> Iterator[Instruction]:
+    """A rank's computations, and a step after every so many backward passes."""
+    for instruction in computed:
+        yield instruction
+        j = instruction.microbatch
+        if instruction.op is Op.BACKWARD and (j + 1) % every == 0:
+            yield Instruction(Op.REDUCE_GRADIENTS, 0, j)
+            yield Instruction(Op.STEP, 0, j)
+
+
+def versions_kept(order: Iterable[Instruction], weights: Sequence[int]) -> int:
+    """The most versions a rank keeps at once: the newest one, and all that are still to be used.
+
+    Parameters
+    ----------
+    order : iterable of Instruction
+        The rank's.
+    weights : sequence of int
+        By microbatch, the steps behind the weights it works with.
+    """
+    steps, left = 0, Counter(weights)  # left: by version, the microbatches still to use it
+    there, most = {0}, 1
+    for instruction in order:
+        if instruction.op is Op.STEP:
+            if not left[steps]:
+                there.discard(steps)
+            steps += 1
+            there.add(steps)
+            most = max(most, len(there))
+        elif instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            used = weights[instruction.microbatch]
+            left[used] -= 1
+            if not left[used]:
+                there.discard(used)
+    return most

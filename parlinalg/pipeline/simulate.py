@@ -1,15 +1,101 @@
-"""Running a schedule on paper: when each rank does what, how long it waits, what it holds.  Pure."""
+"""Simulation of a schedule with given or measured costs: when each rank does what, waits and holds.  Pure."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.check import check_orders, told
-from parlinalg.pipeline.costs import Costs
 from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
+from parlinalg.pipeline.validate import describe, validate_orders
+
+Cost = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, in any unit; a number for all stages, or one for each.
+
+    Attributes
+    ----------
+    forward, backward : float or sequence of float
+        By stage, of one microbatch; `backward` is both parts.
+    weight : float or sequence of float
+        By stage, the part of `backward` that is BACKWARD_WEIGHT; the rest is BACKWARD_INPUT.
+    latency : float or dict of (int, int) to float
+        From a send to the arrival of the message; by (sender's rank, receiver's rank), where an edge left out takes 0.
+    reduce, step : float or sequence of float
+        By rank, of REDUCE_GRADIENTS and STEP.
+    """
+
+    forward: Cost = 1.0
+    backward: Cost = 2.0
+    weight: Cost = 1.0
+    latency: float | Mapping[tuple[int, int], float] = 0.0
+    reduce: Cost = 0.0
+    step: Cost = 0.0
+
+    def validate(self, schedule: Schedule) -> None:
+        """Refuse costs that are negative, no numbers, or not one for each stage or rank.
+
+        Raises
+        ------
+        ScheduleError
+            With the cost at fault.
+        """
+        for name, count, of in (
+            ("forward", schedule.stages, "stage"), ("backward", schedule.stages, "stage"),
+            ("weight", schedule.stages, "stage"), ("reduce", schedule.ranks, "rank"), ("step", schedule.ranks, "rank"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and len(value) != count:
+                raise ScheduleError(
+                    f"{len(value)} costs {name}={list(value)}: {schedule.name} takes one number, or {count}, one for "
+                    f"each {of}"
+                )
+            _check_times(name, value if isinstance(value, Sequence) else [value])
+        edges = self.latency.values() if isinstance(self.latency, Mapping) else [self.latency]
+        _check_times("latency", list(edges))
+        for stage in range(schedule.stages):
+            if _at(self.weight, stage) > _at(self.backward, stage):
+                raise ScheduleError(
+                    f"costs of stage {stage}: weight={_at(self.weight, stage):g} is a part of "
+                    f"backward={_at(self.backward, stage):g} and cannot be more"
+                )
+
+    def time_of(self, schedule: Schedule, rank: int, i: Instruction) -> float:
+        """The time an instruction takes of its rank; messages take none."""
+        if i.op in (Op.REDUCE_GRADIENTS, Op.STEP):
+            return _at(self.reduce if i.op is Op.REDUCE_GRADIENTS else self.step, rank)
+        stage = schedule.chunks[rank][i.chunk].stage
+        if i.op is Op.FORWARD:
+            return _at(self.forward, stage)
+        if i.op is Op.BACKWARD:
+            return _at(self.backward, stage)
+        if i.op is Op.BACKWARD_INPUT:
+            return _at(self.backward, stage) - _at(self.weight, stage)
+        return _at(self.weight, stage) if i.op is Op.BACKWARD_WEIGHT else 0.0
+
+    def delay(self, sender: int, receiver: int) -> float:
+        """The time a message takes from a rank to another."""
+        if isinstance(self.latency, Mapping):
+            return self.latency.get((sender, receiver), 0.0)
+        return self.latency
+
+
+def _at(cost: Cost, place: int) -> float:
+    return cost[place] if isinstance(cost, Sequence) else cost
+
+
+def _check_times(name: str, values: Sequence[float]) -> None:
+    for value in values:
+        if not (value >= 0 and math.isfinite(value)):
+            raise ScheduleError(f"a cost {name}={value}: times are finite numbers of at least 0")
+
 
 Message = tuple[Op, int, int, int]  # the receive's kind, the copy, the receiver's stage, the microbatch
 
@@ -89,8 +175,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None =
     Raises
     ------
     ScheduleError
-        If the orders are wrong (see `check_orders`), naming the rank and the instruction; if ranks would wait for each
-        other for ever, naming all of them and what each waits for; if costs do not fit the schedule.
+        If the orders are wrong (see `validate_orders`), naming the rank and the instruction; if ranks would deadlock,
+        naming all of them and what each waits for; if costs do not fit the schedule.
 
     >>> from parlinalg.pipeline.schedules import make
     >>> run = simulate(make("1f1b", 4, 8), Costs(forward=1, backward=2))
@@ -100,8 +186,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None =
     costs = Costs() if costs is None else costs
     if cores is not None and cores < 1:
         raise ScheduleError(f"cores={cores}: ranks work on a whole number of cores of at least 1")
-    check_orders(schedule)
-    costs.check(schedule)
+    validate_orders(schedule)
+    costs.validate(schedule)
     ranks = [_Rank(schedule, rank, costs) for rank in range(schedule.ranks)]
     arrivals: dict[Message, float] = {}
     now = 0.0
@@ -121,7 +207,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None =
     )  # fmt: skip
 
 
-def check(schedule: Schedule) -> None:
+def validate(schedule: Schedule) -> None:
     """Check a schedule before it is run: its orders, and that no ranks wait for each other.
 
     Raises
@@ -182,7 +268,7 @@ class _Rank:
 
     def begin(self, i: Instruction, now: float) -> None:
         self.at_work, self.begun, self.since, self.speed = i, now, now, 0.0
-        self.left = self.costs.of(self.schedule, self.rank, i)
+        self.left = self.costs.time_of(self.schedule, self.rank, i)
         if i.op is Op.FORWARD:
             self.held += 1
             self.most = max(self.most, self.held)
@@ -213,5 +299,86 @@ def _deadlock(ranks: list[_Rank]) -> str:
         seen.append(at)
         at = waits[at].peer
     circle = seen[seen.index(at) :]
-    parts = [f"rank {r} waits for rank {waits[r].peer} ({told(ranks[r].schedule, r, waits[r])})" for r in circle]
+    parts = [f"rank {r} waits for rank {waits[r].peer} ({describe(ranks[r].schedule, r, waits[r])})" for r in circle]
     return f"{ranks[0].schedule.name} would hang: {', '.join(parts)}"
+
+
+def shifted(schedule: Schedule, measured: Iterable[Sequence[object]]) -> tuple[Span, ...]:
+    """Measured spans as if the first one of all ranks began at 0."""
+    spans = [Span(*m) for m in measured]  # type: ignore[arg-type]
+    for span in spans:
+        if not 0 <= span.rank < schedule.ranks or not 0 <= span.chunk < len(schedule.chunks[span.rank]):
+            raise ScheduleError(
+                f"a measured span {tuple(span)!r}: {schedule.name} has ranks 0 to {schedule.ranks - 1} with "
+                f"{[len(held) for held in schedule.chunks]} chunks"
+            )
+    first = min((s.start for s in spans), default=0.0)
+    moved = (s._replace(start=s.start - first, stop=s.stop - first) for s in spans)
+    return tuple(sorted(moved, key=lambda s: (s.rank, s.start)))
+
+
+def predict(
+    schedule: Schedule, measured: Costs | Iterable[Sequence[object]], latency: float = 0.0, cores: int | None = None
+) -> Simulation:
+    """Simulate a schedule with measured costs.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    measured : Costs, or iterable of (rank, op, chunk, microbatch, start, stop)
+        The stages' costs, or spans of a run of this schedule, from which they are taken.
+    latency : float
+        Of a message, with spans.
+    cores : int, optional
+        As in `simulate`.
+    """
+    costs = measured if isinstance(measured, Costs) else measured_costs(schedule, measured, latency)
+    return simulate(schedule, costs, cores)
+
+
+def measured_costs(
+    schedule: Schedule, spans: Iterable[Sequence[object]], latency: float | Mapping[tuple[int, int], float] = 0.0,
+    pick: Callable[[list[float]], float] = median,
+) -> Costs:  # fmt: skip
+    """The stages' costs in a run: of each the median over microbatches (and steps, and copies).
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The one that ran.
+    spans : iterable of (rank, op, chunk, microbatch, start, stop)
+    latency : float or dict
+        As in `Costs`.
+    pick : callable
+        What to take instead of the median; `min` where ranks share cores, which makes most passes longer.
+
+    Raises
+    ------
+    ScheduleError
+        If a stage was not measured.
+    """
+    times: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for span in shifted(schedule, spans):
+        updates = span.op in (Op.REDUCE_GRADIENTS, Op.STEP)
+        place = span.rank if updates else schedule.chunks[span.rank][span.chunk].stage
+        times[span.op, place].append(span.stop - span.start)
+
+    def of(op: Op, place: int) -> float:
+        return pick(times[op, place]) if times[op, place] else 0.0
+
+    stages, ranks = range(schedule.stages), range(schedule.ranks)
+    for stage in stages:
+        if not times[Op.FORWARD, stage] or not (times[Op.BACKWARD, stage] or times[Op.BACKWARD_INPUT, stage]):
+            raise ScheduleError(
+                f"no measured span of a forward and a backward pass of stage {stage} of {schedule.name}"
+            )
+    whole = [of(Op.BACKWARD, s) for s in stages]
+    parts = [(of(Op.BACKWARD_INPUT, s), of(Op.BACKWARD_WEIGHT, s)) for s in stages]
+    return Costs(
+        forward=[of(Op.FORWARD, s) for s in stages],
+        backward=[b or i + w for b, (i, w) in zip(whole, parts)],
+        weight=[w if i or w else b / 2 for b, (i, w) in zip(whole, parts)],
+        latency=latency,
+        reduce=[of(Op.REDUCE_GRADIENTS, r) for r in ranks],
+        step=[of(Op.STEP, r) for r in ranks],
+    )

@@ -17,7 +17,7 @@ from parlinalg.nn.declared import is_buffer
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module, buffers_kept
 from parlinalg.nn.steps import training_step
-from parlinalg.pipeline.tree import put_together, take_apart
+from parlinalg.pipeline.p2p import tree_flatten, tree_unflatten
 
 ROUNDS = 3
 
@@ -90,13 +90,13 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
         model.initialize(model.seed, only=bare)
         best, y = math.inf, None
         for i in range(rounds + 1):
-            form, inputs = take_apart(x)
+            form, inputs = tree_flatten(x)
             leaves = [Tensor(t.data, requires_grad=t.data.dtype.kind not in "biu") for t in inputs]
-            whole = put_together(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
+            whole = tree_unflatten(form, [t if t.requires_grad else _plain(t, x) for t in leaves])
             began = perf_counter()
             with no_sync(), training_step(0), buffers_kept(model):
                 y = layer.forward(whole)
-                _backward(take_apart(y)[1])
+                _backward(tree_flatten(y)[1])
             if i:
                 best = min(best, perf_counter() - began)
         for m in modules.values():
@@ -104,8 +104,8 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
                 if isinstance(p, Parameter):
                     p.grad = None
         model.forget(bare)
-        form, outputs = take_apart(y)
-        x = put_together(form, [t.detach() for t in outputs])
+        form, outputs = tree_flatten(y)
+        x = tree_unflatten(form, [t.detach() for t in outputs])
         found.append(best)
     everyone = np.array(world.share(found))
     return [float(t) for t in everyone.max(0)]

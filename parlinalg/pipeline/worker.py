@@ -18,19 +18,18 @@ from parlinalg.errors import CommError, ConfigError, ScheduleError
 from parlinalg.offload.weighing import Keeps
 from parlinalg.parallel.precision import Gradients, examine
 from parlinalg.parallel.reducer import GradientReducer
-from parlinalg.pipeline.edges import Edge, Edges
 from parlinalg.pipeline.keeps import keeps
 from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.plain import flushed, passes
-from parlinalg.pipeline.roles import first_role, table_of
-from parlinalg.pipeline.run import Run
-from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.p2p import P2P, Edge
+from parlinalg.pipeline.resharding import input_role, layout_table
+from parlinalg.pipeline.run import ScheduleRun
+from parlinalg.pipeline.schedule import Schedule, forward_only, forward_then_backward
 from parlinalg.pipeline.schedules import make
-from parlinalg.pipeline.simulate import Span, check
-from parlinalg.pipeline.ties import Ties
+from parlinalg.pipeline.simulate import Span, validate
+from parlinalg.pipeline.tied import TiedParameters
 
 
-class Work(Protocol):
+class Task(Protocol):
     """A task's part in what a worker does."""
 
     def context(self, batch: Batch) -> AbstractContextManager[Sequence[Tensor]]:
@@ -60,7 +59,7 @@ class Worker:
 
     Attributes
     ----------
-    ties : Ties
+    tied : TiedParameters
         The parameters that several ranks hold.
     spans : list of Span or None
         What this rank did when in the last step, in seconds since its begin; None unless it is set to a list, which
@@ -79,42 +78,44 @@ class Worker:
     """
 
     def __init__(self, model: PipelineModel, schedule: Schedule, reducer: GradientReducer | None = None) -> None:
-        check(schedule)
+        validate(schedule)
         self.model, self.schedule, self.reducer = model, schedule, reducer
-        self.place = place = model.place
+        self.topology = topology = model.topology
         held = tuple((stage.number, stage.copy) for stage in model.chunks)
-        wanted = tuple((chunk.stage, chunk.copy) for chunk in schedule.chunks[place.rank])
-        if schedule.ranks != place.size or held != wanted or model.stages != schedule.stages:
+        wanted = tuple((chunk.stage, chunk.copy) for chunk in schedule.chunks[topology.rank])
+        if schedule.ranks != topology.size or held != wanted or model.stages != schedule.stages:
             raise ConfigError(
-                f"pipeline rank {place.rank} of {place.size} holds the stages and copies {held} of {model.stages} "
-                f"stages, but by the schedule {schedule.name!r} of {schedule.ranks} ranks it is to hold {wanted} of "
-                f"{schedule.stages}: split the model for the schedule it runs"
+                f"pipeline rank {topology.rank} of {topology.size} holds the stages and copies {held} of "
+                f"{model.stages} stages, but by the schedule {schedule.name!r} of {schedule.ranks} ranks it is to "
+                f"hold {wanted} of {schedule.stages}: split the model for the schedule it runs"
             )
         self.grid = model.grid
-        self.position = place.ranks[place.rank].index(place.world.rank)
-        self.comm: Comm = place.world.sub(range(place.world.size), ("pipeline",))
-        self.edges = self._edges()
-        self.ties = Ties(model, schedule, self.comm)
+        self.position = topology.ranks[topology.rank].index(topology.world.rank)
+        self.comm: Comm = topology.world.sub(range(topology.world.size), ("pipeline",))
+        self.p2p = self._p2p()
+        self.tied = TiedParameters(model, schedule, self.comm)
         self.spans: list[Span] | None = None
         self.outputs: dict[int, Any] | None = None
         self.held = 0
         self._others: dict[tuple[int, bool], Schedule] = {}
         self._broken = ""
 
-    def _edges(self) -> Edges:
+    def _p2p(self) -> P2P:
         """The messages of this rank, once all know each other's layouts."""
-        place, schedule = self.place, self.schedule
-        roles = [first_role([m for layer in stage.layers for m in layer.modules]) for stage in self.model.chunks]
-        told = self.comm.share([table_of(self.model.scheme, self.grid.sizes), roles] if not self.position else None)
+        topology, schedule = self.topology, self.schedule
+        roles = [input_role([m for layer in stage.layers for m in layer.modules]) for stage in self.model.chunks]
+        everyone = self.comm.share(
+            [layout_table(self.model.scheme, self.grid.sizes), roles] if not self.position else None
+        )
         takes = {
-            Edge(chunk.stage, chunk.copy): told[place.ranks[rank][0]][1][i]
+            Edge(chunk.stage, chunk.copy): everyone[topology.ranks[rank][0]][1][i]
             for rank, held in enumerate(schedule.chunks)
             for i, chunk in enumerate(held)
         }
-        return Edges(place, self.comm, self.grid, [told[ranks[0]][0] for ranks in place.ranks], takes)
+        return P2P(topology, self.comm, self.grid, [everyone[ranks[0]][0] for ranks in topology.ranks], takes)
 
     # ------------------------------------------------------------------ training and use
-    def step(self, batches: Sequence[Batch], work: Work, step: int, factor: float) -> dict[str, float]:
+    def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float) -> dict[str, float]:
         """Forward and backward passes of all microbatches, and settled gradients.  Collective.
 
         Parameters
@@ -122,7 +123,7 @@ class Worker:
         batches : sequence of Batch
             The microbatches, the same on all ranks, each cut for the rank's own grid: the first stage takes `x` of
             them, the last `y`.  As many as the schedule has, or fewer, as at the end of an epoch.
-        work : Work
+        work : Task
         step : int
             The number of the step, for dropout.
         factor : float
@@ -144,19 +145,19 @@ class Worker:
         run.training(step, factor)
         return self.finish(run)
 
-    def forward(self, batches: Sequence[Batch], work: Work) -> dict[str, float]:
+    def forward(self, batches: Sequence[Batch], work: Task) -> dict[str, float]:
         """Forward passes alone, of any number of batches; gives what `step` does.  Collective."""
         if not batches:
             return {"loss": 0.0}
         key = len(batches), False
         if key not in self._others:
-            self._others[key] = passes(self.schedule, len(batches))
+            self._others[key] = forward_only(self.schedule, len(batches))
         run = self._start(self._others[key], batches, work)
         with no_grad():
             run.using()
         return self.finish(run)
 
-    def keeps(self, batches: Mapping[int, Batch], work: Work, rows: int) -> Keeps:
+    def keeps(self, batches: Mapping[int, Batch], work: Task, rows: int) -> Keeps:
         """What this rank keeps of microbatches in a step, for `parlinalg.offload.plan(…, kept=…)`.  Collective.
 
         A microbatch passes forward, and where the schedule computes gradients of parameters later back to those of
@@ -166,7 +167,7 @@ class Worker:
         ----------
         batches : dict of int to Batch
             A microbatch, by the most rows that a rank has of it; or two small ones, from which others are reckoned.
-        work : Work
+        work : Task
         rows : int
             The most that a rank has of a microbatch.
         """
@@ -177,7 +178,7 @@ class Worker:
 
         Collective over all ranks; as `parlinalg.parallel.examine`, of the parameters held here.
         """
-        return examine(parameters, scale, over=self.comm, owns=self.ties.owns)
+        return examine(parameters, scale, over=self.comm, owns=self.tied.owns)
 
     def starts(self, chunk: int) -> None:
         """Start the sums of gradients, as far as the chunk's last pass, which is to come, does not add to them."""
@@ -190,7 +191,7 @@ class Worker:
         if (reducer := self._reduces()) is not None:
             reducer.settle()
         settle(list(self.model.parameters()))
-        self.ties.sum()
+        self.tied.sum()
 
     def _reduces(self) -> GradientReducer | None:
         """The reducer, unless it was detached, as from parameters whose gradients are offloaded."""
@@ -218,33 +219,33 @@ class Worker:
         try:
             found = make(self.schedule.name, self.schedule.ranks, microbatches, chunks)
         except ScheduleError:
-            found = flushed(self.schedule, microbatches)
+            found = forward_then_backward(self.schedule, microbatches)
         if found.chunks != self.schedule.chunks:
-            found = flushed(self.schedule, microbatches)
-        check(found)
+            found = forward_then_backward(self.schedule, microbatches)
+        validate(found)
         return found
 
-    def _start(self, schedule: Schedule, batches: Sequence[Batch], work: Work) -> Run:
+    def _start(self, schedule: Schedule, batches: Sequence[Batch], work: Task) -> ScheduleRun:
         if self._broken:
             raise CommError(
                 f"this worker's pipeline was broken off ({self._broken}), and messages may be lost: make another worker"
             )
         return self._run(schedule, batches, work)
 
-    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Work) -> Run:
-        return Run(self, schedule, batches, work)
+    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Task) -> ScheduleRun:
+        return ScheduleRun(self, schedule, batches, work)
 
-    def finish(self, run: Run) -> dict[str, float]:
+    def finish(self, run: ScheduleRun) -> dict[str, float]:
         """Do the run, and tell all ranks what it gave."""
         try:
             run.go()
         except BaseException as error:
             self._broken = run.doing
-            error.add_note(f"in the pipeline: {run.doing}, rank {self.place.world.rank}")
+            error.add_note(f"in the pipeline: {run.doing}, rank {self.topology.world.rank}")
             raise
         everyone = self.comm.share(run.sums if not self.position else [])
         sums: dict[str, float] = {"loss": 0.0}
-        for _, _, found in sorted((each for told in everyone for each in told), key=lambda each: each[:2]):
+        for _, _, found in sorted((each for rank_sums in everyone for each in rank_sums), key=lambda each: each[:2]):
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + value
         return sums
@@ -253,7 +254,7 @@ class Worker:
     def close(self) -> None:
         """Free the communicators.  Collective."""
         if not self._broken:
-            self.ties.close()
+            self.tied.close()
             self.comm.free()
 
     def __enter__(self) -> Worker:

@@ -495,7 +495,7 @@ class Engine:
             The most that a rank has of a microbatch.
         """
         if self.schedule is not None and isinstance(self.model, PipelineModel):
-            return self.worker(self.schedule.made(self.model.place.size)).keeps(parts, work, rows)
+            return self.worker(self.schedule.made(self.model.topology.size)).keeps(parts, work, rows)
         found = {}
         for n, part in parts.items():
             with buffers_kept(self.model):

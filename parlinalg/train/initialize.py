@@ -108,15 +108,15 @@ def initialize(
     train = None if train_dataloader is None else Feed(train_dataloader, world)
     test = None if test_dataloader is None else Feed(test_dataloader, world)
     made = _has_values(model)
-    if mesh is not None and mesh.place.size > 1 and not hasattr(model, "chunks"):
+    if mesh is not None and mesh.topology.size > 1 and not hasattr(model, "chunks"):
         _not_yet(optimizer, "is cut into stages here")
-        made_schedule = schedule.made(mesh.place.size)
+        made_schedule = schedule.made(mesh.topology.size)
         if sample is None and train is not None:
             train.place(partial(placement, model, grid, world))
             sample = partial(_first, model, grid, train, made_schedule.microbatches)
         elif sample is not None and not callable(sample):
             sample = partial(_placed, model, grid, sample)
-        model = split(model, mesh.place, made_schedule, mesh.parallel.partition, sample).initialize(config.seed)
+        model = split(model, mesh.topology, made_schedule, mesh.parallel.partition, sample).initialize(config.seed)
     elif not made:
         _not_yet(optimizer, "has no values yet")
         model.initialize(config.seed)
@@ -158,7 +158,7 @@ def _check_offload(config: Config, mesh: Mesh | None, train: Any) -> None:
 
 def _offload(config: Config, mesh: Mesh, engine: Engine, train: Feed | None) -> None:
     """Offload what the configuration says, until the mesh is closed.  Collective."""
-    order = engine.schedule.made(mesh.place.size) if engine.pipelined and engine.schedule is not None else None
+    order = engine.schedule.made(mesh.topology.size) if engine.pipelined and engine.schedule is not None else None
     options = build.offloaded(config, order)
     if order is not None:
         engine.worker(order)  # takes values and their reducer as they are in memory

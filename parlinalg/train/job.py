@@ -105,7 +105,7 @@ def trainer_of(mesh: Mesh, made: Recipe, out: Path, hooks: Sequence[Hook] = ()) 
     `gradient_accumulation` of the configuration cuts the batch of a step into microbatches here.
     """
     config, schedule = mesh.config, None
-    if mesh.place.size == 1:
+    if mesh.topology.size == 1:
         schedule = NonPipelineSchedule(microbatches_of(config, 1))
         config = replace(config, gradient_accumulation=1)
     if config.offload:
@@ -122,7 +122,7 @@ def trainer_of(mesh: Mesh, made: Recipe, out: Path, hooks: Sequence[Hook] = ()) 
 
 def lines_of(mesh: Mesh, made: Recipe, trainer: Trainer, steps: int) -> dict[str, object]:
     """Return what to say of a training at its start: a head and a text each.  Collective."""
-    config, offload, parts = mesh.config, trainer.engine.offload, microbatches_of(mesh.config, mesh.place.size)
+    config, offload, parts = mesh.config, trainer.engine.offload, microbatches_of(mesh.config, mesh.topology.size)
     split = f" in {parts} microbatches" * (parts > 1)
     return {
         **made.lines,

@@ -16,8 +16,8 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import index_of
 from parlinalg.pipeline.build import open_meshes
-from parlinalg.pipeline.place import Place
 from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.schemes import Scheme
 from parlinalg.train.config import Config, load
 from parlinalg.train.keys import listed
@@ -40,7 +40,7 @@ class Mesh:
     config : Config
     parallel : Parallel
         The sizes.
-    place : Place
+    topology : PipelineTopology
         Where this rank is in the pipeline; grid and scheme are those of its part of it.
     schedule : Schedule or None
         What the configuration's pipeline does; None where it has one rank.
@@ -49,14 +49,15 @@ class Mesh:
     """
 
     def __init__(
-        self, grid: Grid, config: Config, parallel: Parallel, place: Place, schedule: Schedule | None = None
+        self, grid: Grid, config: Config, parallel: Parallel, topology: PipelineTopology,
+        schedule: Schedule | None = None,
     ) -> None:  # fmt: skip
         self.grid = grid
         self.config = config
         self.parallel = parallel
-        self.place = place
+        self.topology = topology
         self.schedule = schedule
-        self.scheme: Scheme = parallel.at(place.rank).scheme
+        self.scheme: Scheme = parallel.at(topology.rank).scheme
         self.ends = ExitStack()
         open_meshes.add(self)
         grid.mesh = self  # models know their grid, and `initialize` finds the mesh
@@ -64,7 +65,7 @@ class Mesh:
     @property
     def world(self) -> Comm:
         """The communicator of all ranks of the mesh."""
-        return self.place.world
+        return self.topology.world
 
     def axes(self, name: str) -> tuple[str, ...]:
         """The axes of the grid that a dimension of the configuration, or an axis, spans; "pipeline" spans none.
@@ -94,7 +95,7 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """How many ranks a dimension ("data", "tensor", …) or an axis spans."""
-        size = self.place.size if name == "pipeline" else 1
+        size = self.topology.size if name == "pipeline" else 1
         for axis in self.axes(name):
             size *= self.grid.sizes[axis]
         return size
@@ -102,7 +103,7 @@ class Mesh:
     def rank(self, name: str) -> int:
         """This rank's number along a dimension or an axis; over several axes in row-major order."""
         if name == "pipeline":
-            return self.place.rank
+            return self.topology.rank
         return index_of(self.axes(name), self.grid.sizes, self.grid.coords)
 
     def comm(self, name: str) -> Comm:
@@ -114,12 +115,12 @@ class Mesh:
             For "pipeline", if the grids of its ranks are unlike.
         """
         if name == "pipeline":
-            if self.place.comm is None:
+            if self.topology.comm is None:
                 raise ConfigError(
-                    f"the grids of the pipeline's ranks are unlike, {list(self.place.sizes)}: no ranks differ in the "
-                    "pipeline only; use mesh.world and mesh.place.ranks"
+                    f"the grids of the pipeline's ranks are unlike, {list(self.topology.sizes)}: no ranks differ in "
+                    "the pipeline only; use mesh.world and mesh.topology.ranks"
                 )
-            return self.place.comm
+            return self.topology.comm
         return self.grid.comm(self.axes(name))
 
     def close(self) -> None:
@@ -127,7 +128,7 @@ class Mesh:
         open_meshes.remove(self)
         self.ends.close()
         self.grid.close()
-        self.place.close()
+        self.topology.close()
 
     def __enter__(self) -> Mesh:
         return self
@@ -198,10 +199,10 @@ def launch(
     checked, parallel, schedule = together(world, read, "reading the configuration")
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
-    place = Place.of(world, parallel.grids, (REPLICA, DATA))
+    topology = PipelineTopology.of(world, parallel.grids, (REPLICA, DATA))
     if world is not comm:
-        place.made.append(world)
-    return Mesh(_grid(place, backend or checked.backend), checked, parallel, place, schedule)
+        topology.made.append(world)
+    return Mesh(_grid(topology, backend or checked.backend), checked, parallel, topology, schedule)
 
 
 def _started(comm: object, launcher: str) -> object:
@@ -227,14 +228,14 @@ def _started(comm: object, launcher: str) -> object:
     return None
 
 
-def _grid(place: Place, backend: str) -> Grid:
+def _grid(topology: PipelineTopology, backend: str) -> Grid:
     """This rank's grid, whose backend is that of the others', and whose BLAS threads leave them their cores."""
-    sizes, world = place.sizes[place.rank], place.world
-    if place.size == 1:
+    sizes, world = topology.sizes[topology.rank], topology.world
+    if topology.size == 1:
         return Grid(sizes, world, backend)
-    grid = together(world, lambda: Grid(sizes, place.group, backend), "making its grid")
+    grid = together(world, lambda: Grid(sizes, topology.group, backend), "making its grid")
     if len(set(world.share(grid.backend.cuda))) > 1:  # "auto" where only some ranks have a GPU
         grid.close()
-        grid = Grid(sizes, place.group, "numpy")
+        grid = Grid(sizes, topology.group, "numpy")
     grid.threads = set_blas_threads(sharing(world.share(cores()), world.rank, place_on_node(world)[1]))
     return grid

@@ -71,7 +71,7 @@ def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], in
         needs = any(stage.first for stage in model.chunks), any(stage.last for stage in model.chunks)
     mesh: Any = grid.mesh
     data = tuple(axis for axis in ("data",) if axis in grid.axes) if mesh is None else mesh.axes("data")
-    group = 0 if mesh is None else mesh.place.rank
+    group = 0 if mesh is None else mesh.topology.rank
     more = {} if counts is None else {"counts": counts}
     return Placement(
         grid, world, lambda dtype, ndim: inputs_layout(whole, np.empty((0,) * ndim, dtype)), dtype_of(model), needs,

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from parlinalg.nn.layer import Layer
 from parlinalg.pipeline.partition import by_hand, share_layers
-from parlinalg.pipeline.place import arrange
 from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.topology import arrange
 from parlinalg.train.config import LANGUAGE, Config
 from parlinalg.train.parallel import DATA, REPLICA, RING, ULYSSES, Parallel
 

@@ -174,7 +174,7 @@ class PipelineSchedule(NonPipelineSchedule):
             return super().forward_backward_step(engine, data_iter, forward_only, return_loss, return_output_label)
         if not forward_only:
             engine.check_free(f"{type(self).__name__}.forward_backward_step")
-        worker = engine.worker(self.made(engine.model.place.size))
+        worker = engine.worker(self.made(engine.model.topology.size))
         parts = self.batches(engine, data_iter, not forward_only)
         offset = 0
         samples: list[Any] = []
@@ -270,7 +270,7 @@ def _engine(given: Any) -> Engine:
 def schedule_of(config: Config, mesh: Mesh | None, model: Module) -> BaseSchedule:
     """The schedule that a configuration says; where it says none, one that runs the chunks that a model is cut into."""
     chunks = len(model.chunks) if isinstance(model, PipelineModel) else 1
-    if mesh is None or (mesh.place.size == 1 and not isinstance(model, PipelineModel)):
+    if mesh is None or (mesh.topology.size == 1 and not isinstance(model, PipelineModel)):
         return NonPipelineSchedule()
     chosen = config.schedule or (Pipelining() if chunks == 1 else Pipelining("interleaved", chunks=chunks))
-    return PipelineSchedule(microbatches_of(config, mesh.place.size), chosen.name, chosen.chunks, every=chosen.every)
+    return PipelineSchedule(microbatches_of(config, mesh.topology.size), chosen.name, chosen.chunks, every=chosen.every)

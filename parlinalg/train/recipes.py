@@ -142,7 +142,7 @@ def classifier(config: Config, mesh: Mesh, data: Samples) -> Recipe:
     model = MLP(sizes, mesh.scheme, grid, dtype=dtype, **options)
     x_layout, y_layout = model.input_layout(), Layout(model.output_layout().dims[0])
     shape = (rows_of_a_microbatch(config, mesh.parallel), data.features)
-    most = max(config.batch_size, TEST_BATCH * microbatches_of(config, mesh.place.size))
+    most = max(config.batch_size, TEST_BATCH * microbatches_of(config, mesh.topology.size))
     loader = partial(Loader, grid=grid, x_layout=x_layout, y_layout=y_layout, dtype=dtype)
     return Recipe(
         data.name, model, criterion(config),
@@ -204,7 +204,7 @@ def _windows(
 ) -> tuple[Windows, Passages]:
     """Return the windows to train on, and those of the validation."""
     rest = (mesh.grid, model.ids_layout, model.targets_layout)
-    most = max(config.batch_size, HELD_TOKENS // length * microbatches_of(config, mesh.place.size))
+    most = max(config.batch_size, HELD_TOKENS // length * microbatches_of(config, mesh.topology.size))
     try:
         train = Windows(
             data.train, length, config.batch_size, *rest, seed=config.seed, order=order, starts=data.train_starts

@@ -152,8 +152,8 @@ class RunHook(Hook):
 def places(mesh: Mesh) -> list[dict[str, Any]]:
     """For every rank its host, pid and coordinates, in a pipeline also its stages, on every rank.  Collective."""
     found = ranks_map(mesh.world)
-    for p, ranks in enumerate(mesh.place.ranks):
-        sizes = mesh.place.sizes[p]
+    for p, ranks in enumerate(mesh.topology.ranks):
+        sizes = mesh.topology.sizes[p]
         for rank, coords in zip(ranks, coordinates(tuple(sizes), sizes), strict=True):
             found[rank]["coords"] = coords
             if mesh.schedule is not None:
@@ -183,10 +183,10 @@ def opening(
     """
     grid = mesh.grid
     held = mesh.world.share(sum(p.block.nbytes for p in parameters.values()))
-    first = mesh.world.rank == mesh.place.ranks[mesh.place.rank][0]
+    first = mesh.world.rank == mesh.topology.ranks[mesh.topology.rank][0]
     mine = {name: [p.size, p.data.nbytes] for name, p in parameters.items()} if first else {}
     whole: dict[str, list[int]] = {}
-    for theirs in mesh.world.share(mine) if mesh.place.size > 1 else [mine]:
+    for theirs in mesh.world.share(mine) if mesh.topology.size > 1 else [mine]:
         whole |= theirs
     count, total = (sum(of[i] for of in whole.values()) for i in (0, 1))
     each = format_bytes(min(held)) + (f" to {format_bytes(max(held))}" if max(held) > min(held) else "")
@@ -215,7 +215,7 @@ def by_stage(mesh: Mesh, text: str) -> str:
         return text
     everyone = mesh.world.share(text)
     said: dict[str, list[int]] = {}
-    for held, ranks in zip(mesh.schedule.chunks, mesh.place.ranks, strict=True):
+    for held, ranks in zip(mesh.schedule.chunks, mesh.topology.ranks, strict=True):
         said.setdefault(everyone[ranks[0]], []).extend(chunk.stage for chunk in held)
     lines = []
     for each, stages in said.items():

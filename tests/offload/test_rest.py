@@ -17,7 +17,7 @@ from parlinalg.offload.disk import DiskFile
 from parlinalg.offload.packing import Held
 from parlinalg.offload.table import ORDER, Table, decide
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value, examine
-from parlinalg.pipeline.stagewalk import Passage
+from parlinalg.pipeline.run import InFlight
 from tests.models import loss_of
 from tests.offload.runs import everything, go_on, sizes, start, unlike
 
@@ -142,7 +142,7 @@ def test_what_weights_need_stays_away_until_their_turn(make_grid, tmp_path):
         if away is not None:
             away.place(model.blocks)
         with nn.training_step(0):
-            passage = Passage(model.grid, [])
+            passage = InFlight(model.grid, [])
             passage.add(loss_of(model), 1.0)
         if away is not None:
             away._store._settle(0)  # all is written
@@ -181,7 +181,7 @@ def test_what_a_backward_pass_needs_next_is_read_ahead(make_grid, tmp_path, monk
     with OffloadedActivations(tmp_path, least=1, ahead=20000) as away:
         away.place(model.blocks)
         with nn.training_step(0):
-            passage = Passage(model.grid, [])
+            passage = InFlight(model.grid, [])
             passage.add(loss_of(model), 1.0)
         away._store._settle(0)  # all is written
         passage.backward(later=later)

@@ -146,7 +146,7 @@ def test_a_pipeline_takes_them_too(world, backend):
     t = {"x.weight": rng.normal(size=(8, 6)), "x.bias": rng.normal(size=8), "y.weight": rng.normal(size=(6, 8)),
          "y.bias": rng.normal(size=6)}  # fmt: skip
     with pla.launch({"parallel": {"pipeline": 2}}, world, backend) as mesh:
-        model = split(Tower(mesh), mesh.place, mesh.schedule, "uniform").initialize(seed=1)
+        model = split(Tower(mesh), mesh.topology, mesh.schedule, "uniform").initialize(seed=1)
         model.load_state_dict({n: Tensor(a) for n, a in t.items()}, names=[("^x", "a"), ("^y", "b")])
         got = model.state_dict()
         assert np.array_equal(got["a.weight"], t["x.weight"].T)

@@ -116,7 +116,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         scheme = mesh.scheme.with_weights_cut("data") if zero == 3 else mesh.scheme
         self.mesh, self.schedule = mesh, schedule
-        self.model = split(model_on(scheme, mesh.grid, layers, **options), mesh.place, schedule, partition)
+        self.model = split(model_on(scheme, mesh.grid, layers, **options), mesh.topology, schedule, partition)
         self.model.initialize(5)
         handlers = [ZeRO(zero, "data", accumulate)] if zero else []
         self.reducer = GradientReducer(self.model.parameters(), handlers, first_bucket=2000, bucket=4000)
@@ -128,7 +128,7 @@ class Pipeline:
         self.order = sequence_order(LENGTH, ring, "zigzag") if ring > 1 else None
 
     def batches(self, step: int, parts: int | None = None, rows: int = ROWS) -> list[Batch]:
-        return batches(self.model.whole, step, parts or self.schedule.microbatches, self.order, rows)
+        return batches(self.model.full_model, step, parts or self.schedule.microbatches, self.order, rows)
 
     def step(self, step: int, clip: float | None = None) -> tuple[float, float]:
         """One step; its loss and norm."""
@@ -152,7 +152,7 @@ def pipeline(
 ) -> Iterator[Pipeline]:  # fmt: skip
     """A pipeline over all ranks."""
     with launch({"parallel": {**parallel}}, world, backend) as mesh:
-        made = Pipeline(mesh, make(name, mesh.place.size, microbatches, chunks), layers, **options)
+        made = Pipeline(mesh, make(name, mesh.topology.size, microbatches, chunks), layers, **options)
         yield made
         made.close()
 

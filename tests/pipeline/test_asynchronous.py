@@ -100,7 +100,7 @@ def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
     with launch({"parallel": {"pipeline": stages}}, world, backend) as mesh:
         linears = [nn.Linear(*w.shape, mesh.scheme, mesh.grid, bias=False, dtype="float64") for w in by_hand.start]
         layers = [layer for linear in linears for layer in (linear, nn.Tanh())][:-1]
-        model = split(nn.Sequential(*layers), mesh.place, schedule, [*[2] * (stages - 1), 1]).initialize(0)
+        model = split(nn.Sequential(*layers), mesh.topology, schedule, [*[2] * (stages - 1), 1]).initialize(0)
         model.load_state_dict({f"{2 * s}.weight": w for s, w in enumerate(by_hand.start)})
         reducer = GradientReducer(model.parameters(), [ZeRO(zero)] if zero else None, first_bucket=20, bucket=30)
         worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1), reducer)
@@ -108,7 +108,7 @@ def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
         kept, update = [], worker.update
         worker.update = lambda: (kept.append(len(worker.stash)), update())
         sums = worker.step(parts, Squares(), 0, factor=3.0)  # of the mean over elements: three times that over rows
-        assert max(kept) == schedule.versions[mesh.place.rank]
+        assert max(kept) == schedule.versions[mesh.topology.rank]
         np.testing.assert_allclose(sums["loss"] / (6 * every), sum(losses), rtol=1e-12)
         for s, w in enumerate(weights):
             np.testing.assert_allclose(model.state_dict()[f"{2 * s}.weight"], w, rtol=1e-12, atol=1e-13)
@@ -174,7 +174,7 @@ def test_asynchronous_schedules_equal_their_oracles(world, backend, full):
         with launch({"parallel": parallel}, world, backend) as mesh:
             again = "block" if turn % 2 else None
             whole = model_on(mesh.scheme, mesh.grid, LAYERS, tie_word_embeddings=False, recompute=again)
-            model = split(whole, mesh.place, schedule).initialize(5)
+            model = split(whole, mesh.topology, schedule).initialize(5)
             handlers = [ZeRO(zero, "data")] if zero else []
             reducer = GradientReducer(model.parameters(), handlers, first_bucket=2000, bucket=4000)
             worker = AsynchronousWorker(model, schedule, optim.AdamW(model.parameters(), RATE), reducer)
@@ -201,7 +201,7 @@ def test_what_is_refused(world, backend):
     with launch({"parallel": {"pipeline": 2}}, world, backend) as mesh:
 
         def made(schedule, **options):
-            model = split(model_on(mesh.scheme, mesh.grid, 2, **options), mesh.place, schedule).initialize(0)
+            model = split(model_on(mesh.scheme, mesh.grid, 2, **options), mesh.topology, schedule).initialize(0)
             return AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1))
 
         with pytest.raises(pla.ConfigError, match=r"pipedream: 'embedding.weight' is held by stages 0, 1, .* untie it"):
@@ -210,10 +210,10 @@ def test_what_is_refused(world, backend):
             made(make("1f1b", 2, 4), tie_word_embeddings=False)
         worker = made(make("pipedream-2bw", 2, 4, every=2), tie_word_embeddings=False)
         with pytest.raises(pla.ConfigError, match="is of 4 microbatches, and a step is given 5"):
-            worker.step(batches(worker.model.whole, 0, 5), Text(), 0)
+            worker.step(batches(worker.model.full_model, 0, 5), Text(), 0)
         worker.close()
         fetched = split(
-            model_on(mesh.scheme, mesh.grid, 2, tie_word_embeddings=False), mesh.place, make("pipedream", 2, 4)
+            model_on(mesh.scheme, mesh.grid, 2, tie_word_embeddings=False), mesh.topology, make("pipedream", 2, 4)
         ).initialize(0)
         for p in fetched.parameters():
             p.gatherer = SimpleNamespace()
@@ -228,9 +228,9 @@ def test_fewer_microbatches_end_with_a_step_of_their_own(name, every, world, bac
     whole = make(name, SIZE, 12, every=every)
     with launch({"parallel": {"pipeline": SIZE}}, world, backend) as mesh:
         linears = (nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64") for _ in range(SIZE))
-        model = split(nn.Sequential(*linears), mesh.place, whole).initialize(0)
+        model = split(nn.Sequential(*linears), mesh.topology, whole).initialize(0)
         worker = AsynchronousWorker(model, whole, optim.SGD(model.parameters(), 1e-3))
-        rank, worker.spans = mesh.place.rank, []
+        rank, worker.spans = mesh.topology.rank, []
         for count in range(1, 12):
             worker.step(perceptron_batches([rows(t, 2, (3, 3)) for t in range(count)], mesh), Squares(), count)
             done = [(s.op, s.microbatch) for s in worker.spans]
@@ -262,7 +262,7 @@ def test_terms_that_layers_add_count_by_the_rows_of_their_step(world, backend):
     schedule = make("pipedream", SIZE, 6, every=3)
     with launch({"parallel": {"pipeline": SIZE}, "dtype": "float64"}, world, backend) as mesh:
         linears = (nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64") for _ in range(SIZE))
-        model = split(nn.Sequential(*linears), mesh.place, schedule).initialize(0)
+        model = split(nn.Sequential(*linears), mesh.topology, schedule).initialize(0)
         worker = AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 1e-3))
         two, one = pla.Layout(None, None), pla.Layout(None)
         parts = [

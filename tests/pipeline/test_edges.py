@@ -74,7 +74,7 @@ def two_stages(data: int, tensors: list[dict[str, Any]], kinds: tuple[str, str],
         for n, m, kind in zip(widths, widths[1:], kinds, strict=False)
     ]
     schedule = make("gpipe", 2, 2)
-    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.place, schedule, [1, 1]).initialize(1)
+    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.topology, schedule, [1, 1]).initialize(1)
     return mesh, layers, model, Worker(model, schedule)
 
 
@@ -97,19 +97,19 @@ def test_every_element_arrives_once_where_it_is_wanted(kinds: tuple[str, str], w
             model.zero_grad()
             with ledger(worker.comm) as book:
                 worker.step(batches, Squares(), 0, 1.0)
-        mine = layers[mesh.place.rank]
-        block = mine.given if mesh.place.rank else mine.gave
+        mine = layers[mesh.topology.rank]
+        block = mine.given if mesh.topology.rank else mine.gave
         key = ("receive", ("pipeline",))
         assert book.words[key] == 2 * block.block.size, (turn, tensors)
         adapted = mesh.scheme.for_dims(3)
-        if mesh.place.rank:
+        if mesh.topology.rank:
             takes = adapted.residual if kinds[1] == "expand" else adapted.inner
             assert mesh.grid.effective(block.layout) == mesh.grid.effective(takes), tensors
-        sizes = [math.prod(each.values()) for each in mesh.place.sizes]
+        sizes = [math.prod(each.values()) for each in mesh.topology.sizes]
         if sizes[0] == sizes[1] and tensors[0] == tensors[1]:
             assert book.calls["send", ("pipeline",)] == book.calls[key] == 2, tensors
         everyone = world.share(int(book.calls["send", ("pipeline",)]))
-        own = [everyone[r] for r in mesh.place.ranks[mesh.place.rank]]
+        own = [everyone[r] for r in mesh.topology.ranks[mesh.topology.rank]]
         assert max(own) <= min(own) + 2 * max(1, max(sizes) // min(sizes)), tensors
         state = model.state_dict()
         grads = {n: p.grad.gather() for n, p in model.named_parameters()}
@@ -149,9 +149,9 @@ def test_what_cannot_pass_is_told(what: str, kind: Any, told: str, world: Any, b
     mesh = launch(config, world, backend)
     layers = [nn.Linear(SHAPE[-1], 6, mesh.scheme, mesh.grid, "contract", dtype="float64"), Odd(what),
               nn.Linear(6, 3, mesh.scheme, mesh.grid, dtype="float64")]  # fmt: skip
-    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.place, make("gpipe", 2, 2), [2, 1]).initialize(1)
+    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.topology, make("gpipe", 2, 2), [2, 1]).initialize(1)
     worker = Worker(model, make("gpipe", 2, 2))
-    if mesh.place.rank == 0:  # left open: nobody may wait for messages that never come
+    if mesh.topology.rank == 0:  # left open: nobody may wait for messages that never come
         with pytest.raises(kind, match=told):
             worker.step(batches_for(mesh, "contract"), Squares(), 0, 1.0)
 
@@ -214,7 +214,7 @@ def test_trees_pass_with_their_gradients(name: str, long: int, world: Any, backe
     worker = Worker(model, schedule)
     for _ in range(2):  # the second time shapes are known
         model.zero_grad()
-        batches = [branching_batch(model.whole, rows) for rows in (slice(0, 4), slice(4, 7))]
+        batches = [branching_batch(model.full_model, rows) for rows in (slice(0, 4), slice(4, 7))]
         sums = worker.step(batches, Squares(), 0, 0.5)
     with alone(world) as own:
         serial = Branching(schemes.discover()["serial"].SCHEME, own, long).initialize(1)

@@ -59,8 +59,8 @@ def test_the_tokens_of_one_rank(wanted: Any, world: Any, backend: str) -> None:
     for turn, (name, chunks, parallel) in enumerate(GRIDS[SIZE]):
         kind = ("gpt", "llama")[(turn + SIZE) % 2]
         with launch({"parallel": parallel}, world, backend) as mesh:
-            schedule = make(name, mesh.place.size, 2 * mesh.place.size, chunks)
-            model = split(declared(kind, mesh.scheme, mesh.grid), mesh.place, schedule, "uniform").initialize(5)
+            schedule = make(name, mesh.topology.size, 2 * mesh.topology.size, chunks)
+            model = split(declared(kind, mesh.scheme, mesh.grid), mesh.topology, schedule, "uniform").initialize(5)
             for way in WAYS:
                 heard: list[tuple[int, int]] = []
                 found = written(model, way, stream=lambda row, token, heard=heard: heard.append((row, token)))
@@ -69,20 +69,20 @@ def test_the_tokens_of_one_rank(wanted: Any, world: Any, backend: str) -> None:
                     assert [t for r, t in heard if r == row] == found[row][len(prompt) :]
             assert written(model, "sampled", use_cache=False) == wanted[kind]["sampled"]
             assert model.training
-            assert all(module.training for module in model.whole.modules())
+            assert all(module.training for module in model.full_model.modules())
 
 
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_said_on_all_ranks(world: Any, backend: str) -> None:
     with launch({"parallel": {"pipeline": 2}}, world, backend) as mesh:
         schedule = make("1f1b", 2, 2)
-        model = split(declared("gpt", mesh.scheme, mesh.grid), mesh.place, schedule).initialize(5)
+        model = split(declared("gpt", mesh.scheme, mesh.grid), mesh.topology, schedule).initialize(5)
         for prompts, words in (([[1, 2, 11]], "prompt 0 has token 11"), ([[1] * 7], "7 tokens and 3 new ones make 10")):
             with pytest.raises(pla.ConfigError, match=words):
                 nn.generate(model, prompts, 3)
         with pytest.raises(pla.ConfigError, match="rank 1 passes other prompts or options"):
             nn.generate(model, [[1 + world.rank]], 3)
         stages = [nn.Linear(3, 3, mesh.scheme, mesh.grid) for _ in range(2)]
-        other = split(nn.Sequential(*stages), mesh.place, schedule).initialize(0)
+        other = split(nn.Sequential(*stages), mesh.topology, schedule).initialize(0)
         with pytest.raises(pla.ConfigError, match="Sequential generates no text"):
             nn.generate(other, [[1]], 3)

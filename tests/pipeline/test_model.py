@@ -13,7 +13,7 @@ import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.errors import ConfigError
 from parlinalg.nn import Layer
-from parlinalg.pipeline import PipelineModel, Place, make, split
+from parlinalg.pipeline import PipelineModel, PipelineTopology, make, split
 from parlinalg.train import Mesh, launch
 from tests.conftest import SIZE
 
@@ -73,7 +73,7 @@ def pipelined(world: Any, backend: str, **parallel: Any) -> Iterator[Mesh]:
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_after_one_another_are_the_model(name: str, stages: int, make_grid: Callable[..., Any]) -> None:
     grid = make_grid({"data": 1})
-    model, place = MODELS[name](SERIAL, grid), Place.alone(sizes={"data": 1})
+    model, place = MODELS[name](SERIAL, grid), PipelineTopology.alone(sizes={"data": 1})
     part = split(model, place, make("1f1b", 1, 2) if stages == 1 else make("interleaved", 1, 2, stages))
     part.initialize(3)
     serial = MODELS[name](SERIAL, grid).initialize(3)
@@ -94,7 +94,7 @@ def test_stages_after_one_another_are_the_model(name: str, stages: int, make_gri
 def test_ranks_hold_their_stages_only(name: str, world: Any, backend: str, make_grid: Callable[..., Any]) -> None:
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         model = MODELS[name](mesh.scheme, mesh.grid)
-        part: PipelineModel = split(model, mesh.place, make("1f1b", SIZE, 2)).initialize(3)
+        part: PipelineModel = split(model, mesh.topology, make("1f1b", SIZE, 2)).initialize(3)
         assert [stage.number for stage in part.chunks] == [world.rank]
         assert len(part.layers()) == part.counts[world.rank] >= 1
         names = world.share([n for n, _ in part.named_parameters()])
@@ -122,7 +122,7 @@ def test_a_model_with_values_leaves_those_of_other_stages(world: Any, backend: s
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         model = gpt(mesh.scheme, mesh.grid).initialize(5)
         whole = model.nbytes
-        part = split(model, mesh.place, make("1f1b", SIZE, 2))
+        part = split(model, mesh.topology, make("1f1b", SIZE, 2))
         assert part.nbytes < whole
         assert model.nbytes == whole  # declared, not made
         with pytest.raises(ConfigError, match="has no values yet"):
@@ -145,7 +145,7 @@ class Twice(nn.Module):
 @pytest.mark.serial
 def test_models_with_stages_of_their_own(make_grid: Callable[..., Any]) -> None:
     grid = make_grid({"data": 1})
-    model, place = Twice(SERIAL, grid), Place.alone(sizes={"data": 1})
+    model, place = Twice(SERIAL, grid), PipelineTopology.alone(sizes={"data": 1})
     part = split(model, place, make("interleaved", 1, 2, 2))
     assert part.counts == (1, 2)
     assert [layer.name for layer in part.layers()] == ["one", "relu", "last"]
@@ -163,7 +163,7 @@ class Listless(nn.Module):
 
 @pytest.mark.serial
 def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) -> None:
-    grid, place, schedule = make_grid({"data": 1}), Place.alone(sizes={"data": 1}), make("1f1b", 1, 2)
+    grid, place, schedule = make_grid({"data": 1}), PipelineTopology.alone(sizes={"data": 1}), make("1f1b", 1, 2)
     model: Any = Listless(SERIAL, grid)
     with pytest.raises(ConfigError, match=r"Listless cannot be cut into stages: give it a method layers\(\)"):
         split(model, place, schedule)
@@ -190,7 +190,7 @@ def test_partitions_by_cost(partition: str, world: Any, backend: str) -> None:
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         wide = nn.Sequential(*(nn.Linear(n, m, mesh.scheme, mesh.grid) for n, m in WIDTHS))
         x = pla.ones((64, 8), mesh.grid, pla.Layout(None, None), "float32")
-        part = split(wide, mesh.place, make("1f1b", SIZE, 2), partition, sample=pla.Tensor(x))
+        part = split(wide, mesh.topology, make("1f1b", SIZE, 2), partition, sample=pla.Tensor(x))
         assert sum(part.counts) == len(WIDTHS)
         assert len(set(map(str, world.share(part.counts)))) == 1
         assert partition == "time" or part.counts[0] >= 12
@@ -204,7 +204,7 @@ WIDTHS = [(8, 8)] * 11 + [(8, 512), (512, 512), (512, 512), (512, 8)]
 
 @pytest.mark.serial
 def test_transformers_are_balanced_by_flops_and_time(make_grid: Callable[..., Any]) -> None:
-    model, place = gpt(SERIAL, make_grid({"data": 1}), vocab_size=600), Place.alone(sizes={"data": 1})
+    model, place = gpt(SERIAL, make_grid({"data": 1}), vocab_size=600), PipelineTopology.alone(sizes={"data": 1})
     assert sum(model.layer_flops(2, 7)) == model.flops(2, 7)
     assert len(model.layer_flops(2, 7)) == len(model.layers())
     ids = inputs("gpt", model)
@@ -227,7 +227,7 @@ def test_transformers_are_balanced_by_flops_and_time(make_grid: Callable[..., An
 @pytest.mark.serial
 def test_masks_go_through_the_stages_of_bert(make_grid: Callable[..., Any]) -> None:
     grid = make_grid({"data": 1})
-    serial, place = bert(SERIAL, grid).initialize(2), Place.alone(sizes={"data": 1})
+    serial, place = bert(SERIAL, grid).initialize(2), PipelineTopology.alone(sizes={"data": 1})
     ids = inputs("bert", serial)
     mask = pla.distribute((np.arange(7) < 5) * np.ones((3, 1), int), grid, serial.ids_layout)
     part = split(bert(SERIAL, grid), place, make("interleaved", 1, 3, 3)).initialize(2)

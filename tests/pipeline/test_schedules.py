@@ -15,7 +15,7 @@ import pytest
 from parlinalg.errors import ConfigError, ScheduleError
 from parlinalg.pipeline import Chunk, Instruction, Op, Schedule, complete, discover, make
 from parlinalg.pipeline.drawing import staircase
-from parlinalg.pipeline.simulate import Costs, check, message, simulate
+from parlinalg.pipeline.simulate import Costs, message, simulate, validate
 
 pytestmark = pytest.mark.serial
 
@@ -137,7 +137,7 @@ def test_every_instruction_once_and_no_deadlock(full: bool) -> None:
         wanted = {(op, s, j) for op in ops for s in range(schedule.stages) for j in range(schedule.microbatches)}
         assert done == Counter(wanted), schedule.name
         assert sent == received, schedule.name
-        check(schedule)
+        validate(schedule)
     assert set(seen) == set(NAMES)
     assert full <= (min(seen.values()) > 50)
 
@@ -222,9 +222,9 @@ def test_ranks_that_would_wait_for_each_other_are_named() -> None:
         each = [[Instruction(ops[w[0]], 0, int(w[1])) for w in o.split()] for o in (first, "F0 F1 B0 B1", last)]
         return complete("mine", 2, 3, chunks, each)
 
-    check(orders("F0 F1 B0 B1", "F0 B0 F1 B1"))
+    validate(orders("F0 F1 B0 B1", "F0 B0 F1 B1"))
     with pytest.raises(ScheduleError, match=r"hang: rank 0 waits for rank 1 .*, rank 1 waits for rank 0 "):
-        check(orders("F0 B0 F1 B1", "F0 B0 F1 B1"))
+        validate(orders("F0 B0 F1 B1", "F0 B0 F1 B1"))
 
 
 def changed(

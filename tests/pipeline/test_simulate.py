@@ -9,8 +9,7 @@ import pytest
 
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline import Op, make
-from parlinalg.pipeline.predict import costs_of, predict
-from parlinalg.pipeline.simulate import Costs, Simulation, Span, simulate
+from parlinalg.pipeline.simulate import Costs, Simulation, Span, measured_costs, predict, simulate
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
@@ -172,6 +171,6 @@ def test_measured_spans_give_the_costs_of_a_prediction() -> None:
         assert predict(schedule, costs).makespan == real.makespan
     late = [Span(0, Op.FORWARD, 0, j, j, j + (9 if j == 1 else 2)) for j in range(3)]
     back = [Span(0, Op.BACKWARD, 0, j, j, j + 4) for j in range(3)]
-    assert costs_of(make("gpipe", 1, 3), late + back).forward == [2]
+    assert measured_costs(make("gpipe", 1, 3), late + back).forward == [2]
     with pytest.raises(ScheduleError, match="no measured span of a forward and a backward pass of stage 0 of gpipe"):
-        costs_of(make("gpipe", 1, 3), late)
+        measured_costs(make("gpipe", 1, 3), late)

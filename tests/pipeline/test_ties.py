@@ -72,14 +72,14 @@ def test_holders_have_the_sum(name: str, kind: str, zero: int, world: Any, backe
     with pipeline(world, backend, name, parallel_of(kind), 2, LAYERS, zero=zero, **dry) as p:
         p.worker.step(p.batches(0), p.work, 0, 1.0)
         assert world.share(differing(p, want)) == [[]] * SIZE
-        tied = {tie.name for tie in p.worker.ties.ties}
+        tied = {tie.name for tie in p.worker.tied.parameters}
         assert tied == (set(want) if name == "chimera" else {TABLE})
-        owned = [n for n, q in p.model.named_parameters() if p.worker.ties.owns(q)]
-        first = [ranks[0] for ranks in p.mesh.place.ranks]
+        owned = [n for n, q in p.model.named_parameters() if p.worker.tied.owns(q)]
+        first = [ranks[0] for ranks in p.mesh.topology.ranks]
         everywhere = sorted(n for rank in first for n in world.share(owned)[rank])
         assert everywhere == sorted(want)
         # Chimera's two holders have the same parameters, so their shards are alike; a tied table's are not.
-        assert p.worker.ties.alike == (kind == "alike" and (not zero or name == "chimera"))
+        assert p.worker.tied.alike == (kind == "alike" and (not zero or name == "chimera"))
 
 
 @pytest.mark.ranks(3, 4)
@@ -223,7 +223,7 @@ def test_a_holder_that_no_microbatch_reaches_without_a_reducer(world: Any, backe
     x, y = np.random.default_rng(3).normal(size=(2, 7, 6))
     with pla.launch({"parallel": {"pipeline": 2}, "dtype": "float64"}, world, backend) as mesh:
         schedule = make("1f1b", 2, 2)
-        model = split(HeldIdly(mesh.scheme, mesh.grid), mesh.place, schedule, [2, 1]).initialize(1)
+        model = split(HeldIdly(mesh.scheme, mesh.grid), mesh.topology, schedule, [2, 1]).initialize(1)
         given = [[placed(a[rows], mesh.grid, Layout(None, None)) for a in (x, y)] for rows in (slice(4), slice(4, 7))]
         with Worker(model, schedule) as worker:
             worker.step([Batch(*pair, 0) for pair in given], Squares(), 0, 1.0)

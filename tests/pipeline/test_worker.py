@@ -137,7 +137,7 @@ def test_an_overflow_in_any_stage_is_known_everywhere(where: int, world: Any, ba
         batches = p.batches(1)
         p.worker.step(batches, p.work, 1, 1.0)
         parameters = list(p.model.parameters())
-        if p.mesh.place.rank == where and p.worker.position == 0:
+        if p.mesh.topology.rank == where and p.worker.position == 0:
             parameters[-1].grad.block[...] = np.inf
         with overflowing():
             found = p.worker.examine(parameters)
@@ -171,10 +171,10 @@ def test_spans(world: Any, backend: str) -> None:
         p.worker.spans = []
         p.step(0)
         p.step(1)
-        order = [i for i in p.schedule.orders[p.mesh.place.rank] if i.op.value in ("F", "B", "I", "W")]
+        order = [i for i in p.schedule.orders[p.mesh.topology.rank] if i.op.value in ("F", "B", "I", "W")]
         spans = [s for s in p.worker.spans if s.op is not Op.REDUCE_GRADIENTS]
         assert [(s.op, s.chunk, s.microbatch) for s in spans] == [(i.op, i.chunk, i.microbatch) for i in order]
-        assert all(s.rank == p.mesh.place.rank and 0 <= s.start <= s.stop for s in spans)
+        assert all(s.rank == p.mesh.topology.rank and 0 <= s.start <= s.stop for s in spans)
         assert all(a.stop <= b.start for a, b in pairwise(spans))
 
 
@@ -184,7 +184,7 @@ def test_as_many_microbatches_are_held_as_simulated(name: str, world: Any, backe
     layers = make(name, SIZE, 4).stages
     with pipeline(world, backend, name, {"pipeline": SIZE, "data": 1}, 4, layers) as p:
         p.step(0)
-        assert p.worker.held == simulate(p.schedule).held[p.mesh.place.rank]
+        assert p.worker.held == simulate(p.schedule).held[p.mesh.topology.rank]
 
 
 class Awaited(Handle):
@@ -223,7 +223,7 @@ def test_receives_are_posted_before_they_are_due(world: Any, backend: str, monke
         monkeypatch.setattr(kind, "receive", receives)
         p.step(1)
         monkeypatch.undo()
-        stages = (p.mesh.place.rank > 0) + (p.mesh.place.rank < SIZE - 1)
+        stages = (p.mesh.topology.rank > 0) + (p.mesh.topology.rank < SIZE - 1)
     assert len(under_way) == 4 * stages
     assert set(under_way[:-1]) == {2}
     assert under_way[-1] == 1
@@ -284,8 +284,8 @@ def test_messages_arrive_in_the_same_memory_every_step(world: Any, backend: str)
     with pipeline(world, backend, "1f1b", {"pipeline": 2, "data": 1}, 4, 3) as p:
         p.step(0)
         p.step(1)
-        before = p.worker.edges.buffers.nbytes
+        before = p.worker.p2p.buffers.nbytes
         p.step(2)
         rows, hidden = 3, 12
-        assert p.worker.edges.buffers.nbytes == before
+        assert p.worker.p2p.buffers.nbytes == before
         assert 0 < before <= 4 * rows * 6 * hidden * 8

@@ -91,9 +91,9 @@ def test_ranks_of_a_pipeline_have_grids_of_their_own(world: Any, backend: str) -
     with launch({"parallel": {"data": SIZE // 2, "pipeline": 2}}, world, backend) as mesh:
         assert (mesh.rank("data"), mesh.rank("pipeline")) == divmod(world.rank, 2)
         assert (mesh.size("data"), mesh.size("pipeline"), mesh.size("tensor")) == (SIZE // 2, 2, 1)
-        assert mesh.place.ranks == (tuple(range(0, SIZE, 2)), tuple(range(1, SIZE, 2)))
+        assert mesh.topology.ranks == (tuple(range(0, SIZE, 2)), tuple(range(1, SIZE, 2)))
         assert mesh.world is world
-        assert mesh.grid.rank_of(mesh.grid.coords) == mesh.place.ranks[mesh.place.rank].index(world.rank)
+        assert mesh.grid.rank_of(mesh.grid.coords) == mesh.topology.ranks[mesh.topology.rank].index(world.rank)
         total = mesh.grid.backend.from_host(np.array([float(world.rank)]))
         mesh.comm("pipeline").all_reduce(total)
         assert float(total[0]) == 4 * mesh.rank("data") + 1
@@ -130,8 +130,8 @@ def test_every_rank_has_its_place(
 def test_pipelines_of_unlike_grids(world: Any, backend: str) -> None:
     each = [{"size": 1}, {"size": 2, "mode": "1d"}]
     with launch({"parallel": {"pipeline": {"tensor": each}}}, world, backend) as mesh:
-        assert mesh.place.ranks == ((0, 3), (1, 2, 4, 5))
-        assert mesh.place.sizes == ({"data": 2}, {"data": 2, "t": 2})
+        assert mesh.topology.ranks == ((0, 3), (1, 2, 4, 5))
+        assert mesh.topology.sizes == ({"data": 2}, {"data": 2, "t": 2})
         assert mesh.rank("data") == world.rank // 3
         assert mesh.rank("tensor") == max(0, world.rank % 3 - 1)
         assert mesh.scheme.name == ("data × 1d" if world.rank % 3 else "data × serial")

@@ -48,7 +48,7 @@ def test_what_is_kept_at_once_is_known(
         stage = self.worker.model.parameters()
         values = [*(p.data for p in stage), *(d for v in _versions(self) for d in v)]
         weights = {id(memory(data.block)) for data in values}
-        held = arrays(h for passage in self.passages.values() for h in passage.holders())
+        held = arrays(h for passage in self.in_flight.values() for h in passage.holders())
         seen.append(sum(a.nbytes for key, a in held.items() if key not in weights))
         original(self, *given)
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.schedule import Chunk, Schedule
 
 __all__ = ["ScheduleFile", "discover", "make"]
 
@@ -69,3 +69,43 @@ def make(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ScheduleError(f"{name} with {what}={value!r}: it takes a whole number of at least 1")
     return _files()[name].generate(ranks, microbatches, chunks, every)
+
+
+# ------------------------------------------------------------------ arguments of schedules
+def one_stage_each(ranks: int) -> tuple[tuple[Chunk], ...]:
+    """Stage r on rank r."""
+    return tuple((Chunk(rank),) for rank in range(ranks))
+
+
+def require_one_chunk(name: str, chunks: int | None) -> None:
+    """Refuse more than one chunk a rank."""
+    if chunks not in (None, 1):
+        raise ScheduleError(
+            f"{name} with chunks={chunks}: a rank holds one stage; leave chunks out, or take the schedule interleaved"
+        )
+
+
+def require_two_chunks(name: str, chunks: int | None, why: str) -> None:
+    """Refuse anything but two chunks a rank."""
+    if chunks not in (None, 2):
+        raise ScheduleError(f"{name} with chunks={chunks}: {why}; leave chunks out, or give 2")
+
+
+def steps_per_run(name: str, microbatches: int, every: int) -> int:
+    """The optimizer steps of a run; refuse microbatches that are no multiple of those of a step."""
+    if microbatches % every:
+        fits = ", ".join(str(d) for d in range(1, microbatches + 1) if microbatches % d == 0)
+        raise ScheduleError(
+            f"{name} with microbatches={microbatches} and every={every}: the microbatches of a run are a multiple of "
+            f"those of a step; every may be {fits}"
+        )
+    return microbatches // every
+
+
+def require_synchronous(name: str, every: int | None) -> None:
+    """Refuse to step more than once a run."""
+    if every is not None:
+        raise ScheduleError(
+            f"{name} with every={every}: it steps once, after all microbatches; only pipedream and pipedream-2bw may "
+            "step every so many of them"
+        )

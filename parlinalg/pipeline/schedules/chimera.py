@@ -14,15 +14,15 @@ from collections.abc import Iterator
 
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
-from parlinalg.pipeline.takes import synchronous, two_chunks
+from parlinalg.pipeline.schedules import require_synchronous, require_two_chunks
 
 NAME = "chimera"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
     """The schedule; an even number of ranks, 2 or more microbatches."""
-    synchronous(NAME, every)
-    two_chunks(NAME, chunks, "a rank holds a stage of each of the two replicas")
+    require_synchronous(NAME, every)
+    require_two_chunks(NAME, chunks, "a rank holds a stage of each of the two replicas")
     if ranks % 2:
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         raise ScheduleError(f"{NAME} over {ranks} ranks: it takes an even number of them, such as {near}")

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
-from parlinalg.pipeline.takes import synchronous
+from parlinalg.pipeline.schedules import require_synchronous
 
 NAME = "interleaved"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
     """The schedule; microbatches a multiple of the ranks, two or more chunks (default: 2)."""
-    synchronous(NAME, every)
+    require_synchronous(NAME, every)
     chunks = 2 if chunks is None else chunks
     if chunks < 2:
         raise ScheduleError(f"{NAME} with chunks={chunks}: it takes 2 or more; with one chunk a rank take 1f1b")

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parlinalg.pipeline.schedule import Instruction, Op, Schedule, complete
-from parlinalg.pipeline.takes import line, one_chunk, synchronous
+from parlinalg.pipeline.schedules import one_stage_each, require_one_chunk, require_synchronous
 
 NAME = "1f1b"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
     """The schedule; any numbers of ranks and microbatches."""
-    one_chunk(NAME, chunks)
-    synchronous(NAME, every)
-    return complete(NAME, microbatches, ranks, line(ranks), (order(r, ranks, microbatches) for r in range(ranks)))
+    require_one_chunk(NAME, chunks)
+    require_synchronous(NAME, every)
+    return complete(
+        NAME, microbatches, ranks, one_stage_each(ranks), (order(r, ranks, microbatches) for r in range(ranks))
+    )
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:

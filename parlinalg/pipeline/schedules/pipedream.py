@@ -9,29 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parlinalg.pipeline.schedule import Instruction, Schedule, complete
+from parlinalg.pipeline.schedule import Instruction, Schedule, complete, versions_kept, with_steps
+from parlinalg.pipeline.schedules import one_stage_each, require_one_chunk, steps_per_run
 from parlinalg.pipeline.schedules.one_forward_one_backward import order as flushed
-from parlinalg.pipeline.takes import line, one_chunk, steps_of
-from parlinalg.pipeline.versions import kept, stepping
 
 NAME = "pipedream"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
     """The schedule of a run of steps, one every so many microbatches (default: 1); any numbers of ranks."""
-    one_chunk(NAME, chunks)
+    require_one_chunk(NAME, chunks)
     every = 1 if every is None else every
-    steps_of(NAME, microbatches, every)
+    steps_per_run(NAME, microbatches, every)
     weights = tuple(
         tuple(max(0, j - (ranks - rank - 1)) // every for j in range(microbatches)) for rank in range(ranks)
     )
     orders = [tuple(order(rank, ranks, microbatches, every)) for rank in range(ranks)]
-    versions = tuple(kept(*both) for both in zip(orders, weights))
+    versions = tuple(versions_kept(*both) for both in zip(orders, weights))
     return complete(
-        NAME, microbatches, ranks, line(ranks), orders, asynchronous=True, versions=versions, weights=weights
+        NAME,
+        microbatches,
+        ranks,
+        one_stage_each(ranks),
+        orders,
+        asynchronous=True,
+        versions=versions,
+        weights=weights,
     )
 
 
 def order(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[Instruction]:
     """The computations and steps of one rank."""
-    return stepping(flushed(rank, ranks, microbatches), every)
+    return with_steps(flushed(rank, ranks, microbatches), every)

@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import Instruction, Schedule, complete
+from parlinalg.pipeline.schedule import Instruction, Schedule, complete, versions_kept, with_steps
+from parlinalg.pipeline.schedules import one_stage_each, require_one_chunk, steps_per_run
 from parlinalg.pipeline.schedules.one_forward_one_backward import order as flushed
-from parlinalg.pipeline.takes import line, one_chunk, steps_of
-from parlinalg.pipeline.versions import kept, stepping
 
 NAME = "pipedream-2bw"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
     """The schedule of a run of steps, one every so many microbatches: at least p − 1 (default: all of them)."""
-    one_chunk(NAME, chunks)
+    require_one_chunk(NAME, chunks)
     every = microbatches if every is None else every
-    steps = steps_of(NAME, microbatches, every)
+    steps = steps_per_run(NAME, microbatches, every)
     least = max(1, ranks - 1)
     if every < least and steps > 1:
         fits = [d for d in range(least, microbatches + 1) if microbatches % d == 0]
@@ -34,12 +33,19 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
     of_microbatch = tuple(max(0, j // every - 1) for j in range(microbatches))
     weights = (of_microbatch,) * ranks
     orders = [tuple(order(rank, ranks, microbatches, every)) for rank in range(ranks)]
-    versions = tuple(kept(*both) for both in zip(orders, weights))
+    versions = tuple(versions_kept(*both) for both in zip(orders, weights))
     return complete(
-        NAME, microbatches, ranks, line(ranks), orders, asynchronous=True, versions=versions, weights=weights
+        NAME,
+        microbatches,
+        ranks,
+        one_stage_each(ranks),
+        orders,
+        asynchronous=True,
+        versions=versions,
+        weights=weights,
     )
 
 
 def order(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[Instruction]:
     """The computations and steps of one rank."""
-    return stepping(flushed(rank, ranks, microbatches), every)
+    return with_steps(flushed(rank, ranks, microbatches), every)

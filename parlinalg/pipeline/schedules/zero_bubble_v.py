@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
-from parlinalg.pipeline.takes import synchronous, two_chunks
+from parlinalg.pipeline.schedules import require_synchronous, require_two_chunks
 
 NAME = "zb-v"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
     """The schedule; any numbers of ranks and microbatches (those below 2 p − 1 leave bubbles)."""
-    synchronous(NAME, every)
-    two_chunks(NAME, chunks, "a rank holds the two stages at the same height of the V")
+    require_synchronous(NAME, every)
+    require_two_chunks(NAME, chunks, "a rank holds the two stages at the same height of the V")
     held = tuple((Chunk(rank), Chunk(2 * ranks - 1 - rank)) for rank in range(ranks))
     orders = ((i for i in order(r, ranks, microbatches) if i.microbatch < microbatches) for r in range(ranks))
     return complete(NAME, microbatches, 2 * ranks, held, orders)

@@ -21,9 +21,9 @@ from parlinalg.exchange import local
 from parlinalg.layout import Layout
 from parlinalg.optim.pieces import changed, held
 from parlinalg.parallel.buckets import MIB
-from parlinalg.pipeline.edges import TAGS
 from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.route import Route, route
+from parlinalg.pipeline.p2p import TAGS
+from parlinalg.pipeline.resharding import Route, route
 from parlinalg.pipeline.schedule import Schedule
 
 Block = Any
@@ -31,7 +31,7 @@ BUCKET = MIB
 """Bytes of gradients that are summed together; larger ones are summed alone, where they lie."""
 
 
-class Tie(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter that several pipeline ranks hold: these, the owner first, and its layout in each of their grids."""
 
     name: str
@@ -39,7 +39,7 @@ class Tie(NamedTuple):
     layouts: tuple[Layout, ...]
 
 
-class Ties:
+class TiedParameters:
     """Sums the gradients of shared parameters over their holders.  Making it is collective over the pipeline.
 
     Where all grids are alike and the holders' ranks update the same elements, each sums what it updates, a shard of
@@ -52,35 +52,37 @@ class Ties:
     schedule : Schedule
         Says which ranks hold which stages, and their copies.
     comm : Comm
-        Of the ranks of `model.place.world`.
+        Of the ranks of `model.topology.world`.
     """
 
     def __init__(self, model: PipelineModel, schedule: Schedule, comm: Comm) -> None:
-        self.place = place = model.place
+        self.topology = topology = model.topology
         self.comm = comm
         self.named = dict(model.named_parameters())
-        self.position = place.ranks[place.rank].index(place.world.rank)
+        self.position = topology.ranks[topology.rank].index(topology.world.rank)
         holders = {name: _holders(held.stages, schedule) for name, held in model.inventory.items()}
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         self._owner = {name: ranks[0] for name, ranks in shared.items()}
         self._comms: dict[tuple[int, ...], Comm] = {}
         if not shared:
-            self.ties: list[Tie] = []
+            self.parameters: list[TiedParameter] = []
             self.alike = True
             return
-        told = comm.share({n: p.layout.dims for n, p in self.named.items() if n in shared} if not self.position else {})
-        layouts = [{n: Layout(*dims) for n, dims in told[ranks[0]].items()} for ranks in place.ranks]
-        self.ties = [Tie(n, ranks, tuple(layouts[r][n] for r in ranks)) for n, ranks in shared.items()]
-        for ranks in sorted({tuple(sorted(tie.holders)) for tie in self.ties}):
-            if place.rank in ranks and place.comm is not None:
-                self._comms[ranks] = place.comm.sub(ranks, ("pipeline",))
+        everyone = comm.share(
+            {n: p.layout.dims for n, p in self.named.items() if n in shared} if not self.position else {}
+        )
+        layouts = [{n: Layout(*dims) for n, dims in everyone[ranks[0]].items()} for ranks in topology.ranks]
+        self.parameters = [TiedParameter(n, ranks, tuple(layouts[r][n] for r in ranks)) for n, ranks in shared.items()]
+        for ranks in sorted({tuple(sorted(tie.holders)) for tie in self.parameters}):
+            if topology.rank in ranks and topology.comm is not None:
+                self._comms[ranks] = topology.comm.sub(ranks, ("pipeline",))
         self._spans = self._spans_here()
         self.alike = self._agreed()
         """Whether all holders' ranks update the same elements."""
 
     def owns(self, parameter: Parameter) -> bool:
         """Whether this pipeline rank counts a parameter in sums over the whole model."""
-        return self._owner.get(parameter.name, self.place.rank) == self.place.rank
+        return self._owner.get(parameter.name, self.topology.rank) == self.topology.rank
 
     def close(self) -> None:
         """Free the communicators."""
@@ -91,7 +93,7 @@ class Ties:
     # ------------------------------------------------------------------ sums
     def sum(self) -> None:
         """Give all holders of each shared parameter the sum of their settled gradients.  Collective."""
-        if not self.ties:
+        if not self.parameters:
             return
         if self._spans_here() != self._spans:
             raise ConfigError(
@@ -105,32 +107,32 @@ class Ties:
         if self.alike:
             self._sum_alike()
         else:
-            for number, tie in enumerate(self.ties):
-                if self.place.rank in tie.holders and self.named[tie.name].requires_grad:
+            for number, tie in enumerate(self.parameters):
+                if self.topology.rank in tie.holders and self.named[tie.name].requires_grad:
                     self._sum_apart(number, tie)
 
     @property
-    def _mine(self) -> list[Tie]:
+    def _mine(self) -> list[TiedParameter]:
         """Those held here."""
-        return [tie for tie in self.ties if self.place.rank in tie.holders]
+        return [tie for tie in self.parameters if self.topology.rank in tie.holders]
 
     def _spans_here(self) -> list[list[int]]:
         return [_span(self.named[tie.name]) for tie in self._mine]
 
     def _agreed(self) -> bool:
         """Whether all grids are alike, and what their ranks update of shared parameters.  Collective."""
-        if self.place.comm is None:
+        if self.topology.comm is None:
             return False
-        same = all(layout == tie.layouts[0] for tie in self.ties for layout in tie.layouts)
+        same = all(layout == tie.layouts[0] for tie in self.parameters for layout in tie.layouts)
         for holders, ties in self._grouped():
             theirs = self._comms[holders].share([_span(self.named[t.name]) for t in ties])
             same = same and all(each == theirs[0] for each in theirs)
         return all(self.comm.share(same))
 
-    def _grouped(self) -> Iterable[tuple[tuple[int, ...], list[Tie]]]:
+    def _grouped(self) -> Iterable[tuple[tuple[int, ...], list[TiedParameter]]]:
         """The parameters held here that the same ranks hold, in one order on all of them."""
 
-        def key(tie: Tie) -> tuple[int, ...]:
+        def key(tie: TiedParameter) -> tuple[int, ...]:
             return tuple(sorted(tie.holders))
 
         return [(holders, list(ties)) for holders, ties in groupby(sorted(self._mine, key=key), key)]
@@ -144,44 +146,44 @@ class Ties:
                 for p, piece in zip(bucket, pieces, strict=True):
                     changed(p, piece)
 
-    def _sum_apart(self, number: int, tie: Tie) -> None:
+    def _sum_apart(self, number: int, tie: TiedParameter) -> None:
         """The owner's grid sums what comes from the others' blocks, and gives it back."""
         p = self.named[tie.name]
-        block = whole(p)
+        block = _full_gradient(p)
         owner, *others = tie.holders
         tag = 1 + number % (TAGS - 1)
-        if self.place.rank == owner:
+        if self.topology.rank == owner:
             for other in others:
-                block += self._receive(block, self._way(tie, other, owner), other, tag)
-            sent = [h for other in others for h in self._send(block, self._way(tie, owner, other), other, tag)]
+                block += self._receive(block, self._route(tie, other, owner), other, tag)
+            sent = [h for other in others for h in self._send(block, self._route(tie, owner, other), other, tag)]
         else:
-            sent = self._send(block, self._way(tie, self.place.rank, owner), owner, tag)
-            block = self._receive(block, self._way(tie, owner, self.place.rank), owner, tag)
+            sent = self._send(block, self._route(tie, self.topology.rank, owner), owner, tag)
+            block = self._receive(block, self._route(tie, owner, self.topology.rank), owner, tag)
         for handle in sent:
             handle.wait()
-        take(p, block)
+        _set_gradient(p, block)
 
-    def _way(self, tie: Tie, source: int, target: int) -> Route:
-        layouts, sizes = dict(zip(tie.holders, tie.layouts, strict=True)), self.place.sizes
+    def _route(self, tie: TiedParameter, source: int, target: int) -> Route:
+        layouts, sizes = dict(zip(tie.holders, tie.layouts, strict=True)), self.topology.sizes
         shape = self.named[tie.name].shape
         return route(
             shape, layouts[source], tuple(sizes[source].items()), layouts[target], tuple(sizes[target].items())
         )
 
-    def _send(self, block: Block, way: Route, to: int, tag: int) -> list[Handle]:
-        have, found = way.haves[self.position], []
-        for target, part in way.sends(self.position):
+    def _send(self, block: Block, route_: Route, to: int, tag: int) -> list[Handle]:
+        have, found = route_.haves[self.position], []
+        for target, part in route_.sends(self.position):
             sent = block[local(part, have)].copy(order="C")
-            found.append(self.comm.send(sent, self.place.ranks[to][target], tag=tag, wait=False))
+            found.append(self.comm.send(sent, self.topology.ranks[to][target], tag=tag, wait=False))
         return found
 
-    def _receive(self, like: Block, way: Route, source: int, tag: int) -> Block:
+    def _receive(self, like: Block, route_: Route, source: int, tag: int) -> Block:
         grid = next(iter(self.named.values())).grid
         out = grid.backend.empty(like.shape, like.dtype)
-        want = way.wants[self.position]
-        for sender, part in way.receives(self.position):
+        want = route_.wants[self.position]
+        for sender, part in route_.receives(self.position):
             got = grid.backend.empty(tuple(len(r) for r in part), like.dtype)
-            self.comm.receive(got, self.place.ranks[source][sender], tag=tag)
+            self.comm.receive(got, self.topology.ranks[source][sender], tag=tag)
             out[local(part, want)] = got
         return out
 
@@ -208,7 +210,7 @@ def _give_zeros(p: Parameter) -> None:
         p.grad = DistArray(zeros(p.block.shape, p.dtype), p.shape, p.layout, p.grid)
 
 
-def whole(p: Parameter) -> Block:
+def _full_gradient(p: Parameter) -> Block:
     """A settled gradient's block, gathered where ranks share it: nobody else's.  Collective over the shard's axes."""
     if p.shard is None:
         return held(p).copy(order="C")
@@ -217,7 +219,7 @@ def whole(p: Parameter) -> Block:
     return block
 
 
-def take(p: Parameter, block: Block) -> None:
+def _set_gradient(p: Parameter, block: Block) -> None:
     """Write a gradient's block to where this rank has its own."""
     mine = held(p)
     mine[...] = block if p.shard is None else block.reshape(-1)[p.shard.start : p.shard.stop]

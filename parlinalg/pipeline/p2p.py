@@ -1,6 +1,6 @@
-"""Messages between the stages of a pipeline: trees of arrays, from one processor grid to another.
+"""Point-to-point messages between the stages of a pipeline: trees of arrays, from one processor grid to another.
 
-The first message of a kind is preceded by what it looks like; then both sides know, and the receiver can post its
+The first message of a kind is preceded by a description; then both sides know its form, and the receiver can post its
 receives before the sender is there.  Sends never wait.
 """
 
@@ -18,15 +18,77 @@ from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Tensor
 from parlinalg.comm import Comm, Handle
-from parlinalg.errors import LayoutError
+from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.exchange import Rect, local, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.pipeline.buffers import Buffers
-from parlinalg.pipeline.place import Place
-from parlinalg.pipeline.roles import Table, translated
-from parlinalg.pipeline.route import Route, route
-from parlinalg.pipeline.tree import Form
+from parlinalg.pipeline.resharding import Route, Table, counterpart_layout, route
+from parlinalg.pipeline.topology import PipelineTopology
+
+#: What a tree is beside its tensors, as JSON can carry it: `["tensor"]`, `["value", 3]`, `["tuple", …]`, `["list", …]`
+#: or `["dict", [key, …], …]`.
+TreeSpec = list[Any]
+
+
+def tree_flatten(tree: Any) -> tuple[TreeSpec, list[Tensor]]:
+    """The form of a tree and its tensors, in their order.
+
+    Parameters
+    ----------
+    tree : Tensor, DistArray, None, bool, int, float, str, or tuple, list, dict with str keys of these
+
+    Raises
+    ------
+    ConfigError
+        If there is something else in it.
+
+    Examples
+    --------
+    >>> tree_flatten({"a": (1, None)})
+    (['dict', ['a'], ['tuple', ['value', 1], ['value', None]]], [])
+    """
+    found: list[Tensor] = []
+    return _form(tree, found), found
+
+
+def _form(tree: Any, found: list[Tensor]) -> TreeSpec:
+    if isinstance(tree, Tensor | DistArray):
+        found.append(tree if isinstance(tree, Tensor) else Tensor(tree))
+        return ["tensor"]
+    if tree is None or type(tree) in (bool, int, float, str):
+        return ["value", tree]
+    if type(tree) in (tuple, list):
+        return [type(tree).__name__, *(_form(each, found) for each in tree)]
+    if type(tree) is dict and all(type(key) is str for key in tree):
+        return ["dict", list(tree), *(_form(each, found) for each in tree.values())]
+    raise ConfigError(
+        f"between the stages of a pipeline pass tensors, numbers, texts and None, in tuples, lists and dicts with text "
+        f"keys, not a {type(tree).__name__}"
+    )
+
+
+def tree_unflatten(form: TreeSpec, tensors: list[Tensor]) -> Any:
+    """The tree of that form with these tensors.
+
+    >>> tree_unflatten(["list", ["value", 1], ["tuple"]], [])
+    [1, ()]
+    """
+    left = iter(tensors)
+    return _tree(form, left)
+
+
+def _tree(form: TreeSpec, left: Any) -> Any:
+    kind, *rest = form
+    if kind == "tensor":
+        return next(left)
+    if kind == "value":
+        return rest[0]
+    if kind == "dict":
+        return {key: _tree(each, left) for key, each in zip(rest[0], rest[1:], strict=True)}
+    each = [_tree(one, left) for one in rest]
+    return tuple(each) if kind == "tuple" else each
+
 
 Block = Any
 HEAD = 4096
@@ -56,7 +118,7 @@ class Leaf(NamedTuple):
 class Frame:
     """What passes at an edge, but for the numbers."""
 
-    form: Form
+    form: TreeSpec
     leaves: tuple[Leaf, ...]
 
     def packed(self) -> bytes:
@@ -100,31 +162,31 @@ class Incoming:
         return self.blocks
 
 
-class Edges:
+class P2P:
     """This rank's messages to and from the stages before and after its own.
 
     Parameters
     ----------
-    place : Place
+    topology : PipelineTopology
     comm : Comm
-        Of the ranks of `place.world`, for these messages alone.
+        Of the ranks of `topology.world`, for these messages alone.
     grid : Grid
         This rank's.
     tables : sequence of dict
-        By pipeline rank: the layouts of its scheme (see `roles.table_of`).
+        By pipeline rank: the layouts of its scheme (see `roles.layout_table`).
     takes : dict of Edge to str or None
-        What the first product of each stage takes (see `roles.first_role`).
+        What the first product of each stage takes (see `roles.input_role`).
     """
 
     def __init__(
-        self, place: Place, comm: Comm, grid: Grid, tables: Sequence[Table], takes: dict[Edge, str | None]
+        self, topology: PipelineTopology, comm: Comm, grid: Grid, tables: Sequence[Table], takes: dict[Edge, str | None]
     ) -> None:  # fmt: skip
-        self.place, self.comm, self.grid = place, comm, grid
+        self.topology, self.comm, self.grid = topology, comm, grid
         self.tables, self.takes = tables, takes
-        self.position = place.ranks[place.rank].index(place.world.rank)
-        """This rank's place in the row-major order of its grid."""
+        self.position = topology.ranks[topology.rank].index(topology.world.rank)
+        """This rank's position in the row-major order of its grid."""
         self.buffers = Buffers(grid.backend)
-        self._axes = [tuple(sizes.items()) for sizes in place.sizes]
+        self._axes = [tuple(sizes.items()) for sizes in topology.sizes]
         self._frames: dict[tuple[Edge, Hashable], Frame] = {}
         self._sent: deque[Handle] = deque()
         self._coming: dict[Incoming, None] = {}
@@ -141,13 +203,13 @@ class Edges:
         """What passes there."""
         return self._frames[edge, like]
 
-    def _frame_of(self, edge: Edge, peer: int, form: Form, tensors: Sequence[Tensor]) -> Frame:
-        here, there = self.place.rank, peer
+    def _frame_of(self, edge: Edge, peer: int, form: TreeSpec, tensors: Sequence[Tensor]) -> Frame:
+        here, there = self.topology.rank, peer
         leaves = []
         for t in tensors:
             source = self.grid.effective(t.layout)
-            target = translated(
-                source, self.place.sizes[here], self.tables[here], self.place.sizes[there], self.tables[there],
+            target = counterpart_layout(
+                source, self.topology.sizes[here], self.tables[here], self.topology.sizes[there], self.tables[there],
                 self.takes[edge], t.dtype.kind not in "iub",
             )  # fmt: skip
             leaves.append(Leaf(t.shape, t.dtype.name, source, target, t.node is not None))
@@ -155,7 +217,7 @@ class Edges:
 
     # ------------------------------------------------------------------ forward
     def send(
-        self, edge: Edge, microbatch: int, peer: int, like: Hashable, form: Form, tensors: Sequence[Tensor]
+        self, edge: Edge, microbatch: int, peer: int, like: Hashable, form: TreeSpec, tensors: Sequence[Tensor]
     ) -> Frame:  # fmt: skip
         """Start to send what a stage gave to the pipeline rank that holds the next one.
 
@@ -189,7 +251,7 @@ class Edges:
         """Be ready to receive what a stage gets; waits only where it has to be told what that is."""
         tag = self._tag(edge, microbatch, back=False)
         if not self.known(edge, like):
-            self._frames[edge, like] = Frame.unpacked(self._told(peer, tag))
+            self._frames[edge, like] = Frame.unpacked(self._announced(peer, tag))
         leaves = self.frame(edge, like).leaves
         return self._post([(leaf, self._way(leaf, peer, back=False, outward=False)) for leaf in leaves], peer, tag)
 
@@ -238,7 +300,7 @@ class Edges:
 
     def _way(self, leaf: Leaf, peer: int, *, back: bool, outward: bool) -> Route:
         """The route of an array; `back` of its gradient, `outward` from this rank."""
-        mine, theirs = self._axes[self.place.rank], self._axes[peer]
+        mine, theirs = self._axes[self.topology.rank], self._axes[peer]
         one, other = (leaf.target, leaf.source) if back else (leaf.source, leaf.target)
         return route(leaf.shape, one, mine if outward else theirs, other, theirs if outward else mine)
 
@@ -254,7 +316,7 @@ class Edges:
                 packed = self.buffers.take(sent.shape, sent.dtype)
                 packed[...] = sent
                 sent = packed
-            self._sent.append(self.comm.send(sent, self.place.ranks[peer][target], tag=tag, wait=False))
+            self._sent.append(self.comm.send(sent, self.topology.ranks[peer][target], tag=tag, wait=False))
 
     def _post(self, ways: Sequence[tuple[Leaf, Route | None]], peer: int, tag: int) -> Incoming:
         found = Incoming([None] * len(ways))
@@ -269,7 +331,7 @@ class Edges:
                 if not whole:
                     found.parts.append((got, local(part, want), i))
                 found.handles.append(
-                    self.comm.receive(got, self.place.ranks[peer][source], tag=tag, wait=False)
+                    self.comm.receive(got, self.topology.ranks[peer][source], tag=tag, wait=False)
                 )  # fmt: skip
         self._coming[found] = None
         return found
@@ -282,17 +344,17 @@ class Edges:
         first = data[: HEAD - 8]
         head[8 : 8 + len(first)] = np.frombuffer(first, np.uint8)
         rest = np.frombuffer(data[HEAD - 8 :], np.uint8)
-        theirs = self.place.ranks[peer]
+        theirs = self.topology.ranks[peer]
         for target, rank in enumerate(theirs):
-            if self._teller(target, len(theirs), len(self.place.ranks[self.place.rank])) == self.position:
+            if self._announcer(target, len(theirs), len(self.topology.ranks[self.topology.rank])) == self.position:
                 for part in (head, rest):
                     if part.size:
                         self._sent.append(self.comm.send(part, rank, tag=tag, wait=False))
 
-    def _told(self, peer: int, tag: int) -> bytes:
+    def _announced(self, peer: int, tag: int) -> bytes:
         """What the other grid's rank says ahead."""
-        ours, theirs = self.place.ranks[self.place.rank], self.place.ranks[peer]
-        source = theirs[self._teller(self.position, len(ours), len(theirs))]
+        ours, theirs = self.topology.ranks[self.topology.rank], self.topology.ranks[peer]
+        source = theirs[self._announcer(self.position, len(ours), len(theirs))]
         head = np.empty(HEAD, np.uint8)
         self.comm.receive(head, source, tag=tag)
         length = int.from_bytes(head[:8].tobytes(), "little")
@@ -304,7 +366,7 @@ class Edges:
         return data
 
     @staticmethod
-    def _teller(target: int, targets: int, sources: int) -> int:
+    def _announcer(target: int, targets: int, sources: int) -> int:
         return target * sources // targets
 
 

@@ -9,8 +9,18 @@ from collections import Counter
 from collections.abc import Iterator
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, SENDS, Chunk, Instruction, Op, Schedule, gives, needs
-from parlinalg.pipeline.versions import kept
+from parlinalg.pipeline.schedule import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Chunk,
+    Instruction,
+    Op,
+    Schedule,
+    gives,
+    needs,
+    versions_kept,
+)
 
 _BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 _LAST = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # after which a gradient is whole
@@ -18,7 +28,7 @@ _PRODUCER = {Op.SEND_FORWARD: (Op.FORWARD,), Op.SEND_BACKWARD: _BACKWARD}
 _USER = {Op.RECEIVE_FORWARD: Op.FORWARD, Op.RECEIVE_BACKWARD: Op.BACKWARD}
 
 
-def check_orders(schedule: Schedule) -> None:
+def validate_orders(schedule: Schedule) -> None:
     """Check what is placed where, and every rank's order by itself.
 
     Raises
@@ -34,7 +44,7 @@ def check_orders(schedule: Schedule) -> None:
     _check_steps(schedule)
 
 
-def told(schedule: Schedule, rank: int, i: Instruction) -> str:
+def describe(schedule: Schedule, rank: int, i: Instruction) -> str:
     """An instruction in words: 'FORWARD of microbatch 3 of stage 1'."""
     if i.op not in COMPUTE | SENDS | RECEIVES:
         return i.op.name if i.microbatch < 0 else f"{i.op.name} after microbatch {i.microbatch}"
@@ -84,24 +94,24 @@ class _Reader:
     def fail(self, words: str) -> ScheduleError:
         return ScheduleError(f"{self.schedule.name}: rank {self.rank} {words}")
 
-    def told(self, i: Instruction) -> str:
-        return told(self.schedule, self.rank, i)
+    def name(self, i: Instruction) -> str:
+        return describe(self.schedule, self.rank, i)
 
     def read(self) -> None:
         for i in self.schedule.orders[self.rank]:
             if i.op in (Op.REDUCE_GRADIENTS, Op.STEP):
                 self.update(i)
             else:
-                self.fits(i)
-                self.ready(i)
+                self.check_belongs(i)
+                self.check_ready(i)
                 self.done.add((i.op, i.chunk, i.microbatch))
         for i in self.expected():
             if not self.has(i):
-                raise self.fail(f"never does {self.told(i)}")
+                raise self.fail(f"never does {self.name(i)}")
         if not self.reduced or not self.steps:
             raise self.fail("has no REDUCE_GRADIENTS and STEP after its last backward pass")
         if self.schedule.weights:
-            needed = kept(self.schedule.orders[self.rank], self.schedule.weights[self.rank])
+            needed = versions_kept(self.schedule.orders[self.rank], self.schedule.weights[self.rank])
             if needed > self.schedule.versions[self.rank]:
                 raise self.fail(f"keeps {self.schedule.versions[self.rank]} versions of its weights; it uses {needed}")
 
@@ -119,21 +129,21 @@ class _Reader:
                         if (send := gives(self.schedule, self.rank, i)) is not None:
                             yield send
 
-    def fits(self, i: Instruction) -> None:
+    def check_belongs(self, i: Instruction) -> None:
         """Refuse what this rank has no part in."""
         held = self.schedule.chunks[self.rank]
         if not 0 <= i.chunk < len(held):
             raise self.fail(f"has {i.op.name} of chunk {i.chunk}; it holds chunks 0 to {len(held) - 1}")
         if not 0 <= i.microbatch < self.schedule.microbatches:
-            raise self.fail(f"has {self.told(i)}: there are microbatches 0 to {self.schedule.microbatches - 1}")
+            raise self.fail(f"has {self.name(i)}: there are microbatches 0 to {self.schedule.microbatches - 1}")
         if self.schedule.copy_of(i.microbatch) != held[i.chunk].copy:
-            raise self.fail(f"has {self.told(i)}: it passes through copy {self.schedule.copy_of(i.microbatch)}")
+            raise self.fail(f"has {self.name(i)}: it passes through copy {self.schedule.copy_of(i.microbatch)}")
         if (i.op, i.chunk, i.microbatch) in self.done:
-            raise self.fail(f"does {self.told(i)} twice")
+            raise self.fail(f"does {self.name(i)} twice")
         if self.gone:
-            raise self.fail(f"does {self.told(i)} after its STEP")
+            raise self.fail(f"does {self.name(i)} after its STEP")
 
-    def ready(self, i: Instruction) -> None:
+    def check_ready(self, i: Instruction) -> None:
         """Refuse what comes before something that it needs."""
         key = (i.chunk, i.microbatch)
         if i.op in SENDS:
@@ -152,12 +162,12 @@ class _Reader:
         if i.op is Op.FORWARD:
             used = self.schedule.weights_of(self.rank, i.microbatch)
             if used > self.steps:
-                raise self.fail(f"does {self.told(i)} with the weights after {used} STEPs: it has made {self.steps}")
+                raise self.fail(f"does {self.name(i)} with the weights after {used} STEPs: it has made {self.steps}")
         else:
             self.after(i, Instruction(Op.FORWARD, i.chunk, i.microbatch))
             both = {Op.BACKWARD: Op.BACKWARD_INPUT, Op.BACKWARD_INPUT: Op.BACKWARD}[i.op]
             if (both, i.chunk, i.microbatch) in self.done:
-                raise self.fail(f"does {self.told(i)} twice: as {both.name} too")
+                raise self.fail(f"does {self.name(i)} twice: as {both.name} too")
             self.reduced = False
         if (message := needs(self.schedule, self.rank, i)) is not None:
             self.after(i, message)
@@ -170,34 +180,34 @@ class _Reader:
 
     def message(self, i: Instruction, right: Instruction | None) -> None:
         if right is None:
-            raise self.fail(f"has {self.told(i)}, which nobody needs: there is no such neighbour, or it is this rank")
+            raise self.fail(f"has {self.name(i)}, which nobody needs: there is no such neighbour, or it is this rank")
         if i.peer != right.peer:
-            raise self.fail(f"has {self.told(i)} with rank {i.peer}; the neighbouring stage is on rank {right.peer}")
+            raise self.fail(f"has {self.name(i)} with rank {i.peer}; the neighbouring stage is on rank {right.peer}")
 
     def after(self, i: Instruction, *either: Instruction) -> None:
         if not any((n.op, n.chunk, n.microbatch) in self.done for n in either):
-            raise self.fail(f"does {self.told(i)} before {self.told(either[0])}")
+            raise self.fail(f"does {self.name(i)} before {self.name(either[0])}")
 
     def update(self, i: Instruction) -> None:
         if self.gone:
             raise self.fail(f"does {i.op.name} after its STEP: a synchronous schedule has one of each, at its end")
         if i.op is Op.REDUCE_GRADIENTS:
-            self.whole(i)
+            self.check_complete(i)
             self.reduced = True
             return
         if not self.reduced:
             raise self.fail("does STEP before REDUCE_GRADIENTS: gradients would be those of this rank's data alone")
-        self.whole(i)
+        self.check_complete(i)
         self.reduced = True
         self.steps += 1
         self.gone = not self.schedule.asynchronous
 
-    def whole(self, i: Instruction) -> None:
+    def check_complete(self, i: Instruction) -> None:
         """Refuse to reduce gradients that lack microbatches."""
         last = i.microbatch if self.schedule.asynchronous else self.schedule.microbatches - 1
         for c, chunk in enumerate(self.schedule.chunks[self.rank]):
             for j in range(self.known, last + 1):
                 if self.schedule.copy_of(j) == chunk.copy and not any((op, c, j) in self.done for op in _LAST):
-                    missing = self.told(Instruction(Op.BACKWARD, c, j))
+                    missing = self.name(Instruction(Op.BACKWARD, c, j))
                     raise self.fail(f"does {i.op.name} before {missing}")
         self.known = max(self.known, last + 1)

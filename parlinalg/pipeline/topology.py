@@ -54,7 +54,7 @@ def arrange(sizes: Sequence[Sizes], outer: Collection[str] = ()) -> tuple[tuple[
 
 
 @dataclass(eq=False)
-class Place:
+class PipelineTopology:
     """Where this rank is in the pipeline.
 
     Attributes
@@ -85,8 +85,8 @@ class Place:
     made: list[Comm] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, world: Comm, sizes: Sequence[Sizes], outer: Collection[str] = ()) -> Place:
-        """The place of this process, with its communicators.  Collective.
+    def of(cls, world: Comm, sizes: Sequence[Sizes], outer: Collection[str] = ()) -> PipelineTopology:
+        """Return the topology around this process, with its communicators.  Collective.
 
         Parameters
         ----------
@@ -119,13 +119,13 @@ class Place:
         return cls(world, rank, len(ranks), ranks, axes, comm, group, made)
 
     @classmethod
-    def alone(cls, world: Comm | None = None, sizes: Sizes | None = None) -> Place:
-        """The place of a rank where there is no pipeline."""
+    def alone(cls, world: Comm | None = None, sizes: Sizes | None = None) -> PipelineTopology:
+        """Return the topology of a run without a pipeline."""
         world = SingleComm() if world is None else world
         return cls.of(world, [{"data": world.size} if sizes is None else sizes])
 
     def channel(self) -> Comm:
-        """A communicator of all ranks for messages of one kind, freed with the place.  Collective."""
+        """A communicator of all ranks for messages of one kind, freed with the topology.  Collective."""
         self.made.append(self.world.sub(range(self.world.size), ("pipeline",)))
         return self.made[-1]
 
