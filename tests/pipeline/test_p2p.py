@@ -17,7 +17,7 @@ from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.pipeline import Place, Worker, make, split
+from parlinalg.pipeline import PipelineTopology, Worker, make, split
 from parlinalg.train import launch
 from tests.cases import alike, placed
 from tests.conftest import SIZE
@@ -207,7 +207,7 @@ def branching_batch(model: Any, rows: slice) -> Batch:
 def test_trees_pass_with_their_gradients(name: str, long: int, world: Any, backend: str) -> None:
     data = schemes.discover()["data"].SCHEME
     stages = 3 if SIZE % 3 == 0 else 2
-    place = Place.of(world, [{"data": SIZE // stages}] * stages, ("data",))
+    place = PipelineTopology.of(world, [{"data": SIZE // stages}] * stages, ("data",))
     grid = Grid(place.sizes[place.rank], place.group, backend)
     schedule = make(name, stages, 2)
     model = split(Branching(data, grid, long), place, schedule, [1, 1, 1] if stages == 3 else [1, 2]).initialize(1)
