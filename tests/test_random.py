@@ -7,8 +7,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg.grid import factorizations
-from parlinalg.random import counter
-from parlinalg.random.quantile import normal_quantile
+from parlinalg.random import counter, normal_quantile
 
 L = pla.Layout
 SHAPES = {

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "parlinalg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lowest layer first; the units of one layer may import each other.
 LAYERS = [
-    {"errors"}, {"units", "names", "files", "hints", "settings", "tunables"}, {"backend"}, {"comm"},
+    {"errors"}, {"units", "state_dict", "files", "hints", "settings", "tunables"}, {"backend"}, {"comm"},
     {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"}, {"exchange", "redistribute"}, {"array"}, {"random"},
     {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"}, {"pipeline"},
     {"train"}, {"testing"}, {"cli", "__main__"},

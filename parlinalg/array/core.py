@@ -276,9 +276,7 @@ class DistArray(NDArrayOperatorsMixin):
 
     def __str__(self) -> str:
         """`repr` and a summary of the values, alike on every rank.  Collective: all ranks must print, or use `repr`."""
-        from parlinalg.array.show import summary
-
-        return f"{self!r}\n{summary(self)}"
+        return f"{self!r}\n{_summary(self)}"
 
 
 def same_grid(arrays: Sequence[DistArray]) -> Grid:
@@ -303,3 +301,25 @@ def mismatch(what: str, have: Layout, want: Layout) -> LayoutError:
     return LayoutError(
         f"{what}: {have!r} meets {want!r}; nothing is redistributed implicitly, mend it by .redistribute({want!r})"
     )
+
+
+EDGE = 3
+
+
+def _summary(a: DistArray) -> str:
+    """The values as NumPy prints them, with only the corners of a large array fetched from the ranks.  Collective."""
+    large = a.size > np.get_printoptions()["threshold"]
+    cut = [d for d, n in enumerate(a.shape) if large and n > 2 * EDGE]
+    if not cut:
+        return np.array2string(a.gather(), prefix="")
+    corners = _corners(a.summed(), cut)
+    return np.array2string(corners, threshold=0, edgeitems=EDGE)
+
+
+def _corners(a: DistArray, dims: list[int]) -> Any:
+    """The global array with only the edges of these dims, and one item between, which is not shown."""
+    if not dims:
+        return a.gather()
+    dim, lead = dims[0], (slice(None),) * dims[0]
+    first, last = a[(*lead, slice(0, EDGE + 1))], a[(*lead, slice(a.shape[dim] - EDGE, None))]
+    return np.concatenate([_corners(first, dims[1:]), _corners(last, dims[1:])], axis=dim)

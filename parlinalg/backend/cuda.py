@@ -16,7 +16,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 
 Block = Any
 OPTIONS = ("--std=c++17",)

@@ -1,4 +1,4 @@
-"""Products of matrices of 16-bit floats, summed in float32, where the device multiplies them faster than float32.
+"""16-bit floats: which dtypes they are, in which they are computed, and their products, summed in float32.
 
 CuPy hands two matrices of one 16-bit dtype to cuBLAS as they are, which sums in float32 and rounds once; stacks of
 matrices it casts to float32 (float16) or refuses (bfloat16), in versions up to 14.  Whether it does so is asked once
@@ -22,6 +22,12 @@ TERMS = 4096  # ones that sum up to themselves in float32 only: float16 stops at
 def is_half(dtype: Any) -> bool:
     """Return True if a dtype is one of 16-bit floats."""
     return bool(dtype.itemsize == 2 and dtype.name in ("float16", "bfloat16"))
+
+
+def work_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return the dtype in which blocks of `dtype` are computed: float32 for 16-bit floats."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 def product(x: Block, w: Block) -> Block | None:

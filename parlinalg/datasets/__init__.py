@@ -7,10 +7,9 @@ from parlinalg.datasets.collate import collate
 from parlinalg.datasets.dataloader import DataLoader, Dataset, Sharded
 from parlinalg.datasets.loader import Batch, Loader, Sampler
 from parlinalg.datasets.sets import Samples, digits, npz
-from parlinalg.datasets.text import Text, text
+from parlinalg.datasets.text import Text, known_share, text
 from parlinalg.datasets.tokens import Tokenizer, tokenizer
 from parlinalg.datasets.windows import Passages, Windows
-from parlinalg.datasets.words import known_share
 
 __all__ = [
     "Batch", "DataLoader", "Dataset", "Loader", "Passages", "Sampler", "Samples", "Sharded", "Text", "Tokenizer",

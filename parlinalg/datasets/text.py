@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -10,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from parlinalg.datasets.tokens import Tokenizer, tokenizer
-from parlinalg.datasets.words import words
 from parlinalg.errors import ConfigError
 
 VALIDATION_SHARE = 0.1
 BUILT_IN = "pydoc_data.topics"
 BETWEEN = "\n\n"  # files, and topics of the built-in text
+LETTERS = 3
+"""Letters of a word at least: shorter ones occur by chance."""
+_WORD = re.compile(rf"[^\W\d_]{{{LETTERS},}}")
 _MARK = b"\xef\xbb\xbf"
 
 
@@ -160,3 +164,18 @@ def _decoded(file: Path) -> str:
             f"{file} is not UTF-8: {error.reason} (0x{data[at]:02x}) at byte offset {at:,} of {len(data):,}; leave the "
             "file out, or write it anew as UTF-8"
         ) from error
+
+
+def words(text: str) -> list[str]:
+    """The words of at least three letters, in their order and as they are written.
+
+    >>> words("An if_clause, in 3.11: Guido's")
+    ['clause', 'Guido']
+    """
+    return _WORD.findall(text)
+
+
+def known_share(text: str, known: Collection[str]) -> tuple[float, int]:
+    """The share of a text's words that are known, and their number; 0 where there is none."""
+    found = words(text)
+    return sum(word in known for word in found) / max(1, len(found)), len(found)

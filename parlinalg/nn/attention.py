@@ -24,7 +24,7 @@ from parlinalg.nn.declared import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.nn.steps import Draws, Tokens, current, tokens
-from parlinalg.random.dropping import factors
+from parlinalg.random import factors
 from parlinalg.schemes import Scheme
 
 

@@ -9,7 +9,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import real
 from parlinalg.nn.module import Module
 from parlinalg.nn.steps import Draws, current, tokens
-from parlinalg.random.dropping import dropping
+from parlinalg.random import dropping
 
 
 class Dropout(Module):

@@ -18,11 +18,11 @@ from parlinalg.comm.check import compare_states
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
-from parlinalg.names import check_arrays
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.foreign import Names, foreign
 from parlinalg.nn.recompute import recomputed
 from parlinalg.random.counter import check_seed
+from parlinalg.state_dict import check_arrays
 
 
 class Module:

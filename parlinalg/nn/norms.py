@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Buffer, Parameter, Tensor, ops
 from parlinalg.autograd.tape import walking
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from parlinalg.autograd import Parameter
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.nn import Module
 from parlinalg.offload.agreement import worlds
 from parlinalg.offload.parameters import replaceable

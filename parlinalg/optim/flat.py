@@ -11,7 +11,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.views import address, flat, follows, joined
 from parlinalg.layout import Cut
 

@@ -14,11 +14,11 @@ from parlinalg.comm.check import compare_states
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
-from parlinalg.names import check_arrays
 from parlinalg.optim.flat import Entry, Run, flatten, runs, span
 from parlinalg.optim.groups import Option, check_apart, group_of, groups_of
 from parlinalg.optim.pieces import check_settled
 from parlinalg.optim.states import InMemory, States
+from parlinalg.state_dict import check_arrays
 
 Block = Any
 Result = TypeVar("Result")

@@ -15,7 +15,6 @@ from parlinalg.autograd import Buffer, Parameter
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.names import check_arrays
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import ModuleList, Sequential
 from parlinalg.nn.declared import Declared, is_buffer
@@ -27,6 +26,7 @@ from parlinalg.pipeline.partition import Partition, layers_per_stage
 from parlinalg.pipeline.schedule import Chunk, Schedule
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.schemes import Scheme
+from parlinalg.state_dict import check_arrays
 
 if TYPE_CHECKING:
     from parlinalg.pipeline.generate import PipelineDecoder

@@ -10,7 +10,7 @@ import pytest
 from parlinalg import DistArray, Grid, Layout, LayoutError, Tensor
 from parlinalg.autograd import no_grad, ops
 from parlinalg.autograd.saved import saved
-from parlinalg.backend.chains import CHUNK
+from parlinalg.backend.kernels import CHUNK
 from parlinalg.backend.kernels.activations import erf, gelu_grad
 from tests.autograd.cases import MATRICES, agree, close, cut, numbers, tensor, value_and_gradients
 

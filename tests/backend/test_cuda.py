@@ -19,8 +19,7 @@ from parlinalg.backend.kernels.norms import norm, norm_grad
 from parlinalg.backend.kernels.optimizers import adam
 from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max
 from parlinalg.cli.gpu import kernel_checks
-from parlinalg.random import Bernoulli
-from parlinalg.random.dropping import dropping
+from parlinalg.random import Bernoulli, dropping
 
 pytestmark = pytest.mark.serial
 THREADS = 64

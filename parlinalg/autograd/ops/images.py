@@ -21,8 +21,7 @@ from parlinalg.autograd.ops.product import Product, nothing
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.blas import add_product
-from parlinalg.backend.chains import work_dtype
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.backend.kernels import images as kernels
 from parlinalg.backend.kernels.images import Band, Windows
 from parlinalg.layout import Layout

@@ -17,7 +17,7 @@ from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import rows as kernels
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout

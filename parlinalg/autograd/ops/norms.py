@@ -16,7 +16,7 @@ from parlinalg.autograd.ops.softmax import Pieces
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import norms as kernels
 from parlinalg.layout import Layout
 

@@ -15,7 +15,7 @@ from parlinalg.autograd.ops.product import nothing
 from parlinalg.autograd.ops.tokens import Documents, Tokens, checked_positions, document_numbers, whole_sequence
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import attention as kernel
 from parlinalg.backend.kernels.attention import Dropped, merge
 from parlinalg.backend.visible import Visible, row_spans

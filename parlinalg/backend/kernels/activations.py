@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import cuda, namespace
-from parlinalg.backend.chains import fused, spans, work_dtype
 from parlinalg.backend.compiled import elementwise, exp, inlined, loop
-from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.kernels import example, fused, kernel, spans
 from parlinalg.backend.views import flat
 
 Block = Any

@@ -15,7 +15,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
 
 Block = Any

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.chains import CHUNK, work_dtype
-from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.kernels import CHUNK, example, kernel
 
 Block = Any
 

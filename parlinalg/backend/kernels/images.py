@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.chains import work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
 
 Block = Any

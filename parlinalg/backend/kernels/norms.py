@@ -12,9 +12,9 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chains import row_runs, work_dtype
 from parlinalg.backend.compiled import loop
-from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.kernels import example, kernel, row_runs
 from parlinalg.backend.kernels.rows import row_sums
 from parlinalg.backend.views import contiguous_rows, matrix
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chains import work_dtype
 from parlinalg.backend.compiled import loop
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
 
 Array = Any

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, cuda, namespace
-from parlinalg.backend.chains import spans, work_dtype
 from parlinalg.backend.compiled import exp, loop
-from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.kernels import example, kernel, spans
 from parlinalg.backend.views import contiguous_rows, flat, matrix
 
 Block = Any

@@ -11,12 +11,12 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.errors import ConfigError
-from parlinalg.names import check_names
 from parlinalg.nn.declared import Declared
 from parlinalg.nn.pretrained.architecture import Architecture
 from parlinalg.nn.pretrained.settings import Settings, weights_of
 from parlinalg.nn.pretrained.table import Place
 from parlinalg.nn.pretrained.tensorfile import Stored, read_header
+from parlinalg.state_dict import check_names
 
 
 @dataclass(frozen=True)

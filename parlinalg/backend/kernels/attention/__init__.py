@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.chains import work_dtype
 from parlinalg.backend.compiled import exp, loop, ready
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.views import contiguous_rows, flat
 from parlinalg.backend.visible import Visible, row_spans
