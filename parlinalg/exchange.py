@@ -27,7 +27,7 @@ def piece_size(largest: int) -> int:
 
 
 def meet(want: Rect, have: Rect) -> Rect:
-    """The part of `want` (ranges of any positive step) inside `have` (ranges of step 1)."""
+    """Return the part of `want` (ranges of any positive step) inside `have` (ranges of step 1)."""
     return tuple(_meet(w, h) for w, h in zip(want, have, strict=True))
 
 
@@ -38,7 +38,7 @@ def _meet(want: range, have: range) -> range:
 
 
 def local(part: Rect, block: Rect) -> tuple[slice, ...]:
-    """Where `part` lies in the array that holds `block`; both ranges of a dim have steps that divide evenly."""
+    """Return the slices of `part` in the array of `block`; both ranges of a dim have steps that divide evenly."""
     return tuple(_local(p, b) for p, b in zip(part, block, strict=True))
 
 

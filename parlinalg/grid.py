@@ -20,7 +20,7 @@ MOST_TICKETS = 32000
 
 
 class Pollable(Protocol):
-    """What has communication under way."""
+    """An object with communication in progress."""
 
     def poll(self) -> None:
         """Let it progress, without waiting."""
@@ -101,7 +101,7 @@ class Grid:
         self.threads = set_blas_threads(sharing(self.world.share(place()), self.rank, local_ranks))
 
     def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
-        """The sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
+        """Return the sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
         problem = _problem(sizes, self.world.size, idle)
         mine = [problem, {} if problem else {a: int(n) for a, n in sizes.items()}, str(backend)]
         everyone = self.world.share(mine)
@@ -135,7 +135,7 @@ class Grid:
         return tuple(self.sizes)
 
     def coords_of(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank of the grid."""
+        """Return the coordinates of a rank of the grid."""
         if not 0 <= rank < self.size:
             raise GridError(f"rank {rank} is not in {self!r}, which has {self.size} ranks")
         coords = {}
@@ -144,14 +144,14 @@ class Grid:
         return {axis: coords[axis] for axis in self.axes}
 
     def rank_of(self, coords: Mapping[str, int]) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates."""
         rank = 0
         for axis, n in self.sizes.items():
             rank = rank * n + coords[axis]
         return rank
 
     def comm(self, axes: Cut) -> Comm:
-        """The communicator of the ranks that differ from this one only along `axes`, in the row-major order of `axes`.
+        """Return the communicator of the ranks that differ from this one only along `axes`, in row-major order.
 
         Its first use is collective over those ranks; it is kept until the grid is closed.
         """
@@ -177,14 +177,14 @@ class Grid:
         return self._cart.sub(ranks, axes)
 
     def effective(self, layout: Layout) -> Layout:
-        """The layout without axes of one rank, which cut nothing."""
+        """Return the layout without axes of one rank, which cut nothing."""
         found = self._effective.get(layout)
         if found is None:
             found = self._effective[layout] = layout.without([a for a in layout.axes if self.sizes[a] == 1])
         return found
 
     def ticket(self) -> int:
-        """The next number to tell apart what this grid's ranks start, in one order, and have under way at once."""
+        """Return the next number to tell this grid's operations in progress apart, the same on all ranks."""
         self._tickets = self._tickets % MOST_TICKETS + 1
         return self._tickets
 
@@ -199,7 +199,7 @@ class Grid:
         return self.comm(self.axes)
 
     def block(self, layout: Layout, shape: tuple[int, ...]) -> tuple[range, ...]:
-        """For each dim the range of global indices in this rank's block (empty ranges outside the grid)."""
+        """Return for each dim the range of global indices in this rank's block (empty ranges outside the grid)."""
         return layout.block(shape, self.sizes, self.coords) if self.inside else tuple(range(0) for _ in shape)
 
     def block_shape(self, layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -231,12 +231,12 @@ class Grid:
 
 
 def worlds(grids: Iterable[Grid]) -> list[Comm]:
-    """The communicators over all ranks of each grid, once each, in order."""
+    """Return the communicators over all ranks of each grid, once each, in order."""
     return list({id(g.world): g.world for g in grids}.values())
 
 
 def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:
-    """What is wrong with the sizes of a grid over so many ranks, or an empty string."""
+    """Return what is wrong with the sizes of a grid over so many ranks, or an empty string."""
     if not isinstance(sizes, Mapping) or not sizes:
         return f'a grid takes a dict of axis names and sizes, such as {{"r": 2, "c": 2}}, not {sizes!r}'
     for axis, n in sizes.items():
@@ -255,7 +255,7 @@ def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:
 
 
 def factorizations(n: int, parts: int) -> list[tuple[int, ...]]:
-    """All ordered ways to write n as a product of `parts` positive integers.
+    """Return all ordered ways to write n as a product of `parts` positive integers.
 
     >>> factorizations(4, 2)
     [(1, 4), (2, 2), (4, 1)]

@@ -1,4 +1,4 @@
-"""What users of Colossal-AI, Megatron-LM, DeepSpeed and PyTorch write, and what it is here.  Pure data.
+"""Names of Colossal-AI, Megatron-LM, DeepSpeed and PyTorch, and their counterparts here.  Pure data.
 
 `KEYS` are keys of configurations, named in the error of an unknown key; `NAMES` are names of modules, named where a
 program asks `parlinalg`, `parlinalg.nn`, … for them.
@@ -210,7 +210,7 @@ def key(name: str) -> str:
 
 
 def missing(module: str) -> Callable[[str], NoReturn]:
-    """The `__getattr__` of a module: an AttributeError that says what a name of another library is here.
+    """Return a module's `__getattr__`, whose AttributeError gives the counterpart here of another library's name.
 
     `from module import name` turns an AttributeError into an ImportError of its own: it gets one that says the same.
     """

@@ -20,7 +20,7 @@ AxisSpec = str | Iterable[str] | None
 
 
 def as_cut(spec: AxisSpec) -> Cut:
-    """The tuple of axes meant by `None` (no axis), `"r"` (one) or `("d", "r")` (several, outermost first)."""
+    """Return the tuple of axes of `None` (no axis), `"r"` (one) or `("d", "r")` (several, outermost first)."""
     if spec is None:
         return ()
     if isinstance(spec, str):
@@ -81,7 +81,7 @@ class Layout:
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
-        """The layout of an array of `ndim` dims that every rank holds whole."""
+        """Return the layout of an array of `ndim` dims that every rank holds whole."""
         return cls(*((),) * ndim)
 
     @property
@@ -104,26 +104,26 @@ class Layout:
         return Layout(*self.dims[::-1], partial=self.partial)
 
     def where(self, axis: str) -> int | None:
-        """The dim that `axis` cuts, or None."""
+        """Return the dim that `axis` cuts, or None."""
         return next((d for d, cut in enumerate(self.dims) if axis in cut), None)
 
     def permuted(self, order: Iterable[int]) -> Layout:
-        """The layout after `transpose(order)`."""
+        """Return the layout after `transpose(order)`."""
         return Layout(*(self.dims[d] for d in order), partial=self.partial)
 
     def with_dim(self, dim: int, cut: AxisSpec) -> Layout:
-        """The same layout with `dim` cut by `cut` instead."""
+        """Return the same layout with `dim` cut by `cut` instead."""
         dim %= len(self.dims)
         return Layout(*self.dims[:dim], cut, *self.dims[dim + 1 :], partial=self.partial)
 
     def with_partial(self, partial: AxisSpec) -> Layout:
-        """The same cuts with other partial axes."""
+        """Return the same cuts with other partial axes."""
         if partial == self.partial:
             return self
         return Layout(*self.dims, partial=partial)
 
     def without(self, axes: Iterable[str]) -> Layout:
-        """The same layout with these axes removed wherever they stand."""
+        """Return the same layout with these axes removed wherever they stand."""
         drop = set(axes)
         return Layout(
             *([a for a in cut if a not in drop] for cut in self.dims),
@@ -131,7 +131,7 @@ class Layout:
         )
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """The same layout with axes renamed by `names`; axes not in it keep their names."""
+        """Return the same layout with axes renamed by `names`; axes not in it keep their names."""
         return Layout(
             *([names.get(a, a) for a in cut] for cut in self.dims), partial=[names.get(a, a) for a in self.partial]
         )
@@ -148,13 +148,13 @@ class Layout:
                 raise LayoutError(f"{self!r} names axis {axis!r}, but the grid has the axes {dict(sizes)}")
 
     def block(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> tuple[range, ...]:
-        """For each dim the range of global indices held by the rank at `coords`."""
+        """Return for each dim the range of global indices held by the rank at `coords`."""
         return tuple(span(n, cut, sizes, coords) for n, cut in zip(shape, self.dims, strict=True))
 
     def block_shape(
         self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The shape of the block held by the rank at `coords`."""
+        """Return the shape of the block held by the rank at `coords`."""
         return tuple(len(r) for r in self.block(shape, sizes, coords))
 
     def __repr__(self) -> str:
@@ -172,14 +172,14 @@ def _unpickled(dims: tuple[Cut, ...], partial: Cut) -> Layout:
 
 
 def piece(n: int, parts: int, index: int) -> range:
-    """The indices of piece `index` of `n` items cut into `parts` balanced pieces."""
+    """Return the indices of piece `index` of `n` items cut into `parts` balanced pieces."""
     q, r = divmod(n, parts)
     start = index * q + min(index, r)
     return range(start, start + q + (index < r))
 
 
 def pieces(n: int, parts: int) -> list[int]:
-    """The lengths of all balanced pieces.
+    """Return the lengths of all balanced pieces.
 
     >>> pieces(11, 4)
     [3, 3, 3, 2]
@@ -188,7 +188,7 @@ def pieces(n: int, parts: int) -> list[int]:
 
 
 def span(n: int, cut: Cut, sizes: Mapping[str, int], coords: Mapping[str, int]) -> range:
-    """The indices of a dim of `n` items that the rank at `coords` holds when `cut` cuts the dim."""
+    """Return the indices of a dim of `n` items that the rank at `coords` holds when `cut` cuts the dim."""
     inside = range(n)
     for axis in cut:
         part = piece(len(inside), sizes[axis], coords[axis])
@@ -197,7 +197,7 @@ def span(n: int, cut: Cut, sizes: Mapping[str, int], coords: Mapping[str, int]) 
 
 
 def cut_lengths(n: int, cut: Cut, sizes: Mapping[str, int]) -> list[int]:
-    """The lengths of all pieces of a dim of `n` items cut by `cut`, in the row-major order of the axes' coordinates.
+    """Return the lengths of all pieces of a dim of `n` items cut by `cut`, in row-major order of coordinates.
 
     >>> cut_lengths(5, ("a", "b"), {"a": 2, "b": 2})
     [2, 1, 1, 1]
@@ -209,13 +209,13 @@ def cut_lengths(n: int, cut: Cut, sizes: Mapping[str, int]) -> list[int]:
 
 
 def coordinates(axes: Cut, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """All coordinates over these axes, in row-major order."""
+    """Return all coordinates over these axes, in row-major order."""
     for values in product(*(range(sizes[a]) for a in axes)):
         yield dict(zip(axes, values, strict=True))
 
 
 def index_of(axes: Cut, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
-    """The row-major index of `coords` among all coordinates over `axes`."""
+    """Return the row-major index of `coords` among all coordinates over `axes`."""
     index = 0
     for axis in axes:
         index = index * sizes[axis] + coords[axis]
@@ -223,5 +223,5 @@ def index_of(axes: Cut, sizes: Mapping[str, int], coords: Mapping[str, int]) -> 
 
 
 def span_of(axes: Cut, sizes: Mapping[str, int]) -> int:
-    """How many ranks these axes span."""
+    """Return the number of ranks that these axes span."""
     return math.prod(sizes[a] for a in axes)

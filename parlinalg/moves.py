@@ -1,4 +1,4 @@
-"""How a change of layout becomes communication: a pure plan of steps, and the words each rank receives in it.
+"""Changes of layout as communication: a pure plan of steps, and the words that each rank receives.
 
 `moves` finds the steps; `parlinalg.redistribute` carries them out.  A rank never receives more words than its target
 block lacks; sums count as reduce-scatter (n - own) and all-reduce (2 (n - own)).
@@ -56,7 +56,7 @@ def _overlap(a: tuple[range, ...], b: tuple[range, ...]) -> int:
 
 
 def moves(src: Layout, dst: Layout, sizes: Sizes) -> tuple[Step, ...]:
-    """The steps that turn layout `src` into `dst` on a grid with these axes, in the order all ranks take them.
+    """Return the steps that turn layout `src` into `dst` on a grid with these axes, in the order all ranks take them.
 
     Axes of one rank cut nothing and are left out: the steps' layouts do not name them.
     """
@@ -119,7 +119,7 @@ class _Walk:
                 pass
 
     def next_axes(self, dim: int) -> Cut:
-        """The axes by which the goal goes on to cut a dim, where the cuts made so far are a prefix of the goal's."""
+        """Return the axes by which the goal cuts a dim further, where the cuts so far are a prefix of the goal's."""
         have, want = self.now.dims[dim], self.goal.dims[dim]
         return want[len(have) :] if want[: len(have)] == have else ()
 

@@ -152,7 +152,7 @@ class Plan:
         return (*x[: nb + nm], *w[nb + nk :])
 
     def renamed(self, names: Mapping[str, str]) -> Plan:
-        """The same plan with axes renamed; `{"c": "d", "d": "c"}` exchanges two."""
+        """Return the same plan with axes renamed; `{"c": "d", "d": "c"}` exchanges two."""
 
         def cuts(group: tuple[Cut, ...]) -> tuple[Cut, ...]:
             return tuple(tuple(names.get(a, a) for a in cut) for cut in group)
@@ -163,7 +163,7 @@ class Plan:
         )  # fmt: skip
 
     def transposed(self) -> Plan:
-        """The plan of `yᵀ = wᵀ xᵀ`, for plans whose groups have one dim each."""
+        """Return the plan of `yᵀ = wᵀ xᵀ`, for plans whose groups have one dim each."""
         return Plan(m=self.n, n=self.m, k=self.k, b=self.b, x=_swap(self.w), w=_swap(self.x), y=_swap(self.y))
 
     def words(self, x: Shape, w: Shape, sizes: Mapping[str, int], coords: Mapping[str, int]) -> int:
@@ -177,7 +177,7 @@ class Plan:
 
 
 def _exchanged(ndim: int, batch: int, first: int) -> tuple[int, ...]:
-    """The order of dims in which the two groups behind the batch dims, the first of so many dims, are exchanged."""
+    """Return the order of dims in which the two groups after the batch dims, the first of so many dims, are swapped."""
     middle = batch + first
     return (*range(batch), *range(middle, ndim), *range(batch, middle))
 

@@ -43,11 +43,11 @@ class Move:
             self._handle, self._block = None, end.value
 
     def test(self) -> bool:
-        """Whether the step under way is done: `wait()` would return at once, or go on to the next step."""
+        """Return True if the step in progress is done: `wait()` would return at once, or go on to the next step."""
         return self._handle is None or self._handle.test()
 
     def wait(self) -> Block:
-        """The new block."""
+        """Wait for the new block, and return it."""
         while self._handle is not None:
             self._handle.wait()
             self._next()
@@ -57,7 +57,7 @@ class Move:
 def redistribute(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None
 ) -> Block:
-    """The block of an array of global `shape` in layout `dst`, from its block in layout `src`.
+    """Return the block of an array of global `shape` in layout `dst`, from its block in layout `src`.
 
     No rank receives more elements than its target block lacks (sums: reduce-scatter n - own, all-reduce 2 (n - own)).
     Where nothing moves the result may share memory with `block`.  Collective over the axes the layouts differ in.
@@ -82,7 +82,7 @@ def redistribute(
 def start(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, *, owned: bool = False, order: Order = None
 ) -> Move:
-    """As `redistribute`, but only started: the first communication is posted, and `Move.wait()` finishes it.
+    """Start `redistribute`: post the first communication, and return a `Move` whose `wait()` finishes it.
 
     All ranks of the grid start their moves in one order, and wait for them in one order.
     """
@@ -106,7 +106,7 @@ def _ordered(
 def carry(
     block: Block, src: Layout, dst: Layout, shape: Shape, grid: Grid, wait: bool, owned: bool = False, tag: int = 0
 ) -> Work:
-    """The generator behind `redistribute`: yields the handle of each communication, and returns the new block.
+    """Run `redistribute` as a generator: yield the handle of each communication, and return the new block.
 
     Messages between two ranks carry `tag`: moves under way at the same time need different ones.  Replicas are not
     compared here: of a panel, not all ranks that hold one take part.
@@ -171,7 +171,7 @@ def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned
 
 
 def inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
-    """The slices that cut the rectangle `part` out of a block that is the rectangle `whole`."""
+    """Return the slices that cut the rectangle `part` out of a block that is the rectangle `whole`."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 
@@ -185,12 +185,12 @@ def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, 
 
 
 def _lengths(step: Step, longer: Layout, shape: Shape, grid: Grid) -> list[int]:
-    """The lengths of the pieces of the step's dim, where `longer` leaves it uncut by the step's axes."""
+    """Return the lengths of the pieces of the step's dim, where `longer` leaves it uncut by the step's axes."""
     return cut_lengths(len(grid.block(longer, shape)[step.dim]), step.axes, grid.sizes)
 
 
 def _flat(block: Block) -> Block:
-    """The block in C order, copied only if it is not: what travels must not depend on one rank's memory layout."""
+    """Return the block in C order, copied only if needed: what is sent must not depend on one rank's memory layout."""
     return block if block.flags.c_contiguous else block.copy(order="C")
 
 
@@ -294,7 +294,7 @@ _COLLECTIVE = frozenset(_STEPS) - {"mask", "embed", "slice"}
 
 
 def fitting(layout: Layout, shape: Shape, grid: Grid) -> Layout:
-    """The layout, once checked against the shape and the grid."""
+    """Return the layout, once checked against the shape and the grid."""
     if not isinstance(layout, Layout):
         raise LayoutError(f'a layout is a Layout, such as Layout("r", None), not {layout!r}')
     layout.check(shape, grid.sizes)

@@ -15,7 +15,7 @@ ORDERS = ("contiguous", "striped", "zigzag")
 
 
 def sequence_order(length: int, ranks: int, name: str = "zigzag") -> np.ndarray:
-    """The permutation of the tokens whose balanced pieces are the ranks' blocks.
+    """Return the permutation of the tokens whose balanced pieces are the ranks' blocks.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ def check_names(what: str, want: Mapping[str, Shape], have: Mapping[str, Shape])
 
 
 def check_arrays(what: str, want: Mapping[str, Shape], have: Mapping[str, Any]) -> None:
-    """The same of arrays; and raise one that lists those in `have` that are not of real numbers."""
+    """Check arrays as `check_names` checks shapes; raise also if any in `have` is not of real numbers."""
     arrays = {name: _array(what, name, value) for name, value in have.items()}
     check_names(what, want, {name: array.shape for name, array in arrays.items()})
     other = [

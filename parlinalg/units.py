@@ -17,7 +17,7 @@ _UNITS = {
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a dtype given as text, a NumPy dtype or a type.
+    """Return the name of a dtype given as text, a NumPy dtype or a type.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def parse_bytes(amount: SupportsIndex | str) -> int:
-    """An amount of memory in bytes, given as a number of bytes or as text such as "4GiB", "512 MB" or "1.5e9".
+    """Return an amount of memory in bytes, given as a number of bytes or as text such as "4GiB", "512 MB" or "1.5e9".
 
     Raises
     ------
@@ -64,7 +64,7 @@ def parse_bytes(amount: SupportsIndex | str) -> int:
 
 
 def format_bytes(n: float) -> str:
-    """An amount of memory for people.
+    """Return an amount of memory as text.
 
     >>> format_bytes(1000), format_bytes(3 * 2**20)
     ('1000 B', '3.00 MiB')

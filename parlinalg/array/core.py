@@ -70,7 +70,7 @@ class DistArray(NDArrayOperatorsMixin):
         return self.size * self.dtype.itemsize
 
     def like(self, block: Block, layout: Layout | None = None, shape: Sequence[int] | None = None) -> DistArray:
-        """An array on the same grid, with the same layout and shape unless given."""
+        """Return an array on the same grid, with the same layout and shape unless given."""
         if isinstance(block, np.generic):  # from an operation on 0-d blocks; it could not be written in place
             block = np.asarray(block)
         return DistArray(
@@ -79,7 +79,7 @@ class DistArray(NDArrayOperatorsMixin):
 
     # ------------------------------------------------------------------ movement
     def redistribute(self, layout: Layout) -> DistArray:
-        """The same array in another layout; the one operation that changes where elements lie.
+        """Return the same array in another layout; the one operation that changes where elements lie.
 
         No rank receives more elements than its new block lacks.  Collective.
         """
@@ -88,15 +88,15 @@ class DistArray(NDArrayOperatorsMixin):
         return DistArray(self.block_in(layout), self.shape, layout, self.grid, self.order)
 
     def block_in(self, layout: Layout) -> Block:
-        """This rank's block of the same array in another layout, which may share memory with `block`.  Collective."""
+        """Return this rank's block of the array in another layout, which may share memory with `block`.  Collective."""
         return redistribute(self.block, self.layout, layout, self.shape, self.grid, order=self.order)
 
     def gather(self, root: int | None = None) -> Any:
-        """The global array as a NumPy array on every rank, or on rank `root` alone (None elsewhere).  Collective."""
+        """Return the global array as a NumPy array on every rank, or on rank `root` alone.  Collective."""
         return transfer.gather(self.block, self.shape, self.layout, self.grid, root)
 
     def to_grid(self, grid: Grid, layout: Layout) -> DistArray:
-        """The same array on another grid made from the same ranks, or a part of them.
+        """Return the same array on another grid made from the same ranks, or a part of them.
 
         Collective over the ranks of both grids; ranks outside a grid hold blocks of size zero.
         """
@@ -106,7 +106,7 @@ class DistArray(NDArrayOperatorsMixin):
         return DistArray(block, self.shape, layout, grid)
 
     def summed(self) -> DistArray:
-        """The same array with nothing left to sum: partial axes all-reduced."""
+        """Return the same array with nothing left to sum: partial axes all-reduced."""
         return self.redistribute(self.layout.with_partial(())) if self.layout.partial else self
 
     # ------------------------------------------------------------------ views
@@ -156,14 +156,14 @@ class DistArray(NDArrayOperatorsMixin):
         return self.like(self.block.imag)
 
     def astype(self, dtype: Any, copy: bool = True) -> DistArray:
-        """Every element converted to `dtype`."""
+        """Return every element converted to `dtype`."""
         return self.like(self.block.astype(dtype, copy=copy))
 
     def copy(self) -> DistArray:
         return self.like(self.block.copy())
 
     def reshape(self, *shape: Any) -> DistArray:
-        """The same elements in another shape, where blocks stay blocks (see `parlinalg.array.shapes`)."""
+        """Return the same elements in another shape, where blocks stay blocks (see `parlinalg.array.shapes`)."""
         from parlinalg.array.shapes import reshape
 
         return reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
@@ -186,7 +186,7 @@ class DistArray(NDArrayOperatorsMixin):
 
     # ------------------------------------------------------------------ reductions
     def sum(self, axis: Axis = None, dtype: Any = None, keepdims: bool = False, *, partial: bool = False) -> DistArray:
-        """The sum over `axis` (default: all dims).
+        """Return the sum over `axis` (default: all dims).
 
         Over a cut dim the blocks' sums are summed over the axes that cut it: at once, or, with `partial`, left for
         later.
@@ -222,7 +222,7 @@ class DistArray(NDArrayOperatorsMixin):
 
     # ------------------------------------------------------------------ scalars
     def item(self) -> Any:
-        """The single element of an array of size 1, as a Python scalar, on every rank.  Collective unless whole."""
+        """Return the element of an array of size 1 as a Python scalar, on every rank.  Collective unless replicated."""
         if self.size != 1:
             raise ValueError(f"item() takes an array of one element; this one has shape {self.shape}: use gather()")
         if self.layout.axes or self.grid.size < self.grid.world.size:
@@ -280,7 +280,7 @@ class DistArray(NDArrayOperatorsMixin):
 
 
 def same_grid(arrays: Sequence[DistArray]) -> Grid:
-    """The one grid of all these arrays."""
+    """Return the one grid of all these arrays."""
     grid = arrays[0].grid
     for other in arrays[1:]:
         if other.grid is not grid:
@@ -293,7 +293,7 @@ def same_grid(arrays: Sequence[DistArray]) -> Grid:
 
 
 def effective(layout: Layout, grid: Grid) -> Layout:
-    """The layout without axes of one rank, which cut nothing."""
+    """Return the layout without axes of one rank, which cut nothing."""
     return grid.effective(layout)
 
 
@@ -307,7 +307,7 @@ EDGE = 3
 
 
 def _summary(a: DistArray) -> str:
-    """The values as NumPy prints them, with only the corners of a large array fetched from the ranks.  Collective."""
+    """Return the values as NumPy prints them; of a large array only the corners are fetched.  Collective."""
     large = a.size > np.get_printoptions()["threshold"]
     cut = [d for d, n in enumerate(a.shape) if large and n > 2 * EDGE]
     if not cut:
@@ -317,7 +317,7 @@ def _summary(a: DistArray) -> str:
 
 
 def _corners(a: DistArray, dims: list[int]) -> Any:
-    """The global array with only the edges of these dims, and one item between, which is not shown."""
+    """Return the global array with only the edges of these dims, and one item between, which is not shown."""
     if not dims:
         return a.gather()
     dim, lead = dims[0], (slice(None),) * dims[0]

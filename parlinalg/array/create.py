@@ -89,14 +89,14 @@ SMALL = 1 << 12
 
 
 def _checksum(host: Any, grid: Grid) -> str:
-    """The checksum of a host array that should be equal on several ranks; empty where it is not compared."""
+    """Return the checksum of a host array that should be equal on several ranks; empty where it is not compared."""
     if host.dtype.name not in ITEMSIZE or not (grid.world.checked or host.nbytes <= SMALL):
         return ""
     return checksum(host)
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
-    """The dtype of this name, "bfloat16" among them, or of what else NumPy takes for one.
+    """Return the dtype of this name, "bfloat16" among them, or of what else NumPy takes for one.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def _host(array: Any, grid: Grid) -> Any:
 def from_function(
     function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any = None
 ) -> DistArray:
-    """The array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block alone.
+    """Return the array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block alone.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def _from_function(
 
 
 def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = None) -> DistArray:
-    """An array from the blocks the ranks hold already; nothing is copied.
+    """Return an array from the blocks the ranks hold already; nothing is copied.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
 
 
 def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None) -> DistArray:
-    """An array of one value everywhere."""
+    """Return an array of one value everywhere."""
     if np.ma.isMaskedArray(value):
         raise masked("full")
     dtype = np.asarray(value).dtype if dtype is None else dtype
@@ -219,19 +219,19 @@ def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None
 
 
 def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
-    """An array of zeros."""
+    """Return an array of zeros."""
     shape = shape_of(shape)
     block = grid.backend.zeros(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
     return DistArray(block, shape, layout, grid)
 
 
 def ones(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
-    """An array of ones."""
+    """Return an array of ones."""
     return full(shape, 1, grid, layout, dtype)
 
 
 def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
-    """An array whose elements are yet to be written."""
+    """Return an array whose elements are yet to be written."""
     shape = shape_of(shape)
     block = grid.backend.empty(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
     return DistArray(block, shape, layout, grid)

@@ -29,7 +29,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def names() -> list[str]:
-    """The functions of NumPy that take distributed arrays."""
+    """Return the functions of NumPy that take distributed arrays."""
     return sorted({f.__name__ if f is not np.linalg.norm else "linalg.norm" for f in HANDLED})
 
 

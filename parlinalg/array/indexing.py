@@ -21,7 +21,7 @@ _Item = int | slice | None
 
 
 def getitem(a: DistArray, key: Any) -> DistArray:
-    """The elements chosen by `key`; collective where a cut dim is sliced."""
+    """Return the elements chosen by `key`; collective where a cut dim is sliced."""
     items = _expand(key, a)
     ranges, dims, picked = [], [], []
     for chosen, n in zip((i for i in items if i is not None), a.shape, strict=True):
@@ -64,7 +64,7 @@ def _expand(key: Any, a: DistArray) -> list[_Item]:
 
 
 def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
-    """The sub-array of these global indices, same number of dims; `picked` dims become whole."""
+    """Return the sub-array of these global indices, same number of dims; `picked` dims become whole."""
     shape = tuple(len(r) for r in ranges)
     moved = [
         d

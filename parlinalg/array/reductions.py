@@ -15,7 +15,7 @@ from parlinalg.redistribute import redistribute
 
 
 def dims_of(axis: Axis, ndim: int) -> tuple[int, ...]:
-    """The dims meant by NumPy's `axis` argument, sorted."""
+    """Return the dims of NumPy's `axis` argument, sorted."""
     if axis is None:
         return tuple(range(ndim))
     dims = tuple(axis) if isinstance(axis, tuple | list) else (operator.index(axis),)

@@ -16,7 +16,7 @@ from parlinalg.layout import Cut, Layout, cut_lengths
 
 
 def reshape(a: DistArray, shape: Any) -> DistArray:
-    """The array in another shape of equal size.
+    """Return the array in another shape of equal size.
 
     Dims are matched in groups of equal products.  Within a group only the first dim may be cut, and its pieces must be
     whole pieces of the group's new first dim too; otherwise a LayoutError says which layout would do.
@@ -55,7 +55,7 @@ def shape_of(shape: Any) -> tuple[int, ...]:
 
 
 def full_shape(old: Sequence[int], shape: Any) -> tuple[int, ...]:
-    """The shape with its -1, if any, filled in."""
+    """Return the shape with its -1, if any, filled in."""
     given = [shape] if isinstance(shape, int) else list(shape)
     new = [-1 if isinstance(n, int | np.integer) and n == -1 else shape_of((n,))[0] for n in given]
     size = math.prod(old)
@@ -69,7 +69,7 @@ def full_shape(old: Sequence[int], shape: Any) -> tuple[int, ...]:
 
 
 def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int], grid: Grid) -> Layout:
-    """The layout after a reshape from `old` to `new`."""
+    """Return the layout after a reshape from `old` to `new`."""
     cuts: list[Cut] = [()] * len(new)
     for before, after in groups(old, new):
         cut_dims = [d for d in before if any(grid.sizes[x] > 1 for x in layout.dims[d])]
@@ -93,7 +93,7 @@ def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int], grid: Grid)
 
 
 def _aligned(old: int, new: int, cut: Cut, grid: Grid) -> bool:
-    """Whether balanced pieces of `old` items are, each item being split or merged, balanced pieces of `new` ones."""
+    """Return True if balanced pieces of `old` items are, once split or merged, balanced pieces of `new` items."""
     return all(
         a * new == b * old
         for a, b in zip(cut_lengths(old, cut, grid.sizes), cut_lengths(new, cut, grid.sizes), strict=True)
@@ -101,7 +101,7 @@ def _aligned(old: int, new: int, cut: Cut, grid: Grid) -> bool:
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The dims of both shapes in the smallest groups of equal products, in order."""
+    """Return the dims of both shapes in the smallest groups of equal products, in order."""
     if 0 in old:
         same = len(old) == len(new) and list(old) == list(new)
         if not same:

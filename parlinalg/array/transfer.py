@@ -18,7 +18,7 @@ _NOTHING = range(0)
 
 
 def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | None) -> Any:
-    """The global array on every rank of `grid.world`, or on its rank `root` only."""
+    """Return the global array on every rank of `grid.world`, or on its rank `root` only."""
     if not shape and root is not None:
         whole = gather(block, shape, layout, grid, None)
         return whole if grid.world.rank == root else None
@@ -44,7 +44,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
 
 
 def scatter(array: Any, shape: Shape, dtype: Any, layout: Layout, grid: Grid, root: int) -> Block:
-    """This rank's block in `layout` (not partial) of the array that rank `root` of `grid.world` alone holds."""
+    """Return this rank's block in `layout` (not partial) of the array that rank `root` of `grid.world` alone holds."""
     if not shape:
         return _scatter_scalar(array, dtype, grid, root)
     everything = tuple(range(n) for n in shape)
@@ -59,7 +59,7 @@ def _scatter_scalar(array: Any, dtype: Any, grid: Grid, root: int) -> Block:
 
 
 def to_grid(block: Block, shape: Shape, src: Layout, old: Grid, dst: Layout, new: Grid) -> Block:
-    """The block in `dst` on grid `new` of an array that lies in `src` on grid `old`."""
+    """Return the block in `dst` on grid `new` of an array that lies in `src` on grid `old`."""
     if not shape:
         held = block.reshape((1,)) if old.inside else old.backend.empty((0,), block.dtype)
         moved = to_grid(held, (1,), Layout(None), old, Layout(None), new)
@@ -82,7 +82,7 @@ def to_grid(block: Block, shape: Shape, src: Layout, old: Grid, dst: Layout, new
 
 
 def _blocks(layout: Layout, shape: Shape, grid: Grid, order: tuple[int, ...] | None = None) -> list[Rect]:
-    """The rectangle each rank holds, listed by the ranks of `grid.world`, or by these ranks of the world."""
+    """Return the rectangle each rank holds, listed by the ranks of `grid.world`, or by these ranks of the world."""
     inside = [layout.block(shape, grid.sizes, at) for at in coordinates(grid.axes, grid.sizes)]
     empty = tuple(_NOTHING for _ in shape)
     blocks = dict(zip(grid.world.world_ranks, inside, strict=False))

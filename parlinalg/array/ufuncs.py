@@ -27,7 +27,7 @@ PRODUCT: list[Callable[..., Any]] = []
 
 
 def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a ufunc call with a DistArray among its inputs or outputs."""
+    """Return the result of a ufunc call with a DistArray among its inputs or outputs."""
     if method == "reduce":
         from parlinalg.array.reductions import reduce_ufunc
 
@@ -70,7 +70,7 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
 
 
 def operand(value: Any, name: str) -> DistArray | Scalar:
-    """The value as a DistArray or a scalar; arrays held by each rank for itself are refused."""
+    """Return the value as a DistArray or a scalar; arrays held by each rank for itself are refused."""
     if isinstance(value, DistArray | int | float | complex | np.generic):
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0 and not np.ma.isMaskedArray(value):
@@ -84,7 +84,7 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
 
 
 def together(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], Layout]:
-    """The broadcast shape of the arrays and its layout; a LayoutError where theirs differ."""
+    """Return the broadcast shape of the arrays and its layout; a LayoutError where theirs differ."""
     grid = arrays[0].grid
     if all(a.shape == arrays[0].shape and a.layout == arrays[0].layout for a in arrays[1:]):
         return arrays[0].shape, arrays[0].layout

@@ -70,7 +70,7 @@ def set_blas_threads(local_ranks: int) -> int:
 
 
 def _limit(name: str) -> int | None:
-    """The value of an environment variable such as `4` or, by nesting level, `4,2`; None where it sets no limit."""
+    """Return the value of an environment variable such as `4` or, by nesting level, `4,2`; None for no limit."""
     first = os.environ.get(name, "").partition(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
@@ -86,7 +86,7 @@ def _set_openblas(threads: int) -> bool:
 
 @cache
 def _in_openblas(symbol: str) -> Any:
-    """A function of the OpenBLAS inside NumPy's wheel; None where there is none, or not this function."""
+    """Return a function of the OpenBLAS inside NumPy's wheel; None where there is none, or not this function."""
     folder = Path(np.__file__).parent
     places = [folder.parent / "numpy.libs", folder / ".dylibs"]
     for path in (file for place in places if place.is_dir() for file in place.glob("*openblas*")):

@@ -71,7 +71,7 @@ def source(name: str) -> str:
 
 @cache
 def _module(xp: Any, name: str) -> Any:
-    """The compiled kernels for a dtype; None where CuPy cannot compile them."""
+    """Return the compiled kernels for a dtype; None where CuPy cannot compile them."""
     if not hasattr(xp, "RawModule"):
         return None
     module = xp.RawModule(code=source(name), options=OPTIONS)

@@ -22,20 +22,20 @@ from parlinalg.backend.compiled import AS_WRITTEN
 
 @intrinsic
 def bits(context: Any, number: Any) -> Any:
-    """The bits of a float as an integer."""
+    """Return the bits of a float as an integer."""
     width = number.bitwidth
     return types.Integer.from_bitwidth(width, True)(number), lambda c, b, s, a: b.bitcast(a[0], ir.IntType(width))
 
 
 @intrinsic
 def float32(context: Any, bits: Any) -> Any:
-    """The float that has these bits."""
+    """Return the float that has these bits."""
     return types.float32(types.int32), lambda c, b, s, a: b.bitcast(a[0], ir.FloatType())
 
 
 @intrinsic
 def float64(context: Any, bits: Any) -> Any:
-    """The float that has these bits."""
+    """Return the float that has these bits."""
     return types.float64(types.int64), lambda c, b, s, a: b.bitcast(a[0], ir.DoubleType())
 
 

@@ -174,7 +174,7 @@ class Visible:
         return [(at, min(at + most, stop)) for start, stop in found for at in range(start, stop, most)]
 
     def _near(self, rows: slice, run: Run) -> Span:
-        """The part of a run of keys that causality and the window leave to queries `rows`."""
+        """Return the part of a run of keys that causality and the window leave to queries `rows`."""
         low, high = run.start, run.stop
         if not self.causal and self.window is None:
             return low, high
@@ -191,14 +191,14 @@ class Visible:
         return low, min(high, _before(run, last + ahead))
 
     def _ends(self, rows: slice) -> Span:
-        """The least and the greatest position of queries `rows`."""
+        """Return the least and the greatest position of queries `rows`."""
         if self.places is None:
             return self.start + rows.start, self.start + rows.stop - 1
         here = self.places[0].positions[rows]
         return int(here.min()), int(here.max())
 
     def _seen(self, heads: slice, rows: slice) -> np.ndarray:
-        """The part of the table that queries `rows` of these heads meet."""
+        """Return the part of the table that queries `rows` of these heads meet."""
         assert self.table is not None
         here = self.table if self.table.shape[0] == 1 else self.table[heads]
         return here[:, :, rows.start // self.size : -(-rows.stop // self.size)]
@@ -357,7 +357,7 @@ def _before(run: Run, position: int) -> int:
 
 
 def _trimmed(met: np.ndarray, low: int, high: int) -> Span:
-    """A span without the keys at its ends that are not met."""
+    """Return a span without the keys at its ends that are not met."""
     here = np.flatnonzero(met)
     return (low + int(here[0]), low + int(here[-1]) + 1) if here.size else (low, low)
 

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     from parlinalg import __version__
 
     top = Parser(prog="parlinalg", description="Distributed linear algebra and training on processor grids.")

@@ -113,7 +113,7 @@ def _page(
 
 
 def _shared_memory() -> list[str]:
-    """The room for memory that ranks share, and what dead runs hold of it."""
+    """Return the room for memory that ranks share, and what dead runs hold of it."""
     try:
         room = os.statvfs(FOLDER)
     except OSError:
@@ -164,7 +164,7 @@ def _backends(backend: Backend) -> list[str]:
 
 
 def _gpu_buffers() -> str:
-    """Whether MPI takes GPU memory, tried in a child process, which an MPI that does not may end."""
+    """Return a text on whether MPI takes GPU memory, tried in a child process, which some MPIs end."""
     if "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
         return "tried by `parlinalg doctor` without mpiexec; staged through the host unless PARLINALG_CUDA_AWARE_MPI=1"
     try:

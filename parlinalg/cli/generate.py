@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(kind: Any, folder: Path, mesh: Mesh, dtype: str | None) -> Any:
-    """The folder's model, whole on this rank's grid or cut into a pipeline's stages."""
+    """Return the folder's model, unsharded on this rank's grid or cut into a pipeline's stages."""
     if mesh.schedule is None:
         return kind.from_pretrained(folder, mesh.scheme, mesh.grid, dtype)
     from parlinalg.pipeline.build import from_pretrained
@@ -92,7 +92,7 @@ def _model(kind: Any, folder: Path, mesh: Mesh, dtype: str | None) -> Any:
 
 
 def model_class(folder: Path) -> Any:
-    """The model that a folder holds, by the `model_type` of its `config.json`."""
+    """Return the model that a folder holds, by the `model_type` of its `config.json`."""
     from parlinalg import nn
     from parlinalg.nn.pretrained import ARCHITECTURES
     from parlinalg.nn.pretrained.settings import Settings
@@ -102,7 +102,7 @@ def model_class(folder: Path) -> Any:
 
 
 def ends(folder: Path) -> int | Sequence[int] | None:
-    """The tokens that end a text, as the folder's files have them."""
+    """Return the tokens that end a text, as the folder's files have them."""
     from parlinalg.nn.pretrained.settings import Settings
 
     for name in ("generation_config.json", "config.json"):

@@ -132,7 +132,7 @@ def _examine(comm: Comm, rows: int, start: float) -> list[Row]:
 
 
 def _agreed(comm: Comm, row: Row) -> Row:
-    """This row, with the problems of all ranks.  Collective."""
+    """Return this row, with the problems of all ranks.  Collective."""
     problems = comm.share(row.problem)
     mine = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     return row._replace(problem="; ".join(mine) if comm.size > 1 else row.problem)
@@ -175,7 +175,7 @@ def _rates(backend: Backend) -> Iterator[Row]:
 
 
 def _dtypes() -> list[str]:
-    """The dtypes of kernels that NumPy has here: bfloat16 comes with ml_dtypes."""
+    """Return the dtypes of kernels that NumPy has here: bfloat16 comes with ml_dtypes."""
     found = []
     for name in cuda.DTYPES:
         try:
@@ -262,7 +262,7 @@ def kernel_rows(backend: Backend, rows: int) -> Iterator[Row]:
 
 
 def _transports(comm: Comm, backend: Backend) -> Iterator[tuple[str, Comm | None, str]]:
-    """The ways blocks may travel: (name, communicator or None, why not)."""
+    """Return the ways blocks may travel: (name, communicator or None, why not)."""
     yield "staged by MPI", comm, ""
     inner = comm.sub(range(comm.size), ("nccl",))
     try:

@@ -1,4 +1,4 @@
-"""How fast this machine communicates, in a few seconds."""
+"""The latency and bandwidth of collectives on this machine, measured in a few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
 
 
 def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:
-    """For each operation its name, the seconds of a call of 8 bytes a rank, and the bytes a rank receives a second.
+    """Return each operation's name, its seconds for 8 bytes a rank, and the bytes a rank receives a second.
 
     Collective; the slowest rank's time counts.
     """

@@ -15,7 +15,7 @@ Commands = Any  # what ArgumentParser.add_subparsers returns
 
 
 def speaks() -> bool:
-    """Whether this process tells the user what all ranks have to say; known before MPI is started."""
+    """Return True on the rank that prints for all ranks; known before MPI is started."""
     told = next((os.environ[name] for name in RANK if name in os.environ), "0")
     return told == "0"
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def page(simulation: Simulation) -> str:
-    """The timeline, and what it costs."""
+    """Return the timeline, and what it costs."""
     from parlinalg.pipeline.drawing import staircase
 
     schedule, ranks = simulation.schedule, range(simulation.schedule.ranks)

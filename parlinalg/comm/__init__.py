@@ -41,7 +41,7 @@ _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 def open_comm(comm: Any = None) -> Comm:
-    """The communicator to build on.
+    """Return the communicator to build on.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def _warn_of_unknown() -> None:
 
 
 def between_gpus(comm: Comm, backend: Backend) -> Comm:
-    """The communicator that moves a grid's blocks: through NCCL where every rank has a GPU of its own, else `comm`.
+    """Return the communicator of a grid's blocks: over NCCL where every rank has its own GPU, else `comm`.
 
     `PARLINALG_NCCL=0` leaves all to MPI; `PARLINALG_NCCL=1` raises a CommError where NCCL cannot be used, which "auto",
     the default, passes over.  Collective.

@@ -37,7 +37,7 @@ class Handle(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether the operation is done; lets MPI make progress, and finishes the operation if it is."""
+        """Return True if the operation is done; lets MPI make progress, and finishes the operation if it is."""
 
 
 class _Done(Handle):
@@ -237,7 +237,7 @@ class Comm(ABC):
                 slot.state = None
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank.
+        """Return every rank's `value`, in rank order, on every rank.
 
         For agreement on setup and errors: values are anything JSON can carry (tuples arrive as lists), and the ledger
         does not count them.
@@ -269,11 +269,11 @@ class Comm(ABC):
 
     @abstractmethod
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
-        """A communicator of these ranks of this one, numbered in this order.  Called by its members only."""
+        """Return a communicator of these ranks of this one, numbered in this order.  Called by its members only."""
 
     @abstractmethod
     def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
-        """A communicator of the first ∏ sizes ranks, row-major over the axes; None on the ranks left over.
+        """Return a communicator of the first ∏ sizes ranks, row-major over the axes; None on the ranks left over.
 
         Raises
         ------
@@ -315,7 +315,7 @@ class Comm(ABC):
 
     @abstractmethod
     def _exchange(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order, on every rank."""
+        """Return every rank's payload, in rank order, on every rank."""
 
     # ------------------------------------------------------------------------------------------------ checks
 

@@ -46,7 +46,7 @@ def agree(comm: Comm, op: str, dtype: Any, counts: int | Sequence[int], more: Ma
 
 
 def compare_states(comms: Iterable[Comm], state: Mapping[str, Any]) -> None:
-    """In the checked mode, raise a CommError on every rank unless all are about to load the same arrays."""
+    """Raise a CommError on every rank, in checked mode, unless all are about to load the same arrays."""
     for comm in comms:
         if comm.checked and comm.size > 1:
             sums = {name: f"checksum {checksum(np.asarray(array))}" for name, array in state.items()}
@@ -54,13 +54,13 @@ def compare_states(comms: Iterable[Comm], state: Mapping[str, Any]) -> None:
 
 
 def checksum(array: Any) -> str:
-    """The checksum of an array's elements in C order, as eight digits."""
+    """Return the checksum of an array's elements in C order, as eight digits."""
     host = np.ascontiguousarray(backend_of(array).to_host(array))  # of a view the elements may lie apart
     return f"{zlib.crc32(host.reshape(-1).view('u1').data):08x}"
 
 
 def compare(comm: Comm, what: str, facts: Mapping[str, Any], right: str, block: Any = None, where: Any = None) -> None:
-    """In the checked mode, raise a CommError on every rank unless all were given the same.
+    """Raise a CommError on every rank, in checked mode, unless all were given the same.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def compare(comm: Comm, what: str, facts: Mapping[str, Any], right: str, block: 
 
 
 def check_replicas(comm: Comm, block: Any, what: str) -> None:
-    """In the checked mode, raise a CommError on every rank unless all hold the same bits in `block`.
+    """Raise a CommError on every rank, in checked mode, unless all hold the same bits in `block`.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def check_replicas(comm: Comm, block: Any, what: str) -> None:
 
 
 def sites_differ(comm: Comm, sites: Sequence[str]) -> CommError:
-    """The error where different functions share values.  Collective: the ranks tell each other where they are."""
+    """Return the error of ranks whose shares come from different functions.  Collective: the ranks tell each other."""
     lines = [part.decode() for part in comm._exchange(user_line(sys._getframe(2)).encode())]
     texts = [f"{f'parlinalg.{site}' if site else 'share'} at {line}" for site, line in zip(sites, lines, strict=True)]
     return CommError(
@@ -127,7 +127,7 @@ def sites_differ(comm: Comm, sites: Sequence[str]) -> CommError:
 
 
 def failed_in_mpi(comm: Comm, op: str, error: Exception) -> CommError:
-    """The error where MPI itself refuses an operation."""
+    """Return the error of an operation that MPI itself refuses."""
     first = str(error).partition("\n")[0]
     return CommError(
         f"{op} over {comm.axes}, at {user_line(sys._getframe(2))}, failed in MPI ({first}): the ranks probably make "

@@ -1,4 +1,4 @@
-"""The end of a rank while others still communicate: the whole run ends, with the reason.
+"""The end of the run when one rank ends while others still communicate, with the reason.
 
 An exception that nobody catches aborts the run with that rank's traceback.  A rank that ends its program waits, before
 MPI is finalised, until all have, and aborts the run if another waits for it in an operation that can never complete.
@@ -89,7 +89,7 @@ class Exits:
         raise SystemExit(status)
 
     def _ends(self, status: Any, trace: TracebackType | None = None) -> None:
-        """The interpreter is about to end this process by a SystemExit of this status, which nobody has caught."""
+        """Note that an uncaught SystemExit of this status is about to end this process."""
         self._code = status if isinstance(status, int) else 0 if status is None else 1
         written = "" if status is None else repr(status)
         if self._asked is not None and self._asked[0] is status:
@@ -152,7 +152,7 @@ class Exits:
     # ------------------------------------------------------------------------------------------ forked processes
 
     def _forked(self) -> None:
-        """In a process that was just forked from this one: keep away from MPI, which is the parent's."""
+        """Keep away from MPI in a process that was just forked from this one: MPI is the parent's."""
         self._code, self._interrupted, self._asked = 0, False, None
         slot.state, slot.left, slot.between, slot.end = None, None, 0, (float("inf"), 1, "")
         vars(sys).pop("last_value", None)
@@ -279,7 +279,7 @@ def on_system_exit(ends: Callable[[Any, TracebackType | None], None]) -> bool:
 
 
 def _in_vain(told: Mapping[str, Any], gone: float) -> bool:
-    """Whether a rank that told this waits for this one, which left `gone` seconds ago, without hope.
+    """Return True if a rank waits without hope for this one, which left `gone` seconds ago.
 
     In a collective it does if this rank never began it.  One that this rank did begin may take as long as the network
     does.  A message that never was sent cannot be told from one on its way, but the latter soon arrives.

@@ -37,7 +37,7 @@ class Book:
         self.bytes[key] += size
 
     def watch(self, op: str, axes: tuple[str, ...], began: float, handle: Handle) -> Handle:
-        """The handle of a call noted just now, which began at that time; a `Trace` gives one that notes its end."""
+        """Return the handle of a noted call, which began at that time; a `Trace` returns one that notes the end."""
         return handle
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def ledger(where: Any) -> Iterator[Book]:
 
 @contextmanager
 def opened(where: Any, book: Book) -> Iterator[None]:
-    """Within it the book counts what happens on a grid, or a communicator."""
+    """Count in a book what happens on a grid or a communicator, within a `with` block."""
     books: list[Book] = where.books if hasattr(where, "books") else where.world.books
     books.append(book)
     try:

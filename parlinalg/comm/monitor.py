@@ -92,7 +92,7 @@ class Circle:
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
 
     def ask(self, ranks: Iterable[int], key: str | None = None) -> dict[int, dict[str, Any]]:
-        """What these ranks of COMM_WORLD are doing; those that do not answer within PATIENCE are missing."""
+        """Return the states of these ranks of COMM_WORLD; those that do not answer within PATIENCE are missing."""
         with self._lock:
             self._asked += 1
             nonce = f"{self.mpi.rank}.{self._asked}"

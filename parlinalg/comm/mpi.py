@@ -62,7 +62,7 @@ _number_of: dict[Any, MPI.Datatype] = {}
 
 
 def number(dtype: Any) -> MPI.Datatype:
-    """The MPI datatype that reduces `dtype`."""
+    """Return the MPI datatype that reduces `dtype`."""
     known = _number_of.get(dtype)
     if known is None:
         if dtype.name not in NUMBERS:
@@ -74,7 +74,7 @@ def number(dtype: Any) -> MPI.Datatype:
 
 
 def carrier(block: Block) -> MPI.Datatype:
-    """The MPI datatype that moves the elements of `block`."""
+    """Return the MPI datatype that moves the elements of `block`."""
     if block.dtype.hasobject or block.itemsize not in CARRIERS:
         raise CommError(
             f"arrays of dtype {block.dtype} cannot be sent; convert to a number type of 1, 2, 4, 8 or 16 bytes"
@@ -83,7 +83,7 @@ def carrier(block: Block) -> MPI.Datatype:
 
 
 def lies_in(whole: Block, at: int, part: Block) -> bool:
-    """Whether a part of a block lies in it, from element `at` on."""
+    """Return True if `part` is the part of a block from element `at` on, in the same memory."""
     if part.base is None or not (part.base is whole or part.base is whole.base):
         return False
     if isinstance(whole, np.ndarray):
@@ -197,7 +197,7 @@ class MpiComm(Comm):
         return made
 
     def open_shadow(self) -> MpiComm:
-        """A second communicator of the same ranks, for the second phases of nonblocking operations."""
+        """Return a second communicator of the same ranks, for the second phases of nonblocking operations."""
         if self._shadow is None:
             self._shadow = MpiComm(self.mpi.Dup(), self.axes, self.nodes, [], False)
         return self._shadow
@@ -289,11 +289,11 @@ class MpiComm(Comm):
         return MpiHandle(self, "all_reduce", self.mpi.Iallreduce(MPI.IN_PLACE, spec, REDUCTIONS[op]), buffer)
 
     def barrier_of(self, op: str) -> Handle:
-        """A nonblocking barrier, which is a part of this operation."""
+        """Return a nonblocking barrier, which is a part of this operation."""
         return MpiHandle(self, op, self.mpi.Ibarrier(), None)
 
     def _all_reduce_in_two(self, buffer: Block, op: str) -> Handle:
-        """A reduce-scatter and an all-gather: the same words, and faster on a network than MPICH's own all-reduce."""
+        """Reduce-scatter and all-gather: the same words, and faster on a network than MPICH's own all-reduce."""
         flat, n = buffer.reshape(-1), buffer.size
         counts = [n // self.size + (r < n % self.size) for r in range(self.size)]
         own = backend_of(buffer).empty((counts[self.rank],), buffer.dtype)
@@ -368,7 +368,7 @@ class MpiComm(Comm):
         return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag), buffer, -1 - source)
 
     def _takes(self, block: Block) -> bool:
-        """Whether MPI may read and write this GPU block itself; makes sure that it is ready."""
+        """Return True if MPI may read and write this GPU block itself; makes sure that it is ready."""
         if not staging.direct:
             return False
         backend_of(block).synchronize()
@@ -400,7 +400,7 @@ class _Lost:
 
 
 def exchange(mpi: MPI.Comm, payload: bytes) -> list[bytes]:
-    """Every rank's payload: one all-gather of 256 bytes a rank, and a second one if some payload is longer.
+    """Return every rank's payload, by an all-gather of 256 bytes a rank, and a second one if some payload is longer.
 
     Raises
     ------
@@ -434,7 +434,7 @@ def exchange(mpi: MPI.Comm, payload: bytes) -> list[bytes]:
 
 
 def world_ranks_of(mpi: MPI.Comm) -> tuple[int, ...]:
-    """The members' ranks in COMM_WORLD (-1 for a process that another job started)."""
+    """Return the members' ranks in COMM_WORLD (-1 for a process that another job started)."""
     group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(group, range(group.size), world)
     group.Free()
@@ -443,7 +443,7 @@ def world_ranks_of(mpi: MPI.Comm) -> tuple[int, ...]:
 
 
 def nodes_of(mpi: MPI.Comm) -> tuple[int, ...]:
-    """For each member the least rank on its node: ranks that share memory share a node."""
+    """Return for each member the least rank on its node: ranks that share memory share a node."""
     local = mpi.Split_type(MPI.COMM_TYPE_SHARED, key=mpi.rank)
     least = np.array([mpi.rank], np.int64)
     local.Bcast(least, 0)

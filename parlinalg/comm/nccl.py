@@ -24,7 +24,7 @@ from parlinalg.errors import CommError
 
 
 def _numbers() -> dict[str, tuple[int, int]]:
-    """By dtype the NCCL type that reduces it, and how many of those make one element."""
+    """Return by dtype the NCCL type that reduces it, and how many of those make one element."""
     return {
         "float32": (nccl.NCCL_FLOAT32, 1),
         "float64": (nccl.NCCL_FLOAT64, 1),
@@ -208,7 +208,7 @@ def over(comm: Comm) -> Comm:
 
 
 def nccl_over(comm: Comm) -> Comm:
-    """A communicator of the same ranks that moves CuPy blocks through NCCL.  Collective; `comm` now belongs to it.
+    """Return a communicator over NCCL of the same ranks, for CuPy blocks, which owns `comm`.  Collective.
 
     Raises
     ------
@@ -231,7 +231,7 @@ def nccl_over(comm: Comm) -> Comm:
 
 
 def _gpu() -> dict[str, str]:
-    """The GPU of this process, or why NCCL cannot use one."""
+    """Return the GPU of this process, or why NCCL cannot use one."""
     if not getattr(nccl, "available", False):
         return {"problem": "CuPy has no NCCL (pip install nvidia-nccl-cu13)"}
     try:

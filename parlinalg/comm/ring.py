@@ -89,7 +89,7 @@ class Sums:
         self._leaving: list[Handle] = [DONE] * len(shapes)
 
     def take(self, part: int, rank: int) -> tuple[Block, bool]:
-        """The sum of a part of a rank's block so far, and whether there is one: else the block's values are arbitrary.
+        """Return the sum of a part of a rank's block so far, and whether there is one; else its values are arbitrary.
 
         That of the own block is complete after the last round, and lacks the own term.
         """

@@ -39,7 +39,7 @@ class Common:
 
 @contextmanager
 def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
-    """An array that every rank of `comm` sees, for the length of a `with` block; None where it cannot be had.
+    """Provide an array that every rank of `comm` sees, within a `with` block; None where there is no room for it.
 
     Collective: all ranks ask for the same shape.  Its elements are whatever was there before; after writing, a barrier
     makes them visible.  No rank may write before all have entered, which entering waits for, nor keep a view of it.
@@ -66,7 +66,7 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
 
 
 def terms(comm: Comm, size: int, dtype: Any) -> Any:
-    """An array of so many elements that `comm.all_reduce` sums where it lies: the others see it too.
+    """Return an array of so many elements that `comm.all_reduce` sums in place: the others see it too.
 
     Collective: all ranks ask for the same, and get each its own; None on all where it cannot be had.  Its elements are
     arbitrary.  The memory lasts as long as it, or a view of it, on any rank.  Not for 16-bit floats, whose sums are
@@ -84,7 +84,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
 
 
 def beside(comm: Comm, buffer: Any) -> Any:
-    """For a part of what `terms` gave, that part on all ranks, in their order: [ranks, n]; else None."""
+    """Return, for a part of an array of `terms`, that part on all ranks, in their order: [ranks, n]; else None."""
     whole = buffer.base
     if whole is None or whole.dtype != buffer.dtype or not any(ref() is whole for ref in comm.terms):
         return None
@@ -94,13 +94,13 @@ def beside(comm: Comm, buffer: Any) -> Any:
 
 
 def _possible(comm: Comm) -> bool:
-    """Whether the ranks are on one node, and calls are not each checked."""
+    """Return True if the ranks are on one node, and calls are not each checked."""
     alone = comm.size == 1 or comm.local_size != comm.size
     return not (alone or comm.checked or os.environ.get("PARLINALG_SHARED") == "0")
 
 
 def _held(comm: Comm) -> Common | None:
-    """The communicator's common memory."""
+    """Return the communicator's common memory."""
     if not _possible(comm):
         return None
     if comm.shared is None:
@@ -123,7 +123,7 @@ def _made(comm: Comm, size: int, own: int) -> mmap.mmap | None:
 
 
 def _new(size: int) -> str:
-    """The path of a new file in memory that is to have so many bytes; empty if there is too little."""
+    """Return the path of a new file in memory of so many bytes; empty if there is too little."""
     try:
         room = os.statvfs(FOLDER)
         if room.f_bavail * room.f_frsize < tunables.SHARED_SPARE * size:
@@ -142,7 +142,7 @@ def _new(size: int) -> str:
 
 
 def _mapped(path: str, size: int, start: int, own: int) -> mmap.mmap | None:
-    """The file's bytes, of which `own` from `start` on are reserved; None if they cannot be."""
+    """Return the file's bytes, of which `own` from `start` on are reserved; None if they cannot be."""
     try:
         with open(path, "r+b") as file:
             if own:

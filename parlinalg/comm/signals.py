@@ -83,7 +83,7 @@ class StopSignals:
         return 0 if self._first is None else self._first[0]
 
     def requested(self, comm: Comm) -> str | None:
-        """The name of the signal by which a stop was asked for on some rank of `comm`, or None.  Collective.
+        """Return the name of the signal that asked for a stop on some rank of `comm`, or None.  Collective.
 
         One small all-reduce, which the ledger does not count; call it once a step.
         """
@@ -118,7 +118,7 @@ _open: list[StopSignals] = []
 
 
 def _forked() -> None:
-    """In a forked process: let signals do what they did before, and not wake the parent up."""
+    """Restore, in a forked process, the signal handlers of before, and do not wake the parent up."""
     while _open:
         _open.pop()._restore()
 

@@ -41,13 +41,13 @@ class Several(Handle):
 
 
 def chunks(start: int, count: int) -> Iterator[slice]:
-    """The slices of at most `tunables.MAX_COUNT` elements that make up `count` elements from `start` on."""
+    """Yield the slices of at most `tunables.MAX_COUNT` elements that make up `count` elements from `start` on."""
     for at in range(start, start + count, tunables.MAX_COUNT):
         yield slice(at, min(at + tunables.MAX_COUNT, start + count))
 
 
 def starts(counts: Sequence[int]) -> list[int]:
-    """Where each rank's run begins."""
+    """Return the index at which each rank's run begins."""
     return list(accumulate(counts[:-1], initial=0))
 
 
@@ -97,7 +97,7 @@ def receive(comm: MpiComm, buffer: Any, source: int, tag: int, wait: bool) -> Ha
 def all_to_all(
     comm: MpiComm, send: Any, send_counts: Sequence[int], recv: Any, recv_counts: Sequence[int], wait: bool
 ) -> Handle:
-    """The long runs go from rank to rank and the others together: whether a run is long, both its ends know."""
+    """Send long runs from rank to rank, and the others together; both ends of a run know whether it is long."""
     gives, gets, me = send.reshape(-1), recv.reshape(-1), comm.rank
     give_at, get_at = starts(send_counts), starts(recv_counts)
     gets[get_at[me] : get_at[me] + recv_counts[me]] = gives[give_at[me] : give_at[me] + send_counts[me]]

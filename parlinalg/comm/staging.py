@@ -45,7 +45,7 @@ class Staged(Handle):
 
 
 def to_host(block: Any) -> Any:
-    """A staging copy of `block`, complete on return."""
+    """Return a staging copy of `block`, complete on return."""
     backend = backend_of(block)
     host = backend.staging(block.size, block.dtype)
     backend.copy_to_host(block, host)

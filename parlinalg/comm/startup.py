@@ -209,7 +209,7 @@ SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 @dataclass(frozen=True)
 class Launched:
-    """How this process was started.
+    """The launcher of this process, and the process's place among those it started.
 
     Attributes
     ----------
@@ -226,7 +226,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Launched:
-    """How this process was started, by the variables that launchers set.
+    """Return how this process was started, by the variables that launchers set.
 
     A script of sbatch is one process, though Slurm tells it how many tasks there may be; those that srun starts have a
     step of their own.
@@ -246,7 +246,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
 
 
 def launch_problem(size: int, rank: int, environ: Mapping[str, str] | None = None) -> str:
-    """What is wrong where MPI says that this is `rank` of `size`; an empty text if nothing is."""
+    """Return where the launcher disagrees with MPI, which says that this is `rank` of `size`; else ""."""
     found = launched(environ)
     if found.by != "srun":
         return ""
@@ -275,7 +275,7 @@ SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_S
 
 
 def place_on_node(comm: Comm) -> tuple[int, int]:
-    """This process's number among the ranks started on its node, and how many they are.
+    """Return this process's number among the ranks started on its node, and how many they are.
 
     A communicator of some of the ranks does not know the others, who share the node's cores and GPUs all the same; the
     launcher does.
@@ -293,7 +293,7 @@ def launcher_number(names: tuple[str, ...]) -> int | None:
 
 
 def ranks_map(comm: Comm) -> list[dict[str, Any]]:
-    """Where the ranks are: `{"rank", "host", "pid"}` for each, on every rank.  Collective.
+    """Return `{"rank", "host", "pid"}` of each rank, on every rank.  Collective.
 
     When a rank is killed the launcher names its process only; this list, printed at the start, says which rank it was.
     """

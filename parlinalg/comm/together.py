@@ -58,7 +58,7 @@ def together(
 
 
 def odd_one_out(comm: Comm, *parts: bytes | memoryview) -> int | None:
-    """The first rank whose bytes are not those of rank 0; None if all are alike.  Collective."""
+    """Return the first rank whose bytes are not those of rank 0; None if all are alike.  Collective."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)

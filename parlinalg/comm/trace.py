@@ -91,7 +91,7 @@ class Trace(Book):
             self.add("span", name, (), start, monotonic())
 
     def chrome(self) -> list[dict[str, Any]]:
-        """This rank's spans as events of Chrome's trace format: a process a rank, a track for each kind and axes."""
+        """Return this rank's spans as events of Chrome's trace format, with a track for each kind and axes."""
         events: list[dict[str, Any]] = []
         for number, s in enumerate(self.spans):
             track = " ".join((s.kind, *s.axes)) if s.kind == "operation" else s.kind

@@ -1,4 +1,4 @@
-"""What this process is waiting for, and the sentences of the reports on runs that hang."""
+"""The waits of this process, and the reports on runs that hang."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Slot:
         """When the process is to end in any case (time.monotonic), with what code, and what it says then."""
 
     def post(self) -> None:
-        """A nonblocking operation between nodes is under way."""
+        """Note that a nonblocking operation between nodes is in progress."""
         self.between += 1
         self.posted.set()
 
@@ -75,7 +75,7 @@ _freed: dict[str, int] = {}
 
 
 def enrol(comm: Comm) -> str:
-    """The name of a new communicator, the same on all its members: axes, ranks, and how many like it came before."""
+    """Return a name for a new communicator, the same on all its members: axes, ranks, and a count."""
     like = f"{comm.axes}/{zlib.crc32(repr(comm.world_ranks).encode()):08x}"
     _made[like] += 1
     key = f"{like}/{_made[like]}"
@@ -94,18 +94,18 @@ def strike(comm: Comm) -> None:
 
 
 def calls_on(key: str) -> int | None:
-    """How many operations this process has begun on the communicator of that name; None if it has none of that name."""
+    """Return the number of operations begun on the communicator of that name; None if this process has none."""
     comm = _alive.get(key)
     return _freed.get(key) if comm is None else comm._calls
 
 
 def under_way() -> bool:
-    """Whether operations that this process began without waiting for them are still going on."""
+    """Return True if nonblocking operations of this process are still in progress."""
     return any(not handle.test() for comm in list(_alive.values()) for handle in list(comm._under_way))
 
 
 def describe(asker: int, key: str | None) -> dict[str, Any]:
-    """What this process is doing, for the monitor of the world's rank `asker`.
+    """Return the state of this process, for the monitor of the world's rank `asker`.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def library_site(frame: FrameType) -> str:
-    """The function of this frame, such as `array.create.distribute`; empty if it is not parlinalg's."""
+    """Return the function of this frame, such as `array.create.distribute`; empty if it is not parlinalg's."""
     code = frame.f_code
     if not code.co_filename.startswith(_PACKAGE):
         return ""
@@ -193,7 +193,7 @@ def _at(told: Told) -> str:
 
 
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """The ranks of each different text, in the order of the lowest ranks."""
+    """Return the ranks of each different text, in the order of the lowest ranks."""
     of: dict[str, list[int]] = {}
     for rank in sorted(texts):
         of.setdefault(texts[rank], []).append(rank)
@@ -203,7 +203,7 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 def stalled(
     me: int, state: State, asked: Iterable[int], told: Mapping[int, Told], places: Mapping[int, str], limit: float
 ) -> str:
-    """What the watchdog of rank `me` says about a wait of more than `limit` seconds."""
+    """Return the report of rank `me` on a wait of more than `limit` seconds."""
     _, comm, op, number = state
     members = set(comm.world_ranks) if number >= 0 else {me, comm.world_ranks[-1 - number]}
     waiting, absent = {}, {}
@@ -293,7 +293,7 @@ def _doing(told: Told) -> str:
 
 
 def left_early(me: int, how: str, waiting: Mapping[int, Told]) -> str:
-    """What the exit hook of rank `me` says when others wait for it in vain."""
+    """Return the report of the exit hook of rank `me` when others wait for it in vain."""
     texts = {rank: f"in {wait_text(told)}" for rank, told in waiting.items()}
     parts = [f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {text}" for ranks, text in grouped(texts)]
     return f"parlinalg: rank {me} left early ({how}) while {', '.join(parts)}"

@@ -68,7 +68,7 @@ def _alike(items: list[Any], where: str, look: Callable[[Any], object]) -> None:
 
 
 def host(given: Any) -> Any:
-    """The NumPy array of an array, a number, or a tensor of PyTorch; PyTorch is not imported.
+    """Return an array, a number, or a tensor of PyTorch as a NumPy array; PyTorch is not imported.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def is_tensor(given: Any) -> bool:
 
 
 def converted(tree: Any) -> Any:
-    """A tree with tensors of PyTorch as NumPy arrays; everything else stays as it is."""
+    """Return a tree with tensors of PyTorch as NumPy arrays; everything else stays as it is."""
     if type(tree) is dict:
         return {key: converted(value) for key, value in tree.items()}
     if type(tree) in (tuple, list):
@@ -105,7 +105,7 @@ def converted(tree: Any) -> Any:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with a function applied to every leaf."""
+    """Return the tree with a function applied to every leaf."""
     if isinstance(tree, Mapping):
         return {key: mapped(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -114,7 +114,7 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of a tree, in their order."""
+    """Return the leaves of a tree, in their order."""
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, tuple | list):
@@ -125,7 +125,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def form_of(tree: Any) -> Form:
-    """The form of a tree of arrays, without the lengths of their first dims."""
+    """Return the form of a tree of arrays, without the lengths of their first dims."""
     if isinstance(tree, Mapping):
         return ["dict", list(tree), *map(form_of, tree.values())]
     if isinstance(tree, tuple | list):
@@ -134,8 +134,9 @@ def form_of(tree: Any) -> Form:
 
 
 def shaped(function: Callable[[str, tuple[int, ...], Any], Any], form: Form, tree: Any = None) -> Any:
-    """A tree of this form: each leaf what a function makes of a dtype's name, a shape without its first dim, and the
-    leaf of `tree` there (None where there is no tree)."""
+    """Return a tree of this form, each leaf made by a function of a dtype's name, a shape without its first dim, and
+    the leaf of `tree` there (None where there is no tree).
+    """
     name, *rest = form
     if name == "array":
         return function(rest[0], tuple(rest[1]), tree)
@@ -150,12 +151,12 @@ def shaped(function: Callable[[str, tuple[int, ...], Any], Any], form: Form, tre
 
 
 def kind(array: Any) -> str:
-    """The dtype and shape of an array: "float64[6, 3]"."""
+    """Return the dtype and shape of an array as text: "float64[6, 3]"."""
     return f"{array.dtype}{list(array.shape)}"
 
 
 def told(form: Form) -> str:
-    """A form for people: "(float64[…, 3], int64[…])"."""
+    """Return a form as text: "(float64[…, 3], int64[…])"."""
     name, *rest = form
     if name == "array":
         return f"{rest[0]}[{', '.join(['…', *map(str, rest[1])])}]"

@@ -78,7 +78,7 @@ class Placement:
     counts: Callable[[Any], int] = lambda label: sum(int(leaf.size) for leaf in leaves(label))
 
     def cuts(self, form: Form) -> list[Layout]:
-        """The layouts of the inputs of batches of this form."""
+        """Return the layouts of the inputs of batches of this form."""
         return list(leaves(shaped(lambda dtype, rest, _: self._layout(dtype, rest), form[1])))
 
     def _layout(self, dtype: str, rest: tuple[int, ...]) -> Layout:
@@ -91,7 +91,7 @@ class Placement:
         return found
 
     def labels(self, form: Form) -> Layout:
-        """The layout of an array of labels of one dim: the rows of the first array of the inputs."""
+        """Return the layout of an array of labels of one dim: the rows of the first array of the inputs."""
         return Layout(self.cuts(form)[0].dims[0])
 
     def first(self, besides: Iterable[str] = ()) -> bool:
@@ -196,7 +196,7 @@ class DataLoader:
         unplaced(self)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[np.ndarray]:
-        """The numbers of the samples of each batch of an epoch, of all ranks, but for the first `skip` batches."""
+        """Return the sample numbers of each batch of an epoch, over all ranks, but for the first `skip` batches."""
         order = self.sampler.order(epoch)
         for number in range(skip, batches_in(len(order), self.batch_size, self.drop_last)):
             yield order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -205,7 +205,7 @@ class DataLoader:
         self, grid: Grid, inputs: Layout | Callable[[np.dtype[Any], int], Layout], *, dtype: Any = None,
         world: Comm | None = None,
     ) -> OwnRows:  # fmt: skip
-        """The loader placed on a grid, for a training loop without an engine.
+        """Return the loader placed on a grid, for a training loop without an engine.
 
         Parameters
         ----------
@@ -225,7 +225,7 @@ class DataLoader:
         )
 
     def placed(self, place: Placement) -> OwnRows:
-        """The loader as this rank reads it.  Collective.
+        """Return the loader as this rank reads it.  Collective.
 
         Raises
         ------
@@ -277,7 +277,7 @@ class Sharded:
         unplaced(self)
 
     def placed(self, place: Placement) -> ShardedRows:
-        """The loader on this rank."""
+        """Return the loader on this rank."""
         return ShardedRows(self, place)
 
 
@@ -298,7 +298,7 @@ class Rows(ABC):
 
     @abstractmethod
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
-        """The batches of an epoch but for the first `skip`, each as at most `parts` microbatches.  Collective.
+        """Yield the batches of an epoch but for the first `skip`, each as at most `parts` microbatches.  Collective.
 
         Raises
         ------
@@ -307,9 +307,10 @@ class Rows(ABC):
         """
 
     def _agreed(self, read: Callable[[], list[Part]], tells: list[Any]) -> tuple[list[Part], list[Any]]:
-        """The microbatches that are read here, and what all ranks tell of theirs: a problem, of each microbatch [form,
-        rows held, targets], the pipeline rank, what it needs, and what `tells` has after the reading.  Collective; what
-        is raised on one rank is raised on all."""
+        """Return the microbatches that are read here, and what all ranks report of theirs: a problem, of each
+        microbatch [form, rows held, targets], the pipeline rank, what it needs, and what `tells` has after the
+        reading.  Collective; an error on one rank is raised on all.
+        """
         parts: list[Part] = []
         problem, cause = "", None
         try:
@@ -326,7 +327,7 @@ class Rows(ABC):
         return parts, everyone
 
     def _batches(self, parts: Sequence[Part], everyone: Sequence[Any]) -> list[Batch]:
-        """The microbatches as distributed arrays, once all ranks know their shapes."""
+        """Return the microbatches as distributed arrays, once all ranks know their shapes."""
         counted = min((group for _, _, group, needs, *_ in everyone if needs[1]), default=0)
         made, offset = [], 0
         for j, part in enumerate(parts):
@@ -350,7 +351,7 @@ class Rows(ABC):
         return made
 
     def _batch(self, part: Part, form: Form, offset: int, targets: int) -> Batch:
-        """A microbatch, from the rows that are held here."""
+        """Return a microbatch, from the rows that are held here."""
         place, rows = self.place, self.place.labels(form)
 
         def x(dtype: str, rest: tuple[int, ...], leaf: Any) -> DistArray:
@@ -370,7 +371,7 @@ class Rows(ABC):
         self, part: Part, leaf: Any, rest: tuple[int, ...], layout: Layout, dtype: np.dtype[Any], kind: type[DistArray],
         needed: bool,
     ) -> DistArray:  # fmt: skip
-        """The block of an array of the batch; one that no stage here takes is not made."""
+        """Return the block of an array of the batch; one that no stage here takes is not made."""
         grid, shape = self.place.grid, (part.rows, *rest)
         layout.check(shape, grid.sizes)
         mine, *others = grid.block(layout, shape)
@@ -441,7 +442,7 @@ class OwnRows(Rows):
         return [self._read(numbers) for numbers in microbatches]
 
     def _read(self, numbers: np.ndarray) -> Part:
-        """This rank's rows of a microbatch."""
+        """Return this rank's rows of a microbatch."""
         place, rows = self.place, len(numbers)
         if self._form is None or not any(place.needs) or not place.grid.inside:
             return Part(None, rows=rows)
@@ -500,7 +501,7 @@ class ShardedRows(Rows):
             first = False
 
     def _drawn(self, iterator: Iterator[Any], parts: int, tells: list[Any], first: bool) -> list[Part]:
-        """The next batch of this rank, in microbatches; none at the end."""
+        """Return the next batch of this rank, in microbatches; none at the end."""
         for given in iterator:
             pair = pair_of(given)
             tells[1:] = False, _checksum(pair) if first else 0
@@ -508,7 +509,7 @@ class ShardedRows(Rows):
         return []
 
     def _parts(self, pair: Any, parts: int) -> list[Part]:
-        """This rank's rows in microbatches, some of which may have none."""
+        """Return this rank's rows in microbatches, some of which may have none."""
         rows = len(next(leaves(pair[0])))
         found = []
         for i in range(parts):
@@ -533,7 +534,7 @@ class ShardedRows(Rows):
                 )
 
     def _whole(self, mine: Sequence[Part], readers: Sequence[tuple[int, Any]]) -> list[Part]:
-        """The microbatches with the rows of all ranks; empty ones are left out on all."""
+        """Return the microbatches with the rows of all ranks; empty ones are left out on all."""
         lengths: dict[int, list[int]] = {}
         for _, (_, facts, _, _, index, *_) in readers:
             lengths[index] = [fact[1] for fact in facts]
@@ -569,7 +570,7 @@ class ShardedRows(Rows):
 
 
 def samples_of(dataset: Any) -> int:
-    """The length of a data set.
+    """Return the length of a data set.
 
     Raises
     ------
@@ -597,7 +598,7 @@ def samples_of(dataset: Any) -> int:
 
 
 def batches_in(samples: int, batch_size: int, drop_last: bool) -> int:
-    """The batches that so many samples make."""
+    """Return the batches that so many samples make."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
@@ -611,7 +612,7 @@ def unplaced(loader: Any) -> NoReturn:
 
 
 def pair_of(given: Any) -> Any:
-    """A batch of a loader that gives each rank its own rows, as two trees of NumPy arrays."""
+    """Return a batch of a loader that gives each rank its own rows, as two trees of NumPy arrays."""
     if not (isinstance(given, tuple | list) and len(given) == 2):
         raise EngineError(f"a dataloader gives pairs (inputs, labels), not {_what(given)}")
     x, y = mapped(host, tuple(given))
@@ -624,7 +625,7 @@ def pair_of(given: Any) -> Any:
 
 
 def _checked(found: Any, count: int, what: str, of: str) -> tuple[Any, Any]:
-    """A pair of trees, if all are arrays of so many rows."""
+    """Return a pair of trees, if all are arrays of so many rows."""
     tree = mapped(host, tuple(found))
     for name, part in zip(("inputs", "labels"), tree, strict=True):
         empty = True
@@ -655,7 +656,7 @@ def _checksum(tree: Any) -> int:
 
 
 def _kinds(form: Form) -> Any:
-    """A form without lengths."""
+    """Return a form without lengths."""
     return shaped(lambda dtype, rest, _: (dtype, len(rest)), form)
 
 

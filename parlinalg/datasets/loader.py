@@ -92,7 +92,7 @@ class Sampler:
         return self.length
 
     def order(self, epoch: int) -> np.ndarray:
-        """The numbers of the samples of an epoch, [length]; epochs count from 0."""
+        """Return the numbers of the samples of an epoch, [length]; epochs count from 0."""
         if not self.shuffle:
             return np.arange(self.length)
         return np.random.Generator(np.random.Philox(key=np.array([self.seed, epoch + 1], np.uint64))).permutation(
@@ -150,11 +150,11 @@ class Loader:
         return (len(self.x) + self.batch_size - 1) // self.batch_size
 
     def order(self, epoch: int) -> np.ndarray:
-        """The order in which an epoch takes the samples."""
+        """Return the order in which an epoch takes the samples."""
         return self.sampler.order(epoch)
 
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
-        """The batches of an epoch, each as a list of at most `parts` microbatches of nearly equal size.
+        """Yield the batches of an epoch, each as a list of at most `parts` microbatches of nearly equal size.
 
         The first `skip` batches are left out, and not read.
         """
@@ -170,13 +170,13 @@ class Loader:
             yield batch
 
     def batch(self, rows: np.ndarray, offset: int = 0) -> Batch:
-        """The samples with these numbers as a batch."""
+        """Return the samples with these numbers as a batch."""
         x = self._cut(self.x, rows, self.x_layout, self.dtype)
         y = self._cut(self.y, rows, self.y_layout, self.y.dtype)
         return Batch(x, y, offset)
 
     def _cut(self, array: np.ndarray, rows: np.ndarray, layout: Layout, dtype: np.dtype[Any]) -> DistArray:
-        """The block of `array[rows]` that the layout gives this rank."""
+        """Return the block of `array[rows]` that the layout gives this rank."""
         shape = (len(rows), *array.shape[1:])
         mine, *rest = self.grid.block(layout, shape)
         part = array[rows[mine.start : mine.stop]][:, *(slice(r.start, r.stop) for r in rest)]

@@ -59,7 +59,7 @@ DIGITS = "digits.csv.gz"
 
 
 def digits(seed: int = 0, test: float = TEST_SHARE) -> Samples:
-    """The 1,797 8×8 images of digits that come with scikit-learn (Alpaydin and Kaynak, UCI, 1998); no download.
+    """Load the 1,797 8×8 images of digits that come with scikit-learn (Alpaydin and Kaynak, UCI, 1998); no download.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def digits(seed: int = 0, test: float = TEST_SHARE) -> Samples:
 
 
 def npz(path: str | Path, seed: int = 0, test: float = TEST_SHARE) -> Samples:
-    """A data set from a `.npz` file with arrays x [samples, …] and y [samples], and maybe x_test and y_test.
+    """Load a data set from a `.npz` file with arrays x [samples, …] and y [samples], and maybe x_test and y_test.
 
     `x_train` and `y_train` are taken for x and y.  Dims of x after the first are flattened into features.  Without
     x_test and y_test a share of the samples is kept for the test, chosen by the seed.

@@ -67,7 +67,7 @@ def text(
     path: str | Path | None = None, tokenizer_path: str | Path | None = None, validation: float = VALIDATION_SHARE,
     *, packed: bool = False,
 ) -> Text:  # fmt: skip
-    """A text of one's own, or the one that comes with Python.
+    """Load a text of one's own, or the one that comes with Python.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def text(
 
 
 def _divided(documents: list[str], cut: int) -> tuple[list[str], list[str]]:
-    """The documents up to a character of the content, and from it on; one may be in both."""
+    """Return the documents up to a character of the content, and from it on; one may be in both."""
     before, after, start = [], [], 0
     for document in documents:
         at = min(max(0, cut - start), len(document))
@@ -119,14 +119,14 @@ def _divided(documents: list[str], cut: int) -> tuple[list[str], list[str]]:
 
 
 def _encoded(tokens: Tokenizer, documents: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of documents one after the other, and where each begins."""
+    """Return the ids of documents one after the other, and where each begins."""
     ids = [tokens.encode(document) for document in documents]
     lengths = [len(i) for i in ids]
     return np.concatenate(ids), np.cumsum([0, *lengths[:-1]])
 
 
 def topics() -> list[str]:
-    """The built-in text: the topics of Python's `help()`, in the order of their names."""
+    """Return the built-in text: the topics of Python's `help()`, in the order of their names."""
     try:
         found: dict[str, str] = import_module(BUILT_IN).topics
     except ImportError as error:
@@ -138,7 +138,7 @@ def topics() -> list[str]:
 
 
 def read_text(path: str | Path) -> list[str]:
-    """The content of a file of UTF-8, or of each file of a folder; see `text`."""
+    """Return the content of a file of UTF-8, or of each file of a folder; see `text`."""
     place = Path(path)
     if place.is_file():
         return [_decoded(place)]
@@ -167,7 +167,7 @@ def _decoded(file: Path) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The words of at least three letters, in their order and as they are written.
+    """Return the words of at least three letters, in order and as written.
 
     >>> words("An if_clause, in 3.11: Guido's")
     ['clause', 'Guido']
@@ -176,6 +176,6 @@ def words(text: str) -> list[str]:
 
 
 def known_share(text: str, known: Collection[str]) -> tuple[float, int]:
-    """The share of a text's words that are known, and their number; 0 where there is none."""
+    """Return the share of a text's words that are known, and their number; 0 where there is none."""
     found = words(text)
     return sum(word in known for word in found) / max(1, len(found)), len(found)

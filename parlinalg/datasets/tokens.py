@@ -16,7 +16,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids from 0 to `vocab_size` − 1 and back.
+    """A tokenizer: text to ids from 0 to `vocab_size` − 1, and back.
 
     Attributes
     ----------
@@ -30,11 +30,11 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-        """The ids of a text, [n]; with `special` those that the tokenizer sets around a text too."""
+        """Return the ids of a text, [n]; with `special` those that the tokenizer sets around a text too."""
         ...
 
     def decode(self, ids: Any) -> str:
-        """The text of ids, without special ones; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids, without special ones; bytes that are no UTF-8 become U+FFFD."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class FromFile:
 
 
 def tokenizer(path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or of the folder it is in; without a path, bytes.
+    """Load the tokenizer of a `tokenizer.json`, or of the folder it is in; without a path, return one of bytes.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def tokenizer(path: str | Path | None = None) -> Tokenizer:
 
 @cache
 def byte_file() -> dict[str, Any]:
-    """The content of the `tokenizer.json` whose ids are bytes: byte-level BPE (Radford et al., 2019) without merges."""
+    """Return a `tokenizer.json` whose ids are bytes: byte-level BPE (Radford et al., 2019) without merges."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in plain]  # written as the characters from U+0100 on, in this order
     signs = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}

@@ -74,18 +74,18 @@ class Passages:
         return len(range(0, len(self.tokens) - 1, self.length * self.batch_size))
 
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
-        """The batches but the first `skip`, each as a list of at most `parts` microbatches; all epochs are alike."""
+        """Yield the batches after the first `skip`, each a list of at most `parts` microbatches."""
         starts = np.arange(0, len(self.tokens) - 1, self.length)
         for first in range(skip * self.batch_size, len(starts), self.batch_size):
             yield self._cut_up(starts[first : first + self.batch_size], parts)
 
     def _cut_up(self, starts: np.ndarray, parts: int) -> list[Batch]:
-        """The windows that begin at these tokens, as at most `parts` microbatches of nearly equal size."""
+        """Return the windows that begin at these tokens, as at most `parts` microbatches of nearly equal size."""
         cuts = (piece(len(starts), parts, i) for i in range(parts))
         return [self.batch(starts[c.start : c.stop], c.start) for c in cuts if c]
 
     def batch(self, starts: np.ndarray, offset: int = 0) -> Batch:
-        """The windows that begin at these tokens; `offset` is the place of the first in the step's whole batch."""
+        """Return the windows that begin at these tokens; `offset` is the first one's index in the whole batch."""
         ids, targets = self._cut(starts, 0, self.ids_layout, 0), self._cut(starts, 1, self.targets_layout, IGNORED)
         if self.document_starts is None:
             ignored = int(np.maximum(starts + self.length - len(self.tokens) + 1, 0).sum())
@@ -96,23 +96,23 @@ class Passages:
         )
 
     def _columns(self) -> np.ndarray:
-        """Where in its window each token comes from."""
+        """Return the column of its window that each token comes from."""
         return np.arange(self.length) if self.order is None else self.order
 
     def _documents(self, places: np.ndarray) -> np.ndarray:
-        """The documents of tokens at these places of the text."""
+        """Return the documents of tokens at these places of the text."""
         starts = np.zeros(1, np.int64) if self.document_starts is None else self.document_starts
         return np.searchsorted(starts, places, side="right")
 
     def _counts(self, places: np.ndarray) -> np.ndarray:
-        """Whether the text gives a next token there, of the same document."""
+        """Return True for each token that the text follows by another one of the same document."""
         inside: np.ndarray = places < len(self.tokens) - 1
         if self.document_starts is not None:
             inside &= self._documents(places) == self._documents(places + 1)
         return inside
 
     def _cut(self, starts: np.ndarray, shift: int, layout: Layout, fill: int) -> DistArray:
-        """This rank's block of the windows, `shift` tokens on; `fill` where the text gives no next token."""
+        """Return this rank's block of the windows, `shift` tokens on; `fill` where the text gives no next token."""
         shape = (len(starts), self.length)
         rows, columns = self.grid.block(layout, shape)
         places = starts[rows.start : rows.stop, None] + self._columns()[columns.start : columns.stop]
@@ -143,14 +143,14 @@ class Windows(Passages):
         return max(1, len(self.tokens) // (self.batch_size * self.length))
 
     def starts(self, step: int) -> np.ndarray:
-        """Where the windows of a step begin, [batch_size]; steps count from 0."""
+        """Return the first tokens of the windows of a step, [batch_size]; steps count from 0."""
         random = np.random.Generator(np.random.Philox(key=np.array([self.seed, step], np.uint64)))
         return random.integers(0, len(self.tokens) - self.length, self.batch_size)
 
     def at(self, step: int, parts: int = 1) -> list[Batch]:
-        """The batch of a step, as at most `parts` microbatches of nearly equal size."""
+        """Return the batch of a step, as at most `parts` microbatches of nearly equal size."""
         return self._cut_up(self.starts(step), parts)
 
     def epoch(self, epoch: int, parts: int = 1, skip: int = 0) -> Iterator[list[Batch]]:
-        """The batches of an epoch's steps, but for the first `skip` ones."""
+        """Yield the batches of an epoch's steps, but for the first `skip` ones."""
         return (self.at(step, parts) for step in range(epoch * len(self) + skip, (epoch + 1) * len(self)))

@@ -122,7 +122,7 @@ def _check_summed(names: str, operands: tuple[Any, Any]) -> None:
 
 
 def _fits(out: DistArray, plan: Plan, shape: Shape, x: DistArray, w: DistArray) -> bool:
-    """Whether the product may be written to the block of `out`."""
+    """Return True if the product may be written to the block of `out`."""
     dtype, grid = np.result_type(x.dtype, w.dtype), out.grid
     return (
         grid.backend.host_memory
@@ -172,7 +172,7 @@ def by_shapes(
 
 
 def _with_vector(a: Any, b: Any, run: Callable[..., Any], layout: Layout | None, names: str) -> Any:
-    """A vector is a matrix with one row (left) or one column (right), whose dim is dropped from the result."""
+    """Multiply with a vector as a matrix of one row (left) or one column (right), and drop that dim."""
     row, column = a.ndim == 1, b.ndim == 1
     if a.shape[-1] != b.shape[max(0, b.ndim - 2)]:
         raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not multiply")

@@ -1,4 +1,4 @@
-"""Which axes of a grid cut which dims of a product of operands that rest on it: the chooser behind `A @ B`.  Pure.
+"""Assignment of a grid's axes to the dims of a product, from the operands' layouts: used by `A @ B`.  Pure.
 
 Each axis of more than one rank is tried on each of b, m, n and k, and on none (its ranks repeat the work).  Among the
 assignments whose largest block product is within 10% of the least possible the chooser takes the one that moves the
@@ -36,7 +36,7 @@ def assign(
     out: Layout | None = None,
     batch: int = 0,
 ) -> Plan:
-    """The plan of `y[*b, *m, n] = x[*b, *m, k] w[*b, k, n]` for operands that rest as they do.
+    """Return the plan of `y[*b, *m, n] = x[*b, *m, k] w[*b, k, n]` for operands that rest as they do.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class _Chooser:
         return best
 
     def _places(self, axis: str) -> list[int]:
-        """Where an axis may cut, in the order of preference; an axis of one rank only where an operand names it."""
+        """Return the dims an axis may cut, preferred first; for an axis of one rank, only those an operand names."""
         if self.out is not None and axis in self.out.partial:
             return [self.k]
         named = self._named(axis)
@@ -171,7 +171,7 @@ class _Chooser:
         return [*sorted(tried), self.n, self.k, NOWHERE]
 
     def _named(self, axis: str) -> set[int]:
-        """The dims that some layout at rest cuts by this axis."""
+        """Return the dims that some layout at rest cuts by this axis."""
         places: set[int] = set()
         for layout, dims in ((self.x, self._x_dims), (self.w, self._w_dims), (self.out, self._y_dims)):
             if layout is not None and (d := layout.where(axis)) is not None:
@@ -191,7 +191,7 @@ class _Chooser:
         return tuple(range(self.n + 1))
 
     def _block(self, choice: Choice) -> int:
-        """The largest block product: the first piece of every dim is its longest."""
+        """Return the largest block product: the first piece of every dim is its longest."""
         parts = [1] * len(self.extents)
         for axis, place in zip(self.axes, choice, strict=True):
             if place != NOWHERE:
@@ -199,7 +199,7 @@ class _Chooser:
         return math.prod(-(-n // p) for n, p in zip(self.extents, parts, strict=True))
 
     def _plans(self, choice: Choice) -> Iterator[Plan]:
-        """The plans of a choice: where several axes cut a dim, in every order, the layouts' own ones first."""
+        """Return the plans of a choice: where several axes cut a dim, in every order, the layouts' own ones first."""
         for cuts in product(*(self._orders(d, choice) for d in range(len(self.extents)))):
             b, m, n, k = cuts[: self.nb], cuts[self.nb : self.n], cuts[self.n], cuts[self.k]
             yield Plan(b=b, m=m, n=(n,), k=(k,), x=self.x, w=self.w, y=self.out or self._default(cuts))

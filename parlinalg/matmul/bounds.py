@@ -13,7 +13,7 @@ from fractions import Fraction
 
 
 def memory_independent(m: int, n: int, k: int, ranks: int) -> float:
-    """Words that some rank must receive in `[m, k] × [k, n]` over `ranks` ranks that share data and work evenly.
+    """Return the words some rank must receive in `[m, k] × [k, n]` if ranks share data and work evenly.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def memory_independent(m: int, n: int, k: int, ranks: int) -> float:
 
 
 def memory_limited(m: int, n: int, k: int, ranks: int, words: int) -> float:
-    """The bound when a rank's memory holds only `words` elements; never below the memory-independent one.
+    """Return the bound when a rank's memory holds only `words` elements; never below the memory-independent one.
 
     With a = min(√S, (mnk/p)^⅓) it is 2(mnk/p)/a + a² − (mn + mk + nk)/p; infinite where no memory is given.
     """
@@ -62,7 +62,7 @@ def _owned(m: int, n: int, k: int, ranks: int) -> Fraction:
 
 
 def _root(value: Fraction, degree: int) -> Fraction:
-    """The root of a fraction: exact where it is one, so that a plan that attains the bound is not found below it."""
+    """Return a fraction's root, exact where it is one, so that a plan that attains the bound is not found below it."""
     top, bottom = (_whole_root(v, degree) for v in (value.numerator, value.denominator))
     if top is not None and bottom is not None:
         return Fraction(top, bottom)

@@ -112,7 +112,7 @@ def execute(
 
 
 def _as_given(plan: Plan, x: DistArray, w: DistArray) -> Plan:
-    """The plan with the layouts in which x and w are."""
+    """Return the plan with the layouts in which x and w are."""
     return plan if plan.x == x.layout and plan.w == w.layout else replace(plan, x=x.layout, w=w.layout)
 
 
@@ -124,7 +124,7 @@ def _plus(y: Block, bias: Block | None) -> Block:
 
 @contextmanager
 def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[DistArray]:
-    """The operand at work, for the length of a `with` block; not to be written.
+    """Provide the operand at work, within a `with` block; not to be written.
 
     It lies in memory that the ranks of the node have in common, where that can be had.
     """
@@ -145,7 +145,7 @@ def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[Di
 
 
 def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Block:
-    """This rank's block of y at rest, from the local product."""
+    """Return this rank's block of y at rest, from the local product."""
     dtype = product.dtype
     step = _only("reduce_scatter", plan.y_work, plan.y, grid)
     if step is not None and not is_half(dtype) and dtype.kind != "b":
@@ -163,7 +163,7 @@ def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Blo
 
 
 def _only(op: str, src: Layout, dst: Layout, grid: Grid) -> Step | None:
-    """The step from `src` to `dst`, if it is a single one of this kind between blocks in host memory."""
+    """Return the step from `src` to `dst`, if it is a single one of this kind between blocks in host memory."""
     if not grid.backend.host_memory:
         return None
     steps = moves(src, dst, grid.sizes)
@@ -171,7 +171,7 @@ def _only(op: str, src: Layout, dst: Layout, grid: Grid) -> Step | None:
 
 
 def _sum(terms: list[Block], out: Block) -> None:
-    """The sum of the terms, in their order."""
+    """Return the sum of the terms, in their order."""
     rows = max(1, CHUNK // max(1, math.prod(out.shape[1:])))
     for start in range(0, len(out), rows):
         part = slice(start, start + rows)

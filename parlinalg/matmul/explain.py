@@ -13,7 +13,7 @@ _STREAMED = {"x": "n", "w": "m", "y": "k"}
 
 
 def explain(plan: MatmulPlan) -> str:
-    """The plan's grid, words, bound, memory and kernel, and the grids that lost, one a line with the reason."""
+    """Return the plan's grid, words, bound, memory and kernel, and the grids that lost, one a line with the reason."""
     problem = Problem(plan.m, plan.n, plan.k, plan.ranks, plan.dtype, plan.limit)
     least = problem.least_block()
     rows = [
@@ -34,7 +34,7 @@ def explain(plan: MatmulPlan) -> str:
 
 
 def _others(problem: Problem, least: int, chosen: Factors) -> list[Factors]:
-    """The next best grids, then those people would think of: one rank, one dim cut, the squarest 2D.
+    """Return the next best grids, then the obvious ones: one rank, one dim cut, the squarest 2D.
 
     Where the memory forbids the best grid it comes first.
     """

@@ -18,7 +18,7 @@ Order = tuple[int, ...] | None
 
 
 def as_matrix(block: Block, batch: int, rows: int) -> Block:
-    """The block as [*batch, M, K]: its dims merged in two groups, after `batch` dims, `rows` of them in the first.
+    """Return the block as [*batch, M, K], its dims after `batch` ones merged: `rows` of them, and the rest.
 
     A view wherever the groups lie evenly in memory, as they do for contiguous blocks and for transposes of such.
     """
@@ -79,7 +79,7 @@ class DeferredGemm:
 
     @classmethod
     def of(cls, plan: Plan, xs: Block, ws: Block, dtype: np.dtype[Any], order: Order = None) -> DeferredGemm:
-        """The local term of y, from blocks of x and w at work."""
+        """Return the local term of y, from blocks of x and w at work."""
         nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
         shape = (*xs.shape[: nb + nm], *ws.shape[nb + nk :])
         return cls(as_matrix(xs, nb, nm), as_matrix(ws, nb, nk), dtype, shape, nm, order)

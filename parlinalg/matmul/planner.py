@@ -1,4 +1,4 @@
-"""Which grid and which kernel for a product `C[m, n] = A[m, k] B[k, n]` over a number of ranks.  Pure: no MPI.
+"""The choice of grid and kernel for a product `C[m, n] = A[m, k] B[k, n]` over a number of ranks.  Pure: no MPI.
 
 On a pm×pn×pk grid whose ranks all hold an even share of A, B and C, a rank receives
 W = (mk/(pm·pk))(1−1/pn) + (kn/(pk·pn))(1−1/pm) + (mn/(pm·pn))(1−1/pk) words: A is gathered along n, B along m, and C is
@@ -51,7 +51,7 @@ class Needs(NamedTuple):
         return cls(m, n, k, rest, m * k * (pn > 1), k * n * (pm > 1), m * n * (pk > 1))
 
     def streamed(self) -> tuple[tuple[str, int, int, int], ...]:
-        """For each matrix that may be kept whole: (its name, the extent streamed, elements besides the panels, panels).
+        """Yield the matrices that may be kept whole: (name, extent streamed, elements besides the panels, panels).
 
         The last counts two panels of width one: while one is multiplied, the next one arrives.
         """
@@ -73,7 +73,7 @@ class Kernel(NamedTuple):
 
 
 def least_words(needs: Needs) -> int:
-    """The fewest elements with which a product can be done: gathered, or streamed with panels of width one."""
+    """Return the fewest elements with which a product can be done: gathered, or streamed with panels of width one."""
     gathered = needs.rest + needs.x + needs.w + needs.y
     return min([gathered, *(base + width for _, extent, base, width in needs.streamed() if extent)])
 
@@ -123,16 +123,16 @@ class Problem(NamedTuple):
         return m * k * (pn - 1) + k * n * (pm - 1) + m * n * (pk - 1)
 
     def block(self, factors: Factors) -> int:
-        """The largest block product: multiplications of the busiest rank."""
+        """Return the largest block product: multiplications of the busiest rank."""
         pm, pn, pk = factors
         return ceil_div(self.m, pm) * ceil_div(self.n, pn) * ceil_div(self.k, pk)
 
     def least_block(self) -> int:
-        """The least largest block product over all grids; it is had with the most ranks along k for each pm×pn."""
+        """Return the least largest block product over all grids: the one with the most ranks along k."""
         return min(self.block((pm, pn, self.ranks // (pm * pn))) for pm, pn in self._pairs())
 
     def balanced(self, least: int) -> Iterator[tuple[int, int, range]]:
-        """All pm, pn and the range of pk for which the block product is within the margin of the least."""
+        """Return all pm, pn and the range of pk for which the block product is within the margin of the least."""
         allowed = least * MARGIN.numerator // MARGIN.denominator
         for pm, pn in self._pairs():
             face = ceil_div(self.m, pm) * ceil_div(self.n, pn)
@@ -148,7 +148,7 @@ class Problem(NamedTuple):
                 yield pm, pn
 
     def order(self, factors: Factors) -> tuple[Fraction, int, int, int, int, int]:
-        """What the search minimises: words, then messages; ties by balance, then few ranks along k, n and m."""
+        """Return the search's objective: words, then messages; ties by balance, then few ranks along k, n and m."""
         pm, pn, pk = factors
         return self.words(factors), messages(factors), self.block(factors), pk, pn, pm
 
@@ -157,7 +157,7 @@ class Problem(NamedTuple):
 
 
 def messages(factors: Factors) -> int:
-    """Blocks a rank receives: one from each other rank that shares its A, its B or its C."""
+    """Return the blocks that a rank receives: one from each other rank that shares its A, its B or its C."""
     return sum(factors) - 3
 
 
@@ -240,7 +240,7 @@ class MatmulPlan:
         )  # fmt: skip
 
     def make_grid(self, comm: object = None, backend: str = "auto") -> Grid:
-        """The grid on the first pm·pn·pk ranks of `comm`; collective over all of them.
+        """Return the grid on the first pm·pn·pk ranks of `comm`; collective over all of them.
 
         The remaining ranks hold blocks of size zero and may make every call.
         """
@@ -267,7 +267,7 @@ def plan_matmul(
     dtype: object = "float64",
     memory: SupportsIndex | str | None = None,
 ) -> MatmulPlan:
-    """The grid and the kernel for `C[m, n] = A[m, k] B[k, n]` over `ranks` ranks.
+    """Choose the grid and the kernel for `C[m, n] = A[m, k] B[k, n]` over `ranks` ranks.
 
     Among all pm×pn×pk ≤ ranks whose largest block product ⌈m/pm⌉⌈n/pn⌉⌈k/pk⌉ is within 10% of the least possible, and
     that fit the memory limit, it is the grid that moves the fewest words, then the one with the fewest messages
@@ -315,7 +315,7 @@ def plan_matmul(
 
 
 def _best(problem: Problem, least: int) -> Factors | None:
-    """The first grid in the problem's order that is balanced and fits the memory."""
+    """Return the first grid in the problem's order that is balanced and fits the memory."""
     m, n, k, limit = problem.m, problem.n, problem.k, problem.limit
     best: Factors | None = None
     best_words = float("inf")

@@ -55,7 +55,7 @@ def choose(plan: Plan, x: Shape, w: Shape, dtype: np.dtype[Any], memory: int | s
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a kernel holds on the fullest rank beside the blocks at rest: `whole` elements, and `line` a unit of width.
+    """Elements a kernel holds on the fullest rank beside the blocks at rest: `whole`, and `line` a unit of width.
 
     stationary : "x", "w", "y" or None for gathered panels
     extent : the length of the streamed dim
@@ -70,7 +70,7 @@ class Buffers:
         return self.whole + self.line * min(width, self.extent)
 
     def width(self, limit: int) -> int:
-        """The widest panel that `limit` elements allow."""
+        """Return the widest panel that `limit` elements allow."""
         return max(1, min(self.extent, (limit - self.whole) // self.line if self.line else self.extent))
 
     def panels(self, limit: int) -> int:
@@ -78,7 +78,7 @@ class Buffers:
 
 
 def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[Buffers]:
-    """The kernels for a product, the preferred first; the same on all ranks.
+    """Return the kernels for a product, the preferred first; the same on all ranks.
 
     For matrices that rest evenly cut this is what `parlinalg.matmul.planner.Needs` says of a plan.  Beside it a move
     holds two pieces, each of `tunables.MOVE_BUFFER` elements or a sixteenth of its larger block, and a stationary y a
@@ -118,7 +118,7 @@ def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[Buffers]:
 
 
 def _nested(rest: Layout, work: Layout, dim: int, grid: Grid) -> bool:
-    """Whether the pieces of `dim` at rest are pieces of its pieces at work, by axes that cut nothing else at work."""
+    """Return True if the pieces of `dim` at rest are pieces of its pieces at work, by axes that cut nothing else."""
     rest, work = effective(rest, grid), effective(work, grid)
     have, want = rest.dims[dim], work.dims[dim]
     return have[: len(want)] == want and not set(have[len(want) :]) & set(work.cut_axes)
@@ -138,7 +138,7 @@ class Operand:
 
     @classmethod
     def of(cls, array: DistArray, work: Layout, dim: int) -> Operand:
-        """The array as it lies in memory; one whose pieces do not nest is brought to work whole first."""
+        """Return the array as it lies in memory; one whose pieces do not nest is brought to work whole first."""
         grid, order = array.grid, array.order
         block, rest, shape = array.block, effective(array.layout, grid), array.shape
         work = effective(work, grid)
@@ -157,7 +157,7 @@ class Operand:
         return self.rest.dims[self.dim][len(self.work.dims[self.dim]) :]
 
     def owned_lengths(self) -> list[int]:
-        """The lengths of the owners' pieces of this rank's stretch of the dim."""
+        """Return the lengths of the owners' pieces of this rank's stretch of the dim."""
         stretch = len(self.grid.block(self.work, self.shape)[self.dim])
         return cut_lengths(stretch, self.outer, self.grid.sizes)
 
@@ -188,7 +188,7 @@ class Operand:
 
 
 def owner_of(panel: range, lengths: list[int]) -> tuple[int, int]:
-    """Which of these pieces of a stretch a panel lies in, and where that piece starts."""
+    """Return which of these pieces of a stretch a panel lies in, and where that piece starts."""
     starts = accumulate(lengths, initial=0)
     return next((i, start) for i, (start, n) in enumerate(zip(starts, lengths)) if panel.start < start + n)
 
@@ -244,7 +244,7 @@ def _over_k(plan: Plan, x: DistArray, w: DistArray, shape: Shape, dtype: Any, wi
 
 
 def _ahead(over: Iterator[range], *operands: Operand) -> Iterator[list[Block]]:
-    """The operands' panels, the next ones already on their way."""
+    """Yield the operands' panels, while the next ones are already on their way."""
     pending: list[Move] | None = None
     for panel in over:
         following = [o.fetch(panel) for o in operands]

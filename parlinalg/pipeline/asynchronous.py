@@ -69,18 +69,18 @@ class WeightStash:
         self._used = 0
 
     def __len__(self) -> int:
-        """How many versions there are."""
+        """Return the number of versions."""
         return len(self._versions)
 
     def use(self, version: int) -> None:
-        """Have the parameters be a version."""
+        """Switch the parameters to a stored version."""
         if version != self._used:
             for p, data in zip(self.parameters, self._versions[version], strict=True):
                 p.data = data
             self._used = version
 
     def advance(self, keep: bool) -> None:
-        """Be ready for a step that makes the next version, of the newest.  Collective over the axes of shards.
+        """Prepare for a step, which makes the next version from the newest.  Collective over the axes of shards.
 
         Parameters
         ----------
@@ -129,12 +129,12 @@ class WeightStash:
 
 
 def _base(block: Block) -> Block:
-    """The array whose memory a block is in."""
+    """Return the array whose memory a block is in."""
     return block if block.base is None else block.base
 
 
 def _bases(versions: Sequence[DistArray]) -> dict[int, Block]:
-    """The arrays in which blocks lie, by their addresses; none without elements."""
+    """Return the arrays in which blocks lie, by their addresses; none without elements."""
     return {address(base): base for base in (_base(data.block) for data in versions) if base.size}
 
 
@@ -183,7 +183,7 @@ class AsynchronousWorker(Worker):
         self.optimizer.zero_grad()
 
     def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float = 1.0) -> dict[str, float]:
-        """A run: as many steps of the optimizer as the schedule has.  Collective.
+        """Run as many steps of the optimizer as the schedule has.  Collective.
 
         Parameters
         ----------
@@ -254,7 +254,7 @@ class AsynchronousRun(ScheduleRun):
         return done
 
     def make_step(self, i: Instruction) -> None:
-        """A step of the optimizer: the newest version is changed, and stays where it is still needed."""
+        """Make a step of the optimizer: the newest version changes, and is kept where microbatches still need it."""
         newest = self.stash.newest
         self.stash.advance(keep=self.last_use.get(newest, -1) > self.order_index[i])
         self.updates()
@@ -276,7 +276,7 @@ def check_trainable(model: PipelineModel, schedule: Schedule) -> None:
 def loss_weights(
     order: Sequence[Instruction], rows: Sequence[int], counts: Sequence[int]
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """For each microbatch one over the losses of its step, and the weight of the terms that layers add.
+    """Return, by microbatch, one over the number of losses of its step, and the weight of added loss terms.
 
     Parameters
     ----------
@@ -296,7 +296,7 @@ def loss_weights(
 
 
 def truncated(schedule: Schedule, microbatches: int) -> Schedule:
-    """The first microbatches of an asynchronous schedule; those that make no whole step make one at the end."""
+    """Return the first microbatches of an asynchronous schedule; an incomplete step is made at the end."""
     orders = []
     for order in schedule.orders:
         own = [i for i in order if i.microbatch < microbatches]

@@ -35,7 +35,7 @@ from parlinalg.schemes import Scheme
 
 
 class MeshLike(Protocol):
-    """What a pipeline is built on; `parlinalg.launch` gives one."""
+    """A mesh on which a pipeline is built, such as `parlinalg.launch` returns."""
 
     grid: Grid
     scheme: Scheme
@@ -131,7 +131,7 @@ def build_pipeline_model_from_cfg(
 
 
 def sequential_from_cfg(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype: Any = None) -> Sequential:
-    """The layers that are given as data, one after the other, declared.
+    """Return a declared Sequential of the layers that are given as data.
 
     Linear layers without a `kind` go alternately into a block and out of it, as those of `nn.MLP`.
     """
@@ -157,7 +157,7 @@ def build_by_hand(
     chunks: Module | Iterable[Module], *, mesh: MeshLike | None = None, schedule: Schedule | None = None,
     seed: int | None = None,
 ) -> PipelineModel:  # fmt: skip
-    """A pipeline of stages that users build themselves, each rank those that `mesh.rank("pipeline")` is to hold.
+    """Build a pipeline of stages that users make themselves, each rank those that `mesh.rank("pipeline")` is to hold.
 
     Collective.  Parameters are named by the number of their stage, as in a Sequential of the stages: "0.weight".
 
@@ -236,7 +236,7 @@ class OpenMeshes:
         self._found = [each for each in self._found if each() not in (None, mesh)]
 
     def only(self) -> Any:
-        """The mesh that is open; None where there is none.
+        """Return the mesh that is open; None where there is none.
 
         Raises
         ------
@@ -264,7 +264,7 @@ def _mesh(mesh: Any) -> MeshLike:
 
 
 def _schedule(mesh: MeshLike, chunks: int, given: Schedule | None, by_hand: bool = False) -> Schedule:
-    """A schedule in which each rank holds so many stages."""
+    """Return a schedule in which each rank holds so many stages."""
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ConfigError(f"num_chunks is a whole number of at least 1, not {chunks!r}")
     chosen = given or mesh.schedule
@@ -283,7 +283,7 @@ def from_pretrained(
     scheme: Scheme, grid: Grid, dtype: DTypeLike | None = None, *, partition: Partition = "uniform",
     seed: int = 0, **changes: Any,
 ) -> PipelineModel:  # fmt: skip
-    """This rank's stages of the model of a folder; each rank reads what it holds.  Collective over all ranks.
+    """Load this rank's stages of the model of a folder; each rank reads what it holds.  Collective over all ranks.
 
     Parameters
     ----------

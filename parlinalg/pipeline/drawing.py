@@ -41,7 +41,7 @@ class Box:
 
     @property
     def dark(self) -> bool:
-        """Whether what is written on it had better be white."""
+        """True if the label needs white text."""
         r, g, b = (int(self.colour[k : k + 2], 16) for k in (1, 3, 5))
         return 0.3 * r + 0.59 * g + 0.11 * b < 125
 
@@ -56,7 +56,7 @@ class Lane:
 
 
 def lanes(simulation: Simulation, measured: Iterable[Sequence[object]] | None = None) -> list[Lane]:
-    """The lanes of a drawing, rank by rank: the simulated one, then the measured one.
+    """Return the lanes of a drawing, rank by rank: the simulated one, then the measured one.
 
     Parameters
     ----------
@@ -80,12 +80,12 @@ def lanes(simulation: Simulation, measured: Iterable[Sequence[object]] | None = 
 
 
 def end(found: Iterable[Lane]) -> float:
-    """Where the last box ends."""
+    """Return the time at which the last box ends."""
     return max((box.span.stop for lane in found for box in lane.boxes), default=0.0)
 
 
 def label(schedule: Schedule, span: Span) -> str:
-    """What is written on a span."""
+    """Return the label of a span."""
     if span.op not in COMPUTE:
         return span.op.name[0] if span.op is Op.REDUCE_GRADIENTS else "S"
     several = len(schedule.chunks[span.rank]) > 1
@@ -93,12 +93,12 @@ def label(schedule: Schedule, span: Span) -> str:
 
 
 def letter(chunk: int) -> str:
-    """The letter of a chunk: a, b, …, z, then its number."""
+    """Return the letter of a chunk: a, b, …, z, then its number."""
     return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
 
 
 def legend(schedule: Schedule, found: Iterable[Lane]) -> list[tuple[str, str]]:
-    """The words and colours of what is drawn."""
+    """Return the words and colours of what is drawn."""
     drawn = {(box.span.op, box.span.chunk if box.span.op in COMPUTE else 0) for lane in found for box in lane.boxes}
     several = any(len(held) > 1 for held in schedule.chunks)
     entries = []
@@ -122,7 +122,7 @@ COLUMNS = 400  # of time at most, where costs have no larger common measure than
 
 
 def staircase(simulation: Simulation) -> str:
-    """The simulated timeline as text: `F0` is the forward pass of microbatch 0, `-` goes on with it, `.` is idle.
+    """Return the simulated timeline as text: `F0` is microbatch 0's forward pass, `-` goes on with it, `.` is idle.
 
     A column is the greatest common measure of all times; where that would make too many, the shortest computation, and
     times are rounded.
@@ -177,7 +177,7 @@ HIGH, GAP, LOW = 26.0, 6.0, 18.0  # of a lane, between ranks, of a measured lane
 
 
 def svg(simulation: Simulation, measured: Iterable[Sequence[object]] | None = None) -> str:
-    """The timeline of a simulation as SVG; with `measured` (as in `overlay`) that of a run below it, rank by rank."""
+    """Return a simulation's timeline as SVG; with `measured` (as in `overlay`) each rank's run is drawn below it."""
     schedule, found = simulation.schedule, lanes(simulation, measured)
     until = end(found) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / until
@@ -202,7 +202,7 @@ def svg(simulation: Simulation, measured: Iterable[Sequence[object]] | None = No
 
 
 def overlay(simulation: Simulation, spans: Iterable[Sequence[object]]) -> str:
-    """A measured run over its simulation, as SVG.
+    """Return a measured run over its simulation, as SVG.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def _axis(y: float, until: float, scale: float) -> list[str]:
 
 
 def _round_step(least: float) -> float:
-    """The least 1, 2 or 5 times a power of ten that is no less."""
+    """Return the least 1, 2 or 5 times a power of ten that is no less."""
     power = 1.0
     while power > least:
         power /= 10
@@ -279,7 +279,7 @@ MEASURED = 0.66  # the height of a measured lane, where a simulated one has 1
 
 
 def png(simulation: Simulation, measured: Iterable[Sequence[object]] | None = None) -> bytes:
-    """The timeline as the contents of a PNG file; `measured` as in `svg`.
+    """Return the timeline as the contents of a PNG file; `measured` as in `svg`.
 
     Raises
     ------
@@ -329,7 +329,7 @@ def png(simulation: Simulation, measured: Iterable[Sequence[object]] | None = No
 def chrome(
     simulation: Simulation, measured: Iterable[Sequence[object]] | None = None, *, microseconds: float = 1e6
 ) -> str:  # fmt: skip
-    """The timeline as JSON: the simulation is process 0, a measured run process 1, ranks are their threads.
+    """Return the timeline as JSON: the simulation is process 0, a measured run process 1, ranks are their threads.
 
     Parameters
     ----------

@@ -77,18 +77,18 @@ class PipelineDecoder:
         return P2P(topology, comm, self.grid, [table for table, _ in first], takes)
 
     def cache(self, length: int) -> StageCaches:
-        """Room for so many tokens, in each of this rank's stages."""
+        """Return empty caches for so many tokens, for each of this rank's stages."""
         return StageCaches({number: stage.caches(length) for number, stage in self.held.items()})
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        """Within it dropout is off."""
+        """Return a context in which dropout is off."""
         both = ExitStack()
         both.enter_context(evaluating(self.model.full_model))
         both.enter_context(evaluating(self.model))
         return both
 
     def logits(self, ids: np.ndarray, cache: StageCaches | None) -> np.ndarray | None:
-        """The logits of the token after these, on the chooser; see `parlinalg.nn.generate.Decoder`.  Collective."""
+        """Return the next token's logits on the chooser; see `parlinalg.nn.generate.Decoder`.  Collective."""
         batch, tokens = ids.shape
         cache = self.cache(tokens) if cache is None else cache
         self._turn += 1

@@ -62,13 +62,13 @@ class Stage:
         self._names = names
 
     def __call__(self, x: Any) -> Any:
-        """What the last layer gives, from what the stage before gave (the first: the model's inputs)."""
+        """Return the last layer's output for the previous stage's output (for the first stage, the model's inputs)."""
         for layer in self.layers:
             x = layer.forward(x)
         return x
 
     def generate(self, x: Any, caches: Sequence[KeyValueCache], start: int) -> Any:
-        """The same for tokens from position `start` on, where `caches` holds keys and values of those before."""
+        """Return the output for tokens from position `start` on; `caches` holds keys and values of earlier ones."""
         left = iter(caches)
         for layer in self.layers:
             if layer.cached is None:
@@ -78,11 +78,11 @@ class Stage:
         return x
 
     def caches(self, length: int) -> list[KeyValueCache]:
-        """Empty caches for so many tokens, one for each layer that keeps keys and values."""
+        """Return empty caches for so many tokens, one for each layer that keeps keys and values."""
         return [KeyValueCache(length) for layer in self.layers if layer.caches]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """The modules of its layers and all within them, each once, with their names in the whole model."""
+        """Yield the modules of its layers and all within them, each once, with their names in the whole model."""
         seen: set[int] = set()
         for layer in self.layers:
             for own in layer.modules:
@@ -92,11 +92,11 @@ class Stage:
                         yield self._names[id(module)], module
 
     def modules(self) -> Iterator[Module]:
-        """The modules of its layers and all within them, each once."""
+        """Yield the modules of its layers and all within them, each once."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Its parameters, each once, with their names in the whole model."""
+        """Yield its parameters, each once, with their names in the whole model."""
         seen: set[int] = set()
         for name, module in self.named_modules():
             for own in module._parameters:
@@ -106,7 +106,7 @@ class Stage:
                     yield f"{name}.{own}" if name else own, parameter
 
     def parameters(self) -> Iterator[Parameter]:
-        """Its parameters, each once."""
+        """Yield its parameters, each once."""
         return (parameter for _, parameter in self.named_parameters())
 
     def __repr__(self) -> str:
@@ -209,7 +209,7 @@ class PipelineModel(Module):
         self.scheme = getattr(full_model, "scheme", None)
 
     def forward(self, x: Any) -> Any:
-        """The whole model's outputs, where this rank holds all of its stages, in order."""
+        """Return the whole model's outputs, where this rank holds all of its stages, in order."""
         if [stage.number for stage in self.chunks] != list(range(self.stages)):
             raise ConfigError(
                 f"this rank holds {', '.join(map(str, self.chunks))} of {self.stages} stages: the model runs by its "
@@ -220,25 +220,25 @@ class PipelineModel(Module):
         return x
 
     def layers(self) -> list[Layer]:
-        """The layers of this rank's stages."""
+        """Return the layers of this rank's stages."""
         return [layer for stage in self.chunks for layer in stage.layers]
 
     def owner(self, name: str) -> int:
-        """The pipeline rank that owns a parameter of the whole model."""
+        """Return the pipeline rank that owns a parameter of the whole model."""
         return self._owners[self.inventory[name].stages[0]]
 
     def holder(self, stage: int, copy: int = 0) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         return self._holders[Chunk(stage, copy)]
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole model's, of models that have one."""
+        """The configuration of the whole model, for models that have one."""
         config: dict[str, Any] = self.full_model.config
         return config
 
     def decoder(self) -> PipelineDecoder:
-        """The model as generation sees it.  The first call is collective over all ranks of the mesh."""
+        """Return the model as generation sees it.  The first call is collective over all ranks of the mesh."""
         from parlinalg.pipeline.generate import PipelineDecoder
 
         if self._decoder is None:
@@ -247,7 +247,7 @@ class PipelineModel(Module):
 
     # ------------------------------------------------------------------ members
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """This module under the empty name, then those of its stages, with their names in the whole model."""
+        """Yield this module under the empty name, then those of its stages, with their names in the whole model."""
         yield prefix, self
         for module in self._own:
             name = self._names[id(module)]
@@ -389,7 +389,7 @@ def split(
 
 
 def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
-    """A model's layers in their order, and where it has stages of its own how many of them are in each.
+    """Return a model's layers in order and, if the model lists its own stages, the number of layers in each.
 
     A model has `layers()`, a list of `Layer` or Module, or `stages` (a list, or a method that gives one): of each stage
     a `Layer` or Module, or a list of them.
@@ -425,7 +425,7 @@ def _no_forward(stage: Layer | Module) -> bool:
 
 
 def inventory_of(model: Module, parts: Mapping[int, Sequence[Layer]]) -> dict[str, ParameterInfo]:
-    """All parameters and buffers of a model by name, with the stages that hold them.
+    """Return all parameters and buffers of a model by name, with the stages that hold them.
 
     Raises
     ------
@@ -474,6 +474,6 @@ def _check_buffers(inventory: Mapping[str, ParameterInfo], schedule: Schedule) -
 
 
 def grid_of(model: Module) -> Grid | None:
-    """The grid of a model's arrays, if it says, or has parameters."""
+    """Return the grid of a model's arrays, if it has one or has parameters."""
     grid: Grid | None = getattr(model, "grid", None)
     return grid or next((p.grid for m in model.modules() for p in m._parameters.values()), None)

@@ -32,7 +32,7 @@ TreeSpec = list[Any]
 
 
 def tree_flatten(tree: Any) -> tuple[TreeSpec, list[Tensor]]:
-    """The form of a tree and its tensors, in their order.
+    """Return the form of a tree and its tensors, in order.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def _form(tree: Any, found: list[Tensor]) -> TreeSpec:
 
 
 def tree_unflatten(form: TreeSpec, tensors: list[Tensor]) -> Any:
-    """The tree of that form with these tensors.
+    """Return the tree of a form with these tensors.
 
     >>> tree_unflatten(["list", ["value", 1], ["tuple"]], [])
     [1, ()]
@@ -98,7 +98,7 @@ TAGS = 32767
 
 
 class Edge(NamedTuple):
-    """Where microbatches pass from a stage to this one, of a copy of the model."""
+    """The boundary before a stage of a copy of the model, which microbatches cross."""
 
     stage: int
     copy: int = 0
@@ -116,19 +116,19 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """What passes at an edge, but for the numbers."""
+    """The form of the data that crosses an edge, without the values."""
 
     form: TreeSpec
     leaves: tuple[Leaf, ...]
 
     def packed(self) -> bytes:
-        """As bytes, for the receiver."""
+        """Return the frame as bytes."""
         leaves = [[leaf.shape, leaf.dtype, leaf.source.dims, leaf.target.dims, leaf.wants] for leaf in self.leaves]
         return json.dumps([self.form, leaves]).encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Frame:
-        """From what `packed` gave."""
+        """Return the frame from the bytes of `packed`."""
         form, leaves = json.loads(data)
         return cls(form, tuple(Leaf(tuple(s), d, Layout(*a), Layout(*b), w) for s, d, a, b, w in leaves))
 
@@ -150,11 +150,11 @@ class Incoming:
     parts: list[tuple[Block, tuple[slice, ...], int]] = field(default_factory=list)
 
     def test(self) -> bool:
-        """Whether all is here; lets MPI make progress."""
+        """Return True if all arrays have arrived; lets MPI make progress."""
         return all(handle.test() for handle in self.handles)
 
     def wait(self) -> list[Block]:
-        """The blocks, once they are here."""
+        """Wait for the blocks, and return them."""
         for handle in self.handles:
             handle.wait()
         for part, where, i in self.parts:
@@ -196,11 +196,11 @@ class P2P:
 
     # ------------------------------------------------------------------ what passes
     def known(self, edge: Edge, like: Hashable) -> bool:
-        """Whether this rank knows what passes at an edge, for microbatches like this."""
+        """Return True if this rank knows the form of data at an edge, for microbatches like this one."""
         return (edge, like) in self._frames
 
     def frame(self, edge: Edge, like: Hashable) -> Frame:
-        """What passes there."""
+        """Return the form of data at an edge."""
         return self._frames[edge, like]
 
     def _frame_of(self, edge: Edge, peer: int, form: TreeSpec, tensors: Sequence[Tensor]) -> Frame:
@@ -248,7 +248,7 @@ class P2P:
         return found
 
     def post(self, edge: Edge, microbatch: int, peer: int, like: Hashable) -> Incoming:
-        """Be ready to receive what a stage gets; waits only where it has to be told what that is."""
+        """Post the receives of a stage's inputs; waits only if their form is not known yet."""
         tag = self._tag(edge, microbatch, back=False)
         if not self.known(edge, like):
             self._frames[edge, like] = Frame.unpacked(self._announced(peer, tag))
@@ -267,7 +267,7 @@ class P2P:
                 self._send(self._zeros(leaf) if grad is None else grad.block, way, peer, tag)
 
     def post_back(self, edge: Edge, microbatch: int, peer: int, like: Hashable) -> Incoming:
-        """Be ready to receive the gradients of what a stage gave."""
+        """Post the receives of the gradients of a stage's outputs."""
         leaves = self.frame(edge, like).leaves
         ways = [(leaf, self._way(leaf, peer, back=True, outward=False) if leaf.wants else None) for leaf in leaves]
         return self._post(ways, peer, self._tag(edge, microbatch, back=True))
@@ -299,7 +299,7 @@ class P2P:
         return 1 + (2 * self._numbers[edge] + back) * self._turns + microbatch % self._turns
 
     def _way(self, leaf: Leaf, peer: int, *, back: bool, outward: bool) -> Route:
-        """The route of an array; `back` of its gradient, `outward` from this rank."""
+        """Return the route of an array, or with `back` of its gradient; `outward` is from this rank."""
         mine, theirs = self._axes[self.topology.rank], self._axes[peer]
         one, other = (leaf.target, leaf.source) if back else (leaf.source, leaf.target)
         return route(leaf.shape, one, mine if outward else theirs, other, theirs if outward else mine)
@@ -352,7 +352,7 @@ class P2P:
                         self._sent.append(self.comm.send(part, rank, tag=tag, wait=False))
 
     def _announced(self, peer: int, tag: int) -> bytes:
-        """What the other grid's rank says ahead."""
+        """Receive the form of data that the other grid's rank announces."""
         ours, theirs = self.topology.ranks[self.topology.rank], self.topology.ranks[peer]
         source = theirs[self._announcer(self.position, len(ours), len(theirs))]
         head = np.empty(HEAD, np.uint8)

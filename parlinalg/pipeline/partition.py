@@ -1,4 +1,4 @@
-"""How the layers of a model are shared out among the stages of a pipeline.  Every layer is in exactly one stage."""
+"""Partitions of a model's layers into the stages of a pipeline.  Every layer is in exactly one stage."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def balanced(costs: Sequence[float], stages: int) -> Counts:
 
 
 def _least(before: np.ndarray, stages: int, square: bool, most: float) -> tuple[float, Counts]:
-    """The least maximum (or sum of squares) of the stages' costs, none above `most`, and the cut that has it.
+    """Return the least maximum (or sum of squares) of the stages' costs, none above `most`, and the cut that has it.
 
     `before[i]` is the cost of the first i layers.  Stage by stage, from the last: `best[i]` is the least for the layers
     from i on.
@@ -188,7 +188,7 @@ def layers_per_stage(
     model: Module, layers: Sequence[Layer], stages: int, partition: Partition, topology: PipelineTopology,
     sample: Any = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The layers of each stage, the same on all ranks."""
+    """Return the layers of each stage, the same on all ranks."""
     if not isinstance(partition, str):
         return by_hand(partition, layers, stages)
     check_stages(len(layers), stages)

@@ -79,7 +79,7 @@ def registered() -> list[str]:
 
 
 def build(given: object, context: Mapping[str, Any], where: str = "layer") -> Module:
-    """A layer from its data: a dict with its `type` and arguments; a module stays what it is.
+    """Build a layer from data: a dict with its `type` and arguments; a module is returned as it is.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ Table = dict[str, list[list[str]]]
 
 
 def layout_table(scheme: Scheme | None, sizes: Mapping[str, int]) -> Table:
-    """The layouts of a scheme by name and dims, "residual 3" for one, without axes of one rank; as JSON carries it."""
+    """Return a scheme's layouts by name and dims, such as "residual 3", without axes of one rank; as JSON."""
     found: Table = {}
     for ndim in range(MOST_DIMS if scheme is not None else 0):
         for name in ("residual", "inner"):
@@ -45,7 +45,7 @@ def _bare(layout: Layout, sizes: Mapping[str, int]) -> list[list[str]]:
 
 
 def input_role(modules: Iterable[Module]) -> str | None:
-    """What the first product of these modules takes: the residual stream, or what is inside of a block."""
+    """Return the part of a block that the first product of these modules takes: the residual stream, or the inside."""
     for module in modules:
         for each in module.modules():
             if isinstance(each, Linear | Conv2d):
@@ -57,7 +57,7 @@ def counterpart_layout(
     layout: Layout, sizes: Mapping[str, int], table: Table, other_sizes: Mapping[str, int], other: Table,
     takes: str | None, features: bool = True,
 ) -> Layout:  # fmt: skip
-    """The layout on another grid of an array that has this one here.
+    """Return the layout on another grid that corresponds to a layout here.
 
     Parameters
     ----------
@@ -140,13 +140,13 @@ class Route:
         return found
 
     def _sender(self, holders: list[int], target: int) -> int:
-        """Which of the ranks that hold a rectangle sends it to a rank of the target."""
+        """Return the rank, of those that hold a rectangle, that sends it to a rank of the target."""
         if len(self.haves) == len(self.wants) and target in holders:
             return target
         return holders[target * len(holders) // len(self.wants)]
 
     def receives(self, place: int) -> Pieces:
-        """The ranks of the source that send to this rank of the target, each with its part."""
+        """Return the ranks of the source that send to this rank of the target, each with its part."""
         want = self.wants[place]
         if self.straight:
             return ((place, want),) if volume(want) else ()
@@ -154,7 +154,7 @@ class Route:
         return tuple(sorted(((source, part) for source, part in parts if volume(part)), key=lambda piece: piece[0]))
 
     def sends(self, place: int) -> Pieces:
-        """The ranks of the target that get something from this rank of the source, each with its part."""
+        """Return the ranks of the target that get something from this rank of the source, each with its part."""
         have = self.haves[place]
         if self.straight:
             return ((place, have),) if volume(have) else ()
@@ -164,7 +164,7 @@ class Route:
 
 
 def blocks(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> list[Rect]:
-    """Every rank's block of an array, in the row-major order of the grid."""
+    """Return every rank's block of an array, in the row-major order of the grid."""
     return [layout.block(shape, sizes, at) for at in coordinates(tuple(sizes), sizes)]
 
 
@@ -173,5 +173,5 @@ def route(
     shape: tuple[int, ...], source: Layout, source_sizes: tuple[tuple[str, int], ...], target: Layout,
     target_sizes: tuple[tuple[str, int], ...],
 ) -> Route:  # fmt: skip
-    """A `Route`, made once for each question."""
+    """Return a `Route`, cached."""
     return Route(shape, source, dict(source_sizes), target, dict(target_sizes))

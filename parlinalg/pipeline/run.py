@@ -30,7 +30,7 @@ Block = Any
 
 
 class InFlight:
-    """What a stage keeps of a microbatch between its forward and its backward pass.
+    """The state of a microbatch on a stage between its forward and its backward pass.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class InFlight:
         self._walk: Walk | None = None
 
     def add(self, term: Tensor | float, factor: float) -> None:
-        """Have a term of the loss, whose gradient is `factor`."""
+        """Add a term of the loss, whose gradient is `factor`."""
         if isinstance(term, Tensor) and term.node is not None:
             self.terms.append((term.node, factor))
 
@@ -87,13 +87,13 @@ class InFlight:
                 self._walk = walk
 
     def parameters(self) -> None:
-        """The gradients of parameters that `backward` left."""
+        """Compute the gradients of parameters that `backward` deferred."""
         walk, self._walk = self._walk, None
         if walk is not None:
             walk.run_parameters()
 
     def holders(self) -> list[Node | Walk]:
-        """What keeps arrays for passes to come: values on the tape, or the walk that left gradients of parameters."""
+        """Return what keeps arrays for later passes: nodes of the tape, or the walk with deferred gradients."""
         if self._walk is not None:
             return [self._walk]
         roots = [*(node for node in self.outputs if node is not None), *(node for node, _ in self.terms)]
@@ -101,7 +101,7 @@ class InFlight:
         return [found[age] for age in sorted(found)]
 
     def input_gradients(self) -> list[DistArray | None]:
-        """The gradients of what the stage got, and forget that."""
+        """Return the gradients of the stage's inputs, and drop the inputs."""
         grads = [None if node is None else node.grad for node in self.inputs]
         self.inputs = []
         return grads
@@ -203,7 +203,7 @@ class ScheduleRun:
             slot.doing = None
 
     def report(self, i: Instruction) -> None:
-        """Say what this rank is at, for the monitor and for errors."""
+        """Note this rank's current instruction, for the monitor and for errors."""
         if i.op in WORDS:
             chunk = self.held[i.chunk]
             copy = f" of copy {chunk.copy}" if self.schedule.copies > 1 else ""
@@ -230,20 +230,20 @@ class ScheduleRun:
         return post(edge, i.microbatch, i.peer, self.like(i))
 
     def arrived(self, i: Instruction) -> list[Block]:
-        """What a receive brings."""
+        """Wait for the blocks of a receive, and return them."""
         incoming = self.posted.pop(i, None)
         if incoming is None:
             incoming = self.post(i, self.edge(i))
         return self.p2p.take(incoming)
 
     def edge(self, i: Instruction) -> Edge:
-        """The edge that a message passes."""
+        """Return the edge that a message crosses."""
         chunk = self.held[i.chunk]
         after = i.op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD)
         return Edge(chunk.stage + after, chunk.copy)
 
     def like(self, i: Instruction) -> Hashable:
-        """What a microbatch has in common with those that look alike at every edge."""
+        """Return a key that is equal for microbatches with the same form of data at every edge."""
         return self.likes[i.microbatch], recording()
 
     def receive_forward(self, i: Instruction) -> None:
@@ -297,7 +297,7 @@ class ScheduleRun:
             self.worker.held = max(self.worker.held, len(self.in_flight))
 
     def last(self, i: Instruction, output: Any, leaves: list[Tensor]) -> InFlight:
-        """The last stage's output: the loss."""
+        """Compute the loss of the last stage's output."""
         loss, _, measures = self.work.losses_of(output, self.batches[i.microbatch])
         if self.worker.outputs is not None:
             self.worker.outputs[i.microbatch] = output
@@ -307,7 +307,7 @@ class ScheduleRun:
         return unit_in_flight
 
     def hand_on(self, i: Instruction, form: TreeSpec, tensors: list[Tensor]) -> None:
-        """To the next stage, if this rank has it; else it waits to be sent."""
+        """Hand a stage's output to the next stage if it is on this rank; else keep it to be sent."""
         chunk = self.held[i.chunk]
         after = self.here.get(Chunk(chunk.stage + 1, chunk.copy))
         if after is None:
@@ -340,7 +340,7 @@ class ScheduleRun:
 
 
 def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
-    """The last passes to give gradients before each REDUCE_GRADIENTS; in them the sums start."""
+    """Return the last passes that add gradients before each REDUCE_GRADIENTS; in them the reductions start."""
     found: set[Unit] = set()
     last: Unit | None = None
     for i in order:
@@ -353,6 +353,6 @@ def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
 
 
 def _like(batch: Batch) -> Hashable:
-    """The shapes and dtypes of a batch."""
+    """Return the shapes and dtypes of a batch."""
     form, tensors = tree_flatten([batch.x, batch.y])
     return str(form), tuple((t.shape, t.dtype.name) for t in tensors)

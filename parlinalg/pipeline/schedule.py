@@ -12,7 +12,7 @@ from parlinalg.errors import ScheduleError
 
 
 class Op(Enum):
-    """What an instruction does.
+    """The operation of an instruction.
 
     BACKWARD is the whole derivative of a chunk; zero-bubble schedules run its two parts apart: BACKWARD_INPUT, which
     the stage before waits for, and BACKWARD_WEIGHT, which nobody does.
@@ -67,7 +67,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does, in order.
+    """The instructions of every rank of a pipeline, in order.
 
     A send never blocks, a receive waits for its message.  Messages are matched by their kind, copy, stage of the
     receiver and microbatch.  Between neighbouring stages on one rank there is none: the worker hands over.
@@ -110,7 +110,7 @@ class Schedule:
         return 1 + max((chunk.copy for held in self.chunks for chunk in held), default=0)
 
     def copy_of(self, microbatch: int) -> int:
-        """The replica that a microbatch passes through."""
+        """Return the replica that a microbatch passes through."""
         return microbatch % self.copies
 
     @cached_property
@@ -118,7 +118,7 @@ class Schedule:
         return {chunk: rank for rank, held in enumerate(self.chunks) for chunk in held}
 
     def holder(self, stage: int, copy: int = 0) -> int:
-        """The pipeline rank that holds a stage.
+        """Return the pipeline rank that holds a stage.
 
         Raises
         ------
@@ -134,7 +134,7 @@ class Schedule:
             ) from None
 
     def weights_of(self, rank: int, microbatch: int) -> int:
-        """The STEPs behind the weights that a microbatch works with on a rank."""
+        """Return the STEPs behind the weights that a microbatch works with on a rank."""
         return self.weights[rank][microbatch] if self.weights else 0
 
 
@@ -143,7 +143,7 @@ def complete(
     computed: Iterable[Iterable[Instruction]], *, asynchronous: bool = False, versions: tuple[int, ...] = (),
     weights: tuple[tuple[int, ...], ...] = (),
 ) -> Schedule:  # fmt: skip
-    """The schedule of which `computed` has each rank's computations: with messages, and the synchronous ends.
+    """Return the schedule with each rank's computations `computed`, the messages between them, and the synchronous end.
 
     A chunk's input is received just before it is used, and what it gives is sent as soon as it is there.
     """
@@ -158,7 +158,7 @@ def complete(
 
 
 def needs(schedule: Schedule, rank: int, compute: Instruction) -> Instruction | None:
-    """The receive that a computation of a rank needs, or None."""
+    """Return the receive that a computation of a rank needs, or None."""
     chunk = schedule.chunks[rank][compute.chunk]
     if compute.op is Op.FORWARD:
         return _message(schedule, rank, compute, Op.RECEIVE_FORWARD, chunk.stage - 1)
@@ -168,7 +168,7 @@ def needs(schedule: Schedule, rank: int, compute: Instruction) -> Instruction | 
 
 
 def gives(schedule: Schedule, rank: int, compute: Instruction) -> Instruction | None:
-    """The send of what a computation of a rank gives, or None."""
+    """Return the send that follows a computation of a rank, or None."""
     chunk = schedule.chunks[rank][compute.chunk]
     if compute.op is Op.FORWARD:
         return _message(schedule, rank, compute, Op.SEND_FORWARD, chunk.stage + 1)
@@ -190,7 +190,7 @@ def _with_messages(schedule: Schedule, rank: int, compute: Instruction) -> list[
 
 
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forward passes alone of any number of microbatches, on the ranks and chunks of a schedule.
+    """Return a schedule of the forward passes alone of any number of microbatches, on a schedule's ranks and chunks.
 
     Units of as many microbatches as there are ranks go through the first chunks, then through the second.
     """
@@ -202,8 +202,9 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def one_microbatch(schedule: Schedule) -> Schedule:
-    """One microbatch of each copy of the model through all chunks of a schedule; back to the gradients of inputs too,
-    where the schedule computes those of parameters apart."""
+    """Return a schedule of one microbatch of each copy of the model through all chunks of a schedule, and back to the
+    gradients of inputs where the schedule computes those of parameters apart.
+    """
     count = schedule.copies
     apart = any(i.op is Op.BACKWARD_INPUT for order in schedule.orders for i in order)
     orders = []
@@ -216,8 +217,9 @@ def one_microbatch(schedule: Schedule) -> Schedule:
 
 
 def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
-    """All forward passes, then all backward passes in the opposite order, on the ranks and chunks of a schedule: what
-    any number of microbatches can do."""
+    """Return a schedule of all forward passes, then all backward passes in the opposite order, for any number of
+    microbatches on a schedule's ranks and chunks.
+    """
     orders = []
     for rank in range(schedule.ranks):
         forward = list(_forward(schedule, rank, microbatches))
@@ -227,7 +229,7 @@ def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def _forward(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Instruction]:
-    """A rank's forward passes, in an order that all ranks share, so that none waits for ever."""
+    """Yield a rank's forward passes, in an order that all ranks share, so that none deadlocks."""
 
     def turn(unit: tuple[int, int]) -> tuple[int, ...]:
         c, j = unit
@@ -241,7 +243,7 @@ def _forward(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Instr
 
 
 def with_steps(computed: Iterable[Instruction], every: int) -> Iterator[Instruction]:
-    """A rank's computations, and a step after every so many backward passes."""
+    """Yield a rank's computations, and a step after every so many backward passes."""
     for instruction in computed:
         yield instruction
         j = instruction.microbatch
@@ -251,7 +253,7 @@ def with_steps(computed: Iterable[Instruction], every: int) -> Iterator[Instruct
 
 
 def versions_kept(order: Iterable[Instruction], weights: Sequence[int]) -> int:
-    """The most versions a rank keeps at once: the newest one, and all that are still to be used.
+    """Return the most versions a rank keeps at once: the newest one, and all that are still to be used.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ class Costs:
                 )
 
     def time_of(self, schedule: Schedule, rank: int, i: Instruction) -> float:
-        """The time an instruction takes of its rank; messages take none."""
+        """Return the time an instruction takes of its rank; messages take none."""
         if i.op in (Op.REDUCE_GRADIENTS, Op.STEP):
             return _at(self.reduce if i.op is Op.REDUCE_GRADIENTS else self.step, rank)
         stage = schedule.chunks[rank][i.chunk].stage
@@ -81,7 +81,7 @@ class Costs:
         return _at(self.weight, stage) if i.op is Op.BACKWARD_WEIGHT else 0.0
 
     def delay(self, sender: int, receiver: int) -> float:
-        """The time a message takes from a rank to another."""
+        """Return the time a message takes from a rank to another."""
         if isinstance(self.latency, Mapping):
             return self.latency.get((sender, receiver), 0.0)
         return self.latency
@@ -101,7 +101,7 @@ Message = tuple[Op, int, int, int]  # the receive's kind, the copy, the receiver
 
 
 class Span(NamedTuple):
-    """What a rank did from one time to another, simulated or measured."""
+    """An interval in which a rank did one thing, simulated or measured."""
 
     rank: int
     op: Op
@@ -135,15 +135,15 @@ class Simulation:
     held: tuple[int, ...]
 
     def of_rank(self, rank: int) -> list[Span]:
-        """The spans of a rank."""
+        """Return the spans of a rank."""
         return [s for s in self.spans if s.rank == rank]
 
     def busy(self, rank: int) -> float:
-        """The time in which a rank works."""
+        """Return the time in which a rank works."""
         return sum(s.stop - s.start for s in self.of_rank(rank))
 
     def gaps(self, rank: int) -> float:
-        """The time in which a rank is idle between its first and its last work."""
+        """Return the time in which a rank is idle between its first and its last work."""
         spans = self.of_rank(rank)
         return spans[-1].stop - spans[0].start - self.busy(rank)
 
@@ -219,7 +219,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def message(schedule: Schedule, rank: int, i: Instruction) -> Message:
-    """What a send and its receive have in common."""
+    """Return a key that a send and its receive have in common."""
     chunk = schedule.chunks[rank][i.chunk]
     if i.op in (Op.SEND_FORWARD, Op.RECEIVE_FORWARD):
         return Op.RECEIVE_FORWARD, chunk.copy, chunk.stage + (i.op is Op.SEND_FORWARD), i.microbatch
@@ -291,7 +291,7 @@ class _Rank:
 
 
 def _deadlock(ranks: list[_Rank]) -> str:
-    """Which ranks wait for each other, and for what."""
+    """Return which ranks wait for each other, and for what, as text."""
     waits = {rank.rank: rank.waits for rank in ranks if rank.waits is not None}
     seen: list[int] = []
     at = min(waits)
@@ -340,7 +340,7 @@ def measured_costs(
     schedule: Schedule, spans: Iterable[Sequence[object]], latency: float | Mapping[tuple[int, int], float] = 0.0,
     pick: Callable[[list[float]], float] = median,
 ) -> Costs:  # fmt: skip
-    """The stages' costs in a run: of each the median over microbatches (and steps, and copies).
+    """Return the stages' costs in a run: the median over microbatches (and steps, and copies) of each.
 
     Parameters
     ----------

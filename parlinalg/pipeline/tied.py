@@ -81,7 +81,7 @@ class TiedParameters:
         """Whether all holders' ranks update the same elements."""
 
     def owns(self, parameter: Parameter) -> bool:
-        """Whether this pipeline rank counts a parameter in sums over the whole model."""
+        """Return True if this pipeline rank counts a parameter in sums over the whole model."""
         return self._owner.get(parameter.name, self.topology.rank) == self.topology.rank
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class TiedParameters:
         return [_span(self.named[tie.name]) for tie in self._mine]
 
     def _agreed(self) -> bool:
-        """Whether all grids are alike, and what their ranks update of shared parameters.  Collective."""
+        """Return True if grids are alike and ranks update the same elements of shared parameters.  Collective."""
         if self.topology.comm is None:
             return False
         same = all(layout == tie.layouts[0] for tie in self.parameters for layout in tie.layouts)
@@ -130,7 +130,7 @@ class TiedParameters:
         return all(self.comm.share(same))
 
     def _grouped(self) -> Iterable[tuple[tuple[int, ...], list[TiedParameter]]]:
-        """The parameters held here that the same ranks hold, in one order on all of them."""
+        """Return the parameters held here that the same ranks hold, in one order on all of them."""
 
         def key(tie: TiedParameter) -> tuple[int, ...]:
             return tuple(sorted(tie.holders))
@@ -147,7 +147,7 @@ class TiedParameters:
                     changed(p, piece)
 
     def _sum_apart(self, number: int, tie: TiedParameter) -> None:
-        """The owner's grid sums what comes from the others' blocks, and gives it back."""
+        """Sum the blocks of all holders on the owner's grid, and send the sum back."""
         p = self.named[tie.name]
         block = _full_gradient(p)
         owner, *others = tie.holders
@@ -189,20 +189,20 @@ class TiedParameters:
 
 
 def _holders(stages: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
-    """The pipeline ranks that hold a parameter of these stages, the owner first."""
+    """Return the pipeline ranks that hold a parameter of these stages, the owner first."""
     ranks = [schedule.holder(stage, copy) for copy in range(schedule.copies) for stage in sorted(stages)]
     return tuple(dict.fromkeys(ranks))
 
 
 def _span(p: Parameter) -> list[int]:
-    """The elements of its block that this rank updates."""
+    """Return the elements of its block that this rank updates."""
     if p.shard is not None:
         return [p.shard.start, p.shard.stop]
     return [0, math.prod(p.grid.block_shape(p.layout, p.shape))]
 
 
 def _give_zeros(p: Parameter) -> None:
-    """A gradient for a parameter that no microbatch reached here, but may elsewhere."""
+    """Set a gradient of zeros for a parameter that no microbatch reached here, but may elsewhere."""
     zeros = p.grid.backend.zeros
     if p.shard is not None:
         p.shard.grad = zeros((p.shard.stop - p.shard.start,), p.dtype)
@@ -211,7 +211,7 @@ def _give_zeros(p: Parameter) -> None:
 
 
 def _full_gradient(p: Parameter) -> Block:
-    """A settled gradient's block, gathered where ranks share it: nobody else's.  Collective over the shard's axes."""
+    """Return a copy of a settled gradient's block, gathered over the shard's axes.  Collective."""
     if p.shard is None:
         return held(p).copy(order="C")
     block = p.grid.backend.empty(p.block.shape, p.dtype)

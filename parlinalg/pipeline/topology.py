@@ -1,4 +1,4 @@
-"""Where a rank is in a pipeline.
+"""The topology of a pipeline: which ranks hold which stage's processor grid.
 
 A pipeline rank is a group of processes with a processor grid of its own, on a communicator of these processes alone, so
 that all that works on a grid works within it.  World ranks go over data outermost, then over the pipeline, then over
@@ -18,7 +18,7 @@ Sizes = Mapping[str, int]
 
 
 def arrange(sizes: Sequence[Sizes], outer: Collection[str] = ()) -> tuple[tuple[int, ...], ...]:
-    """The world ranks of every pipeline rank's grid, in the row-major order of that grid.  Pure.
+    """Return the world ranks of every pipeline rank's grid, in the row-major order of that grid.  Pure.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def arrange(sizes: Sequence[Sizes], outer: Collection[str] = ()) -> tuple[tuple[
 
 @dataclass(eq=False)
 class PipelineTopology:
-    """Where this rank is in the pipeline.
+    """The pipeline ranks, their processes and grids, and this process's position among them.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class PipelineTopology:
         return cls.of(world, [{"data": world.size} if sizes is None else sizes])
 
     def channel(self) -> Comm:
-        """A communicator of all ranks for messages of one kind, freed with the topology.  Collective."""
+        """Return a communicator of all ranks for messages of one kind, freed with the topology.  Collective."""
         self.made.append(self.world.sub(range(self.world.size), ("pipeline",)))
         return self.made[-1]
 

@@ -1,4 +1,4 @@
-"""Whether a schedule's orders are right: each instruction once, and after what it needs.  Pure.
+"""Validation of a schedule's orders: each instruction once, and after what it needs.  Pure.
 
 What each rank can be told by its own order is checked here; that no ranks wait for each other is found by simulating.
 """
@@ -45,7 +45,7 @@ def validate_orders(schedule: Schedule) -> None:
 
 
 def describe(schedule: Schedule, rank: int, i: Instruction) -> str:
-    """An instruction in words: 'FORWARD of microbatch 3 of stage 1'."""
+    """Return an instruction as text: 'FORWARD of microbatch 3 of stage 1'."""
     if i.op not in COMPUTE | SENDS | RECEIVES:
         return i.op.name if i.microbatch < 0 else f"{i.op.name} after microbatch {i.microbatch}"
     chunk = schedule.chunks[rank][i.chunk]

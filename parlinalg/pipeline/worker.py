@@ -33,11 +33,11 @@ class Task(Protocol):
     """A task's part in what a worker does."""
 
     def context(self, batch: Batch) -> AbstractContextManager[Sequence[Tensor]]:
-        """Around the forward pass of each stage; gives the terms of the loss that its layers add."""
+        """Return a context manager for each stage's forward pass; it gives the loss terms that layers add."""
         ...
 
     def losses_of(self, output: Any, batch: Batch) -> tuple[Tensor, int, dict[str, float]]:
-        """Of what the last stage gives: the sum of the losses, their number, and the sums of further measures."""
+        """Return the sum of the losses of a last stage's output, their number, and the sums of further measures."""
         ...
 
 
@@ -101,7 +101,7 @@ class Worker:
         self._broken = ""
 
     def _p2p(self) -> P2P:
-        """The messages of this rank, once all know each other's layouts."""
+        """Return this rank's messages, once all ranks know each other's layouts."""
         topology, schedule = self.topology, self.schedule
         roles = [input_role([m for layer in stage.layers for m in layer.modules]) for stage in self.model.chunks]
         everyone = self.comm.share(
@@ -158,7 +158,8 @@ class Worker:
         return self.finish(run)
 
     def keeps(self, batches: Mapping[int, Batch], work: Task, rows: int) -> Keeps:
-        """What this rank keeps of microbatches in a step, for `parlinalg.offload.plan(…, kept=…)`.  Collective.
+        """Return the activation memory of this rank's microbatches in a step, for `parlinalg.offload.plan`.
+        Collective.
 
         A microbatch passes forward, and where the schedule computes gradients of parameters later back to those of
         inputs; the schedule says how many are under way.  Nothing is changed.
@@ -174,7 +175,7 @@ class Worker:
         return keeps(self, batches, work, rows)
 
     def examine(self, parameters: Sequence[Parameter], scale: float = 1.0) -> Gradients:
-        """The norm of the gradients of the whole model, shared parameters and copies once, and whether all are finite.
+        """Return the norm of the model's gradients, shared parameters counted once, and whether all are finite.
 
         Collective over all ranks; as `parlinalg.parallel.examine`, of the parameters held here.
         """
@@ -194,13 +195,13 @@ class Worker:
         self.tied.sum()
 
     def _reduces(self) -> GradientReducer | None:
-        """The reducer, unless it was detached, as from parameters whose gradients are offloaded."""
+        """Return the reducer, unless it was detached, as from parameters whose gradients are offloaded."""
         reducer = self.reducer
         return reducer if reducer is not None and any(p.reducer is reducer for p in reducer.parameters) else None
 
     # ------------------------------------------------------------------ one run
     def _for(self, microbatches: int) -> Schedule:
-        """The schedule for so many microbatches."""
+        """Return the schedule for so many microbatches."""
         most = self.schedule.microbatches
         if microbatches == most:
             return self.schedule

@@ -38,7 +38,7 @@ def uniform(
     shape: int | Sequence[int], grid: Grid, layout: Layout, *, low: float = 0.0, high: float = 1.0,
     dtype: DTypeLike = np.float64, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
 ) -> DistArray:  # fmt: skip
-    """Numbers between `low` and `high` (which rounding may reach), all equally likely.
+    """Return numbers between `low` and `high` (which rounding may reach), all equally likely.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def bernoulli(
     shape: int | Sequence[int], grid: Grid, layout: Layout, p: float, *,
     seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
 ) -> DistArray:  # fmt: skip
-    """True with probability p (to 2⁻³²), else False; arguments as of `uniform`.
+    """Return True with probability p (to 2⁻³²), else False; arguments as in `uniform`.
 
     Raises
     ------
@@ -145,7 +145,7 @@ class Bernoulli:
         self.start = start
 
     def part(self, shape: Sequence[int], indices: Sequence[Indices]) -> np.ndarray:
-        """The bools of a part of an array of this global shape, on the host.
+        """Return the bools of a part of an array of this global shape, on the host.
 
         `indices` gives the global indices a dim, a range or an array of them: those of tokens that do not lie in the
         order of their sequence.
@@ -161,8 +161,9 @@ class Bernoulli:
         return flat.reshape(lengths)
 
     def _scattered(self, shape: Sequence[int], indices: Sequence[Indices], dim: int, given: np.ndarray) -> np.ndarray:
-        """The part, run by run of the indices of one dim; or all from the least to the largest, where runs are short
-        and what lies between costs less than the calls."""
+        """Return the part, run by run of the indices of one dim; or all from the least to the largest, where runs are
+        short and the gaps cost less than the calls.
+        """
         before, after = indices[:dim], indices[dim + 1 :]
         lengths = [len(i) for i in indices]
         if not math.prod(lengths):
@@ -179,7 +180,7 @@ class Bernoulli:
         return found[0] if len(found) == 1 else np.concatenate(found, axis=dim)
 
     def convert(self, words: Words) -> np.ndarray:
-        """The bools of words of the stream."""
+        """Return the bools of words of the stream."""
         return np.ones(words.shape, np.bool_) if self.limit == self.all else words < words.dtype.type(self.limit)
 
 
@@ -218,7 +219,7 @@ def _draw(
     convert: Callable[[Words], np.ndarray], bits: int, shape: int | Sequence[int], grid: Grid, layout: Layout,
     dtype: np.dtype[Any], stream: np.ndarray, start: int,
 ) -> DistArray:  # fmt: skip
-    """The array of the elements that `convert` makes of their words, chunk by chunk."""
+    """Return the array of the elements that `convert` makes of their words, chunk by chunk."""
     shape = shape_of(shape)
     cut = fitting(layout, shape, grid).with_partial(())
     ranges = grid.block(cut, shape)

@@ -42,7 +42,7 @@ def check_seed(seed: Any) -> int:
 
 
 def key(seed: int, name: str = "", call: int = 0, step: int = 0) -> np.ndarray:
-    """The key of the stream for this seed, name, number of call and step: 128 bits of a hash, as two uint64."""
+    """Return the key of the stream for this seed, name, number of call and step: 128 bits of a hash, as two uint64."""
     label = json.dumps([check_seed(seed), str(name), int(call), int(step)])
     return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=16).digest(), "<u8").astype(np.uint64)
 
@@ -77,7 +77,7 @@ class Stream:
 def block_words(
     stream: Stream, shape: Sequence[int], block: Sequence[range], start: int = 0
 ) -> Iterator[tuple[int, Words]]:
-    """The words of the elements of a block, in C order, a chunk at a time: (place of the first in the block, words).
+    """Yield the words of a block's elements in C order, a chunk at a time: (index of the first, words).
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def _line(stream: Stream, start: int, n: int, place: int) -> Iterator[tuple[int,
 
 
 def _rows(shape: Sequence[int], block: Sequence[range]) -> np.ndarray:
-    """The flat indices of the block's elements in an array of this shape, ascending."""
+    """Return the flat indices of the block's elements in an array of this shape, ascending."""
     indices = (np.arange(r.start, r.stop, dtype=np.int64) for r in block)
     pairs = zip(indices, shape, strict=True)
     return reduce(lambda flat, pair: (flat[:, None] * pair[1] + pair[0]).reshape(-1), pairs, np.zeros(1, np.int64))

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class SchemeFile(Protocol):
-    """What a file of this folder defines."""
+    """The names that a file of this folder defines."""
 
     MODE: str | None
     OPTIONS: dict[str, object]
@@ -42,17 +42,17 @@ def _files() -> dict[str, SchemeFile]:
 
 
 def discover() -> dict[str, SchemeFile]:
-    """All schemes by name, found by listing the folder."""
+    """Return all schemes by name, found by listing the folder."""
     return dict(_files())
 
 
 def modes() -> list[str]:
-    """The modes of tensor parallelism that a configuration may name."""
+    """Return the modes of tensor parallelism that a configuration may name."""
     return sorted({file.MODE for file in _files().values() if file.MODE is not None})
 
 
 def for_mode(mode: str | None, **options: object) -> SchemeFile:
-    """The file of the scheme that a mode of the configuration selects.
+    """Return the file of the scheme that a mode of the configuration selects.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def for_mode(mode: str | None, **options: object) -> SchemeFile:
 
 
 def modes_for(size: int) -> str:
-    """The modes that `size` ranks allow, as text: '"1d", "2d", "2.5d" (with a depth: 1 or 4 …) …'."""
+    """Return the modes that `size` ranks allow, as text: '"1d", "2d", "2.5d" (with a depth: 1 or 4 …) …'."""
     texts = []
     for mode in modes():
         try:

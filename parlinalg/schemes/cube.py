@@ -23,6 +23,6 @@ SCHEME = Scheme("3d", ("i", "j", "l"), _expand, _expand.renamed({"j": "l", "l": 
 
 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
-    """The sizes of the axes over `size` ranks: `shape` is (i, j, l), by default a cube."""
+    """Return the sizes of the axes over `size` ranks: `shape` is (i, j, l), by default a cube."""
     no_depth("3d tensor parallelism", depth)
     return power("3d", size, SCHEME.axes, shape)

@@ -19,5 +19,5 @@ SCHEME = Scheme("data", _scheme.axes, _scheme.expand, _scheme.contract)
 
 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
-    """The sizes of the axes over `size` ranks: one axis takes them all."""
+    """Return the sizes of the axes over `size` ranks: one axis takes them all."""
     return only("data parallelism", size, SCHEME.axes, shape, depth)

@@ -28,5 +28,5 @@ SCHEME = Scheme(
 
 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
-    """The sizes of the axes over `size` ranks: one axis takes them all."""
+    """Return the sizes of the axes over `size` ranks: one axis takes them all."""
     return only("1d tensor parallelism", size, SCHEME.axes, shape, depth)

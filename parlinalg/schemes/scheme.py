@@ -1,4 +1,4 @@
-"""What a model needs of a scheme: the residual stream's layout and the plans into and out of a block.  Pure."""
+"""Schemes: the layout of a model's residual stream, and the plans into and out of a block.  Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parlinalg.plan import Plan
 def table(
     m: tuple[AxisSpec, AxisSpec], n: AxisSpec, k: AxisSpec, x: Layout, w: Layout, y: Layout
 ) -> Plan:  # fmt: skip
-    """The plan of a product of x[batch, sequence, k] and w[k, n]: the cuts at work and the layouts at rest."""
+    """Return the plan of a product of x[batch, sequence, k] and w[k, n]: the cuts at work and the layouts at rest."""
     return Plan(m=tuple(as_cut(c) for c in m), n=(as_cut(n),), k=(as_cut(k),), x=x, w=w, y=y)
 
 
@@ -75,7 +75,7 @@ class Scheme:
         return Layout(*self.expand.x.dims[: len(self.expand.m)])
 
     def leading(self, dims: int) -> Scheme:
-        """The scheme for arrays with `dims` leading dims, of a scheme with two.
+        """Return the scheme for arrays with `dims` leading dims, of a scheme with two.
 
         With one, [tokens, features], tokens are cut by the axes of batch and sequence; dims after the second are
         whole; with none, a single vector, these axes repeat the work.
@@ -83,11 +83,11 @@ class Scheme:
         return replace(self, expand=adapted(self.expand, dims), contract=adapted(self.contract, dims))
 
     def for_dims(self, ndim: int) -> Scheme:
-        """The scheme for arrays of `ndim` dims, the last of which are features."""
+        """Return the scheme for arrays of `ndim` dims, the last of which are features."""
         return self.leading(ndim - 1)
 
     def wide(self, outer: int, inner: int) -> Scheme:
-        """The scheme for a block whose residual stream has `outer` dims of features and whose inside has `inner`.
+        """Return the scheme for a block with `outer` dims of features in the residual stream and `inner` inside.
 
         A group of dims is cut on its first one: attention's [batch, sequence, heads, head_dim] on its heads.
         """
@@ -99,7 +99,7 @@ class Scheme:
         )
 
     def plan(self, kind: str, *, leading: int = 2, k: int = 1, n: int = 1) -> Plan:
-        """The plan of one product, "expand" or "contract", with so many dims leading, contracted and put out."""
+        """Return the plan of one product, "expand" or "contract", with so many dims leading, contracted and put out."""
         if kind not in ("expand", "contract"):
             raise PlanError(f"a scheme has the plans 'expand' and 'contract', not {kind!r}")
         return adapted(self.expand if kind == "expand" else self.contract, leading, k=k, n=n)
@@ -127,11 +127,11 @@ class Scheme:
         return self.convolution(kind).y
 
     def with_data(self, axis: str) -> Scheme:
-        """The scheme with a further axis, outermost, that cuts the batch everywhere: data parallel around it."""
+        """Return the scheme with a further axis, outermost, that cuts the batch everywhere: data parallel around it."""
         return self._cut_also(axis, 0)
 
     def with_sequence(self, axis: str, *, ulysses: bool = False) -> Scheme:
-        """The scheme with a further axis, outermost, that cuts the sequence everywhere: sequence parallel around it.
+        """Return the scheme with a further, outermost axis that cuts the sequence everywhere.
 
         Parameters
         ----------
@@ -155,7 +155,7 @@ class Scheme:
         return tuple(a for a in self.inner.dims[1] if a not in self.ulysses) if len(self.expand.m) > 1 else ()
 
     def with_weights_cut(self, axis: str) -> Scheme:
-        """The scheme with weights that rest cut by one of its axes too (ZeRO-3, over the data axis).
+        """Return the scheme with weights that rest cut by one of its axes too (ZeRO-3, over the data axis).
 
         The axis cuts the first dim of each weight innermost; it must be one that replicates the weights.
         """
@@ -168,7 +168,7 @@ class Scheme:
         )
 
     def factored(self, axis: str, into: tuple[str, ...]) -> Scheme:
-        """The scheme with one of its axes taken as several, outermost first, whose sizes multiply to its own.
+        """Return the scheme with one of its axes taken as several, outermost first, whose sizes multiply to its own.
 
         Attention with fewer heads of keys than ranks cuts them by the outer ones, and the queries that share them by
         the inner ones.
@@ -210,7 +210,7 @@ def _factored(plan: Plan, axis: str, into: Cut) -> Plan:
 
 
 def spread(plan: Plan, group: str, axes: Cut) -> Plan:
-    """The plan with these axes cutting the second dim of a group, "n" or "k", where they cut its first one.
+    """Return the plan with these axes cutting the second dim of a group, "n" or "k", where they cut its first one.
 
     Attention's queries [kv heads, g, head_dim] are cut so by axes that do not cut the heads of keys.
     """
@@ -220,12 +220,12 @@ def spread(plan: Plan, group: str, axes: Cut) -> Plan:
 
 
 def shared(plan: Plan, axes: Cut) -> Plan:
-    """The plan with these axes not cutting n: all their ranks make, and hold, the same part of y."""
+    """Return the plan with these axes not cutting n: all their ranks make, and hold, the same part of y."""
     return _regrouped(plan, "n", lambda *cuts: tuple(tuple(a for a in cut if a not in axes) for cut in cuts))
 
 
 def _regrouped(plan: Plan, group: str, change: Callable[..., tuple[Cut, ...]]) -> Plan:
-    """The plan with the cuts of the dims of n or k changed, at work and at rest."""
+    """Return the plan with the cuts of the dims of n or k changed, at work and at rest."""
 
     def at(layout: Layout, first: int) -> Layout:
         cut = layout.dims
@@ -240,13 +240,13 @@ def _regrouped(plan: Plan, group: str, change: Callable[..., tuple[Cut, ...]]) -
 
 
 def bias(plan: Plan) -> Layout:
-    """The layout of a bias: that of the dims the product puts out, as y rests."""
+    """Return the layout of a bias: that of the dims the product puts out, as y rests."""
     return Layout(*plan.y.dims[len(plan.b) + len(plan.m) :])
 
 
 @lru_cache(maxsize=4096)
 def adapted(plan: Plan, leading: int = 2, *, k: int = 1, n: int = 1) -> Plan:
-    """A plan over [batch, sequence, k] and [k, n] for other numbers of leading dims, and of dims in k and n.
+    """Return a plan over [batch, sequence, k] and [k, n] for other numbers of leading dims, and of dims in k and n.
 
     Parameters
     ----------

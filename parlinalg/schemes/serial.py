@@ -19,5 +19,5 @@ SCHEME = Scheme("serial", (), _plan, _plan)
 
 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
-    """The sizes of the axes over `size` ranks, of which there may be one."""
+    """Return the sizes of the axes over `size` ranks, of which there may be one."""
     return only("serial", size, SCHEME.axes, shape, depth)

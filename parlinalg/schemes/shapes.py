@@ -20,7 +20,7 @@ class NeedsShape(ConfigError):
 
 
 def only(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None, depth: int | None) -> dict[str, int]:
-    """The sizes of a scheme of one axis (or none, for one rank), which has no shape to choose."""
+    """Return the sizes of a scheme of one axis (or none, for one rank), which has no shape to choose."""
     no_depth(mode, depth)
     if not axes:
         if size != 1:
@@ -32,7 +32,7 @@ def only(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None,
 
 
 def power(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None) -> dict[str, int]:
-    """The sizes of the axes as `shape` gives them, by default all equal where the ranks fall into a square or cube."""
+    """Return the sizes of the axes given by `shape`; by default all equal, for square or cubic numbers of ranks."""
     if shape is None:
         side = round(size ** (1 / len(axes)))
         if side ** len(axes) != size:
@@ -42,7 +42,7 @@ def power(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None
 
 
 def given(mode: str, size: int, axes: Sequence[str], shape: Sequence[int]) -> dict[str, int]:
-    """The sizes of the axes from a shape, checked."""
+    """Return the sizes of the axes from a shape, checked."""
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
     if not whole or len(shape) != len(axes) or math.prod(shape) != size:
         fitting = listed(factorizations(size, len(axes)))
@@ -56,7 +56,7 @@ def given(mode: str, size: int, axes: Sequence[str], shape: Sequence[int]) -> di
 def deep(
     mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None, depth: int | None
 ) -> dict[str, int]:  # fmt: skip
-    """The sizes of the axes (depth, rows, columns): from the shape, or from a depth that leaves a square."""
+    """Return the sizes of the axes (depth, rows, columns): from the shape, or from a depth that leaves a square."""
     if shape is not None:
         sizes = given(mode, size, axes, shape)
         if depth is not None and depth != sizes[axes[0]]:

@@ -22,6 +22,6 @@ SCHEME = Scheme("2d", ("r", "c"), _plan, _plan)
 
 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
-    """The sizes of the axes over `size` ranks: `shape` is (r, c), by default a square."""
+    """Return the sizes of the axes over `size` ranks: `shape` is (r, c), by default a square."""
     no_depth("2d tensor parallelism", depth)
     return power("2d", size, SCHEME.axes, shape)

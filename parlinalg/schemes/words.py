@@ -14,7 +14,7 @@ _SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_t
 
 
 def transitions(plan: Plan) -> dict[str, tuple[Layout, Layout]]:
-    """What changes its layout in one product and its derivatives: for each column of the table (from, to).
+    """Return the changes of layout in one product and its derivatives: for each column of the table (from, to).
 
     The gradient of y is brought to work once for both derivatives; x and w count as kept gathered for them.
     """
@@ -30,7 +30,7 @@ def transitions(plan: Plan) -> dict[str, tuple[Layout, Layout]]:
 
 
 def steps(plan: Plan, sizes: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
-    """The steps of communication of one product and its derivatives, by column of the table."""
+    """Return the steps of communication of one product and its derivatives, by column of the table."""
     return {column: moves(src, dst, sizes) for column, (src, dst) in transitions(plan).items()}
 
 
@@ -76,7 +76,7 @@ def scheme_words(
 
 
 def describe(scheme: Scheme) -> str:
-    """The scheme's row of the table of schemes, in Markdown; columns: scheme, x, w, y, grad y, dx, dw.
+    """Return the scheme's row of the table of schemes, in Markdown; columns: scheme, x, w, y, grad y, dx, dw.
 
     AR is an all-reduce, AG an all-gather, RS a reduce-scatter; "a / b" is a in expand and b in contract.
 
@@ -95,7 +95,7 @@ def describe(scheme: Scheme) -> str:
 
 
 def table_of_schemes(schemes: Mapping[str, Scheme]) -> str:
-    """The table of these schemes in Markdown, a row each."""
+    """Return the table of these schemes in Markdown, a row each."""
     head = f"| {' | '.join(['scheme', *COLUMNS])} |\n{'|---' * (len(COLUMNS) + 1)}|"
     return "\n".join([head, *(describe(s) for s in schemes.values())])
 
@@ -106,7 +106,7 @@ def _cells(plan: Plan, scheme: Scheme) -> list[str]:
 
 
 def _exchanged(scheme: Scheme) -> tuple[str, str] | None:
-    """The two axes whose exchange turns expand into contract, if that is how the scheme is made."""
+    """Return the two axes whose exchange turns expand into contract, if the scheme is made so."""
     pairs = ((a, b) for i, a in enumerate(scheme.axes) for b in scheme.axes[i + 1 :])
     if scheme.contract == scheme.expand:
         return None

@@ -226,7 +226,7 @@ def pytest_internalerror(excrepr: object) -> None:
 
 @pytest.fixture(scope="session")
 def parlinalg_backend() -> str:
-    """The backend of the fixtures' grids; a `conftest.py` may have another one."""
+    """Return the backend of the fixtures' grids; a `conftest.py` may have another one."""
     return "auto"
 
 

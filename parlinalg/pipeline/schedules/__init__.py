@@ -18,7 +18,7 @@ __all__ = ["ScheduleFile", "discover", "make"]
 
 
 class ScheduleFile(Protocol):
-    """What a file of this folder defines."""
+    """The names that a file of this folder defines."""
 
     NAME: str
 
@@ -33,14 +33,14 @@ def _files() -> dict[str, ScheduleFile]:
 
 
 def discover() -> dict[str, ScheduleFile]:
-    """All schedules by name, found by listing the folder."""
+    """Return all schedules by name, found by listing the folder."""
     return dict(_files())
 
 
 def make(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, *, every: int | None = None
 ) -> Schedule:  # fmt: skip
-    """The schedule of a name.
+    """Return the schedule of a name.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def make(
 
 # ------------------------------------------------------------------ arguments of schedules
 def one_stage_each(ranks: int) -> tuple[tuple[Chunk], ...]:
-    """Stage r on rank r."""
+    """Return the chunks of a pipeline with stage r on rank r."""
     return tuple((Chunk(rank),) for rank in range(ranks))
 
 
@@ -92,7 +92,7 @@ def require_two_chunks(name: str, chunks: int | None, why: str) -> None:
 
 
 def steps_per_run(name: str, microbatches: int, every: int) -> int:
-    """The optimizer steps of a run; refuse microbatches that are no multiple of those of a step."""
+    """Return the optimizer steps of a run; raise unless the microbatches are a multiple of those of a step."""
     if microbatches % every:
         fits = ", ".join(str(d) for d in range(1, microbatches + 1) if microbatches % d == 0)
         raise ScheduleError(

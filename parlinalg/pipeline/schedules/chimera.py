@@ -20,7 +20,7 @@ NAME = "chimera"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule; an even number of ranks, 2 or more microbatches."""
+    """Return the schedule; an even number of ranks, 2 or more microbatches."""
     require_synchronous(NAME, every)
     require_two_chunks(NAME, chunks, "a rank holds a stage of each of the two replicas")
     if ranks % 2:
@@ -35,7 +35,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """The computations of one rank, by the slots they would have if all took one slot: no two have the same."""
+    """Yield the computations of one rank, by the slots they would have if all took one slot: no two have the same."""
     slots: dict[int, Instruction] = {}
     for j in range(microbatches):
         copy = j % 2

@@ -16,14 +16,14 @@ NAME = "gpipe"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule; any numbers of ranks and microbatches."""
+    """Return the schedule; any numbers of ranks and microbatches."""
     require_one_chunk(NAME, chunks)
     require_synchronous(NAME, every)
     return complete(NAME, microbatches, ranks, one_stage_each(ranks), (order(microbatches) for _ in range(ranks)))
 
 
 def order(microbatches: int) -> Iterator[Instruction]:
-    """The computations of any rank."""
+    """Yield the computations of any rank."""
     for op in (Op.FORWARD, Op.BACKWARD):
         for j in range(microbatches):
             yield Instruction(op, 0, j)

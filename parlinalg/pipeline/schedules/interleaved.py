@@ -17,7 +17,7 @@ NAME = "interleaved"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule; microbatches a multiple of the ranks, two or more chunks (default: 2)."""
+    """Return the schedule; microbatches a multiple of the ranks, two or more chunks (default: 2)."""
     require_synchronous(NAME, every)
     chunks = 2 if chunks is None else chunks
     if chunks < 2:
@@ -34,7 +34,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Instruction]:
-    """The computations of one rank: chunks take turns, each with p microbatches."""
+    """Yield the computations of one rank: chunks take turns, each with p microbatches."""
     total = microbatches * chunks
     ahead = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, total)
 

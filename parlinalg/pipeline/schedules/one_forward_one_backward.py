@@ -15,7 +15,7 @@ NAME = "1f1b"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule; any numbers of ranks and microbatches."""
+    """Return the schedule; any numbers of ranks and microbatches."""
     require_one_chunk(NAME, chunks)
     require_synchronous(NAME, every)
     return complete(
@@ -24,7 +24,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """The computations of one rank: the later it comes, the fewer forward passes before its first backward pass."""
+    """Yield the computations of one rank: later ranks make fewer forward passes before their first backward pass."""
     ahead = min(ranks - rank - 1, microbatches)
     for j in range(ahead):
         yield Instruction(Op.FORWARD, 0, j)

@@ -17,7 +17,7 @@ NAME = "pipedream"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule of a run of steps, one every so many microbatches (default: 1); any numbers of ranks."""
+    """Return the schedule of a run of steps, one every so many microbatches (default: 1); any numbers of ranks."""
     require_one_chunk(NAME, chunks)
     every = 1 if every is None else every
     steps_per_run(NAME, microbatches, every)
@@ -39,5 +39,5 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[Instruction]:
-    """The computations and steps of one rank."""
+    """Yield the computations and steps of one rank."""
     return with_steps(flushed(rank, ranks, microbatches), every)

@@ -18,7 +18,7 @@ NAME = "pipedream-2bw"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule of a run of steps, one every so many microbatches: at least p − 1 (default: all of them)."""
+    """Return the schedule of a run of steps, one every so many microbatches: at least p − 1 (default: all of them)."""
     require_one_chunk(NAME, chunks)
     every = microbatches if every is None else every
     steps = steps_per_run(NAME, microbatches, every)
@@ -47,5 +47,5 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[Instruction]:
-    """The computations and steps of one rank."""
+    """Yield the computations and steps of one rank."""
     return with_steps(flushed(rank, ranks, microbatches), every)

@@ -16,7 +16,7 @@ NAME = "zb-h1"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule; any numbers of ranks and microbatches."""
+    """Return the schedule; any numbers of ranks and microbatches."""
     require_one_chunk(NAME, chunks)
     require_synchronous(NAME, every)
     return complete(
@@ -25,7 +25,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """The computations of one rank."""
+    """Yield the computations of one rank."""
     ahead = min(ranks - rank - 1, microbatches)
     for j in range(ahead):
         yield Instruction(Op.FORWARD, 0, j)

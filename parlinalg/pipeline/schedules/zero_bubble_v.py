@@ -16,7 +16,7 @@ NAME = "zb-v"
 
 
 def generate(ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule; any numbers of ranks and microbatches (those below 2 p − 1 leave bubbles)."""
+    """Return the schedule; any numbers of ranks and microbatches (those below 2 p − 1 leave bubbles)."""
     require_synchronous(NAME, every)
     require_two_chunks(NAME, chunks, "a rank holds the two stages at the same height of the V")
     held = tuple((Chunk(rank), Chunk(2 * ranks - 1 - rank)) for rank in range(ranks))
@@ -25,7 +25,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """The computations of one rank, of at least the 2 p − 1 microbatches that the pattern is made of."""
+    """Yield the computations of one rank, of at least the 2 p − 1 microbatches that the pattern is made of."""
     total = max(microbatches, 2 * ranks - 1)
     counts: dict[tuple[Op, int], int] = {}
 

@@ -206,7 +206,7 @@ class _Task:
         return self.xp.matmul(a, b, out=self.room.get(name, *a.shape[:-1], b.shape[-1]))
 
     def place(self, *shape: int) -> Block:
-        """The next block's scores: kept, or in an array that is used again."""
+        """Return the next block's scores: kept, or in an array that is used again."""
         self.pairs += math.prod(shape)
         if self.kept is None:
             return self.room.get("scores", *shape)
@@ -227,7 +227,7 @@ class _Task:
         return self.visible.spans(b, h, rows, self.keys, self.limits.keys)
 
     def sums(self, s: Block) -> Block:
-        """The sums of the rows of s, as columns."""
+        """Return the sums of the rows of s, as columns."""
         return self.xp.matmul(s, self.ones[: s.shape[-1]])
 
     def exponentiate(self, s: Block, shift: Block = None) -> Block:

@@ -111,11 +111,11 @@ class Blocks:
         return self.gemm, call.blocks, call.items, *self.q.shape[3:], *self.inputs, self.scale, call.factor
 
     def _sizes(self) -> np.ndarray:
-        """The scores of each block."""
+        """Return the scores of each block."""
         return (self.table[:, 1] - self.table[:, 0]) * (self.table[:, 3] - self.table[:, 2])
 
     def _pairs(self) -> int:
-        """The scores of all heads."""
+        """Return the scores of all heads."""
         batch, _, heads, group, _ = self.q.shape
         return batch * heads * group * int(self._sizes().sum())
 

@@ -54,32 +54,32 @@ def _product(gemm, turned, m, n, k, alpha, x, w, beta, y):
 
 @njit(**AS_WRITTEN)
 def _matrix(x, row, column):
-    """A contiguous matrix from a row and a column on."""
+    """Return a contiguous matrix from a row and a column on."""
     width = x.strides[0] // x.itemsize
     return x.ctypes.data + (row * width + column) * x.itemsize, width
 
 
 @njit(**AS_WRITTEN)
 def _line(x, b, i, h, g):
-    """Where the features of token i are in an array's values."""
+    """Return the index in an array's values of the features of token i."""
     return b * x[1] + i * x[2] + h * x[3] + g * x[4]
 
 
 @njit(**AS_WRITTEN)
 def _at(line, j):
-    """An index that is not asked whether it counts from the end."""
+    """Return an index that is not checked for counting from the end."""
     return types.uintp(line) + types.uintp(j)
 
 
 @njit(**AS_WRITTEN)
 def _lines(x, b, i, h, g):
-    """The matrix of tokens from i on."""
+    """Return the matrix of tokens from i on."""
     return x[0].ctypes.data + _line(x, b, i, h, g) * x[0].itemsize, x[2]
 
 
 @njit(**AS_WRITTEN)
 def _step(rows, width):
-    """How many keys fit into a small product."""
+    """Return the number of keys that fit into a small product."""
     return max(_SPAN, _SMALL // (rows * width) // 16 * 16)
 
 
@@ -135,7 +135,7 @@ def _copy(x, b, i, h, g, n, y):
 
 @njit(**AS_WRITTEN)
 def _write(y, add, x, b, i, h, g):
-    """The other way round."""
+    """Copy the other way round."""
     values = x[0]
     for t in range(y.shape[0]):
         line = _line(x, b, i + t, h, g)
@@ -159,7 +159,7 @@ def _clear(x, b, i, h, g, n, e):
 
 @njit(**AS_WRITTEN)
 def _ordered_32(bits):
-    """The bits of a float as an integer that compares as the float does, and back."""
+    """Return the bits of a float as an integer that compares as the float does, and back."""
     return bits ^ ((bits >> types.int32(31)) & types.int32(0x7FFFFFFF))
 
 
@@ -187,7 +187,7 @@ def _greatest_64(s, i, start, stop, top):
 
 
 def _greatest(s, i, start, stop, top):
-    """The greatest of a row's spans and `top`; compared as integers, which vectorizes."""
+    """Return the greatest of a row's spans and `top`; compared as integers, which vectorizes."""
     raise NotImplementedError
 
 
@@ -210,7 +210,7 @@ def _room(rows, keys):
 
 @njit(**AS_WRITTEN)
 def _seen(i, after, upto, m):
-    """From which key to which one a query sees those of a block, and the spans of `_SPAN` keys that hold them."""
+    """Return the first and the last key of a block that a query sees, and the spans of `_SPAN` keys that hold them."""
     low = min(max(0, i + upto + 1), m)
     high = max(low, min(m, i + after + 1))
     start = low // _SPAN
@@ -219,7 +219,7 @@ def _seen(i, after, upto, m):
 
 @njit(**AS_WRITTEN)
 def _hide(s, i, m, low, high, start, stop, value):
-    """A value where a query sees no key of its spans, and zeros beyond them."""
+    """Write a value where a query sees no key of its spans, and zeros beyond them."""
     for c in range(start):
         s[i, c] = 0
     for c in range(stop, -(-m // _SPAN)):
@@ -242,7 +242,7 @@ def _thin(s, n, m, factor, h, g):
 
 @njit(**AS_WRITTEN)
 def _reach(blocks):
-    """The most queries and keys of a block, and the keys of all blocks."""
+    """Return the most queries and keys of a block, and the keys of all blocks."""
     rows = keys = low = high = 0
     for t in range(blocks.shape[0]):
         row, row_stop, key, key_stop = blocks[t, 0], blocks[t, 1], blocks[t, 2], blocks[t, 3]
@@ -322,7 +322,7 @@ def forward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, top, tot
 
 @loop(sums=True)
 def backward(gemm, blocks, items, group, e, q, k, v, scale, factor, out, lse, dout, dq, dk, dv, tokens, add_q, add_k):
-    """The gradients of q, k and v from that of out, added to what is there or written; of all `tokens` of k and v.
+    """Add or write the gradients of q, k and v from that of out; of all `tokens` of k and v.
 
     Parameters as of `forward`.  With P = exp(scale q kᵀ - lse) and D = the row sums of dout ∘ out:
     dS = P ∘ (dout vᵀ - D), dq = scale dS k, dk = scale dSᵀ q, dv = Pᵀ dout.
