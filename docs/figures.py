@@ -15,7 +15,7 @@ from pathlib import Path
 from parlinalg.layout import Layout, coordinates
 from parlinalg.moves import moves
 from parlinalg.pipeline.drawing import svg
-from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import simulate
 from parlinalg.plan import Plan
 from parlinalg.schemes import discover
@@ -179,7 +179,7 @@ def draw(file: str) -> str:
     """A figure, as SVG."""
     if file in TIMELINES:
         schedule, ranks, microbatches, chunks, every = TIMELINES[file]
-        return svg(simulate(make(schedule, ranks, microbatches, chunks, every=every)))
+        return svg(simulate(make_schedule(schedule, ranks, microbatches, chunks, every=every)))
     name, sizes, plans = SHOWN[file]
     scheme = discover()[name].SCHEME.leading(1)
     row = SIDE + 84

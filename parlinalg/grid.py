@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from parlinalg.backend import Backend, select
-from parlinalg.backend.blas import place, set_blas_threads, sharing
+from parlinalg.backend import Backend, select_backend
+from parlinalg.backend.blas import host_and_cores, set_blas_threads, sharing
 from parlinalg.comm import Comm, between_gpus, open_comm
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import place_on_node
@@ -98,7 +98,7 @@ class Grid:
         cart = self.world.cartesian(self.sizes)
         self._cart: Comm = SingleComm() if cart is None else between_gpus(cart, self.backend)
         local_ranks = place_on_node(self.world)[1]
-        self.threads = set_blas_threads(sharing(self.world.share(place()), self.rank, local_ranks))
+        self.threads = set_blas_threads(sharing(self.world.share(host_and_cores()), self.rank, local_ranks))
 
     def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
         """Return the sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
@@ -119,7 +119,7 @@ class Grid:
     def _agreed_backend(self, name: str) -> Backend:
         local_rank = place_on_node(self.world)[0]
         try:
-            chosen, problem = select(name, local_rank), ""
+            chosen, problem = select_backend(name, local_rank), ""
         except Exception as error:  # told to all ranks below
             chosen, problem = None, f"rank {self.rank}: {error}"
         replies = self.world.share([problem, chosen.name if chosen else ""])
@@ -127,7 +127,7 @@ class Grid:
             if theirs:
                 raise GridError(f"backend {name!r} cannot be used: {theirs}")
         if chosen is None or any(theirs != chosen.name for _, theirs in replies):
-            chosen = select("numpy", local_rank)  # "auto" where only some ranks have a GPU
+            chosen = select_backend("numpy", local_rank)  # "auto" where only some ranks have a GPU
         return chosen
 
     @property

@@ -203,7 +203,7 @@ NAMES: dict[str, str] = {
 }  # fmt: skip
 
 
-def key(name: str) -> str:
+def key_hint(name: str) -> str:
     """Return a sentence on an unknown key of a configuration; empty where no other library has it either."""
     found = KEYS.get(name)
     return "" if found is None else f"here it is {found}.  "

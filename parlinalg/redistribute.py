@@ -12,7 +12,7 @@ from typing import Any
 
 from parlinalg.comm import Handle
 from parlinalg.errors import LayoutError
-from parlinalg.exchange import Rect, exchange, meet, piece_size, volume
+from parlinalg.exchange import exchange, local, meet, piece_size, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, coordinates, cut_lengths, index_of
 from parlinalg.moves import Step, moves
@@ -94,7 +94,7 @@ def _ordered(
 ) -> Work:
     if grid.world.checked:
         src.check(shape, grid.sizes)
-        check_replicas(block, src, grid)
+        check_block_replicas(block, src, grid)
     if order is None:
         return (yield from carry(block, src, dst, shape, grid, wait, owned, tag))
     stored = tuple(shape[d] for d in order)
@@ -125,11 +125,11 @@ def carry(
     return block
 
 
-def check_replicas(block: Block, layout: Layout, grid: Grid, what: str = "") -> None:
+def check_block_replicas(block: Block, layout: Layout, grid: Grid, what: str = "") -> None:
     """Checked mode: raise a CommError on all ranks if blocks that should be replicas differ."""
     axes = tuple(a for a in grid.axes if a not in layout.axes and grid.sizes[a] > 1)
     if axes and grid.inside:
-        from parlinalg.comm.check import check_replicas as compare
+        from parlinalg.comm.check import check_block_replicas as compare
 
         compare(grid.comm(axes), block, what or f"the blocks of an array in {layout!r}")
 
@@ -160,19 +160,14 @@ def _mask(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned:
 def _embed(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     before, after = grid.block(step.src, shape), grid.block(step.dst, shape)
     out = grid.backend.zeros(tuple(len(r) for r in after), block.dtype)
-    out[inside(before, after)] = block
+    out[local(before, after)] = block
     yield from ()
     return out
 
 
 def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     yield from ()
-    return block[inside(grid.block(step.dst, shape), grid.block(step.src, shape))]
-
-
-def inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
-    """Return the slices that cut the rectangle `part` out of a block that is the rectangle `whole`."""
-    return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
+    return block[local(grid.block(step.dst, shape), grid.block(step.src, shape))]
 
 
 def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:

@@ -256,9 +256,9 @@ def parlinalg_backend(backend: str) -> str:
 @pytest.fixture(scope="session")
 def xp(backend: str) -> Any:
     """The array module of this run."""
-    from parlinalg.backend import select
+    from parlinalg.backend import select_backend
 
-    return select(backend).xp
+    return select_backend(backend).xp
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,8 @@ def test_a_microbatch_draws_its_part_of_the_batch(make_grid, world):
 @pytest.mark.serial
 def test_every_part_of_the_key_counts():
     keys = {
-        tuple(counter.key(*k)) for k in [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
+        tuple(counter.stream_key(*k))
+        for k in [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
     }
     assert len(keys) == 5
 
@@ -67,18 +68,18 @@ def test_a_block_takes_the_words_of_its_indices(tune, jump, chunk):
         ]
         bits, start = int(rng.choice([32, 64])), int(rng.integers(0, 4))
         row = int(np.prod(shape[1:]))
-        key = counter.key(1, "x")
-        whole = counter.Stream(key, bits).take(0, (start + shape[0]) * row)[start * row :].reshape(shape)
+        key = counter.stream_key(1, "x")
+        whole = counter.RandomStream(key, bits).take(0, (start + shape[0]) * row)[start * row :].reshape(shape)
         want = whole[tuple(slice(r.start, r.stop) for r in block)]
-        got = [(at, w) for at, w in counter.block_words(counter.Stream(key, bits), shape, block, start)]
+        got = [(at, w) for at, w in counter.block_words(counter.RandomStream(key, bits), shape, block, start)]
         assert [at for at, _ in got] == [0, *np.cumsum([len(w) for _, w in got])[:-1].tolist()][: len(got)]
         assert np.array_equal(np.concatenate([w for _, w in got] or [want.reshape(-1)]), want.reshape(-1))
 
 
 @pytest.mark.serial
 def test_the_words_are_those_of_philox():
-    raw = np.random.Philox(key=counter.key(5, "n"), counter=0).random_raw(100)
-    assert np.array_equal(counter.Stream(counter.key(5, "n")).take(7, 60), raw[7:67])
+    raw = np.random.Philox(key=counter.stream_key(5, "n"), counter=0).random_raw(100)
+    assert np.array_equal(counter.RandomStream(counter.stream_key(5, "n")).take(7, 60), raw[7:67])
 
 
 @pytest.mark.serial

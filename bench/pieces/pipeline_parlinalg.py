@@ -27,7 +27,7 @@ import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import no_sync, ops
 from parlinalg.datasets import Batch
-from parlinalg.pipeline import AsynchronousWorker, Op, make, split
+from parlinalg.pipeline import AsynchronousWorker, Op, make_schedule, split
 from parlinalg.pipeline.model import Stage
 from parlinalg.pipeline.run import InFlight
 from parlinalg.pipeline.simulate import Costs, predict
@@ -72,7 +72,9 @@ def prepared(name: str, sizes: Sizes, microbatches: int, counts: list[int], runs
     size = mesh.topology.size
     late = name.startswith("pipedream")
     chunks = len(counts) // size if name == "interleaved" else None
-    schedule = make(name, size, microbatches * (runs if late else 1), chunks, every=microbatches if late else None)
+    schedule = make_schedule(
+        name, size, microbatches * (runs if late else 1), chunks, every=microbatches if late else None
+    )
     whole = nn.GPT(
         vocab_size=sizes.vocab, max_position_embeddings=sizes.seq, hidden_size=sizes.d,
         num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, grid=mesh.grid, scheme=mesh.scheme,

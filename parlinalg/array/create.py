@@ -10,7 +10,7 @@ import numpy as np
 from parlinalg.array import transfer
 from parlinalg.array.core import DistArray
 from parlinalg.array.shapes import shape_of
-from parlinalg.comm.check import checksum
+from parlinalg.comm.check import array_checksum
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, cut_lengths, index_of
@@ -92,7 +92,7 @@ def _checksum(host: Any, grid: Grid) -> str:
     """Return the checksum of a host array that should be equal on several ranks; empty where it is not compared."""
     if host.dtype.name not in ITEMSIZE or not (grid.world.checked or host.nbytes <= SMALL):
         return ""
-    return checksum(host)
+    return array_checksum(host)
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:

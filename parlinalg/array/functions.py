@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array import create, reductions, shapes
 from parlinalg.array.core import Axis, DistArray, same_grid
-from parlinalg.array.ufuncs import PRODUCT, operand, together
+from parlinalg.array.ufuncs import PRODUCT, broadcast_layout, operand
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.redistribute import fitting
@@ -138,7 +138,7 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> DistArray:
     values = [operand(v, "where") for v in (condition, x, y)]
     arrays = [reductions.summed(v, "where") for v in values if isinstance(v, DistArray)]
     same_grid(arrays)
-    shape, layout = together(arrays, "where")
+    shape, layout = broadcast_layout(arrays, "where")
     block = arrays[0].xp.where(*(v.block if isinstance(v, DistArray) else v for v in values))
     return arrays[0].like(block, layout, shape)
 

@@ -47,7 +47,7 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     if not arrays:
         raise TypeError(f"out= of np.{ufunc.__name__} is distributed, but its operands are not")
     grid = same_grid(arrays)
-    shape, layout = together(arrays, ufunc.__name__)
+    shape, layout = broadcast_layout(arrays, ufunc.__name__)
     _check_partial(ufunc, operands, layout)
     blocks = [o.block if isinstance(o, DistArray) else o for o in operands]
     if out is not None:
@@ -83,7 +83,7 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
     raise TypeError(f"{name}: a DistArray takes DistArrays and scalars, not {type(value).__name__}")
 
 
-def together(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], Layout]:
+def broadcast_layout(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], Layout]:
     """Return the broadcast shape of the arrays and its layout; a LayoutError where theirs differ."""
     grid = arrays[0].grid
     if all(a.shape == arrays[0].shape and a.layout == arrays[0].layout for a in arrays[1:]):

@@ -12,7 +12,7 @@ from parlinalg.autograd.tape import Reducer, WeightGatherer
 from parlinalg.autograd.tensor import Tensor
 from parlinalg.backend.views import flat
 from parlinalg.layout import Cut
-from parlinalg.redistribute import check_replicas
+from parlinalg.redistribute import check_block_replicas
 
 Block = Any
 
@@ -89,7 +89,9 @@ class Parameter(Tensor):
         self.writes = 0
         super().__init__(data, requires_grad)
         if data.grid.world.checked:
-            check_replicas(data.block, data.layout, data.grid, f"the parameter {name!r}" if name else "a parameter")
+            check_block_replicas(
+                data.block, data.layout, data.grid, f"the parameter {name!r}" if name else "a parameter"
+            )
 
     @property
     def requires_grad(self) -> bool:

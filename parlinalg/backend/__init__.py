@@ -124,7 +124,7 @@ def backend_of(block: Array) -> Backend:
     raise TypeError(f"a block is a NumPy or a CuPy array, not {type(block).__module__}.{type(block).__qualname__}")
 
 
-def select(name: str, local_rank: int = 0) -> Backend:
+def select_backend(name: str, local_rank: int = 0) -> Backend:
     """Return the backend called `name` for the rank that is number `local_rank` on its machine.
 
     Parameters

@@ -25,7 +25,7 @@ def cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def place() -> list[str]:
+def host_and_cores() -> list[str]:
     """Return the host and the cores of this process, as bits of a hexadecimal number, for `sharing` on other ranks."""
     return [socket.gethostname(), f"{sum(1 << core for core in cores()):x}"]
 
@@ -88,8 +88,8 @@ def _set_openblas(threads: int) -> bool:
 def _in_openblas(symbol: str) -> Any:
     """Return a function of the OpenBLAS inside NumPy's wheel; None where there is none, or not this function."""
     folder = Path(np.__file__).parent
-    places = [folder.parent / "numpy.libs", folder / ".dylibs"]
-    for path in (file for place in places if place.is_dir() for file in place.glob("*openblas*")):
+    folders = [folder.parent / "numpy.libs", folder / ".dylibs"]
+    for path in (file for folder in folders if folder.is_dir() for file in folder.glob("*openblas*")):
         library = ctypes.CDLL(str(path))  # the one already loaded: the path is the same
         if hasattr(library, symbol):
             return getattr(library, symbol)

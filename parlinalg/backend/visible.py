@@ -21,7 +21,7 @@ SHORT = 16
 """Positions that fall into more runs than one in so many are compared one by one."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens `start` to `stop - 1` stand at positions `first`, `first + step`, …; step 0: in no order."""
 
     start: int
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     step: int
 
 
-class Places:
+class TokenPositions:
     """The positions of some tokens.
 
     Parameters
@@ -44,30 +44,30 @@ class Places:
         self._copy: Any = None
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[TokenRun]:
         """Maximal runs of equal positive steps; one without order if they would be many."""
         at, n = self.positions, len(self.positions)
         if not n:
             return []
         steps = np.diff(at)
         turns = np.flatnonzero(np.diff(steps)) + 1  # before these steps another one was taken
-        runs: list[Run] = []
+        runs: list[TokenRun] = []
         start = 0
         for turn in (*turns.tolist(), n - 1):
             if turn <= start < n - 1:  # the step out of the last run
                 continue
             step = int(steps[start]) if start < n - 1 else 1
             if step <= 0 or len(runs) > 4 + n // SHORT:
-                return [Run(0, n, 0, 0)]
-            runs.append(Run(start, turn + 1, int(at[start]), step))
+                return [TokenRun(0, n, 0, 0)]
+            runs.append(TokenRun(start, turn + 1, int(at[start]), step))
             start = turn + 1
         return runs
 
-    def within(self, part: slice) -> Run:
+    def within(self, part: slice) -> TokenRun:
         """Return the run that a part lies in, cut to the part."""
         for start, stop, first, step in self.runs:
             if start <= part.start < stop:
-                return Run(part.start, part.stop, first + (part.start - start) * step, step)
+                return TokenRun(part.start, part.stop, first + (part.start - start) * step, step)
         raise IndexError(f"token {part.start} of {len(self.positions)}")
 
     def spans(self, step: int) -> list[slice]:
@@ -112,7 +112,8 @@ class Visible:
 
     def __init__(
         self, *, causal: bool = False, window: int | None = None, start: int = 0,
-        places: tuple[Places, Places] | None = None, documents: tuple[np.ndarray, np.ndarray] | None = None,
+        places: tuple[TokenPositions, TokenPositions] | None = None,
+        documents: tuple[np.ndarray, np.ndarray] | None = None,
         table: np.ndarray | None = None, size: int = 0, keep: tuple[Block, ...] = (),
     ) -> None:  # fmt: skip
         self.causal = causal
@@ -164,7 +165,7 @@ class Visible:
 
     def spans(self, batch: slice, heads: slice, rows: slice, keys: int, most: int) -> list[Span]:
         """Return the runs of keys, none longer than `most`, that queries `rows` of these items see."""
-        runs = [Run(0, keys, 0, 1)] if self.places is None else self.places[1].runs
+        runs = [TokenRun(0, keys, 0, 1)] if self.places is None else self.places[1].runs
         found = [self._near(rows, run) for run in runs]
         if self.table is not None:
             found = [span for low, high in found for span in self._runs(heads, rows, low, high)]
@@ -173,7 +174,7 @@ class Visible:
             found = [_trimmed(met[low:high], low, high) for low, high in found]
         return [(at, min(at + most, stop)) for start, stop in found for at in range(start, stop, most)]
 
-    def _near(self, rows: slice, run: Run) -> Span:
+    def _near(self, rows: slice, run: TokenRun) -> Span:
         """Return the part of a run of keys that causality and the window leave to queries `rows`."""
         low, high = run.start, run.stop
         if not self.causal and self.window is None:
@@ -351,7 +352,7 @@ def _within(keep: Block, *parts: slice) -> Block:
     return keep[tuple(p if n > 1 else slice(None) for p, n in zip(parts, keep.shape, strict=False))]
 
 
-def _before(run: Run, position: int) -> int:
+def _before(run: TokenRun, position: int) -> int:
     """Return where in a run the keys end that stand before a position; it may be beyond the run."""
     return run.start + max(0, -((run.first - position) // run.step))
 

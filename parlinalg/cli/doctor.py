@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from parlinalg.backend import Backend, compiled, select
-from parlinalg.backend.blas import cores, gemm_rate, place, sharing
+from parlinalg.backend import Backend, compiled, select_backend
+from parlinalg.backend.blas import cores, gemm_rate, host_and_cores, sharing
 from parlinalg.cli import gpu
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import Commands, mpiexec
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would
         hosts = comm.share(platform.node())
-        sharers = sharing(comm.share(place()), comm.rank)
+        sharers = sharing(comm.share(host_and_cores()), comm.rank)
         rates = comm.share([gemm_rate(grid.backend, dtype) for dtype in ("float32", "float64")])
         measured = collectives(comm, grid.backend) if comm.size > 1 else []
         if comm.rank == 0:
@@ -156,7 +156,7 @@ def _blas() -> str:
 
 def _backends(backend: Backend) -> list[str]:
     try:
-        gpu = select("cupy")
+        gpu = select_backend("cupy")
     except ConfigError as error:
         return [f"numpy; {error}"]
     chosen = f"{backend.name} is chosen ({backend.device}); the first GPU is {gpu.device}"

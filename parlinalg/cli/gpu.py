@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.backend import Backend, cuda, select
+from parlinalg.backend import Backend, cuda, select_backend
 from parlinalg.backend.blas import gemm_rate, gemm_side
 from parlinalg.backend.kernels import examples, samples
 from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
@@ -44,7 +44,7 @@ PLAN = """with one, this command would, in under three minutes:
 and end with code 1 if anything differs; `mpiexec -n RANKS parlinalg doctor --gpu` takes more ranks or several hosts"""
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """A line of the table: what was tried, its result for people, and the problem, if there is one."""
 
     part: str
@@ -80,7 +80,7 @@ def run(rows: int = ROWS) -> int:
     """
     start, alone = perf_counter(), launched().by == "one"
     try:
-        select("cupy")
+        select_backend("cupy")
     except ConfigError as error:
         if alone:
             tell(f"no GPU can be used here: {error}\n{PLAN}")
@@ -107,12 +107,12 @@ def _under_mpiexec(program: str, rows: int) -> int:
         return 1
 
 
-def _examine(comm: Comm, rows: int, start: float) -> list[Row]:
+def _examine(comm: Comm, rows: int, start: float) -> list[ReportRow]:
     """Try everything, printing as it goes; return the rows that failed.  Collective."""
-    failed: list[Row] = []
+    failed: list[ReportRow] = []
     with Grid({"ranks": comm.size}, comm, "cupy") as grid:
         backend = grid.backend
-        parts: tuple[Callable[[], Iterator[Row]], ...] = (
+        parts: tuple[Callable[[], Iterator[ReportRow]], ...] = (
             lambda: _about(backend, comm), lambda: _rates(backend), lambda: kernel_rows(backend, rows),
             lambda: _collectives(comm, backend), lambda: _products(comm, backend), lambda: _training(comm, backend),
         )  # fmt: skip
@@ -131,7 +131,7 @@ def _examine(comm: Comm, rows: int, start: float) -> list[Row]:
     return failed
 
 
-def _agreed(comm: Comm, row: Row) -> Row:
+def _agreed(comm: Comm, row: ReportRow) -> ReportRow:
     """Return this row, with the problems of all ranks.  Collective."""
     problems = comm.share(row.problem)
     mine = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
@@ -147,31 +147,31 @@ def _devices() -> list[str]:
     return devices()
 
 
-def _about(backend: Backend, comm: Comm) -> Iterator[Row]:
+def _about(backend: Backend, comm: Comm) -> Iterator[ReportRow]:
     mine = comm.share(backend.device)
     from parlinalg.backend.cupy import versions
 
-    yield from (Row("devices", f"GPU {i}", text) for i, text in enumerate(_devices()))
-    yield from (Row("devices", what, text) for what, text in versions().items())
+    yield from (ReportRow("devices", f"GPU {i}", text) for i, text in enumerate(_devices()))
+    yield from (ReportRow("devices", what, text) for what, text in versions().items())
     for device in dict.fromkeys(mine):
         ranks = [rank for rank, theirs in enumerate(mine) if theirs == device]
-        yield Row("devices", f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", device)
+        yield ReportRow("devices", f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}", device)
 
 
-def _rates(backend: Backend) -> Iterator[Row]:
+def _rates(backend: Backend) -> Iterator[ReportRow]:
     n = 2**26
     block, host = backend.zeros(n, np.uint8), backend.staging(n, np.uint8)
     host[:] = 1
     seconds = timed(backend, block.copy)
-    yield Row("rates", "memory, read and written", f"{2 * n / seconds / 1e9:.0f} GB/s")
+    yield ReportRow("rates", "memory, read and written", f"{2 * n / seconds / 1e9:.0f} GB/s")
     seconds = timed(backend, lambda: backend.copy_from_host(host, block))
-    yield Row("rates", "host to device", f"{n / seconds / 1e9:.1f} GB/s")
+    yield ReportRow("rates", "host to device", f"{n / seconds / 1e9:.1f} GB/s")
     seconds = timed(backend, lambda: backend.copy_to_host(block, host))
-    yield Row("rates", "device to host", f"{n / seconds / 1e9:.1f} GB/s", "" if host.all() else "values are lost")
+    yield ReportRow("rates", "device to host", f"{n / seconds / 1e9:.1f} GB/s", "" if host.all() else "values are lost")
     for dtype in _dtypes():
         side = gemm_side(backend, dtype)
         rate = gemm_rate(backend, dtype, side)
-        yield Row("rates", f"product of {side}×{side}, {dtype}", f"{rate / 1e12:.2f} TFLOP/s")
+        yield ReportRow("rates", f"product of {side}×{side}, {dtype}", f"{rate / 1e12:.2f} TFLOP/s")
 
 
 def _dtypes() -> list[str]:
@@ -241,11 +241,11 @@ def _eps(dtype: str) -> float:
     return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
 
 
-def kernel_rows(backend: Backend, rows: int) -> Iterator[Row]:
+def kernel_rows(backend: Backend, rows: int) -> Iterator[ReportRow]:
     """Yield how far each kernel is from NumPy in each dtype, and its rate."""
     for dtype in _dtypes():
         fused = cuda.ready(backend.zeros(1, _dtype(dtype)))
-        yield Row("kernels", dtype, "CUDA kernels are compiled" if fused else "unfused: no CUDA compiler here")
+        yield ReportRow("kernels", dtype, "CUDA kernels are compiled" if fused else "unfused: no CUDA compiler here")
         for check in kernel_checks(rows):
             what, problem = f"  {check.name}", ""
             try:
@@ -255,7 +255,7 @@ def kernel_rows(backend: Backend, rows: int) -> Iterator[Row]:
                     problem = f"{error:.3g} roundings of {dtype}, of which {ALLOWED[dtype]:.0f} are allowed"
             except Exception as failure:  # one kernel that fails must not hide the others
                 result, problem = "", f"{type(failure).__name__}: {failure}"
-            yield Row("kernels", what, result, problem)
+            yield ReportRow("kernels", what, result, problem)
 
 
 # ------------------------------------------------------------------------------------- several ranks
@@ -276,19 +276,19 @@ def _transports(comm: Comm, backend: Backend) -> Iterator[tuple[str, Comm | None
         yield "NCCL", over, ""
 
 
-def _collectives(comm: Comm, backend: Backend) -> Iterator[Row]:
+def _collectives(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
     exact = [*_dtypes(), "complex64", "int64"]  # whole numbers, so that every answer is exact
     for name, way, why in _transports(comm, backend):
         if way is None:
-            yield Row("collectives", name, f"not tried: {why}")
+            yield ReportRow("collectives", name, f"not tried: {why}")
             continue
         for op in CALLS:
             wrong = [dtype for dtype in exact if not collective_is_right(way, backend, op, dtype)]
-            yield Row("collectives", f"{name}, {op}", "exact" if not wrong else "", _differs(wrong))
+            yield ReportRow("collectives", f"{name}, {op}", "exact" if not wrong else "", _differs(wrong))
         if way.size > 1:
             for op, seconds, rate in collectives(way, backend):
                 text = f"8 B {seconds * 1e6:.1f} µs, {format_bytes(BANDWIDTH_BYTES)} {rate / 1e9:.2f} GB/s received"
-                yield Row("collectives", f"{name}, {op}", text)
+                yield ReportRow("collectives", f"{name}, {op}", text)
         if way is not comm:
             way.free()
 
@@ -347,7 +347,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _products(comm: Comm, backend: Backend) -> Iterator[Row]:
+def _products(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
     from parlinalg.array import distribute
     from parlinalg.matmul import matmul
 
@@ -365,10 +365,10 @@ def _products(comm: Comm, backend: Backend) -> Iterator[Row]:
             allowed = ALLOWED[dtype]
             problem = "" if error <= allowed else f"{error:.3g} roundings, of which {allowed:.0f} are allowed"
             result = f"{error:6.1f} roundings {max(comm.share(seconds)) * 1e3:9.3f} ms"
-            yield Row("products", f"513×700×259 on {rows}×{columns}, {dtype}", result, problem)
+            yield ReportRow("products", f"513×700×259 on {rows}×{columns}, {dtype}", result, problem)
 
 
-def _training(comm: Comm, backend: Backend) -> Iterator[Row]:
+def _training(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
     from parlinalg import schemes
 
     with Grid({"one": 1}, comm.sub((comm.rank,), ()), "numpy") as one:
@@ -385,7 +385,7 @@ def _training(comm: Comm, backend: Backend) -> Iterator[Row]:
         problem = "" if error <= 1e-10 else f"losses differ by {error:.1e}, of which 1e-10 is allowed"
         shape = "×".join(map(str, sizes.values()))
         result = f"losses within {error:.1e} {max(comm.share(seconds)) * 1e3:9.1f} ms a step"
-        yield Row("training", f"{name}, {shape}", result, problem)
+        yield ReportRow("training", f"{name}, {shape}", result, problem)
 
 
 def _losses(scheme: Any, grid: Grid, dtype: str, steps: int = 3) -> tuple[list[float], float]:

@@ -36,10 +36,10 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the timeline, and write the files asked for."""
-    from parlinalg.pipeline.schedules import make
+    from parlinalg.pipeline.schedules import make_schedule
     from parlinalg.pipeline.simulate import Costs, simulate
 
-    schedule = make(args.name, args.stages, args.microbatches, args.chunks, every=args.every)
+    schedule = make_schedule(args.name, args.stages, args.microbatches, args.chunks, every=args.every)
     forward, backward, weight = _costs(args.costs)
     simulation = simulate(schedule, Costs(forward, backward, weight, args.latency), args.cores)
     if speaks():

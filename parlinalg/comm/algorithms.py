@@ -82,7 +82,7 @@ _COMBINE = {"sum": "add", "max": "maximum", "min": "minimum"}
 _SLICE = 1 << 16  # elements added at a time, so that the sums stay in cache
 
 
-def combine(terms: Any, out: Any, op: str) -> None:
+def combine_terms(terms: Any, out: Any, op: str) -> None:
     """Reduce `terms[ranks, n]` over the ranks, in order, to `out[n]`; 16-bit floats in float32."""
     step = _SLICE if backend_of(out).cpu else max(out.size, 1)
     add, work = getattr(namespace(out), _COMBINE[op]), np.dtype(np.float32) if is_half(out.dtype) else out.dtype
@@ -116,7 +116,7 @@ class _Scattered(Handle):
         return True
 
     def _finish(self) -> None:
-        combine(self._terms, self._out, self._op)
+        combine_terms(self._terms, self._out, self._op)
         self._inner = self._terms = self._out = None
 
 

@@ -119,7 +119,7 @@ class Comm(ABC):
         """
         check_counts(self, "all_gather", "recv", recv, counts)
         check_own_count(self, "all_gather", "send", send, counts)
-        check_alike(self, "all_gather", send, recv)
+        check_same_dtype(self, "all_gather", send, recv)
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
             return DONE
@@ -136,7 +136,7 @@ class Comm(ABC):
         """Reduce all ranks' `send` elementwise and leave the i-th run of counts[i] elements in rank i's `recv`."""
         check_counts(self, "reduce_scatter", "send", send, counts)
         check_own_count(self, "reduce_scatter", "recv", recv, counts)
-        check_alike(self, "reduce_scatter", send, recv)
+        check_same_dtype(self, "reduce_scatter", send, recv)
         check_reduction(self, "reduce_scatter", op, send)
         if self.size == 1:
             recv.reshape(-1)[:] = send.reshape(-1)
@@ -182,7 +182,7 @@ class Comm(ABC):
         """Send the i-th run of send_counts[i] elements to rank i; `recv` holds the runs received, in rank order."""
         check_counts(self, "all_to_all", "send", send, send_counts)
         check_counts(self, "all_to_all", "recv", recv, recv_counts)
-        check_alike(self, "all_to_all", send, recv)
+        check_same_dtype(self, "all_to_all", send, recv)
         if self.size == 1:
             if send.size != recv.size:
                 raise CommError(
@@ -348,9 +348,9 @@ class Comm(ABC):
 
     def _agree(self, op: str, dtype: Any, counts: int | Sequence[int], **more: Any) -> None:
         """Checked mode: raise on all ranks unless all are about to make the same call."""
-        from parlinalg.comm.check import agree
+        from parlinalg.comm.check import check_same_call
 
-        agree(self, op, dtype, counts, more)
+        check_same_call(self, op, dtype, counts, more)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size}, axes={self.axes})"
@@ -394,7 +394,7 @@ def check_contiguous(comm: Comm, op: str, block: Any) -> None:
         )
 
 
-def check_alike(comm: Comm, op: str, send: Any, recv: Any) -> None:
+def check_same_dtype(comm: Comm, op: str, send: Any, recv: Any) -> None:
     if send.dtype is not recv.dtype and send.dtype != recv.dtype:
         raise CommError(f"{op} over {comm.axes}: send is {send.dtype} but recv {recv.dtype}; they should be the same")
     check_contiguous(comm, op, send)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parlinalg.comm.base import Comm
 
 
-def agree(comm: Comm, op: str, dtype: Any, counts: int | Sequence[int], more: Mapping[str, Any]) -> None:
+def check_same_call(comm: Comm, op: str, dtype: Any, counts: int | Sequence[int], more: Mapping[str, Any]) -> None:
     """Raise a CommError on every rank of `comm` unless all are about to make the same call.
 
     The calls are the same if their number on this communicator, operation, dtype, shape, count or counts, root and
@@ -49,11 +49,11 @@ def compare_states(comms: Iterable[Comm], state: Mapping[str, Any]) -> None:
     """Raise a CommError on every rank, in checked mode, unless all are about to load the same arrays."""
     for comm in comms:
         if comm.checked and comm.size > 1:
-            sums = {name: f"checksum {checksum(np.asarray(array))}" for name, array in state.items()}
+            sums = {name: f"checksum {array_checksum(np.asarray(array))}" for name, array in state.items()}
             compare(comm, "load_state_dict", sums, "pass the same global arrays on every rank")
 
 
-def checksum(array: Any) -> str:
+def array_checksum(array: Any) -> str:
     """Return the checksum of an array's elements in C order, as eight digits."""
     host = np.ascontiguousarray(backend_of(array).to_host(array))  # of a view the elements may lie apart
     return f"{zlib.crc32(host.reshape(-1).view('u1').data):08x}"
@@ -78,7 +78,7 @@ def compare(comm: Comm, what: str, facts: Mapping[str, Any], right: str, block: 
     """
     if not comm.checked or comm.size == 1:
         return
-    told = comm.share([facts, where, None if block is None else checksum(block)])
+    told = comm.share([facts, where, None if block is None else array_checksum(block)])
     for name in facts:
         if any(theirs.get(name) != told[0][0].get(name) for theirs, _, _ in told):
             groups = _groups([str(theirs.get(name)) for theirs, _, _ in told])
@@ -107,7 +107,7 @@ def check_replicas(comm: Comm, block: Any, what: str) -> None:
     """
     if not comm.checked or comm.size == 1:
         return
-    sums = comm.share([checksum(block), list(block.shape), str(block.dtype)])
+    sums = comm.share([array_checksum(block), list(block.shape), str(block.dtype)])
     if any(one != sums[0] for one in sums):
         groups = _groups([f"checksum {crc} of shape {tuple(shape)} {dtype}" for crc, shape, dtype in sums])
         raise CommError(

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from parlinalg.comm.base import Comm
 from parlinalg.comm.streams import say
-from parlinalg.comm.watch import MANY, State, describe, slot, stalled, vanished, wait_text
+from parlinalg.comm.watch import MANY, State, process_state, slot, stalled, vanished, wait_text
 from parlinalg.errors import ConfigError
 
 POLL = 0.05
@@ -87,7 +87,7 @@ class Circle:
         """Answer the questions that have come."""
         while (got := self._receive(_ASK)) is not None:
             source, question = got
-            told = describe(self.ranks[source], question["key"])
+            told = process_state(self.ranks[source], question["key"])
             self._send(told | {"nonce": question["nonce"]}, source, _ANSWER)
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
 
@@ -208,7 +208,7 @@ class Monitor:
         if not gone or slot.left is not None:
             return
         me = self.rank
-        told = describe(me, None)
+        told = process_state(me, None)
         doing = f"waiting in {wait_text(told)}" if "op" in told else f"at {told['line']}"
         first = min({me, *self._neighbours.values()} - self._gone.keys())
         if me == first or now - min(self._gone.values()) > GONE + 2:
@@ -228,7 +228,7 @@ class Monitor:
         lower = any(rank < me and t.get("since", 0) > self.limit for rank, t in told.items())
         if lower and time.monotonic() - start < self.limit + 4 * PATIENCE:
             return
-        told[me] = json.loads(json.dumps(describe(me, comm.key)))
+        told[me] = json.loads(json.dumps(process_state(me, comm.key)))
         end_run(stalled(me, state, asked, told, self.places, self.limit), 1)
 
     def _last_resort(self) -> None:

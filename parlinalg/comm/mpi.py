@@ -61,7 +61,7 @@ REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 _number_of: dict[Any, MPI.Datatype] = {}
 
 
-def number(dtype: Any) -> MPI.Datatype:
+def reduction_type(dtype: Any) -> MPI.Datatype:
     """Return the MPI datatype that reduces `dtype`."""
     known = _number_of.get(dtype)
     if known is None:
@@ -73,7 +73,7 @@ def number(dtype: Any) -> MPI.Datatype:
     return known
 
 
-def carrier(block: Block) -> MPI.Datatype:
+def carrier_type(block: Block) -> MPI.Datatype:
     """Return the MPI datatype that moves the elements of `block`."""
     if block.dtype.hasobject or block.itemsize not in CARRIERS:
         raise CommError(
@@ -229,7 +229,7 @@ class MpiComm(Comm):
             return through_host(send, recv, lambda s, r: self._all_gather(s, r, counts, wait), wait)
         if recv.size > tunables.MAX_COUNT:
             return split.all_gather(self, send, recv, counts, wait)
-        kind = carrier(send)
+        kind = carrier_type(send)
         own = MPI.IN_PLACE if lies_in(recv, sum(counts[: self.rank]), send) else (send, send.size, kind)
         if counts.count(counts[0]) == self.size:
             whole = (recv, send.size, kind)
@@ -250,7 +250,7 @@ class MpiComm(Comm):
             return reduce_scatter_terms(self, send, recv, counts, op, wait)
         if send.size > tunables.MAX_COUNT:
             return split.reduce_scatter(self, send, recv, counts, op, wait)
-        kind = number(send.dtype)
+        kind = reduction_type(send.dtype)
         own = (recv, recv.size, kind)
         if counts.count(counts[0]) == self.size:
             whole = (send, recv.size, kind)
@@ -282,7 +282,7 @@ class MpiComm(Comm):
             return split.all_reduce(self, buffer, op, wait)
         if wait and buffer.nbytes >= tunables.LONG_MESSAGE and self.local_size < self.size:
             return self._all_reduce_in_two(buffer, op)
-        spec = (buffer, buffer.size, number(buffer.dtype))
+        spec = (buffer, buffer.size, reduction_type(buffer.dtype))
         if wait:
             self.mpi.Allreduce(MPI.IN_PLACE, spec, REDUCTIONS[op])
             return DONE
@@ -301,7 +301,7 @@ class MpiComm(Comm):
         return self._all_gather(own, flat, counts, True)
 
     def _reduce(self, send: Block, recv: Block, root: int, op: str, wait: bool) -> Handle:
-        kind = number(send.dtype)
+        kind = reduction_type(send.dtype)
         own = (recv, recv.size, kind) if self.rank == root else None
         if wait:
             self.mpi.Reduce((send, send.size, kind), own, REDUCTIONS[op], root)
@@ -322,7 +322,7 @@ class MpiComm(Comm):
             if wait:
                 chain.wait()
             return chain
-        spec = (buffer, buffer.size, carrier(buffer))
+        spec = (buffer, buffer.size, carrier_type(buffer))
         if wait:
             self.mpi.Bcast(spec, root)
             return DONE
@@ -338,7 +338,7 @@ class MpiComm(Comm):
         return self._exchange_runs(send, (send_counts, None), recv, (recv_counts, None), wait)
 
     def _exchange_runs(self, send: Block, gives: Runs, recv: Block, gets: Runs, wait: bool) -> Handle:
-        kind = carrier(send)
+        kind = carrier_type(send)
         out, into = (send, *gives, kind), (recv, *gets, kind)
         if wait:
             self.mpi.Alltoallv(out, into)
@@ -350,7 +350,7 @@ class MpiComm(Comm):
             return through_host(buffer, None, lambda b, _: self._send(b, to, tag, wait), wait)
         if buffer.size > tunables.MAX_COUNT:
             return split.send(self, buffer, to, tag, wait)
-        spec = (buffer, buffer.size, carrier(buffer))
+        spec = (buffer, buffer.size, carrier_type(buffer))
         if wait:
             self.mpi.Send(spec, to, tag)
             return DONE
@@ -361,7 +361,7 @@ class MpiComm(Comm):
             return through_host(None, buffer, lambda _, b: self._receive(b, source, tag, wait), wait)
         if buffer.size > tunables.MAX_COUNT:
             return split.receive(self, buffer, source, tag, wait)
-        spec = (buffer, buffer.size, carrier(buffer))
+        spec = (buffer, buffer.size, carrier_type(buffer))
         if wait:
             self.mpi.Recv(spec, source, tag)
             return DONE
@@ -381,7 +381,7 @@ class MpiComm(Comm):
             self.mpi.Barrier()
 
     def _exchange(self, payload: bytes) -> list[bytes]:
-        return exchange(self.mpi, payload)
+        return exchange_payloads(self.mpi, payload)
 
 
 def _by_terms(dtype: Any, op: str) -> bool:
@@ -399,7 +399,7 @@ class _Lost:
         raise CommError(f"{name} on the communicator over {self._axes}, {self._why}")
 
 
-def exchange(mpi: MPI.Comm, payload: bytes) -> list[bytes]:
+def exchange_payloads(mpi: MPI.Comm, payload: bytes) -> list[bytes]:
     """Return every rank's payload, by an all-gather of 256 bytes a rank, and a second one if some payload is longer.
 
     Raises

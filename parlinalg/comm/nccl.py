@@ -16,7 +16,7 @@ import numpy as np
 from cupy.cuda import nccl
 
 from parlinalg.backend.halves import is_half
-from parlinalg.comm.algorithms import combine
+from parlinalg.comm.algorithms import combine_terms
 from parlinalg.comm.base import DONE, Block, Comm, Handle
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.split import starts
@@ -106,7 +106,7 @@ class NcclComm(Comm):
             own = counts[self.rank]
             terms = cupy.empty((self.size, own), send.dtype)
             self._all_to_all(send, counts, terms, [own] * self.size, True)
-            combine(terms, recv.reshape(-1), op)
+            combine_terms(terms, recv.reshape(-1), op)
             return self._handle((terms, recv), wait)
         if isinstance(send, np.ndarray) or send.dtype.name not in self._types:
             return self.inner._reduce_scatter(send, recv, counts, op, wait)

@@ -40,7 +40,7 @@ class Several(Handle):
         return not self._parts
 
 
-def chunks(start: int, count: int) -> Iterator[slice]:
+def slices(start: int, count: int) -> Iterator[slice]:
     """Yield the slices of at most `tunables.MAX_COUNT` elements that make up `count` elements from `start` on."""
     for at in range(start, start + count, tunables.MAX_COUNT):
         yield slice(at, min(at + tunables.MAX_COUNT, start + count))
@@ -58,7 +58,7 @@ def all_gather(comm: MpiComm, send: Any, recv: Any, counts: Sequence[int], wait:
         [
             comm._broadcast(flat[part], root, wait)
             for root in range(comm.size)
-            for part in chunks(begin[root], counts[root])
+            for part in slices(begin[root], counts[root])
         ]
     )
 
@@ -69,29 +69,29 @@ def reduce_scatter(comm: MpiComm, send: Any, recv: Any, counts: Sequence[int], o
         [
             comm._reduce(flat[part], own[part.start - begin[root] : part.stop - begin[root]], root, op, wait)
             for root in range(comm.size)
-            for part in chunks(begin[root], counts[root])
+            for part in slices(begin[root], counts[root])
         ]
     )
 
 
 def all_reduce(comm: MpiComm, buffer: Any, op: str, wait: bool) -> Handle:
     flat = buffer.reshape(-1)
-    return Several([comm._all_reduce(flat[part], op, wait) for part in chunks(0, flat.size)])
+    return Several([comm._all_reduce(flat[part], op, wait) for part in slices(0, flat.size)])
 
 
 def broadcast(comm: MpiComm, buffer: Any, root: int, wait: bool) -> Handle:
     flat = buffer.reshape(-1)
-    return Several([comm._broadcast(flat[part], root, wait) for part in chunks(0, flat.size)])
+    return Several([comm._broadcast(flat[part], root, wait) for part in slices(0, flat.size)])
 
 
 def send(comm: MpiComm, buffer: Any, to: int, tag: int, wait: bool) -> Handle:
     flat = buffer.reshape(-1)
-    return Several([comm._send(flat[part], to, tag, wait) for part in chunks(0, flat.size)])
+    return Several([comm._send(flat[part], to, tag, wait) for part in slices(0, flat.size)])
 
 
 def receive(comm: MpiComm, buffer: Any, source: int, tag: int, wait: bool) -> Handle:
     flat = buffer.reshape(-1)
-    return Several([comm._receive(flat[part], source, tag, wait) for part in chunks(0, flat.size)])
+    return Several([comm._receive(flat[part], source, tag, wait) for part in slices(0, flat.size)])
 
 
 def all_to_all(
@@ -104,10 +104,10 @@ def all_to_all(
     parts: list[Handle] = []
     for peer in range(comm.size):
         if peer != me and recv_counts[peer] > tunables.MAX_COUNT:
-            parts += [comm._receive(gets[p], peer, TAG, False) for p in chunks(get_at[peer], recv_counts[peer])]
+            parts += [comm._receive(gets[p], peer, TAG, False) for p in slices(get_at[peer], recv_counts[peer])]
     for peer in range(comm.size):
         if peer != me and send_counts[peer] > tunables.MAX_COUNT:
-            parts += [comm._send(gives[p], peer, TAG, False) for p in chunks(give_at[peer], send_counts[peer])]
+            parts += [comm._send(gives[p], peer, TAG, False) for p in slices(give_at[peer], send_counts[peer])]
     short_gives = [0 if p == me or n > tunables.MAX_COUNT else n for p, n in enumerate(send_counts)]
     short_gets = [0 if p == me or n > tunables.MAX_COUNT else n for p, n in enumerate(recv_counts)]
     parts.append(comm._exchange_runs(send, (short_gives, give_at), recv, (short_gets, get_at), wait))

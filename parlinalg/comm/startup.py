@@ -334,9 +334,9 @@ def try_gpu_buffers() -> None:
     import numpy as np
     from mpi4py import MPI
 
-    from parlinalg.backend import select
+    from parlinalg.backend import select_backend
 
-    backend = select("cupy")
+    backend = select_backend("cupy")
     sent = backend.from_host(np.arange(1000, dtype=np.float64))
     received = backend.zeros(1000, np.float64)
     backend.synchronize()

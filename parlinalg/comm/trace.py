@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parlinalg.comm.base import Comm
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Something that took time on this rank.
 
     Attributes
@@ -53,7 +53,7 @@ class Trace(Book):
     def __init__(self, comm: Comm) -> None:
         super().__init__()
         self.comm = comm
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self._bytes = 0
         comm.barrier()
         self.began = monotonic()
@@ -79,7 +79,7 @@ class Trace(Book):
         self, kind: str, name: str, axes: tuple[str, ...], start: float, stop: float, nbytes: int = 0
     ) -> None:  # fmt: skip
         """Note a span between two times of `time.monotonic`."""
-        self.spans.append(Span(kind, name, axes, start - self.began, stop - self.began, nbytes))
+        self.spans.append(TraceSpan(kind, name, axes, start - self.began, stop - self.began, nbytes))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

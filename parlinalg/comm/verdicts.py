@@ -142,7 +142,9 @@ class Verdicts:
             late = f"{ranks_text(absent)} did not come to its end" if absent else "all ranks came"
             before = f"\nfailed before: {', '.join(self.before)}" * bool(self.before)
             failed = ranks_text(list(texts))
-            self.say(f"\n{point} failed on {failed} of {self.size}; {late}:\n{together(texts, self.size)}{before}\n")
+            self.say(
+                f"\n{point} failed on {failed} of {self.size}; {late}:\n{failures_text(texts, self.size)}{before}\n"
+            )
 
     def say(self, text: str) -> None:
         """Write to the real standard error, if that can be written."""
@@ -158,7 +160,7 @@ class Verdicts:
         self.mpi.Abort(1)
 
 
-def together(texts: Mapping[int, str], size: int) -> str:
+def failures_text(texts: Mapping[int, str], size: int) -> str:
     """Return the failures of several ranks as one text, equal ones once."""
     return "\n".join(f"on {ranks_text(ranks)} of {size}:\n{text}" for ranks, text in grouped(texts))
 

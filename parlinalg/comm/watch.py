@@ -38,7 +38,7 @@ MANY = 64
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
-class Slot:
+class WaitSlot:
     """One wait: set to a tuple before each call that may block, and to None after it.
 
     One assignment a call is all the monitoring costs; the line of the user's program is looked up only when a report is
@@ -66,7 +66,7 @@ class Slot:
         self.posted.set()
 
 
-slot = Slot()
+slot = WaitSlot()
 """The wait of this process (a process takes part in one collective at a time)."""
 
 _alive: WeakValueDictionary[str, Comm] = WeakValueDictionary()
@@ -104,7 +104,7 @@ def under_way() -> bool:
     return any(not handle.test() for comm in list(_alive.values()) for handle in list(comm._under_way))
 
 
-def describe(asker: int, key: str | None) -> dict[str, Any]:
+def process_state(asker: int, key: str | None) -> dict[str, Any]:
     """Return the state of this process, for the monitor of the world's rank `asker`.
 
     Returns

@@ -46,7 +46,7 @@ def _stacked(items: list[Any], where: str) -> Any:
     if _several(first):
         _alike(items, where, lambda item: len(item) if _several(item) else type(item).__name__)
         return tuple(_stacked(list(part), f"{where}[{i}]") for i, part in enumerate(zip(*items, strict=True)))
-    arrays = [host(item) for item in items]
+    arrays = [host_array(item) for item in items]
     _alike(arrays, where, kind)
     return np.stack(arrays)
 
@@ -67,7 +67,7 @@ def _alike(items: list[Any], where: str, look: Callable[[Any], object]) -> None:
             )
 
 
-def host(given: Any) -> Any:
+def host_array(given: Any) -> Any:
     """Return an array, a number, or a tensor of PyTorch as a NumPy array; PyTorch is not imported.
 
     Raises
@@ -101,7 +101,7 @@ def converted(tree: Any) -> Any:
         return {key: converted(value) for key, value in tree.items()}
     if type(tree) in (tuple, list):
         return type(tree)(converted(value) for value in tree)
-    return host(tree) if is_tensor(tree) else tree
+    return host_array(tree) if is_tensor(tree) else tree
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -155,12 +155,12 @@ def kind(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}"
 
 
-def told(form: Form) -> str:
+def form_text(form: Form) -> str:
     """Return a form as text: "(float64[…, 3], int64[…])"."""
     name, *rest = form
     if name == "array":
         return f"{rest[0]}[{', '.join(['…', *map(str, rest[1])])}]"
     if name == "dict":
         keys, *rest = rest
-        return f"{{{', '.join(f'{key}: {told(part)}' for key, part in zip(keys, rest, strict=True))}}}"
-    return f"({', '.join(map(told, rest))})"
+        return f"{{{', '.join(f'{key}: {form_text(part)}' for key, part in zip(keys, rest, strict=True))}}}"
+    return f"({', '.join(map(form_text, rest))})"

@@ -20,7 +20,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.comm import Comm
-from parlinalg.datasets.collate import Form, collate, form_of, host, leaves, mapped, shaped, told
+from parlinalg.datasets.collate import Form, collate, form_of, form_text, host_array, leaves, mapped, shaped
 from parlinalg.datasets.loader import Batch, Sampler
 from parlinalg.errors import ConfigError, EngineError, ParlinalgError
 from parlinalg.grid import Grid
@@ -106,7 +106,7 @@ class Labels(DistArray):
 
 
 @dataclass
-class Part:
+class LocalBatch:
     """A microbatch as a rank has read it.
 
     Attributes
@@ -306,12 +306,12 @@ class Rows(ABC):
             On all ranks, if rows cannot be read on any, or their shapes differ.
         """
 
-    def _agreed(self, read: Callable[[], list[Part]], tells: list[Any]) -> tuple[list[Part], list[Any]]:
+    def _agreed(self, read: Callable[[], list[LocalBatch]], tells: list[Any]) -> tuple[list[LocalBatch], list[Any]]:
         """Return the microbatches that are read here, and what all ranks report of theirs: a problem, of each
         microbatch [form, rows held, targets], the pipeline rank, what it needs, and what `tells` has after the
         reading.  Collective; an error on one rank is raised on all.
         """
-        parts: list[Part] = []
+        parts: list[LocalBatch] = []
         problem, cause = "", None
         try:
             parts = read()
@@ -326,7 +326,7 @@ class Rows(ABC):
                 raise EngineError(text if same else f"rank {rank}: {text}") from cause
         return parts, everyone
 
-    def _batches(self, parts: Sequence[Part], everyone: Sequence[Any]) -> list[Batch]:
+    def _batches(self, parts: Sequence[LocalBatch], everyone: Sequence[Any]) -> list[Batch]:
         """Return the microbatches as distributed arrays, once all ranks know their shapes."""
         counted = min((group for _, _, group, needs, *_ in everyone if needs[1]), default=0)
         made, offset = [], 0
@@ -336,21 +336,21 @@ class Rows(ABC):
             for rank, fact, _ in facts:
                 if fact[0] not in (None, form) and form is not None:
                     raise EngineError(
-                        f"the rows that rank {rank} reads of a batch are {told(fact[0])}, those of rank {first} "
-                        f"{told(form)}: every rank needs the same shapes; pad to a length that does not depend on "
+                        f"the rows that rank {rank} reads of a batch are {form_text(fact[0])}, those of rank {first} "
+                        f"{form_text(form)}: every rank needs the same shapes; pad to a length that does not depend on "
                         "the rows"
                     )
             if form is None:
                 raise EngineError("no rank has read any rows of a batch")
             if self._form is not None and _kinds(form) != _kinds(self._form):
-                raise EngineError(f"a batch is {told(form)}, and the first one was {told(self._form)}")
+                raise EngineError(f"a batch is {form_text(form)}, and the first one was {form_text(self._form)}")
             self._form = form
             targets = sum(fact[2] for _, fact, group in facts if group == counted)
             made.append(self._batch(part, form, offset, targets))
             offset += part.rows
         return made
 
-    def _batch(self, part: Part, form: Form, offset: int, targets: int) -> Batch:
+    def _batch(self, part: LocalBatch, form: Form, offset: int, targets: int) -> Batch:
         """Return a microbatch, from the rows that are held here."""
         place, rows = self.place, self.place.labels(form)
 
@@ -368,8 +368,8 @@ class Rows(ABC):
         return Batch(shaped(x, form[1], inputs), shaped(y, form[2], labels), offset, targets=targets)
 
     def _cut(
-        self, part: Part, leaf: Any, rest: tuple[int, ...], layout: Layout, dtype: np.dtype[Any], kind: type[DistArray],
-        needed: bool,
+        self, part: LocalBatch, leaf: Any, rest: tuple[int, ...], layout: Layout, dtype: np.dtype[Any],
+        kind: type[DistArray], needed: bool,
     ) -> DistArray:  # fmt: skip
         """Return the block of an array of the batch; one that no stage here takes is not made."""
         grid, shape = self.place.grid, (part.rows, *rest)
@@ -438,25 +438,25 @@ class OwnRows(Rows):
             raise EngineError(problem) from cause
         self._form = form
 
-    def _read_all(self, microbatches: Sequence[np.ndarray]) -> list[Part]:
+    def _read_all(self, microbatches: Sequence[np.ndarray]) -> list[LocalBatch]:
         return [self._read(numbers) for numbers in microbatches]
 
-    def _read(self, numbers: np.ndarray) -> Part:
+    def _read(self, numbers: np.ndarray) -> LocalBatch:
         """Return this rank's rows of a microbatch."""
         place, rows = self.place, len(numbers)
         if self._form is None or not any(place.needs) or not place.grid.inside:
-            return Part(None, rows=rows)
+            return LocalBatch(None, rows=rows)
         cuts = [layout.dims[0] for layout in place.cuts(self._form)]
         spans = [span(rows, cut, place.grid.sizes, place.grid.coords) for cut in cuts]
         held = np.unique(np.concatenate([np.arange(r.start, r.stop) for r in spans]))
         if not len(held):
-            return Part(None, rows=rows)
+            return LocalBatch(None, rows=rows)
         tree = self._collated([self._item(int(number)) for number in numbers[held]])
         count = 0
         if place.needs[1] and place.first(cuts[0]):
             own = np.searchsorted(held, np.arange(spans[0].start, spans[0].stop))
             count = int(place.counts(mapped(lambda leaf: leaf[own], tree[1])))
-        return Part(tree, held, rows, count)
+        return LocalBatch(tree, held, rows, count)
 
     def _item(self, number: int) -> Any:
         return self._early.pop(number) if number in self._early else self.loader.dataset[number]
@@ -500,7 +500,7 @@ class ShardedRows(Rows):
             yield self._batches(self._whole(mine, readers), everyone)
             first = False
 
-    def _drawn(self, iterator: Iterator[Any], parts: int, tells: list[Any], first: bool) -> list[Part]:
+    def _drawn(self, iterator: Iterator[Any], parts: int, tells: list[Any], first: bool) -> list[LocalBatch]:
         """Return the next batch of this rank, in microbatches; none at the end."""
         for given in iterator:
             pair = pair_of(given)
@@ -508,7 +508,7 @@ class ShardedRows(Rows):
             return self._parts(pair, parts)
         return []
 
-    def _parts(self, pair: Any, parts: int) -> list[Part]:
+    def _parts(self, pair: Any, parts: int) -> list[LocalBatch]:
         """Return this rank's rows in microbatches, some of which may have none."""
         rows = len(next(leaves(pair[0])))
         found = []
@@ -516,7 +516,7 @@ class ShardedRows(Rows):
             c = piece(rows, parts, i)
             tree = mapped(lambda leaf, c=c: leaf[c.start : c.stop], pair)  # type: ignore[misc]
             counts = self.place.needs[1] and self.place.first(self.place.data)
-            found.append(Part(tree, np.arange(len(c)), 0, int(self.place.counts(tree[1])) if counts else 0))
+            found.append(LocalBatch(tree, np.arange(len(c)), 0, int(self.place.counts(tree[1])) if counts else 0))
         return found
 
     def _check(self, readers: Sequence[tuple[int, Any]]) -> None:
@@ -533,7 +533,7 @@ class ShardedRows(Rows):
                     "loader with num_replicas=mesh.size('data') and rank=mesh.rank('data')"
                 )
 
-    def _whole(self, mine: Sequence[Part], readers: Sequence[tuple[int, Any]]) -> list[Part]:
+    def _whole(self, mine: Sequence[LocalBatch], readers: Sequence[tuple[int, Any]]) -> list[LocalBatch]:
         """Return the microbatches with the rows of all ranks; empty ones are left out on all."""
         lengths: dict[int, list[int]] = {}
         for _, (_, facts, _, _, index, *_) in readers:
@@ -541,7 +541,7 @@ class ShardedRows(Rows):
         every = [lengths.get(d, []) for d in range(self.ranks)]
         found = []
         for j, column in enumerate(zip(*every, strict=True)):
-            part = mine[j] if j < len(mine) else Part(None)
+            part = mine[j] if j < len(mine) else LocalBatch(None)
             start, part.rows = sum(column[: self.index]), sum(column)
             part.held = start + np.arange(column[self.index])
             axes = self.place.data
@@ -555,7 +555,7 @@ class ShardedRows(Rows):
             found.append(part)
         return [part for part in found if part.rows]
 
-    def _batches(self, parts: Sequence[Part], everyone: Sequence[Any]) -> list[Batch]:
+    def _batches(self, parts: Sequence[LocalBatch], everyone: Sequence[Any]) -> list[Batch]:
         sizes = self.place.grid.sizes
         data = [axis for axis in self.place.data if sizes[axis] > 1]
         form = next(form for _, facts, *_ in everyone for form, *_ in facts if form is not None)
@@ -615,7 +615,7 @@ def pair_of(given: Any) -> Any:
     """Return a batch of a loader that gives each rank its own rows, as two trees of NumPy arrays."""
     if not (isinstance(given, tuple | list) and len(given) == 2):
         raise EngineError(f"a dataloader gives pairs (inputs, labels), not {_what(given)}")
-    x, y = mapped(host, tuple(given))
+    x, y = mapped(host_array, tuple(given))
     first = next(leaves(x), None)
     if first is None or not first.ndim:
         raise EngineError(
@@ -626,7 +626,7 @@ def pair_of(given: Any) -> Any:
 
 def _checked(found: Any, count: int, what: str, of: str) -> tuple[Any, Any]:
     """Return a pair of trees, if all are arrays of so many rows."""
-    tree = mapped(host, tuple(found))
+    tree = mapped(host_array, tuple(found))
     for name, part in zip(("inputs", "labels"), tree, strict=True):
         empty = True
         for leaf in leaves(part):

@@ -53,7 +53,7 @@ class Text:
     @cached_property
     def words(self) -> frozenset[str]:
         """The words that occur in the text."""
-        return frozenset(words(self.content))
+        return frozenset(words_of(self.content))
 
     def __str__(self) -> str:
         unit = self.tokenizer.unit
@@ -166,7 +166,7 @@ def _decoded(file: Path) -> str:
         ) from error
 
 
-def words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Return the words of at least three letters, in order and as written.
 
     >>> words("An if_clause, in 3.11: Guido's")
@@ -177,5 +177,5 @@ def words(text: str) -> list[str]:
 
 def known_share(text: str, known: Collection[str]) -> tuple[float, int]:
     """Return the share of a text's words that are known, and their number; 0 where there is none."""
-    found = words(text)
+    found = words_of(text)
     return sum(word in known for word in found) / max(1, len(found)), len(found)

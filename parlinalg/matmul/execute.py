@@ -22,13 +22,14 @@ from parlinalg.array.core import effective, same_grid
 from parlinalg.backend.halves import is_half
 from parlinalg.comm.shared import common
 from parlinalg.errors import LayoutError
+from parlinalg.exchange import local
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.matmul.local import DeferredGemm
 from parlinalg.matmul.stream import choose, stream
 from parlinalg.moves import Step, moves
 from parlinalg.plan import Plan, Shape
-from parlinalg.redistribute import inside, redistribute
+from parlinalg.redistribute import redistribute
 
 Block = Any
 CHUNK = 1 << 15
@@ -136,7 +137,7 @@ def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[Di
         if whole is not None:
             if order is not None:
                 whole = whole.transpose(tuple(order.index(d) for d in range(len(order))))
-            whole[inside(grid.block(array.layout, shape), grid.block(work, shape))] = array.block
+            whole[local(grid.block(array.layout, shape), grid.block(work, shape))] = array.block
             comm.count("all_gather", whole.size - array.block.size, whole.itemsize)
             comm.barrier()
             yield DistArray(whole, shape, work, grid, order)
@@ -154,7 +155,7 @@ def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Blo
             if terms is not None:
                 product.put(terms[comm.rank])
                 comm.barrier()
-                part = inside(grid.block(plan.y, shape), grid.block(plan.y_work, shape))
+                part = local(grid.block(plan.y, shape), grid.block(plan.y_work, shape))
                 out = grid.backend.empty(grid.block_shape(plan.y, shape), dtype)
                 _sum([term[part] for term in terms], out)
                 comm.count("reduce_scatter", terms[0].size - out.size, out.itemsize)

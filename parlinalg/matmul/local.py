@@ -95,7 +95,7 @@ class DeferredGemm:
         """Write the product to an array of its shape, or add it to what that has."""
         alike = self.dtype == self.a.dtype == self.b.dtype and self.a.ndim == 2
         if not out.flags.c_contiguous or out.dtype != self.dtype or is_half(self.dtype) or (add and not alike):
-            place(self.formed(), out, add=add)
+            copy_or_add(self.formed(), out, add=add)
             return
         target = out.reshape((*self.a.shape[:-1], self.b.shape[-1]))
         if not add:
@@ -132,7 +132,7 @@ class DeferredGemm:
         return (*range(batch), *range(batch + self.rows, ndim), *range(batch, batch + self.rows))
 
 
-def place(block: Block | DeferredGemm, out: Block, *, add: bool = False) -> None:
+def copy_or_add(block: Block | DeferredGemm, out: Block, *, add: bool = False) -> None:
     """Write a block, formed or not, to an array of its shape, or add it to what that has."""
     if isinstance(block, DeferredGemm):
         block.put(out, add=add)

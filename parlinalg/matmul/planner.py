@@ -63,7 +63,7 @@ class Needs(NamedTuple):
         )
 
 
-class Kernel(NamedTuple):
+class PlannedKernel(NamedTuple):
     """A kernel and the elements a rank needs with it; `panel` and `stationary` are None where all is gathered."""
 
     kernel: str
@@ -78,19 +78,21 @@ def least_words(needs: Needs) -> int:
     return min([gathered, *(base + width for _, extent, base, width in needs.streamed() if extent)])
 
 
-def kernel_for(needs: Needs, limit: int | None) -> Kernel | None:
+def kernel_for(needs: Needs, limit: int | None) -> PlannedKernel | None:
     """Whole gathered operands where they fit `limit` elements, else the stream with the fewest panels that does.
 
     Ties go to the stationary y, then x, then w.  None where nothing fits.
     """
     gathered = needs.rest + needs.x + needs.w + needs.y
     if limit is None or gathered <= limit:
-        return Kernel("gather", None, None, gathered)
-    fitting: list[tuple[int, int, Kernel]] = []
+        return PlannedKernel("gather", None, None, gathered)
+    fitting: list[tuple[int, int, PlannedKernel]] = []
     for place, (stationary, extent, base, width) in enumerate(needs.streamed()):
         panel = min(extent, (limit - base) // width) if width else 0  # of width 0: nothing moves but what is kept whole
         if panel > 0:
-            fitting.append((ceil_div(extent, panel), place, Kernel("stream", panel, stationary, base + panel * width)))
+            fitting.append(
+                (ceil_div(extent, panel), place, PlannedKernel("stream", panel, stationary, base + panel * width))
+            )
     return min(fitting)[2] if fitting else None
 
 

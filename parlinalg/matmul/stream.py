@@ -27,14 +27,16 @@ from parlinalg.layout import Cut, Layout, cut_lengths, index_of
 from parlinalg.matmul.local import as_matrix, gemm
 from parlinalg.moves import moves
 from parlinalg.plan import Plan
-from parlinalg.redistribute import Move, carry, check_replicas, redistribute
+from parlinalg.redistribute import Move, carry, check_block_replicas, redistribute
 from parlinalg.units import parse_bytes
 
 Block = Any
 Shape = tuple[int, ...]
 
 
-def choose(plan: Plan, x: Shape, w: Shape, dtype: np.dtype[Any], memory: int | str, grid: Grid) -> tuple[Buffers, int]:
+def choose(
+    plan: Plan, x: Shape, w: Shape, dtype: np.dtype[Any], memory: int | str, grid: Grid
+) -> tuple[BufferSize, int]:
     """Return the fastest kernel that takes at most `memory` bytes a rank beside the blocks at rest, and its width.
 
     The plan says in which layouts x and w, of these global shapes, are; the dtype is the product's.  Without such a
@@ -54,7 +56,7 @@ def choose(plan: Plan, x: Shape, w: Shape, dtype: np.dtype[Any], memory: int | s
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BufferSize:
     """Elements a kernel holds on the fullest rank beside the blocks at rest: `whole`, and `line` a unit of width.
 
     stationary : "x", "w", "y" or None for gathered panels
@@ -77,7 +79,7 @@ class Buffers:
         return -(-self.extent // self.width(limit)) if self.stationary and self.extent else 0
 
 
-def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[Buffers]:
+def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[BufferSize]:
     """Return the kernels for a product, the preferred first; the same on all ranks.
 
     For matrices that rest evenly cut this is what `parlinalg.matmul.planner.Needs` says of a plan.  Beside it a move
@@ -99,7 +101,7 @@ def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[Buffers]:
         "w": volume(plan.w_work, w) if moves(plan.w, plan.w_work, grid.sizes) else 0,
         "y": volume(plan.y_work, shape) if moves(plan.y_work, plan.y, grid.sizes) else 0,
     }
-    found = [Buffers(None, 0, sum(full.values()), 0)]
+    found = [BufferSize(None, 0, sum(full.values()), 0)]
     streams = (
         ("y", (("x", plan.x, plan.x_work, x, nb + nm), ("w", plan.w, plan.w_work, w, nb))),
         ("x", (("w", plan.w, plan.w_work, w, nb + nk), ("y", plan.y, plan.y_work, shape, nb + nm))),
@@ -113,7 +115,7 @@ def buffers(plan: Plan, x: Shape, w: Shape, grid: Grid) -> list[Buffers]:
                 whole += full[name]
             elif full[name] and length:
                 line += 2 * full[name] // length
-        found.append(Buffers(stationary, length, whole, line))
+        found.append(BufferSize(stationary, length, whole, line))
     return found
 
 
@@ -143,7 +145,7 @@ class Operand:
         block, rest, shape = array.block, effective(array.layout, grid), array.shape
         work = effective(work, grid)
         if grid.world.checked:
-            check_replicas(block, rest, grid)
+            check_block_replicas(block, rest, grid)
         if not _nested(rest, work, dim, grid):
             block, rest = array.block_in(work), work
         if order is not None:

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.autograd.ops.images import images_layout
-from parlinalg.backend.kernels.images import Band, Pair, Windows
+from parlinalg.backend.kernels.images import Band, KernelWindows, Pair
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.nn import init
@@ -231,7 +231,7 @@ def _rectangles(m: int, n: int) -> Sequence[Band]:
     return [Band(first, stop, stop - first) for first, stop in edges]
 
 
-def _windows(what: str, kernel: Size, stride: Size, padding: Padding, dilation: Size) -> Windows:
+def _windows(what: str, kernel: Size, stride: Size, padding: Padding, dilation: Size) -> KernelWindows:
     """The windows of a layer, checked."""
     size = _pair(f"{what}'s kernel_size", kernel, 1)
     step, spread = _pair(f"{what}'s stride", stride, 1), _pair(f"{what}'s dilation", dilation, 1)
@@ -240,14 +240,14 @@ def _windows(what: str, kernel: Size, stride: Size, padding: Padding, dilation: 
             raise ConfigError(f"{what} with padding='same' has stride 1, not {stride!r}: give the padding in numbers")
         reach = [d * (k - 1) for d, k in zip(spread, size, strict=True)]
         (top, left), (down, right) = (n // 2 for n in reach), (n - n // 2 for n in reach)
-        return Windows(size, step, ((top, down), (left, right)), spread)
+        return KernelWindows(size, step, ((top, down), (left, right)), spread)
     if isinstance(padding, str) and padding != "valid":
         raise ConfigError(f"{what}'s padding is a whole number, two of them, 'valid' or 'same', not {padding!r}")
     rows, columns = (0, 0) if isinstance(padding, str) else _pair(f"{what}'s padding", padding, 0)
-    return Windows(size, step, ((rows, rows), (columns, columns)), spread)
+    return KernelWindows(size, step, ((rows, rows), (columns, columns)), spread)
 
 
-def _at_most_half(what: str, windows: Windows) -> None:
+def _at_most_half(what: str, windows: KernelWindows) -> None:
     if any(2 * p > k for (p, _), k in zip(windows.padding, windows.kernel, strict=True)):
         raise ConfigError(
             f"{what} with windows of {windows.kernel} and padding of {tuple(p for p, _ in windows.padding)}: padding "

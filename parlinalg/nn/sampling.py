@@ -11,7 +11,7 @@ import numpy as np
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import whole
-from parlinalg.random.counter import Stream, key
+from parlinalg.random.counter import RandomStream, stream_key
 
 
 @dataclass(frozen=True)
@@ -98,5 +98,5 @@ def _is(kind: type, value: Any) -> bool:
 
 def uniform(seed: int, row: int, position: int) -> float:
     """The number at least 0 and below 1 that a row draws at a position; on every grid the same."""
-    word = Stream(key(seed, "generate", row, position)).take(0, 1)[0]
+    word = RandomStream(stream_key(seed, "generate", row, position)).take(0, 1)[0]
     return float(word >> np.uint64(11)) * 2.0**-53

@@ -19,7 +19,7 @@ from parlinalg.backend.halves import is_half
 from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
-from parlinalg.matmul.local import DeferredGemm, place
+from parlinalg.matmul.local import DeferredGemm, copy_or_add
 from parlinalg.optim.pieces import distinct
 from parlinalg.parallel.buckets import MIB, Bucket, Slot, floats, in_order, largest
 from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
@@ -249,9 +249,9 @@ class GradientReducer:
             view[...] = 0  # a whole gradient counts once
         counts = block is not None and not any(coords.get(a) for a in both if a not in partial)
         if not holds:
-            place(block if counts else 0, view)
+            copy_or_add(block if counts else 0, view)
         elif counts:
-            place(block, view, add=True)
+            copy_or_add(block, view, add=True)
         slot.partial = both
         if not slot.bucket.passing:
             p.grad = None

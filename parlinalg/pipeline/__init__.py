@@ -8,7 +8,7 @@ from parlinalg.pipeline.build import build_by_hand, build_pipeline_model, build_
 from parlinalg.pipeline.model import PipelineModel, Stage, split
 from parlinalg.pipeline.registry import register, registered
 from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
-from parlinalg.pipeline.schedules import discover, make
+from parlinalg.pipeline.schedules import discover, make_schedule
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.pipeline.worker import Worker
 
@@ -27,7 +27,7 @@ __all__ = [
     "build_pipeline_model_from_cfg",
     "complete",
     "discover",
-    "make",
+    "make_schedule",
     "register",
     "registered",
     "split",

@@ -21,8 +21,8 @@ class Buffers:
     Examples
     --------
     >>> import numpy as np
-    >>> from parlinalg.backend import select
-    >>> pool = Buffers(select("numpy"))
+    >>> from parlinalg.backend import select_backend
+    >>> pool = Buffers(select_backend("numpy"))
     >>> first = pool.take((2,), np.dtype("float64"))
     >>> second = pool.take((2,), first.dtype)
     >>> place = id(first)

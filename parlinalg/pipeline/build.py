@@ -23,13 +23,13 @@ from parlinalg.pipeline.model import (
     ParameterInfo,
     Partition,
     PipelineModel,
-    grid_of,
     inventory_of,
     listed_layers,
+    model_grid,
     split,
 )
 from parlinalg.pipeline.schedule import Schedule
-from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.schemes import Scheme
 
@@ -76,7 +76,7 @@ def build_pipeline_model(
             f"build_pipeline_model takes a model, such as nn.Sequential(*layers), not {type(model).__name__}; "
             "build_pipeline_model_from_cfg takes one as data"
         )
-    mesh = _mesh(getattr(grid_of(model), "mesh", None) if mesh is None else mesh)
+    mesh = _mesh(getattr(model_grid(model), "mesh", None) if mesh is None else mesh)
     if partition is None:
         partition = getattr(getattr(mesh, "parallel", None), "partition", "uniform")
     made = split(model, mesh.topology, _schedule(mesh, num_chunks, schedule), partition, sample)
@@ -147,7 +147,7 @@ def sequential_from_cfg(layers: Sequence[Any], scheme: Scheme, grid: Grid, dtype
         if isinstance(given, Mapping) and given.get("type") == "Linear":
             given = {"kind": "expand" if inward else "contract", **given}
             inward = given["kind"] != "expand"
-        made.append(registry.build(given, place, f"layers[{i}]"))
+        made.append(registry.build_layer(given, place, f"layers[{i}]"))
     model = Sequential(*made)
     model.grid, model.scheme = grid, scheme
     return model
@@ -275,7 +275,7 @@ def _schedule(mesh: MeshLike, chunks: int, given: Schedule | None, by_hand: bool
             f"num_chunks={chunks}, but a rank of the schedule {given.name!r} holds {len(given.chunks[0])} stages"
         )
     ranks = mesh.topology.size
-    return make("1f1b", ranks, ranks) if chunks == 1 else make("interleaved", ranks, ranks, chunks)
+    return make_schedule("1f1b", ranks, ranks) if chunks == 1 else make_schedule("interleaved", ranks, ranks, chunks)
 
 
 def from_pretrained(

@@ -127,9 +127,9 @@ def staircase(simulation: Simulation) -> str:
     A column is the greatest common measure of all times; where that would make too many, the shortest computation, and
     times are rounded.
 
-    >>> from parlinalg.pipeline.schedules import make
+    >>> from parlinalg.pipeline.schedules import make_schedule
     >>> from parlinalg.pipeline.simulate import Costs, simulate
-    >>> print(staircase(simulate(make("1f1b", 2, 3), Costs(forward=1, backward=2))))
+    >>> print(staircase(simulate(make_schedule("1f1b", 2, 3), Costs(forward=1, backward=2))))
     rank 0  F0 F1 .  .  B0--- F2 B1--- .  B2---
     rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .
     """

@@ -68,10 +68,10 @@ def peak(order: Iterable[Instruction], forward: Mapping[int, int], later: Mappin
     forward, later : dict of int to int
         By chunk: what is kept of a microbatch from its forward pass on, and from BACKWARD_INPUT to BACKWARD_WEIGHT.
 
-    >>> from parlinalg.pipeline import make
-    >>> [peak(order, {0: 10}, {}) for order in make("1f1b", 3, 8).orders]
+    >>> from parlinalg.pipeline import make_schedule
+    >>> [peak(order, {0: 10}, {}) for order in make_schedule("1f1b", 3, 8).orders]
     [30, 20, 10]
-    >>> [peak(order, {0: 10}, {0: 7}) for order in make("zb-h1", 3, 8).orders]
+    >>> [peak(order, {0: 10}, {0: 7}) for order in make_schedule("zb-h1", 3, 8).orders]
     [30, 27, 24]
     """
     now = most = 0

@@ -200,7 +200,7 @@ class PipelineModel(Module):
         own = {id(m): m for stage in self.chunks for m in stage.modules()}
         object.__setattr__(self, "_own", [m for _, m in full_model.named_modules() if id(m) in own])
         full_model.forget([m for m in full_model.modules() if id(m) not in own])
-        grid = grid_of(full_model)
+        grid = model_grid(full_model)
         if grid is None:
             raise ConfigError(
                 f"{type(full_model).__name__} has no parameters and no `grid`: a pipeline needs its arrays' grid"
@@ -473,7 +473,7 @@ def _check_buffers(inventory: Mapping[str, ParameterInfo], schedule: Schedule) -
             )
 
 
-def grid_of(model: Module) -> Grid | None:
+def model_grid(model: Module) -> Grid | None:
     """Return the grid of a model's arrays, if it has one or has parameters."""
     grid: Grid | None = getattr(model, "grid", None)
     return grid or next((p.grid for m in model.modules() for p in m._parameters.values()), None)

@@ -23,7 +23,7 @@ from parlinalg.exchange import Rect, local, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.pipeline.buffers import Buffers
-from parlinalg.pipeline.resharding import Route, Table, counterpart_layout, route
+from parlinalg.pipeline.resharding import Route, Table, cached_route, counterpart_layout
 from parlinalg.pipeline.topology import PipelineTopology
 
 #: What a tree is beside its tensors, as JSON can carry it: `["tensor"]`, `["value", 3]`, `["tuple", …]`, `["list", …]`
@@ -104,7 +104,7 @@ class Edge(NamedTuple):
     copy: int = 0
 
 
-class Leaf(NamedTuple):
+class ArraySpec(NamedTuple):
     """An array that passes: its shape and dtype, its layouts before and after, and whether its gradient comes back."""
 
     shape: tuple[int, ...]
@@ -115,11 +115,11 @@ class Leaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Frame:
+class MessageSpec:
     """The form of the data that crosses an edge, without the values."""
 
     form: TreeSpec
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[ArraySpec, ...]
 
     def packed(self) -> bytes:
         """Return the frame as bytes."""
@@ -127,10 +127,10 @@ class Frame:
         return json.dumps([self.form, leaves]).encode()
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Frame:
+    def unpacked(cls, data: bytes) -> MessageSpec:
         """Return the frame from the bytes of `packed`."""
         form, leaves = json.loads(data)
-        return cls(form, tuple(Leaf(tuple(s), d, Layout(*a), Layout(*b), w) for s, d, a, b, w in leaves))
+        return cls(form, tuple(ArraySpec(tuple(s), d, Layout(*a), Layout(*b), w) for s, d, a, b, w in leaves))
 
 
 @dataclass(eq=False)
@@ -187,7 +187,7 @@ class P2P:
         """This rank's position in the row-major order of its grid."""
         self.buffers = Buffers(grid.backend)
         self._axes = [tuple(sizes.items()) for sizes in topology.sizes]
-        self._frames: dict[tuple[Edge, Hashable], Frame] = {}
+        self._frames: dict[tuple[Edge, Hashable], MessageSpec] = {}
         self._sent: deque[Handle] = deque()
         self._coming: dict[Incoming, None] = {}
         numbers = {edge: i for i, edge in enumerate(sorted(takes))}
@@ -199,11 +199,11 @@ class P2P:
         """Return True if this rank knows the form of data at an edge, for microbatches like this one."""
         return (edge, like) in self._frames
 
-    def frame(self, edge: Edge, like: Hashable) -> Frame:
+    def frame(self, edge: Edge, like: Hashable) -> MessageSpec:
         """Return the form of data at an edge."""
         return self._frames[edge, like]
 
-    def _frame_of(self, edge: Edge, peer: int, form: TreeSpec, tensors: Sequence[Tensor]) -> Frame:
+    def _frame_of(self, edge: Edge, peer: int, form: TreeSpec, tensors: Sequence[Tensor]) -> MessageSpec:
         here, there = self.topology.rank, peer
         leaves = []
         for t in tensors:
@@ -212,13 +212,13 @@ class P2P:
                 source, self.topology.sizes[here], self.tables[here], self.topology.sizes[there], self.tables[there],
                 self.takes[edge], t.dtype.kind not in "iub",
             )  # fmt: skip
-            leaves.append(Leaf(t.shape, t.dtype.name, source, target, t.node is not None))
-        return Frame(form, tuple(leaves))
+            leaves.append(ArraySpec(t.shape, t.dtype.name, source, target, t.node is not None))
+        return MessageSpec(form, tuple(leaves))
 
     # ------------------------------------------------------------------ forward
     def send(
         self, edge: Edge, microbatch: int, peer: int, like: Hashable, form: TreeSpec, tensors: Sequence[Tensor]
-    ) -> Frame:  # fmt: skip
+    ) -> MessageSpec:  # fmt: skip
         """Start to send what a stage gave to the pipeline rank that holds the next one.
 
         Parameters
@@ -251,7 +251,7 @@ class P2P:
         """Post the receives of a stage's inputs; waits only if their form is not known yet."""
         tag = self._tag(edge, microbatch, back=False)
         if not self.known(edge, like):
-            self._frames[edge, like] = Frame.unpacked(self._announced(peer, tag))
+            self._frames[edge, like] = MessageSpec.unpacked(self._announced(peer, tag))
         leaves = self.frame(edge, like).leaves
         return self._post([(leaf, self._way(leaf, peer, back=False, outward=False)) for leaf in leaves], peer, tag)
 
@@ -298,13 +298,13 @@ class P2P:
         """Tells messages apart between two ranks; after so many microbatches again the same."""
         return 1 + (2 * self._numbers[edge] + back) * self._turns + microbatch % self._turns
 
-    def _way(self, leaf: Leaf, peer: int, *, back: bool, outward: bool) -> Route:
+    def _way(self, leaf: ArraySpec, peer: int, *, back: bool, outward: bool) -> Route:
         """Return the route of an array, or with `back` of its gradient; `outward` is from this rank."""
         mine, theirs = self._axes[self.topology.rank], self._axes[peer]
         one, other = (leaf.target, leaf.source) if back else (leaf.source, leaf.target)
-        return route(leaf.shape, one, mine if outward else theirs, other, theirs if outward else mine)
+        return cached_route(leaf.shape, one, mine if outward else theirs, other, theirs if outward else mine)
 
-    def _zeros(self, leaf: Leaf) -> Block:
+    def _zeros(self, leaf: ArraySpec) -> Block:
         shape = self.grid.block_shape(leaf.target, leaf.shape)
         return self.grid.backend.zeros(shape, dtype_named(leaf.dtype))
 
@@ -318,7 +318,7 @@ class P2P:
                 sent = packed
             self._sent.append(self.comm.send(sent, self.topology.ranks[peer][target], tag=tag, wait=False))
 
-    def _post(self, ways: Sequence[tuple[Leaf, Route | None]], peer: int, tag: int) -> Incoming:
+    def _post(self, ways: Sequence[tuple[ArraySpec, Route | None]], peer: int, tag: int) -> Incoming:
         found = Incoming([None] * len(ways))
         for i, (leaf, way) in enumerate(ways):
             if way is None:

@@ -18,7 +18,7 @@ Counts = tuple[int, ...]
 Partition = str | Sequence[int]
 
 
-def uniform(layers: int, stages: int) -> Counts:
+def uniform_partition(layers: int, stages: int) -> Counts:
     """Return as many layers for each stage as for the others, one more for the first ones where that leaves a rest.
 
     Parameters
@@ -40,7 +40,7 @@ def uniform(layers: int, stages: int) -> Counts:
     return tuple(each + (s < more) for s in range(stages))
 
 
-def balanced(costs: Sequence[float], stages: int) -> Counts:
+def balanced_partition(costs: Sequence[float], stages: int) -> Counts:
     """Return the layers of each stage, such that the dearest stage costs least: of all such cuts the most even one.
 
     Parameters
@@ -128,7 +128,7 @@ def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Count
         raise ConfigError(f"partition is a name, or a list of the layers of each stage, not {given!r}")
     counts = tuple(given)
     inner = sum(not layer.end for layer in layers)
-    like = list(uniform(max(inner, stages), stages))
+    like = list(uniform_partition(max(inner, stages), stages))
     if len(counts) != stages:
         raise ConfigError(
             f"the partition {list(counts)} has {len(counts)} numbers, but there are {stages} stages (pipeline ranks × "
@@ -181,7 +181,11 @@ def share_layers(layers: Sequence[Layer], stages: int) -> Counts:
         If there are more stages than layers.
     """
     inner = sum(not layer.end for layer in layers)
-    return with_ends(uniform(inner, stages), layers) if inner >= stages else uniform(len(layers), stages)
+    return (
+        with_ends(uniform_partition(inner, stages), layers)
+        if inner >= stages
+        else uniform_partition(len(layers), stages)
+    )
 
 
 def layers_per_stage(
@@ -195,10 +199,10 @@ def layers_per_stage(
     if partition == "uniform":
         return share_layers(layers, stages)
     if partition == "parameters":
-        return balanced(parameters_of(layers), stages)
+        return balanced_partition(parameters_of(layers), stages)
     sample = sample() if callable(sample) else sample
     if partition == "flops":
-        return balanced(flops_of(model, layers, sample), stages)
+        return balanced_partition(flops_of(model, layers, sample), stages)
     if partition != "time":
         raise ConfigError(
             "partition is 'uniform', 'parameters', 'flops', 'time' or a list of the layers of each stage, not "
@@ -209,4 +213,4 @@ def layers_per_stage(
             "partition='time' measures the layers: cut the model by pipeline.split(…, sample=…), with what it "
             "takes, of a microbatch's shape; or give parlinalg.initialize a train_dataloader, or sample=…"
         )
-    return balanced(seconds_of(model, layers, sample, topology.world), stages)
+    return balanced_partition(seconds_of(model, layers, sample, topology.world), stages)

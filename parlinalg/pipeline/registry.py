@@ -78,7 +78,7 @@ def registered() -> list[str]:
     return sorted(_types)
 
 
-def build(given: object, context: Mapping[str, Any], where: str = "layer") -> Module:
+def build_layer(given: object, context: Mapping[str, Any], where: str = "layer") -> Module:
     """Build a layer from data: a dict with its `type` and arguments; a module is returned as it is.
 
     Parameters
@@ -116,7 +116,7 @@ def build(given: object, context: Mapping[str, Any], where: str = "layer") -> Mo
         inner = options.pop("layers", None)
         if options or not isinstance(inner, list | tuple):
             raise ConfigError(f"{where} (Sequential) takes layers=[…], a list of layers, and nothing else")
-        return nn.Sequential(*(build(each, context, f"{where}.layers[{i}]") for i, each in enumerate(inner)))
+        return nn.Sequential(*(build_layer(each, context, f"{where}.layers[{i}]") for i, each in enumerate(inner)))
     return _made(_types[name], name, options, context, where)
 
 

@@ -169,7 +169,7 @@ def blocks(shape: tuple[int, ...], layout: Layout, sizes: Mapping[str, int]) -> 
 
 
 @lru_cache(maxsize=1024)
-def route(
+def cached_route(
     shape: tuple[int, ...], source: Layout, source_sizes: tuple[tuple[str, int], ...], target: Layout,
     target_sizes: tuple[tuple[str, int], ...],
 ) -> Route:  # fmt: skip

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
-from parlinalg.pipeline.validate import describe, validate_orders
+from parlinalg.pipeline.validate import instruction_text, validate_orders
 
 Cost = float | Sequence[float]
 
@@ -178,8 +178,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None =
         If the orders are wrong (see `validate_orders`), naming the rank and the instruction; if ranks would deadlock,
         naming all of them and what each waits for; if costs do not fit the schedule.
 
-    >>> from parlinalg.pipeline.schedules import make
-    >>> run = simulate(make("1f1b", 4, 8), Costs(forward=1, backward=2))
+    >>> from parlinalg.pipeline.schedules import make_schedule
+    >>> run = simulate(make_schedule("1f1b", 4, 8), Costs(forward=1, backward=2))
     >>> run.makespan, round(run.bubble, 4), run.peaks
     (33.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
     """
@@ -299,7 +299,9 @@ def _deadlock(ranks: list[_Rank]) -> str:
         seen.append(at)
         at = waits[at].peer
     circle = seen[seen.index(at) :]
-    parts = [f"rank {r} waits for rank {waits[r].peer} ({describe(ranks[r].schedule, r, waits[r])})" for r in circle]
+    parts = [
+        f"rank {r} waits for rank {waits[r].peer} ({instruction_text(ranks[r].schedule, r, waits[r])})" for r in circle
+    ]
     return f"{ranks[0].schedule.name} would hang: {', '.join(parts)}"
 
 

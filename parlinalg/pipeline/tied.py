@@ -23,7 +23,7 @@ from parlinalg.optim.pieces import changed, held
 from parlinalg.parallel.buckets import MIB
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.p2p import TAGS
-from parlinalg.pipeline.resharding import Route, route
+from parlinalg.pipeline.resharding import Route, cached_route
 from parlinalg.pipeline.schedule import Schedule
 
 Block = Any
@@ -166,7 +166,7 @@ class TiedParameters:
     def _route(self, tie: TiedParameter, source: int, target: int) -> Route:
         layouts, sizes = dict(zip(tie.holders, tie.layouts, strict=True)), self.topology.sizes
         shape = self.named[tie.name].shape
-        return route(
+        return cached_route(
             shape, layouts[source], tuple(sizes[source].items()), layouts[target], tuple(sizes[target].items())
         )
 

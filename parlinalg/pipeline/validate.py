@@ -44,7 +44,7 @@ def validate_orders(schedule: Schedule) -> None:
     _check_steps(schedule)
 
 
-def describe(schedule: Schedule, rank: int, i: Instruction) -> str:
+def instruction_text(schedule: Schedule, rank: int, i: Instruction) -> str:
     """Return an instruction as text: 'FORWARD of microbatch 3 of stage 1'."""
     if i.op not in COMPUTE | SENDS | RECEIVES:
         return i.op.name if i.microbatch < 0 else f"{i.op.name} after microbatch {i.microbatch}"
@@ -95,7 +95,7 @@ class _Reader:
         return ScheduleError(f"{self.schedule.name}: rank {self.rank} {words}")
 
     def name(self, i: Instruction) -> str:
-        return describe(self.schedule, self.rank, i)
+        return instruction_text(self.schedule, self.rank, i)
 
     def read(self) -> None:
         for i in self.schedule.orders[self.rank]:

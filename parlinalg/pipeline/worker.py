@@ -24,7 +24,7 @@ from parlinalg.pipeline.p2p import P2P, Edge
 from parlinalg.pipeline.resharding import input_role, layout_table
 from parlinalg.pipeline.run import ScheduleRun
 from parlinalg.pipeline.schedule import Schedule, forward_only, forward_then_backward
-from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Span, validate
 from parlinalg.pipeline.tied import TiedParameters
 
@@ -218,7 +218,7 @@ class Worker:
     def _fewer(self, microbatches: int) -> Schedule:
         chunks = max(map(len, self.schedule.chunks)) if self.schedule.copies == 1 else None
         try:
-            found = make(self.schedule.name, self.schedule.ranks, microbatches, chunks)
+            found = make_schedule(self.schedule.name, self.schedule.ranks, microbatches, chunks)
         except ScheduleError:
             found = forward_then_backward(self.schedule, microbatches)
         if found.chunks != self.schedule.chunks:

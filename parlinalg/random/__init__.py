@@ -20,10 +20,10 @@ from numpy.typing import DTypeLike
 from parlinalg.array import DistArray
 from parlinalg.array.shapes import shape_of
 from parlinalg.backend import Backend
-from parlinalg.backend.kernels.dropout import Counted, drop, on_device, places
+from parlinalg.backend.kernels.dropout import Counted, draws_on_device, drop, index_terms
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.random.counter import Stream, Words, block_words, key
+from parlinalg.random.counter import RandomStream, Words, block_words, stream_key
 from parlinalg.redistribute import check_given, fitting, redistribute
 
 Block = Any
@@ -78,7 +78,7 @@ def uniform(
         u += low
         return u
 
-    return _draw(convert, 64, shape, grid, layout, _float(dtype, "uniform"), key(seed, name, call, step), start)
+    return _draw(convert, 64, shape, grid, layout, _float(dtype, "uniform"), stream_key(seed, name, call, step), start)
 
 
 def normal(
@@ -96,7 +96,7 @@ def normal(
         z += mean
         return z
 
-    return _draw(convert, 64, shape, grid, layout, _float(dtype, "normal"), key(seed, name, call, step), start)
+    return _draw(convert, 64, shape, grid, layout, _float(dtype, "normal"), stream_key(seed, name, call, step), start)
 
 
 def bernoulli(
@@ -111,7 +111,7 @@ def bernoulli(
         If p is not a probability.
     """
     numbers = Bernoulli(p)
-    stream = key(seed, name, call, step)
+    stream = stream_key(seed, name, call, step)
     return _draw(numbers.convert, 32, shape, grid, layout, np.dtype(np.bool_), stream, start)
 
 
@@ -140,8 +140,8 @@ class Bernoulli:
             raise ValueError(f"a probability is between 0 and 1, not {p}")
         self.limit, self.all = round(p * 2**bits), 2**bits
         self.p = self.limit / self.all
-        self.key, self.bits = key(seed, name, call, step), bits
-        self.stream = Stream(self.key, bits)
+        self.key, self.bits = stream_key(seed, name, call, step), bits
+        self.stream = RandomStream(self.key, bits)
         self.start = start
 
     def part(self, shape: Sequence[int], indices: Sequence[Indices]) -> np.ndarray:
@@ -202,7 +202,7 @@ def integers(
         wide = words.astype(np.uint64) * np.uint64(high - low)
         return (wide >> np.uint64(32)).astype(np.int64) + low
 
-    return _draw(convert, 32, shape, grid, layout, np.dtype(np.int64), key(seed, name, call, step), start)
+    return _draw(convert, 32, shape, grid, layout, np.dtype(np.int64), stream_key(seed, name, call, step), start)
 
 
 def permutation(n: int, *, seed: int = 0, epoch: int = 0, name: str = "permutation") -> np.ndarray:
@@ -211,7 +211,7 @@ def permutation(n: int, *, seed: int = 0, epoch: int = 0, name: str = "permutati
     >>> permutation(5, seed=0, epoch=1)
     array([1, 0, 3, 2, 4])
     """
-    words = Stream(key(seed, name, 0, epoch)).take(0, n)
+    words = RandomStream(stream_key(seed, name, 0, epoch)).take(0, n)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
@@ -226,7 +226,7 @@ def _draw(
     lengths = tuple(len(r) for r in ranges)
     flat = np.empty(math.prod(lengths), dtype)
     if grid.inside:
-        for place, words in block_words(Stream(stream, bits), shape, ranges, start):
+        for place, words in block_words(RandomStream(stream, bits), shape, ranges, start):
             flat[place : place + len(words)] = convert(words)
     block = grid.backend.from_host(flat.reshape(lengths))
     right = "all ranks draw with the same seed, name, call, step and bounds"
@@ -258,8 +258,8 @@ def dropping(
         The global shape, and the global indices of the block, a dim.
     """
     scale = 1 / keep.p if keep.p else 0.0
-    if on_device(block, len(shape)):
-        table, *where = places(shape, indices, keep.start)
+    if draws_on_device(block, len(shape)):
+        table, *where = index_terms(shape, indices, keep.start)
         counted = Counted(tuple(map(int, keep.key)), keep.limit, keep.bits, *where)
         return partial(drop, scale=scale, counted=counted), backend.from_host(table)
     return partial(drop, scale=scale), backend.from_host(keep.part(shape, indices))
@@ -269,7 +269,7 @@ def factors(
     keep: Bernoulli, dtype: np.dtype[Any], shape: Sequence[int], indices: Sequence[Indices], backend: Backend
 ) -> Block:  # fmt: skip
     """Return the factors by which `dropping` multiplies: 1 / p or 0."""
-    if backend.cuda and on_device(ones := backend.xp.ones(tuple(map(len, indices)), dtype), len(shape)):
+    if backend.cuda and draws_on_device(ones := backend.xp.ones(tuple(map(len, indices)), dtype), len(shape)):
         dropped, table = dropping(keep, ones, shape, indices, backend)
         return dropped(ones, table)
     return backend.from_host(keep.part(shape, indices) * dtype.type(1 / keep.p if keep.p else 0))

@@ -41,13 +41,13 @@ def check_seed(seed: Any) -> int:
     return found
 
 
-def key(seed: int, name: str = "", call: int = 0, step: int = 0) -> np.ndarray:
+def stream_key(seed: int, name: str = "", call: int = 0, step: int = 0) -> np.ndarray:
     """Return the key of the stream for this seed, name, number of call and step: 128 bits of a hash, as two uint64."""
     label = json.dumps([check_seed(seed), str(name), int(call), int(step)])
     return np.frombuffer(hashlib.blake2b(label.encode(), digest_size=16).digest(), "<u8").astype(np.uint64)
 
 
-class Stream:
+class RandomStream:
     """The words of one key.
 
     Parameters
@@ -75,7 +75,7 @@ class Stream:
 
 
 def block_words(
-    stream: Stream, shape: Sequence[int], block: Sequence[range], start: int = 0
+    stream: RandomStream, shape: Sequence[int], block: Sequence[range], start: int = 0
 ) -> Iterator[tuple[int, Words]]:
     """Yield the words of a block's elements in C order, a chunk at a time: (index of the first, words).
 
@@ -112,7 +112,7 @@ def block_words(
             yield i * run, np.ascontiguousarray(words[:, inside : inside + run]).reshape(-1)
 
 
-def _line(stream: Stream, start: int, n: int, place: int) -> Iterator[tuple[int, Words]]:
+def _line(stream: RandomStream, start: int, n: int, place: int) -> Iterator[tuple[int, Words]]:
     for at in range(0, n, tunables.RANDOM_CHUNK):
         yield place + at, stream.take(start + at, min(tunables.RANDOM_CHUNK, n - at))
 

@@ -16,10 +16,10 @@ from typing import Protocol, cast
 from parlinalg.errors import ConfigError
 from parlinalg.schemes.scheme import Scheme, adapted, bias, shared, spread
 from parlinalg.schemes.shapes import NeedsShape, listed
-from parlinalg.schemes.words import describe, product_words, scheme_words, table_of_schemes
+from parlinalg.schemes.words import product_words, scheme_words, table_of_schemes, table_row
 
 __all__ = [
-    "Scheme", "SchemeFile", "adapted", "bias", "describe", "discover", "for_mode", "modes", "modes_for",
+    "Scheme", "SchemeFile", "adapted", "bias", "table_row", "discover", "for_mode", "modes", "modes_for",
     "product_words", "scheme_words", "shared", "spread", "table_of_schemes",
 ]  # fmt: skip
 

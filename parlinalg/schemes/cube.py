@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from parlinalg.layout import Layout
 from parlinalg.schemes.scheme import Scheme, table
-from parlinalg.schemes.shapes import no_depth, power
+from parlinalg.schemes.shapes import equal_sizes, no_depth
 
 _expand = table(
     ("i", None), n="j", k="l",
@@ -25,4 +25,4 @@ SCHEME = Scheme("3d", ("i", "j", "l"), _expand, _expand.renamed({"j": "l", "l": 
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
     """Return the sizes of the axes over `size` ranks: `shape` is (i, j, l), by default a cube."""
     no_depth("3d tensor parallelism", depth)
-    return power("3d", size, SCHEME.axes, shape)
+    return equal_sizes("3d", size, SCHEME.axes, shape)

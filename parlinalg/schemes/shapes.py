@@ -31,7 +31,7 @@ def only(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None,
     return {axes[0]: size}
 
 
-def power(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None) -> dict[str, int]:
+def equal_sizes(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] | None) -> dict[str, int]:
     """Return the sizes of the axes given by `shape`; by default all equal, for square or cubic numbers of ranks."""
     if shape is None:
         side = round(size ** (1 / len(axes)))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from parlinalg.layout import Layout
 from parlinalg.schemes.scheme import Scheme, table
-from parlinalg.schemes.shapes import no_depth, power
+from parlinalg.schemes.shapes import equal_sizes, no_depth
 
 _plan = table(
     ("r", None), n="c", k=None,
@@ -24,4 +24,4 @@ SCHEME = Scheme("2d", ("r", "c"), _plan, _plan)
 def sizes(size: int, shape: Sequence[int] | None = None, depth: int | None = None) -> dict[str, int]:
     """Return the sizes of the axes over `size` ranks: `shape` is (r, c), by default a square."""
     no_depth("2d tensor parallelism", depth)
-    return power("2d", size, SCHEME.axes, shape)
+    return equal_sizes("2d", size, SCHEME.axes, shape)

@@ -29,7 +29,7 @@ def transitions(plan: Plan) -> dict[str, tuple[Layout, Layout]]:
     }
 
 
-def steps(plan: Plan, sizes: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
+def communication_steps(plan: Plan, sizes: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
     """Return the steps of communication of one product and its derivatives, by column of the table."""
     return {column: moves(src, dst, sizes) for column, (src, dst) in transitions(plan).items()}
 
@@ -58,7 +58,7 @@ def product_words(
     shapes = {"x": x, "w": w, "y": y, "grad y": y, "dx": x, "dw": w}
     return {
         column: sum(step.words(shapes[column], sizes, coords) for step in found)
-        for column, found in steps(plan, sizes).items()
+        for column, found in communication_steps(plan, sizes).items()
     }
 
 
@@ -75,7 +75,7 @@ def scheme_words(
     return {column: expand[column] + contract[column] for column in COLUMNS}
 
 
-def describe(scheme: Scheme) -> str:
+def table_row(scheme: Scheme) -> str:
     """Return the scheme's row of the table of schemes, in Markdown; columns: scheme, x, w, y, grad y, dx, dw.
 
     AR is an all-reduce, AG an all-gather, RS a reduce-scatter; "a / b" is a in expand and b in contract.
@@ -97,11 +97,11 @@ def describe(scheme: Scheme) -> str:
 def table_of_schemes(schemes: Mapping[str, Scheme]) -> str:
     """Return the table of these schemes in Markdown, a row each."""
     head = f"| {' | '.join(['scheme', *COLUMNS])} |\n{'|---' * (len(COLUMNS) + 1)}|"
-    return "\n".join([head, *(describe(s) for s in schemes.values())])
+    return "\n".join([head, *(table_row(s) for s in schemes.values())])
 
 
 def _cells(plan: Plan, scheme: Scheme) -> list[str]:
-    found = steps(plan, dict.fromkeys(scheme.axes, 2))
+    found = communication_steps(plan, dict.fromkeys(scheme.axes, 2))
     return [", ".join(f"{_SHORT[s.op]} {' '.join(s.axes)}" for s in found[c] if s.op in _SHORT) or "–" for c in COLUMNS]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from parlinalg.comm.startup import launched
-from parlinalg.comm.verdicts import Verdict, Verdicts, together
+from parlinalg.comm.verdicts import Verdict, Verdicts, failures_text
 
 Result = TypeVar("Result")
 
@@ -74,12 +74,12 @@ def _out_of_step(found: list[Verdict], point: str, furthest: int) -> str:
     where = "the end of the test" if furthest == REPORT else "the end of its session"
     text = f"rank{'s' * (len(ahead) > 1)} {', '.join(map(str, ahead))} came to {where} without {point}"
     failures = {rank: verdict.failure for rank, verdict in enumerate(found) if verdict.failure}
-    return f"{text}\n{together(failures, len(found))}"
+    return f"{text}\n{failures_text(failures, len(found))}"
 
 
-def told(found: list[Verdict]) -> str:
+def failures_of(found: list[Verdict]) -> str:
     """Return the failures of all ranks as one text, equal ones once; an empty string if there is none."""
-    return together({rank: verdict.failure for rank, verdict in enumerate(found) if verdict.failure}, len(found))
+    return failures_text({rank: verdict.failure for rank, verdict in enumerate(found) if verdict.failure}, len(found))
 
 
 def current_test() -> str:
@@ -102,7 +102,7 @@ def once(function: Callable[[], Result]) -> Result:
             result = function()
         except Exception:
             failure = traceback.format_exc()
-    if text := told(agree(failure, f"once() in {current_test()}")):
+    if text := failures_of(agree(failure, f"once() in {current_test()}")):
         raise FailedElsewhereError(text)
     return exchange.mpi.bcast(result, 0)
 
@@ -124,7 +124,7 @@ def agreed(body: Callable[..., None]) -> Callable[..., None]:
         found = agree(text, f"an example of {current_test()}")
         if problem is not None:
             raise problem
-        if text := told(found):
+        if text := failures_of(found):
             raise FailedElsewhereError(text)
 
     return run

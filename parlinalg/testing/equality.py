@@ -11,7 +11,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Tensor
-from parlinalg.testing.agreement import agree, current_test, told, verdicts
+from parlinalg.testing.agreement import agree, current_test, failures_of, verdicts
 
 
 def assert_equal_to_serial(got: Any, expected: Any, tolerance: float = 1e-12, *, scale: float | None = None) -> None:
@@ -83,7 +83,7 @@ def _settle(where: str, work: Any) -> None:
         failure, problem = traceback.format_exc(), error
     found = agree(failure, where)
     if any(verdict.failure for verdict in found):
-        raise AssertionError(failure if len(found) == 1 else told(found)) from problem
+        raise AssertionError(failure if len(found) == 1 else failures_of(found)) from problem
 
 
 def _paired(name: str, got: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -19,7 +19,7 @@ import pytest
 
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.grid import Grid, factorizations
-from parlinalg.testing.agreement import END, REPORT, OutOfStepError, agree, told, verdicts
+from parlinalg.testing.agreement import END, REPORT, OutOfStepError, agree, failures_of, verdicts
 
 AXES = ("a", "b", "c")
 MARKERS = (
@@ -172,7 +172,7 @@ def _settle(item: pytest.Item, report: pytest.TestReport) -> None:
         return
     codes = [verdict.code for verdict in found]
     if FAILED in codes or (XPASSED in codes and XFAILED not in codes):
-        text = told(found)
+        text = failures_of(found)
         if XFAILED in codes:
             text += f"\nexpected to fail, which it did on ranks {_those(codes, XFAILED)} of {len(codes)}"
         report.outcome, report.longrepr = "failed", text

@@ -17,7 +17,7 @@ from typing import Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.parallel.handlers import Handler, ZeRO
-from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.train import options
 from parlinalg.train.checkpoint_options import Checkpointing, checkpointing
 from parlinalg.train.keys import (
@@ -351,7 +351,7 @@ def over_one_rank(config: Config) -> Config:
     """
     if config.schedule is None or pipeline_size(config.parallel) != 1:
         return config
-    if make(config.schedule.name, ranks=2, microbatches=4).asynchronous:
+    if make_schedule(config.schedule.name, ranks=2, microbatches=4).asynchronous:
         raise ConfigError(
             f"schedule={config.schedule.name!r} steps within a batch, and a pipeline of one rank does not: leave the "
             "schedule out, and make batches as small as its microbatches"

@@ -43,7 +43,7 @@ def check_keys(where: str, given: Iterable[object], known: Iterable[str]) -> Non
     for key in given:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, n=1)
-            hint = hints.key(str(key)) or (f"did you mean {near[0]!r}?  " if near else "")
+            hint = hints.key_hint(str(key)) or (f"did you mean {near[0]!r}?  " if near else "")
             raise ConfigError(f"{where} has an unknown key {key!r}: {hint}The known ones are {', '.join(keys)}")
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from parlinalg.backend.blas import place as cores
+from parlinalg.backend.blas import host_and_cores as cores
 from parlinalg.backend.blas import set_blas_threads, sharing
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.comm.startup import launched, place_on_node

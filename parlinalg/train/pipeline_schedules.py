@@ -12,7 +12,7 @@ from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.nn.module import Module
-from parlinalg.pipeline import PipelineModel, Schedule, discover, make
+from parlinalg.pipeline import PipelineModel, Schedule, discover, make_schedule
 from parlinalg.train.config import Config
 from parlinalg.train.feed import Pass, drawn, joined, rows_of
 from parlinalg.train.launch import Mesh
@@ -164,7 +164,7 @@ class PipelineSchedule(NonPipelineSchedule):
         self.name, self.num_model_chunks, self.every = schedule, num_model_chunks, every
 
     def made(self, ranks: int) -> Schedule:
-        return make(self.name, ranks, self.num_microbatches, self.num_model_chunks, every=self.every)
+        return make_schedule(self.name, ranks, self.num_microbatches, self.num_model_chunks, every=self.every)
 
     def forward_backward_step(
         self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parlinalg.errors import ConfigError, ScheduleError
 from parlinalg.pipeline.schedule import Schedule
-from parlinalg.pipeline.schedules import make
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.train.config import Config
 from parlinalg.train.options import Pipelining
 from parlinalg.train.parallel import Parallel
@@ -41,7 +41,7 @@ def schedule_for(config: Config, parallel: Parallel) -> Schedule | None:
     wish = config.schedule or Pipelining()
     count = microbatches_of(config, parallel.pipeline)
     try:
-        made = make(wish.name, parallel.pipeline, count, wish.chunks, every=wish.every)
+        made = make_schedule(wish.name, parallel.pipeline, count, wish.chunks, every=wish.every)
     except ScheduleError as error:
         raise ConfigError(f"schedule: {error}") from error
     partition = parallel.partition

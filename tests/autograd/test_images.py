@@ -12,19 +12,19 @@ from parlinalg import Grid, Layout, LayoutError, schemes
 from parlinalg.autograd import ops
 from parlinalg.autograd.ops.images import images_layout
 from parlinalg.backend.kernels import images as kernels
-from parlinalg.backend.kernels.images import Band, Windows
+from parlinalg.backend.kernels.images import Band, KernelWindows
 from parlinalg.plan import Plan
 from tests.autograd.cases import agree, numbers, tensor
 
 WHOLE = Layout(None, None, None, None)
 IMAGES = [Layout("a", None, None, "b"), Layout(("b", "a"), None, None, "c"), WHOLE]
 WINDOWS = [
-    Windows((3, 3), padding=((1, 1), (1, 1))),
-    Windows((3, 2), (2, 1), ((1, 1), (0, 0))),
-    Windows((1, 1)),
-    Windows((1, 1), (2, 2)),
-    Windows((2, 3), (1, 2), ((0, 1), (2, 2)), (3, 2)),
-    Windows((1, 4), (3, 1), ((2, 2), (4, 4))),  # whole windows of padding
+    KernelWindows((3, 3), padding=((1, 1), (1, 1))),
+    KernelWindows((3, 2), (2, 1), ((1, 1), (0, 0))),
+    KernelWindows((1, 1)),
+    KernelWindows((1, 1), (2, 2)),
+    KernelWindows((2, 3), (1, 2), ((0, 1), (2, 2)), (3, 2)),
+    KernelWindows((1, 4), (3, 1), ((2, 2), (4, 4))),  # whole windows of padding
 ]
 
 
@@ -39,31 +39,33 @@ def plans() -> dict[str, tuple[Plan, Plan]]:
     return found
 
 
-def padded(x: np.ndarray, windows: Windows, fill: float = 0) -> np.ndarray:
+def padded(x: np.ndarray, windows: KernelWindows, fill: float = 0) -> np.ndarray:
     return np.pad(x, ((0, 0), *windows.padding, (0, 0)), constant_values=fill)
 
 
-def under(x: np.ndarray, windows: Windows, i: int, j: int, fill: float = 0) -> np.ndarray:
+def under(x: np.ndarray, windows: KernelWindows, i: int, j: int, fill: float = 0) -> np.ndarray:
     """The elements of images under window (i, j): [batch, kernel height, kernel width, channels]."""
     (s, t), (d, e), (k, l) = windows.stride, windows.dilation, windows.kernel
     rows, columns = i * s + d * np.arange(k), j * t + e * np.arange(l)
     return padded(x, windows, fill)[:, rows][:, :, columns]
 
 
-def of_windows(x: np.ndarray, windows: Windows, function: Callable[[np.ndarray], Any], fill: float = 0) -> np.ndarray:
+def of_windows(
+    x: np.ndarray, windows: KernelWindows, function: Callable[[np.ndarray], Any], fill: float = 0
+) -> np.ndarray:
     rows, columns = windows.sizes(*x.shape[1:3])
     cells = [[function(under(x, windows, i, j, fill)) for j in range(columns)] for i in range(rows)]
     return np.moveaxis(np.array(cells), 2, 0)
 
 
-def convolved(x: np.ndarray, w: np.ndarray, windows: Windows, groups: int = 1) -> np.ndarray:
+def convolved(x: np.ndarray, w: np.ndarray, windows: KernelWindows, groups: int = 1) -> np.ndarray:
     parts = zip(np.split(x, groups, 3), np.split(w, groups, 3), strict=True)
     return np.concatenate([of_windows(p, windows, lambda u: np.tensordot(u, q, 3)) for p, q in parts], 3)
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 @pytest.mark.parametrize("name", plans())
-def test_convolution(name: str, windows: Windows, grid: Grid, serial: Grid) -> None:
+def test_convolution(name: str, windows: KernelWindows, grid: Grid, serial: Grid) -> None:
     expand, contract = plans()[name]
     for plan, c, n in ((expand, 3, 5), (contract, 5, 2)):
         x, w, bias = numbers(5, 6, 5, c), numbers(*windows.kernel, c, n), numbers(n)
@@ -96,7 +98,7 @@ def test_parts_of_patches(chunk: int, least: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "LEAST", least)
     most, made = 0, kernels.patches
 
-    def noting(x: Any, windows: Windows, rows: range) -> Any:
+    def noting(x: Any, windows: KernelWindows, rows: range) -> Any:
         nonlocal most
         found = made(x, windows, rows)
         most = max(most, found.shape[0] * found.shape[1] * found.shape[2])
@@ -127,12 +129,12 @@ def test_max_pooling(layout: Layout, grid: Grid, serial: Grid) -> None:
 def test_equal_elements_and_nan_in_max_pooling(widest: Grid) -> None:
     """The first of equal elements has the gradient, as in PyTorch; NaN is larger than all numbers."""
     x = tensor(np.ones((1, 3, 3, 1)), widest, WHOLE)
-    ops.max_pool2d(x, Windows((2, 2), padding=((1, 1), (1, 1)))).sum().backward()
+    ops.max_pool2d(x, KernelWindows((2, 2), padding=((1, 1), (1, 1)))).sum().backward()
     assert x.grad is not None
     want = [[4, 2, 2], [2, 1, 1], [2, 1, 1]]
     np.testing.assert_array_equal(x.grad.gather()[0, :, :, 0], want)
     x = tensor(np.array([1.0, np.nan, 2, 3]).reshape(1, 2, 2, 1), widest, WHOLE)
-    y = ops.max_pool2d(x, Windows((2, 2)))
+    y = ops.max_pool2d(x, KernelWindows((2, 2)))
     y.sum().backward()
     assert np.isnan(y.gather()).all()
     assert x.grad is not None
@@ -189,14 +191,16 @@ def test_what_is_wrong_is_said(widest: Grid) -> None:
     plan, cut = plans()["2d"][0], "a" if widest.sizes["a"] > 1 else "b"
     x, w = tensor(numbers(2, 4, 4, 3), widest, images_layout(plan.x)), tensor(numbers(3, 3, 3, 4), widest, plan.w)
     with pytest.raises(ValueError, match=r"images of shape \(2, 4, 4, 3\) and weights of shape \(3, 3, 3, 4\)"):
-        ops.conv2d(x, w, plan, Windows((3, 3)), groups=3)
+        ops.conv2d(x, w, plan, KernelWindows((3, 3)), groups=3)
     with pytest.raises(ValueError, match=r"images of 4 × 4 with padding .* are smaller than the kernel"):
-        ops.conv2d(x, w, plan, Windows((3, 3), dilation=(2, 2)))
+        ops.conv2d(x, w, plan, KernelWindows((3, 3), dilation=(2, 2)))
     if widest.sizes[cut] > 1:
         with pytest.raises(LayoutError, match=r"images are not cut as the plan says.*redistribute"):
-            ops.conv2d(tensor(numbers(2, 4, 4, 3), widest, Layout(None, cut, None, None)), w, plan, Windows((3, 3)))
+            ops.conv2d(
+                tensor(numbers(2, 4, 4, 3), widest, Layout(None, cut, None, None)), w, plan, KernelWindows((3, 3))
+            )
         with pytest.raises(LayoutError, match="cut in height or width"):
-            ops.max_pool2d(tensor(numbers(2, 4, 4, 3), widest, Layout(None, cut, None, None)), Windows((2, 2)))
+            ops.max_pool2d(tensor(numbers(2, 4, 4, 3), widest, Layout(None, cut, None, None)), KernelWindows((2, 2)))
     flat = tensor(numbers(1, 3), widest, Layout(None, None))
     with pytest.raises(ValueError, match=r"x of shape \(1, 3\) has one value a channel"):
         ops.batch_norm(flat, training=True)

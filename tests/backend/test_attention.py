@@ -11,7 +11,7 @@ import pytest
 from parlinalg.backend import compiled
 from parlinalg.backend.kernels import attention as kernel
 from parlinalg.backend.kernels.attention.blocks import Blocks
-from parlinalg.backend.visible import Places, Visible
+from parlinalg.backend.visible import TokenPositions, Visible
 
 pytestmark = pytest.mark.serial
 
@@ -115,7 +115,7 @@ def test_narrow_dtypes_are_computed_in_float32(dtype):
 
 def placed(positions, keys):
     """What queries and keys at these positions see: causal, and within a window."""
-    return Visible(causal=True, window=30, places=(Places(positions), Places(keys)))
+    return Visible(causal=True, window=30, places=(TokenPositions(positions), TokenPositions(keys)))
 
 
 PLACES = {

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parlinalg.backend import Backend, backend_of, namespace, select
+from parlinalg.backend import Backend, backend_of, namespace, select_backend
 from parlinalg.errors import ConfigError
 
 DTYPES = [
@@ -21,7 +21,7 @@ SHAPES = [(), (0,), (5,), (3, 4), (2, 0, 3), (2, 3, 4)]
 
 @pytest.fixture
 def on(backend: str) -> Backend:
-    return select(backend)
+    return select_backend(backend)
 
 
 def some(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -93,4 +93,4 @@ def test_what_is_no_block(what: Any) -> None:
 @pytest.mark.serial
 def test_an_unknown_backend_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no backend 'jax'.*'auto', 'numpy', 'cupy'"):
-        select("jax")
+        select_backend("jax")

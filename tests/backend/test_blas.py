@@ -52,7 +52,7 @@ def test_the_library_obeys(monkeypatch: pytest.MonkeyPatch, without: bool) -> No
 def test_only_ranks_on_the_same_cores_share_them() -> None:
     bound = [["a", "3"], ["a", "c"], ["b", "3"], ["b", "f"]]
     assert [blas.sharing(bound, rank) for rank in range(4)] == [1, 1, 2, 2]
-    assert blas.sharing([blas.place()], 0) == 1
+    assert blas.sharing([blas.host_and_cores()], 0) == 1
 
 
 def matrices(dtype):

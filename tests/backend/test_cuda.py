@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parlinalg.backend import cuda, select
+from parlinalg.backend import cuda, select_backend
 from parlinalg.backend.kernels.activations import gelu, gelu_grad, swiglu, swiglu_grad
 from parlinalg.backend.kernels.norms import norm, norm_grad
 from parlinalg.backend.kernels.optimizers import adam
@@ -177,7 +177,7 @@ def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
     keep = Bernoulli(0.7, bits, seed=3, name="blocks.0.dropout", call=1, step=9, start=2)
     x = np.random.default_rng(0).normal(size=tuple(map(len, indices)))
     monkeypatch.setattr(cuda, "ready", lambda *blocks: True)
-    drop, table = dropping(keep, x, shape, indices, select("numpy", 0))
+    drop, table = dropping(keep, x, shape, indices, select_backend("numpy", 0))
     found = drop(x, table)
     np.testing.assert_array_equal(found, x * keep.part(shape, indices) * (1 / keep.p))
     assert 0 < np.count_nonzero(found) < x.size

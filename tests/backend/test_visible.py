@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parlinalg.backend.visible import Places, Visible
+from parlinalg.backend.visible import TokenPositions, Visible
 
 pytestmark = pytest.mark.serial
 
@@ -40,7 +40,7 @@ def test_pairs(at, keys, causal, window, kind, seed):
     if kind:
         marks = documents(rng, 1 if kind == 1 else batch, n, kind < 3), documents(rng, batch, m, kind < 3)
         seen &= marks[0][:, :, None] == marks[1][:, None, :]
-    visible = Visible(causal=causal, window=window, places=(Places(at), Places(keys)), documents=marks)
+    visible = Visible(causal=causal, window=window, places=(TokenPositions(at), TokenPositions(keys)), documents=marks)
     heads = slice(0, 1)
     for items in (slice(0, 2), slice(1, 2)):
         found = np.zeros_like(seen[items])
@@ -54,7 +54,7 @@ def test_pairs(at, keys, causal, window, kind, seed):
 
 @given(placed())
 def test_runs(at):
-    places = Places(at)
+    places = TokenPositions(at)
     assert [i for run in places.runs for i in range(run.start, run.stop)] == list(range(len(at)))
     for run in places.runs:
         if run.step:
@@ -64,12 +64,12 @@ def test_runs(at):
 def test_what_is_not_seen_is_skipped():
     """Of four chunks the second rank's queries see their own and the first, unmasked; later ones cost nothing."""
     chunks = np.arange(64).reshape(4, 16)
-    mine = Places(np.concatenate([chunks[1], chunks[2]]))
-    theirs = Places(np.concatenate([chunks[0], chunks[3]]))
+    mine = TokenPositions(np.concatenate([chunks[1], chunks[2]]))
+    theirs = TokenPositions(np.concatenate([chunks[0], chunks[3]]))
     visible = Visible(causal=True, places=(mine, theirs))
     one = slice(0, 1)
     assert [visible.spans(one, one, rows, 32, 99) for rows in visible.rows(32, 16)] == [[(0, 16)], [(0, 16)]]
-    striped = Visible(causal=True, places=(Places(np.arange(1, 64, 4)), Places(np.arange(2, 64, 4))))
+    striped = Visible(causal=True, places=(TokenPositions(np.arange(1, 64, 4)), TokenPositions(np.arange(2, 64, 4))))
     assert striped.spans(one, one, slice(8, 12), 16, 99) == [(0, 11)]
     apart = Visible(documents=(np.repeat([[0, 1]], 8, 1), np.repeat([[1, 2]], 8, 1)))
     assert apart.spans(one, one, slice(0, 8), 16, 99) == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parlinalg import schemes
-from parlinalg.backend import cuda, select
+from parlinalg.backend import cuda, select_backend
 from parlinalg.backend.kernels import activations
 from parlinalg.cli import gpu
 from tests.launching import ROOT, launch
@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_what_it_would_do() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_numpy_itself_is_within_the_roundings_allowed(dtype: str) -> None:
     for check in gpu.kernel_checks(33, 70):
-        error, seconds, size = gpu.error_of(check, select("numpy"), dtype)
+        error, seconds, size = gpu.error_of(check, select_backend("numpy"), dtype)
         assert error <= gpu.ALLOWED[dtype] / 4, check.name
         assert seconds > 0
         assert size > 0
@@ -64,7 +64,7 @@ def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyP
         return right(x, approximate) * x.dtype.type(1.0001 if x.dtype == np.float32 else 1)
 
     monkeypatch.setattr(activations, "gelu", wrong)
-    rows = [row for row in gpu.kernel_rows(select("numpy"), 33) if row.problem]
+    rows = [row for row in gpu.kernel_rows(select_backend("numpy"), 33) if row.problem]
     assert [row.what.strip() for row in rows] == ["gelu, tanh", "gelu"]
     assert all("roundings of float32, of which" in row.problem for row in rows)
     assert calls
@@ -72,7 +72,7 @@ def test_a_kernel_that_computes_something_else_fails(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("op", list(gpu.CALLS))
 def test_wrong_values_of_a_collective_are_seen(op: str, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = select("numpy")
+    backend = select_backend("numpy")
     assert gpu.collective_is_right(world, backend, op, "int64")
     monkeypatch.setattr(type(backend), "to_host", lambda self, block: np.asarray(block) + 1)
     assert not gpu.collective_is_right(world, backend, op, "int64")

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from parlinalg.backend import Backend, select
+from parlinalg.backend import Backend, select_backend
 from parlinalg.comm import Comm, open_comm
 
-BACKEND: Backend = select("numpy" if os.environ.get("PARLINALG_TEST_BACKEND", "numpy") == "numpy" else "cupy")
+BACKEND: Backend = select_backend("numpy" if os.environ.get("PARLINALG_TEST_BACKEND", "numpy") == "numpy" else "cupy")
 put, got, zeros = BACKEND.from_host, BACKEND.to_host, BACKEND.zeros
 
 REAL = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

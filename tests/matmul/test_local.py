@@ -11,7 +11,7 @@ import parlinalg as pla
 from parlinalg import nn
 from parlinalg.autograd import no_sync, recompute
 from parlinalg.autograd.ops import product
-from parlinalg.matmul.local import DeferredGemm, place
+from parlinalg.matmul.local import DeferredGemm, copy_or_add
 from parlinalg.parallel import GradientReducer
 from tests.conftest import SIZE
 from tests.training import SIZES, batch, every_scheme, mean_loss
@@ -30,7 +30,7 @@ def test_put(backend_array: Any, dtype: type, lead: tuple[int, ...], add: bool) 
         target = backend_array(out)
         view = target[..., :5] if out is wide else target
         view[...] = backend_array(had.astype(view.dtype))
-        place(gemm, view, add=add)
+        copy_or_add(gemm, view, add=add)
         found = target if isinstance(target, np.ndarray) else target.get()
         np.testing.assert_array_equal(found[..., :5], want)
         assert not found[..., 5:].any()

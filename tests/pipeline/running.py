@@ -15,7 +15,7 @@ from parlinalg.datasets import Batch
 from parlinalg.layout import piece
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer, Prefetch, ZeRO, examine
-from parlinalg.pipeline import Schedule, Worker, discover, make, split
+from parlinalg.pipeline import Schedule, Worker, discover, make_schedule, split
 from parlinalg.train import Mesh, launch
 from tests.cases import placed
 from tests.models import alone
@@ -152,7 +152,7 @@ def pipeline(
 ) -> Iterator[Pipeline]:  # fmt: skip
     """A pipeline over all ranks."""
     with launch({"parallel": {**parallel}}, world, backend) as mesh:
-        made = Pipeline(mesh, make(name, mesh.topology.size, microbatches, chunks), layers, **options)
+        made = Pipeline(mesh, make_schedule(name, mesh.topology.size, microbatches, chunks), layers, **options)
         yield made
         made.close()
 

@@ -14,7 +14,7 @@ import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.datasets import Batch
 from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.pipeline import AsynchronousWorker, Op, make, split
+from parlinalg.pipeline import AsynchronousWorker, Op, make_schedule, split
 from parlinalg.train import launch
 from tests.conftest import SIZE
 from tests.models import alone
@@ -92,7 +92,7 @@ def test_a_perceptron_is_trained_as_by_hand(name, zero, world, backend):
     """A version stays as it is while the newest one is updated, in shards too."""
     stages = SIZE if zero is None else 2
     by_hand = Perceptron((5, *[4] * (stages - 1), 3))
-    schedule = make(name, stages, 9, every=1 if name == "pipedream" or stages == 2 else 3)
+    schedule = make_schedule(name, stages, 9, every=1 if name == "pipedream" or stages == 2 else 3)
     every = 9 // sum(i.op is Op.STEP for i in schedule.orders[0])
     data = [rows(t) for t in range(9)]
     steps = [[np.concatenate(both) for both in zip(*data[t : t + every], strict=True)] for t in range(0, 9, every)]
@@ -169,7 +169,7 @@ def test_asynchronous_schedules_equal_their_oracles(world, backend, full):
     for turn, (name, parallel, stages, every) in enumerate(cases(full)):
         most = every * max(3, 6 // every)
         runs = [most, most - 1]  # the last one is cut short
-        schedule = make(name, stages, runs[0], every=every)
+        schedule = make_schedule(name, stages, runs[0], every=every)
         zero = (turn % 3 if full else 1) if parallel.get("data") else 0
         with launch({"parallel": parallel}, world, backend) as mesh:
             again = "block" if turn % 2 else None
@@ -205,27 +205,29 @@ def test_what_is_refused(world, backend):
             return AsynchronousWorker(model, schedule, optim.SGD(model.parameters(), 0.1))
 
         with pytest.raises(pla.ConfigError, match=r"pipedream: 'embedding.weight' is held by stages 0, 1, .* untie it"):
-            made(make("pipedream", 2, 4))
+            made(make_schedule("pipedream", 2, 4))
         with pytest.raises(pla.ConfigError, match="'1f1b' is synchronous: it takes a Worker"):
-            made(make("1f1b", 2, 4), tie_word_embeddings=False)
-        worker = made(make("pipedream-2bw", 2, 4, every=2), tie_word_embeddings=False)
+            made(make_schedule("1f1b", 2, 4), tie_word_embeddings=False)
+        worker = made(make_schedule("pipedream-2bw", 2, 4, every=2), tie_word_embeddings=False)
         with pytest.raises(pla.ConfigError, match="is of 4 microbatches, and a step is given 5"):
             worker.step(batches(worker.model.full_model, 0, 5), Text(), 0)
         worker.close()
         fetched = split(
-            model_on(mesh.scheme, mesh.grid, 2, tie_word_embeddings=False), mesh.topology, make("pipedream", 2, 4)
+            model_on(mesh.scheme, mesh.grid, 2, tie_word_embeddings=False),
+            mesh.topology,
+            make_schedule("pipedream", 2, 4),
         ).initialize(0)
         for p in fetched.parameters():
             p.gatherer = SimpleNamespace()
         with pytest.raises(pla.ConfigError, match="is fetched ahead of their use; use zero stage 0, 1 or 2"):
-            AsynchronousWorker(fetched, make("pipedream", 2, 4), optim.SGD(fetched.parameters(), 0.1))
+            AsynchronousWorker(fetched, make_schedule("pipedream", 2, 4), optim.SGD(fetched.parameters(), 0.1))
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("name", "every"), [("pipedream", 1), ("pipedream", 3), ("pipedream-2bw", 3)])
 def test_fewer_microbatches_end_with_a_step_of_their_own(name, every, world, backend):
     """What each rank does, as its spans tell it, is what the schedule has of these microbatches, and a last step."""
-    whole = make(name, SIZE, 12, every=every)
+    whole = make_schedule(name, SIZE, 12, every=every)
     with launch({"parallel": {"pipeline": SIZE}}, world, backend) as mesh:
         linears = (nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64") for _ in range(SIZE))
         model = split(nn.Sequential(*linears), mesh.topology, whole).initialize(0)
@@ -240,7 +242,7 @@ def test_fewer_microbatches_end_with_a_step_of_their_own(name, every, world, bac
             of_whole = [(i.op, i.microbatch) for i in whole.orders[rank] if i.op.value in ("F", "B")]
             assert passes == [each for each in of_whole if each[1] < count]
             if not count % every:
-                due = make(name, SIZE, count, every=every).orders[rank]
+                due = make_schedule(name, SIZE, count, every=every).orders[rank]
                 assert done == [(i.op, i.microbatch) for i in due if "SEND" not in i.op.name and "REC" not in i.op.name]
         worker.close()
 
@@ -259,7 +261,7 @@ class Terms(Squares):
 @pytest.mark.ranks(2)
 def test_terms_that_layers_add_count_by_the_rows_of_their_step(world, backend):
     """A step's terms weigh as many as its losses, each microbatch's as its rows."""
-    schedule = make("pipedream", SIZE, 6, every=3)
+    schedule = make_schedule("pipedream", SIZE, 6, every=3)
     with launch({"parallel": {"pipeline": SIZE}, "dtype": "float64"}, world, backend) as mesh:
         linears = (nn.Linear(3, 3, mesh.scheme, mesh.grid, dtype="float64") for _ in range(SIZE))
         model = split(nn.Sequential(*linears), mesh.topology, schedule).initialize(0)

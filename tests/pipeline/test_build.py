@@ -15,7 +15,7 @@ from parlinalg.pipeline import (
     build_by_hand,
     build_pipeline_model,
     build_pipeline_model_from_cfg,
-    make,
+    make_schedule,
     register,
     registered,
 )
@@ -79,7 +79,7 @@ def test_chunks_and_partitions(world: Any, backend: str) -> None:
         assert part.counts == tuple(counts)
         assert part.inventory["0.weight"].dtype == np.float32
         with pytest.raises(ConfigError, match="num_chunks=2, but a rank of the schedule '1f1b' holds 1"):
-            build_pipeline_model_from_cfg(layers, 2, mesh=mesh, schedule=make("1f1b", SIZE, 2))
+            build_pipeline_model_from_cfg(layers, 2, mesh=mesh, schedule=make_schedule("1f1b", SIZE, 2))
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -99,7 +99,7 @@ def test_stages_by_hand(world: Any, backend: str) -> None:
         assert all(np.array_equal(a, 2 * state[n]) for n, a in part.state_dict().items())
         wrong = [own] * (1 + (rank == 0))
         with pytest.raises(ConfigError, match=r"rank 0 builds 2 stages by hand, but 1f1b gives it 1"):
-            build_by_hand(wrong, mesh=mesh, schedule=make("1f1b", SIZE, 2))
+            build_by_hand(wrong, mesh=mesh, schedule=make_schedule("1f1b", SIZE, 2))
 
 
 @register
@@ -158,7 +158,7 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
     alone = world.rank == SIZE - 1
     with mesh_of(world, backend) as mesh:
         part = build_pipeline_model_from_cfg(LAYERS, mesh=mesh)
-        for right, make in {
+        for right, make_schedule in {
             r"takes a model, such as nn\.Sequential\(\*layers\), not list": lambda: build_pipeline_model([part]),
             "is cut into stages already": lambda: build_pipeline_model(part),
             "give mesh=.*, not int": lambda: build_pipeline_model_from_cfg(LAYERS, mesh=3),
@@ -179,7 +179,7 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
             ),
         }.items():
             with pytest.raises(ConfigError, match=right):
-                make()
+                make_schedule()
         if SIZE > 1:
             with pytest.raises(ConfigError, match="rank 1 cuts another model than rank 0"):
                 build_pipeline_model_from_cfg(LAYERS[:-1] if alone else LAYERS, mesh=mesh)

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from parlinalg.errors import ConfigError, ScheduleError
-from parlinalg.pipeline import Op, make
+from parlinalg.pipeline import Op, make_schedule
 from parlinalg.pipeline.drawing import chrome, lanes, overlay, png, staircase, svg
 from parlinalg.pipeline.simulate import Costs, Simulation, Span, simulate
 
@@ -37,7 +37,7 @@ def delayed(simulation: Simulation) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
 def test_svg(name: str) -> None:
-    simulation = simulate(make(name, 2, 3), Costs(forward=1, backward=3, weight=1, step=1))
+    simulation = simulate(make_schedule(name, 2, 3), Costs(forward=1, backward=3, weight=1, step=1))
     colours = {box.colour for lane in lanes(simulation) for box in lane.boxes}
     found = boxes(svg(simulation), colours)
     left, right = min(x for x, _, _ in found), max(x + w for x, w, _ in found)
@@ -49,11 +49,11 @@ def test_svg(name: str) -> None:
     assert {"rank 0", "rank 1"} < set(said)
     assert any(f"idle {100 * simulation.bubble:.1f}%" in w for w in said)
     assert {"1f1b": "F2", "zb-v": "W2b", "chimera": "B2a"}[name] in said
-    assert svg(simulation) == svg(simulate(make(name, 2, 3), Costs(forward=1, backward=3, weight=1, step=1)))
+    assert svg(simulation) == svg(simulate(make_schedule(name, 2, 3), Costs(forward=1, backward=3, weight=1, step=1)))
 
 
 def test_a_measured_run_lies_under_the_simulated_one() -> None:
-    simulation = simulate(make("1f1b", 2, 3))
+    simulation = simulate(make_schedule("1f1b", 2, 3))
     half = len(simulation.of_rank(0))
     drawn = overlay(simulation, delayed(simulation))
     assert drawn == svg(simulation, delayed(simulation))
@@ -74,7 +74,7 @@ def test_a_measured_run_lies_under_the_simulated_one() -> None:
 
 
 def test_chrome_trace() -> None:
-    simulation = simulate(make("chimera", 2, 2))
+    simulation = simulate(make_schedule("chimera", 2, 2))
     events = json.loads(chrome(simulation, delayed(simulation), microseconds=1000))["traceEvents"]
     for pid, scale in ((0, 1000), (1, 2000)):
         mine = [e for e in events if e["pid"] == pid and e["ph"] == "X"]
@@ -87,7 +87,7 @@ def test_chrome_trace() -> None:
 
 
 def test_png() -> None:
-    simulation = simulate(make("zb-h1", 3, 4))
+    simulation = simulate(make_schedule("zb-h1", 3, 4))
     pictures = [png(simulation), png(simulation, delayed(simulation))]
     assert all(p.startswith(b"\x89PNG") for p in pictures)
     heights = [int.from_bytes(p[20:24], "big") for p in pictures]
@@ -104,22 +104,24 @@ def test_png_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'parlinalg\[train\]', or draw SVG"):
-        png(simulate(make("1f1b", 2, 2)))
+        png(simulate(make_schedule("1f1b", 2, 2)))
 
 
 def test_staircases_of_any_costs() -> None:
-    half = staircase(simulate(make("1f1b", 2, 2), Costs(forward=0.5, backward=1.5)))
+    half = staircase(simulate(make_schedule("1f1b", 2, 2), Costs(forward=0.5, backward=1.5)))
     assert half.splitlines() == [
         "rank 0  F0 F1 .  .  .  B0------ .  B1------",
         "rank 1  .  F0 B0------ F1 B1------ .  .  .",
     ]
-    odd = staircase(simulate(make("1f1b", 3, 12), Costs(forward=0.70001, backward=[1.90003, 2.1, 1], weight=0)))
+    odd = staircase(
+        simulate(make_schedule("1f1b", 3, 12), Costs(forward=0.70001, backward=[1.90003, 2.1, 1], weight=0))
+    )
     assert all(f"{op}{j}" in line for line in odd.splitlines() for op in "FB" for j in range(12))
     assert max(map(len, odd.splitlines())) < 300
-    free = staircase(simulate(make("gpipe", 1, 2), Costs(forward=0, backward=0, weight=0)))
+    free = staircase(simulate(make_schedule("gpipe", 1, 2), Costs(forward=0, backward=0, weight=0)))
     assert free == "rank 0"
-    no_forward = staircase(simulate(make("gpipe", 1, 2), Costs(forward=0, backward=2)))
+    no_forward = staircase(simulate(make_schedule("gpipe", 1, 2), Costs(forward=0, backward=2)))
     assert no_forward == "rank 0  B0 B1"
-    many = staircase(simulate(make("gpipe", 11, 1))).splitlines()
+    many = staircase(simulate(make_schedule("gpipe", 11, 1))).splitlines()
     assert many[0].startswith("rank  0  F0 ")
     assert many[10].startswith("rank 10  .  ")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline import make
+from parlinalg.pipeline import make_schedule
 from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, differs, pipeline, serial
 
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     def taken(self) -> bool:
         """Whether the schedule takes these numbers."""
         try:
-            make(self.schedule, self.stages, self.microbatches)
+            make_schedule(self.schedule, self.stages, self.microbatches)
         except ScheduleError:
             return False
         return True
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     def cost(self) -> float:
         """About how long it takes on few cores."""
-        layers = make(self.schedule, self.stages, self.microbatches).stages
+        layers = make_schedule(self.schedule, self.stages, self.microbatches).stages
         return self.microbatches * layers * self.ranks / self.stages * (1 + 0.15 * self.ranks)
 
 
@@ -85,7 +85,7 @@ def told(case: Case) -> str:
 
 
 def check(case: Case, world: Any, backend: str, steps: int = 10) -> list[str]:
-    stages = make(case.schedule, case.stages, case.microbatches).stages
+    stages = make_schedule(case.schedule, case.stages, case.microbatches).stages
     layers = max(1, stages - 2)
     losses, norms = serial(world, layers, clip=0.5)
     parallel = {"pipeline": case.stages, **GRIDS.get(case.grid, {"data": 1})}
@@ -129,7 +129,7 @@ def test_other_numbers_are_refused_with_those_taken() -> None:
         if not case.taken:
             refused += 1
             with pytest.raises(ScheduleError) as error:
-                make(name, stages, microbatches)
+                make_schedule(name, stages, microbatches)
             numbers = {int(n) for n in re.findall(r"\d+", str(error.value))}
             others = [case._replace(**{key: n}) for n in numbers if n for key in ("stages", "microbatches")]
             assert any(other.taken for other in others), str(error.value)

@@ -8,7 +8,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, schemes
-from parlinalg.pipeline import make, split
+from parlinalg.pipeline import make_schedule, split
 from parlinalg.train import launch
 from tests.conftest import SIZE
 from tests.models import ARGUMENTS, CLASSES, alone, anything
@@ -59,7 +59,7 @@ def test_the_tokens_of_one_rank(wanted: Any, world: Any, backend: str) -> None:
     for turn, (name, chunks, parallel) in enumerate(GRIDS[SIZE]):
         kind = ("gpt", "llama")[(turn + SIZE) % 2]
         with launch({"parallel": parallel}, world, backend) as mesh:
-            schedule = make(name, mesh.topology.size, 2 * mesh.topology.size, chunks)
+            schedule = make_schedule(name, mesh.topology.size, 2 * mesh.topology.size, chunks)
             model = split(declared(kind, mesh.scheme, mesh.grid), mesh.topology, schedule, "uniform").initialize(5)
             for way in WAYS:
                 heard: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ def test_the_tokens_of_one_rank(wanted: Any, world: Any, backend: str) -> None:
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_said_on_all_ranks(world: Any, backend: str) -> None:
     with launch({"parallel": {"pipeline": 2}}, world, backend) as mesh:
-        schedule = make("1f1b", 2, 2)
+        schedule = make_schedule("1f1b", 2, 2)
         model = split(declared("gpt", mesh.scheme, mesh.grid), mesh.topology, schedule).initialize(5)
         for prompts, words in (([[1, 2, 11]], "prompt 0 has token 11"), ([[1] * 7], "7 tokens and 3 new ones make 10")):
             with pytest.raises(pla.ConfigError, match=words):

@@ -13,7 +13,7 @@ import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.errors import ConfigError
 from parlinalg.nn import Layer
-from parlinalg.pipeline import PipelineModel, PipelineTopology, make, split
+from parlinalg.pipeline import PipelineModel, PipelineTopology, make_schedule, split
 from parlinalg.train import Mesh, launch
 from tests.conftest import SIZE
 
@@ -74,7 +74,9 @@ def pipelined(world: Any, backend: str, **parallel: Any) -> Iterator[Mesh]:
 def test_stages_after_one_another_are_the_model(name: str, stages: int, make_grid: Callable[..., Any]) -> None:
     grid = make_grid({"data": 1})
     model, place = MODELS[name](SERIAL, grid), PipelineTopology.alone(sizes={"data": 1})
-    part = split(model, place, make("1f1b", 1, 2) if stages == 1 else make("interleaved", 1, 2, stages))
+    part = split(
+        model, place, make_schedule("1f1b", 1, 2) if stages == 1 else make_schedule("interleaved", 1, 2, stages)
+    )
     part.initialize(3)
     serial = MODELS[name](SERIAL, grid).initialize(3)
     x = inputs(name, serial)
@@ -94,7 +96,7 @@ def test_stages_after_one_another_are_the_model(name: str, stages: int, make_gri
 def test_ranks_hold_their_stages_only(name: str, world: Any, backend: str, make_grid: Callable[..., Any]) -> None:
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         model = MODELS[name](mesh.scheme, mesh.grid)
-        part: PipelineModel = split(model, mesh.topology, make("1f1b", SIZE, 2)).initialize(3)
+        part: PipelineModel = split(model, mesh.topology, make_schedule("1f1b", SIZE, 2)).initialize(3)
         assert [stage.number for stage in part.chunks] == [world.rank]
         assert len(part.layers()) == part.counts[world.rank] >= 1
         names = world.share([n for n, _ in part.named_parameters()])
@@ -122,7 +124,7 @@ def test_a_model_with_values_leaves_those_of_other_stages(world: Any, backend: s
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         model = gpt(mesh.scheme, mesh.grid).initialize(5)
         whole = model.nbytes
-        part = split(model, mesh.topology, make("1f1b", SIZE, 2))
+        part = split(model, mesh.topology, make_schedule("1f1b", SIZE, 2))
         assert part.nbytes < whole
         assert model.nbytes == whole  # declared, not made
         with pytest.raises(ConfigError, match="has no values yet"):
@@ -146,11 +148,11 @@ class Twice(nn.Module):
 def test_models_with_stages_of_their_own(make_grid: Callable[..., Any]) -> None:
     grid = make_grid({"data": 1})
     model, place = Twice(SERIAL, grid), PipelineTopology.alone(sizes={"data": 1})
-    part = split(model, place, make("interleaved", 1, 2, 2))
+    part = split(model, place, make_schedule("interleaved", 1, 2, 2))
     assert part.counts == (1, 2)
     assert [layer.name for layer in part.layers()] == ["one", "relu", "last"]
     with pytest.raises(ConfigError, match="has 2 stages of its own, but the schedule has 3"):
-        split(Twice(SERIAL, grid), place, make("interleaved", 1, 3, 3))
+        split(Twice(SERIAL, grid), place, make_schedule("interleaved", 1, 3, 3))
 
 
 class Listless(nn.Module):
@@ -163,7 +165,11 @@ class Listless(nn.Module):
 
 @pytest.mark.serial
 def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) -> None:
-    grid, place, schedule = make_grid({"data": 1}), PipelineTopology.alone(sizes={"data": 1}), make("1f1b", 1, 2)
+    grid, place, schedule = (
+        make_grid({"data": 1}),
+        PipelineTopology.alone(sizes={"data": 1}),
+        make_schedule("1f1b", 1, 2),
+    )
     model: Any = Listless(SERIAL, grid)
     with pytest.raises(ConfigError, match=r"Listless cannot be cut into stages: give it a method layers\(\)"):
         split(model, place, schedule)
@@ -177,7 +183,7 @@ def test_models_that_cannot_be_cut_are_refused(make_grid: Callable[..., Any]) ->
     with pytest.raises(ConfigError, match=r"lists a layer 'two'"):
         split(model, place, schedule)
     with pytest.raises(ConfigError, match=r"'1f1b' is of 2 pipeline ranks, but there are 1"):
-        split(gpt(SERIAL, grid), place, make("1f1b", 2, 2))
+        split(gpt(SERIAL, grid), place, make_schedule("1f1b", 2, 2))
 
 
 @pytest.mark.ranks(2, 4)
@@ -190,7 +196,7 @@ def test_partitions_by_cost(partition: str, world: Any, backend: str) -> None:
     with pipelined(world, backend, pipeline=SIZE) as mesh:
         wide = nn.Sequential(*(nn.Linear(n, m, mesh.scheme, mesh.grid) for n, m in WIDTHS))
         x = pla.ones((64, 8), mesh.grid, pla.Layout(None, None), "float32")
-        part = split(wide, mesh.topology, make("1f1b", SIZE, 2), partition, sample=pla.Tensor(x))
+        part = split(wide, mesh.topology, make_schedule("1f1b", SIZE, 2), partition, sample=pla.Tensor(x))
         assert sum(part.counts) == len(WIDTHS)
         assert len(set(map(str, world.share(part.counts)))) == 1
         assert partition == "time" or part.counts[0] >= 12
@@ -208,7 +214,7 @@ def test_transformers_are_balanced_by_flops_and_time(make_grid: Callable[..., An
     assert sum(model.layer_flops(2, 7)) == model.flops(2, 7)
     assert len(model.layer_flops(2, 7)) == len(model.layers())
     ids = inputs("gpt", model)
-    schedule = make("interleaved", 1, 2, 2)
+    schedule = make_schedule("interleaved", 1, 2, 2)
     head = model.layer_flops(1, 7)
     assert head[0] == 0
     assert head[-1] > head[1]
@@ -230,7 +236,7 @@ def test_masks_go_through_the_stages_of_bert(make_grid: Callable[..., Any]) -> N
     serial, place = bert(SERIAL, grid).initialize(2), PipelineTopology.alone(sizes={"data": 1})
     ids = inputs("bert", serial)
     mask = pla.distribute((np.arange(7) < 5) * np.ones((3, 1), int), grid, serial.ids_layout)
-    part = split(bert(SERIAL, grid), place, make("interleaved", 1, 3, 3)).initialize(2)
+    part = split(bert(SERIAL, grid), place, make_schedule("interleaved", 1, 3, 3)).initialize(2)
     found = part({"ids": ids, "attention_mask": mask, "token_type_ids": ids * 0 + 1})
     want = serial.logits(serial(ids, mask, ids * 0 + 1))
     assert np.array_equal(found.gather(), want.gather())

@@ -17,7 +17,7 @@ from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.pipeline import PipelineTopology, Worker, make, split
+from parlinalg.pipeline import PipelineTopology, Worker, make_schedule, split
 from parlinalg.train import launch
 from tests.cases import alike, placed
 from tests.conftest import SIZE
@@ -73,7 +73,7 @@ def two_stages(data: int, tensors: list[dict[str, Any]], kinds: tuple[str, str],
         Seen(n, m, mesh.scheme, mesh.grid, kind, dtype="float64")
         for n, m, kind in zip(widths, widths[1:], kinds, strict=False)
     ]
-    schedule = make("gpipe", 2, 2)
+    schedule = make_schedule("gpipe", 2, 2)
     model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.topology, schedule, [1, 1]).initialize(1)
     return mesh, layers, model, Worker(model, schedule)
 
@@ -149,8 +149,10 @@ def test_what_cannot_pass_is_told(what: str, kind: Any, told: str, world: Any, b
     mesh = launch(config, world, backend)
     layers = [nn.Linear(SHAPE[-1], 6, mesh.scheme, mesh.grid, "contract", dtype="float64"), Odd(what),
               nn.Linear(6, 3, mesh.scheme, mesh.grid, dtype="float64")]  # fmt: skip
-    model = split(Chain(mesh.scheme, mesh.grid, *layers), mesh.topology, make("gpipe", 2, 2), [2, 1]).initialize(1)
-    worker = Worker(model, make("gpipe", 2, 2))
+    model = split(
+        Chain(mesh.scheme, mesh.grid, *layers), mesh.topology, make_schedule("gpipe", 2, 2), [2, 1]
+    ).initialize(1)
+    worker = Worker(model, make_schedule("gpipe", 2, 2))
     if mesh.topology.rank == 0:  # left open: nobody may wait for messages that never come
         with pytest.raises(kind, match=told):
             worker.step(batches_for(mesh, "contract"), Squares(), 0, 1.0)
@@ -209,7 +211,7 @@ def test_trees_pass_with_their_gradients(name: str, long: int, world: Any, backe
     stages = 3 if SIZE % 3 == 0 else 2
     place = PipelineTopology.of(world, [{"data": SIZE // stages}] * stages, ("data",))
     grid = Grid(place.sizes[place.rank], place.group, backend)
-    schedule = make(name, stages, 2)
+    schedule = make_schedule(name, stages, 2)
     model = split(Branching(data, grid, long), place, schedule, [1, 1, 1] if stages == 3 else [1, 2]).initialize(1)
     worker = Worker(model, schedule)
     for _ in range(2):  # the second time shapes are known

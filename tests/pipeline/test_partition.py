@@ -10,7 +10,7 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn import Layer
-from parlinalg.pipeline.partition import balanced, by_hand, share_layers, uniform
+from parlinalg.pipeline.partition import balanced_partition, by_hand, share_layers, uniform_partition
 
 pytestmark = pytest.mark.serial
 
@@ -25,14 +25,14 @@ def layers(inner: int, ends: tuple[int, int] = (0, 0)) -> list[Layer]:
     [(30, 4, (8, 8, 7, 7)), (7, 1, (7,)), (5, 5, (1,) * 5), (9, 4, (3, 2, 2, 2)), (96, 8, (12,) * 8)],
 )
 def test_uniform(count: int, stages: int, want: tuple[int, ...]) -> None:
-    assert uniform(count, stages) == want
-    assert balanced([2.5] * count, stages) == want
+    assert uniform_partition(count, stages) == want
+    assert balanced_partition([2.5] * count, stages) == want
 
 
 def test_no_layer_is_ever_lost() -> None:
     for count in range(1, 40):
         for stages in range(1, count + 1):
-            found = uniform(count, stages)
+            found = uniform_partition(count, stages)
             assert (sum(found), len(found), max(found) - min(found) <= 1) == (count, stages, True)
     for blocks in range(1, 20):
         for stages in range(1, blocks + 3):
@@ -60,7 +60,7 @@ def test_balanced_cuts_are_the_best_ones() -> None:
     for _ in range(60):
         costs = [float(c) for c in random.integers(0, 9, random.integers(1, 9))]
         stages = int(random.integers(1, len(costs) + 1))
-        found = balanced(costs, stages)
+        found = balanced_partition(costs, stages)
         assert (sum(found), len(found), min(found) >= 1) == (len(costs), stages, True)
         parts = [sum(costs[a:b]) for a, b in pairwise(np.cumsum([0, *found]))]
         assert (max(parts), sum(p * p for p in parts)) == brute(costs, stages)
@@ -68,7 +68,7 @@ def test_balanced_cuts_are_the_best_ones() -> None:
 
 def test_large_partitions() -> None:
     costs = list(np.random.default_rng(2).random(200))
-    assert sum(balanced(costs, 16)) == 200
+    assert sum(balanced_partition(costs, 16)) == 200
 
 
 def test_partitions_by_hand() -> None:
@@ -94,8 +94,8 @@ def test_wrong_partitions_say_what_is_right(given: list[int], made: list[Layer],
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ConfigError, match=r"5 stages needs as many layers, but the model has 4: use at most 4"):
-        uniform(4, 5)
+        uniform_partition(4, 5)
     with pytest.raises(ConfigError, match=r"5 stages needs as many layers, but the model has 4"):
         share_layers(layers(2, (1, 1)), 5)
     with pytest.raises(ConfigError, match=r"costs of layers are numbers of at least 0, not \[1.0, nan\]"):
-        balanced([1.0, float("nan")], 2)
+        balanced_partition([1.0, float("nan")], 2)

@@ -11,7 +11,7 @@ import pytest
 from parlinalg import nn
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
-from parlinalg.pipeline import make, split
+from parlinalg.pipeline import make_schedule, split
 from parlinalg.train import launch
 
 SIZES = {
@@ -29,7 +29,9 @@ def staged(kind: type[Any], mesh: Any, name: str = "1f1b", chunks: int | None = 
     model = kind(**SIZES, **options, scheme=mesh.scheme, grid=mesh.grid, dtype=np.float64)
     if mesh.topology.size == 1:
         return model.initialize(5)
-    return split(model, mesh.topology, make(name, mesh.topology.size, 2 * mesh.topology.size, chunks)).initialize(5)
+    return split(
+        model, mesh.topology, make_schedule(name, mesh.topology.size, 2 * mesh.topology.size, chunks)
+    ).initialize(5)
 
 
 @pytest.mark.ranks(2, 4, 6)
@@ -59,6 +61,6 @@ def test_what_cannot_be_written_is_refused(world: Any, backend: str, folder: Pat
         with pytest.raises(ConfigError, match="num_local_experts=2 is not written"):
             staged(nn.Llama, mesh, num_local_experts=2).save_pretrained(folder)
         mlp = nn.MLP((3, 4, 5), mesh.scheme, mesh.grid)
-        cut = split(mlp, mesh.topology, make("1f1b", 2, 2)).initialize(5)
+        cut = split(mlp, mesh.topology, make_schedule("1f1b", 2, 2)).initialize(5)
         with pytest.raises(ConfigError, match="MLP is no model that `transformers` has"):
             cut.save_pretrained(folder)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from parlinalg.errors import ConfigError, ScheduleError
-from parlinalg.pipeline import Chunk, Instruction, Op, Schedule, complete, discover, make
+from parlinalg.pipeline import Chunk, Instruction, Op, Schedule, complete, discover, make_schedule
 from parlinalg.pipeline.drawing import staircase
 from parlinalg.pipeline.simulate import Costs, message, simulate, validate
 
@@ -32,7 +32,7 @@ def taken(ranks: Iterable[int], microbatches: Iterable[int]) -> Iterator[Schedul
         for p in ranks:
             for m in microbatches:
                 for chunks, every in options(name, p, m):
-                    yield make(name, p, m, chunks, every=every)
+                    yield make_schedule(name, p, m, chunks, every=every)
 
 
 def options(name: str, p: int, m: int) -> list[tuple[int | None, int | None]]:
@@ -87,7 +87,7 @@ STAIRCASES = {
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), STAIRCASES, ids=str)
 def test_staircases(name: str, ranks: int, microbatches: int) -> None:
     costs = SPLIT if name.startswith("zb") else EQUAL
-    picture = staircase(simulate(make(name, ranks, microbatches), costs))
+    picture = staircase(simulate(make_schedule(name, ranks, microbatches), costs))
     assert picture == drawn(STAIRCASES[name, ranks, microbatches])
 
 
@@ -101,14 +101,14 @@ def test_messages_are_where_they_are_needed() -> None:
                  Op.REDUCE_GRADIENTS: "reduce", Op.STEP: "step"}  # fmt: skip
         return " ".join(short.get(i.op, i.op.value) + (f"{i.microbatch}" if i.microbatch >= 0 else "") for i in order)
 
-    first, middle, last = make("1f1b", 3, 3).orders
+    first, middle, last = make_schedule("1f1b", 3, 3).orders
     assert line(first) == "F0 sf0 F1 sf1 F2 sf2 rb0 B0 rb1 B1 rb2 B2 reduce step"
     assert line(middle) == "rf0 F0 sf0 rf1 F1 sf1 rb0 B0 sb0 rf2 F2 sf2 rb1 B1 sb1 rb2 B2 sb2 reduce step"
     assert line(last) == "rf0 F0 B0 sb0 rf1 F1 B1 sb1 rf2 F2 B2 sb2 reduce step"
-    turn = make("zb-v", 2, 1).orders[1]  # stages 1 and 2: what goes from one to the other stays here
+    turn = make_schedule("zb-v", 2, 1).orders[1]  # stages 1 and 2: what goes from one to the other stays here
     assert line(turn) == "rf0 F0 F0 sf0 rb0 I0 W0 I0 sb0 W0 reduce step"
-    assert line(make("pipedream", 2, 2).orders[1]) == "rf0 F0 B0 sb0 reduce0 step0 rf1 F1 B1 sb1 reduce1 step1"
-    up = make("chimera", 2, 2).orders[1]
+    assert line(make_schedule("pipedream", 2, 2).orders[1]) == "rf0 F0 B0 sb0 reduce0 step0 rf1 F1 B1 sb1 reduce1 step1"
+    up = make_schedule("chimera", 2, 2).orders[1]
     assert line(up) == "F1 sf1 rf0 F0 B0 sb0 rb1 B1 reduce step"
 
 
@@ -177,7 +177,7 @@ def test_swapped_instructions_are_judged_as_the_graph_of_all_ranks_does(full: bo
     """An order that lacks what it needs is told of its rank; else what hangs is a cycle of the graph."""
     draw = random.Random(0)
     verdicts: Counter[str] = Counter()
-    for schedule in (make(name, p, m) for name in NAMES for p, m in ((2, 2), (2, 4), (4, 4))):
+    for schedule in (make_schedule(name, p, m) for name in NAMES for p, m in ((2, 2), (2, 4), (4, 4))):
         for _ in range(300 if full else 12):
             rank = draw.randrange(schedule.ranks)
             a, b = draw.sample(range(len(schedule.orders[rank])), 2)
@@ -205,7 +205,7 @@ def test_swapped_instructions_are_judged_as_the_graph_of_all_ranks_does(full: bo
 
 
 def test_ranks_that_would_wait_for_each_other_are_named() -> None:
-    schedule = make("gpipe", 3, 2)
+    schedule = make_schedule("gpipe", 3, 2)
     order = list(schedule.orders[1])  # rf0 F0 sf0 rf1 F1 sf1 rb0 B0 sb0 rb1 B1 sb1
     order[3], order[4], order[5], order[6], order[7], order[8] = order[6], order[7], order[8], *order[3:6]
     wrong = replace(schedule, orders=(schedule.orders[0], tuple(order), schedule.orders[2]))
@@ -243,7 +243,7 @@ def place(schedule: Schedule, rank: int, op: Op, microbatch: int = -1) -> int:
 
 
 def test_wrong_orders_are_refused_by_name() -> None:
-    right = make("1f1b", 2, 3)
+    right = make_schedule("1f1b", 2, 3)
     at = {(op, j): place(right, 1, op, j) for op in (Op.FORWARD, Op.BACKWARD) for j in range(3)}
 
     def wrong(schedule: Schedule, message: str) -> None:
@@ -286,19 +286,19 @@ def test_wrong_orders_are_refused_by_name() -> None:
     wrong(replace(right, stages=3), "stage 2 of copy 0 is held by 0 ranks")
     wrong(replace(right, orders=right.orders[:1]), "orders of 1 ranks, where there are 2")
 
-    split = make("zb-h1", 2, 2)
+    split = make_schedule("zb-h1", 2, 2)
     a, b = (place(split, 0, op, 1) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
     wrong(swapped(split, 0, a, b), "BACKWARD_WEIGHT of microbatch 1 of stage 0 before BACKWARD_INPUT")
     wrong(changed(split, 0, add=(a + 1, Instruction(Op.BACKWARD, 0, 1))), "twice: as BACKWARD_INPUT too")
     wrong(changed(split, 0, drop=b), "REDUCE_GRADIENTS before BACKWARD of microbatch 1")
-    both = make("chimera", 2, 2)
+    both = make_schedule("chimera", 2, 2)
     wrong(changed(both, 0, add=(0, Instruction(Op.FORWARD, 1, 0))), "passes through copy 0")
-    turn = make("zb-v", 1, 1)
+    turn = make_schedule("zb-v", 1, 1)
     wrong(swapped(turn, 0, 0, 1), "FORWARD of microbatch 0 of stage 1 before FORWARD of microbatch 0 of stage 0")
 
 
 def test_wrong_asynchronous_orders_are_refused() -> None:
-    right = make("pipedream", 2, 3)
+    right = make_schedule("pipedream", 2, 3)
 
     def wrong(schedule: Schedule, message: str) -> None:
         with pytest.raises(ScheduleError, match=message):
@@ -323,7 +323,7 @@ def test_wrong_asynchronous_orders_are_refused() -> None:
 def test_numbers_it_cannot_take_are_refused_with_those_it_can() -> None:
     def refused(message: str, *numbers: object, **more: int) -> None:
         with pytest.raises(ScheduleError, match=message):
-            make(*numbers, **more)  # type: ignore[arg-type]
+            make_schedule(*numbers, **more)  # type: ignore[arg-type]
 
     assert issubclass(ScheduleError, ConfigError)
     refused("no pipeline schedule '1f2b'; there are 1f1b, chimera, gpipe", "1f2b", 2, 2)
@@ -334,10 +334,10 @@ def test_numbers_it_cannot_take_are_refused_with_those_it_can() -> None:
         refused("microbatches=True: it takes a whole number", name, 2, True)
     for name in ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-2bw"):
         refused(f"{name} with chunks=2: a rank holds one stage", name, 2, 2, 2)
-        assert make(name, 2, 2, 1) == make(name, 2, 2)
+        assert make_schedule(name, 2, 2, 1) == make_schedule(name, 2, 2)
     for name in ("chimera", "zb-v"):
         refused(f"{name} with chunks=3: .* give 2", name, 2, 2, 3)
-        assert make(name, 2, 2, 2) == make(name, 2, 2)
+        assert make_schedule(name, 2, 2, 2) == make_schedule(name, 2, 2)
     for name in ("gpipe", "1f1b", "zb-h1", "chimera", "zb-v", "interleaved"):
         refused("every=2: it steps once", name, 2, 2, every=2)
     refused("over 4 ranks with microbatches=6: it takes multiples of 4, such as 4 or 8", "interleaved", 4, 6)
@@ -351,12 +351,12 @@ def test_numbers_it_cannot_take_are_refused_with_those_it_can() -> None:
 
 
 def test_names_of_places() -> None:
-    schedule = make("chimera", 4, 6)
+    schedule = make_schedule("chimera", 4, 6)
     assert schedule.copies == 2
     assert [schedule.copy_of(j) for j in range(4)] == [0, 1, 0, 1]
     assert [schedule.holder(s, 1) for s in range(4)] == [3, 2, 1, 0]
-    assert [make("zb-v", 3, 3).holder(s) for s in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [make("interleaved", 2, 2, 3).holder(s) for s in range(6)] == [0, 1] * 3
+    assert [make_schedule("zb-v", 3, 3).holder(s) for s in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [make_schedule("interleaved", 2, 2, 3).holder(s) for s in range(6)] == [0, 1] * 3
     with pytest.raises(ScheduleError, match="no rank of chimera holds stage 4 of copy 0: it has stages 0 to 3"):
         schedule.holder(4)
 
@@ -365,24 +365,24 @@ def test_weights_of_asynchronous_schedules() -> None:
     """PipeDream: stage s of p uses the weights of t − p + 1 + s; 2BW: all stages those of the step before the last."""
     for p in (1, 2, 3, 5):
         for m in (1, 4, 9, 12):
-            schedule = make("pipedream", p, m)
+            schedule = make_schedule("pipedream", p, m)
             for r in range(p):
                 assert schedule.weights[r] == tuple(max(0, t - p + 1 + r) for t in range(m))
                 assert schedule.versions[r] <= p - r
                 assert schedule.versions[r] == p - r or m < 2 * (p - r) - 1
     for p, every in ((1, 1), (2, 1), (3, 2), (4, 3), (4, 6)):
-        schedule = make("pipedream-2bw", p, 4 * every, every=every)
+        schedule = make_schedule("pipedream-2bw", p, 4 * every, every=every)
         assert set(schedule.weights) == {tuple(max(0, j // every - 1) for j in range(4 * every))}
         assert set(schedule.versions) == {2}
         steps = [i.microbatch for i in schedule.orders[0] if i.op is Op.STEP]
         assert steps == [k * every + every - 1 for k in range(4)]
-    assert make("1f1b", 2, 2).weights_of(0, 1) == 0
-    assert make("pipedream", 2, 4).weights_of(1, 3) == 3
+    assert make_schedule("1f1b", 2, 2).weights_of(0, 1) == 0
+    assert make_schedule("pipedream", 2, 4).weights_of(1, 3) == 3
 
 
 def test_versions_are_those_still_to_be_used() -> None:
     for name, p, m, every in (("pipedream", 4, 12, 2), ("pipedream", 5, 12, 3), ("pipedream-2bw", 4, 12, 3)):
-        schedule = make(name, p, m, every=every)
+        schedule = make_schedule(name, p, m, every=every)
         for order, weights, versions in zip(schedule.orders, schedule.weights, schedule.versions):
             most = 0
             for k in range(len(order)):
@@ -390,7 +390,7 @@ def test_versions_are_those_still_to_be_used() -> None:
                 left = {i.microbatch for i in order[k + 1 :] if i.op is Op.BACKWARD}
                 most = max(most, len({steps} | {weights[j] for j in left if weights[j] <= steps}))
             assert versions == most, (name, p, every)
-    assert make("pipedream", 4, 12, every=2).versions == (3, 2, 2, 1)
+    assert make_schedule("pipedream", 4, 12, every=2).versions == (3, 2, 2, 1)
 
 
 def test_gradients_are_summed_in_the_order_of_the_microbatches() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline import Op, make
+from parlinalg.pipeline import Op, make_schedule
 from parlinalg.pipeline.simulate import Costs, Simulation, Span, measured_costs, predict, simulate
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -25,7 +25,7 @@ def numbers(full: bool) -> Iterator[tuple[int, int]]:
 
 
 def run(name: str, p: int, m: int, v: int | None = None, *, every: int | None = None, **costs: float) -> Simulation:
-    return simulate(make(name, p, m, v, every=every), Costs(**costs))
+    return simulate(make_schedule(name, p, m, v, every=every), Costs(**costs))
 
 
 def close(value: float) -> object:
@@ -103,7 +103,7 @@ def test_asynchronous_schedules_are_never_idle_once_all_ranks_work() -> None:
 
 
 def test_costs_by_stage_and_latencies() -> None:
-    schedule = make("gpipe", 2, 2)
+    schedule = make_schedule("gpipe", 2, 2)
     found = simulate(schedule, Costs(forward=[1, 3], backward=[2, 5], weight=[0, 1], latency=10))
     assert [tuple(s)[1:] for s in found.spans] == [
         (Op.FORWARD, 0, 0, 0, 1), (Op.FORWARD, 0, 1, 1, 2), (Op.BACKWARD, 0, 0, 32, 34), (Op.BACKWARD, 0, 1, 37, 39),
@@ -116,7 +116,8 @@ def test_costs_by_stage_and_latencies() -> None:
     one_way = simulate(schedule, Costs(forward=[1, 3], backward=[2, 5], weight=0, latency={(1, 0): 4}))
     assert one_way.makespan == 1 + 6 + 10 + 4 + 2
     turn = simulate(
-        make("zb-v", 1, 1), Costs(forward=[1, 2], backward=[5, 7], weight=[1, 2], latency=100, reduce=3, step=[4])
+        make_schedule("zb-v", 1, 1),
+        Costs(forward=[1, 2], backward=[5, 7], weight=[1, 2], latency=100, reduce=3, step=[4]),
     )
     assert [(s.op.value, s.start, s.stop) for s in turn.spans] == [
         ("F", 0, 1), ("F", 1, 3), ("I", 3, 8), ("W", 8, 10), ("I", 10, 14), ("W", 14, 15), ("reduce gradients", 15, 18),
@@ -125,26 +126,26 @@ def test_costs_by_stage_and_latencies() -> None:
 
 
 def test_ranks_that_share_cores() -> None:
-    schedule = make("1f1b", 3, 4)
+    schedule = make_schedule("1f1b", 3, 4)
     alone = simulate(schedule)
     assert simulate(schedule, cores=3).spans == alone.spans
     assert simulate(schedule, cores=7).spans == alone.spans
     one = simulate(schedule, cores=1)
     assert one.makespan == close(3 * 4 * 3)  # the core is never idle: always some rank has work
     assert one.peaks == alone.peaks
-    two = simulate(make("gpipe", 2, 2), Costs(forward=1, backward=4, weight=0), cores=1)
+    two = simulate(make_schedule("gpipe", 2, 2), Costs(forward=1, backward=4, weight=0), cores=1)
     assert [(s.rank, s.op.value, s.start, s.stop) for s in two.spans] == [
         (0, "F", 0, 1), (0, "F", 1, 3), (0, "B", 8, 16), (0, "B", 16, 20),
         (1, "F", 1, 3), (1, "F", 3, 4), (1, "B", 4, 8), (1, "B", 8, 16),
     ]  # fmt: skip
-    late = simulate(make("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3), cores=1)
-    assert late.makespan == simulate(make("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3)).makespan
+    late = simulate(make_schedule("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3), cores=1)
+    assert late.makespan == simulate(make_schedule("gpipe", 2, 1), Costs(forward=1, backward=2, latency=3)).makespan
     with pytest.raises(ScheduleError, match="cores=0: ranks work on a whole number of cores of at least 1"):
         simulate(schedule, cores=0)
 
 
 def test_costs_that_do_not_fit_are_refused() -> None:
-    schedule = make("interleaved", 2, 2)
+    schedule = make_schedule("interleaved", 2, 2)
 
     def refused(message: str, **costs: object) -> None:
         with pytest.raises(ScheduleError, match=message):
@@ -160,7 +161,7 @@ def test_costs_that_do_not_fit_are_refused() -> None:
 
 def test_measured_spans_give_the_costs_of_a_prediction() -> None:
     for name in ("1f1b", "zb-v", "chimera"):
-        schedule = make(name, 2, 4)
+        schedule = make_schedule(name, 2, 4)
         per_stage = [1.0 + s for s in range(schedule.stages)]
         costs = Costs(per_stage, [3 * c for c in per_stage], [1.5 * c for c in per_stage], 0.25, [0.5, 0.25], 0.125)
         real = simulate(schedule, costs)
@@ -171,6 +172,6 @@ def test_measured_spans_give_the_costs_of_a_prediction() -> None:
         assert predict(schedule, costs).makespan == real.makespan
     late = [Span(0, Op.FORWARD, 0, j, j, j + (9 if j == 1 else 2)) for j in range(3)]
     back = [Span(0, Op.BACKWARD, 0, j, j, j + 4) for j in range(3)]
-    assert measured_costs(make("gpipe", 1, 3), late + back).forward == [2]
+    assert measured_costs(make_schedule("gpipe", 1, 3), late + back).forward == [2]
     with pytest.raises(ScheduleError, match="no measured span of a forward and a backward pass of stage 0 of gpipe"):
-        measured_costs(make("gpipe", 1, 3), late)
+        measured_costs(make_schedule("gpipe", 1, 3), late)

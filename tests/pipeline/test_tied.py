@@ -16,7 +16,7 @@ from parlinalg.datasets import Batch
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.layout import Layout
 from parlinalg.parallel import GradientReducer, ZeRO
-from parlinalg.pipeline import Worker, make, split
+from parlinalg.pipeline import Worker, make_schedule, split
 from tests.cases import placed
 from tests.conftest import SIZE
 from tests.models import alone
@@ -222,7 +222,7 @@ def test_a_holder_that_no_microbatch_reaches_without_a_reducer(world: Any, backe
     """Its gradient is that of the holders that are reached."""
     x, y = np.random.default_rng(3).normal(size=(2, 7, 6))
     with pla.launch({"parallel": {"pipeline": 2}, "dtype": "float64"}, world, backend) as mesh:
-        schedule = make("1f1b", 2, 2)
+        schedule = make_schedule("1f1b", 2, 2)
         model = split(HeldIdly(mesh.scheme, mesh.grid), mesh.topology, schedule, [2, 1]).initialize(1)
         given = [[placed(a[rows], mesh.grid, Layout(None, None)) for a in (x, y)] for rows in (slice(4), slice(4, 7))]
         with Worker(model, schedule) as worker:

@@ -13,7 +13,7 @@ from parlinalg.comm import Book, Handle, ledger
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.layout import piece
 from parlinalg.parallel import GradientReducer, ZeRO, overflowing
-from parlinalg.pipeline import Op, make
+from parlinalg.pipeline import Op, make_schedule
 from parlinalg.pipeline.simulate import simulate
 from tests.conftest import SIZE
 from tests.pipeline.running import SYNCHRONOUS, Pipeline, differs, pipeline, serial
@@ -181,7 +181,7 @@ def test_spans(world: Any, backend: str) -> None:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_as_many_microbatches_are_held_as_simulated(name: str, world: Any, backend: str) -> None:
-    layers = make(name, SIZE, 4).stages
+    layers = make_schedule(name, SIZE, 4).stages
     with pipeline(world, backend, name, {"pipeline": SIZE, "data": 1}, 4, layers) as p:
         p.step(0)
         assert p.worker.held == simulate(p.schedule).held[p.mesh.topology.rank]

@@ -11,7 +11,6 @@ from parlinalg.moves import moves
 from parlinalg.schemes import (
     Scheme,
     bias,
-    describe,
     discover,
     for_mode,
     modes,
@@ -19,9 +18,10 @@ from parlinalg.schemes import (
     product_words,
     scheme_words,
     table_of_schemes,
+    table_row,
 )
 from parlinalg.schemes.scheme import table
-from parlinalg.schemes.words import steps, transitions
+from parlinalg.schemes.words import communication_steps, transitions
 
 pytestmark = pytest.mark.serial
 
@@ -63,15 +63,15 @@ def test_every_file_is_found_and_in_the_table():
 def test_moves_are_those_of_the_design(scheme):
     sizes = dict.fromkeys(scheme.axes, 3)
     for which, plan in enumerate((scheme.expand, scheme.contract)):
-        found = steps(plan, sizes)
+        found = communication_steps(plan, sizes)
         for (column, taken), cell in zip(found.items(), ROWS[scheme.name].split(), strict=True):
             assert [(s.op, s.axes) for s in taken if s.op != "slice"] == expected(cell, which), (column, taken)
 
 
 def test_rows_in_words():
-    assert describe(SCHEMES["2d"]) == "| 2d | AG c | AG r | – | – | RS c | RS r |"
-    assert "| AG t / – | – | – / RS t | – / AG t | RS t / – | – |" in describe(SCHEMES["1d with sequence cuts"])
-    assert "3d (contract: j and l exchanged) | AG j | AG i | RS l | AG l | RS j | RS i |" in describe(SCHEMES["3d"])
+    assert table_row(SCHEMES["2d"]) == "| 2d | AG c | AG r | – | – | RS c | RS r |"
+    assert "| AG t / – | – | – / RS t | – / AG t | RS t / – | – |" in table_row(SCHEMES["1d with sequence cuts"])
+    assert "3d (contract: j and l exchanged) | AG j | AG i | RS l | AG l | RS j | RS i |" in table_row(SCHEMES["3d"])
     assert len(table_of_schemes(SCHEMES).splitlines()) == len(SCHEMES) + 2
 
 
@@ -187,7 +187,9 @@ def test_adapted_plans_keep_their_moves(scheme, leading, outer, inner):
     assert bias(both) == Layout(scheme.expand.y.dims[2], *((),) * (inner - 1))
     if leading:
         sizes = dict.fromkeys(scheme.axes, 2)
-        for here, there in zip(steps(scheme.expand, sizes).values(), steps(both, sizes).values()):
+        for here, there in zip(
+            communication_steps(scheme.expand, sizes).values(), communication_steps(both, sizes).values()
+        ):
             assert [(s.op, s.axes) for s in here] == [(s.op, s.axes) for s in there]
 
 
@@ -204,7 +206,7 @@ def test_adapted_layouts():
     assert mixed.leading(1).residual == Layout(("data", "i", "s", "j"), "l")  # j goes last: it is gathered
     zero = SCHEMES["2d"].with_data("data").with_weights_cut("data")
     assert zero.expand.w == Layout(("r", "data"), "c")
-    taken = steps(zero.expand, dict.fromkeys(zero.axes, 2))
+    taken = communication_steps(zero.expand, dict.fromkeys(zero.axes, 2))
     assert [(s.op, s.axes) for s in taken["w"]] == [("all_gather", ("r", "data"))]
     assert [(s.op, s.axes) for s in taken["dw"]] == [("reduce_scatter", ("r", "data"))]
 

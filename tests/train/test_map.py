@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parlinalg.cli import main
-from parlinalg.pipeline import make
+from parlinalg.pipeline import make_schedule
 from parlinalg.train.map import rank_map
 from parlinalg.train.parallel import share_out
 
@@ -26,7 +26,7 @@ model = dict(name="gpt", hidden_size=12288, num_hidden_layers=96, num_attention_
 
 def test_a_map_of_a_few_ranks() -> None:
     parallel = share_out({"pipeline": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}}, 16)
-    assert rank_map(parallel, make("zb-v", 2, 4), 4, [1, 2, 3, 4]).splitlines() == [
+    assert rank_map(parallel, make_schedule("zb-v", 2, 4), 4, [1, 2, 3, 4]).splitlines() == [
         "ranks       16 = data 2 × pipeline 2 × sequence 2 × tensor 2 (1d: t=2), on 4 nodes of 4",
         "  tensor    8 groups of 2 ranks, next to one another, such as 0, 1; within a node",
         "  sequence  8 groups of 2 ranks, 2 apart, such as 0, 2; within a node",

@@ -23,7 +23,7 @@ from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.blas import add_product
 from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.backend.kernels import images as kernels
-from parlinalg.backend.kernels.images import Band, Windows
+from parlinalg.backend.kernels.images import Band, KernelWindows
 from parlinalg.layout import Layout
 from parlinalg.matmul.local import gemm
 from parlinalg.plan import Plan
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 
 def conv2d(
-    x: Any, w: Any, plan: Plan, windows: Windows, *, groups: int = 1, bias: Any = None, keep: str = "xw"
+    x: Any, w: Any, plan: Plan, windows: KernelWindows, *, groups: int = 1, bias: Any = None, keep: str = "xw"
 ) -> Tensor:  # fmt: skip
     """Return the convolution of images and weights: the product of the images' patches and the weights by a plan.
 
@@ -88,7 +88,7 @@ class Convolution(Product):
 
     op = "conv2d"
 
-    def __init__(self, plan: Plan, x: Tensor, w: Tensor, windows: Windows, groups: int) -> None:
+    def __init__(self, plan: Plan, x: Tensor, w: Tensor, windows: KernelWindows, groups: int) -> None:
         shape = (x.shape[0], *windows.sizes(*x.shape[1:3]), w.shape[3])
         super().__init__(plan, shape, images_layout(plan.x_work))
         self.windows, self.groups, self.grid = windows, groups, x.grid
@@ -146,7 +146,7 @@ def images_layout(patches: Layout) -> Layout:
     return Layout(*patches.dims[:3], patches.dims[5], partial=patches.partial)
 
 
-def _check_shapes(x: Shape, w: Shape, windows: Windows, groups: int) -> None:
+def _check_shapes(x: Shape, w: Shape, windows: KernelWindows, groups: int) -> None:
     if len(x) != 4 or len(w) != 4 or w[:2] != windows.kernel or x[3] != w[2] * groups or w[3] % groups:
         raise ValueError(
             f"conv2d: images of shape {x} and weights of shape {w} with a kernel of {windows.kernel} and {groups} "
@@ -156,7 +156,7 @@ def _check_shapes(x: Shape, w: Shape, windows: Windows, groups: int) -> None:
     _check_windows("conv2d", x, windows)
 
 
-def _check_windows(name: str, x: Shape, windows: Windows) -> None:
+def _check_windows(name: str, x: Shape, windows: KernelWindows) -> None:
     if len(x) != 4:
         raise ValueError(f"{name} takes images [batch, height, width, channels], not an array of shape {x}")
     if min(windows.sizes(x[1], x[2])) < 1:
@@ -166,7 +166,7 @@ def _check_windows(name: str, x: Shape, windows: Windows) -> None:
         )
 
 
-def _parts(x: Block, windows: Windows) -> Iterator[tuple[slice, range]]:
+def _parts(x: Block, windows: KernelWindows) -> Iterator[tuple[slice, range]]:
     images, height, width, channels = x.shape
     return kernels.parts(images, windows.sizes(height, width), math.prod(windows.kernel) * channels, x)
 
@@ -175,7 +175,7 @@ def _matrix(block: Block, rows: int) -> Block:
     return block.reshape((math.prod(block.shape[:rows]), math.prod(block.shape[rows:])))
 
 
-def _convolve(x: Block, w: Block, windows: Windows, out: Block) -> None:
+def _convolve(x: Block, w: Block, windows: KernelWindows, out: Block) -> None:
     """Write the local product of the patches of x and w to `out`."""
     weights = _matrix(w, 3)
     for images, rows in _parts(x, windows):
@@ -187,7 +187,7 @@ def _convolve(x: Block, w: Block, windows: Windows, out: Block) -> None:
             into[...] = y.reshape(into.shape)
 
 
-def _add_to_images(dy: Block, w: Block, windows: Windows, out: Block) -> None:
+def _add_to_images(dy: Block, w: Block, windows: KernelWindows, out: Block) -> None:
     """Add the gradient of `_convolve` for x to `out`."""
     weights = _matrix(w, 3).T
     for images, rows in _parts(out, windows):
@@ -197,7 +197,7 @@ def _add_to_images(dy: Block, w: Block, windows: Windows, out: Block) -> None:
         kernels.add_patches(out[images], found.reshape(shape), windows, rows)
 
 
-def _add_to_weights(x: Block, dy: Block, windows: Windows, out: Block) -> None:
+def _add_to_weights(x: Block, dy: Block, windows: KernelWindows, out: Block) -> None:
     """Add the gradient of `_convolve` for w to `out`, contiguous and in the working dtype."""
     total = _matrix(out, 3)
     for images, rows in _parts(x, windows):
@@ -209,7 +209,7 @@ def _add_to_weights(x: Block, dy: Block, windows: Windows, out: Block) -> None:
 # ---------------------------------------------------------------------------------------------- pooling
 
 
-def max_pool2d(x: Any, windows: Windows) -> Tensor:
+def max_pool2d(x: Any, windows: KernelWindows) -> Tensor:
     """Return the largest element of every window of images; of equal ones the first has the gradient.
 
     Parameters

@@ -12,7 +12,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
 from parlinalg.autograd.ops.tokens import Documents, document_numbers
-from parlinalg.backend.visible import Places, Visible
+from parlinalg.backend.visible import TokenPositions, Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout
 
@@ -82,7 +82,7 @@ def visible(
     numbers = document_numbers(x, documents, keys, positions)
 
     def seen(positions: Block, numbers: Block, table: Block, *keep: Block) -> Visible:
-        places = None if positions is None else Places(positions)
+        places = None if positions is None else TokenPositions(positions)
         return Visible(
             causal=causal, window=window, start=start, table=table, size=size, keep=keep,
             places=None if places is None else (places, places),

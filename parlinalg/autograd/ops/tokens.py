@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
-from parlinalg.backend.visible import Places, Visible
+from parlinalg.backend.visible import TokenPositions, Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 
@@ -49,7 +49,8 @@ class Tokens:
         rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         documents = None if self.documents is None else (self.documents[:, rows], self.documents[:, columns])
         return Visible(
-            causal=self.causal, window=self.window, places=(Places(self.queries[rows]), Places(self.keys[columns])),
+            causal=self.causal, window=self.window,
+            places=(TokenPositions(self.queries[rows]), TokenPositions(self.keys[columns])),
             documents=documents, keep=() if self.padding is None else (self.padding[:, None, None, None, columns],),
         )  # fmt: skip
 

@@ -32,7 +32,7 @@ class Counted(NamedTuple):
     key : two int
     limit, bits : int
     lengths, first : sequence of int
-        What `places` returns beside the table.
+        What `index_terms` returns beside the table.
     """
 
     key: Sequence[int]
@@ -49,7 +49,7 @@ def drop(block: Block, table: Block, scale: float, counted: Counted | None = Non
     Parameters
     ----------
     table : array
-        Which stay, of the block's shape; with `counted` the table that `places` returned, on the device.
+        Which stay, of the block's shape; with `counted` the table that `index_terms` returned, on the device.
     """
     assert counted is None, "a table of places serves the device's numbers alone"
     out = namespace(block).asarray(block * table)
@@ -57,12 +57,14 @@ def drop(block: Block, table: Block, scale: float, counted: Counted | None = Non
     return out
 
 
-def on_device(block: Block, ndim: int) -> bool:
+def draws_on_device(block: Block, ndim: int) -> bool:
     """Return True if `drop` can compute the numbers of a block like this one, of so many dims, on its device."""
     return ndim <= DIMS and cuda.ready(block)
 
 
-def places(shape: Sequence[int], indices: Sequence[Indices], start: int) -> tuple[np.ndarray, list[int], list[int]]:
+def index_terms(
+    shape: Sequence[int], indices: Sequence[Indices], start: int
+) -> tuple[np.ndarray, list[int], list[int]]:
     """Return each dim's terms of an element's index in the global array: (a table for all dims, lengths, starts).
 
     Parameters
@@ -141,8 +143,8 @@ def _(block: Block, table: Block, scale: float, counted: Counted | None = None) 
 def _try_drop(x: Block) -> Block:
     key, limit = (7, 11), 45000
     backend = backend_of(x)
-    if on_device(x, x.ndim):
-        table, *where = places(x.shape, tuple(map(range, x.shape)), 0)
+    if draws_on_device(x, x.ndim):
+        table, *where = index_terms(x.shape, tuple(map(range, x.shape)), 0)
         return drop(x, backend.from_host(table), 1.25, Counted(key, limit, 16, *where))
     words = np.random.Philox(key=np.array(key, np.uint64), counter=0).random_raw(-(-x.size // 4))
     stays = words.astype("<u8", copy=False).view("<u2")[: x.size].reshape(x.shape) < limit

@@ -27,7 +27,7 @@ GPU_CHUNK = 1 << 27
 """Elements of the patches that are made at once on a GPU."""
 
 
-class Windows(NamedTuple):
+class KernelWindows(NamedTuple):
     """The places of a kernel on an image, along height and width.
 
     Attributes
@@ -66,7 +66,7 @@ class _Rows(NamedTuple):
     below: int
 
 
-def _rows_under(windows: Windows, height: int, rows: range) -> _Rows:
+def _rows_under(windows: KernelWindows, height: int, rows: range) -> _Rows:
     top = rows.start * windows.stride[0] - windows.padding[0][0]
     end = (
         (rows.stop - 1) * windows.stride[0] - windows.padding[0][0] + windows.dilation[0] * (windows.kernel[0] - 1) + 1
@@ -76,7 +76,7 @@ def _rows_under(windows: Windows, height: int, rows: range) -> _Rows:
     return _Rows(first, stop, first - top, end - stop)
 
 
-def _cells(windows: Windows, rows: int, columns: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
+def _cells(windows: KernelWindows, rows: int, columns: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
     """Yield every element (i, j) of the kernel with the elements of the padded images that it meets, in all windows."""
     (s, t), (d, e) = windows.stride, windows.dilation
     for i in range(windows.kernel[0]):
@@ -85,7 +85,7 @@ def _cells(windows: Windows, rows: int, columns: int) -> Iterator[tuple[int, int
             yield i, j, (slice(None), down, slice(j * e, j * e + t * (columns - 1) + 1, t))
 
 
-def _padded(x: Block, windows: Windows, rows: range, fill: float = 0) -> Block:
+def _padded(x: Block, windows: KernelWindows, rows: range, fill: float = 0) -> Block:
     """Return the rows of images that some rows of windows meet, padded; a view where there is no padding."""
     under, (left, right) = _rows_under(windows, x.shape[1], rows), windows.padding[1]
     part = x[:, under.first : under.stop]
@@ -124,7 +124,7 @@ def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tupl
 
 
 @kernel()
-def patches(x: Block, windows: Windows, rows: range) -> Block:
+def patches(x: Block, windows: KernelWindows, rows: range) -> Block:
     """Return the patches [batch, rows, columns, kernel height, kernel width, channels] of some rows of windows."""
     b, _, w, c = x.shape
     if windows.plain:
@@ -138,7 +138,7 @@ def patches(x: Block, windows: Windows, rows: range) -> Block:
 
 
 @kernel()
-def add_patches(out: Block, found: Block, windows: Windows, rows: range) -> None:
+def add_patches(out: Block, found: Block, windows: KernelWindows, rows: range) -> None:
     """Add patches of some rows of windows to the images they are of: the adjoint of `patches`."""
     if windows.plain:
         out[:, rows.start : rows.stop] += found[:, :, :, 0, 0]
@@ -163,7 +163,7 @@ def add_patches(out: Block, found: Block, windows: Windows, rows: range) -> None
 
 
 @kernel()
-def max_pool(x: Block, windows: Windows) -> tuple[Block, Block]:
+def max_pool(x: Block, windows: KernelWindows) -> tuple[Block, Block]:
     """Return the largest element of every window, and which of the kernel's it is: the first of equal ones."""
     xp, (rows, columns) = namespace(x), windows.sizes(x.shape[1], x.shape[2])
     padded = _padded(x, windows, range(rows), -float("inf"))
@@ -181,7 +181,7 @@ def max_pool(x: Block, windows: Windows) -> tuple[Block, Block]:
 
 
 @kernel()
-def max_pool_grad(g: Block, at: Block, shape: tuple[int, ...], windows: Windows) -> Block:
+def max_pool_grad(g: Block, at: Block, shape: tuple[int, ...], windows: KernelWindows) -> Block:
     """Return the gradient of `max_pool` for images of a shape from that of its value."""
     xp, (b, h, w, c) = namespace(g), shape
     (above, below), (left, right) = windows.padding
@@ -223,7 +223,7 @@ def band_means_grad(g: Block, dim: int, bands: Sequence[Band], n: int) -> Block:
     return out
 
 
-_TRIED = Windows((2, 3), (2, 3), ((1, 0), (0, 1)))
+_TRIED = KernelWindows((2, 3), (2, 3), ((1, 0), (0, 1)))
 _BANDS = (Band(0, 4, 4.0), Band(4, 9, 5.0))
 
 

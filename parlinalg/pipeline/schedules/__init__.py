@@ -37,7 +37,7 @@ def discover() -> dict[str, ScheduleFile]:
     return dict(_files())
 
 
-def make(
+def make_schedule(
     name: str, ranks: int, microbatches: int, chunks: int | None = None, *, every: int | None = None
 ) -> Schedule:  # fmt: skip
     """Return the schedule of a name.
@@ -60,7 +60,7 @@ def make(
     ScheduleError
         If there is no such schedule, or it cannot take these numbers; the message says which it can.
 
-    >>> [i.op.value + str(i.microbatch) for i in make("1f1b", 1, 2).orders[0][:4]]
+    >>> [i.op.value + str(i.microbatch) for i in make_schedule("1f1b", 1, 2).orders[0][:4]]
     ['F0', 'B0', 'F1', 'B1']
     """
     if name not in _files():
