@@ -80,8 +80,8 @@ class Layout:
         return _unpickled, (self.dims, self.partial)  # hashes of strings differ from process to process
 
     @classmethod
-    def whole(cls, ndim: int) -> Layout:
-        """Return the layout of an array of `ndim` dims that every rank holds whole."""
+    def replicated(cls, ndim: int) -> Layout:
+        """Return the layout of an array of `ndim` dims of which every rank holds all elements."""
         return cls(*((),) * ndim)
 
     @property

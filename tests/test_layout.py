@@ -86,7 +86,7 @@ def test_derived_layouts():
     assert layout.renamed({"c": "d", "d": "c"}) == Layout("r", None, ("c", "d"), partial="k")
     assert (layout.ndim, layout.cut_axes, layout.axes) == (3, ("r", "d", "c"), ("r", "d", "c", "k"))
     assert (layout.where("c"), layout.where("k")) == (2, None)
-    assert Layout.whole(2) == Layout(None, None)
+    assert Layout.replicated(2) == Layout(None, None)
     assert as_cut("") == as_cut(None) == ()
 
 

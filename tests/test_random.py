@@ -31,7 +31,7 @@ def test_same_bits_on_every_grid(draw, make_grid, world):
     for a, b in pairs(world.size):
         grid = make_grid({"a": a, "b": b})
         for shape, layouts in SHAPES.items():
-            want = DRAWS[draw](shape, one, L.whole(len(shape)), seed=3, name="w").gather()
+            want = DRAWS[draw](shape, one, L.replicated(len(shape)), seed=3, name="w").gather()
             for layout in layouts:
                 if layout.partial and draw in ("bernoulli",):
                     continue

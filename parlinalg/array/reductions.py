@@ -59,7 +59,7 @@ def _outside(a: DistArray, block: Any, shape: tuple[int, ...]) -> Any:
     return (
         block
         if a.grid.inside
-        else a.grid.backend.zeros(a.grid.block_shape(Layout.whole(len(shape)), shape), block.dtype)
+        else a.grid.backend.zeros(a.grid.block_shape(Layout.replicated(len(shape)), shape), block.dtype)
     )
 
 

@@ -22,7 +22,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
     if not shape and root is not None:
         whole = gather(block, shape, layout, grid, None)
         return whole if grid.world.rank == root else None
-    whole = Layout.whole(len(shape))
+    whole = Layout.replicated(len(shape))
     if root is not None:
         if not 0 <= root < grid.world.size:
             raise GridError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")

@@ -169,7 +169,7 @@ def _decoded(file: Path) -> str:
 def words_of(text: str) -> list[str]:
     """Return the words of at least three letters, in order and as written.
 
-    >>> words("An if_clause, in 3.11: Guido's")
+    >>> words_of("An if_clause, in 3.11: Guido's")
     ['clause', 'Guido']
     """
     return _WORD.findall(text)

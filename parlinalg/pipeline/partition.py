@@ -32,7 +32,7 @@ def uniform_partition(layers: int, stages: int) -> Counts:
 
     Examples
     --------
-    >>> uniform(30, 4)
+    >>> uniform_partition(30, 4)
     (8, 8, 7, 7)
     """
     check_stages(layers, stages)
@@ -56,9 +56,9 @@ def balanced_partition(costs: Sequence[float], stages: int) -> Counts:
 
     Examples
     --------
-    >>> balanced([5, 1, 1, 1, 1, 1], 2)
+    >>> balanced_partition([5, 1, 1, 1, 1, 1], 2)
     (1, 5)
-    >>> balanced([1] * 30, 4)
+    >>> balanced_partition([1] * 30, 4)
     (8, 8, 7, 7)
     """
     check_stages(len(costs), stages)

@@ -85,7 +85,7 @@ def counterpart_layout(
     if names:
         return Layout(*(tuple(cut) for cut in other[names[0]]))
     if not any(bare):
-        return Layout.whole(ndim)
+        return Layout.replicated(ndim)
     raise LayoutError(
         f"a stage gives an array of {ndim} dims in {layout!r}, and the grid of the next one, {dict(other_sizes)}, "
         f"differs from its own, {dict(sizes)}: cut the model where its scheme's residual stream or inside passes, "

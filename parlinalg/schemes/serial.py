@@ -11,7 +11,7 @@ from parlinalg.layout import Layout
 from parlinalg.schemes.scheme import Scheme, table
 from parlinalg.schemes.shapes import only
 
-_plan = table((None, None), n=None, k=None, x=Layout.whole(3), w=Layout.whole(2), y=Layout.whole(3))
+_plan = table((None, None), n=None, k=None, x=Layout.replicated(3), w=Layout.replicated(2), y=Layout.replicated(3))
 
 MODE: str | None = None
 OPTIONS: dict[str, object] = {}

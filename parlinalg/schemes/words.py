@@ -83,7 +83,7 @@ def table_row(scheme: Scheme) -> str:
     Examples
     --------
     >>> from parlinalg.schemes import discover
-    >>> print(describe(discover()["2d"].SCHEME))
+    >>> print(table_row(discover()["2d"].SCHEME))
     | 2d | AG c | AG r | – | – | RS c | RS r |
     """
     expand, contract = _cells(scheme.expand, scheme), _cells(scheme.contract, scheme)

@@ -72,7 +72,7 @@ def test_distributed_masks(grid, serial):
     layout = Layout("a", None, "b", None, None)
     pairs = PAIRS[:, :H]
     expected = plainly(z[..., :1, :], z[..., 1, :], z[..., 2, :], pairs[:, :, None] & PADDING[:, None, None, None, :])
-    for lay, pad in [(Layout("a", "b", None, None), Layout("a", None)), (Layout.whole(4), Layout.whole(2))]:
+    for lay, pad in [(Layout("a", "b", None, None), Layout("a", None)), (Layout.replicated(4), Layout.replicated(2))]:
         mask = {"mask": cut(pairs, grid, lay), "key_padding": cut(PADDING, grid, pad)}
         found = ops.attention(tensor(z, grid, layout), **mask).gather()
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
@@ -90,7 +90,7 @@ def test_refused_layouts_and_shapes(grid):
             ops.attention(tensor(z, grid, Layout(None, None, "b", None, None)), key_padding=padding)
         with pytest.raises(LayoutError, match=r"redistribute"):
             ops.rotary(tensor(z, grid, Layout(None, None, None, "a", None)))
-    whole = tensor(z, grid, Layout.whole(5))
+    whole = tensor(z, grid, Layout.replicated(5))
     with pytest.raises(ValueError, match=r"key_padding has shape \(3, 2\), not .* \(3, 7\)"):
         ops.attention(whole, key_padding=np.ones((3, 2), bool))
     with pytest.raises(ValueError, match=r"does not broadcast to .* \(3, 6, 7, 7\)"):
@@ -108,7 +108,7 @@ def test_refused_layouts_and_shapes(grid):
     with pytest.raises(ValueError, match="window"):
         ops.attention(whole, window=0)
     with pytest.raises(ValueError, match="odd"):
-        ops.rotary(tensor(numbers(2, 3, 1, 3, 5), grid, Layout.whole(5)))
+        ops.rotary(tensor(numbers(2, 3, 1, 3, 5), grid, Layout.replicated(5)))
 
 
 @pytest.mark.parametrize("parts", [None, 2])
@@ -125,6 +125,6 @@ def test_rotary(parts, grid, serial):
 
 
 def test_nothing_is_kept_within_no_grad(serial):
-    z = tensor(numbers(B, S, H, 3, E), serial, Layout.whole(5))
+    z = tensor(numbers(B, S, H, 3, E), serial, Layout.replicated(5))
     with pla.no_grad():
         assert not ops.attention(z, keep_scores=True).requires_grad

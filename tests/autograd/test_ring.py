@@ -284,7 +284,7 @@ def test_refused(grid):
         ops.ring_attention(here, axis="x")
     if grid.sizes[ring] > 1:
         with pytest.raises(LayoutError, match=rf"the sequence by '{ring}'.* mend it by .redistribute\(Layout\("):
-            ops.ring_attention(tensor(z, grid, Layout.whole(5)), axis=ring)
+            ops.ring_attention(tensor(z, grid, Layout.replicated(5)), axis=ring)
         with pytest.raises(LayoutError, match="documents is"):
             ops.ring_attention(here, axis=ring, documents=cut(np.zeros((B, s), int), grid, Layout(ring, None)))
     for wrong, match in (

@@ -54,7 +54,7 @@ def test_alpha_beta_out(grid):
         same(pla.matmul(x, y, out=x), d @ e)  # an operand may be overwritten
         same(pla.matmul(placed(d, grid, one), y, out=y), d @ e)
     batch = numbers((3, 5, 5), seed=6)  # the product of transposes is as large as the result
-    for rest in (Layout(None, *one.dims), Layout.whole(3)):
+    for rest in (Layout(None, *one.dims), Layout.replicated(3)):
         out = placed(np.full((3, 5, 5), np.nan), grid, rest)
         assert pla.matmul(placed(d, grid, one), placed(batch, grid, Layout(None, *other.dims)), out=out) is out
         same(out, d @ batch)

@@ -92,7 +92,7 @@ def test_masters_and_states_put_away(make_grid, world, folder):
 def pair(grid, seed=0):
     rng = np.random.default_rng(seed)
     return [
-        pla.Parameter(pla.distribute(rng.normal(size=shape), grid, pla.Layout.whole(len(shape))), name)
+        pla.Parameter(pla.distribute(rng.normal(size=shape), grid, pla.Layout.replicated(len(shape))), name)
         for name, shape in [("a.weight", (3, 4)), ("a.bias", (4,)), ("norm.weight", (4,)), ("b.bias", (2, 2))]
     ]
 

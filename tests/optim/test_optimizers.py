@@ -144,7 +144,7 @@ def test_other_dtypes_keep_theirs(dtype, make_grid, world):
 
 def test_parameters_that_lie_side_by_side_are_updated_together(make_grid, world):
     grid = make_grid({"a": world.size})
-    ps = [pla.Parameter(pla.distribute(v, grid, L.whole(v.ndim))) for v in values(0)]
+    ps = [pla.Parameter(pla.distribute(v, grid, L.replicated(v.ndim))) for v in values(0)]
     flat, at = grid.backend.zeros(sum(p.size for p in ps), np.float64), 0
     for p in ps:
         p.grad = pla.DistArray(flat[at : at + p.size].reshape(p.shape), p.shape, p.layout, grid)
@@ -186,7 +186,7 @@ def test_state_moves_from_grid_to_grid(kind, make_grid, world):
     give(first, values(1))
     a.step()
     state, data = a.state_dict(), [p.gather() for p in first]
-    second = [pla.Parameter(pla.distribute(v, two, L.whole(v.ndim)), f"p{i}") for i, v in enumerate(data)]
+    second = [pla.Parameter(pla.distribute(v, two, L.replicated(v.ndim)), f"p{i}") for i, v in enumerate(data)]
     b = kind(second)
     b.load_state_dict(state)
     give(first, values(2))

@@ -149,7 +149,7 @@ def _part(x: DistArray, mask: Mask, cuts: tuple[Cut, ...], full: tuple[int, ...]
     grid = x.grid
     sizes = zip(cuts, mask.shape, full, strict=True)
     want = effective(Layout(*(c if n == whole else () for c, n, whole in sizes)), grid)
-    have = Layout.whole(len(cuts))
+    have = Layout.replicated(len(cuts))
     if isinstance(mask, DistArray):
         have = effective(mask.layout, grid)
         if have.partial or any(h not in ((), w) for h, w in zip(have.dims, want.dims, strict=True)):
