@@ -129,7 +129,7 @@ def check_block_replicas(block: Block, layout: Layout, grid: Grid, what: str = "
     """Checked mode: raise a CommError on all ranks if blocks that should be replicas differ."""
     axes = tuple(a for a in grid.axes if a not in layout.axes and grid.sizes[a] > 1)
     if axes and grid.inside:
-        from parlinalg.comm.check import check_block_replicas as compare
+        from parlinalg.comm.check import check_replicas as compare
 
         compare(grid.comm(axes), block, what or f"the blocks of an array in {layout!r}")
 

@@ -21,13 +21,13 @@ from parlinalg.nn.pretrained import Pretrained
 from parlinalg.pipeline import registry
 from parlinalg.pipeline.model import (
     ParameterInfo,
-    Partition,
     PipelineModel,
     inventory_of,
     listed_layers,
     model_grid,
     split,
 )
+from parlinalg.pipeline.partition import Partition
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.topology import PipelineTopology
