@@ -105,9 +105,9 @@ class Grid:
         problem = _problem(sizes, self.world.size, idle)
         mine = [problem, {} if problem else {a: int(n) for a, n in sizes.items()}, str(backend)]
         everyone = self.world.share(mine)
-        for told, *_ in everyone:
-            if told:
-                raise GridError(told)
+        for reported, *_ in everyone:
+            if reported:
+                raise GridError(reported)
         for rank, theirs in enumerate(everyone):
             if theirs[1:] != mine[1:] or list(theirs[1]) != list(mine[1]):
                 raise GridError(

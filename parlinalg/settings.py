@@ -49,13 +49,13 @@ def unknown_settings(environ: Mapping[str, str] | None = None) -> list[str]:
     ['PARLINALG_TIMEOUTS is no variable of parlinalg; did you mean PARLINALG_TIMEOUT?']
     """
     env = os.environ if environ is None else environ
-    told = []
+    sentences = []
     for name in sorted(env):
         if name.startswith("PARLINALG_") and name not in ALLOWED and not name.startswith(OTHERS):
             near = get_close_matches(name, ALLOWED, 1, 0.8)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALLOWED)}"
-            told.append(f"{name} is no variable of parlinalg; {hint}")
-    return told
+            sentences.append(f"{name} is no variable of parlinalg; {hint}")
+    return sentences
 
 
 def _number(name: str, text: str) -> bool:

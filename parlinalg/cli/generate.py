@@ -67,16 +67,16 @@ def run(args: argparse.Namespace) -> int:
         stops = together(world, lambda: ends(args.folder), "reading the model")
         model = _model(kind, args.folder, mesh, dtype)
 
-        def told(text: str) -> None:
+        def reported(text: str) -> None:
             if world.rank == 0:
                 tell(text, end="")
 
-        told(args.prompt)
+        reported(args.prompt)
         continuation(
             model, tokens, args.prompt, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, told=told,
+            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, reported=reported,
         )  # fmt: skip
-        told("\n")
+        reported("\n")
     return 0
 
 

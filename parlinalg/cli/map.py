@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     schedule = schedule_for(config, parallel)
     layers = layer_counts(config, parallel, schedule)
     if speaks():
-        said = [f"{'scheme':<12}{parallel.scheme.name}"]
+        lines = [f"{'scheme':<12}{parallel.scheme.name}"]
         if schedule is not None:
-            said.append(f"{'schedule':<12}{schedule.name}, {schedule.microbatches} microbatches")
-        tell("\n".join([rank_map(parallel, schedule, args.ranks_per_node, layers), *said]))
+            lines.append(f"{'schedule':<12}{schedule.name}, {schedule.microbatches} microbatches")
+        tell("\n".join([rank_map(parallel, schedule, args.ranks_per_node, layers), *lines]))
     return 0

@@ -16,8 +16,8 @@ Commands = Any  # what ArgumentParser.add_subparsers returns
 
 def speaks() -> bool:
     """Return True on the rank that prints for all ranks; known before MPI is started."""
-    told = next((os.environ[name] for name in RANK if name in os.environ), "0")
-    return told == "0"
+    reported = next((os.environ[name] for name in RANK if name in os.environ), "0")
+    return reported == "0"
 
 
 def mpiexec() -> str | None:

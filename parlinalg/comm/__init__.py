@@ -78,16 +78,16 @@ def open_comm(comm: Any = None) -> Comm:
         comm = MPI.COMM_WORLD
         _check_launcher(comm.size, f"mpi4py uses {MPI.Get_library_version().splitlines()[0]!r}")
         if comm.size > 1 and launched().by == "srun":
-            for told in comm.allgather(launch_problem(comm.size, comm.rank)):
-                if told:
-                    raise CommError(told)
+            for reported in comm.allgather(launch_problem(comm.size, comm.rank)):
+                if reported:
+                    raise CommError(reported)
     if not isinstance(comm, MPI.Intracomm):
         raise CommError(f"comm is an mpi4py communicator, such as MPI.COMM_WORLD, or None for that, not {comm!r}")
     if comm.size == 1:
         return _single(wrong)
-    for rank, told in enumerate(comm.allgather(wrong)):
-        if told:
-            raise ConfigError(f"{told} (the environment of rank {rank})")
+    for rank, reported in enumerate(comm.allgather(wrong)):
+        if reported:
+            raise ConfigError(f"{reported} (the environment of rank {rank})")
     if comm.rank == 0:
         _warn_of_unknown()
     own = comm.Dup()
@@ -138,8 +138,8 @@ def between_gpus(comm: Comm, backend: Backend) -> Comm:
 
 def _check_launcher(size: int, why: str) -> None:
     """Raise if a launcher started several processes that would not see one another."""
-    if size == 1 and (told := launch_problem(1, 0)):
-        raise CommError(f"{told} ({why})")
+    if size == 1 and (reported := launch_problem(1, 0)):
+        raise CommError(f"{reported} ({why})")
     started = max(int(os.environ.get(name, "1") or 1) for name in _LAUNCHED)
     if size == 1 and started > 1:
         raise CommError(

@@ -78,13 +78,13 @@ def compare(comm: Comm, what: str, facts: Mapping[str, Any], right: str, block: 
     """
     if not comm.checked or comm.size == 1:
         return
-    told = comm.share([facts, where, None if block is None else array_checksum(block)])
+    reported = comm.share([facts, where, None if block is None else array_checksum(block)])
     for name in facts:
-        if any(theirs.get(name) != told[0][0].get(name) for theirs, _, _ in told):
-            groups = _groups([str(theirs.get(name)) for theirs, _, _ in told])
+        if any(theirs.get(name) != reported[0][0].get(name) for theirs, _, _ in reported):
+            groups = _groups([str(theirs.get(name)) for theirs, _, _ in reported])
             raise CommError(f"the ranks over {comm.axes} give {what} different values of {name}: {groups}; {right}")
-    for _, part, _ in told:
-        sums = {rank: theirs for rank, (_, at, theirs) in enumerate(told) if at == part}
+    for _, part, _ in reported:
+        sums = {rank: theirs for rank, (_, at, theirs) in enumerate(reported) if at == part}
         if len(set(sums.values())) > 1:
             groups = _groups([f"checksum {text}" for text in sums.values()], list(sums))
             raise CommError(

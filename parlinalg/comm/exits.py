@@ -143,8 +143,8 @@ class Exits:
         slot.end = time.monotonic() + LAST, 1, text
         time.sleep(0.1)
         for circle in self.monitor.circles:
-            told = circle.ask([r for r in circle.ranks if r < rank][:MANY])
-            if any(answer.get("left") == slot.left for answer in told.values()):
+            reported = circle.ask([r for r in circle.ranks if r < rank][:MANY])
+            if any(answer.get("left") == slot.left for answer in reported.values()):
                 time.sleep(2)  # an error that all ranks meet alike is told by the lowest, which now ends this process
         flush()
         end_run(text, 1)
@@ -209,18 +209,18 @@ class Exits:
                 end_run(vanished(me, gone, self.monitor.places, self._how), self._code or 1)
             asked = others[turn : turn + MANY] or others[:MANY]
             turn = (turn + MANY) % max(len(others), 1)
-            told = circle.ask(asked)
-            if any("left" not in answer for answer in told.values()):
+            reported = circle.ask(asked)
+            if any("left" not in answer for answer in reported.values()):
                 heard = self._hear(time.monotonic(), patience)
             elif now - heard > patience:
-                silent = [rank for rank in asked if rank not in told]
+                silent = [rank for rank in asked if rank not in reported]
                 end_run(unreachable(me, self._how, silent, self.monitor.places, now - heard), self._code or 1)
-            vain = {rank: answer for rank, answer in told.items() if _in_vain(answer, now - start)}
+            vain = {rank: answer for rank, answer in reported.items() if _in_vain(answer, now - start)}
             seen = {rank: (answer["key"], answer["number"]) for rank, answer in vain.items()}
             confirmed = any(suspects.get(rank) == wait for rank, wait in seen.items())
-            suspects = {rank: wait for rank, wait in suspects.items() if rank not in told} | seen
+            suspects = {rank: wait for rank, wait in suspects.items() if rank not in reported} | seen
             if confirmed and not request.Test():
-                self._end(me, vain, sum("left" in answer and rank < me for rank, answer in told.items()))
+                self._end(me, vain, sum("left" in answer and rank < me for rank, answer in reported.items()))
             next_look = time.monotonic() + min(max(0.1, (now - start) / 4), 2.0)
         slot.end = float("inf"), 1, ""
 
@@ -278,18 +278,18 @@ def on_system_exit(ends: Callable[[Any, TracebackType | None], None]) -> bool:
     return True
 
 
-def _in_vain(told: Mapping[str, Any], gone: float) -> bool:
+def _in_vain(reported: Mapping[str, Any], gone: float) -> bool:
     """Return True if a rank waits without hope for this one, which left `gone` seconds ago.
 
     In a collective it does if this rank never began it.  One that this rank did begin may take as long as the network
     does.  A message that never was sent cannot be told from one on its way, but the latter soon arrives.
     """
-    if not told.get("for_you"):
+    if not reported.get("for_you"):
         return False
-    calls = calls_on(told["key"])
-    if told["number"] > 0 and calls is not None:
-        return bool(calls < told["number"])
-    return min(told["since"], gone) > PERSISTENT and not under_way()
+    calls = calls_on(reported["key"])
+    if reported["number"] > 0 and calls is not None:
+        return bool(calls < reported["number"])
+    return min(reported["since"], gone) > PERSISTENT and not under_way()
 
 
 _exits: list[Exits] = []

@@ -87,8 +87,8 @@ class Circle:
         """Answer the questions that have come."""
         while (got := self._receive(_ASK)) is not None:
             source, question = got
-            told = process_state(self.ranks[source], question["key"])
-            self._send(told | {"nonce": question["nonce"]}, source, _ANSWER)
+            reported = process_state(self.ranks[source], question["key"])
+            self._send(reported | {"nonce": question["nonce"]}, source, _ANSWER)
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
 
     def ask(self, ranks: Iterable[int], key: str | None = None) -> dict[int, dict[str, Any]]:
@@ -99,15 +99,15 @@ class Circle:
             wanted = {r for r in ranks if r != self.ranks[self.mpi.rank]}
             for rank in wanted:
                 self._send({"nonce": nonce, "key": key}, self.ranks.index(rank), _ASK)
-            told: dict[int, dict[str, Any]] = {}
+            reported: dict[int, dict[str, Any]] = {}
             end = time.monotonic() + PATIENCE
-            while len(told) < len(wanted) and time.monotonic() < end:
+            while len(reported) < len(wanted) and time.monotonic() < end:
                 if (got := self._receive(_ANSWER)) is None:
                     self.answer()
                     time.sleep(0.005)
                 elif got[1].pop("nonce") == nonce:
-                    told[self.ranks[got[0]]] = got[1]
-            return told
+                    reported[self.ranks[got[0]]] = got[1]
+            return reported
 
     def _send(self, message: dict[str, Any], to: int, tag: int) -> None:
         data = np.frombuffer(json.dumps(message).encode(), np.uint8)
@@ -208,8 +208,8 @@ class Monitor:
         if not gone or slot.left is not None:
             return
         me = self.rank
-        told = process_state(me, None)
-        doing = f"waiting in {wait_text(told)}" if "op" in told else f"at {told['line']}"
+        reported = process_state(me, None)
+        doing = f"waiting in {wait_text(reported)}" if "op" in reported else f"at {reported['line']}"
         first = min({me, *self._neighbours.values()} - self._gone.keys())
         if me == first or now - min(self._gone.values()) > GONE + 2:
             end_run(vanished(me, gone, self.places, doing), 1)
@@ -222,14 +222,14 @@ class Monitor:
         if circle is None:
             return
         asked = circle.ranks if len(circle.ranks) <= MANY else comm.world_ranks
-        told = circle.ask(asked, comm.key)
+        reported = circle.ask(asked, comm.key)
         if slot.state is not state:
             return
-        lower = any(rank < me and t.get("since", 0) > self.limit for rank, t in told.items())
+        lower = any(rank < me and t.get("since", 0) > self.limit for rank, t in reported.items())
         if lower and time.monotonic() - start < self.limit + 4 * PATIENCE:
             return
-        told[me] = json.loads(json.dumps(process_state(me, comm.key)))
-        end_run(stalled(me, state, asked, told, self.places, self.limit), 1)
+        reported[me] = json.loads(json.dumps(process_state(me, comm.key)))
+        end_run(stalled(me, state, asked, reported, self.places, self.limit), 1)
 
     def _last_resort(self) -> None:
         """End this process where nothing else did.  Calls no MPI, which may itself be what hangs.

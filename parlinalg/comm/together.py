@@ -35,21 +35,21 @@ def together(
         MemoryError.
     """
     made: list[Result] = []
-    told: tuple[int, str] = 0, ""
+    reported: tuple[int, str] = 0, ""
     cause: Exception | None = None
     try:
         made.append(function())
     except (ParlinalgError, OSError, MemoryError) as error:
         kind = next((i for i, each in enumerate(kinds) if isinstance(error, each)), 0)
-        told, cause = (kind, str(error) or type(error).__name__), error
+        reported, cause = (kind, str(error) or type(error).__name__), error
     failed: ParlinalgError | None = None
     for each in [comm] if isinstance(comm, Comm) else comm:
-        everyone = each.share(told)
+        everyone = each.share(reported)
         if failed is None and any(text for _, text in everyone):
             rank = next(r for r, (_, text) in enumerate(everyone) if text)
             kind, text = everyone[rank]
-            told = kind, text if all(text for _, text in everyone) else f"rank {rank}, {what}: {text}"
-            failed = kinds[kind](told[1])
+            reported = kind, text if all(text for _, text in everyone) else f"rank {rank}, {what}: {text}"
+            failed = kinds[kind](reported[1])
     if failed is None and cause is not None:  # without any communicator
         raise cause
     if failed is not None:

@@ -96,13 +96,13 @@ class Trace(Book):
         for number, s in enumerate(self.spans):
             track = " ".join((s.kind, *s.axes)) if s.kind == "operation" else s.kind
             common = {"name": s.name, "cat": s.kind, "pid": self.comm.rank, "tid": track}
-            told = {"args": {"axes": " ".join(s.axes), "bytes": s.nbytes}}
+            reported = {"args": {"axes": " ".join(s.axes), "bytes": s.nbytes}}
             start, stop = 1e6 * s.start, 1e6 * s.stop
             if s.kind == "operation":  # several may be under way at once
-                events.append({**common, **told, "ph": "b", "id": number, "ts": start})
+                events.append({**common, **reported, "ph": "b", "id": number, "ts": start})
                 events.append({**common, "ph": "e", "id": number, "ts": stop})
             else:
-                events.append({**common, **told, "ph": "X", "ts": start, "dur": stop - start})
+                events.append({**common, **reported, "ph": "X", "ts": start, "dur": stop - start})
         return events
 
     def write(self, path: str | os.PathLike[str]) -> None:

@@ -114,11 +114,11 @@ class Verdicts:
         start = now = time.monotonic()
         notice = start + max(0.0, min(NOTICE, (self.deadline - start) / 2))
         end = max(notice + 0.5, min(start + self.grace, self.deadline - 1))
-        told = False
+        reported = False
         while not request.Test():
             now = time.monotonic()
-            if now > notice and not told:
-                told = True
+            if now > notice and not reported:
+                reported = True
                 self._hear(texts)
                 self._name(point, texts)
             if now > end + (min(texts) != self.rank):  # the lowest failed rank ends the run

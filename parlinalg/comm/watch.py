@@ -115,23 +115,23 @@ def process_state(asker: int, key: str | None) -> dict[str, Any]:
         many seconds, `for_you` whether for `asker` too, `ranks` for which ranks of the world, unless they are many, and
         `begun` how many operations it began on each communicator.  `calls`: those begun on the communicator `key`.
     """
-    told: dict[str, Any] = {"line": main_line()}
+    reported: dict[str, Any] = {"line": main_line()}
     if slot.doing is not None:
-        told["doing"] = slot.doing
+        reported["doing"] = slot.doing
     state = slot.state
     if slot.left is not None:
-        told["left"] = slot.left
+        reported["left"] = slot.left
     elif state is not None:
         start, comm, op, number = state
         ranks: Sequence[int] = comm.world_ranks if number >= 0 else (comm.world_ranks[-1 - number],)
-        told |= {"op": op, "axes": comm.axes, "number": number, "key": comm.key}
-        told |= {"since": monotonic() - start, "for_you": asker in ranks}
+        reported |= {"op": op, "axes": comm.axes, "number": number, "key": comm.key}
+        reported |= {"since": monotonic() - start, "for_you": asker in ranks}
         if len(ranks) <= MANY:
-            told["ranks"] = ranks
-        told["begun"] = {other.key: other._calls for other in list(_alive.values())}
+            reported["ranks"] = ranks
+        reported["begun"] = {other.key: other._calls for other in list(_alive.values())}
     if key is not None:
-        told["calls"] = calls_on(key)
-    return told
+        reported["calls"] = calls_on(key)
+    return reported
 
 
 def user_line(frame: FrameType | None) -> str:
@@ -175,7 +175,7 @@ def wait_asleep(request: MPI.Request) -> None:
         pause = min(2 * pause, longest)
 
 
-Told = Mapping[str, Any]
+Report = Mapping[str, Any]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -183,13 +183,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def wait_text(told: Told) -> str:
+def wait_text(reported: Report) -> str:
     """`all_reduce over ('r',) at train.py:12`."""
-    return f"{told['op']} over {tuple(told['axes'])} at {told['line']}{_at(told)}"
+    return f"{reported['op']} over {tuple(reported['axes'])} at {reported['line']}{_at(reported)}"
 
 
-def _at(told: Told) -> str:
-    return f" ({told['doing']})" if "doing" in told else ""
+def _at(reported: Report) -> str:
+    return f" ({reported['doing']})" if "doing" in reported else ""
 
 
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
@@ -201,14 +201,14 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def stalled(
-    me: int, state: State, asked: Iterable[int], told: Mapping[int, Told], places: Mapping[int, str], limit: float
+    me: int, state: State, asked: Iterable[int], reported: Mapping[int, Report], places: Mapping[int, str], limit: float
 ) -> str:
     """Return the report of rank `me` on a wait of more than `limit` seconds."""
     _, comm, op, number = state
     members = set(comm.world_ranks) if number >= 0 else {me, comm.world_ranks[-1 - number]}
     waiting, absent = {}, {}
     for rank in asked:
-        answer = told.get(rank)
+        answer = reported.get(rank)
         place = f" ({places[rank]})" if rank in places else ""
         if answer is None:
             absent[rank] = (
@@ -228,7 +228,7 @@ def stalled(
     lines = [f"parlinalg: rank {me} gives up after {limit:g} s in {op} over {comm.axes} (PARLINALG_TIMEOUT={limit:g}):"]
     lines += [f"  {ranks_text(ranks)} {_verb(text, ranks)}" for ranks, text in grouped(waiting)]
     lines += [f"  {ranks_text(ranks)} {text}" for ranks, text in grouped(absent)]
-    cause = disagreement({rank: answer for rank, answer in told.items() if "op" in answer})
+    cause = disagreement({rank: answer for rank, answer in reported.items() if "op" in answer})
     if cause:
         lines.append(f"  likely cause: {cause}")
         if not getattr(comm, "checked", False):
@@ -242,7 +242,7 @@ def stalled(
     return "\n".join(lines)
 
 
-def disagreement(waiting: Mapping[int, Told]) -> str:
+def disagreement(waiting: Mapping[int, Report]) -> str:
     """Return the disagreement of ranks that wait for each other in different calls; empty if there is none.
 
     Parameters
@@ -272,29 +272,29 @@ def disagreement(waiting: Mapping[int, Told]) -> str:
     return ""
 
 
-def _are_in(ranks: Sequence[int], waiting: Mapping[int, Told]) -> str:
-    told = waiting[ranks[0]]
-    number = f" number {told['number']}" if told["number"] else ""
+def _are_in(ranks: Sequence[int], waiting: Mapping[int, Report]) -> str:
+    reported = waiting[ranks[0]]
+    number = f" number {reported['number']}" if reported["number"] else ""
     lines = " and ".join(sorted({waiting[rank]["line"] for rank in ranks}))
     are = "are" if len(ranks) > 1 else "is"
-    return f"{ranks_text(ranks)} {are} in {told['op']} over {tuple(told['axes'])}{number} at {lines}"
+    return f"{ranks_text(ranks)} {are} in {reported['op']} over {tuple(reported['axes'])}{number} at {lines}"
 
 
 def _verb(text: str, ranks: Sequence[int]) -> str:
     return text if len(ranks) > 1 else "waits" + text.removeprefix("wait")
 
 
-def _doing(told: Told) -> str:
-    if "left" in told:
-        return f"left early ({told['left']})"
-    if "op" in told:
-        return f"waits in {wait_text(told)}"
-    return f"is at {told['line']}{_at(told)}, in no collective"
+def _doing(reported: Report) -> str:
+    if "left" in reported:
+        return f"left early ({reported['left']})"
+    if "op" in reported:
+        return f"waits in {wait_text(reported)}"
+    return f"is at {reported['line']}{_at(reported)}, in no collective"
 
 
-def left_early(me: int, how: str, waiting: Mapping[int, Told]) -> str:
+def left_early(me: int, how: str, waiting: Mapping[int, Report]) -> str:
     """Return the report of the exit hook of rank `me` when others wait for it in vain."""
-    texts = {rank: f"in {wait_text(told)}" for rank, told in waiting.items()}
+    texts = {rank: f"in {wait_text(reported)}" for rank, reported in waiting.items()}
     parts = [f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {text}" for ranks, text in grouped(texts)]
     return f"parlinalg: rank {me} left early ({how}) while {', '.join(parts)}"
 

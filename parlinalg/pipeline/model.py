@@ -111,8 +111,8 @@ class Stage:
 
     def __repr__(self) -> str:
         names = [layer.name for layer in self.layers]
-        told = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-        return f"Stage({self.number}: {told}{f', copy {self.copy}' if self.copy else ''})"
+        label = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        return f"Stage({self.number}: {label}{f', copy {self.copy}' if self.copy else ''})"
 
 
 @dataclass(frozen=True)
