@@ -81,7 +81,7 @@ class Grid:
         self._closed = False
         self._tickets = 0
         self.polled: list[Pollable] = []
-        """What has communication under way while values are computed."""
+        """Objects with communication in progress while values are computed."""
         self.mesh: Any = None
         """What it is a part of, where `parlinalg.launch` made it."""
         try:
@@ -189,7 +189,7 @@ class Grid:
         return self._tickets
 
     def poll(self) -> None:
-        """Drive on what is under way; called between operations, since MPI progresses only within its calls."""
+        """Make communication progress; called between operations, since MPI progresses only within its calls."""
         for each in self.polled:
             each.poll()
 

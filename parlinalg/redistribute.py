@@ -24,7 +24,7 @@ Order = tuple[int, ...] | None
 
 
 class Move:
-    """A redistribution under way.  `wait()` finishes it and returns the new block.
+    """A redistribution in progress.  `wait()` finishes it and returns the new block.
 
     A move may take several steps, of which each is posted when the last one is done.  Only `wait()` posts them, so that
     ranks which wait for their moves in the same order also communicate in the same order, whatever `test()` told each.
@@ -69,7 +69,7 @@ def redistribute(
     Parameters
     ----------
     block : array
-        This rank's block in layout `src`; it is not changed, unless `owned` says that nobody else needs it.
+        This rank's block in layout `src`; it is not changed, unless `owned` says that it may be.
     order : tuple of int, optional
         The permutation of dims under which the blocks of all ranks lie in C order: they travel so, and are not copied
         to another order first.  A transposed matrix has (1, 0).
@@ -108,7 +108,7 @@ def carry(
 ) -> Work:
     """Run `redistribute` as a generator: yield the handle of each communication, and return the new block.
 
-    Messages between two ranks carry `tag`: moves under way at the same time need different ones.  Replicas are not
+    Messages between two ranks carry `tag`: moves in progress at the same time need different ones.  Replicas are not
     compared here: of a panel, not all ranks that hold one take part.
     """
     src.check(shape, grid.sizes)

@@ -1,4 +1,4 @@
-"""The order in which the tokens of a sequence lie where it is cut: causal attention is to be equal work for all ranks.
+"""Orders of the tokens of a cut sequence that give all ranks equal work in causal attention.
 
 Query i of a causal sequence meets i + 1 keys, so that the last of P contiguous blocks has 2P - 1 times the work of the
 first.  Other orders deal out early and late tokens to every rank.

@@ -43,7 +43,7 @@ def wrong_setting(environ: Mapping[str, str] | None = None) -> str:
 
 
 def unknown_settings(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return a sentence about each variable that begins with PARLINALG_ and is none of parlinalg's.
+    """Return a sentence about each variable that begins with PARLINALG_ and is not one of parlinalg's.
 
     >>> unknown_settings({"PARLINALG_TIMEOUTS": "3"})
     ['PARLINALG_TIMEOUTS is no variable of parlinalg; did you mean PARLINALG_TIMEOUT?']

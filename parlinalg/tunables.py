@@ -31,7 +31,7 @@ OPTIMIZER_DEVICE_CHUNK = 1 << 24
 """Elements of a chunk of an update on a GPU, which has no such cache."""
 
 ATTENTION_POLL = 1 << 20
-"""Scores of attention after which a communication that is under way is looked at."""
+"""Scores of attention between two polls of communication in progress."""
 
 CUDA_THREADS = 256
 """Threads of a block of a CUDA kernel."""

@@ -18,7 +18,7 @@ Block = Any
 Span = tuple[int, int]
 
 SHORT = 16
-"""Positions that fall into more runs than one in so many are compared one by one."""
+"""Positions per run below which positions are compared one by one."""
 
 
 class TokenRun(NamedTuple):

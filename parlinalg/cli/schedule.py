@@ -1,4 +1,4 @@
-"""`parlinalg schedule`: a pipeline schedule on paper, without running anything."""
+"""`parlinalg schedule`: a simulated pipeline schedule, drawn without running anything."""
 
 from __future__ import annotations
 

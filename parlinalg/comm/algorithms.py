@@ -186,11 +186,11 @@ class SumInPlace(TwoPhase):
 
 
 FIRST_TAG, TAGS = 1 << 16, 1 << 12
-"""Broadcasts under way at once run over the same links, and are told apart by these tags; users' are smaller."""
+"""Broadcasts in progress at once run over the same links, and are told apart by these tags; users' are smaller."""
 
 
 class Chain(Handle):
-    """A broadcast under way.  Pieces are passed on in `wait` and `test`, so ranks should wait in the same order."""
+    """A broadcast in progress.  Pieces are passed on in `wait` and `test`, so ranks should wait in the same order."""
 
     def __init__(self, comm: MpiComm, block: Block, root: int) -> None:
         flat = block.reshape(-1).view(np.uint8)

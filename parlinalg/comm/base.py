@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Handle(ABC):
-    """An operation under way.  It keeps the operation's buffers alive until it is done.
+    """An operation in progress.  It keeps the operation's buffers alive until it is done.
 
     The buffers must not be touched before `wait` has returned, or `test` has returned True.  All ranks wait at the same
     point of their program: an operation may need them all to drive it on.

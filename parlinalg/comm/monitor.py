@@ -3,8 +3,8 @@
 It polls slowly on communicators of its own and costs the main thread nothing measurable.  A watchdog of nonblocking
 collectives would slow every collective a hundredfold on crowded cores.
 
-While nonblocking operations between nodes are under way it polls faster: MPI progresses only within its calls, and the
-main thread may be in a product for long.  In a node nothing is gained, since what moves there is a copy by a core.
+While nonblocking operations between nodes are in progress it polls faster: MPI progresses only within its calls, and
+the main thread may be in a product for long.  In a node nothing is gained, since what moves there is a copy by a core.
 """
 
 from __future__ import annotations

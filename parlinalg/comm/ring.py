@@ -60,7 +60,7 @@ class Rotation:
             current = following
 
     def poll(self) -> None:
-        """Drive what is under way on."""
+        """Make the messages progress."""
         for handle in self._under_way:
             handle.test()
 
@@ -75,7 +75,7 @@ class Sums:
         For each part of a block its shape, by rank.  A part travels as soon as its term is added, and is needed again
         one round later: so the transfer of one is hidden behind the work on the others.
     empty, tag
-        As of `Rotation`.
+        As in `Rotation`.
 
     In round t = 1, 2, …, P - 1, for each part in order: `take` the sum of block rank - t, add to it, and `give` it.
     Not more than two sums are held: one on its way out, and one that is worked on or on its way in.
@@ -114,7 +114,7 @@ class Sums:
         self._here[part], self._spare[part] = target, source
 
     def poll(self) -> None:
-        """Drive what is under way on."""
+        """Make the messages progress."""
         for handle in (*self._leaving, *self._coming):
             handle.test()
 

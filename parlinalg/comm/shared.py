@@ -111,7 +111,7 @@ def _held(comm: Comm) -> Common | None:
 def _made(comm: Comm, size: int, own: int) -> mmap.mmap | None:
     """So many bytes that all ranks have mapped, or None on all of them.
 
-    Of them each rank reserves its own: they lie near who touches them first.
+    Each rank reserves its own bytes, since pages lie near the core that touches them first.
     """
     path = _new(size) if comm.rank == 0 else ""
     path = comm.share(path)[0]

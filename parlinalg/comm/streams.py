@@ -1,4 +1,4 @@
-"""The standard streams of a process, which may be full, closed, stuck, or read by nobody any more.
+"""The standard streams of a process, which may be full, closed, stuck, or without a reader.
 
 Whoever says why a run ends must end it all the same, and a training goes on without an audience.
 """

@@ -61,7 +61,7 @@ class Verdicts:
     deadline : float
         The time (of `time.monotonic`) at which somebody else ends the run, such as a limit of one test's time.
     before : list of str
-        Names of what failed before; told when a rank ends the run, since nobody else will.
+        Names of earlier failures, reported when a rank ends the run.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class WaitSlot:
     def __init__(self) -> None:
         self.state: State | None = None
         self.between = 0
-        """How many nonblocking operations between nodes are under way."""
+        """The number of nonblocking operations in progress between nodes."""
         self.posted = threading.Event()
         """Set when there is one, for the monitor to drive it on."""
         self.doing: str | None = None

@@ -26,7 +26,7 @@ class Passages:
     tokens : ndarray
         Ids [n], the same on every rank.
     length : int
-        Positions in a window: it reads so many ids, and predicts for each of them the next.
+        Ids that a window has; for each of them the next one is predicted.
     batch_size : int
         Windows a batch over all ranks; the last one may have fewer.
     grid : Grid

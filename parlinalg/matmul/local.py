@@ -70,7 +70,7 @@ class DeferredGemm:
     """
 
     __slots__ = ("a", "b", "dtype", "order", "rows", "shape")
-    base = None  # nobody's view
+    base = None  # not a view
 
     def __init__(
         self, a: Block, b: Block, dtype: np.dtype[Any], shape: Shape, rows: int = 1, order: Order = None
@@ -109,7 +109,7 @@ class DeferredGemm:
         """Return `start`, broadcast to the product's shape, plus the product; None where BLAS does not add as it
         multiplies.
 
-        OpenBLAS multiplies onto what is there in no more time than onto nothing, for which it writes zeros first.
+        OpenBLAS adds a product to an array in no more time than it writes one, for which it writes zeros first.
         """
         if self.a.ndim > 2 or not backend_of(self.a).adds_products:
             return None

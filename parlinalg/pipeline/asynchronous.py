@@ -63,7 +63,7 @@ class WeightStash:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to count again: the values as they are now are version 0, and the only one."""
+        """Restart the count: the present values are version 0, and the only one."""
         self.newest = 0
         self._versions: dict[int, list[DistArray]] = {0: [p.data for p in self.parameters]}
         self._used = 0
@@ -85,7 +85,7 @@ class WeightStash:
         Parameters
         ----------
         keep : bool
-            Whether the one before stays.
+            Keep the version before.
         """
         self.use(self.newest)
         before = [p.data for p in self.parameters]
@@ -211,7 +211,7 @@ class AsynchronousWorker(Worker):
 
 
 class AsynchronousRun(ScheduleRun):
-    """Does a rank's order, with the version of the weights that each pass is to have."""
+    """The execution of a rank's instructions, each with its version of the weights."""
 
     def __init__(
         self, worker: AsynchronousWorker, schedule: Schedule, batches: Sequence[Batch], work: Task
@@ -233,7 +233,7 @@ class AsynchronousRun(ScheduleRun):
 
     def training(self, step: int, factor: float) -> None:
         super().training(step, factor)
-        self.whole = factor
+        self.run_factor = factor
 
     def go(self) -> None:
         self.stash.begin()
@@ -246,7 +246,7 @@ class AsynchronousRun(ScheduleRun):
         def done(i: Instruction) -> None:
             version = self.version[i.microbatch]
             self.stash.use(version)
-            self.factor = self.whole * self.shares[i.microbatch]
+            self.factor = self.run_factor * self.shares[i.microbatch]
             does(i)
             if self.last_use[version] == self.order_index[i] and version != self.stash.newest:
                 self.stash.drop(version)

@@ -58,9 +58,9 @@ def build_pipeline_model(
     mesh : Mesh, optional
         By default that of the model's grid.
     partition : optional
-        As of `split`; by default as the mesh's configuration says.
+        As in `split`; by default as the mesh's configuration says.
     sample : optional
-        As of `split`.
+        As in `split`.
     schedule : Schedule, optional
         Says which rank holds which stage; by default the mesh's, or where that has other chunks, 1F1B or interleaved.
     seed : int, optional
@@ -96,7 +96,7 @@ def build_pipeline_model_from_cfg(
         The layers: dicts with a `type` of `parlinalg.pipeline.registry` and its arguments; or a dict with `layers`, and
         maybe `partition` and `dtype`.  Linear layers without a `kind` go alternately into a block and out of it.
     num_chunks, partition, sample, schedule, seed
-        As of `build_pipeline_model`.
+        As in `build_pipeline_model`.
     mesh : Mesh, optional
         Its grid and scheme are those of the layers; by default the one that `parlinalg.launch` made, if one is open.
     dtype : dtype, optional
@@ -168,7 +168,7 @@ def build_by_hand(
     mesh : Mesh, optional
         By default the one that `parlinalg.launch` made, if one is open.
     schedule, seed
-        As of `build_pipeline_model`.
+        As in `build_pipeline_model`.
 
     Raises
     ------
@@ -290,9 +290,9 @@ def from_pretrained(
     kind : type
         `nn.GPT` or `nn.Llama`, as the folder has it.
     topology, schedule, partition
-        As of `split`.
+        As in `split`.
     folder, scheme, grid, dtype, seed, changes
-        As of `kind.from_pretrained`; scheme and grid are those of this rank's stages.
+        As in `kind.from_pretrained`; scheme and grid are those of this rank's stages.
     """
     model, values = kind.declared_by(folder, scheme, grid, topology.world, dtype, **changes)
     cut = split(model, topology, schedule, partition)

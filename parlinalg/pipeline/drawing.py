@@ -33,7 +33,7 @@ INK, PALE = "#1d2433", "#f1f2f4"
 
 @dataclass(frozen=True)
 class Box:
-    """A span on paper."""
+    """A drawn span."""
 
     span: Span
     label: str
@@ -62,7 +62,7 @@ def lanes(simulation: Simulation, measured: Iterable[Sequence[object]] | None = 
     ----------
     simulation : Simulation
     measured : iterable of (rank, op, chunk, microbatch, start, stop), optional
-        Spans of a run of the same schedule, in the unit of the costs; the first of them begins at 0 on paper.
+        Spans of a run of the same schedule, in the unit of the costs; the first of them is drawn from 0.
 
     Raises
     ------

@@ -38,19 +38,19 @@ class Stage:
     Parameters
     ----------
     number : int
-        In the order of the model, from 0.
+        Its index in the order of the model, from 0.
     stages : int
-        How many there are.
+        The number of stages.
     layers : sequence of Layer
     names : mapping of int to str
         The qualified name of each module of the model, by its identity.
     copy : int
-        Which replica of the model, in schedules that train two at once.
+        The replica of the model, in schedules that train two at once.
 
     Attributes
     ----------
     first, last : bool
-        Whether it takes the model's inputs; whether it gives the model's outputs.
+        True for the stage that takes the model's inputs; for the one that returns its outputs.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class PipelineModel(Module):
         self, state: Mapping[str, Any] | str | os.PathLike[str], *, names: Names | None = None,
         torch: bool | None = None,
     ) -> None:  # fmt: skip
-        """Take the parameters of the whole model; arguments as of `Module.load_state_dict`.
+        """Take the parameters of the whole model; arguments as in `Module.load_state_dict`.
 
         Raises
         ------
@@ -318,7 +318,7 @@ class PipelineModel(Module):
         Raises
         ------
         ConfigError
-            On all ranks, if rank 0 cannot write, the model is none that `transformers` has, or has experts.
+            On all ranks, if rank 0 cannot write, `transformers` has no such model, or the model has experts.
         """
         if not isinstance(self.full_model, Pretrained):
             raise ConfigError(
@@ -397,7 +397,7 @@ def listed_layers(model: Module) -> tuple[list[Layer], tuple[int, ...] | None]:
     Raises
     ------
     ConfigError
-        If it has neither, or a layer is none.
+        If it has neither, or an item is not a layer.
     """
     own = getattr(model, "stages", None)
     if own is not None:

@@ -92,7 +92,7 @@ def _tree(form: TreeSpec, left: Any) -> Any:
 
 Block = Any
 HEAD = 4096
-"""Bytes of what is said ahead of the first message; more follow where they do not do."""
+"""Bytes of the announcement before the first message; more follow where they are too few."""
 TAGS = 32767
 """Every MPI takes tags up to this one."""
 
@@ -272,9 +272,9 @@ class P2P:
         ways = [(leaf, self._way(leaf, peer, back=True, outward=False) if leaf.wants else None) for leaf in leaves]
         return self._post(ways, peer, self._tag(edge, microbatch, back=True))
 
-    # ------------------------------------------------------------------ under way
+    # ------------------------------------------------------------------ progress
     def poll(self) -> None:
-        """Drive on what is under way: MPI progresses only within its calls."""
+        """Make communication progress, which MPI does only within its calls."""
         while self._sent and self._sent[0].test():
             self._sent.popleft()
         for incoming in self._coming:
@@ -295,7 +295,7 @@ class P2P:
 
     # ------------------------------------------------------------------ blocks
     def _tag(self, edge: Edge, microbatch: int, *, back: bool) -> int:
-        """Tells messages apart between two ranks; after so many microbatches again the same."""
+        """Return the tag of a message, which repeats after `_turns` microbatches."""
         return 1 + (2 * self._numbers[edge] + back) * self._turns + microbatch % self._turns
 
     def _way(self, leaf: ArraySpec, peer: int, *, back: bool, outward: bool) -> Route:
@@ -336,7 +336,7 @@ class P2P:
         self._coming[found] = None
         return found
 
-    # ------------------------------------------------------------------ what is said ahead
+    # ------------------------------------------------------------------ announcements
     def _announce(self, data: bytes, peer: int, tag: int) -> None:
         """Tell the ranks of another grid, each by one of this one, in one order with what follows."""
         head = np.zeros(HEAD, np.uint8)

@@ -109,7 +109,7 @@ def build_layer(given: object, context: Mapping[str, Any], where: str = "layer")
         near = difflib.get_close_matches(name.lower(), lower, n=1)
         hint = f"did you mean {lower[near[0]]!r}?  " if near else ""
         raise ConfigError(
-            f"{where} has the type {name!r}, which nobody has registered: {hint}There are {', '.join(registered())}; "
+            f"{where} has the type {name!r}, which is not registered: {hint}There are {', '.join(registered())}; "
             "pipeline.register adds one"
         )
     if name == "Sequential":

@@ -73,7 +73,7 @@ def counterpart_layout(
     Raises
     ------
     LayoutError
-        If it is none of the layouts that the scheme here has, and the grids differ.
+        If it is not a layout of the scheme here, and the grids differ.
     """
     if dict(sizes) == dict(other_sizes) and table == other:
         return layout

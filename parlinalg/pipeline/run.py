@@ -36,9 +36,9 @@ class InFlight:
     ----------
     grid : Grid
     inputs : sequence of Tensor
-        What the stage got, leaves of its tape.
+        The stage's inputs, leaves of its tape.
     outputs : sequence of Tensor
-        What it gave; only their places on the tape are kept.
+        The stage's outputs, of which only the nodes on the tape are kept.
     """
 
     def __init__(self, grid: Grid, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
@@ -46,7 +46,7 @@ class InFlight:
         self.inputs = [t.node for t in inputs]  # their values are the rules' to keep
         self.outputs = [t.node for t in outputs]
         self.terms: list[tuple[Node, float]] = []
-        """Terms of the loss that this stage has, and what the gradient of each is."""
+        """Terms of the loss on this stage, with the gradient of each."""
         self._walk: Walk | None = None
 
     def add(self, term: Tensor | float, factor: float) -> None:
@@ -60,11 +60,11 @@ class InFlight:
         Parameters
         ----------
         grads : sequence of array or None
-            This rank's blocks, which nobody else needs.  None where there is no gradient.
+            This rank's blocks, which may be overwritten.  None where there is no gradient.
         later : bool
-            Leave the gradients of parameters for `parameters`.
+            Defer the gradients of parameters to `parameters`.
         starts : bool
-            Start the sums of gradients as they arrive: no other pass adds to them before they are settled.
+            Start to reduce gradients as they are complete: no other pass adds to them before they are settled.
         """
         sources: list[Node] = []
         parts: list[Part] = []
@@ -120,14 +120,14 @@ WORDS = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "bac
 
 
 class ScheduleRun:
-    """Does a rank's order.
+    """The execution of a rank's instructions.
 
     Attributes
     ----------
     sums : list of (int, int, dict)
-        By microbatch and stage, the losses and measures.
+        The losses and measures, by microbatch and stage.
     doing : str
-        What the rank is at: "stage 2, microbatch 3, backward".
+        The current instruction: "stage 2, microbatch 3, backward".
     """
 
     def __init__(self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task) -> None:
@@ -162,19 +162,19 @@ class ScheduleRun:
             Op.SEND_BACKWARD: self.send_backward,
             Op.RECEIVE_BACKWARD: self.receive_backward,
             Op.REDUCE_GRADIENTS: lambda _: self.worker.settle(),
-            Op.STEP: lambda _: None,  # who trains makes the step, of a synchronous schedule
+            Op.STEP: lambda _: None,  # the caller makes the step of a synchronous schedule
         }
 
     def training(self, step: int, factor: float) -> None:
-        """Learn: this is the number of the step, and what the losses are multiplied by."""
+        """Compute gradients too, in step number `step`, of the losses times `factor`."""
         self.learns, self.step, self.factor = True, step, factor
 
-    def using(self) -> None:
-        """Use the model only."""
+    def evaluating(self) -> None:
+        """Compute forward passes only."""
         self.learns = False
 
     def go(self) -> None:
-        """Do all instructions."""
+        """Execute all instructions."""
         spans, start = self.worker.spans, 0.0
         if spans is not None:
             spans.clear()
@@ -214,7 +214,7 @@ class ScheduleRun:
 
     # ------------------------------------------------------------------ messages
     def post_ahead(self, at: int) -> None:
-        """Post the next receives, as far as it is known what they bring."""
+        """Post the next receives whose form is known."""
         self.next_receive = max(self.next_receive, at)
         while len(self.posted) < AHEAD and self.next_receive < len(self.order):
             i = self.order[self.next_receive]
@@ -321,7 +321,7 @@ class ScheduleRun:
         unit_in_flight = self.in_flight[unit] if later else self.in_flight.pop(unit)
         ends = unit in self.ends
         if ends and not later:
-            self.worker.starts(i.chunk)
+            self.worker.start_reductions(i.chunk)
         unit_in_flight.backward(self.grads.pop(unit, ()), later=later, starts=ends)
         grads = unit_in_flight.input_gradients()
         if not chunk.stage:
@@ -335,7 +335,7 @@ class ScheduleRun:
     def backward_weight(self, i: Instruction) -> None:
         unit = i.chunk, i.microbatch
         if unit in self.ends:
-            self.worker.starts(i.chunk)
+            self.worker.start_reductions(i.chunk)
         self.in_flight.pop(unit).parameters()
 
 

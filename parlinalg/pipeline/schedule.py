@@ -15,7 +15,7 @@ class Op(Enum):
     """The operation of an instruction.
 
     BACKWARD is the whole derivative of a chunk; zero-bubble schedules run its two parts apart: BACKWARD_INPUT, which
-    the stage before waits for, and BACKWARD_WEIGHT, which nobody does.
+    the stage before waits for, and BACKWARD_WEIGHT, for which no stage waits.
     """
 
     FORWARD = "F"
@@ -70,7 +70,7 @@ class Schedule:
     """The instructions of every rank of a pipeline, in order.
 
     A send never blocks, a receive waits for its message.  Messages are matched by their kind, copy, stage of the
-    receiver and microbatch.  Between neighbouring stages on one rank there is none: the worker hands over.
+    receiver and microbatch.  Neighbouring stages on one rank need none: the worker hands over.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Schedule:
         By pipeline rank.  A synchronous order ends with one REDUCE_GRADIENTS and one STEP, an asynchronous one has them
         inside.
     asynchronous : bool
-        Whether microbatches are under way while the weights change.
+        True if microbatches are in flight while the weights change.
     versions : tuple of int
         By rank, the versions of the weights it keeps: 1 in synchronous schedules.
     weights : tuple of tuple of int

@@ -113,7 +113,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule on paper.
+    """A simulated schedule.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None = None) -> Simulation:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Parameters
     ----------
@@ -227,13 +227,13 @@ def message(schedule: Schedule, rank: int, i: Instruction) -> Message:
 
 
 class _Rank:
-    """A rank under way: at work, waiting for a message, or at its end."""
+    """The state of a rank: at work, waiting for a message, or finished."""
 
     def __init__(self, schedule: Schedule, rank: int, costs: Costs) -> None:
         self.schedule, self.rank, self.costs = schedule, rank, costs
         self.order = schedule.orders[rank]
         self.next = 0
-        self.until = 0.0  # when it goes on, as far as that is known
+        self.until = 0.0  # when it goes on, if that is known
         self.at_work: Instruction | None = None
         self.begun = self.since = self.left = self.speed = self.end = 0.0
         self.held = self.most = 0

@@ -97,7 +97,7 @@ class TiedParameters:
             return
         if self._spans_here() != self._spans:
             raise ConfigError(
-                "what the ranks update of shared parameters is no more what it was when the pipeline's worker was "
+                "the ranks no longer update the same elements of shared parameters as when the pipeline's worker was "
                 "made; make another worker after attaching or detaching a gradient reducer"
             )
         for tie in self._mine:

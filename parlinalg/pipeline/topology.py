@@ -92,7 +92,7 @@ class PipelineTopology:
         ----------
         world : Comm
         sizes, outer
-            As of `arrange`.
+            As in `arrange`.
 
         Raises
         ------

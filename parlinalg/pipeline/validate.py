@@ -29,7 +29,7 @@ _USER = {Op.RECEIVE_FORWARD: Op.FORWARD, Op.RECEIVE_BACKWARD: Op.BACKWARD}
 
 
 def validate_orders(schedule: Schedule) -> None:
-    """Check what is placed where, and every rank's order by itself.
+    """Check which rank holds which stage, and every rank's order on its own.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The worker: does what a schedule says, one instruction after the other.
+"""The worker, which executes a schedule's instructions in order.
 
 After ShallowSpeed, where a schedule is instructions and a worker looks each up in one table.
 """
@@ -30,7 +30,7 @@ from parlinalg.pipeline.tied import TiedParameters
 
 
 class Task(Protocol):
-    """A task's part in what a worker does."""
+    """The loss and its surroundings, as a worker needs them of a training task."""
 
     def context(self, batch: Batch) -> AbstractContextManager[Sequence[Tensor]]:
         """Return a context manager for each stage's forward pass; it gives the loss terms that layers add."""
@@ -44,7 +44,7 @@ class Task(Protocol):
 class Worker:
     """This rank's part of a pipeline.  Making it is collective over all ranks of the mesh.
 
-    Microbatches pass from stage to stage in messages that nobody waits for but the stage that needs them; receives are
+    Microbatches pass from stage to stage in messages for which only the stage that needs them waits; receives are
     posted ahead.  The sums of gradients over a stage's grid start in its last backward pass, as they arrive; after it
     they are settled, and those of parameters that several ranks hold are summed over these.
 
@@ -62,10 +62,10 @@ class Worker:
     tied : TiedParameters
         The parameters that several ranks hold.
     spans : list of Span or None
-        What this rank did when in the last step, in seconds since its begin; None unless it is set to a list, which
-        the next step fills.
+        The times of this rank's instructions in the last step, in seconds since its begin; None unless it is set to a
+        list, which the next step fills.
     outputs : dict of int to tree, or None
-        On the ranks with the last stage, what it gave, by microbatch; None unless it is set to a dict.
+        On the ranks with the last stage, its outputs by microbatch; None unless it is set to a dict.
     held : int
         The most microbatches of a chunk that this rank has held between forward and backward passes, at once.
 
@@ -116,7 +116,7 @@ class Worker:
 
     # ------------------------------------------------------------------ training and use
     def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float) -> dict[str, float]:
-        """Forward and backward passes of all microbatches, and settled gradients.  Collective.
+        """Run forward and backward passes of all microbatches, and settle the gradients.  Collective.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class Worker:
         return self.finish(run)
 
     def forward(self, batches: Sequence[Batch], work: Task) -> dict[str, float]:
-        """Forward passes alone, of any number of batches; gives what `step` does.  Collective."""
+        """Run forward passes alone, of any number of batches, and return the sums as `step` does.  Collective."""
         if not batches:
             return {"loss": 0.0}
         key = len(batches), False
@@ -154,7 +154,7 @@ class Worker:
             self._others[key] = forward_only(self.schedule, len(batches))
         run = self._start(self._others[key], batches, work)
         with no_grad():
-            run.using()
+            run.evaluating()
         return self.finish(run)
 
     def keeps(self, batches: Mapping[int, Batch], work: Task, rows: int) -> Keeps:
@@ -162,7 +162,7 @@ class Worker:
         Collective.
 
         A microbatch passes forward, and where the schedule computes gradients of parameters later back to those of
-        inputs; the schedule says how many are under way.  Nothing is changed.
+        inputs; the schedule says how many are in flight.  Nothing is changed.
 
         Parameters
         ----------
@@ -181,8 +181,8 @@ class Worker:
         """
         return examine(parameters, scale, over=self.comm, owns=self.tied.owns)
 
-    def starts(self, chunk: int) -> None:
-        """Start the sums of gradients, as far as the chunk's last pass, which is to come, does not add to them."""
+    def start_reductions(self, chunk: int) -> None:
+        """Start the reductions of the gradients to which the chunk's last pass will not add."""
         if (reducer := self._reduces()) is not None and len(self.model.chunks) > 1:
             reached = {id(p) for p in self.model.chunks[chunk].parameters()}
             reducer.no_more(p for p in reducer.parameters if id(p) not in reached)
@@ -237,7 +237,7 @@ class Worker:
         return ScheduleRun(self, schedule, batches, work)
 
     def finish(self, run: ScheduleRun) -> dict[str, float]:
-        """Do the run, and tell all ranks what it gave."""
+        """Execute a run, and return its sums on all ranks."""
         try:
             run.go()
         except BaseException as error:

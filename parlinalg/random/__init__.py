@@ -125,7 +125,7 @@ class Bernoulli:
     bits : {32, 16}
         To 2⁻³² or 2⁻¹⁶, of which the second costs half the time.
     seed, name, call, step, start
-        As of `uniform`.
+        As in `uniform`.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ def integers(
     shape: int | Sequence[int], grid: Grid, layout: Layout, low: int, high: int, *,
     seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
 ) -> DistArray:  # fmt: skip
-    """Integers (int64) from low to high - 1, equally likely to (high - low) / 2³²; arguments as of `uniform`.
+    """Integers (int64) from low to high - 1, equally likely to (high - low) / 2³²; arguments as in `uniform`.
 
     Raises
     ------

@@ -151,7 +151,7 @@ class Scheme:
 
     @property
     def ring(self) -> Cut:
-        """The axis over which attention is a ring, if there is one: it cuts the sequence, and is none of `ulysses`."""
+        """The axis of ring attention, if there is one: it cuts the sequence, and is not one of `ulysses`."""
         return tuple(a for a in self.inner.dims[1] if a not in self.ulysses) if len(self.expand.m) > 1 else ()
 
     def with_weights_cut(self, axis: str) -> Scheme:

@@ -49,7 +49,7 @@ def agree(failure: str, point: str, level: int = WITHIN, code: int = 0) -> list[
     Raises
     ------
     OutOfStepError
-        On every rank that is not yet as far as another one, which failed or returned; or if ranks of one level came to
+        On every rank that is behind another one, which failed or returned; or if ranks of one level came to
         different points.
     """
     __tracebackhide__ = True

@@ -174,7 +174,7 @@ def test_what_is_no_model(world: Any, backend: str) -> None:
             f"rank {SIZE - 1} builds a stage by hand that is 3, no Module": lambda: build_by_hand(
                 3 if alone else nn.ReLU(), mesh=mesh
             ),
-            "'Linaer', which nobody has registered": lambda: build_pipeline_model_from_cfg(
+            "'Linaer', which is not registered": lambda: build_pipeline_model_from_cfg(
                 [{"type": "Linaer"}] if alone else LAYERS, mesh=mesh
             ),
         }.items():

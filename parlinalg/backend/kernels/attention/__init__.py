@@ -298,7 +298,7 @@ def forward(
     keep : bool
         Keep the exponentials of all scores for the backward pass.
     wide : bool
-        Give the result in the working dtype: a term that is to be merged with others.
+        Return the result in the working dtype, as a term to be merged with others.
     poll : callable, optional
         Called now and then, to drive communication on.
 
