@@ -83,7 +83,7 @@ def _module(xp: Any, name: str) -> Any:
     return module
 
 
-def launch(name: str, like: Block, grid: tuple[int, ...], *args: Any) -> None:
+def launch_kernel(name: str, like: Block, grid: tuple[int, ...], *args: Any) -> None:
     """Launch the kernel of this name for blocks like one of the arguments."""
     function = _module(namespace(like), like.dtype.name).get_function(f"pla_{name}")
     function(grid, (tunables.CUDA_THREADS,), args)
@@ -95,7 +95,7 @@ def elementwise(name: str, *blocks: Block, shape: tuple[int, ...] | None = None)
     given = [xp.ascontiguousarray(b) for b in blocks]
     out = xp.empty(blocks[0].shape if shape is None else shape, blocks[0].dtype)
     n = blocks[-1].size if name.endswith("_grad") else out.size
-    launch(name, out, (-(-n // tunables.CUDA_THREADS),), *given, out, np.int64(n))
+    launch_kernel(name, out, (-(-n // tunables.CUDA_THREADS),), *given, out, np.int64(n))
     return out
 
 

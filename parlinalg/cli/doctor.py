@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.clean:  # without MPI, which may have no room to start
         return _clean()
     if args.gpu:
-        return gpu.run(args.rows)
+        return gpu.run_gpu_checks(args.rows)
     mpi = about_mpi()
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would

@@ -65,7 +65,7 @@ class Check(NamedTuple):
         return found if isinstance(found, tuple) else (found,)
 
 
-def run(rows: int = ROWS) -> int:
+def run_gpu_checks(rows: int = ROWS) -> int:
     """Examine the GPUs, and print the table on rank 0.
 
     Parameters

@@ -18,7 +18,7 @@ from parlinalg.nn.checks import whole
 from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
-from parlinalg.schemes import Scheme, shared, spread
+from parlinalg.schemes import Scheme, shared, spread_axes
 from parlinalg.schemes import bias as bias_layout
 
 Features = int | tuple[int, ...]
@@ -65,12 +65,12 @@ class Linear(Module):
 
     def __init__(
         self, in_features: Features, out_features: Features, scheme: Scheme, grid: Grid, kind: str = "expand", *,
-        bias: bool = True, spread: Cut = (), shared: Cut = (), dtype: DTypeLike = np.float32,
+        bias: bool = True, spread_axes: Cut = (), shared: Cut = (), dtype: DTypeLike = np.float32,
         weight_init: Initializer | None = None, bias_init: Initializer = init.zeros, seed: int | None = None,
         name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.spread, self.shared = spread, shared
+        self.spread, self.shared = spread_axes, shared
         self.inputs, self.outputs = _dims("in", in_features), _dims("out", out_features)
         self.scheme, self.kind, self.keep = scheme, kind, "xw"
         plan = self.plan(2)
@@ -89,7 +89,7 @@ class Linear(Module):
         """The product's plan for inputs with this many leading dims."""
         plan = self.scheme.plan(self.kind, leading=leading, k=len(self.inputs), n=len(self.outputs))
         if self.spread:
-            plan = spread(plan, "n" if self.kind == "expand" else "k", self.spread)
+            plan = spread_axes(plan, "n" if self.kind == "expand" else "k", self.spread)
         return shared(plan, self.shared) if self.shared else plan
 
     def forward(self, x: Tensor) -> Tensor:

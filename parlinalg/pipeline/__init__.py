@@ -7,7 +7,7 @@ from parlinalg.pipeline.asynchronous import AsynchronousWorker
 from parlinalg.pipeline.build import build_by_hand, build_pipeline_model, build_pipeline_model_from_cfg
 from parlinalg.pipeline.model import PipelineModel, Stage, split
 from parlinalg.pipeline.registry import register, registered
-from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
+from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete_schedule
 from parlinalg.pipeline.schedules import discover, make_schedule
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.pipeline.worker import Worker
@@ -25,7 +25,7 @@ __all__ = [
     "build_by_hand",
     "build_pipeline_model",
     "build_pipeline_model_from_cfg",
-    "complete",
+    "complete_schedule",
     "discover",
     "make_schedule",
     "register",

@@ -138,7 +138,7 @@ class Schedule:
         return self.weights[rank][microbatch] if self.weights else 0
 
 
-def complete(
+def complete_schedule(
     name: str, microbatches: int, stages: int, chunks: Iterable[Iterable[Chunk]],
     computed: Iterable[Iterable[Instruction]], *, asynchronous: bool = False, versions: tuple[int, ...] = (),
     weights: tuple[tuple[int, ...], ...] = (),
@@ -196,7 +196,7 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
     """
     chunks = schedule.chunks
     orders = [list(_forward(schedule, rank, microbatches)) for rank in range(schedule.ranks)]
-    return complete(
+    return complete_schedule(
         f"{schedule.name}, forward", microbatches, schedule.stages, chunks, orders, asynchronous=True
     )  # fmt: skip
 
@@ -213,7 +213,7 @@ def one_microbatch(schedule: Schedule) -> Schedule:
         back = [Instruction(Op.BACKWARD_INPUT, i.chunk, i.microbatch) for i in reversed(forward)]
         orders.append([*forward, *(back if apart else ())])
     name = f"{schedule.name}, once"
-    return complete(name, count, schedule.stages, schedule.chunks, orders, asynchronous=True)
+    return complete_schedule(name, count, schedule.stages, schedule.chunks, orders, asynchronous=True)
 
 
 def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
@@ -225,7 +225,7 @@ def forward_then_backward(schedule: Schedule, microbatches: int) -> Schedule:
         forward = list(_forward(schedule, rank, microbatches))
         back = [Instruction(Op.BACKWARD, i.chunk, i.microbatch) for i in reversed(forward)]
         orders.append([*forward, *back])
-    return complete(f"{schedule.name}, flushed", microbatches, schedule.stages, schedule.chunks, orders)
+    return complete_schedule(f"{schedule.name}, flushed", microbatches, schedule.stages, schedule.chunks, orders)
 
 
 def _forward(schedule: Schedule, rank: int, microbatches: int) -> Iterator[Instruction]:

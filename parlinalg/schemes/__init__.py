@@ -14,13 +14,13 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from parlinalg.errors import ConfigError
-from parlinalg.schemes.scheme import Scheme, adapted, bias, shared, spread
-from parlinalg.schemes.shapes import NeedsShape, listed
+from parlinalg.schemes.scheme import Scheme, adapted, bias, shared, spread_axes
+from parlinalg.schemes.shapes import NeedsShape, listed_sizes
 from parlinalg.schemes.words import product_words, scheme_words, table_of_schemes, table_row
 
 __all__ = [
     "Scheme", "SchemeFile", "adapted", "bias", "table_row", "discover", "for_mode", "modes", "modes_for",
-    "product_words", "scheme_words", "shared", "spread", "table_of_schemes",
+    "product_words", "scheme_words", "shared", "spread_axes", "table_of_schemes",
 ]  # fmt: skip
 
 
@@ -71,12 +71,14 @@ def for_mode(mode: str | None, **options: object) -> SchemeFile:
         return _files()["serial"]
     files = sorted((f for f in _files().values() if mode == f.MODE), key=lambda f: str(f.OPTIONS))
     if not files:
-        raise ConfigError(f"there is no mode {mode!r} of tensor parallelism; it may be {listed([None, *modes()])}")
+        raise ConfigError(
+            f"there is no mode {mode!r} of tensor parallelism; it may be {listed_sizes([None, *modes()])}"
+        )
     wanted = {k: v for k, v in options.items() if v is not None}
     for name, value in wanted.items():
         values = [f.OPTIONS[name] for f in files if name in f.OPTIONS]
         if value not in values and (value or values):  # an option that is off may be said of any mode
-            right = f"it may be {listed([repr(v) for v in values])}" if values else "leave it out"
+            right = f"it may be {listed_sizes([repr(v) for v in values])}" if values else "leave it out"
             raise ConfigError(f"mode {mode!r} does not have {name}={value!r}: {right}")
     return next(f for f in files if all(f.OPTIONS.get(k, v) == v for k, v in wanted.items()))
 

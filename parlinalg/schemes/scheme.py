@@ -209,7 +209,7 @@ def _factored(plan: Plan, axis: str, into: Cut) -> Plan:
     return Plan(m=cuts(plan.m), n=cuts(plan.n), k=cuts(plan.k), b=cuts(plan.b), x=x, w=w, y=y)
 
 
-def spread(plan: Plan, group: str, axes: Cut) -> Plan:
+def spread_axes(plan: Plan, group: str, axes: Cut) -> Plan:
     """Return the plan with these axes cutting the second dim of a group, "n" or "k", where they cut its first one.
 
     Attention's queries [kv heads, g, head_dim] are cut so by axes that do not cut the heads of keys.

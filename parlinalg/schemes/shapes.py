@@ -36,7 +36,7 @@ def equal_sizes(mode: str, size: int, axes: Sequence[str], shape: Sequence[int] 
     if shape is None:
         side = round(size ** (1 / len(axes)))
         if side ** len(axes) != size:
-            raise NeedsShape(mode, size, f"a shape: {listed(factorizations(size, len(axes)))}")
+            raise NeedsShape(mode, size, f"a shape: {listed_sizes(factorizations(size, len(axes)))}")
         shape = (side,) * len(axes)
     return given(mode, size, axes, shape)
 
@@ -45,7 +45,7 @@ def given(mode: str, size: int, axes: Sequence[str], shape: Sequence[int]) -> di
     """Return the sizes of the axes from a shape, checked."""
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
     if not whole or len(shape) != len(axes) or math.prod(shape) != size:
-        fitting = listed(factorizations(size, len(axes)))
+        fitting = listed_sizes(factorizations(size, len(axes)))
         raise ConfigError(
             f"shape={tuple(shape)} does not fit {mode} tensor parallelism over {size} ranks, whose axes are "
             f"({', '.join(axes)}): it may be {fitting}"
@@ -66,19 +66,19 @@ def deep(
         return sizes
     if depth is None:
         depths = [d for d, r, c in factorizations(size, 3) if r == c]
-        or_shape = f"a shape: {listed(factorizations(size, 3))}"
-        options = f"a depth: {listed(depths)} for square layers; or {or_shape}" if depths else or_shape
+        or_shape = f"a shape: {listed_sizes(factorizations(size, 3))}"
+        options = f"a depth: {listed_sizes(depths)} for square layers; or {or_shape}" if depths else or_shape
         raise NeedsShape(mode, size, options)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     if isinstance(depth, bool) or depth not in divisors:
         raise ConfigError(
             f"depth={depth!r} does not divide the {size} ranks of {mode} tensor parallelism: "
-            f"it may be {listed(divisors)}"
+            f"it may be {listed_sizes(divisors)}"
         )
     side = math.isqrt(size // depth)
     if side * side * depth != size:
         shapes = [(depth, *rest) for rest in factorizations(size // depth, 2)]
-        raise NeedsShape(mode, size, f"a shape where depth={depth} leaves no square: {listed(shapes)}")
+        raise NeedsShape(mode, size, f"a shape where depth={depth} leaves no square: {listed_sizes(shapes)}")
     return dict(zip(axes, (depth, side, side), strict=True))
 
 
@@ -88,10 +88,10 @@ def no_depth(mode: str, depth: int | None) -> None:
         raise ConfigError(f"depth={depth} is for mode '2.5d'; {mode} has no depth, leave it out")
 
 
-def listed(options: Sequence[object]) -> str:
+def listed_sizes(options: Sequence[object]) -> str:
     """Options for people: "(1, 6), (2, 3) or (6, 1)", cut short where there are many.
 
-    >>> listed([1, 2, 4])
+    >>> listed_sizes([1, 2, 4])
     '1, 2 or 4'
     """
     texts = [str(o) for o in options]

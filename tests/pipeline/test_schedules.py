@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from parlinalg.errors import ConfigError, ScheduleError
-from parlinalg.pipeline import Chunk, Instruction, Op, Schedule, complete, discover, make_schedule
+from parlinalg.pipeline import Chunk, Instruction, Op, Schedule, complete_schedule, discover, make_schedule
 from parlinalg.pipeline.drawing import staircase
 from parlinalg.pipeline.simulate import Costs, message, simulate, validate
 
@@ -220,7 +220,7 @@ def test_ranks_that_would_wait_for_each_other_are_named() -> None:
     def orders(first: str, last: str) -> Schedule:
         ops = {"F": Op.FORWARD, "B": Op.BACKWARD}
         each = [[Instruction(ops[w[0]], 0, int(w[1])) for w in o.split()] for o in (first, "F0 F1 B0 B1", last)]
-        return complete("mine", 2, 3, chunks, each)
+        return complete_schedule("mine", 2, 3, chunks, each)
 
     validate(orders("F0 F1 B0 B1", "F0 B0 F1 B1"))
     with pytest.raises(ScheduleError, match=r"hang: rank 0 waits for rank 1 .*, rank 1 waits for rank 0 "):

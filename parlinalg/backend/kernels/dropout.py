@@ -132,7 +132,7 @@ def _(block: Block, table: Block, scale: float, counted: Counted | None = None) 
     xp = namespace(block)
     x = xp.ascontiguousarray(block)
     out = xp.empty(x.shape, x.dtype)
-    cuda.launch(
+    cuda.launch_kernel(
         "drop", x, (-(-out.size // tunables.CUDA_THREADS),), x, out, table, np.int64(out.size),
         *map(np.int64, counted.lengths[1:]), *map(np.int64, counted.first[1:]), *map(np.uint64, counted.key),
         np.uint64(counted.limit), np.int32(counted.bits), work_dtype(x.dtype).type(x.dtype.type(scale)),

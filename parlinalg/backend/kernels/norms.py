@@ -318,7 +318,7 @@ def _(
     mean = xp.empty(rows, work) if centred else None
     gain = cuda.numbers(weight, work)
     shift = gain if bias is None else cuda.numbers(bias, work)
-    cuda.launch(
+    cuda.launch_kernel(
         "norm", x, (rows,), x, gain, shift, y, scale if mean is None else mean, scale, np.int64(width),
         work.type(eps), np.int32(centred), np.int32(bias is not None),
     )  # fmt: skip
@@ -372,11 +372,11 @@ def _(x: Block, g: Block, weight: Block, at: Moments, n: int, *, total: Total | 
     mean = at.scale if at.mean is None else at.mean
     dx = xp.empty(x.shape, x.dtype)
     gain = cuda.numbers(weight, work)
-    cuda.launch("norm_grad", x, (rows,), x, g, gain, mean, at.scale, dx, np.int64(width), centred)
+    cuda.launch_kernel("norm_grad", x, (rows,), x, g, gain, mean, at.scale, dx, np.int64(width), centred)
     each = max(16, -(-rows // 256))
     parts = -(-rows // each)
     dw, db = xp.empty((parts, width), work), xp.empty((parts, width), work)
-    cuda.launch(
+    cuda.launch_kernel(
         "norm_sums", x, (-(-width // tunables.CUDA_THREADS), parts), x, g, mean, at.scale, dw, db, np.int64(rows),
         np.int64(width), np.int64(each), centred,
     )  # fmt: skip

@@ -133,7 +133,9 @@ def _(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]) -> Any
     n, work = p.size, work_dtype(p.dtype)
     if not all(a.flags.c_contiguous for a in (p, g, m, v)) or not m.dtype == v.dtype == work:
         return NotImplemented
-    return cuda.launch("adam", p, (-(-n // tunables.CUDA_THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers))
+    return cuda.launch_kernel(
+        "adam", p, (-(-n // tunables.CUDA_THREADS),), p, g, m, v, np.int64(n), *map(work.type, numbers)
+    )
 
 
 # ------------------------------------------------------------------ LAMB and LARS

@@ -77,7 +77,7 @@ def _(z: Block, m: Block) -> Block:
     xp = namespace(z)
     out = xp.empty(m.shape, m.dtype)
     z, m = xp.ascontiguousarray(z), xp.ascontiguousarray(m)
-    cuda.launch("row_exp_sum", z, (math.prod(z.shape[:-1]),), z, m, out, np.int64(z.shape[-1]))
+    cuda.launch_kernel("row_exp_sum", z, (math.prod(z.shape[:-1]),), z, m, out, np.int64(z.shape[-1]))
     return out
 
 
@@ -130,7 +130,7 @@ def _(z: Block, m: Block, scale: Block | None = None) -> Block:
     z, m = xp.ascontiguousarray(z), xp.ascontiguousarray(m)
     factor = m if scale is None else cuda.numbers(scale, z.dtype)
     rows, width, scaled = math.prod(z.shape[:-1]), np.int64(z.shape[-1]), np.int32(scale is not None)
-    cuda.launch("row_exp", z, (rows,), z, m, factor, out, width, scaled)
+    cuda.launch_kernel("row_exp", z, (rows,), z, m, factor, out, width, scaled)
     return out
 
 

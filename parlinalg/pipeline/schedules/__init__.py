@@ -1,7 +1,7 @@
 """Pipeline schedules, pure, one a file, found by listing this folder.
 
 A file defines `NAME`, and `generate(ranks, microbatches, chunks, every)`, which gives the schedule or refuses the
-numbers, saying which it can take.  Its orders are generators of computations; `complete` adds the messages.
+numbers, saying which it can take.  Its orders are generators of computations; `complete_schedule` adds the messages.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
+from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete_schedule
 from parlinalg.pipeline.schedules import require_synchronous, require_two_chunks
 
 NAME = "chimera"
@@ -31,7 +31,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
             f"{NAME} with microbatches={microbatches}: it takes 2 or more, one or more for each replica"
         )
     held = tuple((Chunk(rank, 0), Chunk(ranks - 1 - rank, 1)) for rank in range(ranks))
-    return complete(NAME, microbatches, ranks, held, (order(r, ranks, microbatches) for r in range(ranks)))
+    return complete_schedule(NAME, microbatches, ranks, held, (order(r, ranks, microbatches) for r in range(ranks)))
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parlinalg.pipeline.schedule import Instruction, Op, Schedule, complete
+from parlinalg.pipeline.schedule import Instruction, Op, Schedule, complete_schedule
 from parlinalg.pipeline.schedules import one_stage_each, require_one_chunk, require_synchronous
 
 NAME = "gpipe"
@@ -19,7 +19,9 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
     """Return the schedule; any numbers of ranks and microbatches."""
     require_one_chunk(NAME, chunks)
     require_synchronous(NAME, every)
-    return complete(NAME, microbatches, ranks, one_stage_each(ranks), (order(microbatches) for _ in range(ranks)))
+    return complete_schedule(
+        NAME, microbatches, ranks, one_stage_each(ranks), (order(microbatches) for _ in range(ranks))
+    )
 
 
 def order(microbatches: int) -> Iterator[Instruction]:

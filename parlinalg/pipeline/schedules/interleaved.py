@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parlinalg.errors import ScheduleError
-from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
+from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete_schedule
 from parlinalg.pipeline.schedules import require_synchronous
 
 NAME = "interleaved"
@@ -30,7 +30,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
         )
     held = tuple(tuple(Chunk(c * ranks + rank) for c in range(chunks)) for rank in range(ranks))
     orders = (order(r, ranks, microbatches, chunks) for r in range(ranks))
-    return complete(NAME, microbatches, ranks * chunks, held, orders)
+    return complete_schedule(NAME, microbatches, ranks * chunks, held, orders)
 
 
 def order(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Instruction]:

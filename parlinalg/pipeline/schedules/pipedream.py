@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parlinalg.pipeline.schedule import Instruction, Schedule, complete, versions_kept, with_steps
+from parlinalg.pipeline.schedule import Instruction, Schedule, complete_schedule, versions_kept, with_steps
 from parlinalg.pipeline.schedules import one_stage_each, require_one_chunk, steps_per_run
 from parlinalg.pipeline.schedules.one_forward_one_backward import order as flushed
 
@@ -26,7 +26,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
     )
     orders = [tuple(order(rank, ranks, microbatches, every)) for rank in range(ranks)]
     versions = tuple(versions_kept(*both) for both in zip(orders, weights))
-    return complete(
+    return complete_schedule(
         NAME,
         microbatches,
         ranks,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete
+from parlinalg.pipeline.schedule import Chunk, Instruction, Op, Schedule, complete_schedule
 from parlinalg.pipeline.schedules import require_synchronous, require_two_chunks
 
 NAME = "zb-v"
@@ -21,7 +21,7 @@ def generate(ranks: int, microbatches: int, chunks: int | None = None, every: in
     require_two_chunks(NAME, chunks, "a rank holds the two stages at the same height of the V")
     held = tuple((Chunk(rank), Chunk(2 * ranks - 1 - rank)) for rank in range(ranks))
     orders = ((i for i in order(r, ranks, microbatches) if i.microbatch < microbatches) for r in range(ranks))
-    return complete(NAME, microbatches, 2 * ranks, held, orders)
+    return complete_schedule(NAME, microbatches, 2 * ranks, held, orders)
 
 
 def order(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
