@@ -67,16 +67,16 @@ def run(args: argparse.Namespace) -> int:
         stops = together(world, lambda: ends(args.folder), "reading the model")
         model = _model(kind, args.folder, mesh, dtype)
 
-        def reported(text: str) -> None:
+        def write(text: str) -> None:
             if world.rank == 0:
                 tell(text, end="")
 
-        reported(args.prompt)
+        write(args.prompt)
         continuation(
             model, tokens, args.prompt, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, reported=reported,
+            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, told=write,
         )  # fmt: skip
-        reported("\n")
+        write("\n")
     return 0
 
 
