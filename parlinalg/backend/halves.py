@@ -27,7 +27,7 @@ def is_half(dtype: Any) -> bool:
 def work_dtype(dtype: Any) -> np.dtype[Any]:
     """Return the dtype in which blocks of `dtype` are computed: float32 for 16-bit floats."""
     dtype = np.dtype(dtype)
-    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 def product(x: Block, w: Block) -> Block | None:

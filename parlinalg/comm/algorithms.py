@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from parlinalg import tunables
 from parlinalg.backend import backend_of, namespace
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import work_dtype
 from parlinalg.comm.base import DONE, Handle
 from parlinalg.comm.watch import slot
 
@@ -85,7 +85,7 @@ _SLICE = 1 << 16  # elements added at a time, so that the sums stay in cache
 def combine_terms(terms: Any, out: Any, op: str) -> None:
     """Reduce `terms[ranks, n]` over the ranks, in order, to `out[n]`; 16-bit floats in float32."""
     step = _SLICE if backend_of(out).cpu else max(out.size, 1)
-    add, work = getattr(namespace(out), _COMBINE[op]), np.dtype(np.float32) if is_half(out.dtype) else out.dtype
+    add, work = getattr(namespace(out), _COMBINE[op]), work_dtype(out.dtype)
     for at in range(0, out.size, step):
         part = slice(at, at + step)
         total = terms[0, part].astype(work)

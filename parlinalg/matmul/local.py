@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, halves, namespace
 from parlinalg.backend.blas import add_product, added
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.plan import Plan
 
 Block = Any
@@ -33,11 +33,10 @@ def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
 
     With `out`, its float32 (or `dtype`) elements receive the product.
     """
-    half = is_half(dtype)
-    if out is None and half and x.dtype == dtype and (y := halves.product(x, w)) is not None:
+    if out is None and is_half(dtype) and x.dtype == dtype and (y := halves.product(x, w)) is not None:
         return y
     xp = namespace(x)
-    work = np.dtype(np.float32) if half else dtype
+    work = work_dtype(dtype)
     if x.dtype != work:
         x = x.astype(work)
     if w.dtype != work:

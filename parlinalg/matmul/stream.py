@@ -19,7 +19,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
 from parlinalg.backend.blas import add_product
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import work_dtype
 from parlinalg.comm import Handle
 from parlinalg.errors import PlanError
 from parlinalg.grid import Grid
@@ -235,7 +235,7 @@ def _over_k(plan: Plan, x: DistArray, w: DistArray, shape: Shape, dtype: Any, wi
     nb, nm, nk = len(plan.b), len(plan.m), len(plan.k)
     left, right = Operand.of(x, plan.x_work, nb + nm), Operand.of(w, plan.w_work, nb)
     local = grid.block_shape(plan.y_work, shape)
-    y = grid.backend.zeros(local, np.float32 if is_half(dtype) else dtype)
+    y = grid.backend.zeros(local, work_dtype(dtype))
     target = as_matrix(y, nb, nm)
     for xs, ws in _ahead(panels(width, left.owned_lengths(), right.owned_lengths()), left, right):
         add_product(target, as_matrix(xs, nb, nm), as_matrix(ws, nb, nk))

@@ -40,7 +40,7 @@ class Linear(Module):
         Of weight and bias.
     spread, shared : tuple of str
         Axes of the scheme's inside that cut the second dim of the group there in place of the first, or, of an
-        "expand", none (`schemes.spread`, `schemes.shared`).
+        "expand", none (`schemes.spread_axes`, `schemes.shared`).
     weight_init, bias_init : callable
         See `parlinalg.nn.init`; by default uniform within ±1/√in_features, and zeros.
     seed, name : optional
@@ -65,12 +65,12 @@ class Linear(Module):
 
     def __init__(
         self, in_features: Features, out_features: Features, scheme: Scheme, grid: Grid, kind: str = "expand", *,
-        bias: bool = True, spread_axes: Cut = (), shared: Cut = (), dtype: DTypeLike = np.float32,
+        bias: bool = True, spread: Cut = (), shared: Cut = (), dtype: DTypeLike = np.float32,
         weight_init: Initializer | None = None, bias_init: Initializer = init.zeros, seed: int | None = None,
         name: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.spread, self.shared = spread_axes, shared
+        self.spread, self.shared = spread, shared
         self.inputs, self.outputs = _dims("in", in_features), _dims("out", out_features)
         self.scheme, self.kind, self.keep = scheme, kind, "xw"
         plan = self.plan(2)
