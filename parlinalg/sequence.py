@@ -1,10 +1,16 @@
-"""Orders of the tokens of a cut sequence that give all ranks equal work in causal attention.
+"""Orders and positions of the tokens of a sequence, and the documents packed into it.
 
 Query i of a causal sequence meets i + 1 keys, so that the last of P contiguous blocks has 2P - 1 times the work of the
-first.  Other orders deal out early and late tokens to every rank.
+first.  Other orders give every rank early and late tokens (`sequence_order`); within `sequence_positions` models take
+them into account.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,3 +68,134 @@ def _zigzag(length: int, ranks: int) -> np.ndarray:
     early = [n - m for n, m in zip(blocks, late, strict=True)]
     chunks = np.split(np.arange(length, dtype=np.int64), np.cumsum(early + late[::-1])[:-1])
     return np.concatenate([chunk for r in range(ranks) for chunk in (chunks[r], chunks[-1 - r])])
+
+
+@dataclass(frozen=True)
+class BatchPositions:
+    """The positions in their sequences, and the documents, of a batch's tokens; host arrays, the same on every rank.
+
+    Attributes
+    ----------
+    positions : array of int, optional
+        [sequence]: the place of each token in its sequence, where the tokens lie in another order.
+    documents : array of int, optional
+        [batch, sequence]: the number of the document that each belongs to, where several are packed into one sequence.
+    """
+
+    positions: np.ndarray | None = None
+    documents: np.ndarray | None = None
+
+    @property
+    def natural(self) -> bool:
+        """True if the tokens lie in the order of their sequence, and that is one document."""
+        return self.positions is None and self.documents is None
+
+    def within(self, length: int, start: int = 0) -> np.ndarray | None:
+        """Return the position of each of `length` tokens in its document.
+
+        Shape [sequence], or [batch, sequence] with documents; None where they simply count up from `start`.
+        """
+        self.check(length)
+        if self.documents is None:
+            return None if self.positions is None else self.positions + start
+        return within_documents(self.documents, self.positions)
+
+    def check(self, length: int, batch: int | None = None) -> None:
+        """Raise a ConfigError unless these are the tokens of such a batch."""
+        for name, given in (("positions", self.positions), ("documents", self.documents)):
+            if given is not None and given.shape[-1] != length:
+                raise ConfigError(
+                    f"sequence_positions: {given.shape[-1]} {name} are given for a sequence of {length} tokens; give "
+                    "one a token, and call the model on that sequence within it"
+                )
+        if batch is not None and self.documents is not None and len(self.documents) != batch:
+            raise ConfigError(
+                f"sequence_positions: documents of {len(self.documents)} sequences are given for a batch of {batch}"
+            )
+
+
+_positions: ContextVar[BatchPositions | None] = ContextVar("token_positions", default=None)
+
+
+def token_positions() -> BatchPositions:
+    """Return the positions and documents of the tokens of the batch under way."""
+    return _positions.get() or BatchPositions()
+
+
+@contextmanager
+def using_positions(given: BatchPositions | None) -> Iterator[None]:
+    """Within this context tokens have these positions and documents."""
+    token = _positions.set(given)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+@contextmanager
+def sequence_positions(
+    positions: np.ndarray | None = None, documents: np.ndarray | None = None
+) -> Iterator[BatchPositions]:
+    """Within this context models are called on tokens in another order than their sequence's, or on packed documents.
+
+    Learned and rotary positions, causal masks, windows and dropout go by where the tokens come from, so that the values
+    are those of the tokens in their order.  What is computed again in the backward pass sees what the first pass saw.
+
+    Parameters
+    ----------
+    positions : array of int, optional
+        A permutation of 0 to sequence - 1, such as `parlinalg.sequence_order` gives: token i of the batch is token
+        `positions[i]` of its sequence.  By default the tokens lie in their order.
+    documents : array of int, optional
+        [batch, sequence]: the number of the document of each token as it lies.  A document is a run of the sequence;
+        its tokens see each other only, and its learned positions count from 0.
+
+    Both are host arrays, the same on every rank.
+
+    Raises
+    ------
+    ConfigError
+        If they are no such arrays.
+
+    Examples
+    --------
+    >>> with sequence_positions(np.array([0, 3, 1, 2])) as tokens:
+    ...     tokens.within(4)
+    array([0, 3, 1, 2])
+    """
+    if positions is not None:
+        positions = np.asarray(positions)
+        if positions.ndim != 1 or not np.array_equal(np.sort(positions), np.arange(positions.size)):
+            raise ConfigError(
+                f"sequence_positions: positions of shape {positions.shape} are no permutation of 0 to length - 1; "
+                "parlinalg.sequence_order makes one"
+            )
+    if documents is not None:
+        documents = np.asarray(documents)
+        if documents.ndim != 2 or documents.dtype.kind not in "iu":
+            raise ConfigError(
+                f"sequence_positions: documents are integers of shape [batch, sequence], not {documents.dtype} of "
+                f"shape {documents.shape}"
+            )
+    found = BatchPositions(positions, documents)
+    if positions is not None:
+        found.check(positions.size)
+    with using_positions(found):
+        yield found
+
+
+def within_documents(documents: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
+    """Return the position of every token in its document; both are [batch, sequence], and a document is a run.
+
+    >>> within_documents(np.array([[3, 3, 5, 5, 5]]))
+    array([[0, 1, 0, 1, 2]])
+    """
+    batch, length = documents.shape
+    order = np.arange(length) if positions is None else np.argsort(positions)
+    lined = documents[:, order]
+    first = np.ones((batch, length), np.bool_)
+    first[:, 1:] = lined[:, 1:] != lined[:, :-1]
+    here = np.arange(length)
+    found = np.empty((batch, length), np.int64)
+    found[:, order] = here - np.maximum.accumulate(np.where(first, here, 0), axis=1)
+    return found

@@ -12,7 +12,7 @@ import numpy as np
 import parlinalg as pla
 from parlinalg import nn, schemes
 from parlinalg.autograd import ops
-from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer
 from parlinalg.schemes import Scheme

@@ -11,7 +11,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.array.ufuncs import PRODUCT
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import work_dtype
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.matmul.assign import assign
@@ -128,7 +128,7 @@ def _fits(out: DistArray, plan: Plan, shape: Shape, x: DistArray, w: DistArray) 
         grid.backend.host_memory
         and out.shape == shape
         and out.dtype == dtype
-        and not is_half(dtype)
+        and work_dtype(dtype) == dtype
         and effective(out.layout, grid) == effective(plan.y, grid)
         and out.block.flags.c_contiguous
     )

@@ -220,7 +220,7 @@ class _Chooser:
         return list(dict.fromkeys([*orders, *permutations(chosen)]))
 
     def _default(self, cuts: tuple[Cut, ...]) -> Layout:
-        """y as it rests unless told: cut as at work, and by the axes of k on the longer of m's and n's pieces."""
+        """y as it rests by default: cut as at work, and by the axes of k on the longer of m's and n's pieces."""
         longest = max(
             range(self.nb, self.n + 1), key=lambda d: (-(-self.extents[d] // span_of(cuts[d], self.sizes)), d)
         )

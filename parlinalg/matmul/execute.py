@@ -2,30 +2,32 @@
 
 `A @ B` runs it, the products of the tape run it, and their backward passes run it on `plan.grad_x` and `plan.grad_w`.
 By default whole panels are gathered, between the ranks of one node in memory that they have in common: a gather is then
-one write of this rank's piece to its place in the whole, whatever dim is cut, and a reduce-scatter a sum of the terms
-where they lie; the ledger counts the words they stand for.  Within a limit of memory panels are streamed
-(`parlinalg.matmul.stream`).
+one write of this rank's piece to its place in the whole, whatever dim is cut, and in a reduce-scatter each rank writes
+the terms of the others' sums where they add them.  The ledger counts the words that this stands for.  Within a limit of
+memory panels are streamed (`parlinalg.matmul.stream`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import work_dtype
+from parlinalg.comm import Comm
 from parlinalg.comm.shared import common
 from parlinalg.errors import LayoutError
 from parlinalg.exchange import local
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout
-from parlinalg.matmul.local import DeferredGemm
+from parlinalg.layout import Layout, cut_lengths
+from parlinalg.matmul.local import DeferredGemm, copy_or_add
 from parlinalg.matmul.stream import choose, stream
 from parlinalg.moves import Step, moves
 from parlinalg.plan import Plan, Shape
@@ -146,21 +148,49 @@ def _in_common_memory(array: DistArray, work: Layout, step: Step) -> Iterator[Di
 
 
 def _at_rest(product: DeferredGemm, plan: Plan, shape: Shape, grid: Grid) -> Block:
-    """Return this rank's block of y at rest, from the local product."""
+    """Return this rank's block of y at rest, from the local product.
+
+    On one node each rank multiplies the part of y that another one keeps into memory that both have in common, so that
+    no rank holds the whole product; then it adds the terms of its own part, in the order of the ranks.
+    """
     dtype = product.dtype
     step = _only("reduce_scatter", plan.y_work, plan.y, grid)
-    if step is not None and not is_half(dtype) and dtype.kind != "b":
-        comm = grid.comm(step.axes)
-        with common(comm, (comm.size, *product.shape), dtype) as terms:
-            if terms is not None:
-                product.put(terms[comm.rank])
-                comm.barrier()
-                part = local(grid.block(plan.y, shape), grid.block(plan.y_work, shape))
-                out = grid.backend.empty(grid.block_shape(plan.y, shape), dtype)
-                _sum([term[part] for term in terms], out)
-                comm.count("reduce_scatter", terms[0].size - out.size, out.itemsize)
-                return out
+    if step is not None and work_dtype(dtype) == dtype and dtype.kind != "b":
+        comm, whole = grid.comm(step.axes), product.shape
+        lengths = cut_lengths(whole[step.dim], step.axes, grid.sizes)
+        most = max(lengths) * math.prod((*whole[: step.dim], *whole[step.dim + 1 :]))
+        with common(comm, (comm.size, comm.size - 1, most), dtype) as memory:
+            if memory is not None:
+                return _scattered(product, step.dim, lengths, memory, comm)
     return redistribute(product.formed(), plan.y_work, plan.y, shape, grid, owned=True)
+
+
+def _scattered(product: DeferredGemm, dim: int, lengths: Sequence[int], memory: Block, comm: Comm) -> Block:
+    """Return the sum over the ranks of this rank's part of their products, whose dim is cut in parts of these lengths.
+
+    `memory`, [to, from, elements], is what the ranks have in common.
+    """
+    me, starts = comm.rank, [0, *accumulate(lengths)]
+    shape = (*product.shape[:dim], lengths[me], *product.shape[dim + 1 :])
+    out = np.empty(shape, product.dtype)
+    own = out if me == 0 or comm.size == 2 else np.empty_like(out)
+
+    def term(to: int, sender: int) -> Block:
+        part = (*product.shape[:dim], lengths[to], *product.shape[dim + 1 :])
+        return memory[to, sender - (sender > to)][: math.prod(part)].reshape(part)
+
+    formed = product.formed() if product.part(dim, 0, 0) is None else None
+    for to in sorted(range(comm.size), key=lambda to: to == me):
+        start, stop = starts[to], starts[to + 1]
+        part = product.part(dim, start, stop) if formed is None else formed[(*(slice(None),) * dim, slice(start, stop))]
+        copy_or_add(part, own if to == me else term(to, me))
+    comm.barrier()
+    terms = [own if sender == me else term(me, sender) for sender in range(comm.size)]
+    if comm.size == 2 and me == 1:
+        terms.reverse()  # the sum of two terms has the same bits either way
+    _sum(terms, out)
+    comm.count("reduce_scatter", math.prod(product.shape) - out.size, out.itemsize)
+    return out
 
 
 def _only(op: str, src: Layout, dst: Layout, grid: Grid) -> Step | None:
@@ -172,11 +202,12 @@ def _only(op: str, src: Layout, dst: Layout, grid: Grid) -> Step | None:
 
 
 def _sum(terms: list[Block], out: Block) -> None:
-    """Return the sum of the terms, in their order."""
+    """Write the sum of the terms, in their order, to `out`; the first may be `out` itself."""
     rows = max(1, CHUNK // max(1, math.prod(out.shape[1:])))
     for start in range(0, len(out), rows):
         part = slice(start, start + rows)
         total = out[part]
-        total[...] = terms[0][part]
+        if terms[0] is not out:
+            total[...] = terms[0][part]
         for term in terms[1:]:
             total += term[part]

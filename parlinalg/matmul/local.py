@@ -9,7 +9,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, halves, namespace
 from parlinalg.backend.blas import add_product, added
-from parlinalg.backend.halves import is_half, work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.plan import Plan
 
 Block = Any
@@ -33,10 +33,10 @@ def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
 
     With `out`, its float32 (or `dtype`) elements receive the product.
     """
-    if out is None and is_half(dtype) and x.dtype == dtype and (y := halves.product(x, w)) is not None:
+    work = work_dtype(dtype)
+    if out is None and work != dtype and x.dtype == dtype and (y := halves.product(x, w)) is not None:
         return y
     xp = namespace(x)
-    work = work_dtype(dtype)
     if x.dtype != work:
         x = x.astype(work)
     if w.dtype != work:
@@ -93,7 +93,8 @@ class DeferredGemm:
     def put(self, out: Block, *, add: bool = False) -> None:
         """Write the product to an array of its shape, or add it to what that has."""
         alike = self.dtype == self.a.dtype == self.b.dtype and self.a.ndim == 2
-        if not out.flags.c_contiguous or out.dtype != self.dtype or is_half(self.dtype) or (add and not alike):
+        direct = out.flags.c_contiguous and out.dtype == self.dtype == work_dtype(self.dtype)
+        if not direct or (add and not alike):
             copy_or_add(self.formed(), out, add=add)
             return
         target = out.reshape((*self.a.shape[:-1], self.b.shape[-1]))
@@ -103,6 +104,17 @@ class DeferredGemm:
             add_product(target, self.a, self.b)
         else:
             target += self.a @ self.b
+
+    def part(self, dim: int, start: int, stop: int) -> DeferredGemm | None:
+        """Return items `start` to `stop - 1` of a dim of the product; None unless it is the first dim of M or of N."""
+        batch, shape = self.a.ndim - 2, (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        if dim == batch:
+            inner = math.prod(self.shape[dim + 1 : batch + self.rows])
+            return DeferredGemm(self.a[..., start * inner : stop * inner, :], self.b, self.dtype, shape, self.rows)
+        if dim == batch + self.rows:
+            inner = math.prod(self.shape[dim + 1 :])
+            return DeferredGemm(self.a, self.b[..., start * inner : stop * inner], self.dtype, shape, self.rows)
+        return None
 
     def onto(self, start: Block) -> Block | None:
         """Return `start`, broadcast to the product's shape, plus the product; None where BLAS does not add as it

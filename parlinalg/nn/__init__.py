@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from parlinalg import hints
-from parlinalg.autograd.ops.masks import BlockMask
+from parlinalg.autograd.ops.attention_masks import BlockMask
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
 from parlinalg.nn.attention import Attention
@@ -22,8 +22,9 @@ from parlinalg.nn.models import GPT, BertEncoder, Llama, Mixtral, ResNet, ViT, r
 from parlinalg.nn.module import Module
 from parlinalg.nn.norms import BatchNorm1d, BatchNorm2d, LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute
-from parlinalg.nn.steps import sequence_positions, training_step
 from parlinalg.nn.vision import Classifier, PatchEmbedding
+from parlinalg.random.draws import training_step
+from parlinalg.sequence import sequence_positions
 
 __all__ = [
     "GELU", "GPT", "MLP", "AdaptiveAvgPool2d", "Attention", "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "BertEncoder",

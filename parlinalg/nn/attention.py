@@ -13,19 +13,20 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import effective
 from parlinalg.autograd import Tensor, ops
 from parlinalg.autograd.ops.attention import Drop
-from parlinalg.autograd.ops.masks import BlockMask, Mask, check_window
+from parlinalg.autograd.ops.attention_masks import BlockMask, Mask, check_window
 from parlinalg.autograd.ops.rotary import Frequencies
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths, span_of
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.checks import real, whole
-from parlinalg.nn.declared import Initializer
+from parlinalg.nn.init import Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
-from parlinalg.nn.steps import Draws, Tokens, current, tokens
 from parlinalg.random import factors
+from parlinalg.random.draws import Draws, current_draws
 from parlinalg.schemes import Scheme
+from parlinalg.sequence import BatchPositions, token_positions
 
 
 class Attention(Module):
@@ -157,7 +158,7 @@ class Attention(Module):
         if cache is not None and self.cross:
             raise ConfigError("cross-attention takes no cache: its keys come from the context")
         start = 0 if cache is None else cache.length
-        now = tokens()
+        now = token_positions()
         now.check(x.shape[1], x.shape[0])
         if (cache is not None and not now.natural) or (self.cross and now.documents is not None):
             raise ConfigError(
@@ -195,7 +196,7 @@ class Attention(Module):
             )
         return self.out(self._back(y, rest))
 
-    def _turned(self, z: Tensor, start: int, now: Tokens, parts: int | None = None) -> Tensor:
+    def _turned(self, z: Tensor, start: int, now: BatchPositions, parts: int | None = None) -> Tensor:
         if self.rotary is None:
             return z
         return ops.rotary(z, self.rotary, start=start, parts=parts, positions=now.positions)
@@ -216,7 +217,7 @@ class Attention(Module):
         return z.redistribute(Layout(b, s[: len(s) - len(axes)], heads + axes, group, e))
 
     def _back(self, y: Tensor, rest: Layout) -> Tensor:
-        """What attention gives, cut as its queries were before the exchange."""
+        """Bring the result of attention back to the layout that its queries had before the exchange."""
         if y.shape[2] == self.kv_heads:
             return y if effective(y.layout, y.grid) == effective(rest, y.grid) else y.redistribute(rest)
         heads = y.redistribute(Layout(*rest.dims[:3], None, None))
@@ -226,12 +227,12 @@ class Attention(Module):
         return tuple(a for a in self.scheme.ulysses if grid.sizes[a] > 1)
 
     def _draw(self, x: Tensor) -> Drop | None:
-        """What draws the dropped weights of this call; None where nothing is dropped."""
+        """Return a function that draws the dropout factors of this call; None where nothing is dropped."""
         if not self.training or self.dropout == 0:
             return None
         if self.name is None:
             raise ConfigError("dropout draws by its qualified name; call initialize(seed) on the whole model first")
-        draws = current() or self._draws
+        draws = current_draws() or self._draws
         keep = random.Bernoulli(
             1 - self.dropout, 16, seed=self.seed, name=self.name, call=draws.call(self.name), step=draws.step,
             start=draws.start,
@@ -246,7 +247,7 @@ class Attention(Module):
 
 
 def _shares_heads(layer: Attention, grid: Grid, inner: Cut) -> bool:
-    """Whether Ulysses shares out the queries of a head of keys, of which there are fewer than ranks."""
+    """Return True if there are fewer heads of keys than ranks, so that Ulysses distributes each one's queries."""
     over, cut = layer._ulysses(grid), tuple(a for a in layer.scheme.inner.dims[-1] if grid.sizes[a] > 1)
     ranks, tensor = span_of(over, grid.sizes), span_of(cut, grid.sizes)
     if ranks == 1:
@@ -290,7 +291,7 @@ def _warn_of_idle_ranks(layer: Attention, grid: Grid, inner: Cut) -> None:
 
 
 def _inner(axes: Cut, kv_heads: int, grid: Grid) -> Cut:
-    """Of the axes that cut the heads, outermost first, those from the first on that leave a rank no head of keys."""
+    """Return the innermost of the axes that cut the heads, beginning with the first that leaves a rank no key head."""
     ranks = 1
     for i, axis in enumerate(axes):
         ranks *= grid.sizes[axis]

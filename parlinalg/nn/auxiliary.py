@@ -24,7 +24,7 @@ class AuxiliaryLosses(list[Tensor]):
 
 @contextmanager
 def auxiliary_losses() -> Iterator[AuxiliaryLosses]:
-    """Within it the terms of the loss that layers add are collected; outside they are not even computed.
+    """Within this context the terms that layers add to the loss are collected; outside they are not even computed.
 
     They are means over the sequences of the batch.  What is computed again in the backward pass adds nothing twice.
 
@@ -45,7 +45,7 @@ def auxiliary_losses() -> Iterator[AuxiliaryLosses]:
 
 
 def term_weights(rows: Sequence[int], counts: Sequence[int]) -> list[float]:
-    """What the terms of a step's microbatches weigh, where losses are summed and then divided by their number.
+    """Return the weights of the terms of a step's microbatches, for losses that are summed and divided by their number.
 
     A term is a mean over sequences, so that a microbatch's weighs as its rows, whichever of its targets count.
 
@@ -62,7 +62,7 @@ def term_weights(rows: Sequence[int], counts: Sequence[int]) -> list[float]:
 
 
 def collecting() -> bool:
-    """Whether terms of the loss are asked for."""
+    """Return True within `auxiliary_losses`."""
     return _collected.get() is not None
 
 

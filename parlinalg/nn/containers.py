@@ -14,8 +14,8 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn.activations import activation as activation_module
 from parlinalg.nn.checks import whole
-from parlinalg.nn.declared import Initializer
 from parlinalg.nn.dropout import Dropout
+from parlinalg.nn.init import Initializer
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
@@ -235,9 +235,9 @@ class MLP(Sequential):
         The features of the input, of each hidden layer, and of the output.
     scheme : Scheme
     grid : Grid
-    activation : {"relu", "gelu", "gelu_tanh", "tanh", "sigmoid", "silu", "swiglu"}
-        "gelu_tanh" is GPT-2's approximation; with "swiglu" a hidden layer of m features puts out (m, 2): gates and
-        values.
+    activation : str
+        As of `parlinalg.nn.activation`, such as "relu" or "gelu_tanh"; with a gated one, such as "swiglu", a hidden
+        layer of m features puts out (m, 2): gates and values.
     dropout : float
         The probability of dropping an element after an activation.
     bias : bool
@@ -260,13 +260,14 @@ class MLP(Sequential):
             raise ConfigError(f"an MLP needs the sizes of its input and its output at least, not {list(sizes)}")
         sizes = [whole("a size of an MLP", n) for n in sizes]
         layers: list[Module] = []
+        gated = activation_module(activation).gated
         for i, (n, m) in enumerate(pairwise(sizes)):
             if i:
                 layers.append(activation_module(activation))
                 if dropout:
                     layers.append(Dropout(dropout))
             kind = "contract" if i % 2 else "expand"
-            out = (m, 2) if activation == "swiglu" and i < len(sizes) - 2 else m
+            out = (m, 2) if gated and i < len(sizes) - 2 else m
             layers.append(Linear(n, out, scheme, grid, kind, bias=bias, dtype=dtype, weight_init=weight_init))
         super().__init__(*layers)
         self.scheme = scheme

@@ -8,8 +8,9 @@ from parlinalg.autograd import Part, Tensor, record
 from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import real
 from parlinalg.nn.module import Module
-from parlinalg.nn.steps import Draws, current, tokens
 from parlinalg.random import dropping
+from parlinalg.random.draws import Draws, current_draws
+from parlinalg.sequence import token_positions
 
 
 class Dropout(Module):
@@ -36,7 +37,7 @@ class Dropout(Module):
             return x
         if self.name is None:
             raise ConfigError("dropout draws by its qualified name; call initialize(seed) on the whole model first")
-        draws = current() or self._draws
+        draws = current_draws() or self._draws
         data = summed(x.data, "dropout")
         keep, grid, rest = self._draw(draws), data.grid, data.layout
         indices = _places(data.shape, grid.block(rest, data.shape))
@@ -58,8 +59,8 @@ class Dropout(Module):
 
 def _places(shape: tuple[int, ...], ranges: tuple[range, ...]) -> tuple[random.Indices, ...]:
     """The indices that the elements of a block of [batch, sequence, …] have where the tokens lie in their order."""
-    positions = tokens().positions
+    positions = token_positions().positions
     if positions is None or len(shape) < 3:
         return ranges
-    tokens().check(shape[1])
+    token_positions().check(shape[1])
     return (ranges[0], positions[ranges[1].start : ranges[1].stop], *ranges[2:])

@@ -1,4 +1,4 @@
-"""What token ids and their positions become."""
+"""Embeddings of token ids and of their positions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
-from parlinalg.nn.declared import Declared
+from parlinalg.nn.init import Declared
 from parlinalg.nn.module import Module
-from parlinalg.nn.steps import tokens
 from parlinalg.schemes import Scheme
+from parlinalg.sequence import token_positions
 
 
 class Embedding(Module):
@@ -95,7 +95,7 @@ class Positions(Module):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """x with the vectors of positions `start`, `start + 1`, … added, or of those of `sequence_positions`."""
-        now = tokens()
+        now = token_positions()
         now.check(*x.shape[1::-1])
         return ops.add_positions(x, self.weight, start, now.within(x.shape[1], start))
 

@@ -14,7 +14,7 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter, Tensor, ops
 from parlinalg.autograd.ops.dispatch import add_bias
 from parlinalg.autograd.ops.routing import Queues
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import work_dtype
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut, span_of
@@ -22,11 +22,11 @@ from parlinalg.moves import words
 from parlinalg.nn import init
 from parlinalg.nn.activations import activation as activation_module
 from parlinalg.nn.auxiliary import add_auxiliary, collecting
-from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
-from parlinalg.nn.steps import tokens
 from parlinalg.plan import Plan
 from parlinalg.schemes import Scheme
+from parlinalg.sequence import token_positions
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class MixtureOfExperts(Module):
         self.scheme, self.grid, self.top_k, self.capacity_factor = scheme, grid, top_k, capacity_factor
         self.aux_loss_coef, self.z_loss_coef, self.keep = aux_loss_coef, z_loss_coef, "xw"
         self.activation = activation_module(activation)
-        self.gated = activation == "swiglu"
+        self.gated = self.activation.gated
         self._ways: dict[tuple[int, int], tuple[Way, Queues]] = {}
         expand, contract = self.plans()
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
@@ -151,7 +151,7 @@ class MixtureOfExperts(Module):
         return _by_expert(self.scheme.plan("expand", n=n), self.axis), _by_expert(self.scheme.contract, self.axis)
 
     def capacity(self, length: int) -> int:
-        """How many tokens of a sequence of this length an expert takes."""
+        """Return the number of tokens of a sequence of this length that an expert takes."""
         if self.capacity_factor is None:
             return length
         return min(length, math.ceil(self.top_k * length * self.capacity_factor / self.experts - 1e-9))
@@ -214,9 +214,10 @@ class MixtureOfExperts(Module):
         if x.ndim != 3 or x.shape[2] != self.hidden:
             raise LayoutError(f"these experts take inputs of shape [batch, sequence, {self.hidden}], not {x.shape}")
         way, queues = self.way(*x.shape[:2])
-        scores = ops.matmul(_wide(x), _wide(self.router), way.router)
+        wide = work_dtype(x.dtype)
+        scores = ops.matmul(ops.astype(x, wide), ops.astype(self.router, wide), way.router)
         probabilities = ops.softmax(scores)
-        given = tokens()
+        given = token_positions()
         given.check(x.shape[1])
         routing = ops.route(scores.data, queues, self.top_k, given.positions)
         gates = ops.chosen(probabilities, routing)
@@ -287,7 +288,7 @@ def _by_expert(plan: Plan, axis: Cut) -> Plan:
 
 
 def _fits(tokens: Layout, expand: Plan, contract: Plan, axis: Cut) -> bool:
-    """Whether queues of tokens in this layout are what the plans take and give."""
+    """Return True if the plans take and give queues of tokens in this layout."""
     lead = (axis, *(tuple(a for a in cut if a not in axis) for cut in tokens.dims[:2]))
     return expand.x.dims[:3] == lead == contract.y.dims[:3]
 
@@ -298,6 +299,32 @@ def _bias(plan: Plan) -> Layout:
     return Layout(dims[0], *dims[1 + len(plan.m) :])
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return ops.astype(x, np.float32) if is_half(x.dtype) else x
+def expert_options(
+    grid: Grid, num_local_experts: int | None, num_experts_per_tok: int, router_aux_loss_coef: float,
+    capacity_factor: float | None, expert_axis: AxisSpec,
+) -> tuple[dict[str, Any], dict[str, Any] | None]:  # fmt: skip
+    """Return the entries of a model's `config` about experts, and the options of `MixtureOfExperts` (None: no experts).
+
+    Parameters
+    ----------
+    num_local_experts : int, optional
+        None: perceptrons, no experts.
+    num_experts_per_tok : int
+    router_aux_loss_coef : float
+    capacity_factor : float or None
+    expert_axis : str, tuple of str or None
+        "auto" is "data" where the grid has that axis, else none.
+    """
+    if num_local_experts is None:
+        return {}, None
+    auto = "data" if "data" in grid.sizes else None
+    axis = as_cut(auto if expert_axis == "auto" and "auto" not in grid.sizes else expert_axis)
+    settings = {
+        "num_local_experts": num_local_experts, "num_experts_per_tok": num_experts_per_tok,
+        "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,
+    }  # fmt: skip
+    made = {
+        "experts": num_local_experts, "top_k": num_experts_per_tok, "aux_loss_coef": router_aux_loss_coef,
+        "capacity_factor": capacity_factor, "axis": axis,
+    }  # fmt: skip
+    return settings, made

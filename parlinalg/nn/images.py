@@ -16,7 +16,7 @@ from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.nn import init
 from parlinalg.nn.checks import flag, whole
-from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
 from parlinalg.schemes import bias as bias_layout

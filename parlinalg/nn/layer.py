@@ -1,4 +1,4 @@
-"""What a pipeline cuts a model into."""
+"""Layers: the units into which a pipeline cuts a model."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Cut
 from parlinalg.nn import init
 from parlinalg.nn.checks import whole
-from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
 from parlinalg.schemes import Scheme, shared, spread_axes

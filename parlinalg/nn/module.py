@@ -18,8 +18,8 @@ from parlinalg.comm.check import compare_states
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
-from parlinalg.nn.declared import Declared, Initializer
 from parlinalg.nn.foreign import Names, foreign
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.recompute import recomputed
 from parlinalg.random.counter import check_seed
 from parlinalg.state_dict import check_arrays
@@ -74,7 +74,7 @@ class Module:
         self.around = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes; called by calling the module."""
+        """Compute the result; called by calling the module."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -386,13 +386,13 @@ class Module:
             parameter.grad = None
 
     def train(self, mode: bool = True) -> Any:
-        """Say that the model is trained (or, False, used); returns the module."""
+        """Set training mode (or, with False, evaluation mode); returns the module."""
         for module in self.modules():
             module.training = mode
         return self
 
     def eval(self) -> Any:
-        """Say that the model is used: dropout does nothing; returns the module."""
+        """Set evaluation mode, in which dropout does nothing; returns the module."""
         return self.train(False)
 
     @property

@@ -14,7 +14,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
 from parlinalg.nn.checks import flag, real, whole
-from parlinalg.nn.declared import Declared
+from parlinalg.nn.init import Declared
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
 

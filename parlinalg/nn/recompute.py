@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg import autograd
 from parlinalg.nn.auxiliary import add_auxiliary, auxiliary_losses, collecting
-from parlinalg.nn.steps import Draws, Tokens, current, drawing, placing, tokens
+from parlinalg.random.draws import Draws, current_draws, using_draws
+from parlinalg.sequence import BatchPositions, token_positions, using_positions
 
 if TYPE_CHECKING:
     from parlinalg.nn.module import Module
@@ -45,23 +46,23 @@ def recompute(module: Kind, on: bool = True) -> Kind:
 
 
 class Moment:
-    """What beside its inputs a module's values depend on, as it was when this was made."""
+    """A snapshot of all that a module's values depend on beside its inputs: modes and random draws."""
 
     def __init__(self, module: Module) -> None:
-        draws = current()
+        draws = current_draws()
         self.draws = draws.copy() if draws is not None else None
         self.modules = [(m, m.training, own_draws(m)) for m in module.modules()]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it all is as it was."""
+        """Within this context modes and draws are those of the snapshot."""
         now = [(m, m.training, m.__dict__.get("_draws")) for m, _, _ in self.modules]
         try:
             for m, training, draws in self.modules:
                 m.training = training
                 if draws is not None:
                     m._draws = draws.copy()
-            with drawing(self.draws.copy() if self.draws is not None else None):
+            with using_draws(self.draws.copy() if self.draws is not None else None):
                 yield
         finally:
             for m, training, kept in now:
@@ -77,7 +78,7 @@ def own_draws(module: Module) -> Draws | None:
 
 
 def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
-    """What the module gives, computed again in the backward pass; so are the terms it adds to the loss."""
+    """Call a module so that the backward pass computes it, and the terms it adds to the loss, again."""
     moment: Moment | None = None
     asked = collecting()
 
@@ -90,14 +91,14 @@ def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
 
     def forward(where: tuple[Any, Any], /, *inputs: Any, **named: Any) -> Any:
         nonlocal moment
-        with placing(Tokens(*where)):
+        with using_positions(BatchPositions(*where)):
             if moment is None:
                 moment = Moment(module)
                 return run(*inputs, **named)
             with moment.again():
                 return run(*inputs, **named)
 
-    now = tokens()
+    now = token_positions()
     result = autograd.recompute(forward, (now.positions, now.documents), *inputs, **named)
     if not isinstance(result, tuple):
         return result

@@ -1,4 +1,4 @@
-"""Which token comes next, given the logits."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parlinalg.random.counter import RandomStream, stream_key
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Options of choosing the next token.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Sampling:
 
 
 def _is(kind: type, value: Any) -> bool:
-    """Whether a value, whatever its annotation says, is of a kind."""
+    """Return True if a value, whatever its annotation says, is of a kind."""
     return isinstance(value, kind)
 
 

@@ -12,7 +12,7 @@ from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
-from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.linear import Linear
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme

@@ -21,11 +21,11 @@ from parlinalg.autograd.tape import Walk, walking
 from parlinalg.backend import Backend
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
-from parlinalg.nn.steps import Draws, current
 from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.extents import Away, DiskStore, HostStore, Store
 from parlinalg.offload.packing import Held, Packer
 from parlinalg.offload.states import bytes_of
+from parlinalg.random.draws import Draws, current_draws
 
 Block = Any
 
@@ -123,7 +123,7 @@ class OffloadedActivations:
         if packer is None or walking() is not None:  # a backward pass uses at once what it computes again
             return call(*args, **kwargs)
         packer.kept = {id(memory(p.block)) for p in module.parameters() if not p.data.RESTS}
-        draws = current()
+        draws = current_draws()
         if draws is not self._draws:
             self._draws = draws
             packer.forget()

@@ -19,7 +19,7 @@ from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
-from parlinalg.nn.declared import Declared
+from parlinalg.nn.init import Declared
 from parlinalg.offload.agreement import agree, number, worlds
 from parlinalg.offload.resting import DiskHome, HostHome, Resting, room
 from parlinalg.offload.states import bytes_of

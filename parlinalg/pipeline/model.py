@@ -17,8 +17,8 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import ModuleList, Sequential
-from parlinalg.nn.declared import Declared, is_buffer
 from parlinalg.nn.foreign import Names, foreign
+from parlinalg.nn.init import Declared, is_buffer
 from parlinalg.nn.layer import Layer, as_layer, layers_of
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import Pretrained

@@ -13,11 +13,11 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, Tensor, no_sync
 from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
-from parlinalg.nn.declared import is_buffer
+from parlinalg.nn.init import is_buffer
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module, buffers_kept
-from parlinalg.nn.steps import training_step
 from parlinalg.pipeline.p2p import tree_flatten, tree_unflatten
+from parlinalg.random.draws import training_step
 
 ROUNDS = 3
 

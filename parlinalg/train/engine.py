@@ -18,7 +18,6 @@ from parlinalg.grid import Grid
 from parlinalg.nn import Module, auxiliary_losses, sequence_positions
 from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.nn.module import buffers_kept
-from parlinalg.nn.steps import Draws, drawing
 from parlinalg.offload import Keeps, OffloadPlan, kept
 from parlinalg.offload.weighing import reckoned
 from parlinalg.optim import Optimizer
@@ -28,6 +27,7 @@ from parlinalg.pipeline import Schedule
 from parlinalg.pipeline.asynchronous import AsynchronousWorker
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
+from parlinalg.random.draws import Draws, using_draws
 from parlinalg.train.arguments import check_state
 from parlinalg.train.feed import Feed, rows_of, some_rows
 from parlinalg.train.layouts import dtype_of, place_inputs, placement
@@ -212,7 +212,7 @@ class Engine:
         if self._draws is None:
             self._draws = Draws(self.made, self._sums.rows)
             self._forwarded = some_rows(x)
-        with self.context(inputs) as auxiliary, drawing(self._draws), self.overflowing():
+        with self.context(inputs) as auxiliary, using_draws(self._draws), self.overflowing():
             output = self.model(self.placed(x))
         self._auxiliary += auxiliary
         return output

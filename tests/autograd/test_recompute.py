@@ -14,6 +14,7 @@ import parlinalg as pla
 from parlinalg import Grid, Layout, LayoutError, Parameter, Plan, Tensor, nn, schemes
 from parlinalg.autograd import ops, recompute, start_walk
 from parlinalg.parallel import GradientReducer
+from parlinalg.random.draws import using_draws
 from tests.autograd.cases import cut, numbers, tensor
 from tests.cases import held
 
@@ -210,7 +211,7 @@ def test_modules_drop_the_same_again(stepped: bool, grid: Grid) -> None:
         x = tensor(X, flat, scheme.for_dims(2).residual)
         outputs = []
         for _ in range(2):
-            with nn.training_step(7) if stepped else nn.steps.drawing(None):
+            with nn.training_step(7) if stepped else using_draws(None):
                 outputs.append(model(x))
                 outputs.append(model(x))
         model.eval()

@@ -7,13 +7,23 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Layout, nn, schemes
-from parlinalg.autograd import ops
+from parlinalg.autograd import check_gradients, ops
 from parlinalg.comm import SingleComm
 from parlinalg.grid import Grid
+from parlinalg.nn import activations
+from parlinalg.nn.activations import ACTIVATIONS
 from tests.training import every_scheme, sizes_for
 
 SERIAL = schemes.for_mode(None).SCHEME
 VOCABULARY, HIDDEN, BATCH, SEQUENCE = 11, 6, 5, 7
+#: Of a GPT.
+SIZES = {
+    "vocab_size": 5,
+    "max_position_embeddings": 4,
+    "hidden_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 class Everything(nn.Module):
@@ -26,8 +36,7 @@ class Everything(nn.Module):
         self.positions = nn.Positions(9, HIDDEN, *here, **wide)
         self.norm = nn.LayerNorm(HIDDEN, *here, dtype="float64")
         self.rms = nn.RMSNorm(HIDDEN, *here, dtype="float64")
-        self.gated = nn.MLP((HIDDEN, 7, HIDDEN), *here, "swiglu", dtype="float64")
-        self.gelu = nn.MLP((HIDDEN, 7, HIDDEN), *here, "gelu_tanh", dtype="float64")
+        self.mlps = nn.ModuleDict({a: nn.MLP((HIDDEN, 7, HIDDEN), *here, a, dtype="float64") for a in ACTIVATIONS})
         self.patches = nn.PatchEmbedding((4, 6), 2, 3, HIDDEN, *here, **wide)
         self.first = nn.Classifier(HIDDEN, 5, *here, dtype="float64")
         self.mean = nn.Classifier(HIDDEN, 5, *here, "mean", dtype="float64")
@@ -35,8 +44,9 @@ class Everything(nn.Module):
 
     def losses(self, ids, targets, images, labels):
         x = self.positions(self.embedding(ids), 1)
-        x = x + self.gated(self.norm(x))
-        x = x + self.gelu(self.rms(x))
+        x = x + self.mlps["swiglu"](self.norm(x))
+        for mlp in self.mlps.values():
+            x = x + mlp(self.rms(x))
         of_text = ops.cross_entropy(self.embedding.logits(x), targets)
         y = self.norm(self.patches(images))
         of_images = ops.cross_entropy(self.first(y), labels) + ops.cross_entropy(self.mean(y), labels)
@@ -94,6 +104,37 @@ def test_swiglu_and_gelu_are_those_of_their_papers():
             else:
                 z = z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
             np.testing.assert_allclose(mlp(given).gather(), z @ state["2.weight"] + state["2.bias"], rtol=1e-12)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_have_their_derivatives(name):
+    with Grid({"axis": 1}) as grid:
+        module = nn.activation(name)
+        z = np.random.default_rng(2).normal(size=(4, 3, 2) if module.gated else (4, 6))
+        check_gradients(module, [pla.Tensor(pla.distribute(z, grid, Layout.whole(z.ndim)), requires_grad=True)])
+
+
+@pytest.mark.serial
+def test_an_activation_of_ones_own_serves_models_by_its_name(monkeypatch):
+    monkeypatch.setattr(activations, "ACTIVATIONS", dict(ACTIVATIONS))
+
+    @activations.register("squared_relu")
+    class SquaredReLU(activations.Activation):
+        def forward(self, x):
+            y = ops.relu(x)
+            return y * y
+
+    with Grid({"axis": 1}) as grid:
+        mlp = nn.MLP((3, 5, 2), SERIAL, grid, "squared_relu", dtype="float64", seed=1)
+        state, x = mlp.state_dict(), np.random.default_rng(1).normal(size=(4, 3))
+        z = np.maximum(x @ state["0.weight"] + state["0.bias"], 0) ** 2
+        found = mlp(pla.Tensor(pla.distribute(x, grid, Layout(None, None)))).gather()
+        np.testing.assert_allclose(found, z @ state["2.weight"] + state["2.bias"], rtol=1e-12)
+        model = nn.GPT(**SIZES, scheme=SERIAL, grid=grid, hidden_act="squared_relu")
+        assert any(isinstance(m, SquaredReLU) for m in model.modules())
+        with pytest.raises(pla.ConfigError, match=r"hidden_act is one of .*'squared_relu'.*, not 'cubed'"):
+            nn.GPT(**SIZES, scheme=SERIAL, grid=grid, hidden_act="cubed")
 
 
 @pytest.mark.serial

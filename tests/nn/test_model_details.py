@@ -228,7 +228,7 @@ def test_rotary_positions_are_scaled_as_in_transformers() -> None:
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 .* num_key_value_heads=3 .* 1, 2, 4"),
         ("bert", {"intermediate_size": 0}, "intermediate_size is a whole number of at least 1, not 0"),
         ("gpt", {"hidden_size": 20.0}, r"hidden_size is a whole number of at least 1, not 20\.0"),
-        ("gpt", {"hidden_act": "gelo"}, "hidden_act is one of 'gelu_new', .* not 'gelo'"),
+        ("gpt", {"hidden_act": "gelo"}, "hidden_act is one of .*'gelu_new', .* not 'gelo'"),
         ("vit", {"patch_size": 4}, "6 × 9 do not fall into patches of 4 × 4"),
         ("gpt", {"recompute": "all"}, "'attention' or 'block', not 'all'"),
         ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported; it may be default, linear"),

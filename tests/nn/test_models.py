@@ -11,7 +11,7 @@ import pytest
 from parlinalg import schemes
 from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.ops.softmax import Pieces
-from parlinalg.nn.steps import Draws
+from parlinalg.random.draws import Draws
 from tests.conftest import BACKEND
 from tests.models import CLOSE, KINDS, alone, combinations, differences, every_scheme, gradients, losses
 

@@ -17,10 +17,10 @@ from parlinalg.errors import ConfigError, PlanError
 from parlinalg.grid import factorizations
 from parlinalg.layout import span_of
 from parlinalg.nn import attention
-from parlinalg.nn.steps import Tokens
 from parlinalg.optim import AdamW
 from parlinalg.parallel import GradientReducer
 from parlinalg.schemes import Scheme
+from parlinalg.sequence import BatchPositions
 from tests.agreement import once
 from tests.cases import placed
 from tests.models import BATCH, CLOSE, HEADS, SEQUENCE, VOCABULARY, alone, make
@@ -123,7 +123,7 @@ def test_losses_are_those_of_one_rank(make_grid: Any, world: Any, known: Any, fu
 
 def forgetful(given: Any) -> Any:
     """Where tokens come from, forgotten."""
-    return lambda *args: Tokens(None, given(*args).documents)
+    return lambda *args: BatchPositions(None, given(*args).documents)
 
 
 @pytest.mark.ranks(4)
@@ -293,4 +293,4 @@ def test_wrong_tokens_are_refused(world: Any) -> None:
             pytest.raises(ConfigError, match=r"attention takes no cache"),
         ):  # fmt: skip
             layer(x, cache=nn.KeyValueCache(4))
-    assert attention.tokens().natural
+    assert attention.token_positions().natural

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
+from parlinalg.nn.pretrained.architecture import Part, Place, Row, places
 
 
 def _linear(ours: str, theirs: str, inner: str, outer: str) -> list[Row]:

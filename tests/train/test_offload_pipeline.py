@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from parlinalg.errors import ConfigError
-from parlinalg.nn.steps import current
 from parlinalg.offload import OffloadedParameters
 from parlinalg.offload.extents import Away
 from parlinalg.offload.packing import Held, Packer
+from parlinalg.random.draws import current_draws
 from parlinalg.train import launch
 from tests.train.test_hybrid import settings
 from tests.train.trainings import Training
@@ -75,7 +75,7 @@ def test_every_bit_as_in_memory(
         self.least = 0
         held = original(self, array)
         if isinstance(held, Held):
-            draws.append(current())
+            draws.append(current_draws())
             away.setdefault(id(draws[-1]), weakref.WeakSet()).add(held.away)
         flight.append(sum(map(bool, map(len, away.values()))))
         lines.append(sum(map(len, away.values())))

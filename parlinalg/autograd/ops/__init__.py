@@ -5,23 +5,36 @@ from typing import TYPE_CHECKING
 from parlinalg import hints
 from parlinalg.autograd.ops.arithmetic import add, divide, maximum, minimum, multiply, negative, power, subtract, where
 from parlinalg.autograd.ops.attention import attention
+from parlinalg.autograd.ops.attention_masks import BlockMask
 from parlinalg.autograd.ops.dispatch import balance_loss, chosen, combine, dispatch, z_loss
-from parlinalg.autograd.ops.elementwise import abs, cos, erf, exp, gelu, log, relu, sigmoid, silu, sin, sqrt, tanh
+from parlinalg.autograd.ops.elementwise import (
+    abs,
+    cos,
+    erf,
+    exp,
+    gelu,
+    log,
+    relu,
+    sigmoid,
+    silu,
+    sin,
+    sqrt,
+    swiglu,
+    tanh,
+)
 from parlinalg.autograd.ops.embedding import add_positions, embedding
-from parlinalg.autograd.ops.gates import swiglu
-from parlinalg.autograd.ops.heads import narrow, share_heads
 from parlinalg.autograd.ops.images import band_means, conv2d, max_pool2d, patches
+from parlinalg.autograd.ops.items import replace_first, select
 from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
-from parlinalg.autograd.ops.masks import BlockMask
 from parlinalg.autograd.ops.norms import batch_norm, layer_norm, rms_norm
 from parlinalg.autograd.ops.product import matmul
 from parlinalg.autograd.ops.reductions import max, mean, sum
 from parlinalg.autograd.ops.ring import ring_attention
 from parlinalg.autograd.ops.rotary import rotary, rotary_frequencies
 from parlinalg.autograd.ops.routing import Queues, Routing, route
-from parlinalg.autograd.ops.rows import replace_first, select
 from parlinalg.autograd.ops.shapes import astype, redistribute, reshape, transpose
 from parlinalg.autograd.ops.softmax import log_softmax, softmax
+from parlinalg.autograd.ops.ulysses import narrow, share_heads
 
 __all__ = [
     "BlockMask", "Queues", "Routing", "abs", "add", "add_positions", "astype", "attention", "balance_loss",

@@ -12,7 +12,7 @@ from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
-from parlinalg.backend.halves import is_half
+from parlinalg.backend.halves import work_dtype
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
@@ -35,7 +35,7 @@ def operand(value: Any, name: str) -> Tensor | Scalar:
 
 
 def value_of(x: Tensor | Scalar) -> Any:
-    """What ufuncs of distributed arrays take."""
+    """Return operands as the ufuncs of distributed arrays take them."""
     return x.data if isinstance(x, Tensor) else x
 
 
@@ -44,15 +44,14 @@ def block_of(x: Tensor | Scalar) -> Any:
 
 
 def block_sum(block: Block, axes: tuple[int, ...], keepdims: bool = False) -> Block:
-    """The sum over dims of a block; 16-bit floats are summed in float32."""
+    """Return the sum over dims of a block; 16-bit floats are summed in float32."""
     xp = namespace(block)
-    if is_half(block.dtype):
-        return xp.asarray(block.sum(axis=axes, dtype=np.float32, keepdims=keepdims)).astype(block.dtype)
-    return xp.asarray(block.sum(axis=axes, keepdims=keepdims))
+    total = block.sum(axis=axes, dtype=work_dtype(block.dtype), keepdims=keepdims)
+    return xp.asarray(total).astype(block.dtype, copy=False)
 
 
 class Frame(NamedTuple):
-    """What a rule needs to know of an array whose elements it does not need, so as not to keep them."""
+    """Shape, layout and dtype of an array whose elements a rule does not need, so that it is not kept alive."""
 
     shape: tuple[int, ...]
     layout: Layout

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.ops.masks import BlockMask, Mask, visible
+from parlinalg.autograd.ops.attention_masks import BlockMask, Documents, Mask, checked_positions, visible
 from parlinalg.autograd.ops.product import nothing
-from parlinalg.autograd.ops.tokens import Documents, checked_positions
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import recording
 from parlinalg.autograd.tensor import Tensor, as_tensor, record

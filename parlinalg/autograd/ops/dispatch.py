@@ -163,9 +163,11 @@ def chosen(x: Any, routing: Routing) -> Tensor:
 
 
 def balance_loss(probabilities: Any, routing: Routing) -> Tensor:
-    """How unevenly tokens choose: experts · Σ over experts of (fraction of first choices · mean probability), averaged
-    over sequences; 1 where all are alike (Lepikhin et al., GShard, 2021; scaled as by Fedus et al., "Switch
-    transformers", 2022).  A number, the same on every rank; its gradient does not flow through the fractions.
+    """Return the loss that grows as tokens choose experts unevenly: a number, the same on every rank; 1 where even.
+
+    It is experts · Σ over experts of (fraction of first choices · mean probability), averaged over sequences (Lepikhin
+    et al., GShard, 2021; scaled as by Fedus et al., "Switch transformers", 2022).  Its gradient does not flow through
+    the fractions.
     """
     p = as_tensor(probabilities)
     batch, length, experts = p.shape

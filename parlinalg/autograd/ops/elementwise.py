@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from parlinalg.array.core import effective, mismatch
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
@@ -13,6 +14,7 @@ from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.kernels import activations
 from parlinalg.errors import ConfigError
+from parlinalg.layout import Layout
 
 Block = Any
 
@@ -103,7 +105,7 @@ def erf(x: Any) -> Tensor:
 
 
 def _spent() -> bool:
-    """Whether what the rule that runs now holds is not wanted again: its arrays may be written to."""
+    """Return True if the running backward pass is the last that reads saved arrays, so that they may be written to."""
     walk = walking()
     return walk is not None and not walk.retain
 
@@ -135,3 +137,29 @@ def gelu(x: Any, approximate: str = "none") -> Tensor:
 
         return record("gelu", data.like(y), [x], [Part(part, slope)])
     return _of_argument("gelu", x, lambda b: activations.gelu(b, fast), lambda g, x: activations.gelu_grad(x, g, fast))
+
+
+def swiglu(x: Any) -> Tensor:
+    """silu(x[..., 0]) x[..., 1]: a gate and what passes it lie side by side in the last dim (Shazeer, "GLU variants
+    improve transformer", 2020).
+
+    Raises
+    ------
+    ValueError, LayoutError
+        If the last dim is not 2, or cut.
+    """
+    x = as_tensor(x)
+    data = summed(x.data, "swiglu")
+    if not x.ndim or x.shape[-1] != 2:
+        raise ValueError(f"swiglu of shape {x.shape}; it takes [..., 2]: a gate and a value for each result")
+    whole = data.layout.with_dim(-1, None)
+    if effective(data.layout, data.grid) != effective(whole, data.grid):
+        raise mismatch("swiglu: gates and values are cut apart", data.layout, whole)
+    inside, rest = data.grid.inside, data.layout
+    if inside:
+        y = activations.swiglu(data.block)
+    else:
+        y = data.grid.backend.zeros((0,) * (x.ndim - 1), x.dtype)
+    value = data.like(y, Layout(*rest.dims[:-1]), x.shape[:-1])
+    part = Part(lambda g, z: (activations.swiglu_grad(z, g) if inside else z, rest), data.block)
+    return record("swiglu", value, [x], [part])

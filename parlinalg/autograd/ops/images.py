@@ -21,7 +21,7 @@ from parlinalg.autograd.ops.product import Product, nothing
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.blas import add_product
-from parlinalg.backend.halves import is_half, work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import images as kernels
 from parlinalg.backend.kernels.images import Band, KernelWindows
 from parlinalg.layout import Layout
@@ -181,7 +181,7 @@ def _convolve(x: Block, w: Block, windows: KernelWindows, out: Block) -> None:
     for images, rows in _parts(x, windows):
         found = _matrix(kernels.patches(x[images], windows, rows), 3)
         into = out[images, rows.start : rows.stop]
-        straight = into.flags.c_contiguous and not is_half(out.dtype)
+        straight = into.flags.c_contiguous and work_dtype(out.dtype) == out.dtype
         y = gemm(found, weights, out.dtype, _matrix(into, 3) if straight else None)
         if not straight:
             into[...] = y.reshape(into.shape)

@@ -143,7 +143,7 @@ def mse_loss(x: Any, target: Any) -> Tensor:
 
 
 def count_targets(targets: Any, ignore_index: int = -100) -> int:
-    """How many targets are not ignored, over the whole array.  Collective."""
+    """Return the number of targets that are not ignored, over the whole array.  Collective."""
     t = as_tensor(targets).data
     (count,) = _totals(t, [(t.block != ignore_index).sum()], t.layout.cut_axes)
     return int(count)

@@ -10,9 +10,17 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.ops.attention import Drop, Parts, checked, dropped, parts_of
-from parlinalg.autograd.ops.masks import Mask, check_window, padding
+from parlinalg.autograd.ops.attention_masks import (
+    Documents,
+    Mask,
+    SequenceMask,
+    check_window,
+    checked_positions,
+    document_numbers,
+    padding,
+    whole_sequence,
+)
 from parlinalg.autograd.ops.product import nothing
-from parlinalg.autograd.ops.tokens import Documents, Tokens, checked_positions, document_numbers, whole_sequence
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.halves import work_dtype
@@ -87,7 +95,7 @@ def ring_attention(
     factor = (x.shape[4] ** -0.5 if x.shape[4] else 1.0) if scale is None else float(scale)
 
     def call(q: Block, kv: Block, at: Block, numbers: Block, real: Block) -> _Call:
-        tokens = Tokens(
+        tokens = SequenceMask(
             shape[1], keys, causal=causal, window=window, positions=at, documents=numbers, padding=real
         )  # fmt: skip
         return _Call(grid, q, kv, rest, shape, keys, ring, tokens, factor, dropout, at)
@@ -107,7 +115,7 @@ class _Call:
 
     def __init__(
         self, grid: Grid, x: Block, y: Block, rest: Layout, shape: tuple[int, ...], keys: int, ring: Cut,
-        tokens: Tokens, scale: float, dropout: Drop | None, positions: np.ndarray | None,
+        tokens: SequenceMask, scale: float, dropout: Drop | None, positions: np.ndarray | None,
     ) -> None:  # fmt: skip
         self.grid, self.x, self.y = grid, x, y
         self.tokens, self.scale = tokens, scale
@@ -130,7 +138,7 @@ class _Call:
         return self.grid.backend.empty(n, self.dtype)
 
     def sees(self, rank: int) -> Visible | None:
-        """What this rank's queries see of a rank's keys; None where that is nothing."""
+        """Return which of a rank's keys this rank's queries see; None where there are none."""
         mine, theirs = self.ranges[1], self.spans[rank]
         visible = self.tokens.visible(mine, theirs)
         every = slice(0, len(self.ranges[0])), slice(0, len(self.ranges[2])), slice(0, len(mine))

@@ -1,4 +1,4 @@
-"""Which experts take which tokens, and where in the experts' queues; pure bookkeeping on small host arrays.
+"""Routing of tokens to experts and to places in their queues; pure bookkeeping on small host arrays.
 
 A token's first choice stands in an expert's queue before all second choices, and tokens in the order of their sequence
 (Lepikhin et al., "GShard: scaling giant models with conditional computation and automatic sharding", 2021).  A queue
@@ -28,7 +28,7 @@ Coords = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Queues:
-    """How the experts' queues lie on a grid: the buffer [experts, groups, capacity, features] of a layer.
+    """The layout of the experts' queues on a grid: the buffer [experts, groups, capacity, features] of a layer.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class Queues:
 
     @cached_property
     def groups(self) -> int:
-        """How many groups there are on all ranks together."""
+        """The number of groups on all ranks together."""
         sizes, crossing = self.grid.sizes, [a for a in self.tokens.dims[0] if a in self.axis]
         held = [
             sum(self.rows({**at, **more}) for more in coordinates(tuple(crossing), sizes))
@@ -132,7 +132,7 @@ class Runs(NamedTuple):
 
 
 class Routing:
-    """Which token goes to which place of which expert's queue, and comes back.
+    """The place of every token in an expert's queue, and the exchanges that bring it there and back.
 
     Made by `route`.
 
@@ -230,7 +230,7 @@ class Routing:
 
     # ------------------------------------------------------------------ the exchange
     def _plan_sends(self, backend: Backend) -> None:
-        """What this rank sends: tokens by receiver, and for one receiver by expert, sequence and place."""
+        """The tokens that this rank sends: tokens by receiver, and for one receiver by expert, sequence and place."""
         q, (_, length, k) = self.queues, self.choices.shape
         of_expert = self._receivers(q.experts, q.axis)
         of_place = self._receivers(q.capacity, q.queue_cut)
@@ -260,7 +260,7 @@ class Routing:
         return np.where(elsewhere, -1, found)
 
     def _plan_receives(self, backend: Backend) -> None:
-        """Where what arrives goes in the buffer: by sender, and of one sender by expert, sequence and place."""
+        """The places in the buffer of arriving tokens: by sender, and of one sender by expert, sequence and place."""
         q = self.queues
         e, groups, c = q.grid.block(Layout(q.axis, q.batch_cut, q.queue_cut), q.buffer)
         senders, places, first = [], [], 0

@@ -163,7 +163,7 @@ def _padded(block: Callable[..., Tensor], x: Any) -> Any:
 
 
 def key_padding(attention_mask: Any) -> Any:
-    """Which keys are seen, from a mask of ones and zeros."""
+    """Return the mask of keys that are seen, bools, from one of ones and zeros."""
     if attention_mask is None:
         return None
     mask = attention_mask.data if isinstance(attention_mask, Tensor) else attention_mask

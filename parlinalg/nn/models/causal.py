@@ -29,7 +29,7 @@ class Cache(list[KeyValueCache]):
 
     @property
     def length(self) -> int:
-        """How many tokens it holds."""
+        """The number of tokens it holds."""
         return self[0].length
 
 
@@ -84,7 +84,7 @@ class CausalModel(Transformer, Pretrained):
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding's table."""
+        """True if the head is the embedding's table."""
         return bool(self.config["tie_word_embeddings"])
 
     def forward(self, ids: Tensor | DistArray, cache: Cache | None = None, *, last: bool = False) -> Tensor:

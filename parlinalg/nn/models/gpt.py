@@ -11,8 +11,8 @@ from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.checks import whole
+from parlinalg.nn.experts import expert_options
 from parlinalg.nn.models.causal import CausalModel
-from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.models.transformer import activation
 from parlinalg.nn.norms import LayerNorm
 from parlinalg.nn.pretrained import gpt2
@@ -86,10 +86,10 @@ class GPT(CausalModel):
             "attn_pdrop": attn_pdrop, "layer_norm_eps": layer_norm_eps, "initializer_range": initializer_range,
             "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
-        said, experts = expert_options(
+        settings, experts = expert_options(
             grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
         )
-        config |= said
+        config |= settings
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=True)
         c, eps = self.config, self.config["layer_norm_eps"]
         blocks = [

@@ -15,8 +15,8 @@ from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.checks import real
+from parlinalg.nn.experts import expert_options
 from parlinalg.nn.models.causal import CausalModel
-from parlinalg.nn.models.experts import expert_options
 from parlinalg.nn.norms import RMSNorm
 from parlinalg.nn.pretrained import llama, mixtral
 from parlinalg.schemes import Scheme
@@ -91,10 +91,10 @@ class Llama(CausalModel):
             "initializer_range": initializer_range, "tie_word_embeddings": tie_word_embeddings,
             "packed": packed,
         }  # fmt: skip
-        said, experts = expert_options(
+        settings, experts = expert_options(
             grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
         )
-        config |= said
+        config |= settings
         if head_dim is not None:
             config["head_dim"] = head_dim
         super().__init__(config, unknown, scheme, grid, dtype, learned_positions=False)

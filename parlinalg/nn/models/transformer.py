@@ -1,4 +1,4 @@
-"""What all models have: settings under Hugging Face's names, layouts of their inputs, layers, and a count of FLOPs."""
+"""The base of all transformers: settings under Hugging Face's names, layouts of inputs, layers, and FLOPs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import init
+from parlinalg.nn.activations import hidden_acts
 from parlinalg.nn.checks import flag, real, whole
 from parlinalg.nn.containers import Sequential
-from parlinalg.nn.declared import Declared, Initializer
+from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
 from parlinalg.schemes import Scheme
-
-#: Names of activations, Hugging Face's and ours.
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "gelu": "gelu",
-               "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh"}  # fmt: skip
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -192,7 +189,8 @@ def floating(model: str, dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def activation(model: str, name: str) -> str:
-    """Our name of an activation."""
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ConfigError(f"{model}: hidden_act is one of {', '.join(map(repr, ACTIVATIONS))}, not {name!r}")
-    return ACTIVATIONS[name]
+    """Return the name under which an activation is registered, from it or from Hugging Face's name."""
+    names = hidden_acts()
+    if not isinstance(name, str) or name not in names:
+        raise ConfigError(f"{model}: hidden_act is one of {', '.join(map(repr, names))}, not {name!r}")
+    return names[name]

@@ -15,14 +15,13 @@ from parlinalg.comm import Comm
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.nn.declared import Declared
+from parlinalg.nn.init import Declared
 from parlinalg.nn.module import Module
 from parlinalg.nn.pretrained import bert, gpt2, llama, mixtral, vit
-from parlinalg.nn.pretrained.architecture import Architecture
+from parlinalg.nn.pretrained.architecture import Architecture, Part, Place, Row, places
 from parlinalg.nn.pretrained.load import read
 from parlinalg.nn.pretrained.save import save
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
 from parlinalg.nn.pretrained.tensorfile import Stored, Writer, read_header
 from parlinalg.schemes import Scheme
 from parlinalg.units import parse_bytes
@@ -127,7 +126,7 @@ class Pretrained(Module):
         self, folder: str | os.PathLike[str], parameters: Mapping[str, Parameter], comm: Comm,
         max_shard_size: int | str = "5GB",
     ) -> None:  # fmt: skip
-        """As `save_pretrained`, of a model whose parameters lie on several grids, such as a pipeline's stages.
+        """Save as `save_pretrained` does, a model whose parameters lie on several grids, such as a pipeline's stages.
 
         Parameters
         ----------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from parlinalg.nn.pretrained.architecture import Architecture, Arguments
-from parlinalg.nn.pretrained.gpt2 import ACTIVATIONS, NAMES
+from parlinalg.nn.activations import hidden_acts
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments, Part, Place, Row, places
+from parlinalg.nn.pretrained.gpt2 import NAMES
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
 
 _SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads",
           "intermediate_size", "type_vocab_size")  # fmt: skip
@@ -68,7 +68,7 @@ def _table(arguments: Arguments) -> dict[str, list[Place]]:
 def common_arguments(config: Settings) -> dict[str, Any]:
     """The arguments that encoders of text and of images share."""
     return {
-        "hidden_act": config.one_of("hidden_act", ACTIVATIONS, "gelu"),
+        "hidden_act": config.one_of("hidden_act", hidden_acts(), "gelu"),
         "hidden_dropout_prob": config.real("hidden_dropout_prob", 0.0),
         "attention_probs_dropout_prob": config.real("attention_probs_dropout_prob", 0.0),
         "layer_norm_eps": config.real("layer_norm_eps", 1e-12),
@@ -86,7 +86,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
 
 
 def _settings(arguments: Arguments) -> dict[str, Any]:
-    return {**arguments, "hidden_act": NAMES[arguments["hidden_act"]]}
+    return {**arguments, "hidden_act": NAMES.get(arguments["hidden_act"], arguments["hidden_act"])}
 
 
 #: The heads of `transformers`' models, and the pooler, are not part of the encoder: they are left in the file.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from parlinalg.nn.pretrained.architecture import Architecture, Arguments
+from parlinalg.nn.activations import hidden_acts
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments, Part, Place, Row, places
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
 
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu",
-                "silu": "silu", "tanh": "tanh"}  # fmt: skip
-NAMES = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+#: Hugging Face's names of activations that have another one here.
+NAMES = {"gelu_tanh": "gelu_new"}
 
 # v vocabulary, p positions, h hidden, k heads, u query, key and value, e a head's dim, f the MLP's inside
 _H = "transformer.h.{i}."
@@ -56,7 +55,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
         "num_hidden_layers": config.whole("n_layer", 12),
         "num_attention_heads": config.divides("n_head", config.whole("n_head", 12), "n_embd", hidden),
         "intermediate_size": config.whole("n_inner", 4 * hidden),
-        "hidden_act": config.one_of("activation_function", ACTIVATIONS, "gelu_new"),
+        "hidden_act": config.one_of("activation_function", hidden_acts(), "gelu_new"),
         "embd_pdrop": config.real("embd_pdrop", 0.1),
         "resid_pdrop": config.real("resid_pdrop", 0.1),
         "attn_pdrop": config.real("attn_pdrop", 0.1),
@@ -75,7 +74,7 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
         "n_layer": a["num_hidden_layers"],
         "n_head": a["num_attention_heads"],
         "n_inner": a["intermediate_size"],
-        "activation_function": NAMES[a["hidden_act"]],
+        "activation_function": NAMES.get(a["hidden_act"], a["hidden_act"]),
         "layer_norm_epsilon": a["layer_norm_eps"],
         **{name: a[name] for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop", "initializer_range")},
         "tie_word_embeddings": a["tie_word_embeddings"],

@@ -7,9 +7,8 @@ from typing import Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import real
-from parlinalg.nn.pretrained.architecture import Architecture, Arguments
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments, Part, Place, Range, Row, places
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Range, Row, places
 
 #: The kinds of scaled rotary positions, and the keys that each needs.
 ROPE = {
@@ -110,22 +109,22 @@ def _arguments(config: Settings) -> dict[str, Any]:
 def _rope(config: Settings) -> tuple[float, dict[str, Any] | None]:
     """The base of the rotary positions and how they are scaled, as any version of `transformers` has written them."""
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    where, said = f"{config.path}: {key}", config.get(key)
-    theta, scaling = config.get("rope_theta", 10000.0), said
-    if isinstance(said, Mapping):
-        theta = theta if said.get("rope_theta") is None else said["rope_theta"]
-        scaling = {name: value for name, value in said.items() if name != "rope_theta"} or None
+    where, given = f"{config.path}: {key}", config.get(key)
+    theta, scaling = config.get("rope_theta", 10000.0), given
+    if isinstance(given, Mapping):
+        theta = theta if given.get("rope_theta") is None else given["rope_theta"]
+        scaling = {name: value for name, value in given.items() if name != "rope_theta"} or None
     return real(f"{config.path}: rope_theta", theta, above=True), rope_scaling(where, scaling)
 
 
-def rope_scaling(where: str, said: Any) -> dict[str, Any] | None:
+def rope_scaling(where: str, given: Any) -> dict[str, Any] | None:
     """How rotary positions are scaled, "rope_type" and the numbers it needs; None where they are not.
 
     Parameters
     ----------
     where : str
         Whose they are, for messages.
-    said : dict, optional
+    given : dict, optional
         As any version of `transformers` has it: "rope_type", or "type" in its place, and numbers.
 
     Raises
@@ -133,18 +132,18 @@ def rope_scaling(where: str, said: Any) -> dict[str, Any] | None:
     ConfigError
         If it is no dict, its type is missing or not one of `ROPE`, or a number is missing or out of range.
     """
-    if said is None:
+    if given is None:
         return None
-    if not isinstance(said, Mapping):
-        raise ConfigError(f"{where} is an object such as {{'rope_type': 'linear', 'factor': 2.0}}, not {said!r}")
-    kind = said.get("type") if said.get("rope_type") is None else said["rope_type"]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is an object such as {{'rope_type': 'linear', 'factor': 2.0}}, not {given!r}")
+    kind = given.get("type") if given.get("rope_type") is None else given["rope_type"]
     if kind is None:
-        raise ConfigError(f"{where} has no rope_type, which is one of {', '.join(ROPE)}: {dict(said)}")
+        raise ConfigError(f"{where} has no rope_type, which is one of {', '.join(ROPE)}: {dict(given)}")
     if not isinstance(kind, str) or kind not in ROPE:
         raise ConfigError(f"{where} of type {kind!r} is not supported; it may be {', '.join(ROPE)}")
-    if missing := [name for name in ROPE[kind] if said.get(name) is None]:
+    if missing := [name for name in ROPE[kind] if given.get(name) is None]:
         raise ConfigError(f"{where} of type {kind!r} lacks {', '.join(missing)}")
-    numbers: dict[str, Any] = {name: real(f"{where}: {name}", said[name], above=True) for name in ROPE[kind]}
+    numbers: dict[str, Any] = {name: real(f"{where}: {name}", given[name], above=True) for name in ROPE[kind]}
     if kind == "llama3" and not numbers["low_freq_factor"] < numbers["high_freq_factor"]:
         raise ConfigError(
             f"{where}: low_freq_factor is below high_freq_factor, not {numbers['low_freq_factor']} and "

@@ -11,10 +11,9 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.errors import ConfigError
-from parlinalg.nn.declared import Declared
-from parlinalg.nn.pretrained.architecture import Architecture
+from parlinalg.nn.init import Declared
+from parlinalg.nn.pretrained.architecture import Architecture, Place
 from parlinalg.nn.pretrained.settings import Settings, weights_of
-from parlinalg.nn.pretrained.table import Place
 from parlinalg.nn.pretrained.tensorfile import Stored, read_header
 from parlinalg.state_dict import check_names
 
@@ -58,7 +57,7 @@ class Found:
 
 
 def read(folder: Path, wanted: Architecture, known: Mapping[str, str], changes: Mapping[str, Any]) -> Found:
-    """What a folder has, once it is known to be what the model needs; no tensor is read.
+    """Return the tensors of a folder after checking that they are those that the model needs; none is read.
 
     Parameters
     ----------

@@ -6,9 +6,8 @@ from typing import Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn.pretrained import llama
-from parlinalg.nn.pretrained.architecture import Architecture, Arguments
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments, Part, Place, Row, places
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
 
 _M, _O = "model.layers.{i}.block_sparse_moe.", "blocks.{i}.mlp."
 

@@ -16,8 +16,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.comm import Comm
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
-from parlinalg.nn.pretrained.architecture import Architecture, Arguments
-from parlinalg.nn.pretrained.table import Place
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments, Place
 from parlinalg.nn.pretrained.tensorfile import Writer
 
 Shape = tuple[int, ...]

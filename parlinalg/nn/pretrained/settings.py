@@ -1,4 +1,4 @@
-"""What a `config.json` says, with errors that name the file, the key and what it may be."""
+"""Settings read from a `config.json`, with errors that name the file, the key and what it may be."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Settings:
         return value
 
     def one_of(self, name: str, known: Mapping[str, Any], default: str) -> Any:
-        """What a name stands for."""
+        """Return the value of a name."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in known:
             raise ConfigError(f"{self.path}: {name}={value!r} is not supported; it may be {', '.join(known)}")

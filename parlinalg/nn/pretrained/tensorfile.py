@@ -131,7 +131,7 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], data: int) -> Store
 
 
 def _end(offsets: Sequence[tuple[int, int]]) -> int:
-    """Where the last tensor ends, if each begins where the one before it does: the format has no gaps."""
+    """Return the end of the last tensor, or raise if one does not begin where the one before it ends (no gaps)."""
     at = 0
     for first, stop in offsets:
         if first != at or stop < first:

@@ -6,11 +6,10 @@ from typing import Any
 
 from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import whole
-from parlinalg.nn.pretrained.architecture import Architecture, Arguments
+from parlinalg.nn.pretrained.architecture import Architecture, Arguments, Part, Place, Row, places
 from parlinalg.nn.pretrained.bert import attention, common_arguments, linear, norm, sizes_of
 from parlinalg.nn.pretrained.gpt2 import NAMES
 from parlinalg.nn.pretrained.settings import Settings
-from parlinalg.nn.pretrained.table import Part, Place, Row, places
 
 _L, _PATCH = "vit.encoder.layer.{i}", "vit.embeddings.patch_embeddings.projection"
 
@@ -77,7 +76,7 @@ def _settings(arguments: Arguments) -> dict[str, Any]:
         raise ConfigError(f"a ViT with pool={arguments['pool']!r} is none of `transformers`, whose pool is 'first'")
     labels = {str(i): f"LABEL_{i}" for i in range(arguments["num_labels"])}
     back = {label: int(i) for i, label in labels.items()}
-    return {**a, "hidden_act": NAMES[a["hidden_act"]], "id2label": labels, "label2id": back}
+    return {**a, "hidden_act": NAMES.get(a["hidden_act"], a["hidden_act"]), "id2label": labels, "label2id": back}
 
 
 ARCHITECTURE = Architecture(
