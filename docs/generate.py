@@ -17,6 +17,8 @@ from parlinalg.array import functions
 from parlinalg.layout import coordinates
 from parlinalg.schemes import discover, scheme_words, table_of_schemes
 from parlinalg.schemes.scheme import Scheme
+from parlinalg.train import config
+from parlinalg.train.schema import Section, documentation
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -93,6 +95,23 @@ def numpy_functions() -> str:
     return ", ".join(f"`{name}`" for name in functions.names()) + "."
 
 
+def keys_of(name: str, section: type[Section]) -> Callable[[], str]:
+    """The keys of a section of a configuration, as its fields declare them."""
+    head = "key" if section is config.TrainingConfig else f"key of `{name}`"
+    left_out = ("parallel",) if section is config.TrainingConfig else ()
+    rows = [row for row in documentation(section) if row[0].strip("`") not in left_out]
+    return lambda: table((head, "value", "default"), iter(rows))
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "a configuration": config.TrainingConfig, "parallel": config.ParallelConfig,
+    "parallel.tensor": config.TensorConfig, "parallel.pipeline": config.PipelineConfig,
+    "parallel.sequence": config.SequenceConfig, "schedule": config.ScheduleConfig, "zero": config.ZeroConfig,
+    "precision": config.PrecisionConfig, "loss_scale": config.LossScaleConfig, "offload": config.OffloadConfig,
+    "checkpoint": config.CheckpointConfig, "sample": config.SampleConfig,
+}  # fmt: skip
+
+
 def run_mpiexec(ranks: int, arguments: list[str]) -> str:
     """The standard output of `mpiexec -n RANKS python ARGUMENTS`."""
     beside = Path(sys.executable).parent / "mpiexec"
@@ -119,6 +138,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "words": words,
     "numpy functions": numpy_functions,
+    **{f"keys of {name}": keys_of(name, section) for name, section in SECTIONS.items()},
 }
 OUTPUTS: dict[str, Callable[[Runner], str]] = {
     "blocks data": example(2, "blocks.py", "data", "expand"),

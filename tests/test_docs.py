@@ -10,6 +10,7 @@ import doctest
 import importlib.util
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,12 +124,14 @@ def test_figures_are_up_to_date() -> None:
 
 
 def test_every_key_of_a_configuration_is_documented() -> None:
-    from parlinalg.train import config, parallel
+    from parlinalg.train import choices, config
+    from parlinalg.train.schema import Section
 
     page = (DOCS / "guide" / "configuration.md").read_text()
-    keys = [*config.CHECKS, *config.SAMPLE, *parallel.PARALLEL_KEYS, *parallel.TENSOR_CHECKS, *parallel.SEQUENCE_CHECKS]
-    for table in (config.DATASETS, config.MODELS, config.OPTIMIZERS, config.LR_SCHEDULES, config.CRITERIA):
-        keys += [*table, *(key for options in table.values() for key in options)]
+    sections = [c for c in vars(config).values() if isinstance(c, type) and issubclass(c, Section)]
+    keys = [f.name for section in sections for f in fields(section)]
+    for table in (choices.DATASETS, choices.MODELS, choices.OPTIMIZERS, choices.LR_SCHEDULES, choices.CRITERIA):
+        keys += [*table, *(key for kind in table.values() for key in kind.options)]
     assert not [key for key in dict.fromkeys(keys) if f"`{key}`" not in page]
 
 
@@ -137,12 +140,11 @@ def test_every_key_of_a_configuration_is_documented() -> None:
     [("configuration", "my_config.py", {"data": 2, "t": 2}), ("text", "my_text.py", {"r": 2, "c": 2})],
 )
 def test_the_configurations_shown_are_right(page: str, file: str, axes: dict[str, int], tmp_path: Path) -> None:
-    from parlinalg.train.config import load
-    from parlinalg.train.parallel import share_out
+    from parlinalg.train import resolve
 
     (shown,) = (b for b in blocks(DOCS / "guide" / f"{page}.md") if f"# {file}" in b)
     (tmp_path / file).write_text(shown)
-    assert share_out(load(tmp_path / file).parallel, 4).axes == axes
+    assert resolve(tmp_path / file, 4).axes == axes
 
 
 def test_every_scheme_is_in_the_order_of_the_tables() -> None:

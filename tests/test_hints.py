@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 import parlinalg as pla
 from parlinalg import hints
 from parlinalg.errors import ConfigError
-from parlinalg.train import config as configs
-from parlinalg.train import parallel
+from parlinalg.train import TrainingConfig, choices, resolve
+from parlinalg.train.config import ParallelConfig, TensorConfig
 
 pytestmark = pytest.mark.serial
 
@@ -57,7 +58,7 @@ def test_imports_of_other_names() -> None:
 )
 def test_keys_of_other_libraries(given: dict[str, Any], right: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(right)):
-        parallel.share_out(configs.check(given).parallel, 4)
+        resolve(given, 4)
 
 
 def test_a_configuration_of_others_as_far_as_it_is_ours() -> None:
@@ -65,8 +66,7 @@ def test_a_configuration_of_others_as_far_as_it_is_ours() -> None:
         "parallel": {"pipeline": {"size": 1}, "tensor": {"size": 4, "mode": "2.5d", "depth": 1}},
         "gradient_accumulation": 4, "clip_grad_norm": 1.0,
     }  # fmt: skip
-    found = configs.check(given)
-    assert parallel.share_out(found.parallel, 4).mode == "2.5d"
+    assert resolve(given, 4).mode == "2.5d"
 
 
 def test_what_is_named_exists() -> None:
@@ -78,9 +78,9 @@ def test_what_is_named_exists() -> None:
                 found = getattr(found, part)
     inner = {
         k
-        for t in (configs.DATASETS, configs.MODELS, configs.OPTIMIZERS, configs.LR_SCHEDULES)
-        for o in t.values()
-        for k in o
+        for t in (choices.DATASETS, choices.MODELS, choices.OPTIMIZERS, choices.LR_SCHEDULES)
+        for kind in t.values()
+        for k in kind.options
     }
     more = {
         "name",
@@ -95,8 +95,9 @@ def test_what_is_named_exists() -> None:
         "parameters",
         "start",
     }
-    known = {*configs.CHECKS, *inner, *more, *parallel.PARALLEL_KEYS, *parallel.TENSOR_KEYS}
+    keys = {f.name for f in fields(TrainingConfig)}
+    known = keys.union(inner, more, (f.name for section in (ParallelConfig, TensorConfig) for f in fields(section)))
     for text in hints.KEYS.values():
         assert set(re.findall(r"(\w+)=", text)) <= known, text
     for key in hints.KEYS:
-        assert key not in configs.CHECKS
+        assert key not in keys

@@ -43,9 +43,9 @@ def main(options: dict[str, Any]) -> list[dict[str, Any]]:
     from parlinalg.backend import compiled
     from parlinalg.comm import open_comm
     from parlinalg.errors import ConfigError
-    from parlinalg.train.job import trainer_of
-    from parlinalg.train.launch import launch
+    from parlinalg.train.mesh import launch
     from parlinalg.train.recipes import recipe
+    from parlinalg.train.run import trainer_of
 
     compiled.about()  # numba is loaded: it is the process's, not the training's
     world = open_comm()
@@ -56,7 +56,7 @@ def main(options: dict[str, Any]) -> list[dict[str, Any]]:
             gc.collect()
             data = numpy_bytes()  # the text
             trainer, feed = trainer_of(mesh, made, Path(options["path"]))
-            plan = trainer.engine.offload
+            plan = trainer.engine.memory_plan
             assert plan is not None
             trainer.fit(feed, steps=1)
             gc.collect()

@@ -12,7 +12,7 @@ from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
 
 if TYPE_CHECKING:
-    from parlinalg.train.launch import Mesh
+    from parlinalg.train.mesh import Mesh
 
 KEYS = ("parallel", "backend", "dtype")  # of a configuration, that matter here
 
@@ -47,12 +47,12 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate, and print the text on rank 0 as it is written."""
+    """Print the generated text on rank 0 as it is written."""
     from parlinalg.comm import open_comm
     from parlinalg.comm.together import together
     from parlinalg.datasets import tokenizer
-    from parlinalg.train.launch import launch
-    from parlinalg.train.sample import continuation
+    from parlinalg.train.language import continuation
+    from parlinalg.train.mesh import launch
 
     _check(args)
     try:
@@ -74,25 +74,25 @@ def run(args: argparse.Namespace) -> int:
         write(args.prompt)
         continuation(
             model, tokens, args.prompt, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, told=write,
+            top_p=args.top_p, seed=args.seed, special=True, eos_token_id=stops, report=write,
         )  # fmt: skip
         write("\n")
     return 0
 
 
 def _model(kind: Any, folder: Path, mesh: Mesh, dtype: str | None) -> Any:
-    """Return the folder's model, unsharded on this rank's grid or cut into a pipeline's stages."""
+    """Return the folder's model, on this rank's grid or cut into the stages of a pipeline."""
     if mesh.schedule is None:
         return kind.from_pretrained(folder, mesh.scheme, mesh.grid, dtype)
     from parlinalg.pipeline.build import from_pretrained
 
     return from_pretrained(
-        kind, folder, mesh.topology, mesh.schedule, mesh.scheme, mesh.grid, dtype, partition=mesh.parallel.partition
+        kind, folder, mesh.topology, mesh.schedule, mesh.scheme, mesh.grid, dtype, partition=mesh.spec.partition
     )
 
 
 def model_class(folder: Path) -> Any:
-    """Return the model that a folder holds, by the `model_type` of its `config.json`."""
+    """Return the class of a folder's model, by the `model_type` of its `config.json`."""
     from parlinalg import nn
     from parlinalg.nn.pretrained import ARCHITECTURES
     from parlinalg.nn.pretrained.settings import Settings
@@ -102,7 +102,7 @@ def model_class(folder: Path) -> Any:
 
 
 def ends(folder: Path) -> int | Sequence[int] | None:
-    """Return the tokens that end a text, as the folder's files have them."""
+    """Return the tokens that end a text, from the folder's files."""
     from parlinalg.nn.pretrained.settings import Settings
 
     for name in ("generation_config.json", "config.json"):

@@ -15,9 +15,9 @@ Commands = Any  # what ArgumentParser.add_subparsers returns
 
 
 def speaks() -> bool:
-    """Return True on the rank that prints for all ranks; known before MPI is started."""
-    reported = next((os.environ[name] for name in RANK if name in os.environ), "0")
-    return reported == "0"
+    """Return True on the rank that prints for all; known before MPI is started."""
+    rank = next((os.environ[name] for name in RANK if name in os.environ), "0")
+    return rank == "0"
 
 
 def mpiexec() -> str | None:

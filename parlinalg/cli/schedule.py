@@ -79,7 +79,7 @@ def _costs(text: str) -> tuple[float, float, float]:
 
 
 def _written(simulation: Simulation, args: argparse.Namespace) -> list[Path]:
-    """Write the files asked for; a folder that is missing or not writable is told."""
+    """Write the files asked for; raise if a folder is missing or not writable."""
     from parlinalg.pipeline.drawing import png, svg
 
     written = []

@@ -13,8 +13,8 @@ def add(commands: Commands) -> None:
     """Add the command to the parser."""
     train = commands.add_parser(
         "train",
-        help="train a model as a configuration says",
-        description="Train a model as a configuration says: `mpiexec -n 4 parlinalg train text`.",
+        help="train a model by a configuration",
+        description="Train a model by a configuration: `mpiexec -n 4 parlinalg train text`.",
     )
     train.add_argument(
         "config",
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code."""
     if args.fall_back and not args.resume:
         raise ConfigError("--fall-back says how to resume: add --resume, or leave it out to train from the start")
-    from parlinalg.train.job import train
+    from parlinalg.train.run import train
 
     settings = list(args.settings)
     if args.steps is not None:

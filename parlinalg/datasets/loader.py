@@ -52,6 +52,11 @@ class Batch:
         """The targets that count, of all ranks."""
         return int(self.y.size) - self.ignored if self.targets is None else self.targets
 
+    def piece(self, rows: range, x: Any, y: Any) -> Batch:
+        """Return the microbatch of some rows, with inputs x and targets y."""
+        documents = None if self.documents is None else self.documents[rows.start : rows.stop]
+        return Batch(x, y, self.offset + rows.start, self.positions, documents)
+
     def __len__(self) -> int:
         return int(next(leaves(self.x)).shape[0])
 

@@ -4,23 +4,22 @@ from typing import TYPE_CHECKING
 
 from parlinalg import hints
 from parlinalg.train.checkpoint import Checkpoints
-from parlinalg.train.config import Config
+from parlinalg.train.config import TrainingConfig
 from parlinalg.train.engine import Engine
 from parlinalg.train.feed import Feed
 from parlinalg.train.hooks import CheckpointHook, EarlyStopHook, EvaluateHook, Hook, LogHook
 from parlinalg.train.initialize import initialize
-from parlinalg.train.launch import Mesh, launch
 from parlinalg.train.losses import accuracy
-from parlinalg.train.pipeline_schedules import InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule
+from parlinalg.train.mesh import Mesh, MeshSpec, launch, resolve
 from parlinalg.train.progress import ProgressHook
 from parlinalg.train.recipes import Recipe, recipe
-from parlinalg.train.report import RunHook
+from parlinalg.train.run import RunHook
+from parlinalg.train.schedules import InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule
 from parlinalg.train.trainer import Trainer
 
 __all__ = [
     "CheckpointHook",
     "Checkpoints",
-    "Config",
     "EarlyStopHook",
     "Engine",
     "EvaluateHook",
@@ -29,16 +28,19 @@ __all__ = [
     "InterleavedPipelineSchedule",
     "LogHook",
     "Mesh",
+    "MeshSpec",
     "NonPipelineSchedule",
     "PipelineSchedule",
     "ProgressHook",
     "Recipe",
     "RunHook",
     "Trainer",
+    "TrainingConfig",
     "accuracy",
     "initialize",
     "launch",
     "recipe",
+    "resolve",
 ]
 
 if not TYPE_CHECKING:  # names of other libraries

@@ -1,50 +1,58 @@
-"""Configurations: what may stand in one, its defaults, and how it is read.  Pure: no MPI.
+"""Configurations: the keys that a training may be given, parsed once into frozen dataclasses.  Pure: no MPI.
 
 A configuration is a Python file whose variables are the keys, a dict of them, or the name of a shipped example.  Every
-key is optional.
+key is optional.  A new key is a field here: its default, check and meaning; the guide's tables, `--set` and the errors
+of unknown keys follow from it.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import runpy
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from parlinalg.errors import ConfigError
-from parlinalg.parallel.handlers import Handler, ZeRO
-from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.train import options
-from parlinalg.train.checkpoint_options import Checkpointing, checkpointing
-from parlinalg.train.keys import (
-    Check,
+from parlinalg.parallel.handlers import ACCUMULATE, KINDS, Handler, ZeRO
+from parlinalg.parallel.precision import START
+from parlinalg.pipeline.schedules import discover, make_schedule
+from parlinalg.schemes import modes, modes_for
+from parlinalg.sequence import ORDERS
+from parlinalg.train import choices, schema
+from parlinalg.train.choices import LANGUAGE
+from parlinalg.train.schema import (
     Choice,
+    Section,
+    Short,
     check_keys,
     choice,
+    divisors,
     flag,
+    integer,
+    key,
     listed,
     one_of,
     optional,
     real,
     refuse,
-    section,
     several,
     text,
-    whole,
 )
-from parlinalg.train.options import Pipelining, Precision, Zero
-from parlinalg.train.overrides import override
+from parlinalg.units import parse_bytes
 
 __all__ = [
-    "Checkpointing", "Choice", "Config", "Pipelining", "Precision", "Zero", "check", "examples", "load", "override",
-    "read",
+    "CheckpointConfig", "Choice", "LossScaleConfig", "OffloadConfig", "ParallelConfig", "PipelineConfig",
+    "PrecisionConfig", "SampleConfig", "ScheduleConfig", "SequenceConfig", "TensorConfig", "TrainingConfig",
+    "ZeroConfig", "examples", "load", "override", "parse", "read",
 ]  # fmt: skip
 
-#: What trains a classifier of a `.npz` file that is given in place of a configuration.
+EXAMPLES = Path(__file__).parent.parent / "examples"
+#: The configuration that trains a classifier of a `.npz` file which is given in its place.
 CLASSIFIER: dict[str, Any] = {
     "model": {"name": "mlp", "hidden": (128,)}, "optimizer": {"name": "adamw", "lr": 3e-3},
     "lr_schedule": {"name": "cosine", "warmup": 5}, "epochs": 20, "batch_size": 64,
@@ -55,301 +63,562 @@ OTHER_DATA = {
     **dict.fromkeys((".npy", ".csv", ".tsv", ".json", ".jsonl", ".h5", ".hdf5", ".parquet", ".pt", ".pkl"), _AS_NPZ),
     **dict.fromkeys((".txt", ".md", ".rst"), _AS_TEXT),
 }
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-_dropout = real(0, 1, below=True)
-_share = real(0, 1, above=True, below=True)
-
-
-def _hidden(where: str, value: Any) -> Any:
-    return several(whole(1))(where, [value] if isinstance(value, int) else value)
-
-
-DATASETS: dict[str, dict[str, Check]] = {
-    "digits": {"test": _share},
-    "npz": {"path": text, "test": _share},
-    "text": {
-        "path": optional(text), "tokenizer": optional(text), "sequence_length": whole(1), "validation": _share,
-        "packed": flag,
-    },
-}  # fmt: skip
-_language: dict[str, Check] = {
-    "vocab_size": whole(1),
-    "max_position_embeddings": whole(1),
-    "hidden_size": whole(1),
-    "num_hidden_layers": whole(1, 100_000),
-    "num_attention_heads": whole(1),
-    "intermediate_size": whole(1),
-    "tie_word_embeddings": flag,
-    "initializer_range": real(0, above=True),
-    "embd_pdrop": _dropout,
-    "resid_pdrop": _dropout,
-    "recompute": one_of(None, "attention", "block"),
-    "num_local_experts": whole(1),
-    "num_experts_per_tok": one_of(1, 2),
-    "router_aux_loss_coef": real(0),
-    "capacity_factor": optional(real(0, above=True)),
-    "expert_axis": optional(text),
-}
-LANGUAGE = ("gpt", "llama")  # models that read text
-MODELS: dict[str, dict[str, Check]] = {
-    "mlp": {
-        "hidden": _hidden,
-        "activation": one_of("relu", "gelu", "tanh", "sigmoid", "silu"),
-        "dropout": _dropout,
-        "bias": flag,
-    },
-    "gpt": {
-        **_language,
-        "hidden_act": text,
-        "attn_pdrop": _dropout,
-        "layer_norm_eps": real(0, above=True),
-    },
-    "llama": {
-        **_language,
-        "num_key_value_heads": whole(1),
-        "head_dim": whole(1),
-        "packed": flag,
-        "rope_theta": real(0, above=True),
-        "rms_norm_eps": real(0, above=True),
-        "attention_dropout": _dropout,
-    },
-}
+PARTITIONS = ("uniform", "parameters", "flops", "time")
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+LOW = ("bfloat16", "float16", "float32")
+_ranks = integer(1, 1_000_000)
+_count = integer(1, 100_000)
+_seed = integer(0, (1 << 64) - 1)
+_positive = real(0, above=True)
+_size = Short(int, "size", "a number of ranks")
 
 
-def _no_decay(where: str, value: Any) -> bool | tuple[str, ...]:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        raise refuse(where, value, "True, False, or a list of parts of parameters' names, such as ['bias', 'norm']")
-    found: tuple[str, ...] = several(text)(where, value)
-    return found
+# ---------------------------------------------------------------------------------------------- parallel
+@dataclass(frozen=True)
+class TensorConfig(Section):
+    """Tensor parallelism: the ranks that share each product."""
 
+    SHORT = _size
+    size: int | None = key(None, _ranks, "ranks", "with a mode: all that the others leave; without: 1")
+    mode: str | None = key(
+        None, one_of(*modes()), f"{', '.join(f'`{m!r}`' for m in modes())}".replace("'", '"'), "none"
+    )
+    shape: tuple[int, ...] | None = key(
+        None, several(_ranks, least=1), "`(r, c)` for 2d, `(d, r, c)` for 2.5d, `(i, j, l)` for 3d; any rectangle",
+        "a square or cube; where `size` is left out too, the nearest to one",
+    )  # fmt: skip
+    depth: int | None = key(None, _ranks, "of 2.5d, where its layers are squares", "none: give it, or `shape`")
+    depth_on: str | None = key(None, one_of("batch", "k"), 'of 2.5d: `"batch"` or `"k"`', '`"batch"`')
+    sequence_parallel: bool = key(False, flag, "of 1d: `True` cuts the residual stream along the sequence")
 
-_betas = several(real(0, 1, below=True), length=2)
-_decay: dict[str, Check] = {"weight_decay": real(0), "no_decay": _no_decay}
-_adam: dict[str, Check] = {"lr": real(0), "betas": _betas, "eps": real(0, above=True), **_decay}
-OPTIMIZERS: dict[str, dict[str, Check]] = {
-    "sgd": {"lr": real(0), "momentum": real(0, 1, below=True), "nesterov": flag, **_decay},
-    "adam": _adam,
-    "adamw": _adam,
-    "lamb": _adam,
-    "lars": {"lr": real(0), "momentum": real(0, 1, below=True), **_decay, "trust": real(0, above=True)},
-}
-LR_SCHEDULES: dict[str, dict[str, Check]] = {
-    "constant": {"warmup": whole(0)},
-    "cosine": {"warmup": whole(0), "end": real(0, 1)},
-    "linear": {"warmup": whole(0), "end": real(0, 1)},
-    "step": {"warmup": whole(0), "every": whole(1), "factor": real(0, 1, above=True)},
-}
-CRITERIA: dict[str, dict[str, Check]] = {
-    "cross_entropy": {"label_smoothing": real(0, 1, below=True)},
-}
-SAMPLE: dict[str, Check] = {
-    "prompt": text,
-    "max_new_tokens": whole(0),
-    "temperature": real(0),
-    "top_k": optional(whole(1)),
-    "top_p": optional(real(0, 1, above=True)),
-    "seed": whole(0, (1 << 64) - 1),
-}
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks that size, shape or the lack of a mode determine; None if they do not."""
+        if self.size is None and self.shape is not None:
+            return math.prod(self.shape)
+        return 1 if self.size is None and self.mode is None else self.size
+
+    def check(self, where: str) -> None:
+        if self.mode is not None:
+            return
+        if (size := self.ranks or 1) > 1:
+            raise ConfigError(
+                f"{where} has size {size} but no mode: add mode=…, such as tensor=dict(size={size}, mode='1d'); "
+                f"{size} ranks allow the modes {modes_for(size)}"
+            )
+        for name in ("shape", "depth", "depth_on"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{where}.{name}={getattr(self, name)!r} needs a mode, such as mode='2.5d'; give it, or leave "
+                    f"{name} out"
+                )
+        if self.sequence_parallel:
+            raise ConfigError(f"{where}.sequence_parallel=True needs mode='1d'")
 
 
 @dataclass(frozen=True)
-class Config:
-    """A checked configuration.
+class DataParallelConfig(Section):
+    """Data parallelism: the ranks that share each batch."""
 
-    Attributes
-    ----------
-    parallel : dict
-        See `parlinalg.train.parallel.share_out`, which checks it against the number of ranks.
-    backend : {"auto", "numpy", "cupy"}
-    dtype : {"float32", "float64", "bfloat16", "float16"}
-        Of the parameters and the arithmetic; with `precision`, of the weights that the optimizer keeps.
-    precision : Precision
-        Mixed precision, if any.
-    zero : Zero
-        What data parallel ranks share out.
-    schedule : Pipelining or None
-        The order of work in a pipeline.
-    gradient_handler : tuple of handlers
-        Of `parlinalg.parallel`.
-    offload : dict
-        What lies on a disk or in the host's memory.
-    seed : int
-        Of the weights, the order of the data, dropout, and the split into training and test data.
-    model, data, optimizer, lr_schedule, criterion : Choice
-        A name and options; the tables of this module list them.
-    epochs : int
-        Passes over the training data, unless `steps` is given.
-    steps : int or None
-        Optimizer steps.
-    batch_size : int
-        Samples a step, over all ranks and microbatches; the last batch of an epoch may be smaller.
-    gradient_accumulation : int
-        Microbatches into which a step's batch is cut.
-    clip_grad_norm : float or None
-        The largest 2-norm of the gradient of the whole model.
-    clip_grad_value : float or None
-        The largest element of the gradient, instead.
-    skip_nonfinite : bool
-        Whether a step whose loss or gradient is not finite is left out, on all ranks; with a loss scale it always is.
-        Otherwise such a loss ends the training.
-    validate_every : int or None
-        Steps from one measurement on the data kept out of training to the next; one follows the last step anyway.
-    checkpoint : Checkpointing
-        When checkpoints are made, and which of them stay.
-    sample : dict
-        How a language model writes its sample at the end; the keys of `SAMPLE`.
-    """
+    SHORT = _size
+    size: int | None = key(None, _ranks, "ranks", "what the others leave; checked if given")
 
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    backend: str = "auto"
-    dtype: str = "float32"
-    precision: Precision = field(default_factory=Precision)
-    zero: Zero = field(default_factory=Zero)
-    schedule: Pipelining | None = None
-    gradient_handler: tuple[Handler, ...] = ()
-    offload: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    model: Choice = field(default_factory=lambda: Choice("mlp", {}))
-    data: Choice = field(default_factory=lambda: Choice("digits", {}))
-    optimizer: Choice = field(default_factory=lambda: Choice("adamw", {}))
-    lr_schedule: Choice = field(default_factory=lambda: Choice("constant", {}))
-    criterion: Choice = field(default_factory=lambda: Choice("cross_entropy", {}))
-    epochs: int = 10
-    steps: int | None = None
-    batch_size: int = 64
-    gradient_accumulation: int = 1
-    clip_grad_norm: float | None = None
-    clip_grad_value: float | None = None
-    skip_nonfinite: bool = False
-    validate_every: int | None = None
-    checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    sample: Mapping[str, Any] = field(default_factory=dict)
+
+@dataclass(frozen=True)
+class SequenceConfig(Section):
+    """Sequence parallelism: the ranks that share each sequence."""
+
+    SHORT = _size
+    size: int | None = key(None, _ranks, "ranks; see [](sequences.md)", "1")
+    ulysses: int = key(
+        1, _ranks, "how many of them exchange heads, a divisor of `size`; over the others attention is a ring"
+    )
+    order: str | None = key(
+        None, one_of(*ORDERS), 'of the tokens: `"zigzag"`, `"striped"`, `"contiguous"`',
+        "zigzag for a causal model's ring, else contiguous",
+    )  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.size or 1
+
+    def check(self, where: str) -> None:
+        if self.ranks % self.ulysses:
+            raise ConfigError(
+                f"{where}.ulysses={self.ulysses} does not divide {where}.size={self.ranks}, the ranks of a sequence: "
+                f"it may be {divisors(self.ranks)}"
+            )
+
+
+def _partition(where: str, value: Any) -> str | tuple[int, ...]:
+    """Check a partition of layers: a name, or the layers of each stage."""
+    if isinstance(value, str):
+        name: str = one_of(*PARTITIONS)(where, value)
+        return name
+    if not isinstance(value, Sequence):
+        raise refuse(where, value, f"one of {listed(PARTITIONS)}, or a list of the layers of each stage")
+    counts: tuple[int, ...] = several(integer(0), least=1)(where, value)
+    return counts
+
+
+@dataclass(frozen=True)
+class PipelineConfig(Section):
+    """Pipeline parallelism: the ranks that follow one another, each with some of the layers."""
+
+    SHORT = _size
+    size: int | None = key(None, _ranks, "ranks of the pipeline", "as many as `tensor` lists, or 1")
+    partition: str | tuple[int, ...] = key(
+        "uniform", _partition,
+        'how layers are split into stages: `"uniform"`, `"parameters"`, `"flops"`, `"time"`, or a list of the layers '
+        "of each stage; see [](splitting.md)",
+    )  # fmt: skip
+    tensor: tuple[TensorConfig, ...] | None = key(
+        None, several(TensorConfig.parse, least=1),
+        "a list: what each rank of the pipeline has in place of `parallel.tensor`, with a `size` or `shape`",
+        "`parallel.tensor` for all",
+    )  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.size or len(self.tensor or (0,))
+
+    def check(self, where: str) -> None:
+        if self.tensor is not None and len(self.tensor) != self.ranks:
+            raise ConfigError(
+                f"{where}.tensor lists {len(self.tensor)} grids for a pipeline of {self.ranks} ranks: give "
+                f"{self.ranks}, or one for all by parallel.tensor"
+            )
+        if self.ranks == 1 and self.size is None and not isinstance(self.partition, str) and len(self.partition) > 1:
+            raise ConfigError(
+                f"{where}.partition={list(self.partition)} splits layers into stages, but the pipeline has one rank: "
+                f"give pipeline=dict(size={len(self.partition)}, …), or leave the partition out"
+            )
+        for p, tensor in enumerate(self.tensor or ()):
+            if tensor.mode == "sequence":
+                raise ConfigError(
+                    f"{where}.tensor[{p}].mode='sequence': sequences are cut alike in the whole pipeline, by "
+                    "parallel.sequence=dict(size=…)"
+                )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section):
+    """The dimensions of the mesh: world = data × pipeline × sequence × tensor."""
+
+    data: DataParallelConfig = key(
+        DataParallelConfig(),
+        DataParallelConfig,
+        "ranks that share the batch",
+        "what the others leave; checked if given",
+    )
+    pipeline: PipelineConfig = key(
+        PipelineConfig(), PipelineConfig,
+        "ranks that follow one another, each with some of the layers, or a dict as below", "1",
+    )  # fmt: skip
+    sequence: SequenceConfig = key(
+        SequenceConfig(), SequenceConfig, "ranks that share each sequence, or a dict as below", "1"
+    )
+    tensor: TensorConfig = key(TensorConfig(), TensorConfig, "ranks that share each product, or a dict as below", "1")
+
+    def check(self, where: str) -> None:
+        if self.tensor.mode == "sequence" and self.sequence.size is not None:
+            raise ConfigError(
+                f"{where}.tensor.mode='sequence' is the short form of {where}.sequence: give sequence=dict(size=…) "
+                "alone, and tensor another mode, or none"
+            )
+        if self.pipeline.tensor is not None and self.tensor != TensorConfig():
+            raise ConfigError(
+                f"{where}.tensor and {where}.pipeline.tensor are both given: the one is of all ranks of the pipeline, "
+                "the other of each; give one of them"
+            )
+
+
+# ---------------------------------------------------------------------------------------------- how steps are made
+@dataclass(frozen=True)
+class ScheduleConfig(Section):
+    """The order of work in a pipeline."""
+
+    SHORT = Short(str, "name", "a name")
+    name: str = key(
+        "1f1b", one_of(*sorted(discover())),
+        f"{', '.join(f'`{n!r}`' for n in sorted(discover()))}; see [](pipelines/index.md)".replace("'", '"'),
+    )  # fmt: skip
+    microbatches: int | None = key(
+        None, _count, "into how many a step's batch is cut",
+        "as `gradient_accumulation` says, or as many as the pipeline has ranks",
+    )  # fmt: skip
+    chunks: int | None = key(None, _count, "the stages that a rank holds, for `interleaved`", "2")
+    every: int | None = key(
+        None,
+        _count,
+        "the microbatches of an optimizer step, for the asynchronous schedules",
+        "as the schedule likes it",
+    )
+
+
+@dataclass(frozen=True)
+class LossScaleConfig(Section):
+    """A dynamic scale of the loss: it doubles after good steps, and halves where a gradient overflows."""
+
+    start: float = key(START, _positive, "the first scale", "65,536")
+    growth_every: int = key(2000, integer(1), "good steps in a row after which it doubles", "2,000")
+    least: float = key(1.0, _positive, "the smallest scale")
+    most: float = key(2.0**24, _positive, "the largest scale", "2²⁴")
+
+
+def _low(where: str, value: Any) -> str:
+    name: str = SHORT_NAMES.get(value, value) if isinstance(value, str) else value
+    if name not in LOW:
+        raise refuse(where, value, f"one of {listed((*SHORT_NAMES, *LOW))}, or None for none")
+    return name
+
+
+def _loss_scale(where: str, value: Any) -> LossScaleConfig | float:
+    if value == "dynamic" or isinstance(value, Mapping):
+        return LossScaleConfig.parse(where, None if value == "dynamic" else value)
+    if isinstance(value, str):
+        raise refuse(where, value, "'dynamic', a dict with its options, a number that stays, or None")
+    constant: float = _positive(where, value)
+    return constant
+
+
+def _communicate(where: str, value: Any) -> str:
+    value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    value = "float32" if value == "32" else value
+    found: str = one_of("16", "bfloat16", "float16", "float32")(where, value)
+    return found
+
+
+@dataclass(frozen=True)
+class PrecisionConfig(Section):
+    """Mixed precision."""
+
+    SHORT = Short(str, "dtype", "the name of a dtype")
+    dtype: str | None = key(
+        None, _low, 'of weights, gradients and arithmetic: `"bf16"`, `"fp16"` or `"float32"`; the `dtype` of '
+        "the configuration is then that of the weights which the optimizer keeps", "none: no mixed precision",
+    )  # fmt: skip
+    loss_scale: LossScaleConfig | float | None = key(
+        None, _loss_scale, '`"dynamic"`, a dict with its options, a number that stays, or `None`',
+        '`"dynamic"` for fp16, else none',
+    )  # fmt: skip
+    communicate: str | None = key(None, _communicate, "the dtype in which gradients travel: 16 or 32 bits", "their own")
+
+    @classmethod
+    def expand(cls, value: object) -> object:
+        given = super().expand(value)
+        if isinstance(given, Mapping) and given.get("dtype") in ("fp16", "float16"):
+            return {"loss_scale": "dynamic", **given}
+        return given
+
+    @classmethod
+    def parse(cls, where: str, value: object) -> Self:
+        found = super().parse(where, value)
+        if found.communicate != "16":
+            return found
+        return replace(found, communicate=found.dtype if found.dtype in ("bfloat16", "float16") else "bfloat16")
+
+
+def _stage(where: str, value: Any) -> int:
+    if value not in (0, 1, 2, 3) or isinstance(value, bool):
+        raise refuse(where, value, "0 (off), 1 (optimizer states), 2 (gradients too) or 3 (parameters too)")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class ZeroConfig(Section):
+    """Sharding over the data parallel ranks; see `parlinalg.parallel.ZeRO`."""
+
+    SHORT = Short(int, "stage", "a stage")
+    stage: int = key(
+        0, _stage, "1 shards the optimizer's states, 2 gradients too, 3 parameters too; 0: nothing. Without data "
+        "parallel ranks it does nothing, and the opening lines report that",
+    )  # fmt: skip
+    within: int | None = key(
+        None, integer(1), "groups of so many data parallel ranks shard, such as those of a node, and the groups hold "
+        "copies", "all ranks are one group",
+    )  # fmt: skip
+    accumulate: str = key(
+        "reduce-scatter", one_of(*ACCUMULATE),
+        'what microbatches do with stages 2 and 3: `"reduce-scatter"`, or `"whole"`: hold unsharded gradients',
+    )  # fmt: skip
+
+
+def _handlers(where: str, value: Any) -> tuple[Handler, ...]:
+    """Check a list of dicts, each with a `type` and that handler's options."""
+    return tuple(several(_handler)(where, [] if value is None else value))
+
+
+def _handler(where: str, value: Any) -> Handler:
+    given = {"type": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping) or "type" not in given:
+        raise refuse(where, value, f"a dict with a type, one of {listed(KINDS)}")
+    name = given["type"]
+    if not isinstance(name, str) or name not in KINDS:
+        raise refuse(f"{where}.type", name, f"one of {listed(KINDS)}")
+    options: dict[str, Any] = {option: v for option, v in given.items() if option != "type"}
+    check_keys(f"{where} ({name})", options, [f.name for f in fields(KINDS[name])])
+    lacking = [repr(f.name) for f in fields(KINDS[name]) if f.default is MISSING and f.name not in options]
+    if lacking:
+        raise ConfigError(f"{where} ({name}) needs {' and '.join(lacking)}")
+    axes = options.get("axes", "")
+    if not isinstance(axes, str):
+        options["axes"] = tuple(several(text, least=1)(f"{where}.axes", axes))
+    try:
+        made = KINDS[name](**options)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if isinstance(made, ZeRO) and made.stage == 3:
+        raise ConfigError(f"{where}: stage 3 cuts the weights of the model: use zero=dict(stage=3), and leave this out")
+    return made
+
+
+def _memory(where: str, value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    found: int = integer(1)(where, value)
+    return found
+
+
+_level = one_of("host", "disk")
+
+
+@dataclass(frozen=True)
+class OffloadConfig(Section):
+    """States, values and activations that are kept on a disk or in host memory."""
+
+    optimizer: str | None = key(
+        None, _level, 'the states of the optimizer: `"disk"` or, from a GPU, `"host"`', "in memory"
+    )
+    activations: str | None = key(None, _level, "what the tape saves for the backward pass, likewise", "in memory")
+    parameters: str | None = key(None, _level, "parameters with their gradients, likewise", "in memory")
+    gradients: str | None = key(None, _level, "gradients alone, likewise", "in memory")
+    path: str | None = key(
+        None, text, "a folder on a disk, of this run alone",
+        "`offload` in the folder of the results; `initialize` needs one",
+    )  # fmt: skip
+    memory: int | None = key(
+        None, _memory, 'what a rank may hold, such as `"4GiB"`, by which it is decided what is offloaded, in a '
+        "pipeline for each stage; the opening lines report it", "no limit",
+    )  # fmt: skip
+
+    def __bool__(self) -> bool:
+        return self != OffloadConfig()
+
+    def check(self, where: str) -> None:
+        if set(self.given()) == {"path"}:
+            raise ConfigError(f"{where} has a path, and nothing to write there: add optimizer='disk', or memory='4GiB'")
+
+
+# ---------------------------------------------------------------------------------------------- what is written
+@dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """When checkpoints are made, and which of them are kept."""
+
+    SHORT = Short(int, "every", "a number of steps, or False for none")
+    every: int | None = key(
+        None, integer(1), "steps from one to the next", "one at the end, and when a signal stops the training"
+    )
+    keep: int | None = key(3, optional(integer(1)), "how many of the last ones are kept; `None`: all")
+    best: str | None = key(
+        None, text, 'a metric of the data kept out, such as `"validation_loss"`: where it is the best so far there is '
+        "a checkpoint too, and it is kept as long as no later one is better", "none",
+    )  # fmt: skip
+    background: bool = key(True, flag, "whether files are written while training goes on")
+    on: bool = key(True, flag, "`False`: no checkpoints, for which `checkpoint=False` is short")
+
+    @classmethod
+    def expand(cls, value: object) -> object:
+        return {"on": value} if isinstance(value, bool) else super().expand(value)
+
+    def __str__(self) -> str:
+        if not self.on:
+            return "none"
+        often = "at the end" if self.every is None else f"every {self.every} steps and at the end"
+        stay = "all stay" if self.keep is None else f"the last {self.keep} stay" if self.keep > 1 else "the last stays"
+        return f"{often}; {stay}" + (f", and where {self.best} is the best" if self.best else "")
+
+
+@dataclass(frozen=True)
+class SampleConfig(Section):
+    """The text that a language model writes at the end."""
+
+    prompt: str = key("\n", text, "the text to go on from", "a line's end")
+    max_new_tokens: int = key(500, integer(0), "the tokens to write; 0: no sample")
+    temperature: float = key(0.8, real(0), "of the distribution that is drawn from; 0: the likeliest token")
+    top_k: int | None = key(None, integer(1), "draw among so many likeliest tokens", "all")
+    top_p: float | None = key(
+        None, real(0, 1, above=True), "draw among the likeliest tokens of this probability", "all"
+    )
+    seed: int | None = key(None, _seed, "of what is drawn", "that of the configuration")
+
+
+# ---------------------------------------------------------------------------------------------- all of it
+@dataclass(frozen=True)
+class TrainingConfig(Section):
+    """A checked configuration."""
+
+    parallel: ParallelConfig = key(
+        ParallelConfig(), ParallelConfig, "how the ranks are used, as above", "data parallel"
+    )
+    backend: str = key(
+        "auto", one_of("auto", "numpy", "cupy"), '`"auto"`, `"numpy"`, `"cupy"`',
+        '`"auto"`: CuPy where every rank has a GPU',
+    )  # fmt: skip
+    dtype: str = key(
+        "float32", one_of("float32", "float64", "bfloat16", "float16"),
+        '`"float32"`, `"float64"`, `"bfloat16"`, `"float16"`: of weights and arithmetic; the 16-bit ones are summed in '
+        "float32. With `precision`: of the weights that the optimizer keeps",
+    )  # fmt: skip
+    seed: int = key(0, _seed, "of weights, order of samples, dropout, split")
+    model: Choice = key(Choice("mlp", {}), choice(choices.MODELS, default="mlp"), "as below", "`mlp`; `gpt` for text")
+    data: Choice = key(Choice("digits", {}), choices.data, "as below", "`digits`; `text` if the model reads text")
+    optimizer: Choice = key(Choice("adamw", {}), choice(choices.OPTIMIZERS, default="adamw"), "as below", "`adamw`")
+    lr_schedule: Choice = key(Choice("constant", {}), choices.lr_schedule, "as below", "`constant`")
+    criterion: Choice = key(
+        Choice("cross_entropy", {}), choice(choices.CRITERIA, default="cross_entropy"), "as below", "`cross_entropy`"
+    )
+    epochs: int = key(10, integer(1), "passes over the training data")
+    steps: int | None = key(None, integer(1), "optimizer steps, instead of `epochs`")
+    batch_size: int = key(64, integer(1), "samples a step, over all ranks and microbatches")
+    gradient_accumulation: int = key(
+        1, _count, "microbatches a step's batch is cut into; with a loader of one's own [in `initialize`](engine.md), "
+        "batches that make a step",
+    )  # fmt: skip
+    clip_grad_norm: float | None = key(None, _positive, "the largest norm of the whole model's gradient", "no clipping")
+    clip_grad_value: float | None = key(None, _positive, "the largest element of the gradient, instead", "no clipping")
+    skip_nonfinite: bool = key(
+        False, flag, "`True`: a step whose loss or gradient is not finite is left out, on all ranks, and counted; with "
+        "a loss scale it always is. `False`: a loss that is not finite ends the training",
+    )  # fmt: skip
+    precision: PrecisionConfig = key(
+        PrecisionConfig(), PrecisionConfig, 'mixed precision: `"bf16"`, `"fp16"`, or a dict as below; see '
+        "[](precision.md)", "none",
+    )  # fmt: skip
+    zero: ZeroConfig = key(
+        ZeroConfig(), ZeroConfig, "what data parallel ranks shard: a stage, or a dict as below; see [](zero.md)", "0"
+    )
+    gradient_handler: tuple[Handler, ...] = key(
+        (), _handlers, "a list of dicts with a `type`: `DataParallel`, `SequenceParallel`, `SharedParameters`, `ZeRO`; "
+        "see [](data_parallel.md)", "what layouts say",
+    )  # fmt: skip
+    offload: OffloadConfig = key(
+        OffloadConfig(), OffloadConfig, "what is kept on a disk or in host memory, as below; see [](offload.md)",
+        "nothing",
+    )  # fmt: skip
+    schedule: ScheduleConfig | None = key(
+        None, ScheduleConfig, "of a pipeline: a name, or a dict as below; see [](pipelines/index.md)",
+        '`"1f1b"` with a pipeline',
+    )  # fmt: skip
+    validate_every: int | None = key(
+        None,
+        integer(1),
+        "steps from one measurement on the data kept out to the next; one follows the last step anyway",
+    )
+    checkpoint: CheckpointConfig = key(
+        CheckpointConfig(), CheckpointConfig, "when checkpoints are made and which are kept: a dict as below, a number "
+        "of steps, or `False` for none; see [](checkpoints.md)", "one at the end, and when a signal stops the training",
+    )  # fmt: skip
+    sample: SampleConfig = key(SampleConfig(), SampleConfig, "how a language model writes its sample, as below", "")
 
     @property
     def model_dtype(self) -> str:
         """The dtype of the model's weights and arithmetic."""
         return self.precision.dtype or self.dtype
 
+    def microbatches(self, pipeline: int) -> int:
+        """Return into how many microbatches a step's batch is cut, for so many ranks of the pipeline."""
+        if self.schedule is not None and self.schedule.microbatches is not None:
+            return self.schedule.microbatches
+        return self.gradient_accumulation if self.gradient_accumulation > 1 else pipeline
 
-def _parallel(where: str, value: Any) -> Mapping[str, Any]:
-    value = {} if value is None else value
-    if not isinstance(value, Mapping):
-        raise refuse(where, value, "a dict with the keys data, pipeline, sequence, tensor")
-    return value
+    @property
+    def in_memory(self) -> bool:
+        """True if nothing is offloaded."""
+        return not self.offload
 
+    def steps_of(self, batches: int) -> int:
+        """Return the steps to make, each of a batch, where an epoch has so many batches."""
+        return self.epochs * batches if self.steps is None else self.steps
 
-def _data(where: str, value: Any) -> Choice:
-    path = value if isinstance(value, str) else value.get("path") if isinstance(value, Mapping) else None
-    if isinstance(path, str) and path not in DATASETS and (isinstance(value, Mapping) or Path(path).suffix):
-        name = "npz" if path.endswith(".npz") else "text"
-        value = {"name": name, **(value if isinstance(value, Mapping) else {"path": path})}
-    chosen: Choice = choice(DATASETS)(where, value)
-    if chosen.name == "npz" and "path" not in chosen.options:
-        raise ConfigError(f"{where} (npz) needs a path: data=dict(path='FILE.npz') of a file with arrays x and y")
-    return chosen
+    def writing_to(self, folder: Path) -> TrainingConfig:
+        """Return the configuration with files of the training itself in a folder, unless it names another."""
+        if not self.offload or self.offload.path is not None:
+            return self
+        return replace(self, offload=replace(self.offload, path=str(folder / "offload")))
 
-
-def _matched(checked: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with data and model that go together, each the other's where one is left out."""
-    data, model = checked.get("data"), checked.get("model")
-    if data is None:
-        data = Choice("text" if model is not None and model.name in LANGUAGE else "digits", {})
-    if model is None:
-        model = Choice("gpt" if data.name == "text" else "mlp", {})
-    if (model.name in LANGUAGE) != (data.name == "text"):
-        raise ConfigError(
-            f"the model {model.name!r} does not read the data {data.name!r}: text is for {listed(LANGUAGE)}, digits "
-            "and npz are for 'mlp'"
-        )
-    return {**checked, "data": data, "model": model}
-
-
-CHECKS: dict[str, Check] = {
-    "parallel": _parallel,
-    "backend": one_of("auto", "numpy", "cupy"),
-    "dtype": one_of("float32", "float64", "bfloat16", "float16"),
-    "seed": whole(0, (1 << 64) - 1),
-    "model": choice(MODELS, default="mlp"),
-    "data": _data,
-    "optimizer": choice(OPTIMIZERS, default="adamw"),
-    "lr_schedule": choice(LR_SCHEDULES),
-    "criterion": choice(CRITERIA, default="cross_entropy"),
-    "epochs": whole(1),
-    "steps": optional(whole(1)),
-    "batch_size": whole(1),
-    "gradient_accumulation": whole(1, 100_000),
-    "clip_grad_norm": optional(real(0, above=True)),
-    "validate_every": optional(whole(1)),
-    "sample": lambda where, value: section(where, {} if value is None else value, SAMPLE),
-    "clip_grad_value": optional(real(0, above=True)),
-    "skip_nonfinite": flag,
-    "precision": options.precision,
-    "zero": options.zero,
-    "gradient_handler": options.handlers,
-    "offload": options.offload,
-    "checkpoint": checkpointing,
-    "schedule": options.pipelining,
-}  # fmt: skip
+    def check(self, where: str) -> None:
+        if self.precision.dtype is not None and self.dtype not in ("float32", "float64"):
+            raise ConfigError(
+                f"with precision={self.precision.dtype!r} the optimizer keeps weights of dtype={self.dtype!r}: give "
+                "dtype='float32' or 'float64', or leave precision out for a model that is in 16 bits throughout"
+            )
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise ConfigError(
+                f"clip_grad_norm={self.clip_grad_norm} and clip_grad_value={self.clip_grad_value}: the norm would be "
+                "of what the other clips; give one of them"
+            )
+        asked = None if self.schedule is None else self.schedule.microbatches
+        if asked is not None and self.gradient_accumulation not in (1, asked):
+            raise ConfigError(
+                f"gradient_accumulation={self.gradient_accumulation} and schedule.microbatches={asked} both say into "
+                "how many microbatches a batch is cut; give one of them, or the same number"
+            )
+        if self.offload.parameters is not None and self.zero.stage in (1, 2):
+            raise ConfigError(
+                f"offload.parameters={self.offload.parameters!r} with zero stage {self.zero.stage}, whose values are "
+                "in buckets that are gathered unsharded: use stage 3, which cuts them, or 0, or offload the optimizer"
+            )
+        if self.zero.stage and any(isinstance(h, ZeRO) for h in self.gradient_handler):
+            raise ConfigError(
+                f"zero has stage {self.zero.stage}, and gradient_handler names ZeRO too; give one of them"
+            )
 
 
-def check(values: Mapping[str, Any]) -> Config:
+# ---------------------------------------------------------------------------------------------- reading
+def parse(values: Mapping[str, Any]) -> TrainingConfig:
     """Return a checked configuration from a dict of its keys.
 
     Raises
     ------
     ConfigError
-        If a key is unknown at any level (the message names the nearest right one), a value is out of range, or asks for
-        what is not there yet.
+        If a key is unknown at any level (the message names the nearest right one), a value is out of range, or keys
+        contradict each other.
     """
     if not isinstance(values, Mapping):
         raise refuse("a configuration", values, "a dict, or the path of a Python file")
-    for key in values:
-        if key in ("pipeline", "sequence", "tensor"):
-            raise ConfigError(f"the configuration has an unknown key {key!r}: write it inside parallel=dict({key}=…)")
-    check_keys("the configuration", values, CHECKS)
-    checked = section("", values, {k: _bare(c) for k, c in CHECKS.items()})
-    config = Config(**_matched({k: v for k, v in checked.items() if k in Config.__dataclass_fields__}))
-    check_together(config)
-    return over_one_rank(config)
+    for name in values:
+        if name in ("pipeline", "sequence", "tensor"):
+            raise ConfigError(f"the configuration has an unknown key {name!r}: write it inside parallel=dict({name}=…)")
+    config = _matched(TrainingConfig.parse("", values), values)
+    return _without_pipeline(config) if config.parallel.pipeline.ranks == 1 else config
 
 
-def check_together(config: Config) -> None:
-    """Raise a ConfigError, which says what would be right, if keys contradict each other."""
-    if config.precision.dtype is not None and config.dtype not in ("float32", "float64"):
+def _matched(config: TrainingConfig, given: Collection[str]) -> TrainingConfig:
+    """Return the configuration with data that the model reads: each follows from the other where it is left out."""
+    if "data" not in given and config.model.name in LANGUAGE:
+        config = replace(config, data=Choice("text", {}))
+    if "model" not in given and config.data.name == "text":
+        config = replace(config, model=Choice("gpt", {}))
+    if (config.model.name in LANGUAGE) != (config.data.name == "text"):
         raise ConfigError(
-            f"with precision={config.precision.dtype!r} the optimizer keeps weights of dtype={config.dtype!r}: give "
-            "dtype='float32' or 'float64', or leave precision out for a model that is in 16 bits throughout"
+            f"the model {config.model.name!r} does not read the data {config.data.name!r}: text is for "
+            f"{listed(LANGUAGE)}, digits and npz are for 'mlp'"
         )
-    if config.clip_grad_norm is not None and config.clip_grad_value is not None:
-        raise ConfigError(
-            f"clip_grad_norm={config.clip_grad_norm} and clip_grad_value={config.clip_grad_value}: the norm would be "
-            "of what the other clips; give one of them"
-        )
-    asked = None if config.schedule is None else config.schedule.microbatches
-    if asked is not None and config.gradient_accumulation not in (1, asked):
-        raise ConfigError(
-            f"gradient_accumulation={config.gradient_accumulation} and schedule.microbatches={asked} both say into how "
-            "many microbatches a batch is cut; give one of them, or the same number"
-        )
-    if "parameters" in config.offload and config.zero.stage in (1, 2):
-        raise ConfigError(
-            f"offload.parameters={config.offload['parameters']!r} with zero stage {config.zero.stage}, whose values "
-            "lie in buckets that are gathered whole: use stage 3, which cuts them, or 0, or offload the optimizer alone"
-        )
-    if config.zero.stage and any(isinstance(h, ZeRO) for h in config.gradient_handler):
-        raise ConfigError(f"zero has stage {config.zero.stage}, and gradient_handler names ZeRO too; give one of them")
+    return config
 
 
-def over_one_rank(config: Config) -> Config:
-    """The configuration, without a schedule where there is no pipeline, or one of one rank: microbatches accumulate.
+def _without_pipeline(config: TrainingConfig) -> TrainingConfig:
+    """Return the configuration with the microbatches of its schedule accumulated, for a pipeline of one rank.
 
     So a training goes on without its pipeline, and no key beside `parallel` has to change.
     """
-    if config.schedule is None or pipeline_size(config.parallel) != 1:
+    if config.schedule is None:
         return config
     if make_schedule(config.schedule.name, ranks=2, microbatches=4).asynchronous:
         raise ConfigError(
@@ -360,25 +629,17 @@ def over_one_rank(config: Config) -> Config:
     return replace(config, schedule=None, gradient_accumulation=parts)
 
 
-def pipeline_size(parallel: Mapping[str, Any]) -> object:
-    """The ranks of the pipeline that the `parallel` dict of a configuration asks for, as it says."""
-    pipeline = parallel.get("pipeline", 1)
-    if isinstance(pipeline, Mapping):
-        each = pipeline.get("tensor")
-        return pipeline.get("size", len(each) if isinstance(each, Sequence) else 1)
-    return pipeline
+def override(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a configuration with some replaced, by settings such as "optimizer.lr=0.01"."""
+    return schema.override(TrainingConfig, values, settings)
 
 
-def _bare(check: Check) -> Check:
-    return lambda where, value: check(where.lstrip("."), value)
-
-
-def load(source: Any, settings: Sequence[str] = ()) -> Config:
+def load(source: Any, settings: Sequence[str] = ()) -> TrainingConfig:
     """Read and check a configuration.
 
     Parameters
     ----------
-    source : Config, dict, str or Path
+    source : TrainingConfig, dict, str or Path
         The configuration itself, the path of a Python file, or the name of a shipped example such as "digits".
     settings : sequence of str
         Values to replace, such as "parallel.tensor.mode=2d", as on the command line.
@@ -386,14 +647,16 @@ def load(source: Any, settings: Sequence[str] = ()) -> Config:
     Raises
     ------
     ConfigError
-        If the file is missing or fails, or the configuration does not pass `check`.
+        If the file is missing or fails, or the configuration does not pass `parse`.
     """
-    if isinstance(source, Config):
+    if isinstance(source, TrainingConfig):
         if settings:
-            raise ConfigError("settings replace values of a dict or a file, not of a Config that is checked already")
+            raise ConfigError(
+                "settings replace values of a dict or a file, not of a TrainingConfig, which is parsed already"
+            )
         return source
     values = source if isinstance(source, Mapping) else read(source)
-    return check(override(values, settings))
+    return parse(override(values, settings))
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
-from parlinalg.errors import EngineError
+from parlinalg.errors import ConfigError, EngineError
 from parlinalg.grid import Grid
 from parlinalg.nn import Module, auxiliary_losses, sequence_positions
 from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.nn.module import buffers_kept
-from parlinalg.offload import Keeps, OffloadPlan, kept
-from parlinalg.offload.weighing import reckoned
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.precision import overflowing
 from parlinalg.parallel.reducer import GradientReducer
@@ -28,7 +26,6 @@ from parlinalg.pipeline.asynchronous import AsynchronousWorker
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
 from parlinalg.random.draws import Draws, using_draws
-from parlinalg.train.arguments import check_state
 from parlinalg.train.feed import Feed, rows_of, some_rows
 from parlinalg.train.layouts import dtype_of, place_inputs, placement
 from parlinalg.train.losses import (
@@ -42,14 +39,15 @@ from parlinalg.train.losses import (
     placed_label,
     sum_of_losses,
 )
+from parlinalg.train.schema import check_values, integer, real
 from parlinalg.train.update import Update
 
 if TYPE_CHECKING:
-    from parlinalg.train.pipeline_schedules import BaseSchedule
+    from parlinalg.train.schedules import BaseSchedule
 
 
 class Microbatch(NamedTuple):
-    """What a schedule learns of a microbatch.
+    """The results of a microbatch.
 
     Attributes
     ----------
@@ -69,7 +67,7 @@ class Microbatch(NamedTuple):
 
 
 class Engine:
-    """What `initialize` gives to train with.
+    """A model with its criterion and optimizer, as `initialize` returns it.
 
     Attributes
     ----------
@@ -80,11 +78,13 @@ class Engine:
     made, skipped : int
         Steps of the optimizer, and of these the ones left out since a loss or gradient was not finite.
     schedule : schedule or None
-        What `execute_schedule` runs.
+        Run by `execute_schedule`.
     metrics : dict of str to callable
-        What schedules measure beside the loss, as `initialize` takes them.
-    offload : OffloadPlan or None
-        What is offloaded, as the configuration says.
+        Measured by schedules beside the loss; see `initialize`.
+    memory_plan : OffloadPlan or None
+        Where parameters, gradients, states and activations are kept, if not all are in memory.
+    resources : ExitStack
+        Closed by `restore`.
     rows : int
     targets : float
     measures : dict of str to float
@@ -111,16 +111,16 @@ class Engine:
         self.accumulate, self.schedule = accumulate, schedule
         self.made = self.skipped = 0
         self.metrics = dict(metrics or {})
-        self.offload: OffloadPlan | None = None
+        self.memory_plan: Any = None
+        self.resources = ExitStack()
         self.rows, self.targets = 0, 0.0
         self.measures: dict[str, float] = {}
         self._update, self._criterion, self._test_criterion = update, criterion, test_criterion or criterion
-        self._offloaded = ExitStack()
         self._norm: float | None = None
         self._begin()
 
     def _begin(self) -> None:
-        """Be ready for the first microbatch of a step."""
+        """Reset the state of a step, before its first microbatch."""
         self._microbatch = 0  # calls of step() in this step of the optimizer
         self._sums = MicrobatchWeights()  # of the microbatches before this one
         self._finite = True
@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def pipelined(self) -> bool:
-        """Whether the model is cut into stages, so that schedules alone can run it."""
+        """True if the model is cut into stages, so that only schedules can run it."""
         return isinstance(self.model, PipelineModel)
 
     @property
@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before the backward pass."""
+        """The factor of losses before the backward pass."""
         return self._update.scale
 
     @property
@@ -169,31 +169,31 @@ class Engine:
         return self._update.skips
 
     def parameters(self) -> Iterator[Parameter]:
-        """The model's parameters that this rank has blocks of."""
+        """Return the parameters of which this rank has blocks."""
         return self.model.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """These parameters with their qualified names."""
+        """Return these parameters with their qualified names."""
         return self.model.named_parameters()
 
     def train(self, mode: bool = True) -> Engine:
-        """Say that the model is trained (or, False, used)."""
+        """Set the model to training mode, or with False to evaluation mode."""
         self.model.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Say that the model is used: dropout does nothing."""
+        """Set the model to evaluation mode, without dropout."""
         return self.train(False)
 
     # ------------------------------------------------------------------ a step
     def __call__(self, inputs: Any) -> Any:
-        """What the model gives.  Collective.
+        """Return the output of the model.  Collective.
 
         Parameters
         ----------
         inputs : array, DistArray, Tensor, a tree of them, or Batch
-            Host arrays are whole and the same on every rank; each cuts its own block.  A `Batch` of text also tells
-            where its tokens come from.
+            Host arrays are the same, unsharded, on every rank; each cuts its own block.  A `Batch` of text also has the
+            positions of its tokens.
 
         Raises
         ------
@@ -218,11 +218,11 @@ class Engine:
         return output
 
     def placed(self, x: Any) -> Any:
-        """Inputs as the model takes them: host arrays are cut, and what is floating gets the model's dtype."""
+        """Return inputs on the model's grid: host arrays are cut, and floating ones get the model's dtype."""
         return place_inputs(getattr(self.model, "whole", self.model), x, self.grid, dtype_of(self.model))
 
     def feed(self, loader: Any) -> Feed:
-        """A data loader whose batches this engine takes: each iteration is another epoch.  Collective."""
+        """Return a data loader for this engine, each iteration of which is another epoch.  Collective."""
         feed = loader if isinstance(loader, Feed) else Feed(loader, self.world)
         return feed.place(
             lambda: placement(self.model, self.grid, self.world, lambda label: expected(self._criterion, label))
@@ -230,14 +230,14 @@ class Engine:
 
     @contextmanager
     def context(self, batch: Any) -> Iterator[AuxiliaryLosses]:
-        """Around every forward pass: where tokens come from; gives the terms of the loss that layers add."""
+        """Return the context of a forward pass, with the positions of tokens; it yields the loss terms of layers."""
         positions, documents = getattr(batch, "positions", None), getattr(batch, "documents", None)
         collected: Any = auxiliary_losses() if self.training else nullcontext(AuxiliaryLosses())
         with sequence_positions(positions, documents), collected as found:
             yield found
 
     def criterion(self, output: Any, label: Any) -> Tensor:
-        """The mean loss of outputs and labels, with the terms that layers add to it.  Collective.
+        """Return the mean loss of outputs and labels, with the terms that layers add.  Collective.
 
         Labels that are host arrays are cut as the first dims of the output.
         """
@@ -260,15 +260,17 @@ class Engine:
         self._auxiliary = []
         return total
 
-    def expecting(self, parts: Sequence[Any], *, learns: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def expecting(self, parts: Sequence[Any], *, learns: bool = True) -> Iterator[None]:
         """Return a context for the microbatches of one batch, so that each is weighed by what all have."""
         targets = sum(map(self.expected, parts))
         if learns:
             self._sums.refer_to(targets)
-        return self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets)
+        with self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets), self.overflowing():
+            yield
 
     def expected(self, part: Any) -> int:
-        """How many targets of a microbatch are to count."""
+        """Return the number of targets of a microbatch that count."""
         return part.count if isinstance(part, Batch) else expected(self._criterion, part[1])
 
     def backward(self, loss: Tensor) -> None:
@@ -348,7 +350,7 @@ class Engine:
                 return self._with_terms(total, count), count, measures, detached(output) if keeps else None
 
     def overflowing(self) -> AbstractContextManager[None]:
-        """Where steps that are not finite are left out, what overflows is no warning."""
+        """Return a context without warnings of overflows, where steps that are not finite are left out."""
         return overflowing() if self._update.skips else nullcontext()
 
     def check_finite(self, loss: float) -> None:
@@ -413,7 +415,7 @@ class Engine:
 
     # ------------------------------------------------------------------ schedules
     def execute_schedule(self, data_iter: Iterator[Any], **options: Any) -> tuple[Any, Any, Any]:
-        """The engine's schedule's `forward_backward_step(engine, data_iter, …)`."""
+        """Run the engine's schedule: its `forward_backward_step(engine, data_iter, …)`."""
         if self.schedule is None:
             raise EngineError("this engine has no schedule; give initialize(…, schedule=PipelineSchedule(4))")
         return self.schedule.forward_backward_step(self, data_iter, **options)
@@ -456,7 +458,7 @@ class Engine:
             raise EngineError(f"{what} after a backward pass whose step is not made: call engine.step()")
 
     def worker(self, schedule: Schedule) -> Worker:
-        """What runs the model's stages by a schedule.  Collective at the first use of each.
+        """Return the worker that runs the model's stages by a schedule.  Collective at the first use of each.
 
         Raises
         ------
@@ -482,40 +484,20 @@ class Engine:
         return worker
 
     # ------------------------------------------------------------------ memory
-    def activation_memory(self, work: Any, parts: Mapping[int, Any], rows: int) -> Keeps | int:
-        """Return what a rank keeps for the backward passes of a step, for `parlinalg.offload.plan`.  Collective.
-
-        Parameters
-        ----------
-        work : Work or None
-            What the stages of a pipeline are told; see `parlinalg.pipeline.worker`.
-        parts : dict of int to microbatch
-            By the most rows that a rank has of it: one, or two small ones, from which others are reckoned.
-        rows : int
-            The most that a rank has of a microbatch.
-        """
-        if self.schedule is not None and isinstance(self.model, PipelineModel):
-            return self.worker(self.schedule.made(self.model.topology.size)).keeps(parts, work, rows)
-        found = {}
-        for n, part in parts.items():
-            with buffers_kept(self.model):
-                found[n] = kept(self._forward(part)[0])
-            self._next_microbatch()
-        return reckoned(found, rows)
-
-    def apply_offload(self, plan: OffloadPlan) -> ExitStack:
-        """Offload what the plan says; return what ends it.  Collective."""
-        self.offload = plan
-        self._offloaded.enter_context(plan.apply())
-        return self._offloaded
+    @contextmanager
+    def probing(self, part: Any) -> Iterator[Tensor]:
+        """Return a context with the loss of a microbatch from which nothing is learned.  Collective."""
+        with buffers_kept(self.model):
+            yield self._forward(part)[0]
+        self._next_microbatch()
 
     def restore(self) -> None:
-        """End what is offloaded: parameters come back into memory, and optimizer states are gone.  Collective."""
-        self._offloaded.close()
+        """Bring offloaded parameters back into memory; offloaded optimizer states are gone.  Collective."""
+        self.resources.close()
 
     # ------------------------------------------------------------------ state
     def progress(self) -> dict[str, Any]:
-        """How far the training is, beside parameters and the states of the optimizer: what JSON can carry."""
+        """Return the position of the training, beside parameters and optimizer states, as plain values for JSON."""
         scaler = self._update.scaler
         return {
             "made": self.made,
@@ -527,6 +509,14 @@ class Engine:
                 "groups": self.optimizer.options(),
             },
         }
+
+    def check_progress(self, progress: Mapping[str, Any]) -> None:
+        """Raise an error unless `set_progress` can take this."""
+        check_values("", progress, {"made": integer(0), "skipped": integer(0)})
+        check_values("optimizer", progress["optimizer"], {"steps": integer(0), "lr": real(0)})
+        if self._update.scaler is not None and progress["scaler"] is not None:
+            checks = {"scale": real(0, above=True), "good": integer(0), "skipped": integer(0)}
+            check_values("scaler", progress["scaler"], checks)
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
         """Restore the position that `progress` gave: the next step begins with the first microbatch of its batch."""
@@ -542,8 +532,10 @@ class Engine:
         self.zero_grad(all=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a training needs to go on as if it had not stopped; in a pipeline, with the states of the optimizer of
-        this rank's stages alone, on the same grid (`CheckpointHook` saves for any).  Collective.
+        """Return all that a training needs to go on.  Collective.
+
+        In a pipeline the optimizer's states are those of this rank's stages, for the same grid; `CheckpointHook` saves
+        for any.
         """
         return {
             "model": self.model.state_dict(),
@@ -552,8 +544,15 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.  Collective."""
+        """Restore what `state_dict` returned.  Collective."""
         check_state("engine.load_state_dict", state, ("model", "optimizer", "progress"))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.set_progress(state["progress"])
+
+
+def check_state(where: str, state: Any, keys: Sequence[str]) -> None:
+    """Raise a ConfigError unless this has the keys of a state."""
+    lacking = [key for key in keys if not isinstance(state, Mapping) or key not in state]
+    if lacking:
+        raise ConfigError(f"{where} takes what state_dict() gave; this lacks {', '.join(lacking)}")

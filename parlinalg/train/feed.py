@@ -1,4 +1,4 @@
-"""Data loaders as an engine sees them: iterables of inputs and labels, epoch after epoch, whole or in microbatches."""
+"""Data loaders of an engine: batches of inputs and labels, epoch after epoch, also in microbatches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Feed:
     Parameters
     ----------
     source : iterable
-        Of pairs (inputs, labels): host arrays or tensors of PyTorch, the same and whole on every rank, or `DistArray`s;
+        Of pairs (inputs, labels): host arrays or tensors of PyTorch, the same on every rank, or `DistArray`s;
         or a loader of `parlinalg.datasets`, whose epochs have orders of their own: a `DataLoader`, of which each rank
         reads its own rows alone, or `Sharded`, a loader that gives each data rank its own.
     world : Comm
@@ -67,7 +67,7 @@ class Feed:
         return self
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self.source)
 
     def __iter__(self) -> Pass:
@@ -86,11 +86,11 @@ class Feed:
         return found
 
     def at(self, epoch: int, skip: int = 0) -> Pass:
-        """An epoch by its number, but for its first `skip` batches; loaders of parlinalg do not read these."""
+        """Return an epoch by its number, without its first `skip` batches; loaders of parlinalg do not read these."""
         return Pass(self, epoch, skip)
 
     def first(self, parts: int = 1) -> Any:
-        """The first of so many microbatches of the first batch, which iterations give all the same.  Collective.
+        """Return the first of so many microbatches of the first batch, which iterations still include.  Collective.
 
         Raises
         ------
@@ -111,7 +111,7 @@ class Feed:
         return agreed(self.world, lambda: [draw()], lambda found: look_at(found, values=False))[0]
 
     def opened(self) -> Iterator[Any]:
-        """An iterator of the source; the first one goes on from what `first` has drawn, which it gives again."""
+        """Return an iterator of the source; the first one includes the batch that `first` has drawn."""
         begun, self._begun = self._begun, None
         return iter(self.source) if begun is None else chain(begun[:1], begun[1])
 
@@ -125,8 +125,18 @@ def check_loader(source: Any) -> None:
         )
 
 
+def length_of(loader: Any, what: str) -> int:
+    """Return the number of batches of an epoch; raise a ConfigError if the loader has no length."""
+    try:
+        return len(loader)
+    except TypeError:
+        raise ConfigError(
+            f"{what}, but a {type(loader).__name__} has no len(): give a list of pairs, or a loader with a length"
+        ) from None
+
+
 class Pass:
-    """The batches of one epoch, each whole (`next()`) or in microbatches (`take`)."""
+    """The batches of one epoch, each as it is (`next()`) or in microbatches (`take`)."""
 
     def __init__(self, feed: Feed, epoch: int, skip: int = 0) -> None:
         self.feed, self.epoch = feed, epoch
@@ -153,7 +163,7 @@ class Pass:
         return self.given == self._skip
 
     def take(self, parts: int) -> list[Any]:
-        """The next batch in so many microbatches, or as many as it has rows, if these are fewer.
+        """Return the next batch in so many microbatches, or as many as it has rows, if these are fewer.
 
         Raises
         ------
@@ -163,7 +173,7 @@ class Pass:
         return self._next_cut(parts) if self.cuts else cut(self._next(), parts)
 
     def _next_cut(self, parts: int) -> list[Any]:
-        """The next batch of a loader that cuts its batches itself: nothing moves."""
+        """Return the next batch of a loader that cuts its batches itself: nothing moves."""
         if parts != self._parts:
             self._parts = parts
             self._iterator = iter(self.feed.source.epoch(self.epoch, parts, self.given))
@@ -178,7 +188,7 @@ class Pass:
 
 
 def _pair(given: Any) -> Any:
-    """What an iterator gives, if it is a pair."""
+    """Return what an iterator has given as a pair; raise an EngineError if it is none."""
     if isinstance(given, Batch):
         return given
     if isinstance(given, tuple | list) and len(given) == 2:
@@ -188,7 +198,7 @@ def _pair(given: Any) -> Any:
 
 
 def agreed(world: Comm, draw: Callable[[], Result], look: Callable[[Result], Looks] | None = None) -> Result:
-    """What `draw` gives, where it gives something on all ranks that looks the same.  Collective.
+    """Return the result of `draw`, once all ranks have one that looks the same.  Collective.
 
     Raises
     ------
@@ -198,44 +208,44 @@ def agreed(world: Comm, draw: Callable[[], Result], look: Callable[[Result], Loo
         On all ranks, if it ends or fails on some, or what it gives differs.
     """
     made: list[Result] = []
-    said: list[Any] = ["", 0, "", 0]
+    own: list[Any] = ["", 0, "", 0]
     try:
         made.append(draw())
-        said[1:] = said[1:] if look is None else look(made[0])
+        own[1:] = own[1:] if look is None else look(made[0])
     except StopIteration:
-        said[0] = "ends"
+        own[0] = "ends"
     except ParlinalgError as error:
-        said[0] = str(error)
-    told = world.share(said)
-    if all(what == "ends" for what, *_ in told):
+        own[0] = str(error)
+    everyone = world.share(own)
+    if all(what == "ends" for what, *_ in everyone):
         raise StopIteration
-    whole = "all ranks iterate the same batches, whole, and each cuts its own block"
-    _, first_rows, first_kind, first_values = told[0]
-    for rank, (what, rows, kind, values) in enumerate(told):
+    rule = "all ranks iterate the same batches, whole, and each cuts its own block"
+    _, first_rows, first_kind, first_values = everyone[0]
+    for rank, (what, rows, kind, values) in enumerate(everyone):
         if what == "ends":
-            raise EngineError(f"the batches of rank {rank} end, those of other ranks go on: {whole}")
+            raise EngineError(f"the batches of rank {rank} end, those of other ranks go on: {rule}")
         if what:
-            raise EngineError(what if all(t[0] for t in told) else f"rank {rank}: {what}")
+            raise EngineError(what if all(each[0] for each in everyone) else f"rank {rank}: {what}")
         if rows != first_rows:
-            raise EngineError(f"rank {rank} has a batch of {rows} rows, rank 0 one of {first_rows}: {whole}")
+            raise EngineError(f"rank {rank} has a batch of {rows} rows, rank 0 one of {first_rows}: {rule}")
         if kind != first_kind:
-            raise EngineError(f"rank {rank} has a batch of {kind}, rank 0 one of {first_kind}: {whole}")
+            raise EngineError(f"rank {rank} has a batch of {kind}, rank 0 one of {first_kind}: {rule}")
         if values != first_values:
             raise EngineError(
-                f"rank {rank} has other values in its batch than rank 0: {whole}; shuffle by the same seed on all, and "
+                f"rank {rank} has other values in its batch than rank 0: {rule}; shuffle by the same seed on all, and "
                 "give no rank a share of its own, or say that the loader does: parlinalg.datasets.Sharded(loader)"
             )
     return made[0]
 
 
 def look_at(parts: Sequence[Any], values: bool) -> Looks:
-    """How the microbatches of a batch look: the rows, dtypes and shapes of the first one, and a checksum of what they
-    hold where that is to be compared, else 0."""
+    """Return what ranks compare of a batch: its rows, the dtypes and shapes of the first microbatch, and a checksum of
+    the values, or 0 where these are not compared."""
     return sum(rows_of(x) for x, _ in parts), kind_of(parts[0]), content(parts) if values else 0
 
 
 def kind_of(given: Any) -> str:
-    """The dtypes and shapes of a batch, or of a tree of arrays: "(float64[6, 3], int64[6])"."""
+    """Return the dtypes and shapes of a batch, or of a tree of arrays: "(float64[6, 3], int64[6])"."""
     if isinstance(given, dict):
         return f"{{{', '.join(f'{key}: {kind_of(value)}' for key, value in given.items())}}}"
     if isinstance(given, tuple | list | Batch):
@@ -246,7 +256,7 @@ def kind_of(given: Any) -> str:
 
 
 def content(given: Any) -> int:
-    """A checksum of the host arrays of a batch, or of a tree of them; blocks of `DistArray`s differ, and count 0."""
+    """Return a checksum of the host arrays of a batch, or of a tree; `DistArray`s, whose blocks differ, count 0."""
     if isinstance(given, dict):
         given = list(given.values())
     if isinstance(given, tuple | list):
@@ -257,8 +267,9 @@ def content(given: Any) -> int:
 
 
 def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False) -> list[Any]:
-    """The next batch of an iterator, in at most so many microbatches; `check`: whether all ranks have the same values,
-    as is looked at where an epoch begins.  Collective.
+    """Return the next batch of an iterator, in at most so many microbatches.  Collective.
+
+    With `check`, and where an epoch begins, ranks compare the values too.
 
     Raises
     ------
@@ -290,7 +301,7 @@ def drawn(data_iter: Iterator[Any], parts: int, world: Comm, check: bool = False
 
 
 def rows_of(x: Any) -> int:
-    """The rows of a batch's inputs: of the first array in a tree of them."""
+    """Return the number of rows of a batch's inputs: of the first array in a tree."""
     if isinstance(x, dict):
         x = list(x.values())
     if isinstance(x, tuple | list) and x:
@@ -304,14 +315,14 @@ def rows_of(x: Any) -> int:
 
 
 def some_rows(x: Any) -> int:
-    """The rows of a batch that is trained on, at least one."""
+    """Return the number of rows of a batch to train on; raise an EngineError if there are none."""
     if not (rows := rows_of(x)):
         raise EngineError("a batch of no rows: there is nothing to train on; leave such batches out")
     return rows
 
 
 def cut(pair: Pair, parts: int) -> list[Pair]:
-    """A batch in microbatches of nearly equal numbers of rows, at most as many as it has rows.
+    """Return a batch in microbatches of nearly equal numbers of rows, at most as many as it has rows.
 
     Blocks of `DistArray`s move, since each microbatch is cut over the same axes; host arrays do not.
     """
@@ -329,18 +340,11 @@ def cut(pair: Pair, parts: int) -> list[Pair]:
             f"a Batch of which {pair.ignored or y.size - pair.count} targets do not count cannot be cut: which ones is "
             "not known; give the engine the loader itself, which cuts its batches"
         )
-    documents = pair.documents
-    return [
-        Batch(
-            _rows(x, p), _rows(y, p), pair.offset + p.start, pair.positions,
-            None if documents is None else documents[p.start : p.stop],
-        )
-        for p in pieces
-    ]  # fmt: skip
+    return [pair.piece(p, _rows(x, p), _rows(y, p)) for p in pieces]
 
 
 def _rows(x: Any, part: range) -> Any:
-    """These rows of an array or of all arrays in a tree."""
+    """Return these rows of an array or of all arrays in a tree."""
     if isinstance(x, dict):
         return {key: _rows(value, part) for key, value in x.items()}
     if isinstance(x, tuple | list):
@@ -351,7 +355,7 @@ def _rows(x: Any, part: range) -> Any:
 
 
 def joined(arrays: Sequence[Any]) -> Any:
-    """The rows of several microbatches' arrays, one after the other, or of trees of them.  Collective."""
+    """Return the arrays of several microbatches, or trees of them, joined along their rows.  Collective."""
     first = arrays[0]
     if len(arrays) == 1:
         return first
@@ -361,19 +365,19 @@ def joined(arrays: Sequence[Any]) -> Any:
         return type(first)(joined(list(column)) for column in zip(*arrays, strict=True))
     if not isinstance(first, DistArray):
         return np.concatenate(arrays)
-    whole = first.layout.with_dim(0, None)
-    together: Any = np.concatenate([a.redistribute(whole) for a in arrays])
+    uncut = first.layout.with_dim(0, None)
+    together: Any = np.concatenate([a.redistribute(uncut) for a in arrays])
     return together.redistribute(first.layout)
 
 
 def placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | None = None) -> Any:
-    """A batch's host arrays as `DistArray`s; what is one already stays.  Collective.
+    """Return a batch's host arrays as `DistArray`s; `DistArray`s are returned as they are.  Collective.
 
     Parameters
     ----------
     x : array, DistArray, Tensor, or a tree of them
     layout : Layout or None
-        For arrays of its number of dims; others are cut by its first dims and whole along the rest.
+        For arrays of its number of dims; others are cut by its first dims and not along the rest.
     dtype : dtype, optional
         Of what is floating.
     """

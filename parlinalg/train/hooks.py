@@ -15,7 +15,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.train.checkpoint import Checkpoints, removed
 from parlinalg.train.checkpoint_options import better, check_options
 from parlinalg.train.feed import check_loader
-from parlinalg.train.keys import optional, real, refuse
+from parlinalg.train.schema import optional, real, refuse
 
 if TYPE_CHECKING:
     from parlinalg.train.trainer import Trainer
@@ -189,7 +189,7 @@ class CheckpointHook(Hook):
         return Checkpoints(str(self.to), engine.world, held, engine.optimizer, **self.options)
 
     def restore(self, trainer: Trainer, checkpoints: Checkpoints) -> str:
-        """Go on from the last checkpoint, if there is one; return what to say of it.  Collective."""
+        """Restore the last checkpoint, if there is one; return a line that reports it.  Collective."""
         checkpoints.remove_leftovers()
         found = checkpoints.load(fall_back=self.fall_back, check=lambda state: self._check(trainer, state))
         if found is None:
@@ -246,7 +246,7 @@ class CheckpointHook(Hook):
             self._checkpoints.release()
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what a checkpoint says of the training beside the arrays."""
+        """Return what a checkpoint holds of the training beside the arrays."""
         kind = {"kind": type(trainer.engine.optimizer).__name__}  # looked at before states are loaded
         return {"metrics": trainer.step_metrics, "optimizer": kind, "best": self.best, **trainer.progress()}
 
@@ -271,7 +271,7 @@ class EvaluateHook(Hook):
     last : bool
         Whether the last step is followed by an evaluation in any case.
     describe : callable, optional
-        From the trainer's metrics to a line that says at the end how the last evaluation went.
+        From the trainer's metrics to a line that reports the last evaluation.
     """
 
     def __init__(
@@ -349,8 +349,8 @@ class EarlyStopHook(Hook):
             return
         self.worse += 1
         if self.worse >= self.patience:
-            told = "never a number" if self.best is None else f"no better than {self.best:.6g}"
-            trainer.stop(f"{self.metric} was {told} {self.worse} times")
+            found = "never a number" if self.best is None else f"no better than {self.best:.6g}"
+            trainer.stop(f"{self.metric} was {found} {self.worse} times")
 
 
 def _every(hook: str, value: int, name: str = "every") -> int:

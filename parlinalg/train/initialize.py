@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import difflib
+import fnmatch
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from parlinalg.array import zeros
 from parlinalg.autograd import Parameter
+from parlinalg.comm import Comm
+from parlinalg.comm.together import odd_one_out
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.layout import Layout, as_cut
 from parlinalg.nn import Module
-from parlinalg.offload import Keeps, plan
+from parlinalg.offload import Keeps, kept, plan
+from parlinalg.offload.weighing import reckoned
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
-from parlinalg.pipeline import split
-from parlinalg.train import build
-from parlinalg.train.arguments import (
-    check_alike,
-    check_calls,
-    check_metrics,
-    check_precision,
-    config_of,
-    length_of,
-    placed_on,
-)
-from parlinalg.train.config import Config
+from parlinalg.parallel.handlers import Handler, ZeRO
+from parlinalg.parallel.precision import LossScaler
+from parlinalg.parallel.prefetch import Prefetch
+from parlinalg.parallel.reducer import GradientReducer
+from parlinalg.pipeline import PipelineModel, split
+from parlinalg.pipeline import Schedule as PipelineOrder
+from parlinalg.train.choices import make_criterion, make_optimizer, make_scheduler
+from parlinalg.train.config import LossScaleConfig, ParallelConfig, TrainingConfig, load
 from parlinalg.train.engine import Engine
-from parlinalg.train.feed import Feed, rows_of
-from parlinalg.train.launch import Mesh
-from parlinalg.train.layouts import dtype_of, place_inputs, placement
+from parlinalg.train.feed import Feed, length_of, rows_of
+from parlinalg.train.layouts import dtype_of, grid_of, place_inputs, placement
 from parlinalg.train.losses import Criterion, Metric
-from parlinalg.train.pipeline_schedules import BaseSchedule, Sample, Stages, schedule_of
+from parlinalg.train.mesh import DATA, OUTER_AXES, REPLICA, Mesh, resolve
+from parlinalg.train.schedules import BaseSchedule, Sample, Stages, check_schedule, schedule_of
+from parlinalg.train.schema import named
+from parlinalg.train.trainer import check_rate
+from parlinalg.train.update import Update
 
 Optimize = Optimizer | Callable[[Iterable[Parameter]], Optimizer] | None
 Rate = Scheduler | Callable[[Optimizer], Scheduler] | None
@@ -40,30 +49,29 @@ Rate = Scheduler | Callable[[Optimizer], Scheduler] | None
 def initialize(
     model: Module, optimizer: Optimize = None, criterion: Criterion | None = None, train_dataloader: Any = None,
     test_dataloader: Any = None, lr_scheduler: Rate = None, *, mesh: Mesh | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None, schedule: BaseSchedule | None = None,
+    config: TrainingConfig | Mapping[str, Any] | str | Path | None = None, schedule: BaseSchedule | None = None,
     sample: Any = None, metrics: Mapping[str, Metric] | None = None, test_criterion: Criterion | None = None,
 ) -> tuple[Engine, Feed | None, Feed | None, Any]:  # fmt: skip
-    """An engine that trains a model as a configuration says.  Collective.
+    """Return an engine that trains a model with the settings of a configuration.  Collective.
 
-    Of the configuration count: `gradient_accumulation`, `clip_grad_norm`, `clip_grad_value`, `skip_nonfinite`,
-    `precision`, `zero`, `gradient_handler`, `schedule` and `offload`; and `seed`, `optimizer`, `criterion`,
-    `lr_schedule` for what is not given here.  What is offloaded comes back, or is gone, when the mesh is closed, or by
-    `engine.restore()`.
+    It reads `gradient_accumulation`, `clip_grad_norm`, `clip_grad_value`, `skip_nonfinite`,
+    `precision`, `zero`, `gradient_handler`, `schedule` and `offload` of the configuration; and `seed`, `optimizer`,
+    `criterion` and `lr_schedule` for what is not given here.  What is offloaded is restored, or dropped, when the mesh
+    is closed, or by `engine.restore()`.
 
     Parameters
     ----------
     model : Module
-        On the mesh's grid, with its scheme.  Where the mesh has a pipeline: a whole model, declared only, that is cut
-        into stages here (`parlinalg.pipeline.split` says how), or one that is cut already.  What has no values yet gets
-        those of the configuration's seed.
+        On the mesh's grid, with its scheme.  Where the mesh has a pipeline: a declared model, which is cut into stages
+        here by `parlinalg.pipeline.split`, or one that is cut already.  Parameters without values are initialized by
+        the configuration's seed.
     optimizer : Optimizer, or callable
         Of the model's parameters; a callable, such as `lambda p: AdamW(p, lr=1e-3)` or a class, is given them: for
-        models that are cut, or have no values, before.  By default as the configuration says.
+        models that are cut, or have no values, before.  By default the configuration's optimizer.
     criterion : callable, optional
         From outputs and labels to (the sum of the losses, their number), such as `autograd.ops.cross_entropy_sum`, or
-        to their mean; the former is right also where targets are ignored.  One of your own that ignores targets says
-        how many count before the forward pass, for models with experts, by an attribute `count`: a function of the
-        labels.
+        to their mean; the former is right also where targets are ignored.  One of your own that ignores targets reports
+        how many count by an attribute `count`, a function of the labels, for models with experts.
     train_dataloader, test_dataloader : iterable, optional
         See `parlinalg.train.Feed`.
     lr_scheduler : Scheduler, or callable
@@ -71,15 +79,15 @@ def initialize(
         the number of steps is known.
     mesh : Mesh, optional
         By default that of the model's grid, if `launch` made it.
-    config : dict, str, Path or Config, optional
+    config : dict, str, Path or TrainingConfig, optional
         By default the mesh's.
     schedule : schedule, optional
-        By default as the configuration says.
+        By default the configuration's.
     sample : array, Tensor, DistArray or tree of them; or callable that makes Tensors or DistArrays
-        What the model takes of a microbatch, by which the partitions "time" and "flops" of a pipeline cut it.  By
-        default from the first batch of `train_dataloader`, which the training gets all the same.
+        The model's inputs of a microbatch, by which the partitions "time" and "flops" of a pipeline cut it.  By
+        default those of the first batch of `train_dataloader`, on which the model is still trained.
     metrics : dict of str to callable, optional
-        What schedules measure beside the loss, by name: functions of output and label, both `DistArray`s or trees of
+        Measured beside the loss, by name: functions of output and label, both `DistArray`s or trees of
         them, that return a sum over the targets, the same on every rank, such as `parlinalg.train.accuracy`.  They are
         called where the output is, once for each microbatch; a `Trainer` divides by the targets.
     test_criterion : callable, optional
@@ -91,17 +99,17 @@ def initialize(
     train_dataloader, test_dataloader : Feed or None
         Each iteration of one is another epoch.
     lr_scheduler : Scheduler or None
-        To be stepped where `engine.step()` says that parameters have changed.
+        To be stepped where `engine.step()` has changed parameters.
 
     Raises
     ------
     ConfigError
-        On all ranks, if what is given does not fit together.
+        On all ranks, if arguments contradict each other.
     """
-    check_calls(optimizer, criterion, schedule, lr_scheduler)
-    check_metrics(metrics)
-    grid, mesh = placed_on(model, mesh)
-    config = config_of(config, mesh)
+    _check_calls(optimizer, criterion, schedule, lr_scheduler)
+    _check_metrics(metrics)
+    grid, mesh = _placed_on(model, mesh)
+    config = _config_of(config, mesh)
     _check_offload(config, mesh, train_dataloader)
     schedule = schedule_of(config, mesh, model) if schedule is None else schedule
     world = grid.world if mesh is None else mesh.world
@@ -116,19 +124,19 @@ def initialize(
             sample = partial(_first, model, grid, train, made_schedule.microbatches)
         elif sample is not None and not callable(sample):
             sample = partial(_placed, model, grid, sample)
-        model = split(model, mesh.topology, made_schedule, mesh.parallel.partition, sample).initialize(config.seed)
+        model = split(model, mesh.topology, made_schedule, mesh.spec.partition, sample).initialize(config.seed)
     elif not made:
         _not_yet(optimizer, "has no values yet")
         model.initialize(config.seed)
     parameters = list(model.parameters())
     if all(p.reducer is None for p in parameters):
-        build.reducer(config, grid, model)
+        _reducer(config, grid, model)
     made_optimizer = _optimizer(config, optimizer, parameters, grid)
-    check_alike(world, grid, model, made_optimizer)
-    check_precision(config, model)
+    _check_alike(world, grid, model, made_optimizer)
+    _check_precision(config, model)
     accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
     engine = Engine(
-        model, build.update(config, made_optimizer), criterion or build.criterion(config), grid, world,
+        model, _update(config, made_optimizer), criterion or make_criterion(config.criterion), grid, world,
         accumulate=accumulate, schedule=schedule, metrics=metrics, test_criterion=test_criterion,
     )  # fmt: skip
     for feed in (train, test):
@@ -139,38 +147,250 @@ def initialize(
     return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train, accumulate)
 
 
-def _check_offload(config: Config, mesh: Mesh | None, train: Any) -> None:
-    """Refuse what has no end, or a limit of memory without a batch to measure."""
-    by_hand = "`with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
-    if "memory" in config.offload and train is None:
+# ---------------------------------------------------------------------------------------------- arguments
+def _placed_on(model: Any, mesh: Any) -> tuple[Grid, Mesh | None]:
+    """Return the grid of a model and its mesh, if there is one.
+
+    Raises
+    ------
+    ConfigError
+        If this is no model, or it is on another grid than the mesh that is given.
+    """
+    if not isinstance(model, Module):
         raise ConfigError(
-            f"initialize: offload.memory={config.offload['memory']} of the configuration decides by what the tape "
+            f"initialize takes a model, an nn.Module such as nn.Sequential(…) or a subclass of it, not {named(model)}"
+        )
+    if mesh is None:
+        grid = grid_of(model)
+        return grid, grid.mesh
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f"initialize: mesh is what parlinalg.launch(config) gives, not {named(mesh)}")
+    if any(True for m in model.modules() for _ in m._parameters) and (own := grid_of(model)) is not mesh.grid:
+        raise ConfigError(
+            f"initialize: the model is on {own!r}, and the mesh given has another grid, {mesh.grid!r}: declare the "
+            "model with mesh.grid and mesh.scheme"
+        )
+    return mesh.grid, mesh
+
+
+def _config_of(given: Any, mesh: Mesh | None) -> TrainingConfig:
+    """Return the configuration that is given, or the mesh's.
+
+    Raises
+    ------
+    ConfigError
+        If the one that is given asks for another mesh.
+    """
+    if given is None:
+        return load({}) if mesh is None else mesh.config
+    config = load(given)
+    if mesh is not None and config.parallel != ParallelConfig() and resolve(config, mesh.world.size) != mesh.spec:
+        raise ConfigError(
+            f"initialize: config asks for parallel={config.parallel.given()}, but the mesh was launched with "
+            f"parallel={mesh.config.parallel.given()}, zero stage {mesh.config.zero.stage}: give all to launch, or "
+            "leave parallel out here"
+        )
+    return config
+
+
+def _check_calls(optimizer: Any, criterion: Any, schedule: Any, rate: Any) -> None:
+    """Raise a ConfigError if what is given cannot be called as it will be."""
+    if not isinstance(optimizer, Optimizer) and optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            f"initialize takes an Optimizer or a callable that makes one from parameters, not {named(optimizer)}"
+        )
+    if criterion is not None and not callable(criterion):
+        raise ConfigError(
+            f"initialize: criterion is a function of outputs and labels, such as autograd.ops.cross_entropy_sum, not "
+            f"{named(criterion)}"
+        )
+    check_schedule("initialize", schedule)
+    check_rate("initialize", rate)
+
+
+def _check_metrics(metrics: Any) -> None:
+    """Raise a ConfigError unless these are functions by names that the trainer does not use itself."""
+    own = ("loss", "count", "lr", "grad_norm", "loss_scale", "skipped_steps", "samples_per_s", "step", "epoch")
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(name, str) and callable(metrics[name]) for name in metrics
+    ):
+        raise ConfigError(
+            "initialize: metrics is a dict of functions of output and label, such as {'accuracy': "
+            f"parlinalg.train.accuracy}}, not {named(metrics)}"
+        )
+    if taken := [name for name in metrics if name in own]:
+        raise ConfigError(f"initialize: a metric is not named {taken[0]!r}, which the trainer gives itself")
+
+
+def _check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) -> None:
+    """Raise a ConfigError on all ranks if they train unlike models, or those of a grid by unlike optimizers.
+    Collective."""
+    parameters = [[name, *p.shape, p.dtype.name] for name, p in _inventory(model).items()]
+    if (odd := odd_one_out(world, json.dumps(parameters).encode())) is not None:
+        raise ConfigError(
+            f"initialize: the model of rank {odd} has other parameters than that of rank 0, by their names, shapes or "
+            "dtypes: declare the same model on all ranks (build_by_hand takes stages that each rank makes itself)"
+        )
+    groups = optimizer.param_groups
+    made = [type(optimizer).__name__, repr(float(optimizer.lr)), repr((optimizer.options(), optimizer._names()))]
+    for i, theirs in enumerate(everyone := world.share([made, list(grid.world.share(world.rank)), len(groups)])):
+        first = theirs[1][0]
+        if theirs[2] != everyone[0][2]:
+            raise ConfigError(
+                f"initialize: the optimizer of rank {i} has {theirs[2]} parameter groups, that of rank 0 "
+                f"{everyone[0][2]}: make the same groups on all ranks; one may have no parameters of a stage, as "
+                "decay_groups gives them"
+            )
+        if theirs[0][:2] != everyone[first][0][:2]:
+            raise ConfigError(
+                f"initialize: rank {i} has the optimizer {theirs[0][0]} with lr={theirs[0][1]}, rank {first} "
+                f"{everyone[first][0][0]} with lr={everyone[first][0][1]}: ranks that shard, or copy, the same "
+                "parameters need the same optimizer"
+            )
+        if theirs[0] != everyone[first][0]:
+            raise ConfigError(
+                f"initialize: the parameter groups of rank {i} have other options or parameters than those of rank "
+                f"{first}: ranks that shard, or copy, the same parameters need the same groups"
+            )
+
+
+def _check_precision(config: TrainingConfig, model: Module) -> None:
+    """Raise a ConfigError if mixed precision is asked for, and the model has none of it."""
+    wanted, dtypes = config.precision.dtype, sorted({p.dtype.name for p in _inventory(model).values()})
+    if wanted is not None and dtypes and wanted not in dtypes:
+        raise ConfigError(
+            f"initialize: the configuration's precision is {wanted}, but the model's parameters are "
+            f"{', '.join(dtypes)}: declare it with dtype=mesh.config.model_dtype"
+        )
+
+
+def _check_handlers(config: TrainingConfig, model: Module) -> None:
+    """Raise a ConfigError if a gradient handler names parameters that the model does not have."""
+    for handler in config.gradient_handler:
+        for name in getattr(handler, "names", ()):
+            known = list(_inventory(model))
+            if not fnmatch.filter(known, name):
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+                raise ConfigError(
+                    f"gradient_handler ({type(handler).__name__}) names {name!r}, and the model has no such parameter"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+
+
+def _inventory(model: Module) -> dict[str, Any]:
+    """Return the shapes and dtypes of all parameters of a model, in a pipeline those of all stages."""
+    if isinstance(model, PipelineModel):
+        return {name: held for name, held in model.inventory.items() if not held.buffer}
+    return dict(model.named_parameters())
+
+
+# ---------------------------------------------------------------------------------------------- gradients and steps
+def _optimizer_of(
+    make: Callable[[Sequence[Parameter]], Optimizer], parameters: Sequence[Parameter], grid: Grid
+) -> Optimizer:  # fmt: skip
+    """Return the optimizer of these parameters; of a stage without any, such as one of an activation, one of none."""
+    own = parameters or [Parameter(zeros((0,), grid, Layout(None), np.float32), "none")]
+    optimizer = make(own)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"the function that is to make an optimizer gives {optimizer!r}: it takes the parameters and returns an "
+            "Optimizer, such as lambda parameters: AdamW(parameters, lr=1e-3)"
+        )
+    if not parameters:
+        optimizer.parameters = []
+        for group in optimizer.param_groups:
+            group["params"] = []
+    return optimizer
+
+
+def _gradient_handlers(config: TrainingConfig, sizes: Mapping[str, int]) -> list[Handler]:
+    """Return the handlers of gradients that a configuration asks for, on a grid with axes of these sizes."""
+    given = [h for h in config.gradient_handler if not _idle(h, sizes)]
+    zero = config.zero
+    if zero.stage and DATA in sizes:
+        given = [h for h in given if type(h).__name__ != "DataParallel"]  # ZeRO is what is done over that axis
+        given.append(ZeRO(zero.stage, DATA, zero.accumulate))
+    return given
+
+
+def _idle(handler: Handler, sizes: Mapping[str, int]) -> bool:
+    """Return True if a handler is over dimensions of a configuration that have one rank here."""
+    axes = as_cut(handler.axes)
+    return set(axes) <= set(OUTER_AXES) and not set(axes) & set(sizes)
+
+
+def _reducer(config: TrainingConfig, grid: Grid, model: Module) -> GradientReducer:
+    """Return the reducer of the gradients, which with ZeRO shards the parameters."""
+    _check_handlers(config, model)
+    handlers = _gradient_handlers(config, grid.sizes)
+    if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1:
+        Prefetch(model, axes=DATA, accumulate=config.zero.accumulate)
+    return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
+
+
+def _scaler(config: TrainingConfig) -> LossScaler | None:
+    """Return the scale of the loss, if it is scaled."""
+    scale = config.precision.loss_scale
+    if isinstance(scale, LossScaleConfig):
+        return LossScaler(scale.start, growth_every=scale.growth_every, least=scale.least, most=scale.most)
+    return None if scale is None else LossScaler(scale, dynamic=False)
+
+
+def _update(config: TrainingConfig, optimizer: Optimizer) -> Update:
+    """Return the update of the parameters by their gradients."""
+    return Update(optimizer, config.clip_grad_norm, config.clip_grad_value, _scaler(config), config.skip_nonfinite)
+
+
+def _offload_arguments(config: TrainingConfig, schedule: PipelineOrder | None) -> dict[str, Any]:
+    """Return the arguments of `parlinalg.offload.plan`."""
+    options = config.offload.given()
+    if schedule is not None and schedule.asynchronous and "parameters" in options:
+        raise ConfigError(
+            f"offload.parameters={options['parameters']!r} with the schedule {schedule.name!r}, which keeps versions "
+            "of weights in memory: offload the optimizer or activations, or take a synchronous schedule, such as "
+            "'1f1b'"
+        )
+    if "optimizer" in options:
+        options["optimizer_states"] = options.pop("optimizer")
+    return options
+
+
+def _check_offload(config: TrainingConfig, mesh: Mesh | None, train: Any) -> None:
+    """Raise a ConfigError if offloading could not end, or has a limit of memory and no batch to measure."""
+    by_hand = "`with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
+    if config.offload.memory is not None and train is None:
+        raise ConfigError(
+            f"initialize: offload.memory={config.offload.memory} of the configuration decides by what the tape "
             "keeps of a microbatch of the first batch: give the train_dataloader here; or say what goes where, by "
             f"offload.optimizer, .activations and .parameters; or leave it out and train within {by_hand}, with "
             "memory=… and kept=…"
         )
     if config.offload and mesh is None:
         raise ConfigError(
-            f"initialize: offload={dict(config.offload)} of the configuration ends with the mesh, and the model's grid "
-            f"was made without one: make it by launch, or leave it out and train within {by_hand}"
+            f"initialize: offload={config.offload.given()} of the configuration ends with the mesh, and the model's "
+            f"grid was made without one: make it by launch, or leave it out and train within {by_hand}"
         )
 
 
-def _offload(config: Config, mesh: Mesh, engine: Engine, train: Feed | None) -> None:
-    """Offload what the configuration says, until the mesh is closed.  Collective."""
+def _offload(config: TrainingConfig, mesh: Mesh, engine: Engine, train: Feed | None) -> None:
+    """Offload by the configuration, until the mesh is closed.  Collective."""
     order = engine.schedule.made(mesh.topology.size) if engine.pipelined and engine.schedule is not None else None
-    options = build.offloaded(config, order)
+    options = _offload_arguments(config, order)
     if order is not None:
         engine.worker(order)  # takes values and their reducer as they are in memory
     if "memory" in options and train is not None:
-        options["kept"] = _kept(engine, mesh, train)
-    mesh.ends.callback(engine.apply_offload(plan(engine.model, engine.optimizer, **options)).close)
+        options["kept"] = _kept(engine, mesh, train, order)
+    engine.memory_plan = made = plan(engine.model, engine.optimizer, **options)
+    mesh.ends.callback(engine.restore)
+    engine.resources.enter_context(made.apply())
 
 
-def _kept(engine: Engine, mesh: Mesh, train: Feed) -> Keeps | int:
-    """Return what the tape keeps of a microbatch, or of all that a schedule has under way.  Collective.
+def _kept(engine: Engine, mesh: Mesh, train: Feed, order: PipelineOrder | None) -> Keeps | int:
+    """Return the memory of activations: of a microbatch, or of all that a schedule has under way.  Collective.
 
-    Forward passes of one and two rows a data parallel rank show it.
+    It is measured by forward passes of one and two rows a data parallel rank.
     """
     parts, data = getattr(engine.schedule, "num_microbatches", 1), mesh.size("data")
 
@@ -178,18 +398,23 @@ def _kept(engine: Engine, mesh: Mesh, train: Feed) -> Keeps | int:
         x, _ = part
         return rows_of(x)
 
-    whole = rows_in(train.first(1))
+    batch = rows_in(train.first(1))
     rows = -(-rows_in(train.first(parts)) // data)
     found: dict[int, Any] = {}
     for n in (1, 2):
-        part = train.first(max(parts, whole // (n * data)))
+        part = train.first(max(parts, batch // (n * data)))
         found.setdefault(-(-rows_in(part) // data), part)
     if rows in found:
         found = {rows: found[rows]}
-    if not engine.pipelined:
-        return engine.activation_memory(None, found, rows)
-    samples = {n: Sample(engine, part, 0) for n, part in found.items()}
-    return engine.activation_memory(Stages(engine, False), samples, rows)
+    if order is not None:
+        samples: Any = {n: Sample(engine, part, 0) for n, part in found.items()}
+        work: Any = Stages(engine, False)
+        return engine.worker(order).keeps(samples, work, rows)
+    bytes_of = {}
+    for n, part in found.items():
+        with engine.probing(part) as loss:
+            bytes_of[n] = kept(loss)
+    return reckoned(bytes_of, rows)
 
 
 def _has_values(model: Module) -> bool:
@@ -197,25 +422,25 @@ def _has_values(model: Module) -> bool:
 
 
 def _first(model: Module, grid: Grid, train: Feed, microbatches: int) -> Any:
-    """What a model takes of the first microbatch.  Collective."""
+    """Return the model's inputs of the first microbatch.  Collective."""
     try:
         x, _ = train.first(microbatches)
     except StopIteration:
         raise ConfigError(
             "initialize: the layers are to be measured or counted with the first batch of train_dataloader, which "
-            "gives none: give sample=…, what the model takes of a microbatch, or another partition"
+            "gives none: give sample=…, the model's inputs of a microbatch, or another partition"
         ) from None
     return _placed(model, grid, x)
 
 
 def _placed(model: Module, grid: Grid, x: Any) -> Any:
-    """Inputs as the model takes them.  Collective."""
+    """Return inputs on the model's grid.  Collective."""
     rows_of(x)  # raises where they are none
     return place_inputs(model, x, grid, dtype_of(model))
 
 
 def _not_yet(optimizer: Optimize, why: str) -> None:
-    """Refuse an optimizer of parameters that are not made yet."""
+    """Raise a ConfigError if this is an optimizer of parameters that are not made yet."""
     if isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"initialize: the model {why}, so that {type(optimizer).__name__} cannot be that of its parameters: give a "
@@ -223,11 +448,12 @@ def _not_yet(optimizer: Optimize, why: str) -> None:
         )
 
 
-def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter], grid: Grid) -> Optimizer:
+def _optimizer(config: TrainingConfig, optimizer: Optimize, parameters: list[Parameter], grid: Grid) -> Optimizer:
     if optimizer is None:
-        return build.optimizer(config, parameters, grid)
+        more = {} if config.precision.dtype is None else {"master": config.dtype}
+        return _optimizer_of(lambda own: make_optimizer(config.optimizer, own, **more), parameters, grid)
     if not isinstance(optimizer, Optimizer):
-        optimizer = build.optimizer_of(optimizer, parameters, grid)
+        optimizer = _optimizer_of(optimizer, parameters, grid)
     known = {id(p) for p in parameters}
     strange = next((p for p in optimizer.parameters if id(p) not in known), None)
     if strange is not None:
@@ -238,8 +464,8 @@ def _optimizer(config: Config, optimizer: Optimize, parameters: list[Parameter],
     return optimizer
 
 
-def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | None, accumulate: int) -> Any:
-    """What changes the learning rate, over the steps that a `Trainer` makes in the configuration's epochs."""
+def _scheduler(config: TrainingConfig, given: Rate, optimizer: Optimizer, train: Feed | None, accumulate: int) -> Any:
+    """Return the scheduler of the learning rate, over the steps of a `Trainer` in the configuration's epochs."""
     if given is not None:
         made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
         if not callable(getattr(made, "step", None)):
@@ -259,4 +485,20 @@ def _scheduler(config: Config, given: Rate, optimizer: Optimizer, train: Feed | 
         every = length_of(train.source, f"initialize: the configuration's lr_schedule ({config.lr_schedule}) needs the "
                           "number of steps, so steps=… in it, or the length of train_dataloader")  # fmt: skip
         steps = max(1, config.epochs * (every // accumulate))
-    return build.scheduler(config, optimizer, steps)
+    return make_scheduler(config.lr_schedule, optimizer, steps)
+
+
+# ---------------------------------------------------------------------------------------------- reports
+def memory_lines(mesh: Mesh, engine: Engine) -> dict[str, str]:
+    """Return lines that report what is sharded and offloaded: a head and a text each.  Collective."""
+    zero, sizes = mesh.config.zero, mesh.grid.sizes
+    lines = {} if engine.memory_plan is None else {"offload": mesh.by_stage(str(engine.memory_plan))}
+    if not zero.stage:
+        return lines
+    ranks, copies = sizes.get(DATA, 1), sizes.get(REPLICA, 1)
+    shared = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+    groups = f", in {copies} groups that hold copies" if copies > 1 else ""
+    text = f"stage {zero.stage}: {shared[zero.stage - 1]} shared by {ranks} ranks{groups}"
+    if ranks == 1:
+        text = f"stage {zero.stage}: nothing to share, there is one data parallel rank in a group"
+    return {"zero": text, **lines}

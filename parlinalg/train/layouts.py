@@ -21,7 +21,7 @@ from parlinalg.train.feed import placed
 
 
 def grid_of(model: Module) -> Grid:
-    """The grid of a model: its own, or that of the first part which has one."""
+    """Return the grid of a model: its own, or that of the first part which has one."""
     for module in model.modules():
         found = getattr(module, "grid", None)
         if isinstance(found, Grid):
@@ -35,12 +35,12 @@ def grid_of(model: Module) -> Grid:
 
 
 def inputs_layout(model: Module, x: Any) -> Layout:
-    """The layout of a host array of a model's inputs.
+    """Return the layout of a host array of a model's inputs.
 
-    A model may say: by `ids_layout` or `images_layout`, or by `input_layout(ndim)`.  Else numbers are cut as the
-    residual stream of the scheme of its first part that has one, and whole numbers as ids, that have no features.
+    A model may define `ids_layout`, `images_layout` or `input_layout(ndim)`.  Otherwise floating arrays are cut as the
+    residual stream of the scheme of its first part that has one, and integers as ids, which have no features.
     """
-    whole = np.asarray(x).dtype.kind in "iub"
+    integers = np.asarray(x).dtype.kind in "iub"
     for name in ("ids_layout", "images_layout"):
         found = getattr(model, name, None)
         if isinstance(found, Layout):
@@ -52,10 +52,10 @@ def inputs_layout(model: Module, x: Any) -> Layout:
     scheme = next((m.scheme for m in model.modules() if isinstance(getattr(m, "scheme", None), Scheme)), None)
     if scheme is None:
         raise EngineError(
-            f"{type(model).__name__} does not say how its inputs are cut: give it an input_layout(ndim), or pass "
+            f"{type(model).__name__} does not define how its inputs are cut: give it an input_layout(ndim), or pass "
             "DistArrays"
         )
-    return scheme.leading(ndim).tokens if whole else scheme.for_dims(ndim).residual
+    return scheme.leading(ndim).tokens if integers else scheme.for_dims(ndim).residual
 
 
 def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], int] | None = None) -> Placement:
@@ -66,7 +66,7 @@ def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], in
     counts : callable, optional
         From a host array of labels, or a tree of them, the targets in it that count.
     """
-    whole, needs = getattr(model, "whole", model), (True, True)
+    declared, needs = getattr(model, "whole", model), (True, True)
     if isinstance(model, PipelineModel):
         needs = any(stage.first for stage in model.chunks), any(stage.last for stage in model.chunks)
     mesh: Any = grid.mesh
@@ -74,20 +74,20 @@ def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], in
     group = 0 if mesh is None else mesh.topology.rank
     more = {} if counts is None else {"counts": counts}
     return Placement(
-        grid, world, lambda dtype, ndim: inputs_layout(whole, np.empty((0,) * ndim, dtype)), dtype_of(model), needs,
+        grid, world, lambda dtype, ndim: inputs_layout(declared, np.empty((0,) * ndim, dtype)), dtype_of(model), needs,
         group, data, **more,
     )  # fmt: skip
 
 
 def dtype_of(model: Module) -> np.dtype[Any] | None:
-    """The dtype of a model's first parameter, of whatever stage; None where it has none."""
+    """Return the dtype of a model's first parameter, of any stage; None without parameters."""
     if isinstance(model, PipelineModel):
         return next((np.dtype(p.dtype) for p in model.inventory.values()), None)
     return next((np.dtype(p.dtype) for m in model.modules() for p in m._parameters.values()), None)
 
 
 def place_inputs(model: Module, x: Any, grid: Grid, dtype: np.dtype[Any] | None) -> Any:
-    """A model's inputs, arrays or a tree of them, as `DistArray`s; what is floating in this dtype.  Collective."""
+    """Return a model's inputs, arrays or a tree, as `DistArray`s, floating ones in this dtype.  Collective."""
     if isinstance(x, dict):
         return {key: place_inputs(model, value, grid, dtype) for key, value in x.items()}
     if isinstance(x, tuple | list):

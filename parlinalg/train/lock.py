@@ -222,7 +222,7 @@ def _began(pid: int) -> str | None:
 
 
 def _refusal(path: Path, holder: Mapping[str, Any]) -> str:
-    who = "another process, which has not said its name"
+    who = "another process, which has not left its name"
     if holder:
         who = f"process {holder['pid']} on host {str(holder.get('host'))[:80]!r}, since {str(holder.get('since'))[:40]}"
     text = (

@@ -10,8 +10,9 @@ from parlinalg.nn.layer import Layer
 from parlinalg.pipeline.partition import by_hand, share_layers
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.topology import arrange
-from parlinalg.train.config import LANGUAGE, Config
-from parlinalg.train.parallel import DATA, REPLICA, RING, ULYSSES, Parallel
+from parlinalg.train.choices import LANGUAGE
+from parlinalg.train.config import TrainingConfig
+from parlinalg.train.mesh import DATA, DIMENSIONS, REPLICA, MeshSpec
 
 __all__ = ["rank_map"]
 
@@ -24,17 +25,13 @@ Nodes = Sequence[int]
 
 
 def rank_map(
-    parallel: Parallel, schedule: Schedule | None = None, nodes: Nodes | int | None = None,
-    layers: Sequence[int] | None = None,
+    spec: MeshSpec, nodes: Nodes | int | None = None, layers: Sequence[int] | None = None
 ) -> str:  # fmt: skip
     """Return a page about who is where: the dimensions and their groups, and which ranks hold which stage.
 
     Parameters
     ----------
-    parallel : Parallel
-        That of a mesh.
-    schedule : Schedule, optional
-        Of the pipeline; says which stages a pipeline rank holds.
+    spec : MeshSpec
     nodes : sequence of int, or int, optional
         The node of each rank, or how many ranks a node has, one after the other.
     layers : sequence of int, optional
@@ -47,45 +44,46 @@ def rank_map(
 
     Examples
     --------
-    >>> from parlinalg.train.parallel import share_out
-    >>> print(rank_map(share_out(dict(pipeline=2, tensor=dict(size=2, mode="1d")), 8), nodes=4))
+    >>> from parlinalg.train.mesh import resolve
+    >>> parallel = dict(pipeline=2, tensor=dict(size=2, mode="1d"))
+    >>> print(rank_map(resolve(dict(parallel=parallel), ranks=8), nodes=4))
     ranks       8 = data 2 × pipeline 2 × tensor 2 (1d: t=2), on 2 nodes of 4
       tensor    4 groups of 2 ranks, next to one another, such as 0, 1; within a node
       pipeline  4 groups of 2 ranks, 2 apart, such as 0, 2; within a node
       data      4 groups of 2 ranks, 4 apart, such as 0, 4; across 2 nodes
-    data 0      pipeline 0: ranks 0–1, node 0
-                pipeline 1: ranks 2–3, node 0
+    data 0      pipeline 0: ranks 0–1, node 0; stage 0
+                pipeline 1: ranks 2–3, node 0; stage 1
     data 1      pipeline 0: ranks 4–5, node 1
                 pipeline 1: ranks 6–7, node 1
     """
-    places = arrange(parallel.grids, OUTER)
+    places = arrange(spec.grids, OUTER)
     total = sum(map(len, places))
     where = [rank // nodes for rank in range(total)] if isinstance(nodes, int) else nodes
-    lines = [_world(parallel, total, where), *_groups(parallel, places, where)]
-    lines += _stages(parallel, places, where, schedule, layers)
-    lines += _grid(parallel, places)
+    lines = [_world(spec, total, where), *_groups(spec, places, where)]
+    lines += _stages(spec, places, where, layers)
+    lines += _grid(spec, places)
     return "\n".join(lines)
 
 
-def _world(parallel: Parallel, total: int, where: Nodes | None) -> str:
+def _world(spec: MeshSpec, total: int, where: Nodes | None) -> str:
     parts = []
-    for name in ("data", "pipeline", "sequence", "tensor"):
-        size = getattr(parallel, name)
-        if size > 1 and not (name == "tensor" and parallel.parts):
-            parts.append(f"{name} {size}{_shape(parallel, name)}")
-    if parallel.parts:
-        shapes = [f"{part.tensor}{_shape(part, 'tensor')}" for part in parallel.parts]
+    for name in DIMENSIONS:
+        size = getattr(spec, name)
+        if size > 1 and not (name == "tensor" and spec.parts):
+            parts.append(f"{name} {size}{_shape(spec, name)}")
+    if spec.parts:
+        shapes = [f"{part.tensor}{_shape(part, 'tensor')}" for part in spec.parts]
         parts.append(f"tensor {', '.join(shapes)}")
     spread = "" if where is None else f", on {_nodes_text(where)}"
     return f"{'ranks':<12}{total:,} = {' × '.join(parts) or 'data 1'}{spread}"
 
 
-def _shape(parallel: Parallel, name: str) -> str:
-    """The axes of a dimension, where they say more than its size."""
-    axes = {a: n for a, n in parallel.axes.items() if a in _axes(parallel, name)}
+def _shape(spec: MeshSpec, name: str) -> str:
+    """Return the axes of a dimension, where they tell more than its size."""
+    axes = {a: n for a, n in spec.axes.items() if a in spec.axes_of(name)}
     text = " × ".join(f"{a}={n}" for a, n in axes.items())
     if name == "tensor":
-        return f" ({parallel.mode}: {text})" if parallel.mode else ""
+        return f" ({spec.mode}: {text})" if spec.mode else ""
     return f" ({text})" if len(axes) > 1 else ""
 
 
@@ -104,30 +102,17 @@ def _by_node(where: Nodes) -> dict[int, list[int]]:
     return found
 
 
-def _axes(parallel: Parallel, name: str) -> tuple[str, ...]:
-    """The axes that a dimension spans."""
-    match name:
-        case "data":
-            return tuple(a for a in parallel.axes if a in OUTER)
-        case "sequence":
-            return tuple(a for a in parallel.axes if a in (RING, ULYSSES))
-        case "tensor":
-            return tuple(a for a in parallel.axes if a not in (*OUTER, RING, ULYSSES))
-        case _:
-            return ()
-
-
-def _groups(parallel: Parallel, places: Sequence[Sequence[int]], where: Nodes | None) -> list[str]:
-    """For each dimension of several ranks: its groups, and whether they stay within a node."""
+def _groups(spec: MeshSpec, places: Sequence[Sequence[int]], where: Nodes | None) -> list[str]:
+    """Return the groups of each dimension of several ranks, and whether they stay within a node."""
     lines = []
     for name in ("tensor", "sequence", "pipeline", "data"):
         groups: list[list[int]] = []
         if name == "pipeline":
-            if parallel.pipeline > 1 and not parallel.parts:
+            if spec.pipeline > 1 and not spec.parts:
                 groups = [list(ranks) for ranks in zip(*places, strict=True)]
         else:
             for p, ranks in enumerate(places):
-                groups += _along(parallel.at(p).axes, _axes(parallel.at(p), name), ranks)
+                groups += _along(spec.at(p).axes, spec.at(p).axes_of(name), ranks)
         groups = [ranks for ranks in groups if len(ranks) > 1]
         if groups:
             lines.append(f"  {name:<10}{_group_text(groups, where)}")
@@ -135,7 +120,7 @@ def _groups(parallel: Parallel, places: Sequence[Sequence[int]], where: Nodes | 
 
 
 def _along(sizes: Mapping[str, int], axes: Iterable[str], ranks: Sequence[int]) -> list[list[int]]:
-    """The groups of a grid's ranks that differ along these axes only."""
+    """Return the groups of a grid's ranks that differ along these axes only."""
     strides, step = {}, 1
     for axis in reversed(list(sizes)):
         strides[axis] = step
@@ -175,28 +160,27 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def _stages(
-    parallel: Parallel, places: Sequence[Sequence[int]], where: Nodes | None, schedule: Schedule | None,
-    layers: Sequence[int] | None,
+    spec: MeshSpec, places: Sequence[Sequence[int]], where: Nodes | None, layers: Sequence[int] | None
 ) -> list[str]:  # fmt: skip
-    """For every data index the ranks of each pipeline rank, which follow one another."""
-    if parallel.data == parallel.pipeline == 1:
+    """Return for every data index the ranks of each pipeline rank, which follow one another."""
+    if spec.data == spec.pipeline == 1:
         return []
-    inner = [len(ranks) // parallel.data for ranks in places]
+    inner = [len(ranks) // spec.data for ranks in places]
     lines = []
-    shown = min(parallel.data, max(1, ROWS // parallel.pipeline))
+    shown = min(spec.data, max(1, ROWS // spec.pipeline))
     for d in range(shown):
         rows = []
         for p, ranks in enumerate(places):
             here = ranks[d * inner[p] : (d + 1) * inner[p]]
             node = "" if where is None else f", {_node_text([where[rank] for rank in here])}"
-            grid = f", {' × '.join(f'{a}={n}' for a, n in parallel.at(p).axes.items())}" if parallel.parts else ""
-            head = f"pipeline {p}: " if parallel.pipeline > 1 else ""
-            held = _held(p, schedule, layers) if d == 0 else ""
+            grid = f", {' × '.join(f'{a}={n}' for a, n in spec.at(p).axes.items())}" if spec.parts else ""
+            head = f"pipeline {p}: " if spec.pipeline > 1 else ""
+            held = _held(p, spec.schedule, layers) if d == 0 else ""
             rows.append(f"{head}rank{'s' * (len(here) > 1)} {_span(here)}{node}{grid}{held}")
-        lines += _headed(f"data {d}" if parallel.data > 1 else "in order", _folded(rows))
-    if shown < parallel.data:
+        lines += _headed(f"data {d}" if spec.data > 1 else "in order", _folded(rows))
+    if shown < spec.data:
         step = sum(inner)
-        rest = f"data {shown}" + (f"–{parallel.data - 1}" if parallel.data > shown + 1 else "")
+        rest = f"data {shown}" + (f"–{spec.data - 1}" if spec.data > shown + 1 else "")
         lines.append(f"{rest:<12}the same from rank {shown * step:,} on, {step:,} ranks each")
     return lines
 
@@ -207,7 +191,7 @@ def _node_text(nodes: Sequence[int]) -> str:
 
 
 def _held(rank: int, schedule: Schedule | None, layers: Sequence[int] | None) -> str:
-    """The stages that a pipeline rank holds, and their layers."""
+    """Return the stages that a pipeline rank holds, and their layers."""
     if schedule is None or schedule.ranks == 1:
         return ""
     stages = [chunk.stage for chunk in schedule.chunks[rank]]
@@ -226,12 +210,12 @@ def _headed(head: str, rows: Sequence[str]) -> list[str]:
     return [f"{head if i == 0 else '':<12}{row}" for i, row in enumerate(rows)]
 
 
-def _grid(parallel: Parallel, places: Sequence[Sequence[int]]) -> list[str]:
-    """The ranks of the first grid as a table: a line for each index of all its axes but the last."""
+def _grid(spec: MeshSpec, places: Sequence[Sequence[int]]) -> list[str]:
+    """Return the ranks of the first grid as a table: a line for each index of all its axes but the last."""
     lines: list[str] = []
     drawn: list[Mapping[str, int]] = []
     for p, ranks in enumerate(places):
-        axes = {a: n for a, n in parallel.at(p).axes.items() if a not in OUTER and n > 1}
+        axes = {a: n for a, n in spec.at(p).axes.items() if a not in OUTER and n > 1}
         if len(axes) < 2 or axes in drawn:
             continue
         drawn.append(axes)
@@ -250,12 +234,13 @@ def _grid(parallel: Parallel, places: Sequence[Sequence[int]]) -> list[str]:
     return lines
 
 
-def layer_counts(config: Config, parallel: Parallel, schedule: Schedule | None) -> tuple[int, ...] | None:
-    """The layers of each stage, with the embedding and the head, where they are known before the model is made."""
-    if schedule is None or config.model.name not in LANGUAGE or parallel.partition in ("parameters", "flops", "time"):
+def layer_counts(config: TrainingConfig, spec: MeshSpec) -> tuple[int, ...] | None:
+    """Return the layers of each stage, with the embedding and the head; None if only the model itself can tell."""
+    schedule = spec.schedule
+    if schedule is None or config.model.name not in LANGUAGE or spec.partition in ("parameters", "flops", "time"):
         return None
     depth = config.model.options.get("num_hidden_layers", DEPTH)
     layers = [Layer(str(i), lambda x: x, (), i in (0, depth + 1)) for i in range(depth + 2)]
-    if isinstance(parallel.partition, str):
+    if isinstance(spec.partition, str):
         return share_layers(layers, schedule.stages)
-    return by_hand(parallel.partition, layers, schedule.stages)
+    return by_hand(spec.partition, layers, schedule.stages)

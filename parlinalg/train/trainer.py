@@ -16,12 +16,11 @@ from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.together import together
 from parlinalg.errors import CheckpointError, ConfigError, EngineError
 from parlinalg.optim.schedules import Scheduler
-from parlinalg.train.arguments import check_rate, check_schedule, check_state, length_of, whole_number
-from parlinalg.train.checkpoint_options import check_kept
-from parlinalg.train.engine import Engine
-from parlinalg.train.feed import Feed
+from parlinalg.train.engine import Engine, check_state
+from parlinalg.train.feed import Feed, length_of
 from parlinalg.train.hooks import EvaluateHook, Hook
-from parlinalg.train.pipeline_schedules import BaseSchedule
+from parlinalg.train.schedules import BaseSchedule, check_schedule
+from parlinalg.train.schema import check_values, integer, named, real
 
 
 class _Means:
@@ -154,8 +153,8 @@ class Trainer:
             raise ConfigError("Trainer.fit: say how long to train, by epochs or by steps")
         for name, value in (("epochs", epochs), ("steps", steps)):
             if value is not None:
-                whole_number(f"Trainer.fit: {name}", value, 0)
-        whole_number("Trainer.fit: test_interval", test_interval)
+                integer(0)(f"Trainer.fit: {name}", value)
+        integer(1)("Trainer.fit: test_interval", test_interval)
         feed, accumulate = self._feed(train_dataloader), self.engine.accumulate
         self._batches_an_epoch = count = self._batches(feed, "train_dataloader")
         if count < accumulate:
@@ -204,7 +203,7 @@ class Trainer:
             self.finish()
 
     def finish(self) -> list[str]:
-        """Have every hook leave what it leaves of a training that has ended; return what they say.  Collective."""
+        """Call `Hook.finish` of every hook, at the end of a training; return their lines.  Collective."""
         self._finished = True
         return [line for hook in self.hooks for line in hook.finish(self)]
 
@@ -217,8 +216,8 @@ class Trainer:
     def _epoch(self, feed: Feed, stop: StopSignals | None) -> None:
         """Make the steps of an epoch, or as many as are left."""
         self._call("before_train_epoch")
-        batches, whole = feed.at(self.epoch, self._taken), self._batches(feed, "train_dataloader")
-        while self._taken + self.engine.accumulate <= whole:
+        batches, count = feed.at(self.epoch, self._taken), self._batches(feed, "train_dataloader")
+        while self._taken + self.engine.accumulate <= count:
             if self.why or (self._steps is not None and self.step >= self._steps):
                 return
             self._step(batches)
@@ -251,7 +250,7 @@ class Trainer:
         self._call("after_train_iter", output, label, self.metrics["loss"])
 
     def evaluate(self, test_dataloader: Iterable[Any], name: str = "test") -> float:
-        """The mean loss over all targets of these batches, which is `metrics["test_loss"]` too.  Collective.
+        """Return the mean loss over all targets of these batches, also `metrics["test_loss"]`.  Collective.
 
         Parameters
         ----------
@@ -284,7 +283,7 @@ class Trainer:
         return loader if isinstance(loader, Feed) else self.engine.feed(loader)
 
     def _batches(self, feed: Feed, name: str) -> int:
-        """How many batches an epoch has, on all ranks; some."""
+        """Return the number of batches of an epoch, equal on all ranks and not 0.  Collective."""
         world, why = self.engine.world, f"Trainer: the {name} is to say how many batches an epoch has"
         counts = world.share(together(world, lambda: length_of(feed.source, why)))
         odd = next((rank for rank, n in enumerate(counts) if n != counts[0]), None)
@@ -320,12 +319,12 @@ class Trainer:
 
     # ------------------------------------------------------------------ state
     def progress(self) -> dict[str, Any]:
-        """How far the training is, beside parameters and the states of the optimizer: what JSON can carry."""
+        """Return the position of the training, beside parameters and optimizer states, as plain values for JSON."""
         rate = self.lr_scheduler
         if rate is not None and not hasattr(rate, "state_dict"):
             raise ConfigError(
                 f"Trainer: the lr_scheduler, a {type(rate).__name__}, has no state_dict() and load_state_dict(), which "
-                "saving the training takes"
+                "saving the training needs"
             )
         return {
             "engine": self.engine.progress(),
@@ -344,12 +343,10 @@ class Trainer:
                     f"it is of a training with {key}={was}, this one has {key}={self._order[key]}: its batches would "
                     "be others; use the same, or train from the start (without --resume, or resume=True)"
                 )
-        engine = progress["engine"]
-        scaled = self.engine.progress()["scaler"] is not None and engine["scaler"] is not None
-        check_kept(progress, ("epoch", "step", "batches"), ())
-        check_kept(engine, ("made", "skipped"), ("optimizer", *(["scaler"] if scaled else [])))
+        check_values("", progress, {"epoch": integer(0), "step": integer(0), "batches": integer(0)})
+        self.engine.check_progress(progress["engine"])
         if isinstance(self.lr_scheduler, Scheduler) and progress["lr_scheduler"] is not None:
-            check_kept({"scheduler": progress["lr_scheduler"]}, (), ("scheduler",))
+            check_values("scheduler", progress["lr_scheduler"], {"steps": integer(0), "base": real(0)})
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
         """Restore the position in the training that `progress` gave."""
@@ -360,11 +357,19 @@ class Trainer:
         self._taken = int(progress["batches"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What the training needs to go on as if it had not stopped, between two steps.  Collective."""
+        """Return all that the training needs to go on, between two steps.  Collective."""
         return {"state": self.engine.state_dict(), **self.progress()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.  Collective."""
+        """Restore what `state_dict` returned.  Collective."""
         check_state("Trainer.load_state_dict", state, ("state", "engine", "lr_scheduler", "epoch", "step", "batches"))
         self.engine.load_state_dict(state["state"])
         self.set_progress(state)
+
+
+def check_rate(where: str, rate: Any, made: bool = False) -> None:
+    """Raise a ConfigError unless this steps a learning rate, or is None; or makes one, unless it is `made` already."""
+    steps = callable(getattr(rate, "step", None)) and not isinstance(rate, type)
+    if rate is not None and not steps and (made or not callable(rate)):
+        maker = ", or a function that makes one of the optimizer, such as lambda o: Scheduler(o, Cosine(1000))"
+        raise ConfigError(f"{where}: lr_scheduler is an object with step(){'' if made else maker}, not {named(rate)}")

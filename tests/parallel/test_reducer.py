@@ -13,7 +13,7 @@ from parlinalg import nn, optim
 from parlinalg.grid import factorizations
 from parlinalg.layout import piece
 from parlinalg.parallel import GradientReducer, clip_gradient_norm, clip_gradient_value, gradient_norm
-from parlinalg.train import Config
+from parlinalg.train import TrainingConfig
 from tests.autograd.cases import TERMS, gradient_of_terms, term
 from tests.training import batch, every_scheme, mean_loss, sizes_for
 
@@ -284,7 +284,7 @@ def test_a_limit_to_clip_by_is_above_zero(limit, make_grid, world):
         clip_gradient_value([p], limit)
     for clips in ({"clip_grad_norm": limit}, {"clip_grad_value": limit}):
         with pytest.raises(pla.ConfigError, match=f"above 0, not {limit!r}"):
-            pla.initialize(nn.Linear(2, 2, DATA, grid), lambda p: optim.SGD(p, 0.1), config=Config(**clips))
+            pla.initialize(nn.Linear(2, 2, DATA, grid), lambda p: optim.SGD(p, 0.1), config=TrainingConfig(**clips))
     assert np.array_equal(p.grad.gather(), np.full(4, 4.0))
 
 

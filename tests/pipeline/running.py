@@ -124,7 +124,7 @@ class Pipeline:
         self.worker = Worker(self.model, schedule, self.reducer)
         self.optimizer = AdamW(self.model.parameters(), 0.01)
         self.work = Text(auxiliary)
-        ring = mesh.parallel.ring
+        ring = mesh.spec.ring
         self.order = sequence_order(LENGTH, ring, "zigzag") if ring > 1 else None
 
     def batches(self, step: int, parts: int | None = None, rows: int = ROWS) -> list[Batch]:

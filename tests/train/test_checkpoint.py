@@ -19,7 +19,7 @@ from parlinalg.errors import CheckpointError, ConfigError
 from parlinalg.nn.pretrained import Writer, read_header
 from parlinalg.train import Checkpoints, launch
 from parlinalg.train.checkpoint import read_index
-from parlinalg.train.config import check
+from parlinalg.train.config import parse
 from tests.train.trainings import Training
 
 BASE: dict[str, Any] = {
@@ -365,7 +365,7 @@ def test_the_last_ones_and_the_best_stay(start: Any, folder: Path, world: Any) -
 @pytest.mark.serial
 def test_settings() -> None:
     def made(value: Any) -> Any:
-        return check({"checkpoint": value}).checkpoint
+        return parse({"checkpoint": value}).checkpoint
 
     assert made(False).on is False
     assert made(7).every == 7

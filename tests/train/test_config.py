@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,19 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.parallel import DataParallel
-from parlinalg.train import Config
-from parlinalg.train.config import Choice, Pipelining, Precision, Zero, check, examples, load, override
-from parlinalg.train.parallel import share_out
-from parlinalg.train.pipelines import schedule_for
+from parlinalg.train import TrainingConfig, config, resolve
+from parlinalg.train.config import (
+    Choice,
+    LossScaleConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    ZeroConfig,
+    examples,
+    load,
+    parse,
+)
+from parlinalg.train.schema import Section, Short, documentation, integer, key, override, text
 
 pytestmark = pytest.mark.serial
 
@@ -60,7 +70,7 @@ SHARED = [
 
 @pytest.mark.parametrize(("parallel", "ranks", "axes", "scheme"), SHARED)
 def test_ranks_are_shared_out(parallel: Any, ranks: int, axes: dict[str, int], scheme: str) -> None:
-    found = share_out(parallel, ranks)
+    found = resolve({"parallel": parallel}, ranks)
     assert (found.axes, found.scheme.name) == (axes, scheme)
     assert found.data * found.pipeline * found.sequence * found.tensor == ranks
     assert set(found.scheme.axes) == set(found.axes)
@@ -99,7 +109,7 @@ WRONG_SHARES = [
     ({"pipeline": {"size": 2, "partition": [3, -1]}}, 2, ("pipeline.partition[1]", "at least 0", "-1")),
     ({"pipeline": {"partition": [3, 4]}}, 2, ("partition=[3, 4]", "the pipeline has one rank", "size=2")),
     ({"pipeline": {"size": 3, "tensor": [1, 1]}}, 2, ("lists 2 grids for a pipeline of 3 ranks", "give 3")),
-    ({"pipeline": {"tensor": [1, 2]}}, 3, ("parallel.tensor has size 2 but no mode",)),
+    ({"pipeline": {"tensor": [1, 2]}}, 3, ("parallel.pipeline.tensor[1] has size 2 but no mode",)),
     ({"pipeline": {"tensor": [1, {"mode": "1d"}]}}, 3, ("pipeline.tensor[1] needs a size or a shape",)),
     ({"pipeline": {"tensor": [1, {"mode": "sequence", "size": 2}]}}, 3, ("pipeline.tensor[1].mode='sequence'",)),
     ({"pipeline": {"tensor": {"size": 2}}}, 2, ("pipeline.tensor must be a list",)),
@@ -115,7 +125,7 @@ WRONG_SHARES = [
 
 @pytest.mark.parametrize(("parallel", "ranks", "parts"), WRONG_SHARES)
 def test_wrong_shares_say_what_would_be_right(parallel: Any, ranks: int, parts: tuple[str, ...]) -> None:
-    refused(lambda: share_out(parallel, ranks), *parts)
+    refused(lambda: resolve({"parallel": parallel}, ranks), *parts)
 
 
 WRONG = [
@@ -183,16 +193,14 @@ WRONG = [
 
 @pytest.mark.parametrize(("values", "parts"), WRONG)
 def test_wrong_values_say_what_would_be_right(values: Any, parts: tuple[str, ...]) -> None:
-    refused(lambda: check(values), *parts)
+    refused(lambda: parse(values), *parts)
 
 
 def test_pipelines_of_a_configuration() -> None:
     """Schedules, microbatches and partitions, as they are given and as they are not."""
 
     def made(ranks: int, **keys: Any) -> Any:
-        config = check(keys)
-        parallel = share_out(config.parallel, ranks)
-        return schedule_for(config, parallel)
+        return resolve(keys, ranks).schedule
 
     assert made(1) is None
     assert made(4) is None
@@ -200,7 +208,7 @@ def test_pipelines_of_a_configuration() -> None:
     assert (found.name, found.ranks, found.microbatches, found.stages) == ("1f1b", 4, 4, 4)
     assert made(4, parallel={"pipeline": 4}, gradient_accumulation=6).microbatches == 6
     assert made(4, parallel={"pipeline": 4}, gradient_accumulation=8, schedule={"microbatches": 8}).microbatches == 8
-    assert check({"parallel": {"pipeline": 2}, "schedule": "gpipe"}).schedule == Pipelining("gpipe")
+    assert parse({"parallel": {"pipeline": 2}, "schedule": "gpipe"}).schedule == ScheduleConfig("gpipe")
     given = {"name": "interleaved", "microbatches": 4, "chunks": 3}
     assert made(2, parallel={"pipeline": 2}, schedule=given).stages == 6
     assert made(2, parallel={"pipeline": {"size": 2, "partition": [1] * 6}}, schedule=given).stages == 6
@@ -223,39 +231,40 @@ def test_pipelines_of_a_configuration() -> None:
 
 def test_unlike_grids_are_shared_out() -> None:
     each = [{"size": 2, "mode": "1d"}, {"mode": "2d", "shape": (2, 2)}]
-    found = share_out({"sequence": 2, "pipeline": {"tensor": each}}, 24)
+    found = resolve({"parallel": {"sequence": 2, "pipeline": {"tensor": each}}}, 24)
     assert (found.data, found.pipeline, found.sequence) == (2, 2, 2)
     assert found.grids == ({"data": 2, "s": 2, "t": 2}, {"data": 2, "s": 2, "r": 2, "c": 2})
     assert [found.at(p).scheme.name for p in range(2)] == ["data × s × 1d", "data × s × 2d"]
 
 
 def test_every_key_is_optional_and_what_means_off_passes() -> None:
-    assert check({}) == Config()
+    assert parse({}) == TrainingConfig()
     off = {"parallel": None, "zero": {"stage": 0}, "precision": None, "gradient_handler": [], "offload": None}
-    assert check(off) == Config()
-    assert check({"gradient_handler": [{"type": "DataParallel"}]}).gradient_handler == (DataParallel(),)
+    assert parse(off) == TrainingConfig()
+    assert parse({"gradient_handler": [{"type": "DataParallel"}]}).gradient_handler == (DataParallel(),)
 
 
 def test_short_forms_of_precision_and_zero() -> None:
-    assert check({"zero": 2}).zero == check({"zero": {"stage": 2}}).zero == Zero(2)
-    assert check({"precision": "bf16"}).precision == Precision("bfloat16")
-    assert check({"precision": "fp16"}).precision == Precision("float16", {})
-    assert check({"precision": {"dtype": "fp16", "loss_scale": 8, "communicate": 16}}).precision == Precision(
+    assert parse({"zero": 2}).zero == parse({"zero": {"stage": 2}}).zero == ZeroConfig(2)
+    assert parse({"precision": "bf16"}).precision == PrecisionConfig("bfloat16")
+    assert parse({"precision": "fp16"}).precision == PrecisionConfig("float16", LossScaleConfig())
+    assert parse({"precision": {"dtype": "fp16", "loss_scale": 8, "communicate": 16}}).precision == PrecisionConfig(
         "float16", 8.0, "float16"
     )
-    assert check({"precision": {"communicate": "16"}}).precision == Precision(None, None, "bfloat16")
+    assert parse({"precision": {"communicate": "16"}}).precision == PrecisionConfig(None, None, "bfloat16")
     for same in (32, "32", "float32"):
-        assert check({"precision": {"communicate": same}}).precision.communicate == "float32"
-    assert check({"precision": "fp16", "dtype": "float64"}).model_dtype == "float16"
-    assert check({"offload": {"optimizer": "disk", "memory": "1KiB"}}).offload == {"optimizer": "disk", "memory": 1024}
+        assert parse({"precision": {"communicate": same}}).precision.communicate == "float32"
+    assert parse({"precision": "fp16", "dtype": "float64"}).model_dtype == "float16"
+    offload = parse({"offload": {"optimizer": "disk", "memory": "1KiB"}}).offload
+    assert offload == OffloadConfig(optimizer="disk", memory=1024)
 
 
 def test_data_and_model_follow_from_each_other() -> None:
-    assert check({"model": {"name": "llama"}}).data == Choice("text", {})
-    assert check({"data": "notes.txt"}).model == Choice("gpt", {})
-    assert check({"data": {"path": "notes"}}).data == Choice("text", {"path": "notes"})
-    assert check({"data": {"path": "x.npz"}}) == check({"data": "x.npz"})
-    assert check({"data": "x.npz"}).model == Choice("mlp", {})
+    assert parse({"model": {"name": "llama"}}).data == Choice("text", {})
+    assert parse({"data": "notes.txt"}).model == Choice("gpt", {})
+    assert parse({"data": {"path": "notes"}}).data == Choice("text", {"path": "notes"})
+    assert parse({"data": {"path": "x.npz"}}) == parse({"data": "x.npz"})
+    assert parse({"data": "x.npz"}).model == Choice("mlp", {})
 
 
 def test_examples_are_right() -> None:
@@ -263,9 +272,8 @@ def test_examples_are_right() -> None:
     for name in examples():
         config = load(name)
         for ranks in range(8, 17, 8) if name == "hybrid" else range(1, 13):
-            found = share_out(config.parallel, ranks)
+            found = resolve(config, ranks)
             assert name == "hybrid" or found.tensor == ranks
-            schedule_for(config, found)
 
 
 @pytest.mark.parametrize(
@@ -274,23 +282,23 @@ def test_examples_are_right() -> None:
      ("dict(a=dict(b=1))", {"a": {"b": 1}}), ("a b", "a b"), ("", ""), ("f(1)", "f(1)"), ("dict(1)", "dict(1)")],
 )  # fmt: skip
 def test_values_of_the_command_line(text: str, value: object) -> None:
-    assert override({}, [f"model.hidden={text}"]) == {"model": {"hidden": value}}
+    assert config.override({}, [f"model.hidden={text}"]) == {"model": {"hidden": value}}
 
 
 def test_settings_replace_values_and_leave_the_original_alone() -> None:
-    config = {"parallel": {"tensor": 4}, "optimizer": "sgd"}
+    given = {"parallel": {"tensor": 4}, "optimizer": "sgd"}
     settings = ["parallel.tensor.mode=2.5d", "parallel.tensor.depth=1", "optimizer.lr=0.1", "model.hidden=(3,)"]
-    assert override(config, settings) == {
+    assert config.override(given, settings) == {
         "parallel": {"tensor": {"size": 4, "mode": "2.5d", "depth": 1}},
         "optimizer": {"name": "sgd", "lr": 0.1},
         "model": {"hidden": (3,)},
     }
-    assert config == {"parallel": {"tensor": 4}, "optimizer": "sgd"}
+    assert given == {"parallel": {"tensor": 4}, "optimizer": "sgd"}
 
 
 @pytest.mark.parametrize("setting", ["a", "=1", "a..b=1", ".a=1"])
 def test_settings_without_key_or_value_are_refused(setting: str) -> None:
-    refused(lambda: override({}, [setting]), "KEY=VALUE", setting)
+    refused(lambda: config.override({}, [setting]), "KEY=VALUE", setting)
 
 
 def test_settings_are_checked_as_the_file_is(tmp_path: Path) -> None:
@@ -314,16 +322,68 @@ def test_files_that_are_missing_or_fail_are_named(tmp_path: Path) -> None:
 def test_messages_have_no_traces_of_code() -> None:
     for values, _ in WRONG:
         with pytest.raises(ConfigError) as caught:
-            check(values)
+            parse(values)
         assert not re.search(r"<function|<class|object at 0x", str(caught.value))
+
+
+SECTIONS = [c for c in vars(config).values() if isinstance(c, type) and issubclass(c, Section) and c is not Section]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda c: c.__name__)
+def test_every_key_has_a_meaning_and_a_default_that_is_valid(section: type[Section]) -> None:
+    for name, doc, _ in documentation(section):
+        assert doc, name
+    assert section.parse("here", {f.name: f.default for f in fields(section)}) == section()
+    assert section().given() == {}
+
+
+@dataclass(frozen=True)
+class Inner(Section):
+    SHORT = Short(int, "size", "a size")
+    size: int = key(3, integer(1), "how large")
+    name: str | None = key(None, text, "its name", "none")
+
+
+@dataclass(frozen=True)
+class Outer(Section):
+    inner: Inner = key(Inner(), Inner, "what is inside")
+    maybe: Inner | None = key(None, Inner, "what may be inside")
+
+
+def test_a_new_key_is_one_declaration() -> None:
+    """Its check, its place in `--set`, the hints of unknown keys and its row in the guide follow from the field."""
+    assert Outer.parse("", None) == Outer.parse("", {"inner": None, "maybe": None}) == Outer()
+    found = Outer.parse("", override(Outer, {"inner": 4}, ["inner.name=x", "maybe.size=5"]))
+    assert found == Outer(Inner(4, "x"), Inner(5))
+    assert Outer.parse("", found) is found
+    assert Outer.parse("", found.given()) == found
+    assert found.given() == {"inner": {"size": 4, "name": "x"}, "maybe": {"size": 5}}
+    refused(lambda: Outer.parse("", {"inner": {"sise": 1}}), "inner has an unknown key 'sise': did you mean 'size'?")
+    refused(lambda: Outer.parse("", {"inner": 0}), "inner.size must be a whole number of at least 1, not 0")
+    refused(
+        lambda: Outer.parse("", {"inner": "x"}), "inner must be a dict with the keys size, name, or a size, not 'x'"
+    )
+    refused(lambda: Outer.parse("", {"inner": True}), "inner must be a dict", "not True")
+    refused(lambda: Outer.parse("", {"inner": {"size": None}}), "inner.size must be a whole number")
+    refused(lambda: override(Outer, {"inner": [1]}, ["inner.name=x"]), "inner is [1], without keys")
+    assert documentation(Inner) == [("`size`", "how large", "`3`"), ("`name`", "its name", "none")]
+
+
+def test_settings_go_through_short_forms() -> None:
+    assert load({"zero": 2, "checkpoint": 5}, ["zero.within=4", "checkpoint.keep=None"]).given() == {
+        "zero": {"stage": 2, "within": 4}, "checkpoint": {"every": 5, "keep": None},
+    }  # fmt: skip
+    assert load({"precision": "fp16"}, ["precision.communicate=16"]) == load(
+        {"precision": {"dtype": "fp16", "communicate": 16}}
+    )
 
 
 @pytest.mark.parametrize("pipeline", [1, {"size": 1}, {"tensor": [{"mode": "1d"}]}])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "chimera", "zb-h1", "zb-v"])
 def test_over_one_rank_a_schedules_microbatches_are_accumulated(name, pipeline):
     for schedule, parts in (({"name": name, "microbatches": 5}, 5), (name, 3)):
-        config = check({"schedule": schedule, "parallel": {"pipeline": pipeline}, "gradient_accumulation": parts})
+        config = parse({"schedule": schedule, "parallel": {"pipeline": pipeline}, "gradient_accumulation": parts})
         assert config.schedule is None
         assert config.gradient_accumulation == parts
-    config = check({"schedule": {"name": name, "microbatches": 5}, "parallel": {"pipeline": pipeline}})
+    config = parse({"schedule": {"name": name, "microbatches": 5}, "parallel": {"pipeline": pipeline}})
     assert config.gradient_accumulation == 5

@@ -190,8 +190,8 @@ def test_text_in_another_order(world: Any, backend: str) -> None:
                 vocab_size=13, max_position_embeddings=9, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,
                 attn_pdrop=0.2, scheme=mesh.scheme, grid=mesh.grid, dtype="float64",
             )  # fmt: skip
-            zigzag = mesh.parallel.order_of(causal=True) == "zigzag"
-            order = pla.sequence_order(9, mesh.parallel.ring, "zigzag") if zigzag else None
+            zigzag = mesh.spec.order_of(causal=True) == "zigzag"
+            order = pla.sequence_order(9, mesh.spec.ring, "zigzag") if zigzag else None
             rest = (9, 4, mesh.grid, model.ids_layout, model.targets_layout)
             tokens = np.arange(60) * 7 % 13
             engine, train, _, _ = pla.initialize(model, train_dataloader=Windows(tokens, *rest, seed=2, order=order))
@@ -353,7 +353,7 @@ def test_what_initialize_refuses(world: Any, backend: str) -> None:
         with pytest.raises(ConfigError, match="num_microbatches is a whole number of at least 1, not 0"):
             pla.PipelineSchedule(0)
         if SIZE > 1:
-            with pytest.raises(ConfigError, match="is for models that are whole on their grid"):
+            with pytest.raises(ConfigError, match="is for models that are not cut into stages"):
                 pla.initialize(mlp(mesh), schedule=pla.NonPipelineSchedule())
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from parlinalg.cli import main
-from parlinalg.pipeline import make_schedule
 from parlinalg.train.map import rank_map
-from parlinalg.train.parallel import share_out
+from parlinalg.train.mesh import resolve
 
 pytestmark = pytest.mark.serial
 
@@ -25,8 +24,9 @@ model = dict(name="gpt", hidden_size=12288, num_hidden_layers=96, num_attention_
 
 
 def test_a_map_of_a_few_ranks() -> None:
-    parallel = share_out({"pipeline": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}}, 16)
-    assert rank_map(parallel, make_schedule("zb-v", 2, 4), 4, [1, 2, 3, 4]).splitlines() == [
+    parallel = {"pipeline": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}}
+    spec = resolve({"parallel": parallel, "schedule": {"name": "zb-v", "microbatches": 4}}, 16)
+    assert rank_map(spec, 4, [1, 2, 3, 4]).splitlines() == [
         "ranks       16 = data 2 × pipeline 2 × sequence 2 × tensor 2 (1d: t=2), on 4 nodes of 4",
         "  tensor    8 groups of 2 ranks, next to one another, such as 0, 1; within a node",
         "  sequence  8 groups of 2 ranks, 2 apart, such as 0, 2; within a node",
@@ -43,13 +43,13 @@ def test_a_map_of_a_few_ranks() -> None:
 
 def test_grids_that_are_unlike() -> None:
     each = [{"size": 1}, {"mode": "2d", "shape": (2, 2)}]
-    text = rank_map(share_out({"pipeline": {"tensor": each}}, 10), nodes=[0] * 7 + [1] * 3)
+    text = rank_map(resolve({"parallel": {"pipeline": {"tensor": each}}}, 10), nodes=[0] * 7 + [1] * 3)
     assert text.splitlines() == [
         "ranks       10 = data 2 × pipeline 2 × tensor 1, 4 (2d: r=2 × c=2), on 2 nodes of 3 to 7",
         "  tensor    2 groups of 4 ranks, next to one another, such as 1–4; across 1 to 2 nodes",
         "  data      5 groups of 2 ranks, 5 apart, such as 0, 5; across 1 to 2 nodes",
-        "data 0      pipeline 0: rank 0, node 0, data=2",
-        "            pipeline 1: ranks 1–4, node 0, data=2 × r=2 × c=2",
+        "data 0      pipeline 0: rank 0, node 0, data=2; stage 0",
+        "            pipeline 1: ranks 1–4, node 0, data=2 × r=2 × c=2; stage 1",
         "data 1      pipeline 0: rank 5, node 0, data=2",
         "            pipeline 1: ranks 6–9, nodes 0, 1, data=2 × r=2 × c=2",
         "a grid      r=0: 1 2",
@@ -73,7 +73,7 @@ def test_groups_that_share_states_and_one_rank(tmp_path: Path, capsys: pytest.Ca
     assert mapped(tmp_path, capsys, f"{tensor}\n{zero.format(0)}", "--ranks", "8") == whole, "nothing is shared"
     alone = mapped(tmp_path, capsys, tensor, "--ranks", "2")
     assert mapped(tmp_path, capsys, f"{tensor}\n{zero.format(2)}", "--ranks", "2") == alone, "with nobody"
-    assert rank_map(share_out(None, 1)) == "ranks       1 = data 1"
+    assert rank_map(resolve(None, 1)) == "ranks       1 = data 1"
 
 
 def test_grids_that_are_unlike_share_within_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_grids_that_are_unlike_share_within_groups(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("parallel", [{"data": 6, "pipeline": 8}, {"data": 48, "pipeline": 1}, {"pipeline": 384}])
 def test_thousands_of_ranks_are_folded(parallel: dict[str, int]) -> None:
     many: dict[str, Any] = {**parallel, "tensor": {"size": 8, "mode": "3d"}}
-    text = rank_map(share_out(many, 384 * (8 if "data" not in parallel else 1)), nodes=8)
+    text = rank_map(resolve({"parallel": many}, 384 * (8 if "data" not in parallel else 1)), nodes=8)
     assert len(text.splitlines()) < 30
     assert max(map(len, text.splitlines())) < 120
 

@@ -16,7 +16,7 @@ from parlinalg.comm import SingleComm
 from parlinalg.grid import factorizations
 from parlinalg.layout import Layout
 from parlinalg.train import accuracy, launch
-from parlinalg.train.plots import plot
+from parlinalg.train.progress import plot
 from tests.conftest import SIZE
 from tests.train.trainings import Training, batches, in_update, main
 

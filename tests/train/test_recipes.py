@@ -311,7 +311,7 @@ def test_a_limit_of_memory_decides_by_the_first_batch(axis: str, folder: Path, w
             trainer, found = pla.Trainer(engine), []
             for step in range(1, 4):
                 found.append(trainer.fit(feed, steps=step)["loss"])
-            plan = engine.offload
+            plan = engine.memory_plan
             engine.restore()
             assert not any(p.data.RESTS for p in engine.parameters())
             return found, plan

@@ -16,7 +16,7 @@ import pytest
 from parlinalg.comm import SingleComm
 from parlinalg.errors import ConfigError
 from parlinalg.train import launch
-from parlinalg.train.sample import whole_words
+from parlinalg.train.language import whole_words
 from tests.agreement import once
 from tests.conftest import BACKEND
 from tests.train.trainings import Training, main
@@ -80,7 +80,7 @@ def run(comm: Any, settings: dict[str, Any], backend: str, out: Path) -> tuple[l
         found = [step.loss for step in training.steps()]
         found.append(training.held()["loss"])
         pieces: list[str] = []
-        text = training.write("It was", 12, top_k=9, seed=3, told=pieces.append)
+        text = training.write("It was", 12, top_k=9, seed=3, report=pieces.append)
         assert "".join(pieces) == text
         return found, text
 

@@ -12,11 +12,11 @@ from typing import Any
 import parlinalg as pla
 from parlinalg.comm import SingleComm
 from parlinalg.optim import AdamW
-from parlinalg.train import Mesh, job
+from parlinalg.train import Mesh, run
 from parlinalg.train.feed import Feed
-from parlinalg.train.job import train as main
+from parlinalg.train.language import continuation
 from parlinalg.train.recipes import recipe
-from parlinalg.train.sample import continuation
+from parlinalg.train.run import train as main
 
 __all__ = ["Training", "batches", "in_update", "main"]
 
@@ -73,11 +73,11 @@ class Training:
             out = out / f"alone-{os.getpid()}"
         self.mesh, self.out = mesh, out
         self.recipe = recipe(mesh.config, mesh)
-        self.trainer, self.feed = job.trainer_of(mesh, self.recipe, out)
+        self.trainer, self.feed = run.trainer_of(mesh, self.recipe, out)
         self.engine = self.trainer.engine
         self.model, self.optimizer = self.engine.model, self.engine.optimizer
         self.scheduler: Any = self.trainer.lr_scheduler
-        self.steps_wanted = job.build.steps(mesh.config, self.recipe.train)
+        self.steps_wanted = mesh.config.steps_of(len(self.recipe.train))
         self._found: list[Step] = []
         self.trainer.hooks = [_Noting(self._found)]
         self.trainer.fit(self.feed, steps=0)  # the data are known
@@ -86,7 +86,7 @@ class Training:
     @property
     def offload(self) -> Any:
         """What lies elsewhere, as `parlinalg.offload.OffloadPlan`; None if nothing does."""
-        return self.engine.offload
+        return self.engine.memory_plan
 
     @property
     def made(self) -> int:
@@ -169,8 +169,8 @@ class Saving:
     """A training's checkpoints, by the hook that `parlinalg train` has."""
 
     def __init__(self, training: Training) -> None:
-        self.trainer, self.folder = training.trainer, training.out / job.FOLDER
-        hooks = job.hooks_of(training.mesh, training.recipe, training.out)
+        self.trainer, self.folder = training.trainer, training.out / run.FOLDER
+        hooks = run.hooks_of(training.mesh, training.recipe, training.out)
         self.hook: Any = next(hook for hook in hooks if isinstance(hook, pla.CheckpointHook))
         self.checkpoints = self.hook._checkpoints = self.hook.checkpoints(self.trainer)
         training.mesh.ends.callback(self.checkpoints.release)

@@ -1,44 +1,151 @@
-"""The folder of a run, and what a training says at its start and at its end."""
+"""A run: a training of a configuration in a folder of its own, with a report at its start and its end."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parlinalg.autograd import Parameter
-from parlinalg.comm import Book, Comm, ledger
-from parlinalg.comm.startup import ranks_map
+from parlinalg.comm import Book, Comm, ledger, open_comm
 from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError
-from parlinalg.layout import coordinates
+from parlinalg.errors import CommError, ConfigError
 from parlinalg.schemes import table_of_schemes
-from parlinalg.train.hooks import Hook
-from parlinalg.train.launch import Mesh
+from parlinalg.train.choices import make_scheduler
+from parlinalg.train.config import TrainingConfig
+from parlinalg.train.feed import Feed
+from parlinalg.train.hooks import CheckpointHook, EvaluateHook, Hook
+from parlinalg.train.initialize import initialize, memory_lines
 from parlinalg.train.lock import FolderLock
 from parlinalg.train.map import rank_map
+from parlinalg.train.mesh import Mesh, launch
 from parlinalg.train.progress import ProgressHook
+from parlinalg.train.recipes import Recipe, recipe
+from parlinalg.train.schedules import in_microbatches
+from parlinalg.train.schema import listed
+from parlinalg.train.trainer import Trainer
 from parlinalg.units import format_bytes
 
-if TYPE_CHECKING:
-    from parlinalg.train.trainer import Trainer
-
+FOLDER = "checkpoints"
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")  # of a block
 SHOWN = 64  # ranks named one by one
 
 
-class RunHook(Hook):
-    """Gives a training a folder of its own, and says on rank 0 what runs where, and how it went.
+def train(
+    config: TrainingConfig | Mapping[str, Any] | str | Path,
+    out: Path,
+    settings: Sequence[str] = (),
+    comm: object = None,
+    *,
+    resume: bool = False,
+    fall_back: bool = False,
+) -> int:
+    """Train a model; leave `metrics.jsonl`, `metrics.png`, `ranks.json` and checkpoints in `out`.  Collective.
 
-    The folder is locked: another training that is to write to it is refused.  `ranks.json` in it says which process is
-    which rank.  At the end the hook tells the time, what hooks say (`Hook.finish`), the communication of rank 0, and
-    the files that were written; it brings back what is offloaded, and raises an error if files were removed meanwhile.
+    Parameters
+    ----------
+    config : dict, str, Path or TrainingConfig
+    out : Path
+        A directory; made where it is missing.
+    settings : sequence of str
+        Values to replace, such as "parallel.tensor.mode=2d".
+    comm : mpi4py communicator, Comm or None
+        The ranks, by default all of `MPI.COMM_WORLD`.
+    resume : bool
+        Go on from the last checkpoint in `out`, if there is one, as if the training had not been interrupted.
+    fall_back : bool
+        Where that one is damaged, go on from the last that is not.
+
+    Returns
+    -------
+    int
+        0, or 128 + the number of the signal that stopped the training.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if the configuration, the data or the directory is wrong on any.
+    """
+    try:
+        world = open_comm(comm)
+    except CommError as error:
+        raise ConfigError(str(error)) from error
+    with launch(config, world, settings=settings) as mesh:
+        made, run = recipe(mesh.config, mesh, out), RunHook(out)
+        mesh.ends.callback(run.release)
+        run.open(world)
+        trainer, feed = trainer_of(mesh, made, out, [run, *hooks_of(mesh, made, out, resume, fall_back)])
+        steps = mesh.config.steps_of(len(made.train))
+        run.lines |= lines_of(mesh, made, trainer, steps)
+        trainer.fit(feed, steps=steps)
+        return 128 + int(getattr(signal, trainer.signal)) if trainer.signal else 0
+
+
+def hooks_of(mesh: Mesh, made: Recipe, out: Path, resume: bool = False, fall_back: bool = False) -> list[Hook]:
+    """Return the hooks of a configuration, which measure, show and save."""
+    config, options = mesh.config, mesh.config.checkpoint
+    if options.best is not None and options.best not in made.test_columns:
+        raise ConfigError(
+            f"checkpoint.best={options.best!r} is no metric of the data kept out; there are {listed(made.test_columns)}"
+        )
+    return [
+        EvaluateHook(made.test, config.validate_every, name=made.test_name, last=True, describe=made.describe),
+        *made.hooks,
+        ProgressHook(
+            out, columns=(*made.columns, *made.test_columns), curves=made.curves,
+            title=f"{made.name}, {mesh.scheme.name}",
+        ),
+        CheckpointHook(
+            out / FOLDER, options.every, keep=options.keep, best=options.best, background=options.background,
+            resume=resume, fall_back=fall_back, saves=options.on,
+        ),
+    ]  # fmt: skip
+
+
+def trainer_of(mesh: Mesh, made: Recipe, out: Path, hooks: Sequence[Hook] = ()) -> tuple[Trainer, Feed]:
+    """Return the trainer of a recipe, and its data.  Collective.
+
+    `gradient_accumulation` of the configuration cuts the batch of a step into microbatches here.
+    """
+    config, schedule = in_microbatches(mesh.config.writing_to(out), mesh)
+    steps = config.steps_of(len(made.train))
+    engine, train, _, rate = initialize(
+        made.model, None, made.criterion, made.train, None,
+        lambda optimizer: make_scheduler(config.lr_schedule, optimizer, steps), mesh=mesh, config=config,
+        schedule=schedule, sample=made.sample, metrics=made.metrics, test_criterion=made.test_criterion,
+    )  # fmt: skip
+    assert train is not None
+    return Trainer(engine, lr_scheduler=rate, hooks=hooks), train
+
+
+def lines_of(mesh: Mesh, made: Recipe, trainer: Trainer, steps: int) -> dict[str, object]:
+    """Return the lines that describe a training at its start: a head and a text each.  Collective."""
+    config, parts = mesh.config, mesh.config.microbatches(mesh.topology.size)
+    split = f" in {parts} microbatches" * (parts > 1)
+    return {
+        **made.lines,
+        "model": f"{config.model}, {config.model_dtype}",
+        "training": f"{steps} steps of {config.batch_size} samples{split}, {config.optimizer}, {config.lr_schedule}",
+        **memory_lines(mesh, trainer.engine),
+        "checkpoints": config.checkpoint,
+        **made.measure(),
+    }
+
+
+class RunHook(Hook):
+    """Gives a training a folder of its own, and reports on rank 0 what runs where, and how it went.
+
+    The folder is locked: another training that is to write to it is refused.  `ranks.json` in it has the process of
+    every rank.  At the end the hook reports the time, the lines of other hooks (`Hook.finish`), the communication of
+    rank 0, and the files that were written; it restores what is offloaded, and raises an error if files were removed
+    meanwhile.
     It is the first in the list of hooks.
 
     Parameters
@@ -81,7 +188,7 @@ class RunHook(Hook):
         if mesh is None:
             raise ConfigError("RunHook: the model's grid was made without a mesh; make it by parlinalg.launch")
         self.open(engine.world)
-        ranks = places(mesh)
+        ranks = mesh.where()
         text = opening(mesh, ranks, dict(engine.named_parameters()), self.lines)
         if not engine.world.rank:
             from parlinalg import __version__
@@ -149,33 +256,20 @@ class RunHook(Hook):
         self._lock = None
 
 
-def places(mesh: Mesh) -> list[dict[str, Any]]:
-    """For every rank its host, pid and coordinates, in a pipeline also its stages, on every rank.  Collective."""
-    found = ranks_map(mesh.world)
-    for p, ranks in enumerate(mesh.topology.ranks):
-        sizes = mesh.topology.sizes[p]
-        for rank, coords in zip(ranks, coordinates(tuple(sizes), sizes), strict=True):
-            found[rank]["coords"] = coords
-            if mesh.schedule is not None:
-                found[rank]["coords"] = {"pipeline": p, **coords}
-                found[rank]["stages"] = [chunk.stage for chunk in mesh.schedule.chunks[p]]
-    return found
-
-
 def write_ranks(out: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Write `ranks.json`: when a rank is killed the launcher names its pid, and this says which rank it was."""
+    """Write `ranks.json`, which tells the rank of a pid: launchers name the pid of a process that was killed."""
     (out / "ranks.json").write_text(json.dumps(ranks, indent=1) + "\n")
 
 
 def opening(
     mesh: Mesh, ranks: Sequence[Mapping[str, Any]], parameters: Mapping[str, Parameter], settings: Mapping[str, object]
 ) -> str:
-    """What runs where: scheme, grid, layouts, backend, ranks, and the bytes of parameters a rank holds.  Collective.
+    """Return what runs where: scheme, grid, layouts, backend, ranks, and the bytes of parameters.  Collective.
 
     Parameters
     ----------
     ranks : list of dict
-        Those of `places`.
+        Those of `Mesh.where`.
     parameters : dict of str to Parameter
         By name.
     settings : dict of str to object
@@ -185,10 +279,10 @@ def opening(
     held = mesh.world.share(sum(p.block.nbytes for p in parameters.values()))
     first = mesh.world.rank == mesh.topology.ranks[mesh.topology.rank][0]
     mine = {name: [p.size, p.data.nbytes] for name, p in parameters.items()} if first else {}
-    whole: dict[str, list[int]] = {}
+    unsharded: dict[str, list[int]] = {}
     for theirs in mesh.world.share(mine) if mesh.topology.size > 1 else [mine]:
-        whole |= theirs
-    count, total = (sum(of[i] for of in whole.values()) for i in (0, 1))
+        unsharded |= theirs
+    count, total = (sum(of[i] for of in unsharded.values()) for i in (0, 1))
     each = format_bytes(min(held)) + (f" to {format_bytes(max(held))}" if max(held) > min(held) else "")
     axes = " × ".join(f"{a}={n}" for a, n in grid.sizes.items())
     threads = f"{grid.threads} BLAS thread{'s' * (grid.threads > 1)} a rank"
@@ -205,27 +299,12 @@ def opening(
     lines += _ranks(ranks)
     if mesh.world.size > 1:
         hosts = [place["host"] for place in ranks]
-        lines += ["", rank_map(mesh.parallel, mesh.schedule, [hosts.index(host) for host in hosts])]
+        lines += ["", rank_map(mesh.spec, [hosts.index(host) for host in hosts])]
     return "\n".join(lines)
 
 
-def by_stage(mesh: Mesh, text: str) -> str:
-    """What each stage of a pipeline has to say, in a line each; of those that say the same in one.  Collective."""
-    if mesh.schedule is None:
-        return text
-    everyone = mesh.world.share(text)
-    said: dict[str, list[int]] = {}
-    for held, ranks in zip(mesh.schedule.chunks, mesh.topology.ranks, strict=True):
-        said.setdefault(everyone[ranks[0]], []).extend(chunk.stage for chunk in held)
-    lines = []
-    for each, stages in said.items():
-        numbers = sorted(set(stages))
-        lines.append(f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {each}")
-    return f"\n{'':<12}".join(lines)
-
-
 def _parameters(parameters: Mapping[str, Parameter]) -> list[str]:
-    """A line for each parameter; for those of like blocks one line for all."""
+    """Return a line for each parameter, and one line for equal parameters of repeated blocks."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, p in parameters.items():
         before, number, after = (*_NUMBER.split(name, maxsplit=1), "", "")[:3]

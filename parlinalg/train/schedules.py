@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from parlinalg.autograd import Tensor
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, EngineError
-from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.nn.module import Module
 from parlinalg.pipeline import PipelineModel, Schedule, discover, make_schedule
-from parlinalg.train.config import Config
+from parlinalg.train.config import ScheduleConfig, TrainingConfig
 from parlinalg.train.feed import Pass, drawn, joined, rows_of
-from parlinalg.train.launch import Mesh
 from parlinalg.train.losses import detached
-from parlinalg.train.options import Pipelining
-from parlinalg.train.pipelines import microbatches_of
+from parlinalg.train.mesh import Mesh
+from parlinalg.train.schema import named
 
 if TYPE_CHECKING:
     from parlinalg.train.engine import Engine
@@ -57,12 +56,12 @@ class BaseSchedule:
         forward_only : bool
             No backward pass, no gradients, and no step to follow: with `engine.eval()`, what evaluates.
         return_loss, return_output_label : bool
-            What is asked for; outputs of several microbatches are joined, which moves them and takes memory.
+            Whether to return these; outputs of several microbatches are joined, which moves them and takes memory.
 
         Returns
         -------
         output : array or None
-            What the model gives for the whole batch; on the ranks that hold the last stage, None on others.
+            The model's output for the batch; on the ranks that hold the last stage, None on others.
         label : array or None
             The batch's labels, where there are outputs.
         loss : float or None
@@ -77,14 +76,14 @@ class BaseSchedule:
         raise NotImplementedError
 
     def made(self, ranks: int) -> Schedule:
-        """The order of work of so many pipeline ranks."""
+        """Return the order of work of so many pipeline ranks."""
         raise ConfigError(
-            f"{type(self).__name__} is for models that are whole on their grid, and the pipeline has {ranks} ranks: "
+            f"{type(self).__name__} is for models that are not cut into stages, and the pipeline has {ranks} ranks: "
             f"give PipelineSchedule({max(ranks, self.num_microbatches)}), or leave it to the configuration's schedule"
         )
 
     def batches(self, engine: Engine, data_iter: Iterator[Any], learns: bool) -> list[Any]:
-        """The next batch in microbatches; an evaluation may take fewer."""
+        """Return the next batch in microbatches; an evaluation may have fewer."""
         parts = drawn(data_iter, self.num_microbatches, engine.world, check=learns and engine.made == 0)
         cut_short = isinstance(data_iter, Pass) and data_iter.cuts  # the last batch of an epoch may be smaller
         if learns and len(parts) < self.num_microbatches and not cut_short:
@@ -98,7 +97,7 @@ class BaseSchedule:
 
 
 class NonPipelineSchedule(BaseSchedule):
-    """Microbatches one after the other, on a model that is whole on its grid.
+    """Microbatches one after the other, on a model that is not cut into stages.
 
     With one, and `gradient_accumulation` in the configuration, each call takes a further batch into the step.
     """
@@ -136,7 +135,7 @@ class NonPipelineSchedule(BaseSchedule):
 class PipelineSchedule(NonPipelineSchedule):
     """Microbatches through the stages of a pipeline.
 
-    On a model that is whole on its grid it runs them one after the other.
+    On a model that is not cut into stages it runs them one after the other.
 
     Parameters
     ----------
@@ -158,8 +157,8 @@ class PipelineSchedule(NonPipelineSchedule):
         super().__init__(num_microbatches)
         if schedule not in list(discover()):
             raise ConfigError(f"there is no pipeline schedule {schedule!r}; there are {', '.join(sorted(discover()))}")
-        whole = isinstance(num_model_chunks, int) and not isinstance(num_model_chunks, bool) and num_model_chunks > 0
-        if num_model_chunks is not None and not whole:
+        valid = isinstance(num_model_chunks, int) and not isinstance(num_model_chunks, bool) and num_model_chunks > 0
+        if num_model_chunks is not None and not valid:
             raise ConfigError(f"num_model_chunks is a whole number of at least 1, not {num_model_chunks!r}")
         self.name, self.num_model_chunks, self.every = schedule, num_model_chunks, every
 
@@ -186,7 +185,7 @@ class PipelineSchedule(NonPipelineSchedule):
         if forward_only:
             sums = worker.forward(samples, work)
         else:
-            with engine.expecting(parts), engine.overflowing():
+            with engine.expecting(parts):
                 factor = 1.0 if stepped else engine.loss_scale / engine.reference
                 sums = worker.step(samples, work, engine.made, factor)
             engine.passed(offset, sums["count"])
@@ -222,15 +221,14 @@ class Sample:
     def __init__(self, engine: Engine, part: Any, offset: int) -> None:
         self._engine, self.offset = engine, offset
         self._given, self.label = part
-        self.positions = getattr(part, "positions", None)
-        self.documents = getattr(part, "documents", None)
+        self.part = part
         self.y = None
         """Labels are cut when there are outputs, as these."""
         self.count: int = engine.expected(part)
 
     @cached_property
     def x(self) -> Any:
-        """The inputs, as the model takes them.  Collective."""
+        """The inputs, on the model's grid.  Collective."""
         return self._engine.placed(self._given)
 
     def __len__(self) -> int:
@@ -238,18 +236,18 @@ class Sample:
 
 
 class Stages:
-    """What the engine has to say of the stages' work; see `parlinalg.pipeline.worker.Work`."""
+    """The engine's part in the work of the stages; see `parlinalg.pipeline.worker.Work`."""
 
     def __init__(self, engine: Engine, keeps: bool) -> None:
         self._engine, self._keeps = engine, keeps
         self.outputs: dict[int, Any] = {}
 
-    def context(self, batch: Sample) -> AbstractContextManager[AuxiliaryLosses]:
-        """Around every stage's forward pass."""
-        return self._engine.context(batch)
+    def context(self, batch: Sample) -> AbstractContextManager[Any]:
+        """Return the context of a stage's forward pass."""
+        return self._engine.context(batch.part)
 
     def losses_of(self, output: Any, batch: Sample) -> tuple[Tensor, int, dict[str, float]]:
-        """The sum of the losses, their number, and as measures that number and the sums of the engine's metrics."""
+        """Return the sum of the losses, their number, and as measures that number and the sums of the metrics."""
         total, count, measures = self._engine.losses(output, batch.label)
         if self._keeps:
             self.outputs[batch.offset] = detached(output)
@@ -257,7 +255,7 @@ class Stages:
 
 
 def _engine(given: Any) -> Engine:
-    """What a schedule is to run, if it is an engine."""
+    """Return the engine that a schedule is to run; raise an EngineError if it is none."""
     if not hasattr(given, "pipelined"):
         raise EngineError(
             f"forward_backward_step takes the engine that initialize gives first, then an iterator of batches, not "
@@ -267,10 +265,26 @@ def _engine(given: Any) -> Engine:
     return engine
 
 
-def schedule_of(config: Config, mesh: Mesh | None, model: Module) -> BaseSchedule:
-    """The schedule that a configuration says; where it says none, one that runs the chunks that a model is cut into."""
+def check_schedule(where: str, schedule: Any) -> None:
+    """Raise a ConfigError unless this is a schedule, or None."""
+    if schedule is not None and (isinstance(schedule, type) or not hasattr(schedule, "forward_backward_step")):
+        raise ConfigError(
+            f"{where}: schedule is such as PipelineSchedule(4), or PipelineSchedule(4, 'gpipe'), not {named(schedule)}"
+        )
+
+
+def in_microbatches(config: TrainingConfig, mesh: Mesh) -> tuple[TrainingConfig, BaseSchedule | None]:
+    """Return the configuration and schedule with which `gradient_accumulation` cuts the batch of a step into
+    microbatches, instead of accumulating batches; None where the pipeline cuts it anyway."""
+    if mesh.topology.size > 1:
+        return config, None
+    return replace(config, gradient_accumulation=1), NonPipelineSchedule(config.microbatches(1))
+
+
+def schedule_of(config: TrainingConfig, mesh: Mesh | None, model: Module) -> BaseSchedule:
+    """Return the schedule of a configuration; where it names none, one that runs the chunks of the model."""
     chunks = len(model.chunks) if isinstance(model, PipelineModel) else 1
     if mesh is None or (mesh.topology.size == 1 and not isinstance(model, PipelineModel)):
         return NonPipelineSchedule()
-    chosen = config.schedule or (Pipelining() if chunks == 1 else Pipelining("interleaved", chunks=chunks))
-    return PipelineSchedule(microbatches_of(config, mesh.topology.size), chosen.name, chosen.chunks, every=chosen.every)
+    chosen = config.schedule or (ScheduleConfig() if chunks == 1 else ScheduleConfig("interleaved", chunks=chunks))
+    return PipelineSchedule(config.microbatches(mesh.topology.size), chosen.name, chosen.chunks, every=chosen.every)
