@@ -60,7 +60,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     from parlinalg.autograd.saved import saved
     from parlinalg.backend import compiled
     from parlinalg.comm import open_comm
-    from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
+    from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
     from parlinalg.schemes import discover
 
     os.environ["PARLINALG_SHARED"] = "0"  # buckets that the ranks have in common are not in tracemalloc's books
@@ -78,7 +78,7 @@ def piece(args: argparse.Namespace) -> dict[str, Any]:
     parameters = list(model.parameters())
     bucket = int(args.bucket * MIB)
     GradientReducer(parameters, [ZeRO(stage=stage)] if stage else [], bucket, bucket)
-    gatherer = Prefetch(model) if stage == 3 else None
+    gatherer = WeightGatherer(model) if stage == 3 else None
     optimizer = optim.AdamW(parameters, lr=1e-4, master=True)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)

@@ -32,7 +32,7 @@ from parlinalg import nn, optim
 from parlinalg.autograd import Tensor, ops
 from parlinalg.autograd.saved import saved
 from parlinalg.comm import Comm, open_comm
-from parlinalg.parallel import GradientReducer, Prefetch
+from parlinalg.parallel import GradientReducer, WeightGatherer
 from parlinalg.schemes import Scheme, discover
 
 SHAPES: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -64,7 +64,7 @@ class Case:
     model: Any
     optimizer: optim.Optimizer
     reducer: GradientReducer
-    gatherer: Prefetch | None
+    gatherer: WeightGatherer | None
     ids: pla.DistArray
     targets: pla.DistArray
     seconds: list[float] = field(default_factory=list)
@@ -104,7 +104,7 @@ def make(name: str, world: Comm, args: argparse.Namespace) -> Case:
             layer.keep = args.keep
     parameters = list(model.parameters())
     reducer = GradientReducer(parameters, bucket=1 << 20)
-    gatherer = Prefetch(model) if scheme_name == "zero3" else None
+    gatherer = WeightGatherer(model) if scheme_name == "zero3" else None
     optimizer = optim.AdamW(parameters, lr=1e-3)
     numbers = np.random.default_rng(0).integers(0, args.vocabulary, (2, args.batch, args.sequence))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
@@ -120,7 +120,7 @@ def count(case: Case) -> None:
         int(np.prod(grid.block_shape(p.layout, p.shape))) * p.dtype.itemsize for p in parameters
     )
     buckets = sum(b.data.nbytes for b in case.reducer.buckets if b.data is not None)
-    figures["rest"] = figures["weights"] + buckets + case.optimizer.states_place.nbytes
+    figures["rest"] = figures["weights"] + buckets + case.optimizer.flat.states.nbytes
     with pla.ledger(grid) as book:
         case.step()
     figures["words"] = book.words.total()

@@ -26,7 +26,7 @@ import parlinalg as pla
 from parlinalg import nn, optim
 from parlinalg.autograd import ops
 from parlinalg.comm import Comm, Trace, open_comm
-from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
 from parlinalg.schemes import discover
 
 GOAL = 0.7
@@ -47,7 +47,7 @@ class Case:
         handlers = [ZeRO(stage=3)] if name.startswith("zero3") else []
         GradientReducer(self.model.parameters(), handlers, MIB, int(args.bucket * MIB))
         if name == "zero3":
-            Prefetch(self.model)
+            WeightGatherer(self.model)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-4)
         rng = np.random.default_rng(0)
         numbers = rng.integers(0, args.vocabulary, (2, args.batch * world.size, args.sequence))

@@ -23,7 +23,7 @@ ELSEWHERE = (Parameter, Module, Grid, Layout, Node, Bernoulli, ModuleType, type,
 def arrays_held(held: Any, met: set[int] | None = None) -> Iterator[Any]:
     """All arrays that a function keeps alive by closure, default, container or attribute."""
     met = set() if met is None else met
-    if isinstance(held, ELSEWHERE) or getattr(held, "RESTS", False) or id(held) in met:
+    if isinstance(held, ELSEWHERE) or getattr(held, "resident", held) is None or id(held) in met:
         return
     met.add(id(held))
     if is_array(held):

@@ -25,7 +25,7 @@ import words
 import parlinalg as pla
 from parlinalg.autograd.ops import cross_entropy
 from parlinalg.comm import Comm, open_comm
-from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
 from parlinalg.schemes import discover
 
 COUNTER = Path("/sys/class/net/e0/statistics/rx_bytes")
@@ -119,7 +119,7 @@ def steps(comm: Comm, hidden: int) -> dict[str, Callable[[], Any]]:
         )  # fmt: skip
         GradientReducer(model.parameters(), [ZeRO(stage)] if stage else [])
         if stage == 3:
-            Prefetch(model)
+            WeightGatherer(model)
         optimizer = pla.optim.AdamW(model.parameters(), lr=1e-3)
         ids = np.random.default_rng(0).integers(0, 64, (comm.size, 4))
         x, y = (pla.distribute(each, grid, model.ids_layout) for each in (ids, ids[:, ::-1].copy()))

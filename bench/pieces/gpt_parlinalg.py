@@ -33,7 +33,7 @@ def prepared(mode: str, sizes: Sizes, backend: str, dtype: str) -> tuple[pla.Mes
     model.load_state_dict({name: value.reshape(shapes[name]) for name, value in weights(sizes).items()})
     pla.parallel.GradientReducer(model.parameters(), [pla.parallel.ZeRO(stage)] if stage else None)
     if stage == 3:
-        pla.parallel.Prefetch(model)
+        pla.parallel.WeightGatherer(model)
     optimizer = pla.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     data = [tuple(pla.distribute(part, grid, model.ids_layout) for part in batch) for batch in batches(sizes)]
 

@@ -68,7 +68,7 @@ def main(options: dict[str, Any]) -> list[dict[str, Any]]:
                 most = max(most, tracemalloc.get_traced_memory()[1] - (everything - rest))
             t = plan.table
             mine = {
-                "offloaded": list(plan.places), "stays": t.rest(plan.places, plan.chunk), "rest": rest - data,
+                "offloaded": list(plan.places), "stays": plan.rest, "rest": rest - data,
                 "most": most - data, "values": t.values, "gradients": t.gradients, "states": t.states,
                 "activations": t.activations, "block": t.block,
             }  # fmt: skip

@@ -35,7 +35,7 @@ def digest(model: Any, optimizer: Any) -> str:
     for name, p in model.named_parameters():
         found.update(np.ascontiguousarray(p.block).data)
         for state in entries[name].names:
-            found.update(np.ascontiguousarray(optimizer.states_place.read(entries[name], state)).data)
+            found.update(np.ascontiguousarray(optimizer.flat.states.read(entries[name], state)).data)
     return found.hexdigest()
 
 
@@ -85,7 +85,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
             updates.append(time.perf_counter() - middle)
         told = {
             "losses": losses, "digest": digest(model, update), "seconds": times, "update": updates,
-            "parameters": sum(p.size for p in model.parameters()), "states": update.states_place.nbytes,
+            "parameters": sum(p.size for p in model.parameters()), "states": update.flat.states.nbytes,
             "baseline": baseline, "peak": _peak(), "limit": options.get("limit"),
         }  # fmt: skip
         if options["mode"] == "disk":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from parlinalg.array import transfer
 from parlinalg.backend import namespace
+from parlinalg.backend.views import address
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -38,8 +39,6 @@ class DistArray(NDArrayOperatorsMixin):
     """
 
     __slots__ = ("block", "grid", "layout", "order", "shape")
-    RESTS: ClassVar[bool] = False
-    """Whether `block` comes from elsewhere each time it is asked for (see `parlinalg.offload`)."""
 
     def __init__(
         self, block: Block, shape: Sequence[int], layout: Layout, grid: Grid, order: tuple[int, ...] | None = None
@@ -68,6 +67,19 @@ class DistArray(NDArrayOperatorsMixin):
     def nbytes(self) -> int:
         """Bytes of the global array, held once."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def resident(self) -> Block | None:
+        """The block, if it stays in memory; None if `block` brings it there each time it is asked for."""
+        return self.block
+
+    def put(self, part: Block, start: int = 0) -> None:
+        """Write elements of the block in C order, from number `start` on; those that lie there already stay."""
+        block = self.block
+        if not block.flags.c_contiguous:
+            block[...] = part.reshape(block.shape)
+        elif part.size and address(part) != address(block) + start * block.itemsize:
+            block.reshape(-1)[start : start + part.size] = part
 
     def like(self, block: Block, layout: Layout | None = None, shape: Sequence[int] | None = None) -> DistArray:
         """Return an array on the same grid, with the same layout and shape unless given."""

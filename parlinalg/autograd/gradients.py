@@ -23,7 +23,8 @@ from parlinalg.matmul.local import DeferredGemm
 from parlinalg.redistribute import Move, redistribute, start
 
 if TYPE_CHECKING:
-    from parlinalg.autograd.tape import Node, Walk, WeightGatherer
+    from parlinalg.autograd.storage import Gatherer
+    from parlinalg.autograd.tape import Node, Walk
 
 Block = Any
 Term = tuple[Block, Layout]
@@ -146,21 +147,22 @@ class GradientScatter:
     def __init__(self) -> None:
         self.queue: deque[Underway] = deque()
         self.nbytes = 0
-        self.gatherers: dict[int, WeightGatherer] = {}
+        self.gatherers: dict[int, Gatherer] = {}
         """Those of the parameters whose terms were taken."""
 
     def takes(self, walk: Walk, node: Node, term: Term, owned: bool) -> bool:
         """Take a term that has to move, of a parameter with a weight gatherer; the walk is given it afterwards."""
         owner = node.owner() if node.owner is not None else None
-        if owner is None or owner.gatherer is None or not node.grid.inside:
+        gatherer = None if owner is None else owner.storage.gatherer
+        if gatherer is None or not node.grid.inside:
             return False
         (block, layout), grid = term, node.grid
         have, rest = grid.effective(layout), grid.effective(node.layout)
         goal = rest.with_partial(tuple(a for a in have.partial if a not in rest.cut_axes))
         if have == goal:
             return False
-        if owner.gatherer.whole:
-            kept = owner.gatherer.kept
+        if gatherer.whole:
+            kept = gatherer.kept
             if not walk.sync:  # a later pass moves the sum
                 kept.setdefault(node.age, (node, node.accumulator()))[1].add(term, owned=owned)
                 walk.count(node)
@@ -169,9 +171,9 @@ class GradientScatter:
                 block, have, owned = _with(kept.pop(node.age)[1], (block, have), owned)
         if block.dtype != node.dtype:
             block, owned = block.astype(node.dtype), True
-        self.gatherers[id(owner.gatherer)] = owner.gatherer
+        self.gatherers[id(gatherer)] = gatherer
         nbytes = most_bytes(have, node.shape, grid.sizes, block.itemsize)
-        self.land(max(0, owner.gatherer.limit - nbytes))
+        self.land(max(0, gatherer.limit - nbytes))
         move = start(block, have, goal, node.shape, grid, owned=owned)
         self.queue.append(Underway(walk, node, move, goal, nbytes))
         self.nbytes += nbytes
@@ -182,7 +184,7 @@ class GradientScatter:
         if term is None or not isinstance(term[0], DeferredGemm):
             return term
         owner = node.owner() if node.owner is not None else None
-        if owner is not None and owner.reducer is not None and owner.gatherer is None:
+        if owner is not None and owner.reducer is not None and owner.storage.gatherer is None:
             completing, whole = walk.completing(node), node.accumulator().unmoved(term)
             if completing is not None and whole is not None:
                 owner.reducer.ready(owner, *whole, sync=completing.sync)

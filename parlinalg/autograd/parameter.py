@@ -3,56 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.autograd.tape import Reducer, WeightGatherer
+from parlinalg.autograd.storage import ParameterStorage
+from parlinalg.autograd.tape import Reducer
 from parlinalg.autograd.tensor import Tensor
-from parlinalg.backend.views import flat
-from parlinalg.layout import Cut
+from parlinalg.errors import LayoutError
+from parlinalg.grid import Grid
 from parlinalg.redistribute import check_block_replicas
 
 Block = Any
-
-
-class Owner(Protocol):
-    """What holds the values of sharded parameters."""
-
-    def adopt(self) -> None:
-        """Have the values lie where the shards say, also those that were replaced."""
-
-    def gather(self) -> None:
-        """Give every rank the elements that the others have updated.  Collective over the shards' axes."""
-
-    def moved(self, arrays: Mapping[int, Block]) -> None:
-        """Take the values where they lie now: from the address of an array, the copy in which they lie instead."""
-
-
-@dataclass(eq=False)
-class Shard:
-    """The part of a parameter that this rank updates: elements `start` to `stop` of its flattened block.
-
-    Attributes
-    ----------
-    start, stop : int
-    axes : tuple of str
-        Axes that do not cut the parameter; along them the ranks' shards make up the block, in the order of the ranks.
-    grad : array or None
-        The settled gradient of these elements, one-dimensional.
-    lengths : tuple of int
-        The elements of each rank along `axes`: `stop - start` is one of them.
-    owner : Owner or None
-        Holds the value, and gathers it after an update.
-    """
-
-    start: int
-    stop: int
-    axes: Cut
-    grad: Block = None
-    lengths: tuple[int, ...] = ()
-    owner: Owner | None = None
 
 
 class Parameter(Tensor):
@@ -70,22 +34,18 @@ class Parameter(Tensor):
     Attributes
     ----------
     reducer : Reducer or None
-    shard : Shard or None
-        The part that this rank updates, where ranks that hold the same block share its update (ZeRO).  The settled
-        gradient is then the shard's, and `grad` is None.
-    gatherer : WeightGatherer or None
-        What gives products the value as they work on it, where it does not rest so.
+    storage : ParameterStorage
+        Where the value and the gradient lie, and which part of them this rank updates.
     writes : int
         How often the value was written to in place, but for an optimizer's updates; see `written`.
     """
 
-    __slots__ = ("gatherer", "name", "reducer", "shard", "writes")
+    __slots__ = ("name", "reducer", "storage", "writes")
 
     def __init__(self, data: DistArray, name: str = "", requires_grad: bool = True) -> None:
         self.name = name
         self.reducer: Reducer | None = None
-        self.shard: Shard | None = None
-        self.gatherer: WeightGatherer | None = None
+        self.storage = ParameterStorage()
         self.writes = 0
         super().__init__(data, requires_grad)
         if data.grid.world.checked:
@@ -100,30 +60,51 @@ class Parameter(Tensor):
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
         Tensor.requires_grad.fset(self, wanted)  # type: ignore[attr-defined]
-        if self._node is not None:
+        if self._node is None:
+            self.storage.grad = None
+        else:
             self._node.owner = weakref.ref(self)
 
     @property
     def grad(self) -> DistArray | None:
-        """The gradient that backward passes have added up so far; None forgets that of a shard too."""
-        return None if self._node is None else self._node.grad
+        """The gradient that backward passes have added up so far; None forgets what the storage has settled too."""
+        return None if self._node is None else self.storage.grad
 
     @grad.setter
     def grad(self, value: DistArray | None) -> None:
-        if value is None and self.shard is not None:
-            self.shard.grad = None
-        Tensor.grad.fset(self, value)  # type: ignore[attr-defined]
+        if value is None:
+            self.storage.forget()
+        elif self._node is None:
+            Tensor.grad.fset(self, value)  # type: ignore[attr-defined]
+        else:
+            self.storage.grad = value
 
     @property
     def updated(self) -> tuple[Block, Block]:
-        """What this rank updates: flat views of that part of the value, and of its gradient (None: there is none)."""
-        value = flat(self.block)
-        if self.shard is not None:
-            return value[self.shard.start : self.shard.stop], self.shard.grad
-        return value, None if self.grad is None else flat(self.grad.block)
+        """Flat views of the elements that this rank updates, and of their settled gradient or None."""
+        return self.storage.updated(self._data)
+
+    @property
+    def counted(self) -> bool:
+        """True if this rank counts the elements that it updates in sums over the whole grid.
+
+        It is at coordinate 0 of every axis that neither cuts the parameter nor shares its update.
+        """
+        layout, axes = self.layout, self.storage.axes
+        free = (i for a, i in self.grid.coords.items() if layout.where(a) is None and a not in axes)
+        return self.grid.inside and not any(free)
+
+    def check_settled(self) -> None:
+        """Raise a LayoutError if the gradient is a sum not formed yet."""
+        grad = self.grad
+        if grad is not None and grad.layout.partial:
+            raise LayoutError(
+                f"the gradient of {self.name!r} is {grad.layout!r}, not summed yet; make the last backward pass of a "
+                "step outside no_sync()"
+            )
 
     def written(self) -> None:
-        """Say that the value was written to in place: an optimizer's copy of it in more bits then takes it."""
+        """Count a write to the value in place, after which an optimizer's master of it takes the value."""
         self.writes += 1
 
     def deposit(self, block: Block) -> None:
@@ -159,3 +140,55 @@ def settle(parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout.partial:
             parameter.grad = parameter.grad.summed()
+
+
+def distinct(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Return the parameters, each once."""
+    return list({id(p): p for p in parameters}.values())
+
+
+def gradients(parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, Block]]:
+    """Iterate over parameters that have a gradient, each once, with this rank's part of the settled one, flat.
+
+    The part is taken from the storage when it is asked for, a view where it lies in C order.
+
+    Raises
+    ------
+    LayoutError
+        If a gradient is not settled.
+    """
+    once = distinct(parameters)
+    for p in once:
+        p.check_settled()
+    for p in once:
+        part = p.updated[1]
+        if part is not None:
+            yield p, part
+
+
+def sums_over_ranks(parameters: Sequence[Parameter], terms: Sequence[Block]) -> np.ndarray:
+    """Return for each parameter the sum of all ranks' terms.  Collective over the grids of the parameters.
+
+    Parameters
+    ----------
+    terms : sequence of arrays without dims, or None
+        This rank's terms in float64, one a parameter; None where it has none (see `Parameter.counted`).
+
+    Returns
+    -------
+    numpy.ndarray
+        In float64, on every rank, those outside the grid too.
+    """
+    totals = np.zeros(len(parameters))
+    grids: dict[int, Grid] = {id(p.grid): p.grid for p in parameters}
+    for grid in grids.values():
+        where = [i for i, p in enumerate(parameters) if p.grid is grid]
+        mine = grid.backend.zeros((len(where),), np.float64)
+        for at, i in enumerate(where):
+            if terms[i] is not None:
+                mine[at] = terms[i]
+        grid.everyone.all_reduce(mine)
+        if grid.size < grid.world.size:  # ranks outside the grid learn them too, so that all take the same way
+            grid.world.broadcast(mine, 0)
+        totals[where] = grid.backend.to_host(mine)
+    return totals

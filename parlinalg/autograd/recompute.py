@@ -75,8 +75,8 @@ def taken_apart(value: Any, arrays: list[Block]) -> Callable[[Sequence[Block]], 
     Parameters
     ----------
     value : object
-        An array, a DistArray, a Tensor, or a tuple, list or dict of them; parameters, values at rest elsewhere, and
-        everything else stay as they are.
+        An array, a DistArray, a Tensor, or a tuple, list or dict of them; parameters, arrays that do not stay in
+        memory, and everything else stay as they are.
     """
     at = len(arrays)
     if isinstance(value, tuple | list):
@@ -89,8 +89,8 @@ def taken_apart(value: Any, arrays: list[Block]) -> Callable[[Sequence[Block]], 
     if isinstance(value, Tensor) and not isinstance(value, Parameter):
         data, node, origin = taken_apart(value.data, arrays), value.node, value.origin
         return lambda found: _tensor(data(found), node, origin)
-    if isinstance(value, DistArray) and not value.RESTS:
-        arrays.append(value.block)
+    if isinstance(value, DistArray) and (block := value.resident) is not None:
+        arrays.append(block)
         shape, layout, grid, order = value.shape, value.layout, value.grid, value.order
         return lambda found: DistArray(found[at], shape, layout, grid, order)
     if is_array(value):

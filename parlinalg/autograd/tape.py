@@ -23,6 +23,7 @@ from parlinalg.layout import Layout
 
 if TYPE_CHECKING:
     from parlinalg.autograd.parameter import Parameter
+    from parlinalg.autograd.storage import ParameterStorage
 
 Block = Any
 
@@ -34,12 +35,12 @@ _ages = itertools.count()
 
 
 class Reducer(Protocol):
-    """What settles the gradients of parameters over axes that do not cut them, in buckets, during the walk."""
+    """A reducer, which settles gradients over axes that do not cut their parameters, in buckets, during the walk."""
 
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool) -> None:
         """Take the gradient of a parameter whose last term has arrived; `layout` may be partial, and has its cuts.
 
-        It is to be added to what `parameter.grad`, or its shard's, holds, terms that `no_sync` left among them.
+        It is to be added to what the parameter's storage holds, terms that `no_sync` left among them.
         Without `sync`, as within `no_sync`, it may stay a term.
         """
 
@@ -48,30 +49,6 @@ class Reducer(Protocol):
 
     def finish(self, *, sync: bool) -> None:
         """Called after the walk: with `sync`, settle all gradients, those of parameters not reached as zeros."""
-
-
-class WeightGatherer(Protocol):
-    """A gatherer of weights that rest cut: it brings each to work for a product, where a plain gather would wait.
-
-    Terms of their gradients go home without waiting too: at most `limit` bytes of them are under way.
-
-    Attributes
-    ----------
-    whole : bool
-        Whether passes within `no_sync` keep their gradients as they come, to be moved once by the pass after.
-    kept : dict
-        These sums, with the parameters' nodes, by their ages.
-    """
-
-    whole: bool
-    kept: dict[int, tuple[Node, GradientAccumulator]]
-
-    @property
-    def limit(self) -> int:
-        """Bytes; the same on all ranks."""
-
-    def gather(self, parameter: Parameter, work: Layout) -> Block:
-        """Return the parameter's block in the layout `work`.  Every rank asks for the same in the same order."""
 
 
 class Node:
@@ -95,7 +72,7 @@ class Node:
         Of a value that is to be computed again instead: does so, and walks back over the tape of that, given the walk
         and the gradient.  None once a walk has used it.
     grad : DistArray or None
-        The gradient of a leaf.
+        The gradient of a leaf that is no parameter.
     owner : weak reference to a Parameter, or None
     unsummed : bool
         Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial over axes
@@ -167,18 +144,24 @@ class Node:
         """A term of this value's gradient as an array."""
         return DistArray(term[0], self.shape, term[1], self.grid)
 
+    @property
+    def holder(self) -> Node | ParameterStorage:
+        """The holder of a leaf's gradient: the storage of a parameter, or this node."""
+        owner = self.owner() if self.owner is not None else None
+        return self if owner is None else owner.storage
+
     def deposit(self, block: Block) -> None:
         """Add a settled gradient, whose block is nobody else's, to that of a leaf."""
-        new = self.array((block, self.layout.with_partial(())))
-        if self.grad is None:
-            self.grad = new
-        elif self.grad.layout.partial:
+        holder, new = self.holder, self.array((block, self.layout.with_partial(())))
+        if (held := holder.grad) is None:
+            holder.grad = new
+        elif held.layout.partial:
             both = self.accumulator()
-            both.add((self.grad.block, self.grad.layout), owned=True)
+            both.add((held.block, held.layout), owned=True)
             both.add((block, new.layout), owned=True)
-            self.grad = self.array(both.settled())
+            holder.grad = self.array(both.settled())
         else:
-            self.grad = self.array((self.grad.block + block, new.layout))
+            holder.grad = self.array((held.block + block, new.layout))
 
 
 @contextmanager
@@ -206,12 +189,12 @@ def no_sync() -> Iterator[None]:
 
 
 def recording() -> bool:
-    """Whether operations are recorded: not within `no_grad`."""
+    """Return True if operations are recorded: not within `no_grad`."""
     return _recording.get()
 
 
 def tracing() -> bool:
-    """Whether operations are recorded, or will be when they are computed again: a backward pass is to come."""
+    """Return True if operations are recorded, or will be when they are computed again."""
     return _recording.get() or _used.get() is not None
 
 
@@ -244,7 +227,7 @@ def recorded() -> Iterator[int]:
 
 
 def note(inputs: Iterable[Node | None]) -> None:
-    """Where an operation is not recorded: note which of its inputs want gradients, if that is asked for."""
+    """Note which inputs of an operation that is not recorded want gradients, if that is asked for."""
     used = _used.get()
     if used is not None:
         used.update((node.age, node) for node in inputs if node is not None)
@@ -426,7 +409,7 @@ class Walk:
         self.count(node)
 
     def sum_of(self, node: Node) -> GradientAccumulator:
-        """Where the terms of a node's gradient are added up."""
+        """Return the sum of the terms of a node's gradient so far."""
         if node.age not in self.arrived:
             self.arrived[node.age] = node.accumulator()
         return self.arrived[node.age]
@@ -452,13 +435,14 @@ class Walk:
         if owner is not None and owner.reducer is not None:
             owner.reducer.ready(owner, *got.summed(), sync=self.sync)
             return
-        held = node.grad
+        holder = node.holder
+        held = holder.grad
         if held is not None and (held.layout.partial or not self.sync):
             got.add((held.block, held.layout), owned=True)
-            node.grad = None
+            holder.grad = None
         if not self.sync:
             block, layout = got.summed()
-            node.grad = node.array((got.own(block), layout))
+            holder.grad = node.array((got.own(block), layout))
         else:
             block, _ = got.settled()
             node.deposit(got.own(block))

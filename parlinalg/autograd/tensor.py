@@ -413,8 +413,8 @@ def _at_rest(inputs: Sequence[Tensor]) -> Iterator[Block]:
     from parlinalg.autograd.parameter import Parameter
 
     for x in inputs:
-        if (isinstance(x, Parameter) or x.origin is not None) and not x.data.RESTS:
-            yield x.block
+        if (isinstance(x, Parameter) or x.origin is not None) and (block := x.data.resident) is not None:
+            yield block
 
 
 def redistribute(x: Tensor | DistArray, layout: Layout) -> Any:

@@ -315,7 +315,7 @@ class Module:
         found = {}
         for name, p in self.named_state():
             window = None
-            if p.data.RESTS:  # open while it is gathered: that it can be is agreed on
+            if p.data.resident is None:  # open while it is gathered: that it can be is agreed on
                 window = together(p.grid.world, partial(getattr, p, "block"), f"reading {name}", (OffloadError,))
             found[name] = p.gather()
             del window
@@ -374,10 +374,7 @@ class Module:
         for name, p in mine.items():
             part = tuple(slice(r.start, r.stop) for r in p.grid.block(p.layout, p.shape))
             value = p.grid.backend.from_host(np.array(np.asarray(state[name])[part], p.dtype, order="C"))
-            if p.data.RESTS:
-                p.data.put(value.reshape(-1))  # type: ignore[attr-defined]
-            else:
-                p.block[...] = value
+            p.data.put(value.reshape(-1))
             p.written()
 
     def zero_grad(self) -> None:

@@ -12,22 +12,134 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
 
 from parlinalg.autograd import saved_arrays_hooks
 from parlinalg.autograd.rule import PackedArray, memory
 from parlinalg.autograd.tape import Walk, walking
 from parlinalg.backend import Backend
+from parlinalg.backend.views import address
+from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.grid import worlds
 from parlinalg.nn import Module
-from parlinalg.offload.agreement import agree, number, worlds
+from parlinalg.offload.disk import Closing, number
 from parlinalg.offload.extents import Away, DiskStore, HostStore, Store
-from parlinalg.offload.packing import Held, Packer
 from parlinalg.offload.states import bytes_of
 from parlinalg.random.draws import Draws, current_draws
 
 Block = Any
+
+
+class Held(NamedTuple):
+    """An array in a store.
+
+    Attributes
+    ----------
+    packer : Packer
+        The packer that put it there.
+    away : Away
+        The memory that it is a view of, or, on a GPU, its elements.
+    shape, strides : tuple of int
+    offset : int
+        In bytes.
+    dtype : numpy.dtype
+    order : tuple of int or None
+        Of an array on a GPU: how its dims lie in memory.
+    """
+
+    packer: Packer
+    away: Away
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: np.dtype[Any]
+    order: tuple[int, ...] | None
+
+
+class Packer:
+    """Puts arrays of at least so many bytes into a store, and brings them back bit for bit.
+
+    Memory that several arrays are views of is offloaded once, as long as it lives, until `forget`.
+    """
+
+    def __init__(self, store: Store, backend: Backend, least: int) -> None:
+        self.store, self.backend, self.least = store, backend, least
+        self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[Away]]] = {}
+        self._back: weakref.WeakKeyDictionary[Away, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self.kept: set[int] = set()
+        """The memory that stays: the parameters'."""
+
+    def forget(self) -> None:
+        """Forget what was offloaded: another forward pass begins, and memory may be in use again for something else."""
+        self._known.clear()
+
+    # ------------------------------------------------------------------ out
+    def pack(self, array: Block) -> Held | Block:
+        """Put an array into the store and return what stands for it, or return the array if it is to stay in memory."""
+        whole = memory(array)
+        if not array.ndim or whole.nbytes < self.least or id(whole) in self.kept or array.dtype.hasobject:
+            return array
+        if isinstance(array, np.ndarray):
+            if whole.base is not None or array.nbytes * 4 < whole.nbytes:  # foreign memory, or little of a lot
+                return array
+            key: tuple[Any, ...] = (id(whole),)
+            offset, order = address(array) - address(whole), None
+        else:
+            key = (id(whole), address(array), array.shape, array.strides)
+            offset, order = 0, tuple(sorted(range(array.ndim), key=lambda d: -array.strides[d]))
+        away = self._away(key, whole, array, order)
+        return Held(self, away, array.shape, array.strides, offset, array.dtype, order)
+
+    def _away(self, key: tuple[Any, ...], whole: Block, array: Block, order: tuple[int, ...] | None) -> Away:
+        found = self._known.get(key)
+        if found is not None and found[0]() is whole and (away := found[1]()) is not None:
+            return away
+        if order is None:
+            raw = _bytes_of(whole)
+        else:
+            host = np.empty([array.shape[d] for d in order], array.dtype)
+            block = array.transpose(order)
+            self.backend.copy_to_host(block if block.flags.c_contiguous else block.copy(order="C"), host)
+            raw = host.reshape(-1).view(np.uint8)
+        away = self.store.put(raw)
+        self._known[key] = weakref.ref(whole, lambda _: self._known.pop(key, None)), weakref.ref(away)
+        return away
+
+    # ------------------------------------------------------------------ back
+    def soon(self, away: Away) -> int:
+        """Begin to bring bytes back unless they are here, and return how many."""
+        reference = self._back.get(away)
+        if reference is not None and reference() is not None:
+            return 0
+        self.store.soon(away)
+        return away.nbytes
+
+    def unpack(self, held: Held | Block) -> Block:
+        """Return the array of what `pack` returned."""
+        if not isinstance(held, Held):
+            return held
+        reference = self._back.get(held.away)
+        raw = reference() if reference is not None else None
+        if held.order is None:
+            if raw is None:
+                raw = self.store.get(held.away)
+                self._back[held.away] = weakref.ref(raw)
+            return np.ndarray(held.shape, held.dtype, raw, held.offset, held.strides)
+        if raw is None:
+            lying = tuple(held.shape[d] for d in held.order)
+            raw = self.backend.empty(lying, held.dtype)
+            self.backend.copy_from_host(self.store.get(held.away).view(held.dtype).reshape(lying), raw)
+            self._back[held.away] = weakref.ref(raw)
+        return raw.transpose(tuple(held.order.index(d) for d in range(len(held.order))))
+
+
+def _bytes_of(whole: np.ndarray) -> np.ndarray:
+    """The bytes of an array that owns its memory, in the order in which they lie."""
+    order = sorted(range(whole.ndim), key=lambda d: -whole.strides[d])
+    return whole.transpose(order).reshape(-1).view(np.uint8)
 
 
 class Ahead(NamedTuple):
@@ -50,7 +162,7 @@ class Ahead(NamedTuple):
     waiting: weakref.WeakKeyDictionary[Away, int]
 
 
-class OffloadedActivations:
+class OffloadedActivations(Closing):
     """Arrays that modules save for the backward pass, kept on a disk, or in host memory beside a GPU.
 
     Parameters
@@ -97,20 +209,16 @@ class OffloadedActivations:
             raise ConfigError("offloaded activations are placed once, for modules that have parameters")
         grid = parameters[0].grid
         comms = worlds(p.grid for p in parameters)
-        problem: OffloadError | None = None
-        try:
-            self._store = self._open(grid.backend, number(comms))
-        except OffloadError as error:
-            problem = error
-        agree(comms, problem, f"making {self.path}")
-        assert self._store is not None
-        self._packer = Packer(self._store, grid.backend, self.least)
-        self._end = weakref.finalize(self, self._store.close)
+        store = self._store = together(
+            comms, lambda: self._open(grid.backend, number(comms)), f"making {self.path}", (OffloadError, ConfigError)
+        )
+        self._packer = Packer(store, grid.backend, self.least)
+        self._end = weakref.finalize(self, store.close)
         for module in self.modules:
             module.around = self._around
 
     def _open(self, backend: Backend, number: int) -> Store:
-        """What this process, of that number, puts arrays into."""
+        """Return the store of this process, of that number."""
         if self.path is not None:
             return DiskStore(self.path / f"{self.name}.{number}.extents", self.pending)
         if backend.host_memory:
@@ -122,7 +230,7 @@ class OffloadedActivations:
         packer = self._packer
         if packer is None or walking() is not None:  # a backward pass uses at once what it computes again
             return call(*args, **kwargs)
-        packer.kept = {id(memory(p.block)) for p in module.parameters() if not p.data.RESTS}
+        packer.kept = {id(memory(b)) for p in module.parameters() if (b := p.data.resident) is not None}
         draws = current_draws()
         if draws is not self._draws:
             self._draws = draws
@@ -160,11 +268,3 @@ class OffloadedActivations:
         if self._end is not None:
             self._end()
         self._store = self._packer = self._end = None
-
-    def __enter__(self) -> OffloadedActivations:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

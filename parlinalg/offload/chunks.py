@@ -12,12 +12,15 @@ The file: a head (sizes, and a label that says what the chunks hold), two tables
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from parlinalg.backend import Backend
 from parlinalg.errors import OffloadError
 from parlinalg.offload.disk import DiskFile, aligned, checksum, whole_pages
 
@@ -182,7 +185,7 @@ class ChunkFile:
 
     @property
     def changed(self) -> bool:
-        """Whether anything was written since the last generation."""
+        """True if anything was written since the last generation."""
         return bool(self._pending)
 
     def commit(self, note: Mapping[str, Any]) -> None:
@@ -218,3 +221,78 @@ class ChunkFile:
     def close(self, *, remove: bool) -> None:
         """Close the file, and take it away or leave it to be opened again."""
         self.file.close(remove=remove)
+
+
+class Medium(Protocol):
+    """A file or the like that holds chunks."""
+
+    def read(self, chunk: int, buffer: np.ndarray) -> None:
+        """Fill a buffer with a chunk."""
+
+    def write(self, chunk: int, buffer: np.ndarray) -> None:
+        """Write a chunk."""
+
+
+class Stream:
+    """Passes over chunks: the next ones are being read and the last ones written while one is worked on.
+
+    Parameters
+    ----------
+    medium : Medium
+    nbytes : int
+        Of a chunk.
+    backend : Backend
+        Makes the buffers.
+    buffers : int
+        How many chunks are in memory at a time, at least 2.
+    """
+
+    def __init__(self, medium: Medium, nbytes: int, backend: Backend, buffers: int = 4) -> None:
+        self.medium = medium
+        self.buffers = [aligned(nbytes, backend) for _ in range(max(2, buffers))]
+        # Reads and writes have a thread each: a disk does both at once.
+        self._readers = ThreadPoolExecutor(1, "parlinalg-offload-read")
+        self._writers = ThreadPoolExecutor(1, "parlinalg-offload-write")
+
+    def over(self, chunks: Sequence[int], read: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The chunks in this order, each once, in a buffer that is the caller's until the next is asked for.
+
+        Its first `read` bytes are read; what it then holds is written.  A caller that breaks off leaves the chunk it
+        had unwritten.  At the end everything is written, or an error raised.
+        """
+        free = deque(self.buffers)
+        ahead: deque[tuple[int, np.ndarray, Future[None]]] = deque()
+        behind: deque[tuple[np.ndarray, Future[None]]] = deque()
+        left = iter(chunks)
+        try:
+            while True:
+                while behind and (behind[0][1].done() or not (free or ahead)):
+                    buffer, future = behind.popleft()
+                    future.result()
+                    free.append(buffer)
+                while free and (chunk := next(left, None)) is not None:
+                    buffer = free.popleft()
+                    ahead.append((chunk, buffer, self._readers.submit(self.medium.read, chunk, buffer[:read])))
+                if not ahead:
+                    break
+                chunk, buffer, got = ahead.popleft()
+                got.result()
+                yield chunk, buffer
+                behind.append((buffer, self._writers.submit(self.medium.write, chunk, buffer)))
+            while behind:
+                behind.popleft()[1].result()
+        finally:  # buffers are not left to threads that still use them
+            for future in (*(f for *_, f in ahead), *(f for _, f in behind)):
+                if not future.cancel():
+                    future.exception()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the buffers."""
+        return sum(b.nbytes for b in self.buffers)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._readers.shutdown()
+        self._writers.shutdown()
+        self.buffers.clear()

@@ -1,4 +1,4 @@
-"""What all files of offloaded data share: how they are made, read, written and taken away.
+"""Files of offloaded data: made, read, written and removed, with errors that all ranks raise alike.
 
 A file has its full size from the start, so that a full disk is met when it is made and not in the middle of a step.
 Where the file system can, reads and writes go past the page cache: what is offloaded then takes no memory.
@@ -11,15 +11,18 @@ import fcntl
 import os
 import shutil
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import numpy as np
 
 from parlinalg.backend import Backend
 from parlinalg.backend.numpy import NUMPY
+from parlinalg.comm.base import Comm
+from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
 from parlinalg.units import format_bytes
 
@@ -205,3 +208,39 @@ def fail(error: OSError, done: str, path: Path, needed: int) -> NoReturn:
     else:
         text += f" ({needed} bytes)"
     raise OffloadError(text) from error
+
+
+def number(comms: Sequence[Comm]) -> int:
+    """This process's number among all that were started together: files of several grids may share a folder."""
+    return comms[0].world_ranks[comms[0].rank]
+
+
+class Closing:
+    """A context manager that closes at its end."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def agree(comms: Sequence[Comm], problem: OffloadError | None, what: str) -> None:
+    """Raise an OffloadError on all ranks if one has a problem.  Collective.
+
+    Raises
+    ------
+    OffloadError
+        With the message of the first rank that has one.
+    """
+
+    def fail() -> None:
+        if problem is not None:
+            raise problem
+
+    together(comms, fail, what, (OffloadError,))

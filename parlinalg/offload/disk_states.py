@@ -1,4 +1,4 @@
-"""Optimizer states on a disk."""
+"""Optimizer states on a disk, and their recovery from the files of a run that ended."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import numpy as np
 
+from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
-from parlinalg.offload.agreement import agree, number, worlds
-from parlinalg.offload.chunks import ChunkFile
-from parlinalg.offload.disk import aligned
-from parlinalg.offload.places import Piece, Places
-from parlinalg.offload.states import ChunkedStates
-from parlinalg.offload.stream import Stream
+from parlinalg.grid import worlds
+from parlinalg.offload.chunks import ChunkFile, Stream
+from parlinalg.offload.disk import Closing, agree, aligned, number
+from parlinalg.offload.states import ChunkedStates, Piece, Places
+from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import Entry, Run
 
 
-class DiskStates(ChunkedStates):
+class DiskStates(ChunkedStates, Closing):
     """States in files, one a rank, through which the optimizer goes chunk by chunk.
 
     Chunks are read ahead of their use and written behind it, on threads, through `buffers` buffers.  A step counts as
@@ -79,19 +78,15 @@ class DiskStates(ChunkedStates):
         self.close()
         super().make(entries)
         self._worlds = worlds(e.data.grid for e in entries)
-        problem: OffloadError | None = None
         try:
-            if self.places.count:
-                self._make()
-        except OffloadError as error:
-            problem = error
-        try:
-            agree(self._worlds, problem, f"making {self.path}")
+            together(self._worlds, self._make, f"making {self.path}", (OffloadError,))
         except OffloadError:
             self.close()
             raise
 
     def _make(self) -> None:
+        if not self.places.count:
+            return
         rank = number(self._worlds)
         backend = self.places.stretches[0].backend
         path = file_of(self.path, self.name, rank)
@@ -101,7 +96,7 @@ class DiskStates(ChunkedStates):
         self._end = weakref.finalize(self, _close, self.file, self._stream, self.keep)
 
     def _label(self) -> dict[str, Any]:
-        """What the file says of itself."""
+        """The description that the file holds."""
         return {"entries": self.places.label(), "chunk": self.chunk}
 
     def close(self) -> None:
@@ -111,14 +106,6 @@ class DiskStates(ChunkedStates):
         self.file = self._stream = self._end = self._desk = None
         self.places = Places((), self.chunk, values=False)
         self._touched, self._known, self._broken, self._dirty, self._begun = set(), {}, "", False, False
-
-    def __enter__(self) -> DiskStates:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------ a step
     def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
@@ -134,7 +121,11 @@ class DiskStates(ChunkedStates):
         finally:
             if not done and problem is None:  # the optimizer broke off
                 self._undo()
-        self._agree(problem)
+        try:
+            agree(self._worlds, problem, f"offloading to {self.path}")
+        except OffloadError:
+            self._undo()
+            raise
 
     def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
         if self._stream is None:
@@ -152,14 +143,13 @@ class DiskStates(ChunkedStates):
             On all ranks, if it cannot be done on one; all is then as before the step.
         """
         before = 0 if self.file is None else self.file.generation
-        problem: OffloadError | None = None
-        try:
+
+        def commit() -> None:
             if self.file is not None:
                 self.file.commit({"steps": steps})
-        except OffloadError as error:
-            problem = error
+
         try:
-            self._agree(problem, undo=False)
+            together(self._worlds, commit, f"offloading to {self.path}", (OffloadError,))
         except OffloadError:
             if self.file is not None and self.file.generation > before:
                 self.file.older()
@@ -184,19 +174,10 @@ class DiskStates(ChunkedStates):
                         kept = piece.stretch.values(buffer, self.places.parts[0])[piece.inside]
                         piece.stretch.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
                 self._known[id(entry.parameter)] = known
-        self._put_away()
+        self._clear_desk()
         if self.file.changed or not self.file.generation:
             self.file.commit({"steps": self.steps})
         self._begun = True
-
-    def _agree(self, problem: OffloadError | None, *, undo: bool = True) -> None:
-        """Raise on all ranks if one has a problem, with everything as before the step."""
-        try:
-            agree(self._worlds, problem, f"offloading to {self.path}")
-        except OffloadError:
-            if undo:
-                self._undo()
-            raise
 
     def _undo(self) -> None:
         """Put states and values back to the last generation, if the step has changed any."""
@@ -226,8 +207,7 @@ class DiskStates(ChunkedStates):
             kept = stretch.state(buffer, "master")[piece.inside].astype(stretch.value)
         value, data = entry.parameter.updated[0][piece.part], entry.parameter.data
         stretch.backend.copy_from_host(np.ascontiguousarray(kept), value)
-        if data.RESTS:
-            data.put(value, entry.start + piece.at)  # type: ignore[attr-defined]
+        data.put(value, entry.start + piece.at)
 
     def _refuse_broken(self) -> None:
         if self._broken:
@@ -240,14 +220,14 @@ class DiskStates(ChunkedStates):
             raise OffloadError(f"the states in {self.path} are closed")
         at, buffer = self._desk
         if at != chunk:
-            self._put_away()
+            self._clear_desk()
             self._desk = (-1, buffer)
             self.file.read(chunk, buffer)
             self._desk = (chunk, buffer)
         self._dirty = self._dirty or write
         return buffer
 
-    def _put_away(self) -> None:
+    def _clear_desk(self) -> None:
         """Write the chunk on the desk if it was changed, and clear the desk."""
         if self._desk is not None and self.file is not None:
             chunk, buffer = self._desk
@@ -265,3 +245,117 @@ def _close(file: ChunkFile, stream: Stream, keep: bool) -> None:
     with suppress(OSError):
         stream.close()
     file.close(remove=not keep)
+
+
+def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> int:
+    """Take states and values that `DiskStates` left in a folder, as of the last step that all ranks had completed.
+
+    On as many ranks, with the model on the same grid and the same optimizer.  The files stay as they are; the states
+    may lie in memory or in another folder by now.  Collective.
+
+    Parameters
+    ----------
+    path : str or Path
+    optimizer : Optimizer
+        Of the model, before its first step.
+    name : str
+        As that of the `DiskStates`.
+
+    Returns
+    -------
+    int
+        The number of steps made.
+
+    Raises
+    ------
+    OffloadError
+        On all ranks, if a file is missing, cut short or damaged, or of another model or grid; nothing is changed then.
+        Also if the states cannot be written to where they lie now; then load a checkpoint.
+    """
+    entries = optimizer.arrange()
+    comms = worlds(e.data.grid for e in entries)
+    kinds = {(e.parameter.name, e.start): e for e in entries}
+    file: ChunkFile | None = None
+
+    def open_() -> None:
+        nonlocal file
+        if any(e.size and e.names for e in entries):
+            file = ChunkFile.open(file_of(Path(path), name, number(comms)))
+            _check(file, kinds)
+
+    def check(steps: int) -> None:
+        if file is not None:
+            if file.note["steps"] > steps:  # another rank ended before it completed the last step
+                file.older()
+            if file.note["steps"] != steps:
+                raise OffloadError(f"{file.path} has step {file.note['steps']}, and another rank's file has {steps}")
+            _take(file, kinds, None)
+
+    def take() -> None:
+        if file is not None:
+            _take(file, kinds, optimizer)
+
+    try:
+        together(comms, open_, f"reading {path}", (OffloadError,))
+        made = [file.note["steps"] if file is not None else None]
+        for comm in comms:
+            made += comm.share(made[0])
+        steps = min(s for s in made if s is not None)
+        together(comms, lambda: check(steps), f"reading {path}", (OffloadError,))  # all before anything is changed
+        together(comms, take, f"taking what {path} has", (OffloadError,))
+        optimizer.flat.gather()
+    finally:
+        if file is not None:
+            file.close(remove=False)
+    optimizer.steps = steps
+    return steps
+
+
+def _check(file: ChunkFile, kinds: dict[tuple[str, int], Entry]) -> None:
+    """Raise unless the file is of these entries."""
+    theirs = {(row[0], row[2]): row for row in file.label["entries"]}
+    strange = sorted({name for name, start in theirs if (name, start) not in kinds})
+    if strange:
+        raise OffloadError(
+            f"{file.path} is of another model, grid or optimizer: it has states of {', '.join(map(repr, strange))}, as "
+            "this rank does not"
+        )
+    for key, e in kinds.items():
+        if e.size and e.names:
+            mine = [key[0], e.size, key[1], list(e.names), e.dtype.name, e.data.dtype.name]
+            if theirs.get(key) != mine:
+                raise OffloadError(
+                    f"{file.path} is of another model, grid or optimizer: of {key[0]!r} it has {theirs.get(key)}, this "
+                    f"rank needs {mine} (name, elements, first element, states, their dtype, the values')"
+                )
+
+
+def _take(file: ChunkFile, kinds: dict[tuple[str, int], Entry], optimizer: Optimizer | None) -> None:
+    """Read all chunks; with an optimizer, into it."""
+    ordered: Sequence[Entry] = [kinds[row[0], row[2]] for row in file.label["entries"]]
+    places = Places(ordered, file.label["chunk"], values=file.parts[1] > 0)
+    buffer = aligned(sum(file.parts))
+    if optimizer is None:
+        for chunk in range(file.count):
+            file.read(chunk, buffer)
+        return
+    for e in ordered:
+        parts = {n: np.empty(e.size, e.dtype) for n in e.names}
+        values = np.empty(e.size, e.data.dtype)
+        recorded = False
+        for piece in places.of(e):
+            file.read(piece.chunk, buffer)
+            for n, block in parts.items():
+                block[piece.part] = piece.stretch.state(buffer, n)[piece.inside]
+            if file.parts[1] and piece.stretch.recorded:
+                recorded = True
+                values[piece.part] = piece.stretch.values(buffer, file.parts[0])[piece.inside]
+        backend = e.data.grid.backend
+        for n, block in parts.items():
+            optimizer.flat.states.write(e, n, backend.from_host(block))
+        if "master" in parts:
+            values, recorded = parts["master"].astype(e.data.dtype), True
+        if recorded:
+            value = e.parameter.updated[0]
+            backend.copy_from_host(values, value)
+            e.data.put(value, e.start)

@@ -1,4 +1,4 @@
-"""Bytes put away for a while and brought back: on a disk, by threads, or in page-locked host memory."""
+"""Stores of bytes that are offloaded for a while: on a disk, by threads, or in page-locked host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROWTH = 1 << 26  # bytes by which the file grows at least
 
 
 class Away:
-    """Bytes that were put away; their place is given up when nobody refers to this any more.
+    """Offloaded bytes; their place is given up when nobody refers to this any more.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Away:
 
 
 class Store(Protocol):
-    """Where bytes are put away."""
+    """A store of offloaded bytes."""
 
     def put(self, raw: np.ndarray) -> Away:
         """Take bytes; the array may be let go, and is not written to."""

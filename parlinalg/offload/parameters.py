@@ -5,28 +5,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Parameter
-from parlinalg.autograd.gradients import most_bytes
-from parlinalg.autograd.tape import Node, Reducer
+from parlinalg.autograd import Bytes, Parameter, ParameterStorage
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
-from parlinalg.grid import Grid
+from parlinalg.grid import Grid, worlds
 from parlinalg.layout import Layout
 from parlinalg.nn import Module
 from parlinalg.nn.init import Declared
-from parlinalg.offload.agreement import agree, number, worlds
-from parlinalg.offload.resting import DiskHome, HostHome, Resting, room
+from parlinalg.offload.arrays import DiskHome, HostHome, OffloadedArray, room
+from parlinalg.offload.disk import Closing, agree, number
 from parlinalg.offload.states import bytes_of
-from parlinalg.parallel import DataParallel, GradientReducer, SequenceParallel
+from parlinalg.parallel.buckets import largest
+from parlinalg.parallel.reducer import replaceable
+
+Block = Any
 
 
-class OffloadedParameters:
+class OffloadedParameters(Closing):
     """Has a model's parameters rest elsewhere; each product maps or copies the one it needs, and lets it go after.
 
     The parameters keep their place in the model: modules, optimizers, `state_dict` see arrays as before.  On a disk
@@ -110,15 +110,15 @@ class OffloadedParameters:
             On all ranks, if ZeRO holds what would be moved.
         """
         parameters = list(parameters)
-        chosen = [p for p in parameters if p.shard is None and self._large(p)]
+        chosen = [p for p in parameters if p.storage.owner is None and self._large(p)]
         reducers = list({id(p.reducer): p.reducer for p in chosen if p.reducer is not None}.values())
         alone = all(map(replaceable, reducers))
-        if not self.values and not (alone and (chosen or not any(p.shard is not None for p in parameters))):
+        if not self.values and not (alone and (chosen or not any(p.storage.owner is not None for p in parameters))):
             raise ConfigError(
                 "gradients that a reducer shares out (ZeRO), sums for shared parameters or sends in 16 bits stay in "
                 "its buckets: by themselves they are offloaded with plain data parallelism; ZeRO's stage 2 shares them"
             )
-        if not chosen and any(p.shard is not None and self._large(p) for p in parameters):
+        if not chosen and any(p.storage.owner is not None and self._large(p) for p in parameters):
             raise ConfigError(
                 "ZeRO's stages 1 and 2 keep the values in buckets that are gathered whole: parameters are offloaded "
                 "with zero=dict(stage=0), or with stage=3, which cuts them"
@@ -137,8 +137,8 @@ class OffloadedParameters:
         self._adopt(chosen)
 
     def _large(self, p: Parameter | Declared) -> bool:
-        """Whether a parameter goes: the same on all ranks, by the largest block of any."""
-        return most_bytes(p.layout, p.shape, p.grid.sizes, p.dtype.itemsize) >= self.least
+        """Return True if a parameter is large enough: the same on all ranks, by the largest block of any."""
+        return largest(p) >= self.least
 
     def _open(self, grids: list[Grid], sizes: list[int]) -> None:
         if self._home is not None or not grids:
@@ -147,17 +147,16 @@ class OffloadedParameters:
         if self.path is None and cpu:
             raise ConfigError("parameters already are in host memory; give path=, a folder on a disk")
         comms = worlds(grids)
-        problem: OffloadError | None = None
         nbytes = sum(map(room, sizes)) * (self.values + self.gradients)
-        try:
+
+        def make() -> None:
             if self.path is None:
                 self._home = HostHome(nbytes, grids[0].backend)
             else:
                 self._home = DiskHome(self.path / f"{self.name}.{number(comms)}.window", nbytes)
                 self._end = weakref.finalize(self, self._home.close)
-        except OffloadError as error:
-            problem = error
-        agree(comms, problem, f"making {self.path}")
+
+        together(comms, make, f"making {self.path}", (OffloadError,))
 
     def _rest(self, value: DistArray) -> DistArray:
         """The value, moved to its place."""
@@ -166,18 +165,17 @@ class OffloadedParameters:
         made.put(value.block.reshape(-1))
         return made
 
-    def _new(self, dtype: np.dtype[Any], shape: tuple[int, ...], layout: Layout, grid: Grid) -> Resting:
+    def _new(self, dtype: np.dtype[Any], shape: tuple[int, ...], layout: Layout, grid: Grid) -> OffloadedArray:
         assert self._home is not None
-        made = Resting(self._home, self._at, dtype, shape, layout, grid)
+        made = OffloadedArray(self._home, self._at, dtype, shape, layout, grid)
         self._at += room(made.nbytes_here)
         return made
 
     def _adopt(self, parameters: Iterable[Parameter]) -> None:
-        self.parameters = [p for p in parameters if isinstance(p.data, Resting) or not self.values]
+        self.parameters = [p for p in parameters if p.data.resident is None or not self.values]
         for p in self.parameters:
-            if self.gradients and p.node is not None:
-                place = self._new(p.dtype, p.shape, p.layout, p.grid)
-                p._node = RestingNode(p.node, place)
+            if self.gradients and p.requires_grad:
+                p.storage = OffloadedStorage(p, self._new(p.dtype, p.shape, p.layout, p.grid))
 
     @property
     def nbytes(self) -> int:
@@ -187,11 +185,10 @@ class OffloadedParameters:
     def close(self) -> None:
         """Bring values and gradients back into memory, and take the files away."""
         for p in self.parameters:
-            data, node = p.data, p.node
-            if isinstance(data, Resting):
-                p.data = DistArray(data.block.copy(), p.shape, p.layout, p.grid)
-            if isinstance(node, RestingNode):
-                p._node = node.back()
+            if p.data.resident is None:
+                p.data = p.data.like(p.block.copy())
+            if isinstance(p.storage, OffloadedStorage):
+                p.storage = p.storage.back()
         self.discard()
 
     def discard(self) -> None:
@@ -201,62 +198,52 @@ class OffloadedParameters:
             self._end()
         self._home = self._end = None
 
-    def __enter__(self) -> OffloadedParameters:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+class OffloadedStorage(ParameterStorage):
+    """The storage of a parameter whose gradient lies in a file or host memory, where it is settled by itself.
 
+    Parameters
+    ----------
+    parameter : Parameter
+    place : OffloadedArray
+        Where the gradient is to lie.
+    """
 
-def replaceable(reducer: Reducer | None) -> bool:
-    """Whether gradients come out the same when they are settled one by one: without ZeRO and the like."""
-    if reducer is None:
-        return True
-    simple = isinstance(reducer, GradientReducer) and reducer.dtype is None
-    return simple and all(isinstance(h, DataParallel | SequenceParallel) for h in reducer.handlers)  # type: ignore
+    __slots__ = ("_grad", "parameter", "place")
 
-
-class RestingNode(Node):
-    """The place on the tape of a parameter whose gradient rests elsewhere."""
-
-    __slots__ = ("_held", "_place")
-
-    def __init__(self, node: Node, place: Resting) -> None:
-        for name in Node.__slots__:
-            if name != "grad":
-                setattr(self, name, getattr(node, name))
-        self._place = place
-        self._held: Resting | None = None
-        self.grad = node.grad
+    def __init__(self, parameter: Parameter, place: OffloadedArray) -> None:
+        self.parameter, self.place = weakref.ref(parameter), place
+        super().__init__(parameter.storage)
 
     @property
     def grad(self) -> DistArray | None:
-        """The gradient of the leaf."""
-        return self._held
+        """The gradient, in its place."""
+        return self._grad
 
     @grad.setter
     def grad(self, value: DistArray | None) -> None:
-        owner = self.owner() if self.owner is not None else None
-        if owner is not None and (owner.reducer is not None or owner.shard is not None):
+        owner = self.parameter()
+        if owner is not None and (owner.reducer is not None or owner.storage.owner is not None):
             raise ConfigError(
                 f"the gradient of {owner.name!r} is offloaded, and is settled by itself: let no reducer have it "
                 "(reducer.detach()), or do not offload gradients"
             )
-        if value is None or isinstance(value, Resting):
-            self._held = value
-            return
-        place = self._place
-        self._held = Resting(place.home, place.at, place.dtype, value.shape, value.layout, value.grid)
-        self._held.put(value.block.reshape(-1))
+        self._grad: OffloadedArray | None = None
+        if value is not None:
+            place = self.place
+            self._grad = OffloadedArray(place.home, place.at, place.dtype, value.shape, value.layout, value.grid)
+            self._grad.put(value.block.reshape(-1))
 
-    def back(self) -> Node:
-        """A node whose gradient is in memory."""
-        node = Node.__new__(Node)
-        for name in Node.__slots__:
-            if name != "grad":
-                setattr(node, name, getattr(self, name))
-        held = self._held
-        node.grad = None if held is None else held.like(held.block.copy())
-        return node
+    def changed(self, settled: Block) -> None:
+        if self._grad is not None:
+            self._grad.put(settled.reshape(-1))
+
+    def nbytes(self, data: DistArray) -> Bytes:
+        whole = super().nbytes(data)
+        return whole._replace(offloaded=whole.offloaded + whole.gradient)
+
+    def back(self) -> ParameterStorage:
+        """Return a storage that has the gradient in memory."""
+        storage, held = ParameterStorage(self), self._grad
+        storage.grad = None if held is None else held.like(held.block.copy())
+        return storage

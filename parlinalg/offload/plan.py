@@ -1,11 +1,21 @@
-"""What is offloaded, decided and done: see `parlinalg.offload.table` for what a limit of memory decides."""
+"""The decision what to offload so that the rest fits into a limit of memory.
+
+A rank holds values, gradients, optimizer states, and what the tape keeps (see `parlinalg.parallel.memory`).  Where they
+are more than the limit, they are offloaded in this order until the rest fits:
+
+1. optimizer states, which a step reads and writes once, in the order in which they lie;
+2. what the tape keeps, written and read once a microbatch;
+3. values, read twice a microbatch and written once a step, with their gradients.
+
+Gradients alone, which the optimizer reads once a step, go where that is asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import SupportsIndex
 
 from parlinalg.autograd import Tensor
@@ -14,26 +24,77 @@ from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.nn import Module
 from parlinalg.offload.activations import OffloadedActivations
+from parlinalg.offload.disk import Closing
 from parlinalg.offload.disk_states import DiskStates
 from parlinalg.offload.parameters import OffloadedParameters
+from parlinalg.offload.probe import blocks_of
 from parlinalg.offload.states import HostStates, bytes_of
-from parlinalg.offload.table import BUFFERS, KINDS, ORDER, Table, blocks_of, decide, table_of
-from parlinalg.offload.weighing import Keeps
 from parlinalg.optim import Optimizer
+from parlinalg.parallel.memory import ActivationMemory, MemoryTable, estimate
 from parlinalg.units import format_bytes
 
+ORDER = ("optimizer", "activations", "parameters")
+KINDS = (*ORDER, "gradients")
 PLACES = ("disk", "host")
+BUFFERS = 4
 MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 12
 HINT = '; with path="a folder on a disk" the rest would go there'
 
 
+def rest(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
+    """Return the bytes that stay in memory, the buffers of what is offloaded counted."""
+    t, away = table, set(offloaded)
+    left = t.total
+    if "optimizer" in away:
+        held = (BUFFERS + 1) * chunk * (t.states + t.updated)  # a chunk has the values of its states too
+        left += min(0, -(-held // max(1, t.states)) - t.states)
+    if "activations" in away:
+        left += min(0, 3 * t.block + t.stays - t.activations)
+    if "parameters" in away:
+        left += min(0, 3 * t.largest + t.fixed - t.values - t.gradients - t.settled)
+    elif "gradients" in away:
+        left += min(0, 2 * t.largest - t.gradients - t.settled)
+    return left
+
+
+def most(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
+    """Return the bytes that stay in memory in any step, the first too."""
+    away = set(offloaded)
+    first = 0
+    if "parameters" not in away:
+        first = table.values + table.older + table.first + (0 if "gradients" in away else table.gradients)
+    return max(rest(table, away, chunk), first)
+
+
+def decide(
+    table: MemoryTable, memory: int, movable: Iterable[str], chunk: int, given: Collection[str] = ()
+) -> tuple[str, ...] | None:  # fmt: skip
+    """The first of what can be moved, in `ORDER`, without which the rest fits; None if it never does.  Pure.
+
+    What is `given` goes in any case.  What would leave no less in memory stays.
+
+    >>> table = MemoryTable(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
+    >>> decide(table, 200, ORDER, chunk=1), decide(table, 120, ORDER, chunk=1), decide(table, 60, ORDER, chunk=1)
+    ((), ('optimizer',), ('optimizer', 'activations', 'parameters'))
+    """
+    chosen = list(given)
+    left = [kind for kind in ORDER if kind in set(movable) - set(given)]
+    while most(table, chosen, chunk) > memory:
+        if not left:
+            return None
+        kind = left.pop(0)
+        if rest(table, [*chosen, kind], chunk) < rest(table, chosen, chunk):
+            chosen.append(kind)
+    return tuple(chosen)
+
+
 @dataclass
 class OffloadPlan:
-    """What is offloaded, to where.
+    """A decision what to offload, and where to.
 
     Attributes
     ----------
-    table : Table
+    table : MemoryTable
     places : dict of str to str
         "optimizer", "activations", "parameters" (their gradients too) and "gradients" (alone), those that are
         offloaded: "disk" or "host".
@@ -48,7 +109,7 @@ class OffloadPlan:
 
     model: Module
     optimizer: Optimizer
-    table: Table
+    table: MemoryTable
     places: dict[str, str]
     memory: int | None
     path: Path | None
@@ -70,7 +131,12 @@ class OffloadPlan:
         if not self.places:
             return f"nothing is offloaded{limit}: {held}{there}"
         what = ", ".join(f"{kind} to {self._where(place)}" for kind, place in self.places.items())
-        return f"offloaded{limit}: {what}; {held}; {format_bytes(t.rest(self.places, self.chunk))} stay{there}"
+        return f"offloaded{limit}: {what}; {held}; {format_bytes(self.rest)} stay{there}"
+
+    @property
+    def rest(self) -> int:
+        """The bytes that stay in memory."""
+        return rest(self.table, self.places, self.chunk)
 
     def _where(self, place: str) -> str:
         return "host memory" if place == "host" else f"{self.path}"
@@ -95,8 +161,8 @@ class OffloadPlan:
 
 
 @dataclass
-class Offload:
-    """What was offloaded; a context manager."""
+class Offload(Closing):
+    """The offloaded parts of a training; a context manager."""
 
     plan: OffloadPlan
     states: DiskStates | HostStates | None = None
@@ -130,18 +196,10 @@ class Offload:
         """End the threads and take the files away; values come back into memory, optimizer states are gone."""
         self._stack.close()
 
-    def __enter__(self) -> Offload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def plan(
     model: Module, optimizer: Optimizer, *, memory: SupportsIndex | str | None = None, path: str | Path | None = None,
-    kept: Keeps | SupportsIndex | str = 0, **places: str | None,
+    kept: ActivationMemory | SupportsIndex | str = 0, **places: str | None,
 ) -> OffloadPlan:  # fmt: skip
     """Decide what is offloaded.  Collective; nothing is moved until `apply()`, before the optimizer's first step.
 
@@ -157,8 +215,9 @@ def plan(
         or to host memory from a GPU.  The interpreter and its libraries are not counted.
     path : str or Path, optional
         A folder on a disk, of this run alone.
-    kept : Keeps, int or str
-        What the tape keeps in a step: `kept(loss)` after a forward pass, in bytes; in a pipeline `Worker.keeps`.
+    kept : ActivationMemory, int or str
+        What the tape keeps in a step: `kept(loss)` after a forward pass, in bytes; in a pipeline
+        `Worker.activation_memory`.
     optimizer_states, activations, parameters, gradients : {"disk", "host"}, optional
         Offloaded in any case.  Parameters take their gradients along; `gradients` is for these alone.
 
@@ -176,12 +235,14 @@ def plan(
             raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
     there = tuple(kind for kind in KINDS if cpu and chosen.get(kind) == "host")
     chosen = {kind: place for kind, place in chosen.items() if kind not in there}
-    keeps = kept if isinstance(kept, Keeps) else Keeps(bytes_of("kept", kept))
-    table = table_of(model, optimizer, keeps)
+    activations = kept if isinstance(kept, ActivationMemory) else ActivationMemory(bytes_of("kept", kept))
+    if not activations.block:
+        activations = replace(activations, block=-(-activations.most // max(1, len(blocks_of(model)))))
+    table = estimate(model, optimizer, activations)
     limit = None if memory is None else bytes_of("memory", memory)
     if limit is not None:
         where = "disk" if folder is not None else "host" if not cpu else None
-        rests = not keeps.versions and table.fixed < table.values + table.gradients
+        rests = not activations.versions and table.fixed < table.values + table.gradients
         movable = {k for k in ORDER if where and (k != "parameters" or rests)} - set(there) | set(chosen)
         found = decide(table, limit, movable, chunk_of(limit), chosen)
         _enough(model, table, limit, movable, found is None, "" if where else HINT)
@@ -196,12 +257,12 @@ def chunk_of(limit: int | None) -> int:
     return MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (32 * BUFFERS)))
 
 
-def _enough(model: Module, table: Table, limit: int, movable: set[str], short: bool, hint: str) -> None:
+def _enough(model: Module, table: MemoryTable, limit: int, movable: set[str], short: bool, hint: str) -> None:
     """Raise a ConfigError on the ranks of all stages if the limit is too low on any.  Collective."""
     least, text = 0, ""
     if short:
-        least = table.most(movable, chunk_of(limit))
-        while (more := table.most(movable, chunk_of(least))) > least:  # larger limits have larger chunks
+        least = most(table, movable, chunk_of(limit))
+        while (more := most(table, movable, chunk_of(least))) > least:  # larger limits have larger chunks
             least = more
         text = (
             f"memory={format_bytes(limit)} is too little: a rank{_stages(model)} holds {format_bytes(table.total)}, "
@@ -209,13 +270,13 @@ def _enough(model: Module, table: Table, limit: int, movable: set[str], short: b
             f"{hint}"
         )
     topology = getattr(model, "topology", None)
-    told = [(least, text)] if topology is None else topology.world.share((least, text))
-    if any(text for _, text in told):
-        raise ConfigError(max(told, key=lambda each: each[0])[1])
+    reports = [(least, text)] if topology is None else topology.world.share((least, text))
+    if any(text for _, text in reports):
+        raise ConfigError(max(reports, key=lambda each: each[0])[1])
 
 
 def _stages(model: Module) -> str:
-    """Of a model in a pipeline, which stages a rank has."""
+    """Name the stages of a pipeline that a rank has."""
     numbers = [str(stage.number) for stage in getattr(model, "chunks", ())]
     return f" of stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)}" if numbers else ""
 

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from parlinalg import hints
 from parlinalg.optim import schedules
 from parlinalg.optim.adam import Adam, AdamW
+from parlinalg.optim.flat import FlatParameters, InMemory, States
 from parlinalg.optim.groups import Option, decay_groups
 from parlinalg.optim.layerwise import LAMB, LARS
 from parlinalg.optim.optimizer import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.optim.sgd import SGD
-from parlinalg.optim.states import InMemory, States
 
 __all__ = [
-    "LAMB", "LARS", "SGD", "Adam", "AdamW", "InMemory", "Optimizer", "Option", "Scheduler", "States", "decay_groups",
-    "schedules",
+    "LAMB", "LARS", "SGD", "Adam", "AdamW", "FlatParameters", "InMemory", "Optimizer", "Option", "Scheduler", "States",
+    "decay_groups", "schedules",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # names of other libraries

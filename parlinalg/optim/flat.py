@@ -1,22 +1,32 @@
-"""Parameters side by side in flat buffers, and what of them one rank updates."""
+"""Parameters side by side in flat buffers, with the optimizer's states: what an optimizer updates on this rank.
+
+`FlatParameters` asks the storages of parameters which elements this rank updates, moves values to flat buffers, keeps
+masters of 16-bit values, and gives runs of elements (value, gradient, states) to the update rule.  Where states lie is
+a matter of its `States`: in memory, or see `parlinalg.offload`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Parameter
+from parlinalg.autograd import Parameter, Partition
+from parlinalg.autograd.storage import owners
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.views import address, flat, follows, joined
-from parlinalg.layout import Cut
+from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.grid import worlds
 
 Block = Any
 Order = list[Parameter]
+Result = TypeVar("Result")
 
 #: Bytes of a flat buffer of values: moving there takes no more memory than one at a time.
 BUFFER = 1 << 26
@@ -24,20 +34,15 @@ BUFFER = 1 << 26
 
 @dataclass
 class Entry:
-    """What a rank updates of a parameter: its whole block, or its shard.
+    """The elements of a parameter that a rank updates.
 
     Attributes
     ----------
     parameter : Parameter
     data : DistArray
         The parameter's value, which the optimizer knows.
-    size : int
-        The number of elements that are updated.
-    axes : tuple of str
-    lengths : tuple of int
-        The axes over which the parameter is sharded, and the elements of each rank along them; none if it is not.
-    start : int
-        Where they begin in the flattened block.
+    partition : Partition
+        The elements of the flattened block.
     dtype : numpy.dtype
         That of the states.
     names : tuple of str
@@ -50,42 +55,50 @@ class Entry:
 
     parameter: Parameter
     data: DistArray
-    size: int
-    axes: Cut
-    lengths: tuple[int, ...]
-    start: int
+    partition: Partition
     dtype: np.dtype[Any]
     names: tuple[str, ...]
     writes: int = 0
     group: int = 0
 
     @property
+    def start(self) -> int:
+        """The first element in the flattened block."""
+        return self.partition.start
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.partition.stop - self.partition.start
+
+    @property
     def value(self) -> Block:
-        """What is updated of the value, a flat view."""
+        """The elements of the value, a flat view."""
         return flat(self.data.block)[self.start : self.start + self.size]
 
     @property
-    def span(self) -> tuple[Cut, tuple[int, ...]]:
-        """How the block is shared between ranks; the same on all that share it."""
-        return self.axes, self.lengths
+    def shared(self) -> bool:
+        """True if the parameter's update is shared as this entry says; the same on all ranks that share it."""
+        storage = self.parameter.storage
+        return (storage.axes, storage.lengths) == (self.partition.axes, self.partition.lengths)
 
     @property
     def current(self) -> bool:
-        """Whether the parameter's value and shard still are those of this entry."""
-        return self.parameter.data is self.data and span(self.parameter) == self.span
+        """True if the parameter's value and what is updated of it still are those of this entry."""
+        return self.parameter.data is self.data and self.shared
 
     def whole(self, block: Block) -> DistArray:
-        """A state as an array, which is cut as the parameter is, from this rank's flat part.  Collective."""
-        data = self.data
-        if self.axes:
-            part, block = block, data.grid.backend.empty(sum(self.lengths), block.dtype)
-            data.grid.comm(self.axes).all_gather(part, block, self.lengths)
+        """Return a state as an array, which is cut as the parameter is, from this rank's flat part.  Collective."""
+        data, partition = self.data, self.partition
+        if partition.axes:
+            part, block = block, data.grid.backend.empty(sum(partition.lengths), block.dtype)
+            data.grid.comm(partition.axes).all_gather(part, block, partition.lengths)
         return DistArray(block.reshape(data.block.shape), data.shape, data.layout, data.grid)
 
 
 @dataclass
 class Run:
-    """What is updated of parameters that lie side by side, their gradients too: flat views of both and of the states.
+    """Elements of parameters that lie side by side: flat views of values, gradients and states.
 
     Attributes
     ----------
@@ -112,32 +125,285 @@ class Run:
         """The parameter group of all of them."""
         return self.entries[0].group
 
-    def put_back(self) -> None:
-        """Values that rest elsewhere take what was changed; they have runs of their own."""
-        first = self.entries[0]
-        if first.data.RESTS:
-            first.data.put(self.value, first.start + self.at)  # type: ignore[attr-defined]
-
     @property
     def p(self) -> Block:
-        """What `update` changes: the values, or the master of more bits that they are rounded from."""
+        """The elements that `update` changes: the values, or the master of more bits that they are rounded from."""
         return self.states.get("master", self.value)
 
 
-def span(parameter: Parameter) -> tuple[Cut, tuple[int, ...]]:
-    """How a parameter's block is shared between ranks: over which axes, and how many elements each has."""
-    shard = parameter.shard
-    return ((), ()) if shard is None else (shard.axes, shard.lengths)
+class States(Protocol):
+    """Keeps an optimizer's states.
+
+    An entry has the states `entry.names`, each of `entry.size` elements of `entry.dtype`.  An entry is known by its
+    parameter: after `make`, entries made anew of the same parameters and sizes mean the same states.
+
+    Attributes
+    ----------
+    steps : int
+        The steps made before the one under way, as the optimizer counts them; it says so before each.
+    """
+
+    steps: int
+
+    def make(self, entries: Sequence[Entry]) -> None:
+        """Make room for the states of these entries, in this order, all zero; what was kept before is forgotten."""
+
+    def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
+        """Iterate over the runs, or parts of them, with their states in memory (`Run.states`).
+
+        What is written to a window's states is kept when the next one is asked for, or the iterator ends.  A part has
+        the entries it holds elements of, views of `value` and `g`, and `at`, where it begins in the first of them.
+        """
+
+    def read(self, entry: Entry, name: str) -> Block:
+        """Return a state of an entry as a flat block, which is not to be written to."""
+
+    def write(self, entry: Entry, name: str, block: Block) -> None:
+        """Set a state of an entry."""
+
+    def complete(self, steps: int) -> None:
+        """Complete step number `steps`: what its windows wrote counts, or, if that fails, nothing of it does."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's states, wherever they lie."""
+
+
+class InMemory:
+    """States as views into flat buffers, which lie side by side as the entries do."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._flats: list[Block] = []
+        self._views: dict[tuple[int, str], Block] = {}
+
+    def make(self, entries: Sequence[Entry]) -> None:
+        self._flats, self._views = [], {}
+        groups: dict[tuple[int, str, tuple[str, ...]], list[Entry]] = {}
+        for entry in entries:
+            groups.setdefault((id(entry.data.grid.backend), entry.dtype.str, entry.names), []).append(entry)
+        for group in groups.values():
+            backend = group[0].data.grid.backend
+            for name in group[0].names:
+                buffer, at = backend.zeros(sum(e.size for e in group), group[0].dtype), 0
+                self._flats.append(buffer)
+                for entry in group:
+                    self._views[id(entry.parameter), name] = buffer[at : at + entry.size]
+                    at += entry.size
+
+    def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
+        for run in runs:
+            names = run.entries[0].names
+            states = {name: joined([self.read(entry, name) for entry in run.entries]) for name in names}
+            yield Run(run.entries, run.value, run.g, states)
+
+    def read(self, entry: Entry, name: str) -> Block:
+        return self._views[id(entry.parameter), name]
+
+    def write(self, entry: Entry, name: str, block: Block) -> None:
+        self.read(entry, name)[...] = block
+
+    def complete(self, steps: int) -> None:
+        pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(buffer.nbytes) for buffer in self._flats)
+
+
+class FlatParameters:
+    """The elements that an optimizer updates on this rank, with their states.
+
+    Parameters
+    ----------
+    groups : list of dict
+        The optimizer's parameter groups, each with "params".
+    master : bool or dtype
+        The dtype that parameters of fewer bits are kept in too, as a state "master"; True is float32.
+    by_parts : callable
+        Raises a ConfigError if the update cannot be made part by part; given why it would be, and what to do instead.
+
+    Attributes
+    ----------
+    entries : list of Entry
+    states : States
+        Where the states lie.
+    """
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], master: bool | Any, by_parts: Callable[[str, str], None]
+    ) -> None:  # fmt: skip
+        self.groups, self.master, self.by_parts = groups, master_dtype(master), by_parts
+        self.entries: list[Entry] = []
+        self.states: States = InMemory()
+        self.check_shared()
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Those of all groups."""
+        return [p for group in self.groups for p in group["params"]]
+
+    def check_shared(self) -> None:
+        """Raise a ConfigError if ranks share the update of parameters, and it cannot be made part by part."""
+        shared = next((p for p in self.parameters if p.storage.axes), None)
+        if shared is not None:
+            self.by_parts(f"{shared.name!r} is sharded over {shared.storage.axes} (ZeRO)", "no ZeRO")
+
+    # ------------------------------------------------------------------ a step
+    def windows(self) -> Iterator[Run]:
+        """Iterate over everything that has a gradient, a part at a time, with its states in memory.
+
+        When the next part is asked for, values with a master are rounded from it.
+        """
+        for run in self.states.windows(runs(self.entries)):
+            yield run
+            if "master" in run.states:
+                run.value[...] = run.p
+            first = run.entries[0]
+            first.data.put(run.value, first.start + run.at)
+
+    def gather(self) -> None:
+        """Give every rank the values that the others have updated.  Collective."""
+        for owner in owners(self.parameters):
+            owner.gather()
+
+    # ------------------------------------------------------------------ what is updated
+    def arrange(self, names: tuple[str, ...]) -> list[Entry]:
+        """Return what this rank updates, with states of these names.  Collective over axes along which it has changed.
+
+        Values move to flat buffers the first time.
+        """
+        for owner in owners(self.parameters):
+            owner.adopt()
+        old = self.entries
+        fewer = len(old) != len(self.parameters) or not old or not set(names) <= set(old[0].names)
+        if fewer or not all(e.shared for e in old):
+            self.check_shared()
+            kept = self._kept(old)
+            entries = flatten(self.parameters, names, self.master, self.numbers())
+            self.states.make(entries)
+            self.entries = entries
+            self.where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
+        elif not all(e.current for e in old):
+            order = [e.parameter for e in old]
+            place = {id(p): i for i, p in enumerate(order)}
+            fresh = flatten(order, names, self.master, self.numbers())
+            self.entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
+            for entry, before in zip(self.entries, old, strict=True):
+                entry.writes = before.writes - (not before.current)
+        written = [e for e in self.entries if e.writes != e.parameter.writes]
+        if any("master" in e.names for e in written):
+            self.where_they_lie(lambda: self._take(written), "taking values that were written as masters")
+        for entry in written:
+            entry.writes = entry.parameter.writes
+        return self.entries
+
+    def moved(self) -> None:
+        """Take the values where they lie now, side by side as before: they were moved there as they are."""
+        for entry in self.entries:
+            entry.data = entry.parameter.data
+
+    def numbers(self) -> dict[int, int]:
+        """Return the number of the group of each parameter, by its identity."""
+        return {id(p): i for i, group in enumerate(self.groups) for p in group["params"]}
+
+    def _kept(self, old: list[Entry]) -> dict[tuple[int, str], Block]:
+        """The states of the elements that this rank updates from now on."""
+        kept = {}
+        for entry in old:
+            storage, data = entry.parameter.storage, entry.parameter.data
+            for name in entry.names:
+                block = self.where_they_lie(partial(self.states.read, entry, name), "moving the optimizer's states")
+                if not entry.shared:
+                    partition = storage.partition(data)
+                    block = entry.whole(block).block.reshape(-1)
+                    block = block[partition.start : partition.stop].copy() if partition.axes else block
+                kept[id(entry.parameter), name] = block
+        return kept
+
+    def _fill(self, kept: dict[tuple[int, str], Block]) -> None:
+        """Write the states that were kept, or the masters of the values."""
+        for entry in self.entries:
+            for name in entry.names:
+                if (id(entry.parameter), name) in kept:
+                    self.states.write(entry, name, kept.pop((id(entry.parameter), name)))
+                elif name == "master":
+                    self.states.write(entry, name, entry.value)
+
+    def _take(self, entries: Sequence[Entry]) -> None:
+        """Take values that were written to as masters, where they are not what these round to."""
+        for entry in entries:
+            if "master" in entry.names:
+                master = self.states.read(entry, "master").copy()
+                changed = master.astype(entry.value.dtype) != entry.value
+                master[changed] = entry.value[changed]
+                self.states.write(entry, "master", master)
+
+    # ------------------------------------------------------------------ states
+    def place(self, states: States) -> None:
+        """Keep the states elsewhere from now on; see `Optimizer.place`.  Collective."""
+        if not isinstance(states, InMemory):
+            self.by_parts(f"{type(states).__name__} bring its parameters chunk by chunk", "states in memory")
+        states.make(self.entries)
+
+        def move() -> None:
+            for entry in self.entries:
+                for name in entry.names:
+                    states.write(entry, name, self.states.read(entry, name))
+
+        self.together(move, "moving the optimizer's states")
+        self.states = states
+
+    def whole_states(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the states of each parameter's name as global arrays.  Collective."""
+        arrays: dict[str, dict[str, np.ndarray]] = {}
+        for name, entry in self.named().items():
+            arrays[name] = {}
+            for s in entry.names:
+                block = self.where_they_lie(partial(self.states.read, entry, s), f"reading the state {name}.{s}")
+                arrays[name][s] = entry.whole(block).gather()
+        return arrays
+
+    def load(self, given: Mapping[str, Any]) -> None:
+        """Take global arrays as states, by "NAME.STATE".  Collective."""
+
+        def load() -> None:
+            for name, entry in self.named().items():
+                data = entry.data
+                part = tuple(slice(r.start, r.stop) for r in data.grid.block(data.layout, data.shape))
+                for s in entry.names:
+                    mine = np.asarray(given[f"{name}.{s}"])[part].reshape(-1)[entry.start : entry.start + entry.size]
+                    block = data.grid.backend.from_host(np.array(mine, entry.dtype, order="C"))
+                    self.states.write(entry, s, block)
+
+        self.where_they_lie(load, "loading the optimizer's state")
+
+    def named(self) -> dict[str, Entry]:
+        """Return the entries by their parameters' names, in the order of the parameters."""
+        entries = {id(e.parameter): e for e in self.entries}
+        named = {p.name or str(i): entries[id(p)] for i, p in enumerate(self.parameters)}
+        if len(named) < len(entries):
+            names = [p.name for p in self.parameters]
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ConfigError(f"parameters share the names {', '.join(twice)}; name them by model.initialize(seed)")
+        return named
+
+    def together(self, function: Callable[[], Result], what: str) -> Result:
+        """Call a function that does not communicate; if it fails on any rank, fail on all.  Collective."""
+        return together(worlds(p.grid for p in self.parameters), function, what, (ConfigError, OffloadError))
+
+    def where_they_lie(self, function: Callable[[], Result], what: str) -> Result:
+        """Do the same with a function that fails only if the states lie where reading or writing can fail."""
+        return function() if isinstance(self.states, InMemory) else self.together(function, what)
 
 
 def flatten(
     parameters: Sequence[Parameter], names: tuple[str, ...], master: np.dtype[Any] | None,
     groups: Mapping[int, int] | None = None,
 ) -> list[Entry]:  # fmt: skip
-    """Entries of the parameters, those of each dtype one after the other in the order in which their gradients lie.
+    """Return the parameters' entries, those of each dtype one after the other in the order in which gradients lie.
 
-    Whole parameters move into flat buffers; sharded ones lie in those of the shards' owner, and those that rest
-    elsewhere stay.
+    Values move to flat buffers; those that lie in an owner's already, and those that do not stay in memory, stay.
 
     Parameters
     ----------
@@ -151,20 +417,29 @@ def flatten(
     of = groups or {}
     alike: dict[tuple[int, str, bool], Order] = {}
     for p in as_gradients_lie(parameters):
-        alike.setdefault((id(p.grid.backend), p.dtype.str, p.shard is not None), []).append(p)
+        alike.setdefault((id(p.grid.backend), p.dtype.str, bool(p.storage.axes)), []).append(p)
     entries = []
     for group in alike.values():
-        if group[0].shard is None:
-            _move([p for p in group if not p.data.RESTS])
+        if not group[0].storage.axes:
+            _move([p for p in group if p.data.resident is not None])
         dtype, mastered = states_of(group[0].dtype, master)
-        extra = ("master",) if mastered else names[:0]
+        kept = (*names, "master") if mastered else names
         for p in group:
-            start = 0 if p.shard is None else p.shard.start
-            kept = (*names, *extra)
-            entries.append(
-                Entry(p, p.data, p.updated[0].size, *span(p), start, dtype, kept, p.writes, of.get(id(p), 0))
-            )
+            entries.append(Entry(p, p.data, p.storage.partition(p.data), dtype, kept, p.writes, of.get(id(p), 0)))
     return entries
+
+
+def master_dtype(master: bool | Any) -> np.dtype[Any] | None:
+    """Return the dtype that parameters of fewer bits are kept in too."""
+    if master is None or isinstance(master, bool):
+        return np.dtype(np.float32) if master else None
+    try:
+        dtype = np.dtype(master)
+    except TypeError:
+        dtype = None
+    if dtype not in (np.float32, np.float64):
+        raise ConfigError(f"an optimizer's master is True, False, 'float32' or 'float64', not {master!r}")
+    return dtype
 
 
 def states_of(dtype: np.dtype[Any], master: np.dtype[Any] | None) -> tuple[np.dtype[Any], bool]:
@@ -197,13 +472,14 @@ def as_gradients_lie(parameters: Sequence[Parameter]) -> Order:
 
     def place(indexed: tuple[int, Parameter]) -> tuple[float, int]:
         index, p = indexed
-        if p.shard is None and p.grad is not None and p.grad.RESTS:
+        like = p.data if p.storage.axes else p.grad  # parts lie as the values do
+        block = None if like is None else like.resident
+        if like is not None and block is None:
             return math.inf, index
-        lies = p.block if p.shard is not None else None if p.grad is None else p.grad.block
-        if lies is None or lies.base is None:
+        if block is None or block.base is None:
             return math.inf, -index  # gradients arrive in reverse order of use
-        base = bases.setdefault(id(lies.base), len(bases))
-        return base, address(lies)
+        base = bases.setdefault(id(block.base), len(bases))
+        return base, address(block)
 
     return [p for _, p in sorted(enumerate(parameters), key=place)]
 

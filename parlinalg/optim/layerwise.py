@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from parlinalg.autograd.parameter import sums_over_ranks
 from parlinalg.backend.kernels.optimizers import lamb_moments, lamb_step, lars_step, square_sum
 from parlinalg.optim.flat import Entry, Run
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one, check_moments
-from parlinalg.optim.pieces import counted, over_ranks
 
 Block = Any
 _NONE = (None, None)
@@ -32,9 +32,9 @@ class Layerwise(Optimizer):
                 terms = self.measure(run, part)
                 held = squares.get(id(entry.parameter), (0.0, 0.0))
                 squares[id(entry.parameter)] = [a + b for a, b in zip(held, terms, strict=True)]
-        mine = [squares.get(id(p), _NONE) if counted(p) else _NONE for p in self.parameters]
+        mine = [squares.get(id(p), _NONE) if p.counted else _NONE for p in self.parameters]
         norms = self.norms(mine)
-        groups, rates = self._group_of(), {}
+        groups, rates = self.flat.numbers(), {}
         for p, pair in zip(self.parameters, norms, strict=True):
             self._group = groups[id(p)]
             rates[id(p)] = self.lr * self.ratio(*pair)
@@ -46,7 +46,7 @@ class Layerwise(Optimizer):
     def norms(self, squares: Sequence[Sequence[Any]]) -> list[tuple[float, float]]:
         """The two norms of each parameter from this rank's sums of squares, None where it counts none.  Collective."""
         twice = [*self.parameters, *self.parameters]
-        totals = np.sqrt(over_ranks(twice, [pair[0] for pair in squares] + [pair[1] for pair in squares]))
+        totals = np.sqrt(sums_over_ranks(twice, [pair[0] for pair in squares] + [pair[1] for pair in squares]))
         n = len(self.parameters)
         return [(float(a), float(b)) for a, b in zip(totals[:n], totals[n:], strict=True)]
 
@@ -56,7 +56,7 @@ class Layerwise(Optimizer):
 
     @abstractmethod
     def ratio(self, value: float, other: float) -> float:
-        """What the learning rate is multiplied by, from the two norms of a parameter."""
+        """Return the factor of the learning rate, from the two norms of a parameter."""
 
     @abstractmethod
     def move(self, run: Run, part: slice, rate: float) -> None:

@@ -1,35 +1,26 @@
-"""What all optimizers share."""
+"""The base class of optimizers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
-import numpy as np
-
-from parlinalg.autograd import Owner
+from parlinalg.autograd import Parameter
 from parlinalg.comm.check import compare_states
-from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.errors import ConfigError
 from parlinalg.grid import worlds
-from parlinalg.optim.flat import Entry, Run, flatten, runs, span
+from parlinalg.optim.flat import Entry, FlatParameters, Run, States
 from parlinalg.optim.groups import Option, check_apart, group_of, groups_of
-from parlinalg.optim.pieces import check_settled
-from parlinalg.optim.states import InMemory, States
 from parlinalg.state_dict import check_arrays
-
-Block = Any
-Result = TypeVar("Result")
 
 
 class Optimizer(ABC):
-    """Updates parameters from their gradients; every rank its own blocks, or its shards of them.
+    """An update rule, which each rank applies to the elements of parameters that it updates.
 
     Parameters, gradients and states lie in flat buffers, and a step is one pass over them.  The parameters move there
-    at the first step.  Those of 16 bits are updated in float32, and have float32 states.  Where parameters are sharded
-    (see `parlinalg.parallel.ZeRO`), a rank updates and has states of its shards only, and a step ends with an
+    at the first step.  Those of 16 bits are updated in float32, and have float32 states.  Where ranks share the update
+    of parameters (see `parlinalg.parallel.ZeRO`), a rank has states of its part only, and a step ends with an
     all-gather of the values; nothing else communicates.
 
     Parameters
@@ -49,8 +40,6 @@ class Optimizer(ABC):
     ----------
     param_groups : list of dict
         The groups: "params" and every option.  Options may be changed between steps.
-    parameters : list of Parameter
-        Those of all groups.
     lr, weight_decay : float
         Of the first group; within `update`, of the group that is updated.  Setting one sets it for all groups; a
         `Scheduler` sets the learning rate of each group.
@@ -58,15 +47,15 @@ class Optimizer(ABC):
         The number of steps made.
     factor : float
         What gradients are multiplied by in the step under way; `update` heeds it.
-    states_place : States
-        Where the states lie; see `place`.
+    flat : FlatParameters
+        What this rank updates, and the states of it.
 
     Raises
     ------
     ConfigError
         If there is no parameter, one is in two groups, a group has an unknown option, an option is out of its range, or
-        parameters are sharded and the class does not say that its update can be made shard by shard, by `ELEMENTWISE`
-        or a method `norms`.
+        ranks share the update of parameters and the class does not say that it can be made part by part, by
+        `ELEMENTWISE` or a method `norms`.
     """
 
     STATES: ClassVar[tuple[str, ...]] = ()
@@ -86,13 +75,9 @@ class Optimizer(ABC):
         self.param_groups = groups_of(parameters, self.defaults)
         for group in self.param_groups:
             self.check_options(group)
-        self.parameters = [p for group in self.param_groups for p in group["params"]]
-        self.master = _master(master)
         self.steps = 0
         self.factor = 1.0
-        self.states_place: States = InMemory()
-        self._entries: list[Entry] = []
-        self._check_shards()
+        self.flat = FlatParameters(self.param_groups, master, self.check_parts)
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise a ConfigError if an option of a group is out of its range; subclasses check theirs too."""
@@ -115,12 +100,16 @@ class Optimizer(ABC):
         self.check_options(made)
         check_apart([*self.param_groups, made])
         self.param_groups.append(made)
-        self.parameters += made["params"]
-        self._check_shards()
+        self.flat.check_shared()
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters of all groups."""
+        return self.flat.parameters
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the arrays kept for each parameter, but for a master."""
+        """The names of the arrays kept for each parameter."""
         return self.STATES
 
     @abstractmethod
@@ -133,7 +122,7 @@ class Optimizer(ABC):
             self.update(run)
 
     def step(self, factor: float = 1.0) -> None:
-        """Update all parameters that have a gradient.  Collective over the axes over which they are sharded.
+        """Update all parameters that have a gradient.  Collective over the axes along which ranks share their update.
 
         Parameters
         ----------
@@ -149,32 +138,29 @@ class Optimizer(ABC):
             If the states lie on a disk that fails; the step is then not made, on any rank.
         """
         for p in self.parameters:
-            check_settled(p)
+            p.check_settled()
         self.arrange()
-        self.states_place.steps = self.steps
+        states = self.flat.states
+        states.steps = self.steps
         self.steps += 1
         self.factor = float(factor)
         try:
             self.apply()
-            self.states_place.complete(self.steps)
+            states.complete(self.steps)
         except BaseException:
             self.steps -= 1
             raise
-        for owner in self._owners():
-            owner.gather()
+        self.flat.gather()
 
     def windows(self) -> Iterator[Run]:
-        """Everything that has a gradient, a part at a time, with its states in memory.
+        """Iterate over everything that has a gradient, a part at a time, with its states in memory.
 
-        When the next part is asked for, values with a master are rounded from it.
+        What `update` makes of a part is stored when the next one is asked for.
         """
         try:
-            for run in self.states_place.windows(runs(self._entries)):
+            for run in self.flat.windows():
                 self._group = run.group
                 yield run
-                if "master" in run.states:
-                    run.value[...] = run.p
-                run.put_back()
         finally:
             self._group = 0
 
@@ -188,102 +174,17 @@ class Optimizer(ABC):
         OffloadError
             On all ranks, if states cannot be read where they are, or written to where they go, on any; they then stay.
         """
-        if not isinstance(states, InMemory):
-            self._check_parts(f"{type(states).__name__} bring its parameters chunk by chunk", "states in memory")
-        states.make(self._entries)
-
-        def move() -> None:
-            for entry in self._entries:
-                for name in entry.names:
-                    states.write(entry, name, self.states_place.read(entry, name))
-
-        self._together(move, "moving the optimizer's states")
-        self.states_place = states
+        self.flat.place(states)
 
     def arrange(self) -> list[Entry]:
-        """What this rank updates, with states.  Collective over the axes over which parameters are sharded anew."""
-        for owner in self._owners():
-            owner.adopt()
-        old = self._entries
-        fewer = len(old) != len(self.parameters) or not old or not set(self.states) <= set(old[0].names)
-        if fewer or any(e.span != span(e.parameter) for e in old):
-            self._check_shards()
-            kept = self._resharded(old)
-            entries = flatten(self.parameters, self.states, self.master, self._group_of())
-            self.states_place.make(entries)
-            self._entries = entries
-            self._where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
-        elif not all(e.current for e in old):
-            order = [e.parameter for e in old]
-            place = {id(p): i for i, p in enumerate(order)}
-            fresh = flatten(order, self.states, self.master, self._group_of())
-            self._entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
-            for entry, before in zip(self._entries, old, strict=True):
-                entry.writes = before.writes - (not before.current)
-        written = [e for e in self._entries if e.writes != e.parameter.writes]
-        if any("master" in e.names for e in written):
-            self._where_they_lie(lambda: self._written(written), "taking values that were written as masters")
-        for entry in written:
-            entry.writes = entry.parameter.writes
-        return self._entries
+        """Return what this rank updates, with states.  Collective over the axes along which ranks share it anew."""
+        return self.flat.arrange(self.states)
 
-    def _group_of(self) -> dict[int, int]:
-        """The number of the group of each parameter, by its identity."""
-        return {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-
-    def moved(self) -> None:
-        """Take the values where they lie now, side by side as before: they were moved there as they are."""
-        for entry in self._entries:
-            entry.data = entry.parameter.data
-
-    def _resharded(self, old: list[Entry]) -> dict[tuple[int, str], Block]:
-        """The states of the elements that this rank updates from now on."""
-        kept = {}
-        for entry in old:
-            shard = entry.parameter.shard
-            for name in entry.names:
-                block = self._where_they_lie(
-                    partial(self.states_place.read, entry, name), "moving the optimizer's states"
-                )  # fmt: skip
-                if entry.span != span(entry.parameter):
-                    whole = entry.whole(block).block.reshape(-1)
-                    block = whole if shard is None else whole[shard.start : shard.stop].copy()
-                kept[id(entry.parameter), name] = block
-        return kept
-
-    def _fill(self, kept: dict[tuple[int, str], Block]) -> None:
-        """Write the states that were kept, or the masters of the values."""
-        for entry in self._entries:
-            for name in entry.names:
-                if (id(entry.parameter), name) in kept:
-                    self.states_place.write(entry, name, kept.pop((id(entry.parameter), name)))
-                elif name == "master":
-                    self.states_place.write(entry, name, entry.value)
-
-    def _written(self, entries: Sequence[Entry]) -> None:
-        """Take values that were written to as masters, where they are not what these round to."""
-        for entry in entries:
-            if "master" in entry.names:
-                master = self.states_place.read(entry, "master").copy()
-                changed = master.astype(entry.value.dtype) != entry.value
-                master[changed] = entry.value[changed]
-                self.states_place.write(entry, "master", master)
-
-    def _owners(self) -> list[Owner]:
-        """What holds the values of sharded parameters, once each."""
-        shards = [p.shard for p in self.parameters if p.shard is not None]
-        return list({id(s.owner): s.owner for s in shards if s.owner is not None}.values())
-
-    def _check_shards(self) -> None:
-        """Raise a ConfigError if parameters are sharded and the update cannot be made shard by shard."""
-        sharded = next((p for p in self.parameters if p.shard is not None), None)
-        if sharded is not None and sharded.shard is not None:
-            self._check_parts(f"{sharded.name!r} is sharded over {sharded.shard.axes} (ZeRO)", "no ZeRO")
-
-    def _check_parts(self, why: str, instead: str) -> None:
+    @classmethod
+    def check_parts(cls, why: str, instead: str) -> None:
         """Raise a ConfigError if the update cannot be made part by part."""
-        if not self.ELEMENTWISE and not hasattr(self, "norms"):
-            name = type(self).__name__
+        if not cls.ELEMENTWISE and not hasattr(cls, "norms"):
+            name = cls.__name__
             raise ConfigError(
                 f"{name} may update an element from others of its parameter, and {why}; if it goes element by element, "
                 f"say {name}.ELEMENTWISE = True, else use an optimizer that does, such as SGD, Adam or AdamW, or one "
@@ -305,14 +206,9 @@ class Optimizer(ABC):
             On all ranks, if the states lie on a disk that fails on any.
         """
         self.arrange()
-        arrays: dict[str, dict[str, np.ndarray]] = {}
-        for name, entry in self._named().items():
-            arrays[name] = {}
-            for s in entry.names:
-                block = self._where_they_lie(partial(self.states_place.read, entry, s), f"reading the state {name}.{s}")
-                arrays[name][s] = entry.whole(block).gather()
+        states = self.flat.whole_states()
         groups = [{**options, "params": names} for options, names in zip(self.options(), self._names(), strict=True)]
-        return {"steps": self.steps, "lr": self.lr, "param_groups": groups, "states": arrays}
+        return {"steps": self.steps, "lr": self.lr, "param_groups": groups, "states": states}
 
     def options(self) -> list[dict[str, Any]]:
         """The options of each parameter group, without its parameters: what JSON can carry."""
@@ -352,19 +248,9 @@ class Optimizer(ABC):
             On all ranks, if the states lie on a disk that fails on any; some are then those that were to be loaded.
         """
         self.arrange()
-        given = self._together(lambda: self._checked(state), "loading the optimizer's state")
+        given = self.flat.together(lambda: self._checked(state), "loading the optimizer's state")
         compare_states(worlds(p.grid for p in self.parameters), {**given, "steps": state["steps"], "lr": state["lr"]})
-
-        def load() -> None:
-            for name, entry in self._named().items():
-                for s in entry.names:
-                    ranges = entry.data.grid.block(entry.data.layout, entry.data.shape)
-                    part = np.asarray(given[f"{name}.{s}"])[tuple(slice(r.start, r.stop) for r in ranges)]
-                    mine = part.reshape(-1)[entry.start : entry.start + entry.size]
-                    block = entry.data.grid.backend.from_host(np.array(mine, entry.dtype, order="C"))
-                    self.states_place.write(entry, s, block)
-
-        self._where_they_lie(load, "loading the optimizer's state")
+        self.flat.load(given)
         self.steps = int(state["steps"])
         if "param_groups" in state:
             self.set_options(state["param_groups"])
@@ -389,7 +275,7 @@ class Optimizer(ABC):
         if not isinstance(states, Mapping) or not all(isinstance(arrays, Mapping) for arrays in states.values()):
             raise ConfigError("the optimizer's states are dicts of arrays, by the names of the parameters")
         given = {f"{n}.{s}": a for n, arrays in states.items() for s, a in arrays.items()}
-        want = {f"{n}.{s}": e.data.shape for n, e in self._named().items() for s in e.names}
+        want = {f"{n}.{s}": e.data.shape for n, e in self.flat.named().items() for s in e.names}
         check_arrays("the optimizer's state", want, given)
         self._check_groups(state.get("param_groups"))
         return given
@@ -411,37 +297,6 @@ class Optimizer(ABC):
                     f"the optimizer's state has other parameters in group {i} than this optimizer: {', '.join(odd)} "
                     "in one of them alone; make it with the same groups"
                 )
-
-    def _together(self, function: Callable[[], Result], what: str) -> Result:
-        """Call a function that does not communicate; if it fails on any rank, fail on all.  Collective."""
-        return together(worlds(p.grid for p in self.parameters), function, what, (ConfigError, OffloadError))
-
-    def _where_they_lie(self, function: Callable[[], Result], what: str) -> Result:
-        """The same for one that fails only if the states lie where reading or writing can fail."""
-        return function() if isinstance(self.states_place, InMemory) else self._together(function, what)
-
-    def _named(self) -> dict[str, Entry]:
-        """The entries by their parameters' names, in the order of the parameters."""
-        entries = {id(e.parameter): e for e in self._entries}
-        named = {p.name or str(i): entries[id(p)] for i, p in enumerate(self.parameters)}
-        if len(named) < len(entries):
-            names = [p.name for p in self.parameters]
-            twice = sorted({n for n in names if names.count(n) > 1})
-            raise ConfigError(f"parameters share the names {', '.join(twice)}; name them by model.initialize(seed)")
-        return named
-
-
-def _master(master: bool | Any) -> np.dtype[Any] | None:
-    """The dtype that parameters of fewer bits are kept in too."""
-    if master is None or isinstance(master, bool):
-        return np.dtype(np.float32) if master else None
-    try:
-        dtype = np.dtype(master)
-    except TypeError:
-        dtype = None
-    if dtype not in (np.float32, np.float64):
-        raise ConfigError(f"an optimizer's master is True, False, 'float32' or 'float64', not {master!r}")
-    return dtype
 
 
 def at_least_zero(**settings: float) -> None:

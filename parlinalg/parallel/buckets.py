@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,12 +13,13 @@ from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import most_bytes
+from parlinalg.backend.halves import is_half
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import terms
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, piece, pieces
-from parlinalg.parallel.handlers import Treatment
+from parlinalg.layout import Cut, Layout, piece, pieces
+from parlinalg.parallel.handlers import ReductionPolicy
 
 Block = Any
 T = TypeVar("T")
@@ -59,7 +61,7 @@ class Slot:
         return range(min(max(own.start - self.start, 0), most), min(max(own.stop - self.start, 0), most))
 
     def hold(self, partial: Cut) -> None:
-        """Have the data be the parameter's gradient, a term of sums over these axes."""
+        """Make the data the parameter's gradient, a term of sums over these axes."""
         p = self.parameter
         self.partial = partial
         p.grad = self.held = DistArray(self.view, p.shape, p.layout.with_partial(partial), p.grid)
@@ -71,7 +73,7 @@ class Bucket:
 
     Attributes
     ----------
-    treatment : Treatment
+    policy : ReductionPolicy
     axes : tuple of str
         Those over which the gradients are, or have been, partial.
     data : array or None
@@ -86,7 +88,7 @@ class Bucket:
 
     grid: Grid
     dtype: np.dtype[Any]
-    treatment: Treatment
+    policy: ReductionPolicy
     axes: Cut
     data: Block = None
     mine: Block = None
@@ -103,7 +105,7 @@ class Bucket:
     @property
     def scatter(self) -> Cut:
         """The axes over which the sums are shared out."""
-        return self.treatment.scatter
+        return self.policy.scatter
 
     @property
     def comm(self) -> Comm:
@@ -122,14 +124,14 @@ class Bucket:
 
     @property
     def passing(self) -> bool:
-        """Whether whole gradients are there only while they are under way."""
-        return bool(self.scatter) and self.treatment.stage >= 2
+        """True if whole gradients are there only while they are under way."""
+        return bool(self.scatter) and self.policy.stage >= 2
 
     @property
     def scattered(self) -> bool:
-        """Whether all of the parameters' gradients so far are in the ranks' parts, summed."""
-        shards = [slot.parameter.shard for slot in self.slots]
-        return self.passing and all(s is not None and s.grad is not None for s in shards) and not self.treatment.keeps
+        """True if all of the parameters' gradients so far are in the ranks' parts, summed."""
+        settled = all(slot.parameter.storage.settled is not None for slot in self.slots)
+        return self.passing and settled and not self.policy.keeps
 
     def storage(self) -> Block:
         """The data; made if there is none."""
@@ -141,7 +143,7 @@ class Bucket:
         return self.data
 
     def share(self) -> None:
-        """Have the data, where the ranks that sum it are on one node, in memory they have in common.  Collective."""
+        """Put the data into memory that ranks have in common, if all that sum it are on one node.  Collective."""
         if self.axes and not self.scatter and self.grid.inside and self.grid.backend.host_memory:
             self.data = terms(self.grid.comm(self.axes), self.size, self.dtype)
 
@@ -152,9 +154,9 @@ class Bucket:
             self.data = None
 
 
-def largest(parameter: Parameter) -> int:
-    """Bytes of the largest rank's block: the same number on all ranks, whose buckets start in one order."""
-    return most_bytes(parameter.layout, parameter.shape, parameter.grid.sizes, parameter.dtype.itemsize)
+def largest(parameter: Any, layout: Layout | None = None) -> int:
+    """Return the bytes of the largest rank's block of a parameter, in another layout if given: the same on all ranks."""
+    return most_bytes(layout or parameter.layout, parameter.shape, parameter.grid.sizes, parameter.dtype.itemsize)
 
 
 def floats(dtype: Any) -> np.dtype[Any]:
@@ -191,3 +193,68 @@ def in_order(
     found.extend(open_.values())
     for bucket in sorted(found, key=lambda b: b[-1]):
         yield [items[i] for i in bucket]
+
+
+#: Buckets at a time whose sums take memory of their own: when another starts the oldest is waited for.  All ranks do so
+#: at the same points, so that what follows it starts in one order too.
+UNDER_WAY = 2
+
+
+class Load(NamedTuple):
+    """Bytes of a bucket.
+
+    Attributes
+    ----------
+    kind : hashable
+        Of each kind one bucket is filling at a time.
+    kept : int
+        Whole gradients that stay from the first microbatch to the last, where between steps there is a part.
+    passing : int
+        Such as stay until their sum is formed.
+    cast : bool
+        Whether they are let go as soon as that starts.
+    work : int
+        What the sum is formed in: the cast, the terms of 16-bit floats, the part that arrives.
+    after : int
+        That part, where it stays to the end of the pass to be summed over other axes.
+    """
+
+    kind: Hashable
+    kept: int = 0
+    passing: int = 0
+    cast: bool = False
+    work: int = 0
+    after: int = 0
+
+
+def load(kind: Hashable, group: Sequence[Parameter], policy: ReductionPolicy, travels: np.dtype[Any] | None) -> Load:
+    """Return the bytes of a bucket of parameters whose gradients travel in a dtype, by default their own."""
+    first, n = group[0], sum(int(p.block.size) for p in group)
+    sizes, scatter = first.grid.sizes, policy.scatter
+    others = [a for a, size in sizes.items() if size > 1 and first.layout.where(a) is None and a not in scatter]
+    if not scatter and not others:
+        return Load(kind)
+    dtype = first.dtype if travels is None else travels
+    cast, half = dtype != first.dtype, is_half(dtype)
+    if not scatter:
+        return Load(kind, work=dtype.itemsize * (cast * n + half * (n + n // 2)))
+    whole = n * first.dtype.itemsize if policy.stage >= 2 else 0
+    part = dtype.itemsize * -(-n // math.prod(sizes[a] for a in scatter))
+    return Load(
+        kind, whole if policy.keeps else 0, 0 if policy.keeps else whole, cast,
+        dtype.itemsize * n * (cast + half) + (0 if others else part), part if others else 0,
+    )  # fmt: skip
+
+
+def moving(loads: Iterable[Load]) -> int:
+    """Bytes that a pass takes at the most: of buckets that are filling, under way, and kept.
+
+    >>> four = [Load("weights", passing=10, work=5)] * 4
+    >>> moving(four), moving([each._replace(cast=True) for each in four]), moving(four[:1])
+    (40, 20, 15)
+    """
+    each = list(loads)
+    filling = len({one.kind for one in each if one.passing}) + UNDER_WAY * any(not one.cast for one in each)
+    passing = sorted((one.passing for one in each), reverse=True)[:filling]
+    work = sorted((one.work for one in each), reverse=True)[:UNDER_WAY]
+    return sum(passing) + sum(work) + sum(one.kept + one.after for one in each)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.parameter import distinct, gradients, sums_over_ranks
 from parlinalg.backend import namespace
 from parlinalg.backend.kernels.optimizers import scale, square_sum
 from parlinalg.errors import ConfigError
-from parlinalg.optim.pieces import changed, check_settled, distinct, gradients, held, over_ranks
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
@@ -24,8 +24,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
         If a gradient is not settled.
     """
     once = distinct(parameters)
-    terms = {id(p): square_sum(piece) for p, piece, counted in gradients(once) if counted and piece.size}
-    return math.sqrt(over_ranks(once, [terms.get(id(p)) for p in once]).sum())
+    terms = {id(p): square_sum(part) for p, part in gradients(once) if p.counted and part.size}
+    return math.sqrt(sums_over_ranks(once, [terms.get(id(p)) for p in once]).sum())
 
 
 def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm: float | None = None) -> float:
@@ -57,10 +57,10 @@ def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm
     factor = max_norm / (norm + 1e-6)
     if math.isfinite(norm) and factor < 1.0:
         for p in once:
-            block = held(p)
+            block = p.storage.settled
             if block is not None:
                 scale(block, factor)
-                changed(p, block)
+                p.storage.changed(block)
     return norm
 
 
@@ -78,12 +78,12 @@ def clip_gradient_value(parameters: Iterable[Parameter], limit: float) -> None:
     """
     above_zero(limit, "value")
     for p in distinct(parameters):
-        check_settled(p)
-        block = held(p)
+        p.check_settled()
+        block = p.storage.settled
         if block is not None:
             most = block.dtype.type(limit)
             namespace(block).clip(block, -most, most, out=block)
-            changed(p, block)
+            p.storage.changed(block)
 
 
 def above_zero(limit: float, what: str) -> None:

@@ -17,8 +17,8 @@ ACCUMULATE = ("reduce-scatter", "whole")
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """What becomes of the gradient of a parameter.
+class ReductionPolicy:
+    """The way in which the gradient of a parameter is reduced.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Treatment:
 
     @property
     def keeps(self) -> bool:
-        """Whether whole gradients are kept between the passes of a step."""
+        """True if whole gradients are kept between the passes of a step."""
         return self.stage < 2 or self.accumulate == "whole"
 
 
@@ -146,8 +146,8 @@ def check(handlers: Iterable[Handler], sizes: Mapping[str, int]) -> None:
             taken[axis] = kind
 
 
-def treatment(handlers: Iterable[Handler], name: str, layout: Layout, sizes: Mapping[str, int]) -> Treatment:
-    """What becomes of the gradient of a parameter with this name and layout.
+def policy_of(handlers: Iterable[Handler], name: str, layout: Layout, sizes: Mapping[str, int]) -> ReductionPolicy:
+    """Return the policy for the gradient of a parameter with this name and layout.
 
     Axes that cut the parameter, or have one rank, take no part.
     """
@@ -164,4 +164,4 @@ def treatment(handlers: Iterable[Handler], name: str, layout: Layout, sizes: Map
             stage, accumulate = handler.stage, "whole" if handler.stage == 1 else handler.accumulate
         elif isinstance(handler, SharedParameters) and any(fnmatchcase(name, n) for n in handler.names):
             always.update(dict.fromkeys(free(handler.axes)))
-    return Treatment(scatter, tuple(always), stage, accumulate)
+    return ReductionPolicy(scatter, tuple(always), stage, accumulate)

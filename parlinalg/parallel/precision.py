@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.autograd import Parameter
+from parlinalg.autograd.parameter import distinct, gradients
 from parlinalg.backend.kernels.optimizers import all_finite, square_sum
 from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
-from parlinalg.optim.pieces import distinct, gradients
 
 START = 2.0**16
 
@@ -29,7 +29,7 @@ class LossScaler:
     """The scale of the loss.
 
     A dynamic scale grows after steps that went well, and falls where a gradient overflowed: that step is to be skipped,
-    on all ranks.  All ranks must be told the same, such as `Gradients.finite`, and then have the same scale.
+    on all ranks.  All ranks must be given the same, such as `Gradients.finite`, and then have the same scale.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class LossScaler:
         self.skipped = 0
 
     def update(self, finite: bool) -> None:
-        """Say whether the gradients of a step were finite, on any rank the same."""
+        """Adapt the scale to a step whose gradients were finite or not; the same on all ranks."""
         if not finite:
             self.skipped += 1
             self.good = 0
@@ -96,7 +96,7 @@ class LossScaler:
             self.scale, self.good = min(self.most, self.scale * 2), 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a training needs to go on as if it had not stopped."""
+        """Return the state with which a training continues as if it had not stopped."""
         return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class LossScaler:
 
 
 class Gradients(NamedTuple):
-    """What all ranks know of the gradients of a step.
+    """The norm of the gradients of a step, which all ranks know.
 
     Attributes
     ----------
@@ -163,13 +163,13 @@ def examine(
         mine = grid.backend.zeros((2,), np.float64)
         seen = grid.backend.zeros((), np.float64)
         here = [p for p in once if p.grid is grid]
-        for p, piece, counted in gradients(here):
+        for p, part in gradients(here):
             with overflowing():
-                squares = square_sum(piece)
+                squares = square_sum(part)
             seen = seen + squares
-            if counted and (owns is None or owns(p)):
+            if p.counted and (owns is None or owns(p)):
                 mine[:1] += squares
-        if not math.isfinite(float(seen)) and not all(all_finite(piece) for _, piece, _ in gradients(here)):
+        if not math.isfinite(float(seen)) and not all(all_finite(part) for _, part in gradients(here)):
             mine[1] = 1
         if over is not None:
             both += grid.backend.to_host(mine)
@@ -193,8 +193,7 @@ def overflowing() -> Iterator[None]:
 
 
 def clipping(norm: float, most: float | None) -> float:
-    """What gradients of a norm are multiplied by to have one of at most `most`: 1 without one, or where norm is not
-    finite."""
+    """Return the factor that limits a norm to `most`: 1 without a limit, or if the norm is not finite."""
     if most is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, most / (norm + 1e-6))

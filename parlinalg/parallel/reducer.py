@@ -13,18 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from parlinalg.autograd import Parameter
+from parlinalg.autograd import Parameter, Reducer
 from parlinalg.autograd.gradients import GradientAccumulator
+from parlinalg.autograd.parameter import distinct
 from parlinalg.backend.halves import is_half
 from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, copy_or_add
-from parlinalg.optim.pieces import distinct
-from parlinalg.parallel.buckets import MIB, Bucket, Slot, floats, in_order, largest
-from parlinalg.parallel.handlers import Handler, Treatment, check, treatment
-from parlinalg.parallel.moving import UNDER_WAY, load, moving
-from parlinalg.parallel.zero import Values
+from parlinalg.parallel.buckets import MIB, UNDER_WAY, Bucket, Slot, floats, in_order, largest, load, moving
+from parlinalg.parallel.handlers import DataParallel, Handler, ReductionPolicy, SequenceParallel, check, policy_of
+from parlinalg.parallel.zero import SharedStorage, SharedValues
 
 Block = Any
 
@@ -90,7 +89,7 @@ class GradientReducer:
         for p in self.parameters:
             if p.reducer is not None:
                 raise ConfigError(f"parameter {p.name!r} has a gradient reducer already; detach() that one first")
-        self._treated = {id(p): treatment(self.handlers, p.name, p.layout, p.grid.sizes) for p in self.parameters}
+        self._policies = {id(p): policy_of(self.handlers, p.name, p.layout, p.grid.sizes) for p in self.parameters}
         self.buckets: list[Bucket] = []
         self._axes: dict[int, Cut] = {}
         """For each parameter the axes over which its gradient has been partial."""
@@ -103,12 +102,12 @@ class GradientReducer:
         self._after: list[Pending] = []
         """Parts that are all-reduced after they were reduce-scattered."""
         self._outdated = False
-        self._values: Values | None = None
+        self._values: SharedValues | None = None
         for p in self.parameters:
             p.reducer = self
         if self._scatters:
             self._make_buckets()
-            self._values = Values([b for b in self.buckets if b.scatter])
+            self._values = SharedValues([b for b in self.buckets if b.scatter])
 
     def detach(self) -> None:
         """Leave the parameters: the backward pass settles their gradients one by one again, on every rank whole."""
@@ -118,11 +117,6 @@ class GradientReducer:
         if self._values is not None:
             self._values.leave()
 
-    def keeps(self, parameter: Parameter) -> bool:
-        """Whether a parameter's gradient is whole on this rank between steps."""
-        treated = self._treated[id(parameter)]
-        return not treated.scatter or treated.stage < 2
-
     @property
     def moving(self) -> int:
         """Bytes that a pass holds at the most, beside values and gradients as they are between steps."""
@@ -131,7 +125,7 @@ class GradientReducer:
             return self._key(p), p.layout.cut_axes
 
         groups = in_order(self.parameters[::-1], key, largest, *self.limits)
-        return moving(load(key(g[0]), g, self._treated[id(g[0])], self.dtype) for g in groups)
+        return moving(load(key(g[0]), g, self._policies[id(g[0])], self.dtype) for g in groups)
 
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:
@@ -150,20 +144,20 @@ class GradientReducer:
             return
         self._place(slot, block, partial)
         slot.bucket.missing -= 1
-        if not (sync or not slot.bucket.treatment.keeps):
+        if not (sync or not slot.bucket.policy.keeps):
             slot.hold(slot.partial)
         self._start(sync, complete_only=True)
 
     def no_more(self, parameters: Iterable[Parameter]) -> None:
-        """Of these no gradient arrives any more before all are settled: their buckets need not wait for any.
+        """Close parameters for this step: their buckets wait for no further gradients of them.
 
         What passes within `no_sync` left of them is what is summed; a bucket of which they have summed all is over.
         """
         each = {id(p): p for p in parameters}
         self._over = {b for b in self.buckets if b.scattered and all(id(s.parameter) in each for s in b.slots)}
         for p in each.values():
-            slot = self._slots.get(id(p))
-            if slot is None or slot.bucket in self._over or (p.gatherer is not None and p.gatherer.kept):
+            slot, gatherer = self._slots.get(id(p)), p.storage.gatherer
+            if slot is None or slot.bucket in self._over or (gatherer is not None and gatherer.kept):
                 continue
             if id(p) in self._arrived:  # an error broke the last pass off
                 self._begin_again()
@@ -180,7 +174,8 @@ class GradientReducer:
 
     def settle(self) -> None:
         """Settle what passes within `no_sync` left, where no pass outside of it is to come.  Collective."""
-        kept = [p.gatherer.kept for p in self.parameters if p.gatherer is not None and p.gatherer.kept]
+        gatherers = [p.storage.gatherer for p in self.parameters]
+        kept = [each.kept for each in gatherers if each is not None and each.kept]
         for sums in {id(each): each for each in kept}.values():
             for node, terms in list(sums.values()):
                 owner = node.owner() if node.owner is not None else None
@@ -196,7 +191,7 @@ class GradientReducer:
             self._make_buckets(fill=True)
         for bucket in self.buckets:
             reached = bucket.missing < len(bucket.slots)
-            if (reached or not bucket.scattered) if sync else (reached and not bucket.treatment.keeps):
+            if (reached or not bucket.scattered) if sync else (reached and not bucket.policy.keeps):
                 for slot in bucket.slots:
                     if id(slot.parameter) not in self._arrived:
                         self._place(slot, None, ())
@@ -212,7 +207,7 @@ class GradientReducer:
             self._make_buckets()
 
     def _begin_again(self) -> None:
-        """Be ready for another backward pass."""
+        """Reset for another backward pass."""
         for pending in (*self._pending, *self._after):
             pending.handle.wait()
         self._pending.clear()
@@ -226,7 +221,7 @@ class GradientReducer:
 
     def _partial(self, parameter: Parameter, layout: Layout) -> Cut:
         """The axes over which a gradient is one of the terms of a sum."""
-        always = self._treated[id(parameter)].always
+        always = self._policies[id(parameter)].always
         return tuple(a for a in _union(layout.partial, always) if parameter.grid.sizes[a] > 1)
 
     def _keep(self, parameter: Parameter, block: Block, layout: Layout) -> None:
@@ -255,18 +250,18 @@ class GradientReducer:
         slot.partial = both
         if not slot.bucket.passing:
             p.grad = None
-        elif p.node is not None:  # what the shard has so far stays
-            p.node.grad = None
+        else:  # what is settled of it stays
+            p.storage.grad = None
 
     def _held(self, slot: Slot) -> bool:
-        """Whether the bucket has a gradient of the parameter already; one that lies elsewhere moves there."""
+        """Return True if the bucket has a gradient of the parameter already; one that lies elsewhere moves there."""
         p, grad, bucket = slot.parameter, slot.parameter.grad, slot.bucket
         if grad is not None:
             if grad is not slot.held:
                 slot.view[...] = grad.block
                 slot.partial = self._partial(p, grad.layout)
             return True
-        if p.shard is None or p.shard.grad is None or bucket.passing:
+        if bucket.passing or not bucket.scatter or p.storage.settled is None:
             return False
         view, part = slot.view.reshape(-1), slot.shard  # of the sum each rank has a part
         view[: part.start] = 0
@@ -278,7 +273,7 @@ class GradientReducer:
         """Start the sums of buckets in their order, with `complete_only` to the first that lacks a gradient."""
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
-            if sync or not bucket.treatment.keeps:
+            if sync or not bucket.policy.keeps:
                 if bucket.missing and complete_only and bucket not in self._over:
                     return
                 if not bucket.missing:
@@ -324,7 +319,7 @@ class GradientReducer:
         self._settled(bucket, pending.got)
 
     def _settled(self, bucket: Bucket, sums: Block) -> None:
-        """Give the parameters the sums as their gradients, or their shards this rank's part."""
+        """Give the parameters the sums, or this rank's parts of them, as their gradients."""
         if not bucket.scatter:
             if sums is not bucket.data:
                 bucket.data[...] = sums
@@ -337,25 +332,25 @@ class GradientReducer:
         elif bucket.mine is None:
             bucket.mine = bucket.grid.backend.empty(len(own), bucket.dtype)
         for slot in bucket.slots:
-            shard, part = slot.parameter.shard, slot.shard
-            if shard is None:
+            storage, part = slot.parameter.storage, slot.shard
+            if not isinstance(storage, SharedStorage):
                 continue
             at = slot.start + part.start - own.start if part else 0
             where = slice(at, at + len(part))
-            if shard.grad is None:
+            if storage.mine is None:
                 bucket.mine[where] = sums[where]
             else:
-                shard.grad += sums[where].astype(bucket.dtype, copy=False)
-            slot.held, shard.grad = None, bucket.mine[where]
+                storage.mine += sums[where].astype(bucket.dtype, copy=False)
+            slot.held, storage.mine = None, bucket.mine[where]
 
     @property
     def _scatters(self) -> bool:
-        return any(t.scatter for t in self._treated.values())
+        return any(each.scatter for each in self._policies.values())
 
-    def _key(self, p: Parameter) -> tuple[int, str, Treatment, Cut]:
-        """What the parameters of a bucket have in common."""
+    def _key(self, p: Parameter) -> tuple[int, str, ReductionPolicy, Cut]:
+        """Return the key that the parameters of a bucket have in common."""
         axes = p.layout.cut_axes if self._scatters else self._axes.get(id(p), ())
-        return id(p.grid), p.dtype.str, self._treated[id(p)], axes
+        return id(p.grid), p.dtype.str, self._policies[id(p)], axes
 
     def _make_buckets(self, *, fill: bool = False) -> None:
         """Places for all gradients; those that have one move when the next is added to them, or, with `fill`, those
@@ -367,7 +362,7 @@ class GradientReducer:
             grid, dtype = group[0].grid, group[0].dtype
             axes = () if self._scatters else self._axes.get(id(group[0]), ())
             pool = pools.setdefault((id(grid), dtype.str), [])
-            bucket, at = Bucket(grid, dtype, self._treated[id(group[0])], axes, pool=pool), 0
+            bucket, at = Bucket(grid, dtype, self._policies[id(group[0])], axes, pool=pool), 0
             for p in group:
                 stop = at + int(p.block.size)
                 slot = self._slots[id(p)] = Slot(p, bucket, at, stop, p.block.shape)
@@ -381,6 +376,14 @@ class GradientReducer:
                     self._place(slot, None, ())
             self.buckets.append(bucket)
         self._outdated = False
+
+
+def replaceable(reducer: Reducer | None) -> bool:
+    """Return True if gradients come out the same when they are settled one by one: without ZeRO and the like."""
+    if reducer is None:
+        return True
+    simple = isinstance(reducer, GradientReducer) and reducer.dtype is None
+    return simple and all(isinstance(h, DataParallel | SequenceParallel) for h in reducer.handlers)  # type: ignore
 
 
 def _union(first: Cut, second: Cut) -> Cut:

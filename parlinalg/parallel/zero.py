@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Shard
-from parlinalg.backend.views import address
+from parlinalg.autograd import Bytes, ParameterStorage, Partition
+from parlinalg.backend.views import address, flat
 from parlinalg.comm import Handle
+from parlinalg.layout import Cut
 from parlinalg.parallel.buckets import Bucket, Slot
 
 Block = Any
@@ -17,23 +18,84 @@ Block = Any
 UNDER_WAY = 2
 
 
-class Values:
+class SharedStorage(ParameterStorage):
+    """The storage of a parameter of which ranks that hold the same block update a part each.
+
+    The value lies whole in the owner's buckets.  The settled gradient is that of this rank's part alone, with one dim;
+    `grad` holds what `no_sync` left whole.
+
+    Parameters
+    ----------
+    before : ParameterStorage
+    owner : SharedValues
+    part : Partition
+        What this rank updates.
+    keeps : bool
+        Whether the gradient stays whole between steps (stage 1).
+    """
+
+    __slots__ = ("keeps", "mine", "owner", "part")
+
+    def __init__(self, before: ParameterStorage, owner: SharedValues, part: Partition, keeps: bool) -> None:
+        super().__init__(before)
+        self.owner, self.part, self.keeps = owner, part, keeps
+        self.mine: Block = None
+        """The settled gradient of this rank's part, or None."""
+
+    @property
+    def axes(self) -> Cut:  # type: ignore[override]
+        return self.part.axes
+
+    @property
+    def lengths(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.part.lengths
+
+    @property
+    def settled(self) -> Block:
+        return self.mine
+
+    def forget(self) -> None:
+        self.grad = self.mine = None
+
+    def clear(self, data: DistArray) -> None:
+        self.mine = data.grid.backend.zeros((self.part.stop - self.part.start,), data.dtype)
+
+    def whole(self, data: DistArray) -> Block:
+        block = data.grid.backend.empty(data.block.shape, data.dtype)
+        data.grid.comm(self.axes).all_gather(flat(self.mine), block, list(self.part.lengths))
+        return block
+
+    def replace(self, block: Block) -> None:
+        self.mine[...] = block.reshape(-1)[self.part.start : self.part.stop]
+
+    def partition(self, data: DistArray) -> Partition:
+        return self.part
+
+    def updated(self, data: DistArray) -> tuple[Block, Block]:
+        return flat(data.block)[self.part.start : self.part.stop], self.mine
+
+    def nbytes(self, data: DistArray) -> Bytes:
+        whole = super().nbytes(data)
+        mine = (self.part.stop - self.part.start) * data.dtype.itemsize
+        return whole._replace(gradient=whole.gradient if self.keeps else mine, updated=mine)
+
+
+class SharedValues:
     """Owns the values of the parameters in these buckets, in flat arrays that are gathered where they lie.
 
     Parameters
     ----------
     buckets : sequence of Bucket
-        Those whose gradients are reduce-scattered; their parameters get shards.
+        Those whose gradients are reduce-scattered; their parameters get this as their owner.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         for bucket in self.buckets:
             for slot in bucket.slots:
-                part = slot.shard
-                slot.parameter.shard = Shard(
-                    part.start, part.stop, bucket.scatter, lengths=_lengths(bucket, slot), owner=self
-                )
+                p, mine = slot.parameter, slot.shard
+                part = Partition(mine.start, mine.stop, bucket.scatter, _lengths(bucket, slot))
+                p.storage = SharedStorage(p.storage, self, part, not bucket.passing)
         self.adopt()
 
     def adopt(self) -> None:
@@ -68,8 +130,8 @@ class Values:
         """Every rank updates the whole parameters again."""
         for bucket in self.buckets:
             for slot in bucket.slots:
-                if slot.parameter.shard is not None and slot.parameter.shard.owner is self:
-                    slot.parameter.shard = None
+                if slot.parameter.storage.owner is self:
+                    slot.parameter.storage = ParameterStorage(slot.parameter.storage)
 
 
 def _view(bucket: Bucket, slot: Slot) -> Block:
@@ -80,12 +142,12 @@ def _view(bucket: Bucket, slot: Slot) -> Block:
 
 
 def _lies_in(block: Block, view: Block) -> bool:
-    """Whether a block is the same memory as a view."""
+    """Return True if a block is the same memory as a view."""
     return block.base is view.base and address(block) == address(view)
 
 
 def _lengths(bucket: Bucket, slot: Slot) -> tuple[int, ...]:
-    """How many of a parameter's elements each rank's part of the bucket has."""
+    """Return the number of a parameter's elements in each rank's part of the bucket."""
     found, at = [], 0
     for length in bucket.lengths:
         found.append(max(0, min(at + length, slot.stop) - max(at, slot.start)))

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Owner, Parameter
+from parlinalg.autograd import Parameter
+from parlinalg.autograd.storage import owners
 from parlinalg.backend.views import address
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError
@@ -51,8 +52,9 @@ class WeightStash:
         self.optimizer = optimizer
         self.parameters = [p for p in optimizer.parameters if p.requires_grad]
         for p in self.parameters:
-            if p.gatherer is not None or p.data.RESTS:
-                how = "fetched ahead of their use" if p.gatherer is not None else "offloaded"
+            gathered = p.storage.gatherer is not None
+            if gathered or p.data.resident is None:
+                how = "fetched ahead of their use" if gathered else "offloaded"
                 raise ConfigError(
                     f"asynchronous schedules keep versions of weights in memory, and {p.name!r} is {how}; use zero "
                     "stage 0, 1 or 2 and no offload of parameters, or a synchronous schedule such as 1f1b"
@@ -115,10 +117,9 @@ class WeightStash:
             at = (address(p.block) - place) // p.dtype.itemsize
             block = fresh[place][at : at + p.block.size].reshape(p.block.shape)
             p.data = DistArray(block, p.shape, p.layout, p.grid)
-        owners: dict[int, Owner] = {id(o): o for p in parameters if p.shard is not None and (o := p.shard.owner)}
-        for owner in owners.values():
+        for owner in owners(parameters):
             owner.moved(fresh)
-        self.optimizer.moved()
+        self.optimizer.flat.moved()
 
     def _copy(self, base: Block, backend: Any) -> Block:
         free = self._free.get((base.size, base.dtype.str))

@@ -22,7 +22,6 @@ from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.exchange import Rect, local, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.pipeline.buffers import Buffers
 from parlinalg.pipeline.resharding import Route, Table, cached_route, counterpart_layout
 from parlinalg.pipeline.topology import PipelineTopology
 
@@ -185,7 +184,6 @@ class P2P:
         self.tables, self.takes = tables, takes
         self.position = topology.ranks[topology.rank].index(topology.world.rank)
         """This rank's position in the row-major order of its grid."""
-        self.buffers = Buffers(grid.backend)
         self._axes = [tuple(sizes.items()) for sizes in topology.sizes]
         self._frames: dict[tuple[Edge, Hashable], MessageSpec] = {}
         self._sent: deque[Handle] = deque()
@@ -291,7 +289,6 @@ class P2P:
         """Wait until all that was sent has left."""
         while self._sent:
             self._sent.popleft().wait()
-        self.buffers.trim()
 
     # ------------------------------------------------------------------ blocks
     def _tag(self, edge: Edge, microbatch: int, *, back: bool) -> int:
@@ -313,9 +310,7 @@ class P2P:
         for target, part in way.sends(self.position):
             sent = block if part == have else block[local(part, have)]
             if not sent.flags.c_contiguous:
-                packed = self.buffers.take(sent.shape, sent.dtype)
-                packed[...] = sent
-                sent = packed
+                sent = sent.copy(order="C")
             self._sent.append(self.comm.send(sent, self.topology.ranks[peer][target], tag=tag, wait=False))
 
     def _post(self, ways: Sequence[tuple[ArraySpec, Route | None]], peer: int, tag: int) -> Incoming:
@@ -324,10 +319,10 @@ class P2P:
             if way is None:
                 continue
             dtype, want = dtype_named(leaf.dtype), way.wants[self.position]
-            block = found.blocks[i] = self.buffers.take(_shape(want), dtype)
+            block = found.blocks[i] = self.grid.backend.empty(_shape(want), dtype)
             for source, part in way.receives(self.position):
                 whole = volume(part) == block.size
-                got = block if whole else self.buffers.take(_shape(part), dtype)
+                got = block if whole else self.grid.backend.empty(_shape(part), dtype)
                 if not whole:
                     found.parts.append((got, local(part, want), i))
                 found.handles.append(

@@ -11,8 +11,8 @@ import numpy as np
 from parlinalg.errors import ConfigError
 from parlinalg.nn.layer import Layer
 from parlinalg.nn.module import Module
+from parlinalg.pipeline.layer_costs import flops_of, parameters_of, seconds_of
 from parlinalg.pipeline.topology import PipelineTopology
-from parlinalg.pipeline.weigh import flops_of, parameters_of, seconds_of
 
 Counts = tuple[int, ...]
 Partition = str | Sequence[int]

@@ -6,12 +6,10 @@ holder makes the same update.  The first holder owns the parameter: its elements
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
@@ -19,7 +17,6 @@ from parlinalg.comm.base import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import local
 from parlinalg.layout import Layout
-from parlinalg.optim.pieces import changed, held
 from parlinalg.parallel.buckets import MIB
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.p2p import TAGS
@@ -102,8 +99,8 @@ class TiedParameters:
             )
         for tie in self._mine:
             p = self.named[tie.name]
-            if p.requires_grad and held(p) is None:
-                _give_zeros(p)
+            if p.requires_grad and p.storage.settled is None:  # no microbatch reached it here, but may elsewhere
+                p.storage.clear(p.data)
         if self.alike:
             self._sum_alike()
         else:
@@ -117,7 +114,12 @@ class TiedParameters:
         return [tie for tie in self.parameters if self.topology.rank in tie.holders]
 
     def _spans_here(self) -> list[list[int]]:
-        return [_span(self.named[tie.name]) for tie in self._mine]
+        return [self._span(tie) for tie in self._mine]
+
+    def _span(self, tie: TiedParameter) -> list[int]:
+        """The elements of its block that this rank updates."""
+        p = self.named[tie.name]
+        return list(p.storage.partition(p.data)[:2])
 
     def _agreed(self) -> bool:
         """Return True if grids are alike and ranks update the same elements of shared parameters.  Collective."""
@@ -125,7 +127,7 @@ class TiedParameters:
             return False
         same = all(layout == tie.layouts[0] for tie in self.parameters for layout in tie.layouts)
         for holders, ties in self._grouped():
-            theirs = self._comms[holders].share([_span(self.named[t.name]) for t in ties])
+            theirs = self._comms[holders].share([self._span(t) for t in ties])
             same = same and all(each == theirs[0] for each in theirs)
         return all(self.comm.share(same))
 
@@ -141,15 +143,15 @@ class TiedParameters:
         for holders, ties in self._grouped():
             comm = self._comms[holders]
             for bucket in _buckets(p for t in ties if (p := self.named[t.name]).requires_grad):
-                pieces = [held(p) for p in bucket]
+                pieces = [p.storage.settled for p in bucket]
                 _all_reduce(comm, pieces)
                 for p, piece in zip(bucket, pieces, strict=True):
-                    changed(p, piece)
+                    p.storage.changed(piece)
 
     def _sum_apart(self, number: int, tie: TiedParameter) -> None:
         """Sum the blocks of all holders on the owner's grid, and send the sum back."""
         p = self.named[tie.name]
-        block = _full_gradient(p)
+        block = p.storage.whole(p.data)
         owner, *others = tie.holders
         tag = 1 + number % (TAGS - 1)
         if self.topology.rank == owner:
@@ -161,7 +163,7 @@ class TiedParameters:
             block = self._receive(block, self._route(tie, owner, self.topology.rank), owner, tag)
         for handle in sent:
             handle.wait()
-        _set_gradient(p, block)
+        p.storage.replace(block)
 
     def _route(self, tie: TiedParameter, source: int, target: int) -> Route:
         layouts, sizes = dict(zip(tie.holders, tie.layouts, strict=True)), self.topology.sizes
@@ -194,51 +196,13 @@ def _holders(stages: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-def _span(p: Parameter) -> list[int]:
-    """Return the elements of its block that this rank updates."""
-    if p.shard is not None:
-        return [p.shard.start, p.shard.stop]
-    return [0, math.prod(p.grid.block_shape(p.layout, p.shape))]
-
-
-def _give_zeros(p: Parameter) -> None:
-    """Set a gradient of zeros for a parameter that no microbatch reached here, but may elsewhere."""
-    zeros = p.grid.backend.zeros
-    if p.shard is not None:
-        p.shard.grad = zeros((p.shard.stop - p.shard.start,), p.dtype)
-    else:
-        p.grad = DistArray(zeros(p.block.shape, p.dtype), p.shape, p.layout, p.grid)
-
-
-def _full_gradient(p: Parameter) -> Block:
-    """Return a copy of a settled gradient's block, gathered over the shard's axes.  Collective."""
-    if p.shard is None:
-        return held(p).copy(order="C")
-    block = p.grid.backend.empty(p.block.shape, p.dtype)
-    p.grid.comm(p.shard.axes).all_gather(_flat(p.shard.grad), block, list(p.shard.lengths))
-    return block
-
-
-def _set_gradient(p: Parameter, block: Block) -> None:
-    """Write a gradient's block to where this rank has its own."""
-    mine = held(p)
-    mine[...] = block if p.shard is None else block.reshape(-1)[p.shard.start : p.shard.stop]
-    changed(p, mine)
-
-
-def _flat(block: Block) -> Block:
-    return block if block.flags.c_contiguous else block.copy(order="C")
-
-
 def _buckets(parameters: Iterable[Parameter]) -> Iterable[list[Parameter]]:
     """Parameters whose gradients, of one dtype, are summed together."""
     found: dict[str, list[Parameter]] = {}
     nbytes: dict[str, int] = {}
     for p in parameters:
-        held: Any = p.grad if p.shard is None else p.shard.grad
-        kind = held.dtype
-        start, stop = _span(p)
-        size = (stop - start) * kind.itemsize
+        settled = p.storage.settled
+        kind, size = settled.dtype, settled.nbytes
         if size >= BUCKET:
             yield [p]
             continue

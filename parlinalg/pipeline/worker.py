@@ -15,10 +15,10 @@ from parlinalg.autograd.parameter import settle
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
 from parlinalg.errors import CommError, ConfigError, ScheduleError
-from parlinalg.offload.weighing import Keeps
+from parlinalg.parallel.memory import ActivationMemory
 from parlinalg.parallel.precision import Gradients, examine
 from parlinalg.parallel.reducer import GradientReducer
-from parlinalg.pipeline.keeps import keeps
+from parlinalg.pipeline.activation_memory import activation_memory
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.p2p import P2P, Edge
 from parlinalg.pipeline.resharding import input_role, layout_table
@@ -157,9 +157,8 @@ class Worker:
             run.evaluating()
         return self.finish(run)
 
-    def keeps(self, batches: Mapping[int, Batch], work: Task, rows: int) -> Keeps:
-        """Return the activation memory of this rank's microbatches in a step, for `parlinalg.offload.plan`.
-        Collective.
+    def activation_memory(self, batches: Mapping[int, Batch], work: Task, rows: int) -> ActivationMemory:
+        """Return what this rank keeps of microbatches in a step, for `parlinalg.offload.plan(…, kept=…)`.  Collective.
 
         A microbatch passes forward, and where the schedule computes gradients of parameters later back to those of
         inputs; the schedule says how many are in flight.  Nothing is changed.
@@ -172,7 +171,7 @@ class Worker:
         rows : int
             The most that a rank has of a microbatch.
         """
-        return keeps(self, batches, work, rows)
+        return activation_memory(self, batches, work, rows)
 
     def examine(self, parameters: Sequence[Parameter], scale: float = 1.0) -> Gradients:
         """Return the norm of the model's gradients, shared parameters counted once, and whether all are finite.

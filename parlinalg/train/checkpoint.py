@@ -25,12 +25,11 @@ from parlinalg.comm import Comm
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import CheckpointError, ConfigError, brief
 from parlinalg.optim import Optimizer
-from parlinalg.train import checkpoint_folder as folders
+from parlinalg.train import checkpoint_files as folders
+from parlinalg.train.checkpoint_files import Part, RankFile, Reader, check_fits, read_index
 from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, File, Index, name_of
-from parlinalg.train.checkpoint_load import Reader, check_fits, read_index
 from parlinalg.train.checkpoint_options import best_of, check_options, check_training, to_drop
 from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, share_out
-from parlinalg.train.checkpoint_writer import Part, Shard
 from parlinalg.train.lock import FolderLock
 
 __all__ = ["Checkpoints", "Chunk", "Entry", "File", "Index", "Loaded", "Reader", "read_index"]
@@ -40,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes
     ----------
@@ -67,7 +66,7 @@ class _Pending:
 
     step: int
     training: dict[str, Any]
-    shard: Shard
+    file: RankFile
     tensors: dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -203,15 +202,15 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
 
         self._together(make, f"making {folder}", root=True)
-        made: list[Shard] = []
+        made: list[RankFile] = []
         try:
             self._together(
-                lambda: made.append(Shard(folder / folders.file_of(self.comm.rank, token), parts)),
+                lambda: made.append(RankFile(folder / folders.file_of(self.comm.rank, token), parts)),
                 f"saving to {folder}",
             )
         except CheckpointError:
-            for shard in made:
-                shard.discard()
+            for file in made:
+                file.discard()
             self._take_away(folder)
             raise
         made[0].start(self.background)
@@ -220,7 +219,7 @@ class Checkpoints:
             self.settle()
 
     def _share_out(self, held: list[Any]) -> tuple[dict[str, list[Corner]], dict[str, tuple[str, tuple[int, ...]]]]:
-        """What this rank writes, and the tensors there are; as before where no rank holds other things than then."""
+        """Return what this rank writes, and all tensors; as before if no rank holds other things than then."""
         digest = hashlib.blake2b(json.dumps(held).encode(), digest_size=16).hexdigest()
         known = self._shared is not None and self._shared[0] == digest
         if not all(self.comm.share(known)) or self._shared is None:
@@ -239,7 +238,7 @@ class Checkpoints:
         """
         if self._pending is None:
             return
-        flag = np.array([self._pending.shard.writing], np.int32)
+        flag = np.array([self._pending.file.writing], np.int32)
         books, self.comm.books = self.comm.books, []  # the ledger is about the training
         try:
             self.comm.all_reduce(flag, op="max")
@@ -257,7 +256,7 @@ class Checkpoints:
             On all ranks, if a file could not be written on any.
         """
         if self._pending is not None:
-            self._pending.shard.wait()
+            self._pending.file.wait()
             self._complete()
 
     def finish(self) -> None:
@@ -310,18 +309,18 @@ class Checkpoints:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         folder = self.folder / name_of(pending.step)
-        told = self.comm.share(pending.shard.told())
-        failed = [(rank, t["problem"]) for rank, t in enumerate(told) if t["problem"]]
+        reports = self.comm.share(pending.file.report())
+        failed = [(rank, t["problem"]) for rank, t in enumerate(reports) if t["problem"]]
         try:
             if failed:
                 raise CheckpointError(
                     f"rank {failed[0][0]}, saving step {pending.step}: {failed[0][1]}; earlier checkpoints are as they "
                     "were"
                 )
-            index = self._index(pending, told)
+            index = self._index(pending, reports)
             self._together(lambda: folders.write_index(folder, index), f"completing {folder}", root=True)
         except CheckpointError:
-            pending.shard.discard()
+            pending.file.discard()
             self._take_away(folder)
             if not self._was_removed(pending.step):
                 raise
@@ -338,10 +337,10 @@ class Checkpoints:
         found: bool = self.comm.share(self._removed)[0]
         return found
 
-    def _index(self, pending: _Pending, told: list[Any]) -> Index:
+    def _index(self, pending: _Pending, reports: list[Any]) -> Index:
         chunks: dict[str, list[Chunk]] = {name: [] for name in pending.tensors}
         files: dict[str, File] = {}
-        for theirs in told:
+        for theirs in reports:
             for name, given in theirs["chunks"]:
                 chunk = Chunk.from_json(given)
                 chunks[name].append(chunk)
@@ -459,7 +458,7 @@ class Checkpoints:
         everyone = self.comm.share([p.name for p in pieces])
         self._together(lambda: check_fits(index, folder, pieces, everyone), "reading")
         if self.optimizer is not None:
-            self.optimizer.states_place.make(self.optimizer.arrange())  # also where a step has failed half-way
+            self.optimizer.flat.states.make(self.optimizer.arrange())  # also where a step has failed half-way
         with Reader(folder, index) as reader:
 
             def fill() -> None:

@@ -119,7 +119,7 @@ class File:
 
 @dataclass(frozen=True)
 class Index:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes
     ----------
@@ -203,13 +203,13 @@ def checksums(data: memoryview, page: int) -> tuple[int, ...]:
 
 
 def meet(a: Rect, b: Rect) -> Rect:
-    """What two rectangles of one array have in common."""
+    """Return the intersection of two rectangles of one array."""
     return tuple(range(max(r.start, s.start), max(min(r.stop, s.stop), r.start, s.start))
                  for r, s in zip(a, b, strict=True))  # fmt: skip
 
 
 def inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
-    """Where a rectangle lies in the block that is another one."""
+    """Return the slices of a rectangle in the block that is another one."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint's tensors each rank holds, as rectangles, and which rank writes which.
+"""The parts of a checkpoint's tensors that each rank holds, as rectangles, and which rank writes which.
 
 A rank holds a block of a parameter; of the optimizer's states it holds the elements it updates, which with ZeRO's
 stages 1 and 2 are a range of the flattened block.  A range is cut into rectangles, at most 2·dims − 1 of them, so that
@@ -19,8 +19,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.backend.views import flat
 from parlinalg.errors import ConfigError
 from parlinalg.optim import Optimizer
-from parlinalg.optim.pieces import counted
-from parlinalg.optim.states import InMemory
+from parlinalg.optim.flat import InMemory
 from parlinalg.train.checkpoint_index import Rect, volume
 
 Shape = tuple[int, ...]
@@ -29,7 +28,7 @@ Corner = tuple[Shape, Shape]  # offsets and sizes
 
 @dataclass(eq=False)
 class Piece:
-    """What one rank holds of a tensor: elements `start` to `stop` of the flattened block.
+    """The part of a tensor that one rank holds: elements `start` to `stop` of the flattened block.
 
     Attributes
     ----------
@@ -122,13 +121,13 @@ def _in_row(shape: Shape, i: int, start: int, stop: int) -> Iterator[Corner]:
 
 
 def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) -> list[Piece]:
-    """What this rank holds.  Collective over the axes over which parameters are sharded anew."""
+    """Return what this rank holds.  Collective over the axes along which ranks share updates anew."""
     entries = [] if optimizer is None else optimizer.arrange()  # first: it moves values
     found = [_value(name, p) for name, p in parameters.items()]
     if optimizer is None:
         return found
     names = {id(p): name for name, p in parameters.items()}
-    resident = isinstance(optimizer.states_place, InMemory)
+    resident = isinstance(optimizer.flat.states, InMemory)
     for entry in entries:
         p = entry.parameter
         if id(p) not in names:
@@ -137,7 +136,7 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
             found.append(
                 Piece(
                     f"optimizer.{names[id(p)]}.{state}", entry.dtype, p.shape, _block(p), entry.start,
-                    entry.start + entry.size, _group(p), counted(p), resident, _reads(optimizer, entry, state),
+                    entry.start + entry.size, _group(p), p.counted, resident, _reads(optimizer, entry, state),
                     _writes(optimizer, entry, state),
                 )
             )  # fmt: skip
@@ -149,26 +148,23 @@ def _value(name: str, p: Parameter) -> Piece:
         return p.grid.backend.to_host(flat(p.block)[part])
 
     def write(values: np.ndarray) -> None:
-        if p.data.RESTS:
-            p.data.put(p.grid.backend.from_host(values))  # type: ignore[attr-defined]
-        else:
-            p.block[...] = p.grid.backend.from_host(values).reshape(p.block.shape)
+        p.data.put(p.grid.backend.from_host(values))
         p.written()
 
-    block = _block(p)
+    block, resident = _block(p), p.data.resident is not None
     return Piece(
-        f"model.{name}", p.dtype, p.shape, block, 0, volume(block), _group(p), counted(p), not p.data.RESTS, read, write
+        f"model.{name}", p.dtype, p.shape, block, 0, volume(block), _group(p), p.counted, resident, read, write
     )
 
 
 def _reads(optimizer: Optimizer, entry: Any, state: str) -> Callable[[slice], np.ndarray]:
     backend = entry.data.grid.backend
-    return lambda part: backend.to_host(optimizer.states_place.read(entry, state).reshape(-1)[part])
+    return lambda part: backend.to_host(optimizer.flat.states.read(entry, state).reshape(-1)[part])
 
 
 def _writes(optimizer: Optimizer, entry: Any, state: str) -> Callable[[np.ndarray], None]:
     backend = entry.data.grid.backend
-    return lambda values: optimizer.states_place.write(entry, state, backend.from_host(values))
+    return lambda values: optimizer.flat.states.write(entry, state, backend.from_host(values))
 
 
 def _block(p: Parameter) -> Rect:
@@ -183,7 +179,7 @@ def _group(p: Parameter) -> int:
 
 
 def description(pieces: Sequence[Piece]) -> list[Any]:
-    """What a rank holds, for the others: JSON."""
+    """Describe what a rank holds for the others, as JSON."""
     return [
         [p.name, p.dtype.name, p.shape, p.group, p.counted, p.dtype.itemsize, [corner for corner, _ in p.rectangles()]]
         for p in pieces

@@ -20,13 +20,14 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, as_cut
 from parlinalg.nn import Module
-from parlinalg.offload import Keeps, kept, plan
-from parlinalg.offload.weighing import reckoned
+from parlinalg.offload import kept, plan
+from parlinalg.offload.probe import extrapolated
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
+from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.handlers import Handler, ZeRO
+from parlinalg.parallel.memory import ActivationMemory
 from parlinalg.parallel.precision import LossScaler
-from parlinalg.parallel.prefetch import Prefetch
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import PipelineModel, split
 from parlinalg.pipeline import Schedule as PipelineOrder
@@ -299,7 +300,6 @@ def _optimizer_of(
             "Optimizer, such as lambda parameters: AdamW(parameters, lr=1e-3)"
         )
     if not parameters:
-        optimizer.parameters = []
         for group in optimizer.param_groups:
             group["params"] = []
     return optimizer
@@ -326,7 +326,7 @@ def _reducer(config: TrainingConfig, grid: Grid, model: Module) -> GradientReduc
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
     if config.zero.stage == 3 and grid.sizes.get(DATA, 1) > 1:
-        Prefetch(model, axes=DATA, accumulate=config.zero.accumulate)
+        WeightGatherer(model, axes=DATA, accumulate=config.zero.accumulate)
     return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
 
 
@@ -387,7 +387,7 @@ def _offload(config: TrainingConfig, mesh: Mesh, engine: Engine, train: Feed | N
     engine.resources.enter_context(made.apply())
 
 
-def _kept(engine: Engine, mesh: Mesh, train: Feed, order: PipelineOrder | None) -> Keeps | int:
+def _kept(engine: Engine, mesh: Mesh, train: Feed, order: PipelineOrder | None) -> ActivationMemory | int:
     """Return the memory of activations: of a microbatch, or of all that a schedule has under way.  Collective.
 
     It is measured by forward passes of one and two rows a data parallel rank.
@@ -409,12 +409,12 @@ def _kept(engine: Engine, mesh: Mesh, train: Feed, order: PipelineOrder | None) 
     if order is not None:
         samples: Any = {n: Sample(engine, part, 0) for n, part in found.items()}
         work: Any = Stages(engine, False)
-        return engine.worker(order).keeps(samples, work, rows)
+        return engine.worker(order).activation_memory(samples, work, rows)
     bytes_of = {}
     for n, part in found.items():
         with engine.probing(part) as loss:
             bytes_of[n] = kept(loss)
-    return reckoned(bytes_of, rows)
+    return extrapolated(bytes_of, rows)
 
 
 def _has_values(model: Module) -> bool:

@@ -20,7 +20,7 @@ Examine = Callable[[Sequence[Parameter], float], Gradients]
 
 
 class Updated(NamedTuple):
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes
     ----------
@@ -72,12 +72,12 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """What the loss is to be multiplied by, before the backward pass."""
+        """The factor of the loss before the backward pass."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     def skips(self) -> bool:
-        """Whether steps that are not finite are left out."""
+        """True if steps that are not finite are left out."""
         return self.skip_nonfinite or self.scaler is not None
 
     def __call__(self, finite: bool, scale: float) -> Updated:

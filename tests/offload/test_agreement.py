@@ -89,7 +89,7 @@ def test_states_damaged_on_one_rank(make_grid, world, folder, last):
             update.load_state_dict(state)
         with pytest.raises(OffloadError, match=told.format("moving the optimizer's states")):
             update.place(optim.InMemory())
-        assert update.states_place is states
+        assert update.flat.states is states
         model.load_state_dict(values)
         with pytest.raises(OffloadError, match=told.format("taking values that were written")):
             update.arrange()
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_resumed_from_on_one_rank(make_grid, world, folder,
             damaged(path)
     model, update = start(grid)
     if world.rank == last and how == "of another model":
-        update.parameters = update.parameters[:-1]
+        update.param_groups[0]["params"].pop()
     before = model.state_dict()
     fault = {"missing": "is not there", "cut": "cut short", "damaged": "checksum", "of another model": "of another"}
     with pytest.raises(OffloadError, match=rf"rank {last}, reading .*states\.{last}\.chunks.* {fault[how]}"):
@@ -156,7 +156,7 @@ def test_a_disk_that_fails_on_one_rank_while_values_move(make_grid, world, folde
 def test_a_disk_that_fails_on_one_rank_while_states_move(make_grid, world, folder, last, monkeypatch):
     model, update = start(make_grid(sizes(world.size)))
     go_on(model, update, range(1))
-    want, held = everything(model, update), update.states_place
+    want, held = everything(model, update), update.flat.states
     calls = []
 
     def third():
@@ -169,5 +169,5 @@ def test_a_disk_that_fails_on_one_rank_while_states_move(make_grid, world, folde
             OffloadError, match=rf"rank {last}, moving .*states\.{last}\.chunks cannot be written: .*fire"
         ):
             update.place(states)
-        assert update.states_place is held
+        assert update.flat.states is held
     assert not unlike(everything(model, update), want)

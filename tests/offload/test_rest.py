@@ -13,10 +13,11 @@ from parlinalg import nn, offload
 from parlinalg.autograd.saved import saved
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload import OffloadedActivations, OffloadedParameters
+from parlinalg.offload.activations import Held
 from parlinalg.offload.disk import DiskFile
-from parlinalg.offload.packing import Held
-from parlinalg.offload.table import ORDER, Table, decide
+from parlinalg.offload.plan import ORDER, decide
 from parlinalg.parallel import ZeRO, clip_gradient_norm, clip_gradient_value, examine
+from parlinalg.parallel.memory import MemoryTable
 from parlinalg.pipeline.run import InFlight
 from tests.models import loss_of
 from tests.offload.runs import everything, go_on, sizes, start, unlike
@@ -300,7 +301,7 @@ def test_a_limit_holds(make_grid, tmp_path, tune):
 
 @pytest.mark.serial
 def test_what_is_offloaded_first():
-    table = Table(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
+    table = MemoryTable(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
     assert decide(table, 190, ORDER, 1) == ()
     assert decide(table, 189, ORDER, 1) == ("optimizer",)
     assert decide(table, 113, ORDER, 1) == ("optimizer", "activations")
@@ -310,5 +311,5 @@ def test_what_is_offloaded_first():
     assert decide(table, 158, ORDER, 1, ["gradients"]) == ("gradients",)
     assert decide(table, 157, ORDER, 1, ["gradients"]) == ("gradients", "optimizer")
     assert decide(table, 82, ORDER, 1, ["gradients"]) == ("gradients", "optimizer", "activations")
-    stateless = Table(values=40, gradients=40, states=0, activations=30, largest=4, block=15)
+    stateless = MemoryTable(values=40, gradients=40, states=0, activations=30, largest=4, block=15)
     assert decide(stateless, 60, ORDER, 1) == ("parameters",), "what frees nothing stays"

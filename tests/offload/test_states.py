@@ -375,6 +375,6 @@ def test_an_update_of_whole_parameters_takes_no_chunks(make_grid, world, folder)
             told = rf"ByMean may update .* and {type(states).__name__} bring .*ByMean.ELEMENTWISE = True.* or states in"
             with pytest.raises(ConfigError, match=told):
                 update.place(states)
-        assert isinstance(update.states_place, InMemory)
+        assert isinstance(update.flat.states, InMemory)
         ByMean.ELEMENTWISE = True
         update.place(disk)

@@ -9,9 +9,10 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import optim
-from parlinalg.autograd import Shard
+from parlinalg.autograd import Partition
 from parlinalg.layout import piece
 from parlinalg.offload import DiskStates, HostStates
+from parlinalg.parallel.zero import SharedStorage
 from tests.optim.test_optimizers import give, parameters, values
 
 
@@ -65,8 +66,8 @@ def test_steps_are_those_of_the_paper(kind, textbook, options, sharded, make_gri
         assert book.calls.total() == (world.size > 1), "all norms in one call"
     for i, (p, start) in enumerate(zip(ps, values(0), strict=True)):
         want = textbook(start * (i != 1), [g[i] for g in steps], **options)
-        found = p.block.reshape(-1)[p.shard.start : p.shard.stop] if sharded else p.gather().reshape(-1)
-        mine = slice(p.shard.start, p.shard.stop) if sharded else slice(None)
+        found = p.updated[0] if sharded else p.gather().reshape(-1)
+        mine = slice(*p.storage.partition(p.data)[:2]) if sharded else slice(None)
         np.testing.assert_allclose(
             grid.backend.to_host(grid.backend.xp.asarray(found)), want.reshape(-1)[mine], 1e-12, 1e-13
         )
@@ -99,8 +100,8 @@ def shard(p, world):
     lengths = tuple(len(piece(p.block.size, world.size, r)) for r in range(world.size))
     mine = piece(p.block.size, world.size, world.rank)
     grad = p.grad.block.reshape(-1)[mine.start : mine.stop]
-    p.shard, p.grad = Shard(mine.start, mine.stop, ("data",), lengths=lengths), None
-    p.shard.grad = grad
+    p.storage, p.grad = SharedStorage(p.storage, None, Partition(mine.start, mine.stop, ("data",), lengths), True), None
+    p.storage.mine = grad
 
 
 def test_a_gradient_of_zeros_and_ranks_without_elements(make_grid, world):

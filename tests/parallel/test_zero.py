@@ -164,16 +164,16 @@ def test_each_rank_holds_its_part(stage, make_grid, world):
     _, model, reducer, update = train("gpt", with_data()["data"], grid, [ZeRO(stage)], 2)
     n = sum(p.size for p in model.parameters())
     assert all(p.grad is None for p in model.parameters())
-    assert all(p.shard.grad.size == p.shard.stop - p.shard.start for p in model.parameters() if p.block.size)
-    assert sum(world.share(update.states_place.nbytes)) == 2 * 8 * n
-    assert update.states_place.nbytes <= 2 * 8 * (n // world.size + len(reducer.buckets))
+    assert all(p.storage.mine.size == p.updated[0].size for p in model.parameters() if p.block.size)
+    assert sum(world.share(update.flat.states.nbytes)) == 2 * 8 * n
+    assert update.flat.states.nbytes <= 2 * 8 * (n // world.size + len(reducer.buckets))
     want = table(model.parameters(), [ZeRO(stage)], **LIMITS)
-    assert want["states"] == update.states_place.nbytes
+    assert want["states"] == update.flat.states.nbytes
     assert want["values"] == sum(b.values.nbytes for b in reducer.buckets) == 8 * n
     assert want["gradients"] == sum((b.mine if stage == 2 else b.data).nbytes for b in reducer.buckets)
     assert sum(b.data.nbytes for b in reducer.buckets if b.data is not None) == (8 * n if stage == 1 else 0)
     assert all(np.may_share_memory(p.block, b.values) for b in reducer.buckets for p in [s.parameter for s in b.slots])
-    squares = world.share(float(sum((p.shard.grad**2).sum() for p in model.parameters())))
+    squares = world.share(float(sum((p.storage.mine**2).sum() for p in model.parameters())))
     np.testing.assert_allclose(gradient_norm(model.parameters()), np.sqrt(sum(squares)), rtol=1e-13)
 
 

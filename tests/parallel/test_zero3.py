@@ -14,7 +14,7 @@ from parlinalg.autograd import no_grad, no_sync
 from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.optim import AdamW
-from parlinalg.parallel import GradientReducer, Prefetch, ZeRO
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
 from tests.agreement import once
 from tests.conftest import BACKEND
 from tests.models import BATCH, HIDDEN, KINDS, VOCABULARY, alone, every_scheme, loss_of, make
@@ -29,7 +29,7 @@ EVERY = pytest.mark.ranks(1, 2, 3, 4, 6, 8, 12)
 def trained(kind, scheme, grid, steps=10, *, zero=True, microbatches=1, accumulate="reduce-scatter", **options):
     """The losses of training with AdamW, the model and what gathers its weights."""
     model = make(kind, scheme, grid, **{"num_hidden_layers": 2, **options})
-    gatherer = Prefetch(model, axes="data", accumulate=accumulate) if zero else None
+    gatherer = WeightGatherer(model, axes="data", accumulate=accumulate) if zero else None
     GradientReducer(model.parameters(), [ZeRO(3, accumulate=accumulate)] if zero else [], 2000, 4000)
     optimizer = AdamW(model.parameters(), 0.01)
     return [step(model, optimizer, number, microbatches) for number in range(steps)], model, gatherer, optimizer
@@ -134,7 +134,7 @@ def test_three_times_the_words_of_the_weights(recompute, make_grid, world):
         step(model, optimizer, 2)
     table = own_words(model.embedding.weight)
     assert model.embedding.weight.shape == (VOCABULARY, HIDDEN)
-    shared = sum(p.size - len(range(p.shard.start, p.shard.stop)) for p in model.parameters() if p.shard is not None)
+    shared = sum(p.size - p.updated[0].size for p in model.parameters() if p.storage.owner is not None)
     blocks = blocks_words(model)
     assert received(book, "all_gather") == 2 * blocks + 3 * table + shared
     assert received(book, "reduce_scatter") == blocks + 2 * table + shared
@@ -186,7 +186,7 @@ def test_never_more_than_two_blocks_are_gathered(recompute, make_grid, world, mo
     """Under way, or there and not yet dropped."""
     grid = make_grid({"data": world.size})
     gathered = UnderWay(monkeypatch, type(grid.comm(("data",))), "all_gather", 1)
-    gather, there = Prefetch.gather, set()
+    gather, there = WeightGatherer.gather, set()
 
     def counted(self, parameter, work):
         found = gather(self, parameter, work)
@@ -196,7 +196,7 @@ def test_never_more_than_two_blocks_are_gathered(recompute, make_grid, world, mo
             weakref.finalize(found, gathered.live.pop, gathered.enter(found.nbytes))
         return found
 
-    monkeypatch.setattr(Prefetch, "gather", counted)
+    monkeypatch.setattr(WeightGatherer, "gather", counted)
     _, model, _, _ = trained("gpt", ZERO3, grid, 4, num_hidden_layers=4, recompute=recompute)
     block = max(sum(8 * p.size for p in b.parameters() if p.ndim > 1) for b in model.blocks)
     assert block < gathered.most <= 2 * block
@@ -258,14 +258,14 @@ def test_planted_bugs_are_caught(make_grid, world, monkeypatch):
         return not np.allclose(got, want, rtol=1e-12, atol=0)
 
     assert not differs()
-    gather, old = Prefetch.gather, {}
+    gather, old = WeightGatherer.gather, {}
 
     def stale(self, parameter, work):
         found = gather(self, parameter, work)
         return old.setdefault((parameter.name, work), found.copy())
 
     with monkeypatch.context() as m:
-        m.setattr(Prefetch, "gather", stale)
+        m.setattr(WeightGatherer, "gather", stale)
         assert differs()
     with make_grid({"data": world.size}) as grid:
         comm = type(grid.comm(("data",)))
@@ -283,13 +283,13 @@ def test_bad_calls_are_told(make_grid, world):
     grid = make_grid({"data": world.size})
     model = make("gpt", schemes.discover()["data"].SCHEME, grid)
     with pytest.raises(ConfigError, match=r"no weight of this model rests cut by it; .*with_weights_cut\('data'\)"):
-        Prefetch(model, axes="data")
+        WeightGatherer(model, axes="data")
     model = make("gpt", ZERO3, grid)
     with pytest.raises(ConfigError, match="'reduce-scatter' or 'whole', not 'all'"):
-        Prefetch(model, accumulate="all")
-    gatherer = Prefetch(model, axes="data")
+        WeightGatherer(model, accumulate="all")
+    gatherer = WeightGatherer(model, axes="data")
     with pytest.raises(ConfigError, match="has a weight gatherer already"):
-        Prefetch(model)
+        WeightGatherer(model)
     gatherer.detach()
     assert not grid.polled
-    assert all(p.gatherer is None for p in model.parameters())
+    assert all(p.storage.gatherer is None for p in model.parameters())

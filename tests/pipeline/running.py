@@ -14,7 +14,7 @@ from parlinalg.autograd import ops
 from parlinalg.datasets import Batch
 from parlinalg.layout import piece
 from parlinalg.optim import AdamW
-from parlinalg.parallel import GradientReducer, Prefetch, ZeRO, examine
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, examine
 from parlinalg.pipeline import Schedule, Worker, discover, make_schedule, split
 from parlinalg.train import Mesh, launch
 from tests.cases import placed
@@ -120,7 +120,7 @@ class Pipeline:
         self.model.initialize(5)
         handlers = [ZeRO(zero, "data", accumulate)] if zero else []
         self.reducer = GradientReducer(self.model.parameters(), handlers, first_bucket=2000, bucket=4000)
-        self.gatherer = Prefetch(self.model, accumulate=accumulate) if zero == 3 else None
+        self.gatherer = WeightGatherer(self.model, accumulate=accumulate) if zero == 3 else None
         self.worker = Worker(self.model, schedule, self.reducer)
         self.optimizer = AdamW(self.model.parameters(), 0.01)
         self.work = Text(auxiliary)

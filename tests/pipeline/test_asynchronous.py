@@ -218,7 +218,7 @@ def test_what_is_refused(world, backend):
             make_schedule("pipedream", 2, 4),
         ).initialize(0)
         for p in fetched.parameters():
-            p.gatherer = SimpleNamespace()
+            p.storage.gatherer = SimpleNamespace()
         with pytest.raises(pla.ConfigError, match="is fetched ahead of their use; use zero stage 0, 1 or 2"):
             AsynchronousWorker(fetched, make_schedule("pipedream", 2, 4), optim.SGD(fetched.parameters(), 0.1))
 

@@ -40,7 +40,7 @@ def sharded(grid: pla.Grid, parameters: dict[str, pla.Parameter]) -> optim.Optim
     for entry in update.arrange():
         (state,) = entry.names
         numbers = np.arange(entry.start, entry.start + entry.size, dtype=entry.dtype)
-        update.states_place.write(entry, state, grid.backend.from_host(numbers))
+        update.flat.states.write(entry, state, grid.backend.from_host(numbers))
     return update
 
 
@@ -112,12 +112,12 @@ def test_shards_that_differ_between_copies_and_ties_count_once(
         for p in held.values():
             p.block[...] = -1
         for entry in update.arrange():
-            update.states_place.write(entry, entry.names[0], grid.backend.from_host(np.full(entry.size, -1.0)))
+            update.flat.states.write(entry, entry.names[0], grid.backend.from_host(np.full(entry.size, -1.0)))
         assert checkpoints.load().step == 1
         for name, p in held.items():
             np.testing.assert_array_equal(p.gather(), np.arange(p.size), err_msg=name)
         for entry in update.arrange():
-            found = grid.backend.to_host(update.states_place.read(entry, entry.names[0])).reshape(-1)
+            found = grid.backend.to_host(update.flat.states.read(entry, entry.names[0])).reshape(-1)
             (rows,) = grid.block(entry.parameter.layout, entry.parameter.shape)
             np.testing.assert_array_equal(found, rows[entry.start : entry.start + entry.size])
         world.barrier()

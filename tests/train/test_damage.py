@@ -74,7 +74,7 @@ def held(checkpoints: pla.Checkpoints) -> list[Held]:
     for p in checkpoints.parameters.values():
         read = partial(lambda p: p.grid.backend.to_host(p.block).reshape(-1), p)
         found.append(Held(False, p.dtype, p.block.size, read, partial(write_block, p)))
-    place = update.states_place
+    place = update.flat.states
     for entry in entries:
         backend = entry.data.grid.backend
         for state in entry.names:

@@ -84,7 +84,7 @@ def test_offload_of_a_configuration_ends_with_the_mesh(axis: str, folder: Path, 
         if settings:
             world.barrier()
             assert not list(folder.iterdir())
-            assert not any(p.data.RESTS for p in engine.parameters())
+            assert not any(p.data.resident is None for p in engine.parameters())
         return found
 
     assert losses(offload={**PLACES, "path": str(folder)}) == losses()

@@ -135,7 +135,7 @@ def test_pipelines_of_unlike_grids(world: Any, backend: str) -> None:
         assert mesh.rank("data") == world.rank // 3
         assert mesh.rank("tensor") == max(0, world.rank % 3 - 1)
         assert mesh.scheme.name == ("data × 1d" if world.rank % 3 else "data × serial")
-        with pytest.raises(ConfigError, match="grids of the pipeline's ranks are unlike"):
+        with pytest.raises(ConfigError, match="grids of the pipeline's ranks differ"):
             mesh.comm("pipeline")
     with launch(
         {"parallel": {"pipeline": {"tensor": each}}, "zero": {"stage": 1, "within": 1}}, world, backend

@@ -108,7 +108,7 @@ def test_what_is_held_with_nothing_offloaded(make_grid: Callable[..., Any], worl
     table = plan(model, optim.SGD(model.parameters(), 0.1)).table
     nbytes = sum(p.block.nbytes for p in model.parameters())
     buckets = sorted((b.size * 8 for b in reducer.buckets), reverse=True)
-    kinds = len({(b.treatment, b.slots[0].parameter.layout.cut_axes) for b in reducer.buckets})
+    kinds = len({(b.policy, b.slots[0].parameter.layout.cut_axes) for b in reducer.buckets})
     assert table.gradients == (nbytes if stage < 2 else pytest.approx(nbytes / 2, rel=0.01))
     passing = sum(buckets[: 2 + kinds]) if stage == 2 else 0
     parts = sum(buckets[:2]) / 2 if stage else 0

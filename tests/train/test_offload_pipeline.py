@@ -11,8 +11,8 @@ import pytest
 
 from parlinalg.errors import ConfigError
 from parlinalg.offload import OffloadedParameters
+from parlinalg.offload.activations import Held, Packer
 from parlinalg.offload.extents import Away
-from parlinalg.offload.packing import Held, Packer
 from parlinalg.random.draws import current_draws
 from parlinalg.train import launch
 from tests.train.test_hybrid import settings

@@ -110,7 +110,7 @@ def trained(kind: type[Unlisted], settings: dict[str, Any], comm: Any, backend: 
                 engine.backward(loss)
             engine.step()
             losses.append(float(loss if isinstance(loss, float) else loss.item()))
-        gatherers = {id(p.gatherer): p.gatherer for p in engine.parameters() if p.gatherer is not None}
+        gatherers = {id(g): g for p in engine.parameters() if (g := p.storage.gatherer) is not None}
         return losses, engine.model.state_dict(), list(gatherers.values())
 
 

@@ -313,7 +313,7 @@ def test_a_limit_of_memory_decides_by_the_first_batch(axis: str, folder: Path, w
                 found.append(trainer.fit(feed, steps=step)["loss"])
             plan = engine.memory_plan
             engine.restore()
-            assert not any(p.data.RESTS for p in engine.parameters())
+            assert not any(p.data.resident is None for p in engine.parameters())
             return found, plan
 
     want, none = run(None)

@@ -15,7 +15,7 @@ from parlinalg.array.core import effective, mismatch, same_grid
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.parameter import Parameter
 from parlinalg.autograd.rule import Part
-from parlinalg.autograd.tape import WeightGatherer, tracing
+from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.kernels.rows import row_sums
 from parlinalg.errors import LayoutError, PlanError
@@ -202,10 +202,10 @@ class MatrixProduct(Product):
 def _operand(array: DistArray, work: Layout, keep: bool) -> DistArray:
     """The operand at work, if it is to be kept so for the backward pass or nothing has to move; else as it is.
 
-    One that is offloaded is brought to work each time.
+    One that does not stay in memory is brought to work each time.
     """
     grid = array.grid
-    if array.RESTS or array.layout is work:
+    if array.resident is None or array.layout is work:
         return array
     still = not (grid.world.checked or moves(array.layout, work, grid.sizes))
     if not (keep or still):
@@ -223,17 +223,17 @@ def _transposed(array: DistArray, order: tuple[int, ...], work: Layout, turned: 
 
 def _saved(array: DistArray) -> tuple[Block, Callable[[Block], DistArray]]:
     """Return what to save of an operand for the backward pass, and what makes the operand of it again."""
-    if array.RESTS:
+    block = array.resident
+    if block is None:
         return None, lambda _: array
     shape, layout, grid, order = array.shape, array.layout, array.grid, array.order
-    return array.block, lambda block: DistArray(block, shape, layout, grid, order)
+    return block, lambda block: DistArray(block, shape, layout, grid, order)
 
 
 class GatheredWeight(NamedTuple):
     """A parameter that a weight gatherer brings to work, and the order in which a product sees its dims."""
 
     parameter: Parameter
-    gatherer: WeightGatherer
     shape: Shape
     order: tuple[int, ...]
 
@@ -245,7 +245,7 @@ class GatheredWeight(NamedTuple):
     def at_work(self, work: Layout) -> DistArray:
         """Return the weight in the layout `work`."""
         back = self.back
-        block = self.gatherer.gather(self.parameter, work.permuted(back))
+        block = self.parameter.storage.at_work(self.parameter, work.permuted(back))
         return DistArray(block.transpose(self.order), self.shape, work, self.parameter.grid, back)
 
     def term(self, gradient: Term) -> Term:
@@ -258,8 +258,8 @@ class GatheredWeight(NamedTuple):
 def gathered_weight(w: Tensor) -> GatheredWeight | None:
     """Return the parameter that a weight is, or is a transposed view of, if a weight gatherer has it."""
     parameter, order = w.origin or (w, tuple(range(w.ndim)))
-    if isinstance(parameter, Parameter) and parameter.gatherer is not None and parameter.grid.inside:
-        return GatheredWeight(parameter, parameter.gatherer, w.shape, order)
+    if isinstance(parameter, Parameter) and parameter.storage.gatherer is not None and parameter.grid.inside:
+        return GatheredWeight(parameter, w.shape, order)
     return None
 
 

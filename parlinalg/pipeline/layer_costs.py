@@ -1,4 +1,4 @@
-"""What the layers of a model cost, by which a partition balances its stages."""
+"""Costs of the layers of a model, by which a partition balances its stages."""
 
 from __future__ import annotations
 

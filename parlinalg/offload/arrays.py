@@ -6,7 +6,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ AHEAD = 2  # windows
 
 
 class Home(Protocol):
-    """Where blocks rest, a place of bytes each."""
+    """A file or memory in which each block has a place."""
 
     def window(self, at: int, n: int) -> np.ndarray:
         """The n bytes of the place that begins at byte `at`; what is written there stays."""
@@ -56,7 +56,7 @@ class DiskHome:
         return np.frombuffer(mapped, np.uint8)
 
     def _read_ahead(self, at: int, n: int) -> None:
-        """Have the windows read that the last time came after this one and the one before it."""
+        """Start to read the windows that came after this one the last time."""
         before, now = self._last
         self._then[before, now[0]] = (at, n)
         self._last = now[0], (at, n)
@@ -86,8 +86,8 @@ class HostHome:
         """Nothing is left to do."""
 
 
-class Resting(DistArray):
-    """An array of which `block` is a window into where it rests, for as long as somebody uses it.
+class OffloadedArray(DistArray):
+    """An array whose `block` is a window into a file or host memory, for as long as somebody uses it.
 
     In host memory what is written to the block is written there; of an array on a GPU `block` is a copy, which `put`
     takes back.
@@ -103,7 +103,6 @@ class Resting(DistArray):
     """
 
     __slots__ = ("_dtype", "_window", "at", "home")
-    RESTS: ClassVar[bool] = True
 
     def __init__(
         self, home: Home, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], layout: Layout, grid: Grid
@@ -137,6 +136,11 @@ class Resting(DistArray):
             self._window = weakref.ref(block)
         return block
 
+    @property
+    def resident(self) -> None:
+        """None: `block` brings it each time."""
+        return None
+
     def _host(self) -> np.ndarray:
         n = self.nbytes_here
         if not n:
@@ -144,7 +148,7 @@ class Resting(DistArray):
         return self.home.window(self.at, n).view(self._dtype).reshape(self.local)
 
     def put(self, part: Block, start: int = 0) -> None:
-        """Take elements of the block, from number `start` on, as they are now."""
+        """Write elements of the block, from number `start` on."""
         backend = self.grid.backend
         if not self.nbytes_here:
             return
@@ -156,16 +160,15 @@ class Resting(DistArray):
         """Dims permuted: the block is a view into a window too."""
         dims = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
         dims = tuple(range(self.ndim)[::-1] if not order or dims is None else dims)
-        return Turned(self, tuple(d % self.ndim for d in dims))
+        return TransposedArray(self, tuple(d % self.ndim for d in dims))
 
 
-class Turned(DistArray):
-    """A transposed view of an array that rests elsewhere."""
+class TransposedArray(DistArray):
+    """A transposed view of an offloaded array."""
 
     __slots__ = ("dims", "source")
-    RESTS: ClassVar[bool] = True
 
-    def __init__(self, source: Resting, dims: tuple[int, ...]) -> None:
+    def __init__(self, source: OffloadedArray, dims: tuple[int, ...]) -> None:
         nothing = np.broadcast_to(np.empty((), source.dtype), source.local)
         plain = DistArray(nothing, source.shape, source.layout, source.grid).transpose(dims)
         self.shape, self.layout, self.grid, self.order = plain.shape, plain.layout, plain.grid, plain.order
@@ -179,6 +182,11 @@ class Turned(DistArray):
     def block(self) -> Block:
         """This rank's block."""
         return self.source.block.transpose(self.dims)
+
+    @property
+    def resident(self) -> None:
+        """None: `block` brings it each time."""
+        return None
 
 
 def room(nbytes: int) -> int:

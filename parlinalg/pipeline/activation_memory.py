@@ -1,4 +1,4 @@
-"""What a rank of a pipeline keeps of its microbatches: measured on one, and counted over the rank's order."""
+"""Memory that a rank of a pipeline keeps for its microbatches: measured on one, and counted over the rank's order."""
 
 from __future__ import annotations
 
@@ -10,47 +10,48 @@ from typing import TYPE_CHECKING
 from parlinalg.datasets import Batch
 from parlinalg.nn.module import buffers_kept
 from parlinalg.offload.extents import Away
-from parlinalg.offload.table import blocks_of
-from parlinalg.offload.weighing import Keeps, WeighedActivations, Weight, reckoned
+from parlinalg.offload.probe import ActivationProbe, blocks_of, extrapolated
+from parlinalg.parallel.memory import NOTHING, ActivationMemory
 from parlinalg.pipeline.run import ScheduleRun, Unit
 from parlinalg.pipeline.schedule import Instruction, Op, Schedule, one_microbatch
 
 if TYPE_CHECKING:
     from parlinalg.pipeline.worker import Task, Worker
 
-NOTHING = Weight(0, 0)
-SMALL = 1 << 16  # bytes of arrays that are not put away
+SMALL = 1 << 16  # bytes of arrays that are not offloaded
 
 
-def keeps(worker: Worker, batches: Mapping[int, Batch], work: Task, rows: int) -> Keeps:
-    """What this rank keeps in a step of the worker's schedule; see `Worker.keeps`.  Collective."""
+def activation_memory(worker: Worker, batches: Mapping[int, Batch], work: Task, rows: int) -> ActivationMemory:
+    """Return what this rank keeps in a step; see `Worker.activation_memory`.  Collective."""
     schedule, rank = worker.schedule, worker.topology.rank
-    found = {n: _weighed(worker, batch, work, SMALL * n // max(n, rows)) for n, batch in batches.items()}
-    forward = {n: run.forward_weights for n, run in found.items()}
-    later = {n: run.later_weights for n, run in found.items()}
+    found = {n: _probed(worker, batch, work, SMALL * n // max(n, rows)) for n, batch in batches.items()}
+    forward = {n: run.after_forward for n, run in found.items()}
+    later = {n: run.after_input for n, run in found.items()}
 
-    def most(i: int) -> int:
+    chunks = range(len(schedule.chunks[rank]))
+
+    def most(kind: str) -> int:
         one, two = (
-            {c: reckoned({n: by[c][i] for n, by in each.items()}, rows) for c in range(len(schedule.chunks[rank]))}
+            {c: extrapolated({n: getattr(by[c], kind) for n, by in each.items()}, rows) for c in chunks}
             for each in (forward, later)
         )
         return peak(schedule.orders[rank], one, two)
 
-    block = reckoned({n: run.weighed.block for n, run in found.items()}, rows)
-    return Keeps(most(0), most(1), block, schedule.versions[rank] if schedule.asynchronous else 0)
+    block = extrapolated({n: run.probe.block for n, run in found.items()}, rows)
+    return ActivationMemory(most("most"), most("stays"), block, schedule.versions[rank] if schedule.asynchronous else 0)
 
 
-def _weighed(worker: Worker, batch: Batch, work: Task, least: int) -> WeighingRun:
-    """One microbatch on its way; arrays of fewer bytes than `least` would not be put away."""
+def _probed(worker: Worker, batch: Batch, work: Task, least: int) -> ProbeRun:
+    """Return the run of one microbatch; arrays of fewer bytes than `least` would not be offloaded."""
     parameters = list(worker.model.parameters())
     blocks = blocks_of(worker.model) if parameters else []
     schedule, held = one_microbatch(worker.schedule), worker.held
     with ExitStack() as end:
-        weighed = WeighedActivations(parameters, max(1, least))
+        probe = ActivationProbe(parameters, max(1, least))
         if blocks:
-            end.enter_context(weighed)
-            weighed.place(blocks)
-        run = WeighingRun(worker, schedule, [batch] * schedule.microbatches, work, weighed)
+            end.enter_context(probe)
+            probe.place(blocks)
+        run = ProbeRun(worker, schedule, [batch] * schedule.microbatches, work, probe)
         run.training(0, 0.0)
         end.enter_context(buffers_kept(worker.model))
         worker.finish(run)
@@ -59,7 +60,7 @@ def _weighed(worker: Worker, batch: Batch, work: Task, least: int) -> WeighingRu
 
 
 def peak(order: Iterable[Instruction], forward: Mapping[int, int], later: Mapping[int, int]) -> int:
-    """The most that a rank keeps at once.  Pure.
+    """Return the most that a rank keeps at one time.  Pure.
 
     Parameters
     ----------
@@ -88,40 +89,40 @@ def peak(order: Iterable[Instruction], forward: Mapping[int, int], later: Mappin
     return most
 
 
-class WeighingRun(ScheduleRun):
-    """Finds what each chunk keeps of a microbatch; gives no gradients of parameters.
+class ProbeRun(ScheduleRun):
+    """A run that measures what each chunk keeps of a microbatch; it gives no gradients of parameters.
 
     Attributes
     ----------
-    forward_weights, later_weights : dict of int to Weight
+    after_forward, after_input : dict of int to ActivationMemory
         By chunk: after the forward pass, and after the gradients of inputs where those of parameters come later.
     """
 
     def __init__(
-        self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task, weighed: WeighedActivations
+        self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task, probe: ActivationProbe
     ) -> None:  # fmt: skip
         super().__init__(worker, schedule, batches, work)
-        self.weighed = weighed
-        self.forward_weights: dict[int, Weight] = {}
-        self.later_weights: dict[int, Weight] = dict.fromkeys(range(len(self.held)), NOTHING)
+        self.probe = probe
+        self.after_forward: dict[int, ActivationMemory] = {}
+        self.after_input: dict[int, ActivationMemory] = dict.fromkeys(range(len(self.held)), NOTHING)
         self.away: dict[Unit, weakref.WeakSet[Away]] = {}
         self.returns = {(i.chunk, i.microbatch) for i in self.order if i.op is Op.BACKWARD_INPUT}
 
     def forward(self, i: Instruction) -> None:
         unit = i.chunk, i.microbatch
-        self.weighed.begin()
+        self.probe.begin()
         super().forward(i)
-        self.away[unit] = self.weighed.away
-        self.forward_weights[i.chunk] = self.weigh(unit)
+        self.away[unit] = self.probe.away
+        self.after_forward[i.chunk] = self.measure(unit)
         if unit not in self.returns:
             del self.in_flight[unit]
 
     def backward(self, i: Instruction, *, later: bool) -> None:
         unit = i.chunk, i.microbatch
         super().backward(i, later=later)
-        self.later_weights[i.chunk] = self.weigh(unit)
+        self.after_input[i.chunk] = self.measure(unit)
         del self.in_flight[unit]
 
-    def weigh(self, unit: Unit) -> Weight:
-        """What a microbatch of a chunk keeps now."""
-        return self.weighed.weigh(self.in_flight[unit].holders(), self.away[unit])
+    def measure(self, unit: Unit) -> ActivationMemory:
+        """Return what a microbatch of a chunk keeps now."""
+        return self.probe.measure(self.in_flight[unit].holders(), self.away[unit])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parlinalg.autograd import Parameter
-from parlinalg.autograd.gradients import GradientAccumulator, most_bytes
+from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.tape import Node, tracing, walking
 from parlinalg.backend.halves import is_half
 from parlinalg.errors import ConfigError
@@ -21,6 +21,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
 from parlinalg.nn import Module, ModuleDict, ModuleList, Sequential
 from parlinalg.nn.layer import layers_of
+from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.handlers import ACCUMULATE
 from parlinalg.redistribute import Move, redistribute, start
 
@@ -35,7 +36,7 @@ class Want(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a pass is: in which block, after which other one."""
+    """The position of a pass: its block, and the one before."""
 
     backward: bool
     before: int
@@ -50,7 +51,7 @@ class Visit:
     then: Place | None = None
 
 
-class Prefetch:
+class WeightGatherer:
     """Brings a model's weights to work: those of the next block while this one computes, of two blocks at most at once.
 
     The first training step records which weights each block asks for and which block follows, in the forward and in the
@@ -99,7 +100,7 @@ class Prefetch:
             raise ConfigError(f"gradients are accumulated by {' or '.join(map(repr, ACCUMULATE))}, not {accumulate!r}")
         self.axes = as_cut(axes)
         check_cut(self.parameters, self.axes)
-        taken = [p.name for p in self.parameters if p.gatherer is not None]
+        taken = [p.name for p in self.parameters if p.storage.gatherer is not None]
         if taken:
             raise ConfigError(f"parameter {taken[0]!r} has a weight gatherer already; detach() that one first")
         parts = _blocks(model) if blocks is None else [(b,) for b in blocks]
@@ -126,7 +127,7 @@ class Prefetch:
         """Blocks that this block asks for again."""
         self._grids: list[Grid] = list({id(p.grid): p.grid for p in self.parameters}.values())
         for p in self.parameters:
-            p.gatherer = self
+            p.storage.gatherer = self
         for grid in self._grids:
             grid.polled.append(self)
 
@@ -134,8 +135,8 @@ class Prefetch:
         """Leave the parameters: each product gathers its weight again.  Collective where gathers are under way."""
         self._forget()
         for p in self.parameters:
-            if p.gatherer is self:
-                p.gatherer = None
+            if p.storage.gatherer is self:
+                p.storage.gatherer = None
         for grid in self._grids:
             grid.polled[:] = [each for each in grid.polled if each is not self]
 
@@ -169,7 +170,7 @@ class Prefetch:
         terms = 0
         for number, p in enumerate(self.parameters):
             work = p.layout.without(a for a in self.axes if p.grid.sizes.get(a, 1) > 1)
-            nbytes = most_bytes(work, p.shape, p.grid.sizes, p.dtype.itemsize) if work != p.layout else 0
+            nbytes = largest(p, work) if work != p.layout else 0
             blocks[self.block_of[number]] = blocks.get(self.block_of[number], 0) + nbytes
             terms += nbytes
         block = max(self.limit, *blocks.values(), 0)
@@ -219,7 +220,7 @@ class Prefetch:
             self.limit = max(self.limit, sum(self._nbytes(want) for want in set(visit.wants)))
 
     def _again(self, want: Want) -> bool:
-        """Whether the record says that this block will ask for this once more."""
+        """Return True if the record says that this block will ask for this once more."""
         visit = self.known.get(self._place) if self._place is not None else None
         return visit is not None and tuple(visit.wants).count(want) > self._seen.count(want)
 
@@ -242,8 +243,7 @@ class Prefetch:
         return start(p.block, p.layout, want.work, p.shape, p.grid, order=p.data.order)
 
     def _nbytes(self, want: Want) -> int:
-        p = self.parameters[want.number]
-        return most_bytes(want.work, p.shape, p.grid.sizes, p.dtype.itemsize)
+        return largest(self.parameters[want.number], want.work)
 
 
 def _blocks(model: Module) -> list[tuple[Module, ...]]:

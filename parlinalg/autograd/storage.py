@@ -1,0 +1,189 @@
+"""Storages of parameters: they say where value and gradient lie, and which part of them this rank updates.
+
+A parameter asks its storage, and nobody else: products bring a weight to work by it, the backward pass and the gradient
+reducer leave gradients with it, and an optimizer learns from it what this rank updates.  `ParameterStorage` has value
+and gradient whole, in memory.  Others are subclasses: `parlinalg.parallel.zero` has those of which ranks share the
+update (ZeRO), `parlinalg.offload.parameters` those whose gradients lie on a disk or in host memory.  Each takes over
+from the storage before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from parlinalg.array import DistArray
+from parlinalg.backend.views import flat
+from parlinalg.layout import Cut, Layout
+
+if TYPE_CHECKING:
+    from parlinalg.autograd.gradients import GradientAccumulator
+    from parlinalg.autograd.parameter import Parameter
+    from parlinalg.autograd.tape import Node
+
+Block = Any
+
+
+class Gatherer(Protocol):
+    """A gatherer of weights that rest cut: it brings each to work for a product, where a plain gather would wait.
+
+    Terms of their gradients go home without waiting too: at most `limit` bytes of them are under way.
+
+    Attributes
+    ----------
+    whole : bool
+        Whether passes within `no_sync` keep their gradients as they come, to be moved once by the pass after.
+    kept : dict
+        These sums, with the parameters' nodes, by their ages.
+    """
+
+    whole: bool
+    kept: dict[int, tuple[Node, GradientAccumulator]]
+
+    @property
+    def limit(self) -> int:
+        """Bytes; the same on all ranks."""
+
+    def gather(self, parameter: Parameter, work: Layout) -> Block:
+        """Return the parameter's block in the layout `work`.  Every rank asks for the same in the same order."""
+
+
+class Owner(Protocol):
+    """An owner of the values of parameters whose update ranks share: it has them side by side."""
+
+    def adopt(self) -> None:
+        """Move values that were replaced to where they belong."""
+
+    def gather(self) -> None:
+        """Give every rank the elements that the others have updated.  Collective over their axes."""
+
+    def moved(self, arrays: Mapping[int, Block]) -> None:
+        """Take the values where they lie now: from the address of an array, the copy in which they lie instead."""
+
+
+class Partition(NamedTuple):
+    """The elements of a flattened block that this rank updates: `start` to `stop`.
+
+    Attributes
+    ----------
+    start, stop : int
+    axes : tuple of str
+        Axes along which ranks with the same block share its update, in the order of the ranks; none if they do not.
+    lengths : tuple of int
+        The elements of each rank along `axes`.
+    """
+
+    start: int
+    stop: int
+    axes: Cut = ()
+    lengths: tuple[int, ...] = ()
+
+
+class Bytes(NamedTuple):
+    """Bytes of a parameter on this rank between steps.
+
+    Attributes
+    ----------
+    value, gradient : int
+    updated : int
+        Of the value, what this rank updates.
+    offloaded : int
+        Of value and gradient, what lies on a disk or in host memory.
+    """
+
+    value: int
+    gradient: int
+    updated: int
+    offloaded: int
+
+
+class ParameterStorage:
+    """The storage of a parameter whose value and gradient lie in memory, whole.
+
+    The value is the parameter's `data`, which methods are given where they need it.
+
+    Parameters
+    ----------
+    before : ParameterStorage, optional
+        The parameter's storage so far, whose gatherer and gradient this one takes over.
+
+    Attributes
+    ----------
+    grad : DistArray or None
+        The gradient that backward passes have added up so far; it is partial until it is settled.
+    gatherer : Gatherer or None
+        It brings the value to work, where it rests cut.
+    """
+
+    __slots__ = ("gatherer", "grad")
+
+    axes: Cut = ()
+    """Axes along which ranks with the same block share its update."""
+    lengths: tuple[int, ...] = ()
+    """The elements of each rank along `axes`."""
+    owner: Owner | None = None
+    """The owner of the value, if ranks share its update."""
+
+    def __init__(self, before: ParameterStorage | None = None) -> None:
+        self.gatherer: Gatherer | None = None if before is None else before.gatherer
+        self.grad: DistArray | None = None if before is None else before.grad
+
+    def at_work(self, parameter: Parameter, work: Layout) -> Block:
+        """Return the value's block in the layout `work`.  Collective."""
+        if self.gatherer is not None:
+            return self.gatherer.gather(parameter, work)
+        return parameter.data.block_in(work)
+
+    # ------------------------------------------------------------------ the gradient
+    @property
+    def settled(self) -> Block:
+        """This rank's part of the settled gradient, or None; call `changed` after writing to it."""
+        return None if self.grad is None else self.grad.block
+
+    def changed(self, settled: Block) -> None:
+        """Store what was written to `settled`."""
+
+    def forget(self) -> None:
+        """Forget the gradient."""
+        self.grad = None
+
+    def clear(self, data: DistArray) -> None:
+        """Set the settled gradient to zeros."""
+        self.grad = data.like(data.grid.backend.zeros(data.block.shape, data.dtype))
+
+    def whole(self, data: DistArray) -> Block:
+        """Return a copy of the whole block of the settled gradient.  Collective over `axes`."""
+        return self.settled.copy(order="C")
+
+    def replace(self, block: Block) -> None:
+        """Take this rank's part of the whole block of a settled gradient."""
+        mine = self.settled
+        mine[...] = block
+        self.changed(mine)
+
+    # ------------------------------------------------------------------ the update
+    def partition(self, data: DistArray) -> Partition:
+        """Return the elements that this rank updates."""
+        return Partition(0, _elements(data))
+
+    def updated(self, data: DistArray) -> tuple[Block, Block]:
+        """Return flat views of the elements that this rank updates, and of their settled gradient or None."""
+        settled = self.settled
+        return flat(data.block), None if settled is None else flat(settled)
+
+    def nbytes(self, data: DistArray) -> Bytes:
+        """Return the bytes of value and gradient on this rank between steps."""
+        n = _elements(data) * data.dtype.itemsize
+        return Bytes(n, n, n, n if data.resident is None else 0)
+
+
+def _elements(data: DistArray) -> int:
+    """Return the elements of this rank's block, without bringing it to memory."""
+    return math.prod(data.grid.block_shape(data.layout, data.shape))
+
+
+def owners(parameters: Iterable[Parameter]) -> list[Owner]:
+    """Return the owners of the values of parameters, once each, in the order of the parameters."""
+    found = (p.storage.owner for p in parameters)
+    return list({id(owner): owner for owner in found if owner is not None}.values())
