@@ -12,7 +12,7 @@ import pytest
 
 from parlinalg.autograd.saved import arrays, memory
 from parlinalg.errors import ConfigError
-from parlinalg.pipeline.run import Run
+from parlinalg.pipeline.run import ScheduleRun
 from parlinalg.train import launch
 from tests.train.conftest import TEXT
 from tests.train.test_hybrid import settings
@@ -42,9 +42,9 @@ def test_what_is_kept_at_once_is_known(
     if world.size == 4:
         more |= {"parallel": {"data": 2, "pipeline": 2}, "zero": 1 if name == "pipedream-2bw" else 3}
     seen: list[int] = []
-    original = Run.tell
+    original = ScheduleRun.tell
 
-    def tell(self: Run, *given: Any) -> None:
+    def tell(self: ScheduleRun, *given: Any) -> None:
         stage = self.worker.model.parameters()
         values = [*(p.data for p in stage), *(d for v in _versions(self) for d in v)]
         weights = {id(memory(data.block)) for data in values}
@@ -55,14 +55,14 @@ def test_what_is_kept_at_once_is_known(
     with launch(config_of(name, tale, **more), world, backend) as mesh:
         training = Training(mesh, tale)
         assert not training.offload.places
-        monkeypatch.setattr(Run, "tell", tell)
+        monkeypatch.setattr(ScheduleRun, "tell", tell)
         training.steps(1)
         table = training.offload.table
         assert max(mesh.grid.world.share(max(seen))) == pytest.approx(table.activations, rel=0.02)
         assert table.older == (table.values if name == "pipedream-2bw" else 0)
 
 
-def _versions(run: Run) -> list[Any]:
+def _versions(run: ScheduleRun) -> list[Any]:
     stash = getattr(run, "stash", None)
     return [] if stash is None else list(stash._versions.values())
 
