@@ -1,5 +1,8 @@
 """Optimizers over flat buffers, and schedules of their learning rates."""
 
+import pkgutil
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from parlinalg import hints
@@ -14,8 +17,17 @@ from parlinalg.optim.sgd import SGD
 
 __all__ = [
     "LAMB", "LARS", "SGD", "Adam", "AdamW", "FlatParameters", "InMemory", "Optimizer", "Option", "Scheduler", "States",
-    "decay_groups", "schedules",
+    "decay_groups", "discover", "schedules",
 ]  # fmt: skip
+
+
+@cache
+def discover() -> dict[str, type[Optimizer]]:
+    """Return the optimizers that have a `NAME`, by it, found by listing this folder."""
+    modules = [import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    kinds = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
+    return {each.NAME: each for each in kinds if issubclass(each, Optimizer) and "NAME" in vars(each)}
+
 
 if not TYPE_CHECKING:  # names of other libraries
     __getattr__ = hints.missing(__name__)

@@ -31,6 +31,7 @@ class Adam(Optimizer):
         See `Optimizer`.
     """
 
+    NAME: ClassVar[str] = "adam"
     betas = Option[tuple[float, float]]()
     eps = Option[float]()
     STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
@@ -60,6 +61,7 @@ class AdamW(Adam):
     Before Adam's step, p is multiplied by `1 - lr weight_decay`.  Parameters as of `Adam`, with a weight decay of 0.01.
     """
 
+    NAME: ClassVar[str] = "adamw"
     DECOUPLED: ClassVar[bool] = True
 
     def __init__(

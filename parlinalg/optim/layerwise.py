@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -95,6 +95,8 @@ class LAMB(Layerwise):
         See `Optimizer`.
     """
 
+    NAME: ClassVar[str] = "lamb"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"lr": 1e-2}
     betas = Option[tuple[float, float]]()
     eps = Option[float]()
     STATES: ClassVar[tuple[str, ...]] = ("mean", "square")
@@ -147,6 +149,8 @@ class LARS(Layerwise):
         See `Optimizer`.
     """
 
+    NAME: ClassVar[str] = "lars"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"lr": 1.0}
     momentum = Option[float]()
     trust = Option[float]()
 

@@ -58,6 +58,10 @@ class Optimizer(ABC):
         `ELEMENTWISE` or a method `norms`.
     """
 
+    NAME: ClassVar[str]
+    """The name by which a configuration chooses the class, if it has one of its own."""
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    """Options of a configuration that leaves them out, where they differ from the defaults of the arguments."""
     STATES: ClassVar[tuple[str, ...]] = ()
     ELEMENTWISE: ClassVar[bool] = False
     """Whether each element is updated from its own gradient and states alone, so that `update` may be given parts of

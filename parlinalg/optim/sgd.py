@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from parlinalg.backend.kernels import optimizers
@@ -30,6 +30,8 @@ class SGD(Optimizer):
         See `Optimizer`.
     """
 
+    NAME: ClassVar[str] = "sgd"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"lr": 0.1}
     momentum = Option[float]()
     nesterov = Option[bool]()
     ELEMENTWISE: ClassVar[bool] = True

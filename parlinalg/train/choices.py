@@ -6,16 +6,18 @@ The options are the keyword arguments of the things themselves: models, data set
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from parlinalg import datasets, optim
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.errors import ConfigError
 from parlinalg.nn import GPT, MLP, Llama
+from parlinalg.nn.activations import hidden_acts
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Scheduler, Step, WarmUp
 from parlinalg.train.losses import Criterion
 from parlinalg.train.schema import (
@@ -76,7 +78,7 @@ MODELS = {
     "mlp": Kind(
         MLP,
         {
-            "hidden": _hidden, "activation": one_of("relu", "gelu", "tanh", "sigmoid", "silu"), "dropout": _dropout,
+            "hidden": _hidden, "activation": one_of(*hidden_acts()), "dropout": _dropout,
             "bias": flag,
         },
     ),
@@ -100,16 +102,24 @@ def _no_decay(where: str, value: Any) -> bool | tuple[str, ...]:
     return found
 
 
-_betas = several(_dropout, length=2)
-_common: dict[str, Check] = {"lr": real(0), "weight_decay": real(0), "no_decay": _no_decay}
-_adam: dict[str, Check] = {"betas": _betas, "eps": _positive, **_common}
-OPTIMIZERS = {
-    "sgd": Kind(optim.SGD, {"momentum": _dropout, "nesterov": flag, **_common}, {"lr": 0.1}),
-    "adam": Kind(optim.Adam, _adam, {"lr": 1e-3}),
-    "adamw": Kind(optim.AdamW, _adam, {"lr": 1e-3}),
-    "lamb": Kind(optim.LAMB, _adam, {"lr": 1e-2}),
-    "lars": Kind(optim.LARS, {"momentum": _dropout, "trust": _positive, **_common}, {"lr": 1.0}),
-}
+#: Checks of optimizers' options by name; of others by type.
+_options: dict[str, Check] = {
+    "lr": real(0), "weight_decay": real(0), "betas": several(_dropout, length=2), "eps": _positive,
+    "momentum": _dropout, "trust": _positive,
+}  # fmt: skip
+_types: dict[type, Check] = {float: real(-math.inf), bool: flag, int: integer(0), str: text}
+
+
+def _optimizer(made: type[optim.Optimizer]) -> Kind:
+    """Return an optimizer as a choice: its options are the arguments of the class."""
+    checks: dict[str, Check] = {"no_decay": _no_decay}
+    for name, kind in get_type_hints(made.__init__).items():
+        if name not in ("parameters", "master", "return"):
+            checks[name] = _options[name] if name in _options else _types[kind]
+    return Kind(made, checks, made.DEFAULTS)
+
+
+OPTIMIZERS = {name: _optimizer(made) for name, made in optim.discover().items()}
 _warmup: dict[str, Check] = {"warmup": integer(0)}
 LR_SCHEDULES = {
     "constant": Kind(lambda steps: Constant(), _warmup),

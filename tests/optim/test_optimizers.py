@@ -87,10 +87,7 @@ def test_optimizers_follow_their_papers(kind, textbook, options, make_grid, worl
         np.testing.assert_allclose(p.gather(), want, rtol=1e-12, atol=1e-13)
 
 
-EVERY = [
-    kind for kind in vars(optim).values()
-    if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and not inspect.isabstract(kind)
-]  # fmt: skip
+EVERY = list(optim.discover().values())
 MORE = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True, "eps": 1e-4, "trust": 0.1}
 
 
