@@ -23,7 +23,7 @@ def open_regular(path: Path, *, follow: bool = True) -> int:
     ----------
     path : str or path
     follow : bool
-        Whether a symbolic link stands for what it leads to; else it is refused.
+        True if a symbolic link stands for what it leads to; else it is refused.
 
     Raises
     ------

@@ -37,7 +37,7 @@ class Grid:
         The ranks that form the grid, by default all of `MPI.COMM_WORLD` (one rank where MPI is not installed).  It is
         duplicated, never used itself.
     backend : {"auto", "numpy", "cupy"}
-        Where blocks live; "auto" is CuPy where every rank has a GPU, else NumPy.
+        The backend of the blocks; "auto" is CuPy where every rank has a GPU, else NumPy.
     idle : bool
         Allow fewer ranks in the grid than in `comm`: the first ones form the grid, the others hold blocks of size zero
         and may make every call.
@@ -52,7 +52,7 @@ class Grid:
     rank : int
         This rank's number in `comm`.
     inside : bool
-        Whether this rank is in the grid.
+        True if this rank is in the grid.
     coords : dict of str to int
         This rank's coordinates, by axis (empty outside the grid).
     backend : Backend
@@ -83,7 +83,7 @@ class Grid:
         self.polled: list[Pollable] = []
         """Objects with communication in progress while values are computed."""
         self.mesh: Any = None
-        """What it is a part of, where `parlinalg.launch` made it."""
+        """The mesh of which the grid is a part, where `parlinalg.launch` made it."""
         try:
             self.sizes = self._agreed(sizes, backend, idle)
             self.size = math.prod(self.sizes.values())

@@ -63,7 +63,7 @@ SHARED_BYTES = 1 << 18
 """Bytes below which blocks travel as messages between the ranks of a node, which needs fewer barriers."""
 
 SHARED_SPARE = 2
-"""How many times the bytes asked for must be free in the memory that ranks share: MPI itself lives there too."""
+"""The multiple of the requested bytes that must be free in the memory ranks share, which MPI uses too."""
 
 # ------------------------------------------------------------------------------------------ writing
 CHECKPOINT_SPLIT = 1 << 24

@@ -30,7 +30,7 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
         rank alone (the others pass None), which sends every rank its part.
     grid : Grid
     layout : Layout
-        How the array is cut.  Over partial axes the value stays at coordinate 0, with zeros elsewhere.
+        The array's layout.  Over partial axes the value stays at coordinate 0, with zeros elsewhere.
     root : int, optional
         A rank of the communicator the grid was made from.
 

@@ -52,7 +52,7 @@ def set_blas_threads(local_ranks: int) -> int:
     Parameters
     ----------
     local_ranks : int
-        How many ranks share this process's cores.
+        The number of ranks that share this process's cores.
 
     The share is the cores in this process's affinity mask divided by the ranks that share them, at least one, and
     never above what OMP_NUM_THREADS (or OpenBLAS's or MKL's own variable) allows.  It is set through threadpoolctl

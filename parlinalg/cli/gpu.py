@@ -71,7 +71,7 @@ def run_gpu_checks(rows: int = ROWS) -> int:
     Parameters
     ----------
     rows : int
-        How many rows of 1024 elements the kernels are tried on.
+        The number of rows, of 1024 elements, that the kernels are tried on.
 
     Returns
     -------

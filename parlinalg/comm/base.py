@@ -73,7 +73,7 @@ class Comm(ABC):
     world_ranks : tuple of int
         The members' ranks in the world of all processes started together.
     local_rank, local_size : int
-        Which of the members on this node this process is, and how many they are.
+        This process's index among the members on its node, and their number.
     books : list of Book
         The open ledgers; one list shared by all communicators made from one by `sub` and `cartesian`.
     """

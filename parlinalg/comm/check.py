@@ -66,15 +66,15 @@ def compare(comm: Comm, what: str, facts: Mapping[str, Any], right: str, block: 
     ----------
     comm : Comm
     what : str
-        What was called: "from_function".
+        The name of the call: "from_function".
     facts : dict of str to Any
-        What should be equal on all ranks, by name: anything JSON can carry.
+        The values that should be equal on all ranks, by name: anything JSON can carry.
     right : str
-        What to do instead, for the message.
+        The advice in the message.
     block : array, optional
         This rank's block.
     where : list, optional
-        Which part of the global array that is: blocks of the same part should be equal.
+        The part of the global array in the block: blocks of the same part should be equal.
     """
     if not comm.checked or comm.size == 1:
         return
@@ -103,7 +103,7 @@ def check_replicas(comm: Comm, block: Any, what: str) -> None:
     block : array
         This rank's block, of any dtype.
     what : str
-        What it is, for the message: "the weights of layer 2".
+        The name of the block in the message: "the weights of layer 2".
     """
     if not comm.checked or comm.size == 1:
         return

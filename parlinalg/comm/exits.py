@@ -53,7 +53,7 @@ class Exits:
     pid : int
         The process whose hooks they are; forked processes inherit them.
     several : bool
-        Whether the process has opened a communicator of several ranks.
+        True if the process has opened a communicator of several ranks.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -246,7 +246,7 @@ def on_system_exit(ends: Callable[[Any, TracebackType | None], None]) -> bool:
     Returns
     -------
     bool
-        Whether that can be had in this interpreter.
+        True if that can be had in this interpreter.
     """
 
     class Code:

@@ -225,7 +225,7 @@ class MpiComm(Comm):
     # Each begins with its exceptions: blocks on a GPU, terms that the ranks reduce, messages that are too long.
 
     def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
-        if not isinstance(send, np.ndarray) and not self._takes(send):
+        if not isinstance(send, np.ndarray) and not self._reads_gpu(send):
             return through_host(send, recv, lambda s, r: self._all_gather(s, r, counts, wait), wait)
         if recv.size > tunables.MAX_COUNT:
             return split.all_gather(self, send, recv, counts, wait)
@@ -244,7 +244,7 @@ class MpiComm(Comm):
         return MpiHandle(self, "all_gather", self.mpi.Iallgatherv(own, runs), (send, recv))
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        if not isinstance(send, np.ndarray) and (_by_terms(send.dtype, op) or not self._takes(send)):
+        if not isinstance(send, np.ndarray) and (_by_terms(send.dtype, op) or not self._reads_gpu(send)):
             return through_host(send, recv, lambda s, r: self._reduce_scatter(s, r, counts, op, wait), wait)
         if _by_terms(send.dtype, op):
             return reduce_scatter_terms(self, send, recv, counts, op, wait)
@@ -269,7 +269,7 @@ class MpiComm(Comm):
         )
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and (_by_terms(buffer.dtype, op) or not self._takes(buffer)):
+        if not isinstance(buffer, np.ndarray) and (_by_terms(buffer.dtype, op) or not self._reads_gpu(buffer)):
             return through_host(buffer, buffer, lambda _, b: self._all_reduce(b, op, wait), wait)
         if _by_terms(buffer.dtype, op):
             return all_reduce_terms(self, buffer, op, wait)
@@ -311,7 +311,7 @@ class MpiComm(Comm):
         )
 
     def _broadcast(self, buffer: Block, root: int, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
+        if not isinstance(buffer, np.ndarray) and not self._reads_gpu(buffer):
             if self.rank == root:
                 return through_host(buffer, None, lambda b, _: self._broadcast(b, root, wait), wait)
             return through_host(None, buffer, lambda _, b: self._broadcast(b, root, wait), wait)
@@ -331,7 +331,7 @@ class MpiComm(Comm):
     def _all_to_all(
         self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], wait: bool
     ) -> Handle:
-        if not isinstance(send, np.ndarray) and not self._takes(send):
+        if not isinstance(send, np.ndarray) and not self._reads_gpu(send):
             return through_host(send, recv, lambda s, r: self._all_to_all(s, send_counts, r, recv_counts, wait), wait)
         if send.size > tunables.MAX_COUNT or recv.size > tunables.MAX_COUNT:
             return split.all_to_all(self, send, send_counts, recv, recv_counts, wait)
@@ -346,7 +346,7 @@ class MpiComm(Comm):
         return MpiHandle(self, "all_to_all", self.mpi.Ialltoallv(out, into), (send, recv))
 
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
+        if not isinstance(buffer, np.ndarray) and not self._reads_gpu(buffer):
             return through_host(buffer, None, lambda b, _: self._send(b, to, tag, wait), wait)
         if buffer.size > tunables.MAX_COUNT:
             return split.send(self, buffer, to, tag, wait)
@@ -357,7 +357,7 @@ class MpiComm(Comm):
         return MpiHandle(self, f"send to {to}", self.mpi.Isend(spec, to, tag), buffer, -1 - to)
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and not self._takes(buffer):
+        if not isinstance(buffer, np.ndarray) and not self._reads_gpu(buffer):
             return through_host(None, buffer, lambda _, b: self._receive(b, source, tag, wait), wait)
         if buffer.size > tunables.MAX_COUNT:
             return split.receive(self, buffer, source, tag, wait)
@@ -367,7 +367,7 @@ class MpiComm(Comm):
             return DONE
         return MpiHandle(self, f"receive from {source}", self.mpi.Irecv(spec, source, tag), buffer, -1 - source)
 
-    def _takes(self, block: Block) -> bool:
+    def _reads_gpu(self, block: Block) -> bool:
         """Return True if MPI may read and write this GPU block itself; makes sure that it is ready."""
         if not staging.direct:
             return False

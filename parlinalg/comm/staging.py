@@ -14,7 +14,7 @@ from parlinalg.backend import backend_of
 from parlinalg.comm.base import DONE, Handle
 
 direct: bool = os.environ.get("PARLINALG_CUDA_AWARE_MPI", "0") not in ("", "0")
-"""Whether MPI is given GPU memory."""
+"""True if MPI is given GPU memory."""
 
 
 class Staged(Handle):

@@ -25,10 +25,10 @@ from parlinalg.errors import CommError
 from parlinalg.units import format_bytes
 
 OWN = "mpich_shm_"
-"""What the names begin with that MPICH gives to the files of a run."""
+"""The prefix of MPICH's files of a run."""
 
 KNOWN = (OWN, "mpich_vci_", "ucx_shm_posix_", "sm_segment.", "vader_segment.", "parlinalg-")
-"""What the names begin with of all files that a run with MPICH, UCX or Open MPI may leave."""
+"""The prefixes of the files that a run with MPICH, UCX or Open MPI may leave."""
 
 AGE = 60.0
 """Seconds after which a file that no process holds is a leftover: processes of other containers cannot be seen here,
@@ -216,7 +216,7 @@ class Launched:
     by : {"mpiexec", "srun", "one"}
         "one": alone.
     ranks, rank : int
-        How many processes were started together, and which of them this is, as the launcher says (mpiexec does not say
+        The number of processes started together, and this one's rank, as the launcher says (mpiexec does not say
         the rank alike everywhere: then −1).
     """
 
@@ -271,7 +271,7 @@ def _number_in(env: Mapping[str, str], name: str) -> int | None:
 
 RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
-"""What Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm tell each process."""
+"""The variables of Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm."""
 
 
 def place_on_node(comm: Comm) -> tuple[int, int]:

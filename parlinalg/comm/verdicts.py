@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     Attributes
     ----------
     level : int
-        How far the rank is: ranks that have gone further wait for the others (see `Verdicts.exchange`).
+        The rank's progress: ranks that have gone further wait for the others (see `Verdicts.exchange`).
     code : int
         Any number, such as the kind of an outcome.
     point : int
@@ -81,7 +81,7 @@ class Verdicts:
         Parameters
         ----------
         failure : str
-            What failed on this rank; an empty string if nothing did.
+            The failure on this rank; an empty string if there is none.
         point : str
             The name of the point, such as that of a test; told when the ranks do not meet.
         level, code : int

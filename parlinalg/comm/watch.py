@@ -54,9 +54,9 @@ class WaitSlot:
         self.posted = threading.Event()
         """Set when there is one, for the monitor to drive it on."""
         self.doing: str | None = None
-        """What the process is at, such as "stage 2, microbatch 3, backward", where it says so."""
+        """The process's present task, such as "stage 2, microbatch 3, backward", if it is known."""
         self.left: str | None = None
-        """How the process left its program, once it has."""
+        """The way in which the process left its program, once it has."""
         self.end: tuple[float, int, str] = float("inf"), 1, ""
         """When the process is to end in any case (time.monotonic), with what code, and what it says then."""
 
@@ -248,7 +248,7 @@ def disagreement(waiting: Mapping[int, Report]) -> str:
     Parameters
     ----------
     waiting : dict of int to dict
-        What the waiting ranks told (`watch.describe`), by their number in the world.
+        The states of the waiting ranks (see `process_state`), by their rank in the world.
     """
 
     def call(rank: int) -> tuple[str, int, str]:

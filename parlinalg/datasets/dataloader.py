@@ -59,7 +59,7 @@ class Placement:
     dtype : dtype or None
         Of floating inputs.
     needs : tuple of bool
-        Whether this rank needs the inputs, and the labels: in a pipeline its first and its last stage do.
+        True if this rank needs the inputs, and the labels: in a pipeline its first and its last stage do.
     group : int
         The pipeline rank.
     data : tuple of str
@@ -140,13 +140,13 @@ class DataLoader:
     batch_size : int
         Samples a batch over all ranks; the last one may be smaller.
     shuffle : bool
-        Whether every epoch takes the samples in another order.
+        True if every epoch takes the samples in another order.
     sampler : Sampler, optional
         Gives the order instead.
     seed : int
         Of the order.
     drop_last : bool
-        Whether a smaller batch at the end is left out.
+        True if a smaller batch at the end is left out.
     collate_fn : callable, optional
         From the list of a rank's samples to a pair (inputs, labels) of arrays, or trees of them, whose first dims count
         these samples; by default `collate`.  The shapes of a batch without its rows must agree on all ranks: pad to a

@@ -27,7 +27,7 @@ class Batch:
     x : DistArray, or a tree of them
         [samples, features]; of text, ids [windows, positions].
     y : DistArray, or a tree of them
-        What it is to give: [samples] of labels, or [windows, positions] of the next ids.
+        The labels: [samples] of labels, or [windows, positions] of the next ids.
     offset : int
         The place of its first sample in the step's whole batch.
     positions, documents : array, optional
@@ -76,7 +76,7 @@ class Sampler:
     length : int
         Samples.
     shuffle : bool
-        Whether every epoch takes them in another order.
+        True if every epoch takes them in another order.
     seed : int
 
     Examples
@@ -121,7 +121,7 @@ class Loader:
         Of x in the batches.
     seed : int
     shuffle : bool
-        Whether every epoch takes the samples in another order.
+        True if every epoch takes the samples in another order.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Text:
     validation_bytes : int
         Bytes of UTF-8 in the rest.
     train_starts, validation_starts : ndarray, optional
-        Where in each the documents begin, if they are kept apart.
+        The starts of the documents in each, if they are kept apart.
     """
 
     name: str
@@ -80,7 +80,7 @@ def text(
     validation : float
         The share of the text, from its end, that is kept for validation.
     packed : bool
-        Whether files (topics, of the built-in text) are documents of their own, with nothing between two: what
+        True if files (topics, of the built-in text) are documents of their own, with nothing between two: what
         `train_starts` and `validation_starts` tell.
 
     Raises

@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     Attributes
     ----------
     unit : str
-        What an id stands for, for people: "byte" or "token".
+        The unit of an id, for messages: "byte" or "token".
     """
 
     unit: str

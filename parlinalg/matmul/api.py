@@ -32,7 +32,7 @@ def matmul(
     b : DistArray
         Shape [k, n] or [k]; or [*lead, k, n] with the same leading dims as `a`; or with leading dims that `a` lacks.
     plan : Plan, optional
-        Which axes cut b, m, n and k at work.  By default each axis of the grid is assigned so that the work is balanced
+        Axes that cut b, m, n and k at work.  By default each axis of the grid is assigned so that the work is balanced
         to within 10%, and then so that the fewest words move, those that bring a and b from where they rest included
         (`parlinalg.matmul.assign`).
     alpha, beta : number
@@ -40,7 +40,7 @@ def matmul(
     out : DistArray, optional
         Receives the result, in its own layout; it is returned.
     layout : Layout, optional
-        Where the result rests.  By default an axis that cuts m or n (or a batch dim) at work cuts the same dim of the
+        The layout of the result.  By default an axis that cuts m or n (or a batch dim) at work cuts the same dim of the
         result, and the sum over axes that cut k is scattered over m or n (over whichever has the larger local piece),
         so that nothing is held twice.
     memory : int or str, optional
@@ -74,7 +74,7 @@ def matmul(
 
     def run(x: DistArray, w: DistArray, plan: Plan, swapped: bool) -> DistArray:
         shape = check_operands(plan, x, w)
-        into = inside if inside is not None and not swapped and _fits(inside, plan, shape, x, w) else None
+        into = inside if inside is not None and not swapped and _can_write_to(inside, plan, shape, x, w) else None
         block = execute(plan, x, w, out=None if into is None else into.block, memory=memory)
         return into if into is not None and block is into.block else DistArray(block, shape, plan.y, grid)
 
@@ -121,7 +121,7 @@ def _check_summed(names: str, operands: tuple[Any, Any]) -> None:
             )
 
 
-def _fits(out: DistArray, plan: Plan, shape: Shape, x: DistArray, w: DistArray) -> bool:
+def _can_write_to(out: DistArray, plan: Plan, shape: Shape, x: DistArray, w: DistArray) -> bool:
     """Return True if the product may be written to the block of `out`."""
     dtype, grid = np.result_type(x.dtype, w.dtype), out.grid
     return (
@@ -148,7 +148,7 @@ def by_shapes(
         Multiplies x[*b, *m, k] and w[*b, k, n] by a plan; given these, the plan, and True if x comes from b and w from
         a.
     layout : Layout, optional
-        Where the result rests.
+        The layout of the result.
     names : str
         The operands' names in messages.
     """

@@ -75,7 +75,7 @@ def execute(
     memory : int or str, optional
         Bytes a rank may use beside the blocks that it is given and the one that it returns.
     defer : bool
-        Whether a local product that is y at rest may be returned as a `DeferredGemm`.
+        True if a local product that is y at rest may be returned as a `DeferredGemm`.
     order : tuple of int, optional
         The permutation of dims under which a local product that is y at rest should lie in C order (`DeferredGemm`).
 

@@ -62,7 +62,7 @@ class DeferredGemm:
     shape : tuple of int
         Of the product as a block: batch dims, the dims that make up M, and those that make up N.
     rows : int
-        How many dims make up M.
+        The number of dims that make up M.
     order : tuple of int, optional
         The permutation of dims under which the formed product is to lie in C order, as `DistArray.order`.  Only an
         exchange of rows and columns is heeded, which costs nothing.

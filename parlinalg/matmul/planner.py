@@ -179,7 +179,7 @@ class MatmulPlan:
     factors : tuple of int
         (pm, pn, pk): into how many parts m, n and k are cut.
     kernel : {"gather", "stream"}
-        Whether a rank gathers the operands whole, or in panels of bounded width.
+        Operands are gathered whole, or streamed in panels of bounded width.
     panel : int or None
         Streamed: the widest panel, in rows or columns of the dim that is streamed.
     stationary : {"x", "w", "y"} or None

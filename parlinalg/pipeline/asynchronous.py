@@ -223,7 +223,7 @@ class AsynchronousRun(ScheduleRun):
         self.version = [schedule.weights_of(rank, j) for j in range(len(batches))]
         self.order_index = {i: at for at, i in enumerate(self.order)}
         self.last_use = {self.version[i.microbatch]: at for i, at in self.order_index.items() if i.op in USES}
-        """Of each version, the index of the last pass that has it."""
+        """The index of the last pass that uses each version."""
         self.shares, self.weights = loss_weights(
             self.order, [len(batch) for batch in batches], [batch.count for batch in batches]
         )

@@ -14,7 +14,6 @@ from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.generate import evaluating, placed
 from parlinalg.pipeline.model import PipelineModel, Stage
 from parlinalg.pipeline.p2p import P2P, Edge, tree_flatten, tree_unflatten
-from parlinalg.pipeline.resharding import input_role, layout_table
 
 
 class StageCaches:
@@ -23,7 +22,7 @@ class StageCaches:
     Attributes
     ----------
     length : int
-        How many tokens they hold.
+        The number of tokens they hold.
     stages : dict of int to list of KeyValueCache
         By the number of the stage.
     """
@@ -62,19 +61,8 @@ class PipelineDecoder:
         self.holders = [model.holder(number) for number in range(model.stages)]
         self.chooser = self.topology.ranks[self.holders[-1]][0]
         self.held: dict[int, Stage] = {stage.number: stage for stage in model.chunks if not stage.copy}
-        self.p2p = self._p2p()
+        self.p2p = P2P.of(model, self.topology.channel())
         self._turn = 0
-
-    def _p2p(self) -> P2P:
-        comm, topology = self.topology.channel(), self.topology
-        roles = {
-            stage.number: input_role([m for layer in stage.layers for m in layer.modules])
-            for stage in self.held.values()
-        }
-        everyone = comm.share([layout_table(self.model.scheme, self.grid.sizes), sorted(roles.items())])
-        first = [everyone[ranks[0]] for ranks in topology.ranks]
-        takes = {Edge(number): role for _, theirs in first for number, role in theirs}
-        return P2P(topology, comm, self.grid, [table for table, _ in first], takes)
 
     def cache(self, length: int) -> StageCaches:
         """Return empty caches for so many tokens, for each of this rank's stages."""
@@ -106,15 +94,15 @@ class PipelineDecoder:
         self.p2p.finish()
         return None if values is None else values.reshape(batch, -1)
 
-    def _send(self, number: int, x: Any, like: tuple[int, int]) -> None:
+    def _send(self, number: int, x: Any, signature: tuple[int, int]) -> None:
         form, tensors = tree_flatten(x)
         whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
-        self.p2p.send(Edge(number), self._turn, self.holders[number], like, form, whole)
+        self.p2p.send(Edge(number), self._turn, self.holders[number], signature, form, whole)
 
-    def _received(self, number: int, like: tuple[int, int]) -> Any:
+    def _received(self, number: int, signature: tuple[int, int]) -> Any:
         edge = Edge(number)
-        blocks = self.p2p.take(self.p2p.post(edge, self._turn, self.holders[number - 1], like))
-        frame = self.p2p.frame(edge, like)
-        leaves = zip(blocks, frame.leaves, strict=True)
+        blocks = self.p2p.take(self.p2p.post(edge, self._turn, self.holders[number - 1], signature))
+        spec = self.p2p.spec(edge, signature)
+        leaves = zip(blocks, spec.leaves, strict=True)
         tensors = [Tensor(DistArray(block, leaf.shape, leaf.target, self.grid)) for block, leaf in leaves]
-        return tree_unflatten(frame.form, tensors)
+        return tree_unflatten(spec.form, tensors)

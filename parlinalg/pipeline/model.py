@@ -126,7 +126,7 @@ class ParameterInfo:
     stages : tuple of int
         The stages that hold it; the first owns it.
     buffer : bool
-        Whether it is a buffer, which no optimizer changes.
+        True if it is a buffer, which no optimizer changes.
     """
 
     shape: tuple[int, ...]
@@ -349,10 +349,10 @@ def split(
     topology : PipelineTopology
     schedule : Schedule
     partition : {"uniform", "parameters", "flops", "time"} or sequence of int
-        How layers are shared out: as many in each stage, such that the stages' parameters, FLOPs or measured times are
+        Partition of the layers: as many in each stage, such that the stages' parameters, FLOPs or measured times are
         as even as can be, or the layers of each stage.
     sample : Tensor, DistArray or tree of them; or callable
-        What the model takes, of a microbatch's shape; a callable makes it.  Needed for "time".
+        An input of the model, of a microbatch's shape; a callable makes it.  Needed for "time".
 
     Raises
     ------

@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.exchange import Rect, local, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.pipeline.resharding import Route, Table, cached_route, counterpart_layout
+from parlinalg.pipeline.resharding import Route, Table, cached_route, counterpart_layout, input_role, layout_table
 from parlinalg.pipeline.topology import PipelineTopology
 
 #: What a tree is beside its tensors, as JSON can carry it: `["tensor"]`, `["value", 3]`, `["tuple", …]`, `["list", …]`
@@ -89,6 +89,9 @@ def _tree(form: TreeSpec, left: Any) -> Any:
     return tuple(each) if kind == "tuple" else each
 
 
+if TYPE_CHECKING:
+    from parlinalg.pipeline.model import PipelineModel
+
 Block = Any
 HEAD = 4096
 """Bytes of the announcement before the first message; more follow where they are too few."""
@@ -139,7 +142,7 @@ class Incoming:
     Attributes
     ----------
     blocks : list of array or None
-        Where they arrive; None is no array.
+        The receiving arrays; None is no array.
     parts : list of (Handle, array, tuple of slices, int)
         Rectangles that arrive apart, and where in which of the blocks they belong.
     """
@@ -172,50 +175,61 @@ class P2P:
     grid : Grid
         This rank's.
     tables : sequence of dict
-        By pipeline rank: the layouts of its scheme (see `roles.layout_table`).
-    takes : dict of Edge to str or None
-        What the first product of each stage takes (see `roles.input_role`).
+        By pipeline rank: the layouts of its scheme (see resharding.layout_table).
+    input_roles : dict of Edge to str or None
+        The input of each stage's first product (see `resharding.input_role`).
     """
 
     def __init__(
-        self, topology: PipelineTopology, comm: Comm, grid: Grid, tables: Sequence[Table], takes: dict[Edge, str | None]
+        self, topology: PipelineTopology, comm: Comm, grid: Grid, tables: Sequence[Table],
+        input_roles: dict[Edge, str | None],
     ) -> None:  # fmt: skip
         self.topology, self.comm, self.grid = topology, comm, grid
-        self.tables, self.takes = tables, takes
+        self.tables, self.input_roles = tables, input_roles
         self.position = topology.ranks[topology.rank].index(topology.world.rank)
         """This rank's position in the row-major order of its grid."""
         self._axes = [tuple(sizes.items()) for sizes in topology.sizes]
-        self._frames: dict[tuple[Edge, Hashable], MessageSpec] = {}
+        self._specs: dict[tuple[Edge, Hashable], MessageSpec] = {}
         self._sent: deque[Handle] = deque()
         self._coming: dict[Incoming, None] = {}
-        numbers = {edge: i for i, edge in enumerate(sorted(takes))}
+        numbers = {edge: i for i, edge in enumerate(sorted(input_roles))}
         self._numbers = numbers
         self._turns = (TAGS - 1) // max(1, 2 * len(numbers))
 
+    @classmethod
+    def of(cls, model: PipelineModel, comm: Comm) -> P2P:
+        """Return the messages between a model's stages, once all ranks know each other's layouts.  Collective."""
+        topology, grid = model.topology, model.grid
+        roles = [[s.number, s.copy, input_role(m for layer in s.layers for m in layer.modules)] for s in model.chunks]
+        first = comm.rank == topology.ranks[topology.rank][0]
+        everyone = comm.share([layout_table(model.scheme, grid.sizes), roles] if first else None)
+        tables, inputs = zip(*(everyone[ranks[0]] for ranks in topology.ranks), strict=True)
+        return cls(topology, comm, grid, tables, {Edge(n, copy): role for held in inputs for n, copy, role in held})
+
     # ------------------------------------------------------------------ what passes
-    def known(self, edge: Edge, like: Hashable) -> bool:
+    def known(self, edge: Edge, signature: Hashable) -> bool:
         """Return True if this rank knows the form of data at an edge, for microbatches like this one."""
-        return (edge, like) in self._frames
+        return (edge, signature) in self._specs
 
-    def frame(self, edge: Edge, like: Hashable) -> MessageSpec:
+    def spec(self, edge: Edge, signature: Hashable) -> MessageSpec:
         """Return the form of data at an edge."""
-        return self._frames[edge, like]
+        return self._specs[edge, signature]
 
-    def _frame_of(self, edge: Edge, peer: int, form: TreeSpec, tensors: Sequence[Tensor]) -> MessageSpec:
+    def _spec_of(self, edge: Edge, peer: int, form: TreeSpec, tensors: Sequence[Tensor]) -> MessageSpec:
         here, there = self.topology.rank, peer
         leaves = []
         for t in tensors:
             source = self.grid.effective(t.layout)
             target = counterpart_layout(
                 source, self.topology.sizes[here], self.tables[here], self.topology.sizes[there], self.tables[there],
-                self.takes[edge], t.dtype.kind not in "iub",
+                self.input_roles[edge], t.dtype.kind not in "iub",
             )  # fmt: skip
             leaves.append(ArraySpec(t.shape, t.dtype.name, source, target, t.node is not None))
         return MessageSpec(form, tuple(leaves))
 
     # ------------------------------------------------------------------ forward
     def send(
-        self, edge: Edge, microbatch: int, peer: int, like: Hashable, form: TreeSpec, tensors: Sequence[Tensor]
+        self, edge: Edge, microbatch: int, peer: int, signature: Hashable, form: TreeSpec, tensors: Sequence[Tensor]
     ) -> MessageSpec:  # fmt: skip
         """Start to send what a stage gave to the pipeline rank that holds the next one.
 
@@ -223,50 +237,50 @@ class P2P:
         ----------
         edge : Edge
             That of the stage that receives.
-        like : hashable
-            Microbatches that are alike in it look alike at every edge.
+        signature : hashable
+            Microbatches of the same signature have the same form at every edge.
 
         Raises
         ------
         LayoutError
             If they do not, or an array has no layout on the other grid.
         """
-        found = self._frame_of(edge, peer, form, tensors)
+        found = self._spec_of(edge, peer, form, tensors)
         tag = self._tag(edge, microbatch, back=False)
-        if not self.known(edge, like):
-            self._frames[edge, like] = found
+        if not self.known(edge, signature):
+            self._specs[edge, signature] = found
             self._announce(found.packed(), peer, tag)
-        elif found != self.frame(edge, like):
+        elif found != self.spec(edge, signature):
             raise LayoutError(
-                f"what passes to stage {edge.stage} was {self.frame(edge, like)} for a microbatch like this, and now "
-                f"is {found}: its shapes may depend on the shapes of a batch only"
+                f"what passes to stage {edge.stage} was {self.spec(edge, signature)} for a microbatch like this, and "
+                f"now is {found}: its shapes may depend on the shapes of a batch only"
             )
         for leaf, tensor in zip(found.leaves, tensors, strict=True):
             self._send(tensor.block, self._way(leaf, peer, back=False, outward=True), peer, tag)
         return found
 
-    def post(self, edge: Edge, microbatch: int, peer: int, like: Hashable) -> Incoming:
+    def post(self, edge: Edge, microbatch: int, peer: int, signature: Hashable) -> Incoming:
         """Post the receives of a stage's inputs; waits only if their form is not known yet."""
         tag = self._tag(edge, microbatch, back=False)
-        if not self.known(edge, like):
-            self._frames[edge, like] = MessageSpec.unpacked(self._announced(peer, tag))
-        leaves = self.frame(edge, like).leaves
+        if not self.known(edge, signature):
+            self._specs[edge, signature] = MessageSpec.unpacked(self._announced(peer, tag))
+        leaves = self.spec(edge, signature).leaves
         return self._post([(leaf, self._way(leaf, peer, back=False, outward=False)) for leaf in leaves], peer, tag)
 
     # ------------------------------------------------------------------ backward
     def send_back(
-        self, edge: Edge, microbatch: int, peer: int, like: Hashable, grads: Sequence[DistArray | None]
+        self, edge: Edge, microbatch: int, peer: int, signature: Hashable, grads: Sequence[DistArray | None]
     ) -> None:  # fmt: skip
         """Start to send the gradients of what a stage got; None is a gradient of zeros."""
         tag = self._tag(edge, microbatch, back=True)
-        for leaf, grad in zip(self.frame(edge, like).leaves, grads, strict=True):
+        for leaf, grad in zip(self.spec(edge, signature).leaves, grads, strict=True):
             if leaf.wants:
                 way = self._way(leaf, peer, back=True, outward=True)
                 self._send(self._zeros(leaf) if grad is None else grad.block, way, peer, tag)
 
-    def post_back(self, edge: Edge, microbatch: int, peer: int, like: Hashable) -> Incoming:
+    def post_back(self, edge: Edge, microbatch: int, peer: int, signature: Hashable) -> Incoming:
         """Post the receives of the gradients of a stage's outputs."""
-        leaves = self.frame(edge, like).leaves
+        leaves = self.spec(edge, signature).leaves
         ways = [(leaf, self._way(leaf, peer, back=True, outward=False) if leaf.wants else None) for leaf in leaves]
         return self._post(ways, peer, self._tag(edge, microbatch, back=True))
 

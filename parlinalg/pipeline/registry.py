@@ -122,15 +122,15 @@ def build_layer(given: object, context: Mapping[str, Any], where: str = "layer")
 
 def _made(kind: Maker, name: str, options: dict[str, Any], context: Mapping[str, Any], where: str) -> Module:
     signature = inspect.signature(kind)
-    takes = signature.parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    own = [n for n, p in takes.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in CONTEXT]
+    parameters = signature.parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    own = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in CONTEXT]
     for key in options:
-        if key not in takes and not anything:
+        if key not in parameters and not anything:
             near = difflib.get_close_matches(str(key), own, n=1)
             hint = f"did you mean {near[0]!r}?  " if near else ""
             raise ConfigError(f"{where} ({name}) has no argument {key!r}: {hint}It takes {', '.join(own) or 'none'}")
-    given = {**{key: value for key, value in context.items() if key in takes and value is not None}, **options}
+    given = {**{key: value for key, value in context.items() if key in parameters and value is not None}, **options}
     try:
         signature.bind(**given)
     except TypeError as error:

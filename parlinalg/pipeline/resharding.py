@@ -55,7 +55,7 @@ def input_role(modules: Iterable[Module]) -> str | None:
 
 def counterpart_layout(
     layout: Layout, sizes: Mapping[str, int], table: Table, other_sizes: Mapping[str, int], other: Table,
-    takes: str | None, features: bool = True,
+    role: str | None, features: bool = True,
 ) -> Layout:  # fmt: skip
     """Return the layout on another grid that corresponds to a layout here.
 
@@ -65,10 +65,10 @@ def counterpart_layout(
         The layout, the axes of its grid, and its scheme's table.
     other_sizes, other
         Those of the other grid.
-    takes : {"residual", "inner", None}
-        What the stage there takes, which decides where the layout here does not tell.
+    role : {"residual", "inner", None}
+        The input of the stage there, which decides where the layout here is ambiguous.
     features : bool
-        Whether its last dim is one of features, where the layout does not tell: not so of ids and masks.
+        True if its last dim is one of features, where the layout does not tell: not so of ids and masks.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def counterpart_layout(
     if not ndim:
         return layout
     names = [name for name, dims in table.items() if dims == bare and name in other]
-    names.sort(key=lambda name: (("without" in name) == features, name.split()[0] != takes))
+    names.sort(key=lambda name: (("without" in name) == features, name.split()[0] != role))
     if names:
         return Layout(*(tuple(cut) for cut in other[names[0]]))
     if not any(bare):
@@ -130,7 +130,7 @@ class Route:
         self.haves = blocks(shape, source, source_sizes)
         self.wants = blocks(shape, target, target_sizes)
         self.straight = self.haves == self.wants
-        """Whether every rank's block goes as it is to the rank at the same place."""
+        """True if every rank's block goes as it is to the rank at the same place."""
 
     @cached_property
     def _holders(self) -> dict[Rect, list[int]]:

@@ -139,7 +139,7 @@ class ScheduleRun:
         self.learns, self.factor = False, 0.0
         self.weights = term_weights([len(batch) for batch in batches], [batch.count for batch in batches])
         self.step: int | None = None
-        self.likes = [_like(batch) for batch in batches]
+        self.signatures = [_signature(batch) for batch in batches]
         self.posted: dict[Instruction, Incoming] = {}
         self.next_receive = 0
         self.inputs: dict[Unit, tuple[TreeSpec, list[Tensor]]] = {}
@@ -220,14 +220,14 @@ class ScheduleRun:
             i = self.order[self.next_receive]
             if i.op in RECEIVES:
                 edge = self.edge(i)
-                if not self.p2p.known(edge, self.like(i)):
+                if not self.p2p.known(edge, self.signature(i)):
                     return
                 self.posted[i] = self.post(i, edge)
             self.next_receive += 1
 
     def post(self, i: Instruction, edge: Edge) -> Incoming:
         post = self.p2p.post if i.op is Op.RECEIVE_FORWARD else self.p2p.post_back
-        return post(edge, i.microbatch, i.peer, self.like(i))
+        return post(edge, i.microbatch, i.peer, self.signature(i))
 
     def arrived(self, i: Instruction) -> list[Block]:
         """Wait for the blocks of a receive, and return them."""
@@ -242,30 +242,30 @@ class ScheduleRun:
         after = i.op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD)
         return Edge(chunk.stage + after, chunk.copy)
 
-    def like(self, i: Instruction) -> Hashable:
+    def signature(self, i: Instruction) -> Hashable:
         """Return a key that is equal for microbatches with the same form of data at every edge."""
-        return self.likes[i.microbatch], recording()
+        return self.signatures[i.microbatch], recording()
 
     def receive_forward(self, i: Instruction) -> None:
         edge = self.edge(i)
         blocks = self.arrived(i)
-        frame = self.p2p.frame(edge, self.like(i))
+        spec = self.p2p.spec(edge, self.signature(i))
         tensors = [
             Tensor(DistArray(block, leaf.shape, leaf.target, self.grid), leaf.wants)
-            for block, leaf in zip(blocks, frame.leaves, strict=True)
+            for block, leaf in zip(blocks, spec.leaves, strict=True)
         ]
-        self.inputs[i.chunk, i.microbatch] = frame.form, tensors
+        self.inputs[i.chunk, i.microbatch] = spec.form, tensors
 
     def send_forward(self, i: Instruction) -> None:
         form, tensors = self.outputs.pop((i.chunk, i.microbatch))
-        self.p2p.send(self.edge(i), i.microbatch, i.peer, self.like(i), form, tensors)
+        self.p2p.send(self.edge(i), i.microbatch, i.peer, self.signature(i), form, tensors)
 
     def receive_backward(self, i: Instruction) -> None:
         self.grads[i.chunk, i.microbatch] = self.arrived(i)
 
     def send_backward(self, i: Instruction) -> None:
         grads = self.back.pop((i.chunk, i.microbatch))
-        self.p2p.send_back(self.edge(i), i.microbatch, i.peer, self.like(i), grads)
+        self.p2p.send_back(self.edge(i), i.microbatch, i.peer, self.signature(i), grads)
 
     # ------------------------------------------------------------------ passes
     def forward(self, i: Instruction) -> None:
@@ -352,7 +352,7 @@ def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
     return frozenset(found)
 
 
-def _like(batch: Batch) -> Hashable:
+def _signature(batch: Batch) -> Hashable:
     """Return the shapes and dtypes of a batch."""
     form, tensors = tree_flatten([batch.x, batch.y])
     return str(form), tuple((t.shape, t.dtype.name) for t in tensors)

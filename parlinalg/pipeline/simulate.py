@@ -169,8 +169,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None =
     costs : Costs, optional
         By default a backward pass takes as long as two forward passes, and half of it is its weight part.
     cores : int, optional
-        How many ranks can work at full speed at once, by default all; more than that share the cores equally, as ranks
-        do on a machine with fewer cores than ranks.
+        The number of ranks that can work at full speed at once, by default all; more ranks than that share the cores
+        equally.
 
     Raises
     ------
@@ -352,7 +352,7 @@ def measured_costs(
     latency : float or dict
         As in `Costs`.
     pick : callable
-        What to take instead of the median; `min` where ranks share cores, which makes most passes longer.
+        The statistic in place of the median; `min` where ranks share cores, which makes most passes longer.
 
     Raises
     ------

@@ -75,7 +75,7 @@ class TiedParameters:
                 self._comms[ranks] = topology.comm.sub(ranks, ("pipeline",))
         self._spans = self._spans_here()
         self.alike = self._agreed()
-        """Whether all holders' ranks update the same elements."""
+        """True if all holders' ranks update the same elements."""
 
     def owns(self, parameter: Parameter) -> bool:
         """Return True if this pipeline rank counts a parameter in sums over the whole model."""

@@ -20,8 +20,7 @@ from parlinalg.parallel.precision import Gradients, examine
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.activation_memory import activation_memory
 from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.p2p import P2P, Edge
-from parlinalg.pipeline.resharding import input_role, layout_table
+from parlinalg.pipeline.p2p import P2P
 from parlinalg.pipeline.run import ScheduleRun
 from parlinalg.pipeline.schedule import Schedule, forward_only, forward_then_backward
 from parlinalg.pipeline.schedules import make_schedule
@@ -92,27 +91,13 @@ class Worker:
         self.grid = model.grid
         self.position = topology.ranks[topology.rank].index(topology.world.rank)
         self.comm: Comm = topology.world.sub(range(topology.world.size), ("pipeline",))
-        self.p2p = self._p2p()
+        self.p2p = P2P.of(model, self.comm)
         self.tied = TiedParameters(model, schedule, self.comm)
         self.spans: list[Span] | None = None
         self.outputs: dict[int, Any] | None = None
         self.held = 0
         self._others: dict[tuple[int, bool], Schedule] = {}
         self._broken = ""
-
-    def _p2p(self) -> P2P:
-        """Return this rank's messages, once all ranks know each other's layouts."""
-        topology, schedule = self.topology, self.schedule
-        roles = [input_role([m for layer in stage.layers for m in layer.modules]) for stage in self.model.chunks]
-        everyone = self.comm.share(
-            [layout_table(self.model.scheme, self.grid.sizes), roles] if not self.position else None
-        )
-        takes = {
-            Edge(chunk.stage, chunk.copy): everyone[topology.ranks[rank][0]][1][i]
-            for rank, held in enumerate(schedule.chunks)
-            for i, chunk in enumerate(held)
-        }
-        return P2P(topology, self.comm, self.grid, [everyone[ranks[0]][0] for ranks in topology.ranks], takes)
 
     # ------------------------------------------------------------------ training and use
     def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float) -> dict[str, float]:

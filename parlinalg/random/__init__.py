@@ -45,12 +45,12 @@ def uniform(
     shape : int or sequence of int
         The global shape.
     layout : Layout
-        How the array is cut.
+        The array's layout.
     dtype : float dtype
         The numbers are made in float64 and rounded to it.
     seed, name, call, step
-        What the numbers depend on, beside their index: such as a parameter's or layer's qualified name, the number of
-        the call within a step, and the training step.
+        The values on which the numbers depend, beside their index: such as a layer's qualified name, the number of the
+        call within a step, and the training step.
     start : int
         The index along the first dim that the array begins at, where it is a part of a longer one: a microbatch at its
         place in the step's batch draws what the whole batch would.
@@ -253,7 +253,7 @@ def dropping(
     Parameters
     ----------
     keep : Bernoulli
-        Which stay.
+        The elements that stay.
     shape, indices
         The global shape, and the global indices of the block, a dim.
     """

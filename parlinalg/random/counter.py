@@ -86,7 +86,7 @@ def block_words(
     block : sequence of range
         For each dim the global indices in the block.
     start : int
-        What the indices along the first dim are counted from, where the array is itself a part of a longer one.
+        The origin of the indices along the first dim, where the array is itself a part of a longer one.
     """
     if not math.prod(len(r) for r in block):
         return

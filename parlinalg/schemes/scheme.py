@@ -137,7 +137,7 @@ class Scheme:
         ----------
         axis : str
         ulysses : bool
-            Whether attention exchanges this cut for one of its heads; if not, keys and values go round a ring.  Where
+            True if attention exchanges this cut for one of its heads; if not, keys and values go round a ring.  Where
             there is both, Ulysses is inside: `scheme.with_sequence("u", ulysses=True).with_sequence("s")`.
         """
         if not ulysses and self.ring:

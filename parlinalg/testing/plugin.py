@@ -30,7 +30,7 @@ MARKERS = (
     "grids(*axes): the fixture grid has exactly these axes, of all sizes; else one, two and three: a, b, c",
 )
 PASSED, FAILED, SKIPPED, XFAILED, XPASSED = range(5)
-"""What became of a phase of a test; the last is a failure of a test that should have failed."""
+"""The outcomes of a phase of a test; the last is a failure of a test that should have failed."""
 
 _DEADLINE = pytest.StashKey[float]()
 _PASSED = pytest.StashKey[bool]()

@@ -11,7 +11,7 @@ import pytest
 from parlinalg.backend import compiled
 from parlinalg.backend.kernels import attention as kernel
 from parlinalg.backend.kernels.attention.blocks import Blocks
-from parlinalg.backend.visible import TokenPositions, Visible
+from parlinalg.backend.kernels.attention.visibility import TokenPositions, Visible
 
 pytestmark = pytest.mark.serial
 

@@ -14,7 +14,7 @@ from parlinalg import tunables
 from parlinalg.backend import compiled
 from parlinalg.backend.kernels import activations, attention, norms, optimizers, rows
 from parlinalg.backend.kernels.attention.blocks import Blocks
-from parlinalg.backend.visible import Visible
+from parlinalg.backend.kernels.attention.visibility import Visible
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.ranks(1)

@@ -110,7 +110,7 @@ def equal(found: Any, right: Any) -> None:
 def test_cuda_kernels_compute_what_numpy_does(
     shape: tuple[int, ...], on_host: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tune: Any
 ) -> None:
-    monkeypatch.setattr(cuda, "launch", on_host)
+    monkeypatch.setattr(cuda, "launch_kernel", on_host)
     monkeypatch.setattr(cuda, "ready", lambda *blocks: True)
     tune(CUDA_THREADS=THREADS)
     random, n = np.random.default_rng(0), shape[-1]
@@ -150,7 +150,7 @@ def test_doctor_tries_every_cuda_kernel(
         on_host(name, *args)
 
     known = [check(*check.inputs) for check in checks]
-    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda, "launch_kernel", launch)
     tune(CUDA_THREADS=THREADS)
     monkeypatch.setattr(cuda, "ready", lambda *blocks: blocks[0].dtype == np.float64)
     for check, right in zip(checks, known, strict=True):
@@ -172,7 +172,7 @@ def test_dropout_on_cuda_drops_what_the_counted_numbers_say(
     shape: tuple[int, ...], indices: tuple[Any, ...], bits: Any, on_host: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch, tune: Any,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cuda, "launch", on_host)
+    monkeypatch.setattr(cuda, "launch_kernel", on_host)
     tune(CUDA_THREADS=THREADS)
     keep = Bernoulli(0.7, bits, seed=3, name="blocks.0.dropout", call=1, step=9, start=2)
     x = np.random.default_rng(0).normal(size=tuple(map(len, indices)))

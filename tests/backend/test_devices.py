@@ -12,7 +12,7 @@ from tests.launching import ROOT, child_environment
 
 pytestmark = pytest.mark.serial
 
-SELECT = "from parlinalg.backend import select; b = select({name!r}, {rank}); print(b.name, b.device)"
+SELECT = "from parlinalg.backend import select_backend; b = select_backend({name!r}, {rank}); print(b.name, b.device)"
 
 
 def run(code: str, standin: bool = True, **env: str) -> subprocess.CompletedProcess[str]:

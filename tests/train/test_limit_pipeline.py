@@ -42,9 +42,9 @@ def test_what_is_kept_at_once_is_known(
     if world.size == 4:
         more |= {"parallel": {"data": 2, "pipeline": 2}, "zero": 1 if name == "pipedream-2bw" else 3}
     seen: list[int] = []
-    original = ScheduleRun.tell
+    original = ScheduleRun.report
 
-    def tell(self: ScheduleRun, *given: Any) -> None:
+    def report(self: ScheduleRun, *given: Any) -> None:
         stage = self.worker.model.parameters()
         values = [*(p.data for p in stage), *(d for v in _versions(self) for d in v)]
         weights = {id(memory(data.block)) for data in values}
@@ -55,7 +55,7 @@ def test_what_is_kept_at_once_is_known(
     with launch(config_of(name, tale, **more), world, backend) as mesh:
         training = Training(mesh, tale)
         assert not training.offload.places
-        monkeypatch.setattr(ScheduleRun, "tell", tell)
+        monkeypatch.setattr(ScheduleRun, "report", report)
         training.steps(1)
         table = training.offload.table
         assert max(mesh.grid.world.share(max(seen))) == pytest.approx(table.activations, rel=0.02)

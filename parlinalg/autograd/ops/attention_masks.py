@@ -11,7 +11,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective
-from parlinalg.backend.visible import TokenPositions, Visible
+from parlinalg.backend.kernels.attention.visibility import TokenPositions, Visible
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout
 

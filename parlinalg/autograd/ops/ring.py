@@ -26,7 +26,7 @@ from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import attention as kernel
 from parlinalg.backend.kernels.attention import Dropped, merge
-from parlinalg.backend.visible import Visible, row_spans
+from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
 from parlinalg.comm.ring import Rotation, Sums
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid

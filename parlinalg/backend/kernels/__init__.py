@@ -42,7 +42,7 @@ class Kernel(Generic[P, R]):
     plain : callable
         The form for every backend.
     alike : int
-        How many of the first arguments are blocks of one dtype, which the other forms need.
+        The number of leading arguments that are blocks of one dtype, as the other forms need.
 
     Attributes
     ----------
@@ -166,9 +166,9 @@ def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch:
     Parameters
     ----------
     results : int
-        How many blocks the chain makes; one is returned as it is, more as a tuple.
+        The number of blocks the chain makes; one is returned as it is, more as a tuple.
     scratch : int
-        How many arrays of a chunk's length it works with.
+        The number of work arrays of a chunk's length.
     """
     first, backend = blocks[0], backend_of(blocks[0])
     xp, work, n = backend.xp, work_dtype(first.dtype), first.size

@@ -32,7 +32,7 @@ class Counted(NamedTuple):
     key : two int
     limit, bits : int
     lengths, first : sequence of int
-        What `index_terms` returns beside the table.
+        The results of `index_terms` beside the table.
     """
 
     key: Sequence[int]
@@ -49,7 +49,7 @@ def drop(block: Block, table: Block, scale: float, counted: Counted | None = Non
     Parameters
     ----------
     table : array
-        Which stay, of the block's shape; with `counted` the table that `index_terms` returned, on the device.
+        Elements that stay, of the block's shape; with `counted` the table that `index_terms` returned, on the device.
     """
     assert counted is None, "a table of places serves the device's numbers alone"
     out = namespace(block).asarray(block * table)
@@ -74,7 +74,7 @@ def index_terms(
     indices : sequence of range or array
         The global indices of the part, a dim.
     start : int
-        What indices along the first dim are counted from.
+        The origin of the indices along the first dim.
     """
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     parts = [np.asarray(i, np.int64) * stride for i, stride in zip(indices, strides, strict=True)]

@@ -28,8 +28,8 @@ from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.compiled import exp, loop, ready
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
 from parlinalg.backend.views import contiguous_rows, flat
-from parlinalg.backend.visible import Visible, row_spans
 
 Block = Any
 Poll = Callable[[], object]
@@ -120,7 +120,7 @@ class _Task:
     Parameters
     ----------
     kept : array, optional
-        Where the scores of all blocks have their places, one after the other.
+        The array for the scores of all blocks, one after the other.
     """
 
     def __init__(
@@ -384,7 +384,7 @@ def backward(
     Parameters
     ----------
     add : (bool, bool)
-        Whether to add to what `into` has already, for q and for k and v.
+        True to add to the values of `into`, for q and for k and v.
     """
     task = _Task(q, k, visible, scale, limits, kept)
     xp, work = task.xp, task.work

@@ -17,7 +17,7 @@ from parlinalg import tunables
 from parlinalg.backend.blas import gemm_address
 from parlinalg.backend.compiled import ready
 from parlinalg.backend.kernels.attention import HOST, Dropped, Limits, Poll, count
-from parlinalg.backend.visible import Visible, row_spans
+from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
 
 Block = Any
 Lines = tuple[np.ndarray, int, int, int, int]

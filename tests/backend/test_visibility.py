@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parlinalg.backend.visible import TokenPositions, Visible
+from parlinalg.backend.kernels.attention.visibility import TokenPositions, Visible
 
 pytestmark = pytest.mark.serial
 
