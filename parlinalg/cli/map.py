@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
     found.add_argument("--ranks-per-node", type=int, metavar="N", help="and how many of them on a node")
     found.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-        help="replace a value of the configuration, such as parallel.pipeline=4; may be repeated",
+        help="replace a value of the configuration, such as parallel.data=4; may be repeated",
     )  # fmt: skip
     found.set_defaults(run=run)
 

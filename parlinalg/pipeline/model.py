@@ -208,6 +208,16 @@ class PipelineModel(Module):
         self.grid = grid
         self.scheme = getattr(full_model, "scheme", None)
 
+    @property
+    def batch_needs(self) -> tuple[bool, bool]:
+        """Whether this rank needs the inputs and the labels of batches: its first and its last stage do."""
+        return any(stage.first for stage in self.chunks), any(stage.last for stage in self.chunks)
+
+    @property
+    def input_dtype(self) -> np.dtype[Any] | None:
+        """The dtype of the first parameter of all stages; None without parameters."""
+        return next((np.dtype(held.dtype) for held in self.inventory.values()), None)
+
     def forward(self, x: Any) -> Any:
         """Return the whole model's outputs, where this rank holds all of its stages, in order."""
         if [stage.number for stage in self.chunks] != list(range(self.stages)):

@@ -40,6 +40,7 @@ from parlinalg.train.schema import (
     optional,
     real,
     refuse,
+    section,
     several,
     text,
 )
@@ -207,20 +208,14 @@ class PipelineConfig(Section):
 class ParallelConfig(Section):
     """The dimensions of the mesh: world = data × pipeline × sequence × tensor."""
 
-    data: DataParallelConfig = key(
-        DataParallelConfig(),
-        DataParallelConfig,
-        "ranks that share the batch",
-        "what the others leave; checked if given",
+    data: DataParallelConfig = section(
+        DataParallelConfig, "ranks that share the batch", "what the others leave; checked if given"
     )
-    pipeline: PipelineConfig = key(
-        PipelineConfig(), PipelineConfig,
-        "ranks that follow one another, each with some of the layers, or a dict as below", "1",
-    )  # fmt: skip
-    sequence: SequenceConfig = key(
-        SequenceConfig(), SequenceConfig, "ranks that share each sequence, or a dict as below", "1"
+    pipeline: PipelineConfig = section(
+        PipelineConfig, "ranks that follow one another, each with some of the layers, or a dict as below", "1"
     )
-    tensor: TensorConfig = key(TensorConfig(), TensorConfig, "ranks that share each product, or a dict as below", "1")
+    sequence: SequenceConfig = section(SequenceConfig, "ranks that share each sequence, or a dict as below", "1")
+    tensor: TensorConfig = section(TensorConfig, "ranks that share each product, or a dict as below", "1")
 
     def check(self, where: str) -> None:
         if self.tensor.mode == "sequence" and self.sequence.size is not None:
@@ -461,11 +456,9 @@ class SampleConfig(Section):
 # ---------------------------------------------------------------------------------------------- all of it
 @dataclass(frozen=True)
 class TrainingConfig(Section):
-    """A checked configuration."""
+    """A parsed configuration; the guide's page on configurations lists its keys."""
 
-    parallel: ParallelConfig = key(
-        ParallelConfig(), ParallelConfig, "how the ranks are used, as above", "data parallel"
-    )
+    parallel: ParallelConfig = section(ParallelConfig, "how the ranks are used, as above", "data parallel")
     backend: str = key(
         "auto", one_of("auto", "numpy", "cupy"), '`"auto"`, `"numpy"`, `"cupy"`',
         '`"auto"`: CuPy where every rank has a GPU',
@@ -490,27 +483,27 @@ class TrainingConfig(Section):
         1, _count, "microbatches a step's batch is cut into; with a loader of one's own [in `initialize`](engine.md), "
         "batches that make a step",
     )  # fmt: skip
-    clip_grad_norm: float | None = key(None, _positive, "the largest norm of the whole model's gradient", "no clipping")
+    clip_grad_norm: float | None = key(
+        None, _positive, "the largest norm of the gradient of all parameters", "no clipping"
+    )
     clip_grad_value: float | None = key(None, _positive, "the largest element of the gradient, instead", "no clipping")
     skip_nonfinite: bool = key(
         False, flag, "`True`: a step whose loss or gradient is not finite is left out, on all ranks, and counted; with "
         "a loss scale it always is. `False`: a loss that is not finite ends the training",
     )  # fmt: skip
-    precision: PrecisionConfig = key(
-        PrecisionConfig(), PrecisionConfig, 'mixed precision: `"bf16"`, `"fp16"`, or a dict as below; see '
-        "[](precision.md)", "none",
-    )  # fmt: skip
-    zero: ZeroConfig = key(
-        ZeroConfig(), ZeroConfig, "what data parallel ranks shard: a stage, or a dict as below; see [](zero.md)", "0"
+    precision: PrecisionConfig = section(
+        PrecisionConfig, 'mixed precision: `"bf16"`, `"fp16"`, or a dict as below; see [](precision.md)', "none"
+    )
+    zero: ZeroConfig = section(
+        ZeroConfig, "what data parallel ranks shard: a stage, or a dict as below; see [](zero.md)", "0"
     )
     gradient_handler: tuple[Handler, ...] = key(
         (), _handlers, "a list of dicts with a `type`: `DataParallel`, `SequenceParallel`, `SharedParameters`, `ZeRO`; "
         "see [](data_parallel.md)", "what layouts say",
     )  # fmt: skip
-    offload: OffloadConfig = key(
-        OffloadConfig(), OffloadConfig, "what is kept on a disk or in host memory, as below; see [](offload.md)",
-        "nothing",
-    )  # fmt: skip
+    offload: OffloadConfig = section(
+        OffloadConfig, "what is kept on a disk or in host memory, as below; see [](offload.md)", "nothing"
+    )
     schedule: ScheduleConfig | None = key(
         None, ScheduleConfig, "of a pipeline: a name, or a dict as below; see [](pipelines/index.md)",
         '`"1f1b"` with a pipeline',
@@ -520,11 +513,11 @@ class TrainingConfig(Section):
         integer(1),
         "steps from one measurement on the data kept out to the next; one follows the last step anyway",
     )
-    checkpoint: CheckpointConfig = key(
-        CheckpointConfig(), CheckpointConfig, "when checkpoints are made and which are kept: a dict as below, a number "
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, "when checkpoints are made and which are kept: a dict as below, a number "
         "of steps, or `False` for none; see [](checkpoints.md)", "one at the end, and when a signal stops the training",
     )  # fmt: skip
-    sample: SampleConfig = key(SampleConfig(), SampleConfig, "how a language model writes its sample, as below", "")
+    sample: SampleConfig = section(SampleConfig, "how a language model writes its sample, as below", "")
 
     @property
     def model_dtype(self) -> str:

@@ -26,8 +26,7 @@ from parlinalg.pipeline.asynchronous import AsynchronousWorker
 from parlinalg.pipeline.model import PipelineModel
 from parlinalg.pipeline.worker import Worker
 from parlinalg.random.draws import Draws, using_draws
-from parlinalg.train.feed import Feed, rows_of, some_rows
-from parlinalg.train.layouts import dtype_of, place_inputs, placement
+from parlinalg.train.feed import Feed, dtype_of, place_inputs, placement, rows_of, some_rows
 from parlinalg.train.losses import (
     Criterion,
     Metric,

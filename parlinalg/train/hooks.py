@@ -15,7 +15,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.train.checkpoint import Checkpoints, removed
 from parlinalg.train.checkpoint_options import better, check_options
 from parlinalg.train.feed import check_loader
-from parlinalg.train.schema import optional, real, refuse
+from parlinalg.train.schema import integer, optional, real, refuse
 
 if TYPE_CHECKING:
     from parlinalg.train.trainer import Trainer
@@ -90,7 +90,7 @@ class LogHook(Hook):
     """
 
     def __init__(self, every: int = 1, to: Callable[[str], object] | str | Path = print) -> None:
-        self.every, self.to = _every("LogHook", every), to
+        self.every, self.to = integer(1)("LogHook: every", every), to
         if not callable(to) and not isinstance(to, str | Path):
             raise ConfigError(f"LogHook: to is a function that takes a line, or the path of a file, not {to!r}")
 
@@ -158,7 +158,7 @@ class CheckpointHook(Hook):
         if fall_back and not resume:
             raise ConfigError("CheckpointHook: fall_back says how to resume: add resume=True, or leave it out")
         self.signals, self.fall_back, self.resume, self.saves = signals, fall_back, resume, saves
-        self.to, self.every = to, None if every is None else _every("CheckpointHook", every)
+        self.to, self.every = to, None if every is None else integer(1)("CheckpointHook: every", every)
         self.options: dict[str, Any] = {"keep": keep, "best": best, "background": background}
         if not callable(to) and not isinstance(to, str | Path):
             raise ConfigError(f"CheckpointHook: the first is a folder, or a function of the trainer, not {to!r}")
@@ -278,7 +278,7 @@ class EvaluateHook(Hook):
         self, dataloader: Iterable[Any], every: int | None = None, *, name: str = "test", last: bool = False,
         describe: Callable[[Mapping[str, float]], str] | None = None,
     ) -> None:  # fmt: skip
-        self.dataloader, self.every = dataloader, None if every is None else _every("EvaluateHook", every)
+        self.dataloader, self.every = dataloader, None if every is None else integer(1)("EvaluateHook: every", every)
         if every is None and not last:
             raise ConfigError("EvaluateHook: give every=…, the steps from one evaluation to the next, or last=True")
         self.name, self.last, self.describe = name, last, describe
@@ -319,7 +319,7 @@ class EarlyStopHook(Hook):
     ) -> None:  # fmt: skip
         if mode not in ("min", "max"):
             raise ConfigError(f"EarlyStopHook: mode is 'min' or 'max', not {mode!r}")
-        self.metric, self.patience, self.least = metric, _every("EarlyStopHook", patience, "patience"), least
+        self.metric, self.patience, self.least = metric, integer(1)("EarlyStopHook: patience", patience), least
         self.sign = 1.0 if mode == "min" else -1.0
         self.best: float | None = None
         self.worse = 0
@@ -351,9 +351,3 @@ class EarlyStopHook(Hook):
         if self.worse >= self.patience:
             found = "never a number" if self.best is None else f"no better than {self.best:.6g}"
             trainer.stop(f"{self.metric} was {found} {self.worse} times")
-
-
-def _every(hook: str, value: int, name: str = "every") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{hook}: {name} is a whole number of at least 1, not {value!r}")
-    return value

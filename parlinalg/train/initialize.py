@@ -34,8 +34,7 @@ from parlinalg.pipeline import Schedule as PipelineOrder
 from parlinalg.train.choices import make_criterion, make_optimizer, make_scheduler
 from parlinalg.train.config import LossScaleConfig, ParallelConfig, TrainingConfig, load
 from parlinalg.train.engine import Engine
-from parlinalg.train.feed import Feed, length_of, rows_of
-from parlinalg.train.layouts import dtype_of, grid_of, place_inputs, placement
+from parlinalg.train.feed import Feed, dtype_of, grid_of, length_of, place_inputs, placement, rows_of
 from parlinalg.train.losses import Criterion, Metric
 from parlinalg.train.mesh import DATA, OUTER_AXES, REPLICA, Mesh, resolve
 from parlinalg.train.schedules import BaseSchedule, Sample, Stages, check_schedule, schedule_of

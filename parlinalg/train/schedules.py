@@ -17,7 +17,7 @@ from parlinalg.train.config import ScheduleConfig, TrainingConfig
 from parlinalg.train.feed import Pass, drawn, joined, rows_of
 from parlinalg.train.losses import detached
 from parlinalg.train.mesh import Mesh
-from parlinalg.train.schema import named
+from parlinalg.train.schema import integer, named, optional
 
 if TYPE_CHECKING:
     from parlinalg.train.engine import Engine
@@ -36,9 +36,7 @@ class BaseSchedule:
     """
 
     def __init__(self, num_microbatches: int = 1) -> None:
-        if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise ConfigError(f"num_microbatches is a whole number of at least 1, not {num_microbatches!r}")
-        self.num_microbatches = num_microbatches
+        self.num_microbatches: int = integer(1)("num_microbatches", num_microbatches)
 
     def forward_backward_step(
         self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
@@ -157,10 +155,8 @@ class PipelineSchedule(NonPipelineSchedule):
         super().__init__(num_microbatches)
         if schedule not in list(discover()):
             raise ConfigError(f"there is no pipeline schedule {schedule!r}; there are {', '.join(sorted(discover()))}")
-        valid = isinstance(num_model_chunks, int) and not isinstance(num_model_chunks, bool) and num_model_chunks > 0
-        if num_model_chunks is not None and not valid:
-            raise ConfigError(f"num_model_chunks is a whole number of at least 1, not {num_model_chunks!r}")
-        self.name, self.num_model_chunks, self.every = schedule, num_model_chunks, every
+        self.name, self.every = schedule, every
+        self.num_model_chunks: int | None = optional(integer(1))("num_model_chunks", num_model_chunks)
 
     def made(self, ranks: int) -> Schedule:
         return make_schedule(self.name, ranks, self.num_microbatches, self.num_model_chunks, every=self.every)
@@ -271,6 +267,14 @@ def check_schedule(where: str, schedule: Any) -> None:
         raise ConfigError(
             f"{where}: schedule is such as PipelineSchedule(4), or PipelineSchedule(4, 'gpipe'), not {named(schedule)}"
         )
+
+
+def schedule_for(engine: Engine, schedule: BaseSchedule | None) -> BaseSchedule:
+    """Return the schedule that a trainer is given, or the engine's; raise a ConfigError if there is none."""
+    check_schedule("Trainer", schedule)
+    if (found := schedule or engine.schedule) is None:
+        raise ConfigError("Trainer: neither it nor the engine has a schedule; give schedule=NonPipelineSchedule()")
+    return found
 
 
 def in_microbatches(config: TrainingConfig, mesh: Mesh) -> tuple[TrainingConfig, BaseSchedule | None]:

@@ -54,6 +54,11 @@ def key(default: Any, check: Check | type[Section], doc: str, shown: str | None 
     return field(default=default, metadata=found)
 
 
+def section(kind: type[Section], doc: str, shown: str | None = None) -> Any:
+    """Declare a key whose value is a section, by default that of all defaults."""
+    return key(kind(), kind, doc, shown)
+
+
 @dataclass(frozen=True)
 class Section:
     """The base of all sections."""
@@ -104,7 +109,7 @@ class Section:
         check = declared.metadata["check"]
         if value is None and declared.default is None:
             return None
-        inner = _section(check)
+        inner = _as_section(check)
         return check(f"{prefix}{name}", value) if inner is None else inner.parse(f"{prefix}{name}", value)
 
     def check(self, where: str) -> None:
@@ -116,15 +121,15 @@ class Section:
         return {name: v.given() if isinstance(v, Section | Choice) else v for name, v in found.items()}
 
 
-def _section(check: object) -> type[Section] | None:
+def _as_section(check: object) -> type[Section] | None:
     """Return the section that is given in place of a check, if it is one."""
     return check if isinstance(check, type) and issubclass(check, Section) else None
 
 
-def documentation(section: type[Section]) -> list[tuple[str, str, str]]:
+def documentation(kind: type[Section]) -> list[tuple[str, str, str]]:
     """Return for every key of a section its name, its meaning and its default, in Markdown."""
     rows = []
-    for f in fields(section):
+    for f in fields(kind):
         default = "" if f.default is None else f"`{f.default!r}`".replace("'", '"')
         shown = f.metadata["shown"]
         rows.append((f"`{f.name}`", f.metadata["doc"], default if shown is None else shown))
@@ -156,7 +161,7 @@ class _Dicts(ast.NodeTransformer):
         return node
 
 
-def override(section: type[Section], values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+def override(kind: type[Section], values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Return the values of a section with some replaced, by settings such as "optimizer.lr=0.01", in their order.
 
     A dict that is missing on the way is made, and a short form becomes the dict that it stands for: `parallel.tensor`
@@ -175,10 +180,10 @@ def override(section: type[Section], values: Mapping[str, Any], settings: Sequen
         keys = [name.strip() for name in path.split(".")]
         if not equals or not all(keys):
             raise ConfigError(f"--set takes KEY=VALUE, such as --set parallel.tensor.mode=2d, not {setting!r}")
-        at, inner = result, _section(section)
+        at, inner = result, _as_section(kind)
         for depth, name in enumerate(keys[:-1]):
             declared = {} if inner is None else {f.name: f.metadata["check"] for f in fields(inner)}
-            inner = _section(declared.get(name))
+            inner = _as_section(declared.get(name))
             value = at.get(name)
             value = {} if value is None else value if inner is None else inner.expand(value)
             value = {"name": value} if isinstance(value, str) else value

@@ -19,7 +19,7 @@ from parlinalg.optim.schedules import Scheduler
 from parlinalg.train.engine import Engine, check_state
 from parlinalg.train.feed import Feed, length_of
 from parlinalg.train.hooks import EvaluateHook, Hook
-from parlinalg.train.schedules import BaseSchedule, check_schedule
+from parlinalg.train.schedules import BaseSchedule, schedule_for
 from parlinalg.train.schema import check_values, integer, named, real
 
 
@@ -77,11 +77,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         if not isinstance(engine, Engine):
             raise ConfigError(f"Trainer takes the engine that initialize gives first, not {type(engine).__name__}")
-        check_schedule("Trainer", schedule)
+        self.engine, self.schedule = engine, schedule_for(engine, schedule)
         check_rate("Trainer", lr_scheduler, made=True)
-        chosen = schedule or engine.schedule
-        if chosen is None:
-            raise ConfigError("Trainer: neither it nor the engine has a schedule; give schedule=NonPipelineSchedule()")
         if not isinstance(hooks, Iterable):
             raise ConfigError(f"Trainer: hooks is a list of hooks, not {type(hooks).__name__}; write hooks=[…]")
         hooks = list(hooks)
@@ -91,7 +88,7 @@ class Trainer:
                     f"Trainer: a hook is a parlinalg.Hook, not {type(hook).__name__}; make it a subclass, which "
                     "overrides the methods that it needs"
                 )
-        self.engine, self.schedule, self.lr_scheduler = engine, chosen, lr_scheduler
+        self.lr_scheduler = lr_scheduler
         self.hooks = hooks
         self.epoch = self.step = 0
         self._taken = 0  # batches of the epoch under way

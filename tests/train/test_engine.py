@@ -350,7 +350,7 @@ def test_what_initialize_refuses(world: Any, backend: str) -> None:
             pla.initialize(mlp(mesh), train_dataloader=3)
         with pytest.raises(ConfigError, match=r"lr_schedule .* needs the number of steps"):
             pla.initialize(mlp(mesh), config={"lr_schedule": "cosine"})
-        with pytest.raises(ConfigError, match="num_microbatches is a whole number of at least 1, not 0"):
+        with pytest.raises(ConfigError, match="num_microbatches must be a whole number of at least 1, not 0"):
             pla.PipelineSchedule(0)
         if SIZE > 1:
             with pytest.raises(ConfigError, match="is for models that are not cut into stages"):

@@ -161,7 +161,7 @@ def test_what_is_refused(world: Any, backend: str) -> None:
             trainer(mesh).fit(pairs())
         with pytest.raises(EngineError, match="has no batches"):
             trainer(mesh).fit([], epochs=1)
-        with pytest.raises(ConfigError, match="every is a whole number of at least 1, not 0"):
+        with pytest.raises(ConfigError, match="every must be a whole number of at least 1, not 0"):
             pla.LogHook(0)
         with pytest.raises(ConfigError, match="mode is 'min' or 'max', not 'less'"):
             pla.EarlyStopHook(mode="less")

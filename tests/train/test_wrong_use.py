@@ -145,7 +145,7 @@ def test_what_an_engine_is_given(world: Any, backend: str) -> None:
             engine.load_state_dict({"model": {}, "progress": {}})
     with pytest.raises(ConfigError, match="there is no pipeline schedule '1f2b'; there are 1f1b, "):
         pla.PipelineSchedule(4, "1f2b")
-    with pytest.raises(ConfigError, match="num_model_chunks is a whole number of at least 1, not '2'"):
+    with pytest.raises(ConfigError, match="num_model_chunks must be a whole number of at least 1, not '2'"):
         pla.InterleavedPipelineSchedule(4, "2")  # type: ignore[arg-type]
 
 
