@@ -96,7 +96,7 @@ class Parameter(Tensor):
 
     def check_settled(self) -> None:
         """Raise a LayoutError if the gradient is a sum not formed yet."""
-        grad = self.grad
+        grad = self.storage.grad
         if grad is not None and grad.layout.partial:
             raise LayoutError(
                 f"the gradient of {self.name!r} is {grad.layout!r}, not summed yet; make the last backward pass of a "

@@ -58,7 +58,7 @@ def saved(root: Tensor) -> list[Saved]:
     if root.node is None:
         return []
     nodes = list(reversed(reachable(root.node)))
-    seen = {id(memory(p.data.block)) for p in _owners(nodes)}
+    seen = {id(memory(block)) for p in _owners(nodes) if (block := p.data.resident) is not None}
     rows: dict[tuple[str, Layout], Saved] = {}
     for node in nodes:
         held = _memories(node.saved())

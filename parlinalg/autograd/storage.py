@@ -43,7 +43,7 @@ class Gatherer(Protocol):
 
     @property
     def limit(self) -> int:
-        """Bytes; the same on all ranks."""
+        """The most bytes of gradients under way; the same on all ranks."""
 
     def gather(self, parameter: Parameter, work: Layout) -> Block:
         """Return the parameter's block in the layout `work`.  Every rank asks for the same in the same order."""
@@ -80,8 +80,8 @@ class Partition(NamedTuple):
     lengths: tuple[int, ...] = ()
 
 
-class Bytes(NamedTuple):
-    """Bytes of a parameter on this rank between steps.
+class StorageBytes(NamedTuple):
+    """The bytes of a parameter on this rank between steps.
 
     Attributes
     ----------
@@ -172,10 +172,10 @@ class ParameterStorage:
         settled = self.settled
         return flat(data.block), None if settled is None else flat(settled)
 
-    def nbytes(self, data: DistArray) -> Bytes:
+    def nbytes(self, data: DistArray) -> StorageBytes:
         """Return the bytes of value and gradient on this rank between steps."""
         n = _elements(data) * data.dtype.itemsize
-        return Bytes(n, n, n, n if data.resident is None else 0)
+        return StorageBytes(n, n, n, n if data.resident is None else 0)
 
 
 def _elements(data: DistArray) -> int:

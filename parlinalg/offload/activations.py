@@ -25,9 +25,9 @@ from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import worlds
 from parlinalg.nn import Module
-from parlinalg.offload.disk import Closing, number
-from parlinalg.offload.extents import Away, DiskStore, HostStore, Store
+from parlinalg.offload.disk import Closing, process_number
 from parlinalg.offload.states import bytes_of
+from parlinalg.offload.stores import DiskStore, HostStore, OffloadedBytes, Store
 from parlinalg.random.draws import Draws, current_draws
 
 Block = Any
@@ -40,7 +40,7 @@ class Held(NamedTuple):
     ----------
     packer : Packer
         The packer that put it there.
-    away : Away
+    away : OffloadedBytes
         The memory that it is a view of, or, on a GPU, its elements.
     shape, strides : tuple of int
     offset : int
@@ -51,7 +51,7 @@ class Held(NamedTuple):
     """
 
     packer: Packer
-    away: Away
+    away: OffloadedBytes
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -67,8 +67,8 @@ class Packer:
 
     def __init__(self, store: Store, backend: Backend, least: int) -> None:
         self.store, self.backend, self.least = store, backend, least
-        self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[Away]]] = {}
-        self._back: weakref.WeakKeyDictionary[Away, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[OffloadedBytes]]] = {}
+        self._back: weakref.WeakKeyDictionary[OffloadedBytes, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self.kept: set[int] = set()
         """The memory that stays: the parameters'."""
 
@@ -93,7 +93,7 @@ class Packer:
         away = self._away(key, whole, array, order)
         return Held(self, away, array.shape, array.strides, offset, array.dtype, order)
 
-    def _away(self, key: tuple[Any, ...], whole: Block, array: Block, order: tuple[int, ...] | None) -> Away:
+    def _away(self, key: tuple[Any, ...], whole: Block, array: Block, order: tuple[int, ...] | None) -> OffloadedBytes:
         found = self._known.get(key)
         if found is not None and found[0]() is whole and (away := found[1]()) is not None:
             return away
@@ -109,7 +109,7 @@ class Packer:
         return away
 
     # ------------------------------------------------------------------ back
-    def soon(self, away: Away) -> int:
+    def soon(self, away: OffloadedBytes) -> int:
         """Begin to bring bytes back unless they are here, and return how many."""
         reference = self._back.get(away)
         if reference is not None and reference() is not None:
@@ -152,14 +152,14 @@ class Ahead(NamedTuple):
         Whether the gradients of parameters are left for later.
     upcoming : iterator of PackedArray
         The arrays that the walk is still to need, after those in `waiting`.
-    waiting : weak dict of Away to int
+    waiting : weak dict of OffloadedBytes to int
         The arrays that are being read or were, and have not been needed yet, with their bytes.
     """
 
     walk: weakref.ref[Walk]
     later: bool
     upcoming: Iterator[PackedArray]
-    waiting: weakref.WeakKeyDictionary[Away, int]
+    waiting: weakref.WeakKeyDictionary[OffloadedBytes, int]
 
 
 class OffloadedActivations(Closing):
@@ -210,7 +210,10 @@ class OffloadedActivations(Closing):
         grid = parameters[0].grid
         comms = worlds(p.grid for p in parameters)
         store = self._store = together(
-            comms, lambda: self._open(grid.backend, number(comms)), f"making {self.path}", (OffloadError, ConfigError)
+            comms,
+            lambda: self._open(grid.backend, process_number(comms)),
+            f"making {self.path}",
+            (OffloadError, ConfigError),
         )
         self._packer = Packer(store, grid.backend, self.least)
         self._end = weakref.finalize(self, store.close)
@@ -247,7 +250,7 @@ class OffloadedActivations(Closing):
                 self._read_ahead(walk, held.away)
         return packer.unpack(held)
 
-    def _read_ahead(self, walk: Walk, now: Away) -> None:
+    def _read_ahead(self, walk: Walk, now: OffloadedBytes) -> None:
         """Begin to read what the walk needs next, until `ahead` bytes are waiting for it."""
         ahead = self._ahead
         if ahead is None or ahead.walk() is not walk or ahead.later != walk.later:

@@ -210,7 +210,7 @@ def fail(error: OSError, done: str, path: Path, needed: int) -> NoReturn:
     raise OffloadError(text) from error
 
 
-def number(comms: Sequence[Comm]) -> int:
+def process_number(comms: Sequence[Comm]) -> int:
     """This process's number among all that were started together: files of several grids may share a folder."""
     return comms[0].world_ranks[comms[0].rank]
 
@@ -230,7 +230,7 @@ class Closing:
         self.close()
 
 
-def agree(comms: Sequence[Comm], problem: OffloadError | None, what: str) -> None:
+def raise_together(comms: Sequence[Comm], problem: OffloadError | None, what: str) -> None:
     """Raise an OffloadError on all ranks if one has a problem.  Collective.
 
     Raises

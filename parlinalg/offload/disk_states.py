@@ -14,7 +14,7 @@ from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
 from parlinalg.grid import worlds
 from parlinalg.offload.chunks import ChunkFile, Stream
-from parlinalg.offload.disk import Closing, agree, aligned, number
+from parlinalg.offload.disk import Closing, aligned, process_number, raise_together
 from parlinalg.offload.states import ChunkedStates, Piece, Places
 from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import Entry, Run
@@ -87,7 +87,7 @@ class DiskStates(ChunkedStates, Closing):
     def _make(self) -> None:
         if not self.places.count:
             return
-        rank = number(self._worlds)
+        rank = process_number(self._worlds)
         backend = self.places.stretches[0].backend
         path = file_of(self.path, self.name, rank)
         self.file = ChunkFile(path, self.places.count, self.places.parts, self._label())
@@ -122,7 +122,7 @@ class DiskStates(ChunkedStates, Closing):
             if not done and problem is None:  # the optimizer broke off
                 self._undo()
         try:
-            agree(self._worlds, problem, f"offloading to {self.path}")
+            raise_together(self._worlds, problem, f"offloading to {self.path}")
         except OffloadError:
             self._undo()
             raise
@@ -280,7 +280,7 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     def open_() -> None:
         nonlocal file
         if any(e.size and e.names for e in entries):
-            file = ChunkFile.open(file_of(Path(path), name, number(comms)))
+            file = ChunkFile.open(file_of(Path(path), name, process_number(comms)))
             _check(file, kinds)
 
     def check(steps: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Bytes, Parameter, ParameterStorage
+from parlinalg.autograd import Parameter, ParameterStorage, StorageBytes
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid, worlds
@@ -18,7 +18,7 @@ from parlinalg.layout import Layout
 from parlinalg.nn import Module
 from parlinalg.nn.init import Declared
 from parlinalg.offload.arrays import DiskHome, HostHome, OffloadedArray, room
-from parlinalg.offload.disk import Closing, agree, number
+from parlinalg.offload.disk import Closing, process_number, raise_together
 from parlinalg.offload.states import bytes_of
 from parlinalg.parallel.buckets import largest
 from parlinalg.parallel.reducer import replaceable
@@ -95,7 +95,7 @@ class OffloadedParameters(Closing):
             return value
 
         model.initialize(seed, values=made)
-        agree(worlds(d.grid for d in declared), problems[0] if problems else None, f"writing to {self.path}")
+        raise_together(worlds(d.grid for d in declared), problems[0] if problems else None, f"writing to {self.path}")
         self._adopt(model.parameters())
         return model
 
@@ -153,7 +153,7 @@ class OffloadedParameters(Closing):
             if self.path is None:
                 self._home = HostHome(nbytes, grids[0].backend)
             else:
-                self._home = DiskHome(self.path / f"{self.name}.{number(comms)}.window", nbytes)
+                self._home = DiskHome(self.path / f"{self.name}.{process_number(comms)}.window", nbytes)
                 self._end = weakref.finalize(self, self._home.close)
 
         together(comms, make, f"making {self.path}", (OffloadError,))
@@ -179,7 +179,7 @@ class OffloadedParameters(Closing):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank that rest elsewhere."""
+        """The bytes of this rank that are offloaded."""
         return self._at
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class OffloadedStorage(ParameterStorage):
         if self._grad is not None:
             self._grad.put(settled.reshape(-1))
 
-    def nbytes(self, data: DistArray) -> Bytes:
+    def nbytes(self, data: DistArray) -> StorageBytes:
         whole = super().nbytes(data)
         return whole._replace(offloaded=whole.offloaded + whole.gradient)
 

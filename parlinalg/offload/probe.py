@@ -15,7 +15,7 @@ from parlinalg.autograd.saved import arrays
 from parlinalg.backend import Backend
 from parlinalg.nn import Module
 from parlinalg.offload.activations import OffloadedActivations
-from parlinalg.offload.extents import Away, InMemory, Store
+from parlinalg.offload.stores import InMemory, OffloadedBytes, Store
 from parlinalg.parallel.memory import ActivationMemory
 
 
@@ -38,11 +38,11 @@ class ProbeStore(InMemory):
     """A store that offloads nothing: arrays stay in memory, and are counted."""
 
     def __init__(self) -> None:
-        self.away: weakref.WeakSet[Away] = weakref.WeakSet()
+        self.away: weakref.WeakSet[OffloadedBytes] = weakref.WeakSet()
         self.nbytes = 0
 
-    def put(self, raw: np.ndarray) -> Away:
-        away = Away(raw.nbytes)
+    def put(self, raw: np.ndarray) -> OffloadedBytes:
+        away = OffloadedBytes(raw.nbytes)
         away.hold = raw
         self.away.add(away)
         self.nbytes += raw.nbytes
@@ -88,11 +88,11 @@ class ActivationProbe(OffloadedActivations):
         self._probed.away = weakref.WeakSet()
 
     @property
-    def away(self) -> weakref.WeakSet[Away]:
+    def away(self) -> weakref.WeakSet[OffloadedBytes]:
         """The arrays since `begin` that would have been offloaded and are still needed."""
         return self._probed.away
 
-    def measure(self, holders: Iterable[Any], away: Iterable[Away]) -> ActivationMemory:
+    def measure(self, holders: Iterable[Any], away: Iterable[OffloadedBytes]) -> ActivationMemory:
         """Return what values on the tape and walks keep in memory, in all and without what would be offloaded."""
         here = {key: a for key, a in arrays(holders).items() if key not in self._weights}
         there = {id(memory(a.hold)): memory(a.hold) for a in away}

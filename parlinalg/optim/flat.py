@@ -82,11 +82,6 @@ class Entry:
         storage = self.parameter.storage
         return (storage.axes, storage.lengths) == (self.partition.axes, self.partition.lengths)
 
-    @property
-    def current(self) -> bool:
-        """True if the parameter's value and what is updated of it still are those of this entry."""
-        return self.parameter.data is self.data and self.shared
-
     def whole(self, block: Block) -> DistArray:
         """Return a state as an array, which is cut as the parameter is, from this rank's flat part.  Collective."""
         data, partition = self.data, self.partition
@@ -273,24 +268,24 @@ class FlatParameters:
 
         Values move to flat buffers the first time.
         """
-        for owner in owners(self.parameters):
+        parameters, old = self.parameters, self.entries
+        for owner in owners(parameters):
             owner.adopt()
-        old = self.entries
-        fewer = len(old) != len(self.parameters) or not old or not set(names) <= set(old[0].names)
+        fewer = len(old) != len(parameters) or not old or not set(names) <= set(old[0].names)
         if fewer or not all(e.shared for e in old):
             self.check_shared()
             kept = self._kept(old)
-            entries = flatten(self.parameters, names, self.master, self.numbers())
+            entries = flatten(parameters, names, self.master, self.numbers())
             self.states.make(entries)
             self.entries = entries
             self.where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
-        elif not all(e.current for e in old):
+        elif any(e.parameter.data is not e.data for e in old):
             order = [e.parameter for e in old]
             place = {id(p): i for i, p in enumerate(order)}
             fresh = flatten(order, names, self.master, self.numbers())
             self.entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
             for entry, before in zip(self.entries, old, strict=True):
-                entry.writes = before.writes - (not before.current)
+                entry.writes = before.writes - (entry.data is not before.data)
         written = [e for e in self.entries if e.writes != e.parameter.writes]
         if any("master" in e.names for e in written):
             self.where_they_lie(lambda: self._take(written), "taking values that were written as masters")

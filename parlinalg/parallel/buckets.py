@@ -155,7 +155,7 @@ class Bucket:
 
 
 def largest(parameter: Any, layout: Layout | None = None) -> int:
-    """Return the bytes of the largest rank's block of a parameter, in another layout if given: the same on all ranks."""
+    """Return the bytes of the largest block of a parameter, in another layout if given: the same on all ranks."""
     return most_bytes(layout or parameter.layout, parameter.shape, parameter.grid.sizes, parameter.dtype.itemsize)
 
 
@@ -227,7 +227,9 @@ class Load(NamedTuple):
     after: int = 0
 
 
-def load(kind: Hashable, group: Sequence[Parameter], policy: ReductionPolicy, travels: np.dtype[Any] | None) -> Load:
+def bucket_load(
+    kind: Hashable, group: Sequence[Parameter], policy: ReductionPolicy, travels: np.dtype[Any] | None
+) -> Load:
     """Return the bytes of a bucket of parameters whose gradients travel in a dtype, by default their own."""
     first, n = group[0], sum(int(p.block.size) for p in group)
     sizes, scatter = first.grid.sizes, policy.scatter

@@ -35,7 +35,7 @@ class Want(NamedTuple):
     work: Layout
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a pass: its block, and the one before."""
 
     backward: bool
@@ -48,7 +48,7 @@ class Visit:
     """The weights that were asked for when a pass was at a place, in their order, and where it went from there."""
 
     wants: Sequence[Want] = ()
-    then: Place | None = None
+    then: Position | None = None
 
 
 class WeightGatherer:
@@ -111,17 +111,17 @@ class WeightGatherer:
                 self.block_of.setdefault(self.number[id(p)], i)
         for i in range(len(self.parameters)):
             self.block_of.setdefault(i, len(parts) + i)
-        self.known: dict[Place, Visit] = {}
+        self.known: dict[Position, Visit] = {}
         self.whole = accumulate == "whole"
         self.kept: dict[int, tuple[Node, GradientAccumulator]] = {}
         self.limit = 0
         self.missed = 0
-        self._place: Place | None = None
+        self._place: Position | None = None
         self._seen: list[Want] = []
         self._learning = False
         self._moves: dict[Want, Move] = {}
         """Gathers under way that this block asks for."""
-        self._ahead: tuple[Place | None, dict[Want, Move]] = (None, {})
+        self._ahead: tuple[Position | None, dict[Want, Move]] = (None, {})
         """The next place, and the gathers under way for it."""
         self._held: dict[Want, Block] = {}
         """Blocks that this block asks for again."""
@@ -189,7 +189,7 @@ class WeightGatherer:
         """The pass has come to another block: take over what is under way for it, and start the next one's gathers."""
         last = self._place
         after_walk = last is not None and last.backward and not backward
-        place = Place(backward, -1 if last is None or after_walk else last.block, block)
+        place = Position(backward, -1 if last is None or after_walk else last.block, block)
         self._leave(None if after_walk else place)
         self._place, self._seen, self._learning = place, [], tracing() or backward
         goal, moves = self._ahead
@@ -206,7 +206,7 @@ class WeightGatherer:
         if then is not None and then in self.known and (self._learning or not then.backward):
             self._ahead = then, self._start(self.known[then].wants)
 
-    def _leave(self, then: Place | None) -> None:
+    def _leave(self, then: Position | None) -> None:
         """Record the visit that ends."""
         self._held.clear()
         if self._moves:

@@ -21,7 +21,7 @@ from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, copy_or_add
-from parlinalg.parallel.buckets import MIB, UNDER_WAY, Bucket, Slot, floats, in_order, largest, load, moving
+from parlinalg.parallel.buckets import MIB, UNDER_WAY, Bucket, Slot, bucket_load, floats, in_order, largest, moving
 from parlinalg.parallel.handlers import DataParallel, Handler, ReductionPolicy, SequenceParallel, check, policy_of
 from parlinalg.parallel.zero import SharedStorage, SharedValues
 
@@ -125,7 +125,7 @@ class GradientReducer:
             return self._key(p), p.layout.cut_axes
 
         groups = in_order(self.parameters[::-1], key, largest, *self.limits)
-        return moving(load(key(g[0]), g, self._policies[id(g[0])], self.dtype) for g in groups)
+        return moving(bucket_load(key(g[0]), g, self._policies[id(g[0])], self.dtype) for g in groups)
 
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:

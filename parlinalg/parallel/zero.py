@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parlinalg.array import DistArray
-from parlinalg.autograd import Bytes, ParameterStorage, Partition
+from parlinalg.autograd import ParameterStorage, Partition, StorageBytes
 from parlinalg.backend.views import address, flat
 from parlinalg.comm import Handle
 from parlinalg.layout import Cut
@@ -74,7 +74,7 @@ class SharedStorage(ParameterStorage):
     def updated(self, data: DistArray) -> tuple[Block, Block]:
         return flat(data.block)[self.part.start : self.part.stop], self.mine
 
-    def nbytes(self, data: DistArray) -> Bytes:
+    def nbytes(self, data: DistArray) -> StorageBytes:
         whole = super().nbytes(data)
         mine = (self.part.stop - self.part.start) * data.dtype.itemsize
         return whole._replace(gradient=whole.gradient if self.keeps else mine, updated=mine)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from parlinalg.datasets import Batch
 from parlinalg.nn.module import buffers_kept
-from parlinalg.offload.extents import Away
 from parlinalg.offload.probe import ActivationProbe, blocks_of, extrapolated
+from parlinalg.offload.stores import OffloadedBytes
 from parlinalg.parallel.memory import NOTHING, ActivationMemory
 from parlinalg.pipeline.run import ScheduleRun, Unit
 from parlinalg.pipeline.schedule import Instruction, Op, Schedule, one_microbatch
@@ -105,7 +105,7 @@ class ProbeRun(ScheduleRun):
         self.probe = probe
         self.after_forward: dict[int, ActivationMemory] = {}
         self.after_input: dict[int, ActivationMemory] = dict.fromkeys(range(len(self.held)), NOTHING)
-        self.away: dict[Unit, weakref.WeakSet[Away]] = {}
+        self.away: dict[Unit, weakref.WeakSet[OffloadedBytes]] = {}
         self.returns = {(i.chunk, i.microbatch) for i in self.order if i.op is Op.BACKWARD_INPUT}
 
     def forward(self, i: Instruction) -> None:

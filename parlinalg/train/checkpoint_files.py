@@ -28,21 +28,10 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.create import dtype_named
 from parlinalg.errors import CheckpointError, ParlinalgError
+from parlinalg.exchange import Rect, local, meet, volume
 from parlinalg.files import open_regular, read_bytes
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train.checkpoint_index import (
-    INDEX,
-    Chunk,
-    Entry,
-    File,
-    Index,
-    Rect,
-    checksums,
-    inside,
-    meet,
-    name_of,
-    volume,
-)  # fmt: skip
+from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, File, Index, checksums, name_of
 from parlinalg.train.checkpoint_pieces import Corner, Piece
 from parlinalg.units import format_bytes
 
@@ -122,7 +111,7 @@ class RankFile:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError) and not isinstance(error, ParlinalgError):
-                raise CheckpointError(describe(path, error)) from error
+                raise CheckpointError(error_text(path, error)) from error
             raise
 
     def start(self, background: bool) -> None:
@@ -153,7 +142,7 @@ class RankFile:
                     part.copied = None
             self._finish()
         except Exception as error:  # reported to all ranks when they next meet
-            self.problem = describe(self.path, error)
+            self.problem = error_text(self.path, error)
             self.discard()
 
     def _write(self, part: Part) -> None:
@@ -188,7 +177,7 @@ class RankFile:
             self.path.unlink(missing_ok=True)
 
 
-def describe(path: Path, error: Exception) -> str:
+def error_text(path: Path, error: Exception) -> str:
     """Why a file cannot be written, and what would help."""
     text = f"{path} cannot be written: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -377,7 +366,7 @@ class Reader:
             common = meet(region, chunk.region)
             n = volume(common)
             if n:
-                out[inside(common, region)] = self._read(name, entry, chunk, common)
+                out[local(common, region)] = self._read(name, entry, chunk, common)
                 found += n
         if found != volume(region):
             raise CheckpointError(
@@ -390,7 +379,7 @@ class Reader:
         descriptor = self._file(name, chunk.file)
         nbytes = math.prod(chunk.sizes) * dtype.itemsize
         buffer = np.empty(nbytes, np.uint8)  # of which only the pages that are read take memory
-        for first, stop in _stretches(_pages(inside(part, chunk.region), chunk.sizes, dtype.itemsize, page)):
+        for first, stop in _stretches(_pages(local(part, chunk.region), chunk.sizes, dtype.itemsize, page)):
             start, end = first * page, min(stop * page, nbytes)
             self._read_into(descriptor, buffer[start:end], chunk.at + start, name, chunk.file)
             for i in range(first, stop):
@@ -400,7 +389,7 @@ class Reader:
                         f"{self.folder / chunk.file} is damaged: what it has of {name!r} from byte {at} on is not what "
                         "was written there (its checksum differs)"
                     )
-        view: np.ndarray = buffer.view(dtype).reshape(chunk.sizes)[inside(part, chunk.region)]
+        view: np.ndarray = buffer.view(dtype).reshape(chunk.sizes)[local(part, chunk.region)]
         return view
 
     def _file(self, name: str, file: str) -> int:

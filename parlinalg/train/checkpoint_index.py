@@ -19,12 +19,11 @@ from itertools import pairwise, product
 from typing import Any
 
 from parlinalg.errors import CheckpointError, brief
+from parlinalg.exchange import Rect
 from parlinalg.files import parse_json
 from parlinalg.units import ITEMSIZE
 
 Shape = tuple[int, ...]
-Rect = tuple[range, ...]
-
 FORMAT, VERSION = "parlinalg checkpoint", 1
 INDEX = "index.json"
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64")
@@ -200,22 +199,6 @@ class Index:
 def checksums(data: memoryview, page: int) -> tuple[int, ...]:
     """The CRC-32 of every page of these bytes."""
     return tuple(zlib.crc32(data[i : i + page]) for i in range(0, len(data), page))
-
-
-def meet(a: Rect, b: Rect) -> Rect:
-    """Return the intersection of two rectangles of one array."""
-    return tuple(range(max(r.start, s.start), max(min(r.stop, s.stop), r.start, s.start))
-                 for r, s in zip(a, b, strict=True))  # fmt: skip
-
-
-def inside(part: Rect, whole: Rect) -> tuple[slice, ...]:
-    """Return the slices of a rectangle in the block that is another one."""
-    return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
-
-
-def volume(rect: Rect) -> int:
-    """The number of its elements."""
-    return math.prod(len(r) for r in rect)
 
 
 def name_of(step: int) -> str:

@@ -18,9 +18,9 @@ from parlinalg import tunables
 from parlinalg.autograd import Parameter
 from parlinalg.backend.views import flat
 from parlinalg.errors import ConfigError
+from parlinalg.exchange import Rect, volume
 from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import InMemory
-from parlinalg.train.checkpoint_index import Rect, volume
 
 Shape = tuple[int, ...]
 Corner = tuple[Shape, Shape]  # offsets and sizes

@@ -129,8 +129,8 @@ def forgetful(given: Any) -> Any:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("where", ["attention", "dropout", "embedding"])
 def test_a_planted_bug_is_caught(where: str, make_grid: Any, known: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = __import__(f"parlinalg.nn.{where}", fromlist=["tokens"])
-    monkeypatch.setattr(module, "tokens", forgetful(module.tokens))
+    module = __import__(f"parlinalg.nn.{where}", fromlist=["token_positions"])
+    monkeypatch.setattr(module, "token_positions", forgetful(module.token_positions))
     grid = make_grid({"s": 2, "u": 2})
     assert error(losses("gpt", cut("serial"), grid, "zigzag"), known("gpt")) > 1e-6
 

@@ -23,6 +23,7 @@ def made(kind, grid, folder, end):
     if kind.startswith("zero"):
         GradientReducer(ps, [ZeRO(int(kind[-1]))], first_bucket=1, bucket=400)
     elif kind != "whole":
+        folder = folder if grid.backend.host_memory else None
         end.enter_context(OffloadedParameters(folder, least=0, values=kind == "values and gradients")).place(ps)
     y = sum(((p * (1.0 + i)).sum() for i, p in enumerate(ps)), start=pla.Tensor(pla.zeros((), grid, pla.Layout())))
     y.backward()
@@ -30,9 +31,7 @@ def made(kind, grid, folder, end):
 
 
 @pytest.mark.parametrize("kind", ["whole", "zero 1", "zero 2", "gradients", "values and gradients"])
-def test_every_storage_answers_alike(kind, make_grid, world, folder, backend):
-    if backend != "numpy" and kind.endswith("gradients"):
-        pytest.skip("windows of files are for NumPy's blocks")
+def test_every_storage_answers_alike(kind, make_grid, world, folder):
     grid = make_grid({"data": world.size})
     itemsize, n = 8, SHAPE[0] * SHAPE[1]
     with ExitStack() as end:
@@ -52,8 +51,10 @@ def test_every_storage_answers_alike(kind, make_grid, world, folder, backend):
             assert sum(world.share(part.stop - part.start if p.counted else 0)) == n, "each element counts once"
             to_host = grid.backend.to_host
             np.testing.assert_array_equal(to_host(storage.whole(p.data)), np.full(SHAPE, 1.0 + i))
-            storage.settled[...] *= 3
-            storage.changed(storage.settled)
+            settled = storage.settled
+            settled[...] *= 3
+            storage.changed(settled)
+            del settled  # of an offloaded gradient on a GPU it is a copy
             np.testing.assert_array_equal(to_host(storage.whole(p.data)), np.full(SHAPE, 3.0 + 3 * i))
             block = grid.backend.from_host(np.arange(n, dtype=float).reshape(SHAPE))
             storage.replace(block)
@@ -95,5 +96,7 @@ def test_a_storage_takes_over_what_the_one_before_had(make_grid, world, folder, 
             np.testing.assert_array_equal(p.grad.block, np.full(SHAPE, 2.0))
             p.data.put(np.full(4, 5.0), 3)
         assert p.data.resident is p.block
-        np.testing.assert_array_equal(p.block.reshape(-1), [1.0] * 3 + [5.0] * 4 + [1.0] * 28)
+        p.data.put(np.full(2, 7.0), 30)
+        p.data.put(p.block.reshape(-1)[:3], 0)
+        np.testing.assert_array_equal(p.block.reshape(-1), [1.0] * 3 + [5.0] * 4 + [1.0] * 23 + [7.0] * 2 + [1.0] * 3)
         np.testing.assert_array_equal(p.grad.block, np.full(SHAPE, 2.0))

@@ -12,7 +12,7 @@ import pytest
 from parlinalg.errors import ConfigError
 from parlinalg.offload import OffloadedParameters
 from parlinalg.offload.activations import Held, Packer
-from parlinalg.offload.extents import Away
+from parlinalg.offload.stores import OffloadedBytes
 from parlinalg.random.draws import current_draws
 from parlinalg.train import launch
 from tests.train.test_hybrid import settings
@@ -67,7 +67,7 @@ def test_every_bit_as_in_memory(
     want = run(config, world, backend, tale)
     flight: list[int] = []
     lines: list[int] = []
-    away: dict[int, weakref.WeakSet[Away]] = {}  # by microbatch
+    away: dict[int, weakref.WeakSet[OffloadedBytes]] = {}  # by microbatch
     draws: list[Any] = []  # alive, so that no two have the same number
     original = Packer.pack
 

@@ -19,7 +19,7 @@ BOUNCE = 1 << 22  # bytes copied at a time at most, through a buffer that may be
 GROWTH = 1 << 26  # bytes by which the file grows at least
 
 
-class Away:
+class OffloadedBytes:
     """Offloaded bytes; their place is given up when nobody refers to this any more.
 
     Attributes
@@ -40,13 +40,13 @@ class Away:
 class Store(Protocol):
     """A store of offloaded bytes."""
 
-    def put(self, raw: np.ndarray) -> Away:
+    def put(self, raw: np.ndarray) -> OffloadedBytes:
         """Take bytes; the array may be let go, and is not written to."""
 
-    def soon(self, away: Away) -> None:
+    def soon(self, away: OffloadedBytes) -> None:
         """Begin to bring bytes back."""
 
-    def get(self, away: Away) -> np.ndarray:
+    def get(self, away: OffloadedBytes) -> np.ndarray:
         """The bytes, which are not to be written to."""
 
     def close(self) -> None:
@@ -76,9 +76,9 @@ class DiskStore:
         self._end = 0
         self._lock = threading.RLock()  # places are given up wherever the last reference goes
 
-    def put(self, raw: np.ndarray) -> Away:
+    def put(self, raw: np.ndarray) -> OffloadedBytes:
         self._settle(self.pending - raw.nbytes)
-        away = Away(raw.nbytes)
+        away = OffloadedBytes(raw.nbytes)
         room = whole_pages(raw.nbytes)
         away.offset = self._take(room)
         away.hold = raw
@@ -109,7 +109,7 @@ class DiskStore:
         with self._lock:
             self._free[room].append(offset)
 
-    def _write(self, raw: np.ndarray, offset: int, away: weakref.ref[Away]) -> int:
+    def _write(self, raw: np.ndarray, offset: int, away: weakref.ref[OffloadedBytes]) -> int:
         """Write bytes; gives their checksum.  Nobody may need them any more: their place is then another's after."""
         crc = checksum(raw)
         for at in range(0, raw.size, self._at_a_time):
@@ -121,12 +121,12 @@ class DiskStore:
             found.hold = None
         return crc
 
-    def soon(self, away: Away) -> None:
+    def soon(self, away: OffloadedBytes) -> None:
         if away.got is None and away.hold is None:
             assert away.written is not None
             away.got = self._reader.submit(self._read, away.offset, away.nbytes, away.written)
 
-    def get(self, away: Away) -> np.ndarray:
+    def get(self, away: OffloadedBytes) -> np.ndarray:
         held = away.hold
         if held is not None:
             return held
@@ -161,10 +161,10 @@ class DiskStore:
 class InMemory:
     """A store whose arrays have their bytes at hand."""
 
-    def soon(self, away: Away) -> None:
+    def soon(self, away: OffloadedBytes) -> None:
         """It is there."""
 
-    def get(self, away: Away) -> np.ndarray:
+    def get(self, away: OffloadedBytes) -> np.ndarray:
         assert away.hold is not None
         return away.hold
 
@@ -176,8 +176,8 @@ class HostStore(InMemory):
         self.backend = backend
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def put(self, raw: np.ndarray) -> Away:
-        away = Away(raw.nbytes)
+    def put(self, raw: np.ndarray) -> OffloadedBytes:
+        away = OffloadedBytes(raw.nbytes)
         free = self._free[raw.nbytes]
         buffer = free.pop() if free else self.backend.staging(raw.nbytes, np.uint8)
         buffer[:] = raw
