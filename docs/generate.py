@@ -87,7 +87,7 @@ def words() -> str:
             grid = "×".join(str(n) for n in sizes.values())
             yield name, grid, f"{forward:,}", f"{backward:,}", f"{forward + backward:,}", f"{held:,}"
 
-    return table(("scheme", "grid", "forward", "backward", "together", "weights a rank"), rows())
+    return table(("scheme", "grid", "forward", "backward", "together", "weights per rank"), rows())
 
 
 def numpy_functions() -> str:

@@ -15,7 +15,7 @@ from parlinalg.backend.memory import keep_freed
 from parlinalg.backend.numpy import NUMPY
 from parlinalg.errors import ConfigError
 
-__all__ = ["NAMES", "Array", "Backend", "backend_of", "namespace", "select"]
+__all__ = ["NAMES", "Array", "Backend", "backend_of", "namespace", "select_backend"]
 
 Array = Any  # a block: an array of one of the backends
 NAMES = ("auto", "numpy", "cupy")

@@ -72,6 +72,8 @@ _count = integer(1, 100_000)
 _seed = integer(0, (1 << 64) - 1)
 _positive = real(0, above=True)
 _size = Short(int, "size", "a number of ranks")
+NAMED = "a name, or a dict with `name` and options; see [](#names-and-options)"
+KEYS = "a dict with [its keys](#sections-with-their-keys)"
 
 
 # ---------------------------------------------------------------------------------------------- parallel
@@ -80,17 +82,19 @@ class TensorConfig(Section):
     """Tensor parallelism: the ranks that share each product."""
 
     SHORT = _size
-    size: int | None = key(None, _ranks, "ranks", "with a mode: all that the others leave; without: 1")
+    size: int | None = key(None, _ranks, "ranks", "with a mode: all remaining ranks; without: 1")
     mode: str | None = key(
         None, one_of(*modes()), f"{', '.join(f'`{m!r}`' for m in modes())}".replace("'", '"'), "none"
     )
     shape: tuple[int, ...] | None = key(
         None, several(_ranks, least=1), "`(r, c)` for 2d, `(d, r, c)` for 2.5d, `(i, j, l)` for 3d; any rectangle",
-        "a square or cube; where `size` is left out too, the nearest to one",
+        "a square or cube; if `size` is not given either, the shape nearest to one",
     )  # fmt: skip
-    depth: int | None = key(None, _ranks, "of 2.5d, where its layers are squares", "none: give it, or `shape`")
-    depth_on: str | None = key(None, one_of("batch", "k"), 'of 2.5d: `"batch"` or `"k"`', '`"batch"`')
-    sequence_parallel: bool = key(False, flag, "of 1d: `True` cuts the residual stream along the sequence")
+    depth: int | None = key(None, _ranks, "2.5d only: number of square layers; else give `shape`", "none")
+    depth_on: str | None = key(
+        None, one_of("batch", "k"), '2.5d only: which dim the depth cuts, `"batch"` or `"k"`', '`"batch"`'
+    )
+    sequence_parallel: bool = key(False, flag, "1d only: `True` cuts the residual stream along the sequence")
 
     @property
     def ranks(self) -> int | None:
@@ -122,7 +126,7 @@ class DataParallelConfig(Section):
     """Data parallelism: the ranks that share each batch."""
 
     SHORT = _size
-    size: int | None = key(None, _ranks, "ranks", "what the others leave; checked if given")
+    size: int | None = key(None, _ranks, "ranks", "all remaining ranks; checked if given")
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,10 @@ class SequenceConfig(Section):
     SHORT = _size
     size: int | None = key(None, _ranks, "ranks; see [](sequences.md)", "1")
     ulysses: int = key(
-        1, _ranks, "how many of them exchange heads, a divisor of `size`; over the others attention is a ring"
+        1, _ranks, "how many of these ranks exchange heads, a divisor of `size`; over the others attention is a ring"
     )
     order: str | None = key(
-        None, one_of(*ORDERS), 'of the tokens: `"zigzag"`, `"striped"`, `"contiguous"`',
+        None, one_of(*ORDERS), 'order of the tokens: `"zigzag"`, `"striped"`, `"contiguous"`',
         "zigzag for a causal model's ring, else contiguous",
     )  # fmt: skip
 
@@ -176,7 +180,7 @@ class PipelineConfig(Section):
     )  # fmt: skip
     tensor: tuple[TensorConfig, ...] | None = key(
         None, several(TensorConfig.parse, least=1),
-        "a list: what each rank of the pipeline has in place of `parallel.tensor`, with a `size` or `shape`",
+        "a list: for each pipeline rank its own `parallel.tensor`, with a `size` or `shape`",
         "`parallel.tensor` for all",
     )  # fmt: skip
 
@@ -209,13 +213,15 @@ class ParallelConfig(Section):
     """The dimensions of the mesh: world = data × pipeline × sequence × tensor."""
 
     data: DataParallelConfig = section(
-        DataParallelConfig, "ranks that share the batch", "what the others leave; checked if given"
+        DataParallelConfig, "ranks that share the batch", "all remaining ranks; checked if given"
     )
     pipeline: PipelineConfig = section(
-        PipelineConfig, "ranks that follow one another, each with some of the layers, or a dict as below", "1"
+        PipelineConfig, "ranks of the pipeline, each with some of the layers, or a dict with the keys below", "1"
     )
-    sequence: SequenceConfig = section(SequenceConfig, "ranks that share each sequence, or a dict as below", "1")
-    tensor: TensorConfig = section(TensorConfig, "ranks that share each product, or a dict as below", "1")
+    sequence: SequenceConfig = section(
+        SequenceConfig, "ranks that share each sequence, or a dict with the keys below", "1"
+    )
+    tensor: TensorConfig = section(TensorConfig, "ranks that share each product, or a dict with the keys below", "1")
 
     def check(self, where: str) -> None:
         if self.tensor.mode == "sequence" and self.sequence.size is not None:
@@ -241,15 +247,15 @@ class ScheduleConfig(Section):
         f"{', '.join(f'`{n!r}`' for n in sorted(discover()))}; see [](pipelines/index.md)".replace("'", '"'),
     )  # fmt: skip
     microbatches: int | None = key(
-        None, _count, "into how many a step's batch is cut",
-        "as `gradient_accumulation` says, or as many as the pipeline has ranks",
+        None, _count, "microbatches per batch",
+        "`gradient_accumulation` if above 1, else the number of pipeline ranks",
     )  # fmt: skip
-    chunks: int | None = key(None, _count, "the stages that a rank holds, for `interleaved`", "2")
+    chunks: int | None = key(None, _count, "stages per rank, for `interleaved`", "2")
     every: int | None = key(
         None,
         _count,
-        "the microbatches of an optimizer step, for the asynchronous schedules",
-        "as the schedule likes it",
+        "microbatches per optimizer step, for the asynchronous schedules",
+        "chosen by the schedule",
     )
 
 
@@ -258,7 +264,7 @@ class LossScaleConfig(Section):
     """A dynamic scale of the loss: it doubles after good steps, and halves where a gradient overflows."""
 
     start: float = key(START, _positive, "the first scale", "65,536")
-    growth_every: int = key(2000, integer(1), "good steps in a row after which it doubles", "2,000")
+    growth_every: int = key(2000, integer(1), "steps in a row without overflow after which it doubles", "2,000")
     least: float = key(1.0, _positive, "the smallest scale")
     most: float = key(2.0**24, _positive, "the largest scale", "2²⁴")
 
@@ -292,14 +298,17 @@ class PrecisionConfig(Section):
 
     SHORT = Short(str, "dtype", "the name of a dtype")
     dtype: str | None = key(
-        None, _low, 'of weights, gradients and arithmetic: `"bf16"`, `"fp16"` or `"float32"`; the `dtype` of '
-        "the configuration is then that of the weights which the optimizer keeps", "none: no mixed precision",
+        None, _low, 'dtype of weights, gradients and arithmetic: `"bf16"`, `"fp16"` or `"float32"`; the `dtype` of '
+        "the configuration is then the dtype of the masters, the weights that the optimizer keeps",
+        "none: no mixed precision",
     )  # fmt: skip
     loss_scale: LossScaleConfig | float | None = key(
-        None, _loss_scale, '`"dynamic"`, a dict with its options, a number that stays, or `None`',
+        None, _loss_scale, '`"dynamic"`, a dict with the keys of `loss_scale`, a fixed number, or `None`',
         '`"dynamic"` for fp16, else none',
     )  # fmt: skip
-    communicate: str | None = key(None, _communicate, "the dtype in which gradients travel: 16 or 32 bits", "their own")
+    communicate: str | None = key(
+        None, _communicate, "the dtype in which gradients travel: 16 or 32 bits", "the gradients' own dtype"
+    )
 
     @classmethod
     def expand(cls, value: object) -> object:
@@ -328,16 +337,16 @@ class ZeroConfig(Section):
 
     SHORT = Short(int, "stage", "a stage")
     stage: int = key(
-        0, _stage, "1 shards the optimizer's states, 2 gradients too, 3 parameters too; 0: nothing. Without data "
-        "parallel ranks it does nothing, and the opening lines report that",
+        0, _stage, "1 shards the optimizer's states, 2 also gradients, 3 also parameters; 0 shards nothing. Without "
+        "data parallel ranks it does nothing, and the opening lines report that",
     )  # fmt: skip
     within: int | None = key(
-        None, integer(1), "groups of so many data parallel ranks shard, such as those of a node, and the groups hold "
-        "copies", "all ranks are one group",
+        None, integer(1), "ranks per sharding group, e.g. the ranks of a node; groups hold copies (FSDP: HYBRID_SHARD)",
+        "all ranks are one group",
     )  # fmt: skip
     accumulate: str = key(
         "reduce-scatter", one_of(*ACCUMULATE),
-        'what microbatches do with stages 2 and 3: `"reduce-scatter"`, or `"whole"`: hold unsharded gradients',
+        'stages 2 and 3, gradients of microbatches: `"reduce-scatter"` each, or hold them unsharded (`"whole"`)',
     )  # fmt: skip
 
 
@@ -387,19 +396,19 @@ _level = one_of("host", "disk")
 class OffloadConfig(Section):
     """States, values and activations that are kept on a disk or in host memory."""
 
-    optimizer: str | None = key(
-        None, _level, 'the states of the optimizer: `"disk"` or, from a GPU, `"host"`', "in memory"
+    optimizer: str | None = key(None, _level, 'optimizer states: `"disk"` or, from a GPU, `"host"`', "in memory")
+    activations: str | None = key(
+        None, _level, "arrays that the tape saves for the backward pass: the same choices", "in memory"
     )
-    activations: str | None = key(None, _level, "what the tape saves for the backward pass, likewise", "in memory")
-    parameters: str | None = key(None, _level, "parameters with their gradients, likewise", "in memory")
-    gradients: str | None = key(None, _level, "gradients alone, likewise", "in memory")
+    parameters: str | None = key(None, _level, "parameters with their gradients: the same choices", "in memory")
+    gradients: str | None = key(None, _level, "gradients alone: the same choices", "in memory")
     path: str | None = key(
-        None, text, "a folder on a disk, of this run alone",
+        None, text, "a folder on a disk that no other run uses",
         "`offload` in the folder of the results; `initialize` needs one",
     )  # fmt: skip
     memory: int | None = key(
-        None, _memory, 'what a rank may hold, such as `"4GiB"`, by which it is decided what is offloaded, in a '
-        "pipeline for each stage; the opening lines report it", "no limit",
+        None, _memory, 'memory limit per rank, e.g. `"4GiB"`; what to offload is chosen to meet it, in a pipeline for '
+        "each stage; the opening lines report it", "no limit",
     )  # fmt: skip
 
     def __bool__(self) -> bool:
@@ -417,15 +426,15 @@ class CheckpointConfig(Section):
 
     SHORT = Short(int, "every", "a number of steps, or False for none")
     every: int | None = key(
-        None, integer(1), "steps from one to the next", "one at the end, and when a signal stops the training"
+        None, integer(1), "steps between checkpoints", "one at the end, and when a signal stops the training"
     )
-    keep: int | None = key(3, optional(integer(1)), "how many of the last ones are kept; `None`: all")
+    keep: int | None = key(3, optional(integer(1)), "how many of the latest are kept; `None`: all")
     best: str | None = key(
-        None, text, 'a metric of the data kept out, such as `"validation_loss"`: where it is the best so far there is '
-        "a checkpoint too, and it is kept as long as no later one is better", "none",
+        None, text, 'a metric of the held-out data, such as `"validation_loss"`: its best value so far is saved as a '
+        "checkpoint as well, which is kept until a later one is better", "none",
     )  # fmt: skip
-    background: bool = key(True, flag, "whether files are written while training goes on")
-    on: bool = key(True, flag, "`False`: no checkpoints, for which `checkpoint=False` is short")
+    background: bool = key(True, flag, "`True`: files are written while training goes on")
+    on: bool = key(True, flag, "`False`: no checkpoints; `checkpoint=False` is short for it")
 
     @classmethod
     def expand(cls, value: object) -> object:
@@ -443,14 +452,16 @@ class CheckpointConfig(Section):
 class SampleConfig(Section):
     """The text that a language model writes at the end."""
 
-    prompt: str = key("\n", text, "the text to go on from", "a line's end")
-    max_new_tokens: int = key(500, integer(0), "the tokens to write; 0: no sample")
-    temperature: float = key(0.8, real(0), "of the distribution that is drawn from; 0: the likeliest token")
-    top_k: int | None = key(None, integer(1), "draw among so many likeliest tokens", "all")
-    top_p: float | None = key(
-        None, real(0, 1, above=True), "draw among the likeliest tokens of this probability", "all"
+    prompt: str = key("\n", text, "the text to continue", "a newline")
+    max_new_tokens: int = key(500, integer(0), "number of tokens to write; 0: no sample")
+    temperature: float = key(
+        0.8, real(0), "temperature of the distribution that tokens are drawn from; 0: the likeliest token"
     )
-    seed: int | None = key(None, _seed, "of what is drawn", "that of the configuration")
+    top_k: int | None = key(None, integer(1), "draw among this many likeliest tokens", "all")
+    top_p: float | None = key(
+        None, real(0, 1, above=True), "draw among the likeliest tokens that sum to this probability", "all"
+    )
+    seed: int | None = key(None, _seed, "seed of the sample", "the configuration's `seed`")
 
 
 # ---------------------------------------------------------------------------------------------- all of it
@@ -458,66 +469,68 @@ class SampleConfig(Section):
 class TrainingConfig(Section):
     """A parsed configuration; the guide's page on configurations lists its keys."""
 
-    parallel: ParallelConfig = section(ParallelConfig, "how the ranks are used, as above", "data parallel")
+    parallel: ParallelConfig = section(
+        ParallelConfig, "how the ranks are used; see [](#parallel-how-the-ranks-are-used)", "data parallel"
+    )
     backend: str = key(
         "auto", one_of("auto", "numpy", "cupy"), '`"auto"`, `"numpy"`, `"cupy"`',
         '`"auto"`: CuPy where every rank has a GPU',
     )  # fmt: skip
     dtype: str = key(
         "float32", one_of("float32", "float64", "bfloat16", "float16"),
-        '`"float32"`, `"float64"`, `"bfloat16"`, `"float16"`: of weights and arithmetic; the 16-bit ones are summed in '
-        "float32. With `precision`: of the weights that the optimizer keeps",
+        '`"float32"`, `"float64"`, `"bfloat16"`, `"float16"`: dtype of weights and arithmetic; 16-bit floats are '
+        "summed in float32. With `precision`: dtype of the masters, the weights that the optimizer keeps",
     )  # fmt: skip
-    seed: int = key(0, _seed, "of weights, order of samples, dropout, split")
-    model: Choice = key(Choice("mlp", {}), choice(choices.MODELS, default="mlp"), "as below", "`mlp`; `gpt` for text")
-    data: Choice = key(Choice("digits", {}), choices.data, "as below", "`digits`; `text` if the model reads text")
-    optimizer: Choice = key(Choice("adamw", {}), choice(choices.OPTIMIZERS, default="adamw"), "as below", "`adamw`")
-    lr_schedule: Choice = key(Choice("constant", {}), choices.lr_schedule, "as below", "`constant`")
+    seed: int = key(0, _seed, "seed of weights, order of samples, dropout, split")
+    model: Choice = key(Choice("mlp", {}), choice(choices.MODELS, default="mlp"), NAMED, "`mlp`; `gpt` for text")
+    data: Choice = key(Choice("digits", {}), choices.data, NAMED, "`digits`; `text` if the model reads text")
+    optimizer: Choice = key(Choice("adamw", {}), choice(choices.OPTIMIZERS, default="adamw"), NAMED, "`adamw`")
+    lr_schedule: Choice = key(Choice("constant", {}), choices.lr_schedule, NAMED, "`constant`")
     criterion: Choice = key(
-        Choice("cross_entropy", {}), choice(choices.CRITERIA, default="cross_entropy"), "as below", "`cross_entropy`"
+        Choice("cross_entropy", {}), choice(choices.CRITERIA, default="cross_entropy"), NAMED, "`cross_entropy`"
     )
     epochs: int = key(10, integer(1), "passes over the training data")
     steps: int | None = key(None, integer(1), "optimizer steps, instead of `epochs`")
-    batch_size: int = key(64, integer(1), "samples a step, over all ranks and microbatches")
+    batch_size: int = key(64, integer(1), "samples per step, over all ranks and microbatches")
     gradient_accumulation: int = key(
-        1, _count, "microbatches a step's batch is cut into; with a loader of one's own [in `initialize`](engine.md), "
-        "batches that make a step",
+        1, _count, "**with `parlinalg train`: microbatches that each batch of `batch_size` is cut into; with "
+        "[`initialize`](engine.md): loader batches per optimizer step** (as in DeepSpeed)",
     )  # fmt: skip
     clip_grad_norm: float | None = key(
         None, _positive, "the largest norm of the gradient of all parameters", "no clipping"
     )
-    clip_grad_value: float | None = key(None, _positive, "the largest element of the gradient, instead", "no clipping")
+    clip_grad_value: float | None = key(
+        None, _positive, "the largest element of the gradient, instead of the norm", "no clipping"
+    )
     skip_nonfinite: bool = key(
-        False, flag, "`True`: a step whose loss or gradient is not finite is left out, on all ranks, and counted; with "
-        "a loss scale it always is. `False`: a loss that is not finite ends the training",
+        False, flag, "`True`: a step whose loss or gradient is not finite is skipped on all ranks, and counted; with a "
+        "loss scale it always is. `False`: a loss that is not finite ends the training",
     )  # fmt: skip
     precision: PrecisionConfig = section(
-        PrecisionConfig, 'mixed precision: `"bf16"`, `"fp16"`, or a dict as below; see [](precision.md)', "none"
+        PrecisionConfig, f'mixed precision: `"bf16"`, `"fp16"`, or {KEYS}; see [](precision.md)', "none"
     )
-    zero: ZeroConfig = section(
-        ZeroConfig, "what data parallel ranks shard: a stage, or a dict as below; see [](zero.md)", "0"
-    )
+    zero: ZeroConfig = section(ZeroConfig, f"what data parallel ranks shard: a stage, or {KEYS}; see [](zero.md)", "0")
     gradient_handler: tuple[Handler, ...] = key(
         (), _handlers, "a list of dicts with a `type`: `DataParallel`, `SequenceParallel`, `SharedParameters`, `ZeRO`; "
-        "see [](data_parallel.md)", "what layouts say",
+        "see [](data_parallel.md)", "inferred from layouts",
     )  # fmt: skip
     offload: OffloadConfig = section(
-        OffloadConfig, "what is kept on a disk or in host memory, as below; see [](offload.md)", "nothing"
+        OffloadConfig, f"what rests on a disk or in host memory: {KEYS}; see [](offload.md)", "nothing"
     )
     schedule: ScheduleConfig | None = key(
-        None, ScheduleConfig, "of a pipeline: a name, or a dict as below; see [](pipelines/index.md)",
+        None, ScheduleConfig, f"schedule of a pipeline: a name, or {KEYS}; see [](pipelines/index.md)",
         '`"1f1b"` with a pipeline',
     )  # fmt: skip
     validate_every: int | None = key(
         None,
         integer(1),
-        "steps from one measurement on the data kept out to the next; one follows the last step anyway",
+        "steps between evaluations on the held-out data; one follows the last step in any case",
     )
     checkpoint: CheckpointConfig = section(
-        CheckpointConfig, "when checkpoints are made and which are kept: a dict as below, a number "
-        "of steps, or `False` for none; see [](checkpoints.md)", "one at the end, and when a signal stops the training",
+        CheckpointConfig, f"when checkpoints are made and which are kept: {KEYS}, a number of "
+        "steps, or `False` for none; see [](checkpoints.md)", "one at the end, and when a signal stops the training",
     )  # fmt: skip
-    sample: SampleConfig = section(SampleConfig, "how a language model writes its sample, as below", "")
+    sample: SampleConfig = section(SampleConfig, f"how a language model writes its sample: {KEYS}", "")
 
     @property
     def model_dtype(self) -> str:
