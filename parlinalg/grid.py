@@ -241,7 +241,7 @@ def _problem(sizes: Mapping[str, int], ranks: int, idle: bool) -> str:
         return f'a grid takes a dict of axis names and sizes, such as {{"r": 2, "c": 2}}, not {sizes!r}'
     for axis, n in sizes.items():
         if not isinstance(axis, str) or not axis:
-            return f"a grid's axes have names, such as 'r'; {axis!r} is none"
+            return f"a grid's axes have names, such as 'r'; {axis!r} is not a name"
         if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 1:
             return f"axis {axis!r} of a grid needs a size of at least 1, not {n!r}"
     total = math.prod(int(n) for n in sizes.values())

@@ -118,7 +118,7 @@ _positions: ContextVar[BatchPositions | None] = ContextVar("token_positions", de
 
 
 def token_positions() -> BatchPositions:
-    """Return the positions and documents of the tokens of the batch under way."""
+    """Return the positions and documents of the tokens of the current batch."""
     return _positions.get() or BatchPositions()
 
 

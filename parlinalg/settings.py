@@ -46,7 +46,7 @@ def unknown_settings(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a sentence about each variable that begins with PARLINALG_ and is not one of parlinalg's.
 
     >>> unknown_settings({"PARLINALG_TIMEOUTS": "3"})
-    ['PARLINALG_TIMEOUTS is no variable of parlinalg; did you mean PARLINALG_TIMEOUT?']
+    ['PARLINALG_TIMEOUTS is not a variable of parlinalg; did you mean PARLINALG_TIMEOUT?']
     """
     env = os.environ if environ is None else environ
     sentences = []
@@ -54,7 +54,7 @@ def unknown_settings(environ: Mapping[str, str] | None = None) -> list[str]:
         if name.startswith("PARLINALG_") and name not in ALLOWED and not name.startswith(OTHERS):
             near = get_close_matches(name, ALLOWED, 1, 0.8)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ALLOWED)}"
-            sentences.append(f"{name} is no variable of parlinalg; {hint}")
+            sentences.append(f"{name} is not a variable of parlinalg; {hint}")
     return sentences
 
 

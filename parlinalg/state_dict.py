@@ -40,7 +40,7 @@ def _array(what: str, name: str, value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} does not fit: {name} is no array: {error}") from error
+        raise ConfigError(f"{what} does not fit: {name} is not an array: {error}") from error
 
 
 def _listed(fault: str, names: Iterable[str]) -> str:

@@ -68,7 +68,7 @@ def test_a_grid_that_does_not_fit_lists_those_that_would(world, backend):
         ({"a": 0}, "axis 'a' of a grid needs a size of at least 1, not 0"),
         ({"a": True}, "needs a size of at least 1, not True"),
         ({"a": 1.0}, r"needs a size of at least 1, not 1\.0"),
-        ({1: 1}, "a grid's axes have names, such as 'r'; 1 is none"),
+        ({1: 1}, "a grid's axes have names, such as 'r'; 1 is not a name"),
     ],
 )
 def test_wrong_sizes(world, backend, sizes, sentence):

@@ -41,7 +41,7 @@ def check_gradients(
     directions : int, optional
         Along how many random directions the derivatives are compared; by default along every element.
     seed : int
-        Of the contraction and the directions.
+        The seed of the contraction and the directions.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Gradients that add up: the sum of terms in whatever layouts, and terms that are scattered while the walk goes on.
+"""Gradients that add up: the sum of terms in whatever layouts, and terms that are scattered meanwhile.
 
 Terms of equal layouts are summed on arrival.  Of the others, those cut alike are first brought to one set of partial
 axes, which costs nothing (a whole term counts on coordinate 0 only), and then moved once.
@@ -142,13 +142,13 @@ class Underway(NamedTuple):
 
 
 class GradientScatter:
-    """The terms of weights' gradients that are under way to where the weights rest, of a walk and those within it."""
+    """The terms of weights' gradients that are in flight to where the weights rest, of a walk and those within it."""
 
     def __init__(self) -> None:
         self.queue: deque[Underway] = deque()
         self.nbytes = 0
         self.gatherers: dict[int, Gatherer] = {}
-        """Those of the parameters whose terms were taken."""
+        """The gatherers of the parameters whose terms were taken."""
 
     def takes(self, walk: Walk, node: Node, term: Term, owned: bool) -> bool:
         """Take a term that has to move, of a parameter with a weight gatherer; the walk is given it afterwards."""
@@ -201,14 +201,14 @@ class GradientScatter:
                 walk.complete(node, sums)
 
     def land(self, most: int = 0) -> None:
-        """Await the oldest terms, until at most so many bytes are under way."""
+        """Await the oldest terms, until at most so many bytes are in flight."""
         while self.queue and self.nbytes > most:
             walk, node, move, layout, nbytes = self.queue.popleft()
             self.nbytes -= nbytes
             walk.landed(node, (move.wait(), layout))
 
     def poll(self) -> None:
-        """Drive the communication on: MPI progresses only within its calls."""
+        """Progress pending communication: MPI progresses only within its calls."""
         if self.queue:
             self.queue[0].move.test()
 

@@ -35,7 +35,7 @@ def recompute(function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
 
     The tape has one value for it, whose sources are all tensors with gradients that the function used.  Terms of their
     gradients are added up as without; parameters' go to their reducer as soon as the last has arrived, so that its
-    all-reduces overlap with the rest of the walk.
+    all-reduces overlap with the rest of the backward pass.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def _told(frames: Sequence[tuple[tuple[int, ...], Layout]]) -> str:
 
 
 class Inner(Walk):
-    """The walk back over values computed again, within the walk that asked for them.
+    """The backward pass over recomputed values, within the walk that asked for them.
 
     It ends at the sources: their terms go into the outer walk's sums, in the order in which they would without.
     """

@@ -28,7 +28,7 @@ Block = Any
 class Gatherer(Protocol):
     """A gatherer of weights that rest cut: it brings each to work for a product, where a plain gather would wait.
 
-    Terms of their gradients go home without waiting too: at most `limit` bytes of them are under way.
+    Terms of their gradients go home without waiting too: at most `limit` bytes of them are in flight.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Gatherer(Protocol):
 
     @property
     def limit(self) -> int:
-        """The most bytes of gradients under way; the same on all ranks."""
+        """The most bytes of gradients in flight; the same on all ranks."""
 
     def gather(self, parameter: Parameter, work: Layout) -> Block:
         """Return the parameter's block in the layout `work`.  Every rank asks for the same in the same order."""
@@ -87,9 +87,9 @@ class StorageBytes(NamedTuple):
     ----------
     value, gradient : int
     updated : int
-        Of the value, what this rank updates.
+        Bytes of the value that this rank updates.
     offloaded : int
-        Of value and gradient, what lies on a disk or in host memory.
+        Bytes of value and gradient on a disk or in host memory.
     """
 
     value: int

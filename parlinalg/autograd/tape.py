@@ -1,4 +1,4 @@
-"""The tape: values in the order of their creation, and the walk back over them.
+"""The tape: values in the order of their creation, and the backward pass over them.
 
 A rule has one part for each input that wants a gradient.  A part takes the gradient of the value, in its layout, and
 the arrays that were saved for it, and returns a term of its input's gradient: (block, layout).  What several parts need
@@ -35,7 +35,7 @@ _ages = itertools.count()
 
 
 class Reducer(Protocol):
-    """A reducer, which settles gradients over axes that do not cut their parameters, in buckets, during the walk."""
+    """A reducer of gradients over the axes that do not cut their parameters, in buckets, during the backward pass."""
 
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool) -> None:
         """Take the gradient of a parameter whose last term has arrived; `layout` may be partial, and has its cuts.
@@ -45,10 +45,10 @@ class Reducer(Protocol):
         """
 
     def poll(self) -> None:
-        """Called between nodes: drive pending communication on."""
+        """Progress pending communication; the backward pass calls this between nodes."""
 
     def finish(self, *, sync: bool) -> None:
-        """Called after the walk: with `sync`, settle all gradients, those of parameters not reached as zeros."""
+        """End a backward pass: with `sync`, reduce all gradients, those of parameters not reached as zeros."""
 
 
 class Node:
@@ -68,20 +68,20 @@ class Node:
         The rule, one part a source.  None once a walk has used it.
     prepare : Part or None
         What the parts are given, from the gradient; by default the gradient itself.
-    again : Part or None
-        Of a value that is to be computed again instead: does so, and walks back over the tape of that, given the walk
-        and the gradient.  None once a walk has used it.
+    recompute : Part or None
+        For a recomputed value: runs the forward pass again and then its backward pass, given the walk and the incoming
+        gradient.  None once a walk has used it.
     grad : DistArray or None
         The gradient of a leaf that is no parameter.
     owner : weak reference to a Parameter, or None
-    unsummed : bool
+    takes_partial : bool
         Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial over axes
         that do not cut the value: it is summed later, where it has fewer elements.
     """
 
     __slots__ = (
-        "again", "age", "dtype", "grad", "grid", "layout", "op", "owner", "parts", "prepare", "shape", "sources",
-        "unsummed",
+        "age", "dtype", "grad", "grid", "layout", "op", "owner", "parts", "prepare", "recompute", "shape", "sources",
+        "takes_partial",
     )  # fmt: skip
 
     def __init__(
@@ -90,8 +90,8 @@ class Node:
         sources: tuple[Node, ...] = (),
         parts: tuple[Part, ...] = (),
         prepare: Part | None = None,
-        again: Part | None = None,
-        unsummed: bool = False,
+        recompute: Part | None = None,
+        takes_partial: bool = False,
         op: str = "",
     ) -> None:
         self.age = next(_ages)
@@ -103,15 +103,15 @@ class Node:
         self.sources = sources
         self.parts: tuple[Part, ...] | None = parts
         self.prepare = prepare
-        self.again = again
+        self.recompute = recompute
         self.grad: DistArray | None = None
         self.owner: weakref.ref[Parameter] | None = None
-        self.unsummed = unsummed
+        self.takes_partial = takes_partial
 
     @property
     def used(self) -> bool:
         """True if a walk has used the rule up."""
-        return self.parts is None and self.again is None
+        return self.parts is None and self.recompute is None
 
     def rules(self, *, parameters: bool = True) -> Iterator[Part]:
         """Iterate over the functions that run in a backward pass: the shared preparation, and the parts.
@@ -121,7 +121,7 @@ class Node:
         parameters : bool
             Whether the parts for gradients of parameters are among them.
         """
-        for shared in (self.prepare, self.again):
+        for shared in (self.prepare, self.recompute):
             if shared is not None:
                 yield shared
         for part, source in zip(self.parts or (), self.sources, strict=False):
@@ -166,7 +166,7 @@ class Node:
 
 @contextmanager
 def no_grad() -> Iterator[None]:
-    """Within it no operation is recorded: results want no gradient, and keep nothing for a backward pass."""
+    """Context in which no operation is recorded: results need no gradient, and keep nothing for a backward pass."""
     token = _recording.set(False)
     try:
         yield
@@ -176,7 +176,7 @@ def no_grad() -> Iterator[None]:
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """Within it a backward pass leaves the gradients of parameters unsummed over axes that do not cut them.
+    """Context in which a backward pass leaves parameters' gradients unsummed over axes that do not cut them.
 
     They add up in `parameter.grad`, in a partial layout; the next backward pass outside settles the sum, so that
     several microbatches share one all-reduce.
@@ -199,13 +199,13 @@ def tracing() -> bool:
 
 
 def walking() -> Walk | None:
-    """The backward pass under way, if one is."""
+    """Return the backward pass that is running, or None."""
     return _walking.get()
 
 
 @contextmanager
 def only_noting(used: dict[int, Node]) -> Iterator[None]:
-    """Within it no operation is recorded, but the inputs that want gradients are noted, by their ages."""
+    """Context in which no operation is recorded, but inputs that require gradients are noted, by their ages."""
     tokens = _recording.set(False), _used.set(used)
     try:
         yield
@@ -216,7 +216,7 @@ def only_noting(used: dict[int, Node]) -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[int]:
-    """Within it operations are recorded, also within `no_grad`; gives an age that all values made in it exceed."""
+    """Context in which operations are recorded, even within `no_grad`; yields an age that all values made exceed."""
     tokens = _recording.set(True), _used.set(None)
     try:
         with without_hooks():
@@ -236,7 +236,7 @@ def note(inputs: Iterable[Node | None]) -> None:
 def reachable(root: Node, since: int = -1) -> list[Node]:
     """The root and all it was made from, the youngest first: no node comes before one made from it.
 
-    Of values not made `since` that age none is looked behind.
+    Inputs of values with age ≤ `since` are not visited.
     """
     found: dict[int, Node] = {}
     stack = [root]
@@ -262,7 +262,7 @@ class Walk:
     """A backward pass from `root`, whose gradient is `term`.  `run()` is all of it.
 
     With `later=True`, `run()` computes the gradients of inputs only; `run_parameters()` then computes those of the
-    parameters, from what `run()` prepared and kept.  Behind values not made `since` that age the walk does not go.
+    parameters, from what `run()` prepared and kept.  The walk stops at values with age ≤ `since`.
     With `starts=True` sums of gradients start as these arrive, also within `no_sync`; who walks has to settle them.
     """
 
@@ -306,14 +306,14 @@ class Walk:
             _walking.reset(token)
 
     def poll(self) -> None:
-        """Drive communication on: MPI progresses only within its calls."""
+        """Progress pending communication: MPI progresses only within its calls."""
         for reducer in self.reducers:
             reducer.poll()
         self.scatter.poll()
         self.nodes[0].grid.poll()
 
     def visit(self, node: Node) -> None:
-        """Settle a value's gradient and send its parts on; into a leaf's, add it."""
+        """Finish a value's gradient and run its rule; for a leaf, add it to the stored gradient."""
         got = self.arrived.pop(node.age, None)
         if not node.sources:
             if got is not None:
@@ -328,10 +328,10 @@ class Walk:
         if got is None:
             for source in node.sources:
                 self.arrive(source, None)
-        elif node.again is not None:
-            node.again(self, got.settled()[0])
+        elif node.recompute is not None:
+            node.recompute(self, got.settled()[0])
         else:
-            if node.unsummed:
+            if node.takes_partial:
                 grad, layout = got.summed()
                 shared = (grad, layout)
             else:
@@ -343,7 +343,7 @@ class Walk:
                 else:
                     self.send(source, part, shared, grad)
         if not self.retain:  # what the rule holds is freed as the walk goes
-            node.parts = node.prepare = node.again = None
+            node.parts = node.prepare = node.recompute = None
 
     def send(self, source: Node, part: Part, shared: Any, grad: Block) -> None:
         """A term of a source's gradient, by its part of the rule."""
@@ -380,9 +380,9 @@ class Walk:
             yield from sums.terms.values()
 
     def upcoming(self) -> Iterator[PackedArray]:
-        """Iterate over the packed arrays that the walk is still to need, in its order.
+        """Iterate over the packed arrays that the walk will still need, in its order.
 
-        With `later`, what the gradients of parameters alone need is left out until `run_parameters`.
+        With `later`, arrays that only the gradients of parameters need are skipped until `run_parameters`.
         """
         for node in self.nodes:  # those behind the walk have nothing that waits
             for rule in node.rules(parameters=not self.later):

@@ -33,7 +33,7 @@ class Tensor:
     Parameters
     ----------
     data : DistArray
-        Of a real dtype.
+        An array of a real dtype.
     requires_grad : bool
         Whether `backward()` of what is made from this tensor adds its gradient to `grad`.
 
@@ -340,7 +340,7 @@ def start_walk(
 
 def record(
     op: str, data: DistArray, inputs: Sequence[Tensor], parts: Sequence[Part | Callable[[Any], Any]],
-    prepare: Part | Callable[[Block], Any] | None = None, *, unsummed: bool = False,
+    prepare: Part | Callable[[Block], Any] | None = None, *, takes_partial: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the result of an operation as a tensor, with the rule by which its gradient goes to the inputs.
 
@@ -357,7 +357,7 @@ def record(
         partial.  A function alone is a part that saves nothing.
     prepare : Part or callable, optional
         Makes of the gradient what all parts are given in its place.
-    unsummed : bool
+    takes_partial : bool
         Whether the parts are linear and take the gradient as a term, (block, layout), which may be partial.
 
     Nothing is saved for inputs that want no gradient, nor within `no_grad`.
@@ -387,7 +387,7 @@ def record(
             if (pack := packing(_at_rest(inputs))) is not None:
                 shared = None if shared is None else pack(shared)
                 kept = [pack(part) for part in kept]
-            result._node = Node(data, tuple(sources), tuple(kept), shared, unsummed=unsummed, op=op)
+            result._node = Node(data, tuple(sources), tuple(kept), shared, takes_partial=takes_partial, op=op)
     else:
         note(t._node for t in inputs)
     return result
@@ -404,7 +404,7 @@ def record_again(op: str, data: DistArray, sources: Sequence[Node], again: Part)
     result = Tensor(data)
     if sources:
         pack = packing()
-        result._node = Node(data, tuple(sources), again=again if pack is None else pack(again), op=op)
+        result._node = Node(data, tuple(sources), recompute=again if pack is None else pack(again), op=op)
     return result
 
 

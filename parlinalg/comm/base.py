@@ -26,7 +26,7 @@ class Handle(ABC):
     """An operation in progress.  It keeps the operation's buffers alive until it is done.
 
     The buffers must not be touched before `wait` has returned, or `test` has returned True.  All ranks wait at the same
-    point of their program: an operation may need them all to drive it on.
+    point of their program: an operation may need them all to progress.
     """
 
     __slots__ = ()

@@ -27,10 +27,10 @@ class Rotation:
     own : array
         This rank's block, C-contiguous.
     shapes : sequence of tuple of int
-        Of all ranks' blocks.
+        The shapes of all ranks' blocks.
     empty : callable
     tag : int
-        Of its messages, on all ranks alike.
+        The tag of its messages, the same on all ranks.
 
     Not more than two foreign blocks are held: the one that is shown, while it is passed on, and the next one.
     """

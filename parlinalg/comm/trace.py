@@ -98,7 +98,7 @@ class Trace(Book):
             common = {"name": s.name, "cat": s.kind, "pid": self.comm.rank, "tid": track}
             reported = {"args": {"axes": " ".join(s.axes), "bytes": s.nbytes}}
             start, stop = 1e6 * s.start, 1e6 * s.stop
-            if s.kind == "operation":  # several may be under way at once
+            if s.kind == "operation":  # several may be in flight at once
                 events.append({**common, **reported, "ph": "b", "id": number, "ts": start})
                 events.append({**common, "ph": "e", "id": number, "ts": stop})
             else:

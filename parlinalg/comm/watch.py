@@ -52,7 +52,7 @@ class WaitSlot:
         self.between = 0
         """The number of nonblocking operations in progress between nodes."""
         self.posted = threading.Event()
-        """Set when there is one, for the monitor to drive it on."""
+        """Set when there is one, for the monitor to progress it."""
         self.doing: str | None = None
         """The process's present task, such as "stage 2, microbatch 3, backward", if it is known."""
         self.left: str | None = None

@@ -81,7 +81,7 @@ def host_array(given: Any) -> Any:
     try:
         found = np.asarray(given)
     except ValueError as error:
-        raise EngineError(f"a sample holds {given!r}, which is no array: {error}; give a collate_fn") from error
+        raise EngineError(f"a sample holds {given!r}, which is not an array: {error}; give a collate_fn") from error
     if found.dtype.kind not in "fiub" and found.dtype.name != "bfloat16":
         raise EngineError(
             f"a sample holds {type(given).__name__} of dtype {found.dtype}, and batches are of real numbers: convert "

@@ -51,7 +51,7 @@ class Placement:
     Attributes
     ----------
     grid : Grid
-        Of the arrays.
+        The grid of the arrays.
     world : Comm
         All ranks that train; in a pipeline more than the grid's.
     inputs : callable
@@ -116,7 +116,7 @@ class LocalBatch:
     held : array of int
         The places of these rows in the microbatch.
     rows : int
-        Of all ranks; of a loader that gives each rank its own it is found once all have told theirs.
+        The rows on all ranks; with a loader that gives each rank its own, known once all have told theirs.
     count : int
         The targets that this rank is to count.
     """
@@ -144,7 +144,7 @@ class DataLoader:
     sampler : Sampler, optional
         Gives the order instead.
     seed : int
-        Of the order.
+        The seed of the order.
     drop_last : bool
         True if a smaller batch at the end is left out.
     collate_fn : callable, optional
@@ -211,9 +211,10 @@ class DataLoader:
         ----------
         grid : Grid
         inputs : Layout or callable
-            Of an array of the inputs, or from its dtype and number of dims to it.  Labels have its rows.
+            The layout of an input array, or a function that returns it for a dtype and a number of dims.  Labels have
+            its rows.
         dtype : dtype, optional
-            Of floating inputs.
+            The dtype of floating inputs.
         world : Comm, optional
             By default the grid's ranks.
         """

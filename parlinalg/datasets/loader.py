@@ -116,9 +116,9 @@ class Loader:
         Samples a batch over all ranks; the last one may be smaller.
     grid : Grid
     x_layout, y_layout : Layout
-        Of a batch of x, with one entry a dim, and of y.
+        The layout of a batch of x, with one entry per dim, and of y.
     dtype : dtype
-        Of x in the batches.
+        The dtype of x in the batches.
     seed : int
     shuffle : bool
         True if every epoch takes the samples in another order.

@@ -64,7 +64,7 @@ def digits(seed: int = 0, test: float = TEST_SHARE) -> Samples:
     Parameters
     ----------
     seed : int
-        Of the split.
+        The seed of the split.
     test : float
         The share of samples kept for the test.
 

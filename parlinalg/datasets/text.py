@@ -155,7 +155,7 @@ def _decoded(file: Path) -> str:
     data = file.read_bytes()
     start = len(_MARK) if data.startswith(_MARK) else 0
     if (zero := data.find(b"\0")) >= 0:
-        raise ConfigError(f"{file} is no text: it holds a zero byte at offset {zero:,} of {len(data):,}")
+        raise ConfigError(f"{file} is not text: it holds a zero byte at offset {zero:,} of {len(data):,}")
     try:
         return data[start:].decode()
     except UnicodeDecodeError as error:

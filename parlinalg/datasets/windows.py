@@ -55,7 +55,7 @@ class Passages:
         self.grid, self.ids_layout, self.targets_layout = grid, ids_layout, targets_layout
         self.order, self.document_starts = order, starts
         if order is not None and not np.array_equal(np.sort(order), np.arange(length)):
-            raise ConfigError(f"the order of a window's tokens is no permutation of 0 to {length - 1}")
+            raise ConfigError(f"the order of a window's tokens is not a permutation of 0 to {length - 1}")
         shape = (batch_size, length)
         ids_layout.check(shape, grid.sizes)
         targets_layout.check(shape, grid.sizes)

@@ -58,9 +58,9 @@ class DeferredGemm:
     a, b : array
         Matrices [*batch, M, K] and [*batch, K, N].
     dtype : dtype
-        Of the product.
+        The dtype of the product.
     shape : tuple of int
-        Of the product as a block: batch dims, the dims that make up M, and those that make up N.
+        The shape of the product as a block: batch dims, the dims that make up M, and those that make up N.
     rows : int
         The number of dims that make up M.
     order : tuple of int, optional

@@ -51,7 +51,7 @@ class Attention(Module):
     head_dim : int, optional
         By default `hidden / heads`.
     bias, out_bias : bool
-        Of the products into the layer and out of it; `out_bias` is by default as `bias`.
+        The bias of the products into the layer and out of it; `out_bias` is by default as `bias`.
     causal, window
         As of `ops.attention`.
     rotary : float or array, optional

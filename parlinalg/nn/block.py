@@ -40,14 +40,14 @@ class TransformerBlock(Module):
         As of `Attention`.
     norm : {"layer", "rms"}
     eps : float
-        Of the norms.
+        The eps of the norms.
     pre_norm : bool
     activation : str
-        Of the perceptron, as of `MLP`.
+        The activation of the perceptron, as of `MLP`.
     bias : bool
-        Of the linear layers.
+        Whether linear layers have a bias.
     attention_bias, qkv_bias : bool, optional
-        Of attention's, by default `bias`; of those into it, by default `attention_bias`.
+        The bias of attention's layers, by default `bias`; of the layers into it, by default `attention_bias`.
     causal, window, rotary, packed
         As of `Attention`.
     attention_dropout, dropout : float

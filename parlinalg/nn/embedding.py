@@ -26,7 +26,7 @@ class Embedding(Module):
     scheme : Scheme
     grid : Grid
     std : float
-        Of the normal distribution the weights start from.
+        The standard deviation of the normal distribution the weights start from.
     dtype : dtype
 
     Attributes

@@ -36,9 +36,9 @@ class Way:
     Attributes
     ----------
     tokens : Layout
-        To which the residual stream is brought before tokens are sent.
+        The layout to which the residual stream is brought before tokens are sent.
     expand, contract : Plan
-        Of the products, in which the experts are a batch dim.
+        The plans of the products, in which the experts are a batch dim.
     router : Plan
     """
 
@@ -79,7 +79,7 @@ class MixtureOfExperts(Module):
         As of `MLP`.
     bias : bool
     aux_loss_coef, z_loss_coef : float
-        Of the terms of the loss that the layer adds (`auxiliary_losses`): `ops.balance_loss` and `ops.z_loss`.
+        Coefficients of the loss terms that the layer adds (`auxiliary_losses`): `ops.balance_loss` and `ops.z_loss`.
     dtype : dtype
         Scores are float32 at least.
     weight_init : callable, optional
@@ -195,7 +195,7 @@ class MixtureOfExperts(Module):
     def words(self, way: Way, queues: Queues) -> float:
         """About how many words a rank receives in a forward pass by this way, the router's aside.
 
-        Of the exchange as many as if tokens were sent evenly; the others exactly, on the first rank.
+        The exchange is counted as if tokens were sent evenly; the other words are exact, for the first rank.
         """
         sizes, rest = self.grid.sizes, self.scheme.residual
         first = dict.fromkeys(sizes, 0)

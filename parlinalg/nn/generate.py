@@ -49,7 +49,7 @@ class Decoder(Protocol):
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Within it dropout is off."""
+        """Return a context in which dropout is off."""
 
 
 class _Whole:
@@ -97,7 +97,7 @@ def generate(
     eos_token_id : int or collection of int, optional
         A sequence ends with the first of these that comes.
     seed : int
-        Of what is drawn.
+        The seed of the draws.
     use_cache : bool
         Keep the keys and values of earlier tokens; else compute them again for every token.
     stream : callable, optional
@@ -245,7 +245,7 @@ def placed(ids: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
 
 @contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Within it the model is used, not trained; then its modules are as they were."""
+    """Context in which the model is in evaluation mode; afterwards its modules have their modes back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

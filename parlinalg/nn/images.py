@@ -62,7 +62,7 @@ class Conv2d(Module):
     bias : Parameter or None
         Shape [out_channels], cut as the result's last dim.
     input_layout, output_layout : Layout
-        Of the images [batch, height, width, in_channels] that it is called with, and of those it gives.
+        The layouts of the images [batch, height, width, in_channels] it is called with, and of those it returns.
     keep : {"xw", "x", "w", ""}
         As of `Linear`.
 

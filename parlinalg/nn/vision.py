@@ -33,7 +33,7 @@ class PatchEmbedding(Module):
     grid : Grid
     dtype : dtype
     std : float
-        Of the normal distribution from which the class token and the projection start.
+        The standard deviation of the normal distribution from which the class token and the projection start.
 
     Attributes
     ----------
@@ -44,8 +44,8 @@ class PatchEmbedding(Module):
     patches : int
         How many there are in an image.
     images_layout : Layout
-        Of the images [batch, channels, height, width] it is called with, of any dtype.  The result, [batch, 1 +
-        patches, hidden], has the residual stream's layout and the layer's dtype.
+        The layout of the images [batch, channels, height, width] it is called with, of any dtype.  The result,
+        [batch, 1 + patches, hidden], has the residual stream's layout and the layer's dtype.
     """
 
     class_token: Parameter
@@ -102,7 +102,7 @@ class Classifier(Module):
     ----------
     head : Linear
     targets_layout : Layout
-        Of the class ids [batch] that go with the logits [batch, classes].
+        The layout of the class ids [batch] that go with the logits [batch, classes].
 
     Call it with the residual stream [batch, sequence, hidden].
     """

@@ -1,9 +1,9 @@
 """Offloaded activations: arrays saved for the backward pass that rest on a disk or in host memory meanwhile.
 
 The arrays that a block's operations save are written as they are saved; when the backward pass comes to a value, its
-arrays are there again, read ahead in the order of the walk: last in, first out (Rhu et al., "vDNN: virtualized deep
-neural networks", 2016).  In a pipeline several microbatches are under way: each has a walk of its own, and what only
-gradients of parameters need stays away until these are computed.
+arrays are there again, read ahead in the order of the backward pass: last in, first out (Rhu et al., "vDNN:
+virtualized deep neural networks", 2016).  In a pipeline several microbatches are in flight: each has a backward pass of
+its own, and what only gradients of parameters need stays away until these are computed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Held(NamedTuple):
         In bytes.
     dtype : numpy.dtype
     order : tuple of int or None
-        Of an array on a GPU: how its dims lie in memory.
+        For an array on a GPU: the order of its dims in memory.
     """
 
     packer: Packer
@@ -151,7 +151,7 @@ class Ahead(NamedTuple):
     later : bool
         Whether the gradients of parameters are left for later.
     upcoming : iterator of PackedArray
-        The arrays that the walk is still to need, after those in `waiting`.
+        The arrays that the walk will still need, after those in `waiting`.
     waiting : weak dict of OffloadedBytes to int
         The arrays that are being read or were, and have not been needed yet, with their bytes.
     """
@@ -172,7 +172,7 @@ class OffloadedActivations(Closing):
     least : int or str
         Arrays of fewer bytes stay.
     pending, ahead : int or str
-        Bytes at most that wait to be written, and that are read ahead of the walk.
+        Bytes at most that wait to be written, and that are read ahead of the backward pass.
     name : str
         What the files' names begin with.
 
@@ -251,7 +251,7 @@ class OffloadedActivations(Closing):
         return packer.unpack(held)
 
     def _read_ahead(self, walk: Walk, now: OffloadedBytes) -> None:
-        """Begin to read what the walk needs next, until `ahead` bytes are waiting for it."""
+        """Begin to read the arrays that the walk needs next, until `ahead` bytes are waiting for it."""
         ahead = self._ahead
         if ahead is None or ahead.walk() is not walk or ahead.later != walk.later:
             ahead = self._ahead = Ahead(weakref.ref(walk), walk.later, walk.upcoming(), weakref.WeakKeyDictionary())

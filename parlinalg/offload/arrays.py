@@ -99,7 +99,7 @@ class OffloadedArray(DistArray):
         The byte where its place begins.
     dtype : numpy.dtype
     shape, layout, grid
-        Of the array.
+        The shape, layout and grid of the array.
     """
 
     __slots__ = ("_dtype", "_window", "at", "home")

@@ -117,7 +117,7 @@ class ChunkFile:
         length, count, parts = int(head["label"]), int(head["count"]), tuple(int(n) for n in head["parts"])
         whole = whole_pages(HEAD.itemsize + length)
         if head["magic"] != MAGIC or whole > size:
-            raise OffloadError(f"{self.path} is no file of chunks, or cut short: it has {size} bytes")
+            raise OffloadError(f"{self.path} is not a file of chunks, or cut short: it has {size} bytes")
         text = aligned(whole)
         self.file.read(text, 0)
         if checksum(text[CRC:]) != head["crc"]:
@@ -240,7 +240,7 @@ class Stream:
     ----------
     medium : Medium
     nbytes : int
-        Of a chunk.
+        The bytes of a chunk.
     backend : Backend
         Makes the buffers.
     buffers : int
@@ -254,7 +254,7 @@ class Stream:
         self._readers = ThreadPoolExecutor(1, "parlinalg-offload-read")
         self._writers = ThreadPoolExecutor(1, "parlinalg-offload-write")
 
-    def over(self, chunks: Sequence[int], read: int) -> Iterator[tuple[int, np.ndarray]]:
+    def iterate_chunks(self, chunks: Sequence[int], read: int) -> Iterator[tuple[int, np.ndarray]]:
         """The chunks in this order, each once, in a buffer that is the caller's until the next is asked for.
 
         Its first `read` bytes are read; what it then holds is written.  A caller that breaks off leaves the chunk it

@@ -15,7 +15,7 @@ from parlinalg.errors import OffloadError
 from parlinalg.grid import worlds
 from parlinalg.offload.chunks import ChunkFile, Stream
 from parlinalg.offload.disk import Closing, aligned, process_number, raise_together
-from parlinalg.offload.states import ChunkedStates, Piece, Places
+from parlinalg.offload.states import ChunkedStates, ChunkLayout, Piece
 from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import Entry, Run
 
@@ -59,12 +59,12 @@ class DiskStates(ChunkedStates, Closing):
         self.file: ChunkFile | None = None
         self._stream: Stream | None = None
         self._end: weakref.finalize[Any, Any] | None = None
-        self._desk: tuple[int, np.ndarray] | None = None
+        self._buffer: tuple[int, np.ndarray] | None = None
         self._dirty = False
         self._touched: set[int] = set()
         self._known: dict[int, tuple[int, int]] = {}
         self._broken = ""
-        self._begun = False  # whether all that was set before the step under way is a generation
+        self._begun = False  # whether all that was set before the current step is a generation
 
     # ------------------------------------------------------------------ files
     def make(self, entries: Sequence[Entry]) -> None:
@@ -85,26 +85,26 @@ class DiskStates(ChunkedStates, Closing):
             raise
 
     def _make(self) -> None:
-        if not self.places.count:
+        if not self.layout.count:
             return
         rank = process_number(self._worlds)
-        backend = self.places.stretches[0].backend
+        backend = self.layout.groups[0].backend
         path = file_of(self.path, self.name, rank)
-        self.file = ChunkFile(path, self.places.count, self.places.parts, self._label())
-        self._stream = Stream(self.file, sum(self.places.parts), backend, self.buffers)
-        self._desk = (-1, aligned(sum(self.places.parts), backend))
+        self.file = ChunkFile(path, self.layout.count, self.layout.parts, self._label())
+        self._stream = Stream(self.file, sum(self.layout.parts), backend, self.buffers)
+        self._buffer = (-1, aligned(sum(self.layout.parts), backend))
         self._end = weakref.finalize(self, _close, self.file, self._stream, self.keep)
 
     def _label(self) -> dict[str, Any]:
         """The description that the file holds."""
-        return {"entries": self.places.label(), "chunk": self.chunk}
+        return {"entries": self.layout.label(), "chunk": self.chunk}
 
     def close(self) -> None:
         """Close the files and end the threads; the files are taken away unless they are to be kept."""
         if self._end is not None:
             self._end()
-        self.file = self._stream = self._end = self._desk = None
-        self.places = Places((), self.chunk, values=False)
+        self.file = self._stream = self._end = self._buffer = None
+        self.layout = ChunkLayout((), self.chunk, values=False)
         self._touched, self._known, self._broken, self._dirty, self._begun = set(), {}, "", False, False
 
     # ------------------------------------------------------------------ a step
@@ -127,10 +127,10 @@ class DiskStates(ChunkedStates, Closing):
             self._undo()
             raise
 
-    def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+    def iterate_chunks(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
         if self._stream is None:
             return
-        for chunk, buffer in self._stream.over(chunks, read=sum(self.places.parts[: 1 + values])):
+        for chunk, buffer in self._stream.iterate_chunks(chunks, read=sum(self.layout.parts[: 1 + values])):
             self._touched.add(chunk)
             yield chunk, buffer
 
@@ -160,21 +160,21 @@ class DiskStates(ChunkedStates, Closing):
     def _prepare(self) -> None:
         """Before a step: what was set since the last one, and values changed by others, become a generation.
 
-        They go over the desk: a chunk that cannot be written stays on it, and nothing that was set is lost.
+        They go through the chunk buffer: a chunk that cannot be written stays there, and nothing that was set is lost.
         """
         if self.file is None or self._touched:  # a second pass of one step
             return
         self._begun = False
-        for entry in self.places.entries if self.VALUES else ():
+        for entry in self.layout.entries if self.VALUES else ():
             known = entry.parameter.writes, id(entry.parameter.data)
             if self._known.get(id(entry.parameter)) != known:
-                for piece in self.places.of(entry):
-                    if piece.stretch.recorded:
-                        buffer = self.desk(piece.chunk, write=True)
-                        kept = piece.stretch.values(buffer, self.places.parts[0])[piece.inside]
-                        piece.stretch.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
+                for piece in self.layout.of(entry):
+                    if piece.group.recorded:
+                        buffer = self.chunk_buffer(piece.chunk, write=True)
+                        kept = piece.group.values(buffer, self.layout.parts[0])[piece.inside]
+                        piece.group.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
                 self._known[id(entry.parameter)] = known
-        self._clear_desk()
+        self._flush()
         if self.file.changed or not self.file.generation:
             self.file.commit({"steps": self.steps})
         self._begun = True
@@ -185,28 +185,28 @@ class DiskStates(ChunkedStates, Closing):
             return
         self.file.rollback()
         touched, self._touched = sorted(self._touched), set()
-        if touched and not self.VALUES and any(s.recorded for s in self.places.stretches):
+        if touched and not self.VALUES and any(s.recorded for s in self.layout.groups):
             self._broken = "a step failed half-way, and values are partly updated (values=False)"
             return
-        buffer = aligned(sum(self.places.parts))
+        buffer = aligned(sum(self.layout.parts))
         try:
             for chunk in touched:
                 self.file.read(chunk, buffer)
-                for entry in self.places.entries:
-                    for piece in self.places.of(entry):
+                for entry in self.layout.entries:
+                    for piece in self.layout.of(entry):
                         if piece.chunk == chunk:
                             self._restore(piece, entry, buffer)
         except OffloadError as error:
             self._broken = f"a step failed half-way, and cannot be undone: {error}"
 
     def _restore(self, piece: Piece, entry: Entry, buffer: np.ndarray) -> None:
-        stretch = piece.stretch
-        if stretch.recorded:
-            kept = stretch.values(buffer, self.places.parts[0])[piece.inside]
+        group = piece.group
+        if group.recorded:
+            kept = group.values(buffer, self.layout.parts[0])[piece.inside]
         else:
-            kept = stretch.state(buffer, "master")[piece.inside].astype(stretch.value)
+            kept = group.state(buffer, "master")[piece.inside].astype(group.value)
         value, data = entry.parameter.updated[0][piece.part], entry.parameter.data
-        stretch.backend.copy_from_host(np.ascontiguousarray(kept), value)
+        group.backend.copy_from_host(np.ascontiguousarray(kept), value)
         data.put(value, entry.start + piece.at)
 
     def _refuse_broken(self) -> None:
@@ -214,26 +214,26 @@ class DiskStates(ChunkedStates, Closing):
             raise OffloadError(f"{self._broken}; load a checkpoint")
 
     # ------------------------------------------------------------------ one at a time
-    def desk(self, chunk: int, *, write: bool) -> np.ndarray:
+    def chunk_buffer(self, chunk: int, *, write: bool) -> np.ndarray:
         self._refuse_broken()
-        if self.file is None or self._desk is None:
+        if self.file is None or self._buffer is None:
             raise OffloadError(f"the states in {self.path} are closed")
-        at, buffer = self._desk
+        at, buffer = self._buffer
         if at != chunk:
-            self._clear_desk()
-            self._desk = (-1, buffer)
+            self._flush()
+            self._buffer = (-1, buffer)
             self.file.read(chunk, buffer)
-            self._desk = (chunk, buffer)
+            self._buffer = (chunk, buffer)
         self._dirty = self._dirty or write
         return buffer
 
-    def _clear_desk(self) -> None:
-        """Write the chunk on the desk if it was changed, and clear the desk."""
-        if self._desk is not None and self.file is not None:
-            chunk, buffer = self._desk
+    def _flush(self) -> None:
+        """Write the chunk in the buffer if it was changed, and empty the buffer."""
+        if self._buffer is not None and self.file is not None:
+            chunk, buffer = self._buffer
             if self._dirty:
                 self.file.write(chunk, buffer)
-            self._desk, self._dirty = (-1, buffer), False
+            self._buffer, self._dirty = (-1, buffer), False
 
 
 def file_of(folder: Path, name: str, rank: int) -> Path:
@@ -257,7 +257,7 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     ----------
     path : str or Path
     optimizer : Optimizer
-        Of the model, before its first step.
+        The optimizer of the model, before its first step.
     name : str
         As that of the `DiskStates`.
 
@@ -333,7 +333,7 @@ def _check(file: ChunkFile, kinds: dict[tuple[str, int], Entry]) -> None:
 def _take(file: ChunkFile, kinds: dict[tuple[str, int], Entry], optimizer: Optimizer | None) -> None:
     """Read all chunks; with an optimizer, into it."""
     ordered: Sequence[Entry] = [kinds[row[0], row[2]] for row in file.label["entries"]]
-    places = Places(ordered, file.label["chunk"], values=file.parts[1] > 0)
+    layout = ChunkLayout(ordered, file.label["chunk"], values=file.parts[1] > 0)
     buffer = aligned(sum(file.parts))
     if optimizer is None:
         for chunk in range(file.count):
@@ -343,13 +343,13 @@ def _take(file: ChunkFile, kinds: dict[tuple[str, int], Entry], optimizer: Optim
         parts = {n: np.empty(e.size, e.dtype) for n in e.names}
         values = np.empty(e.size, e.data.dtype)
         recorded = False
-        for piece in places.of(e):
+        for piece in layout.of(e):
             file.read(piece.chunk, buffer)
             for n, block in parts.items():
-                block[piece.part] = piece.stretch.state(buffer, n)[piece.inside]
-            if file.parts[1] and piece.stretch.recorded:
+                block[piece.part] = piece.group.state(buffer, n)[piece.inside]
+            if file.parts[1] and piece.group.recorded:
                 recorded = True
-                values[piece.part] = piece.stretch.values(buffer, file.parts[0])[piece.inside]
+                values[piece.part] = piece.group.values(buffer, file.parts[0])[piece.inside]
         backend = e.data.grid.backend
         for n, block in parts.items():
             optimizer.flat.states.write(e, n, backend.from_host(block))

@@ -41,7 +41,7 @@ MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 12
 HINT = '; with path="a folder on a disk" the rest would go there'
 
 
-def rest(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
+def bytes_left(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
     """Return the bytes that stay in memory, the buffers of what is offloaded counted."""
     t, away = table, set(offloaded)
     left = t.total
@@ -51,39 +51,39 @@ def rest(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
     if "activations" in away:
         left += min(0, 3 * t.block + t.stays - t.activations)
     if "parameters" in away:
-        left += min(0, 3 * t.largest + t.fixed - t.values - t.gradients - t.settled)
+        left += min(0, 3 * t.largest + t.fixed - t.values - t.gradients - t.transient_buckets)
     elif "gradients" in away:
-        left += min(0, 2 * t.largest - t.gradients - t.settled)
+        left += min(0, 2 * t.largest - t.gradients - t.transient_buckets)
     return left
 
 
-def most(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
-    """Return the bytes that stay in memory in any step, the first too."""
+def peak_bytes(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
+    """Return the most bytes that stay in memory in any step, including the first."""
     away = set(offloaded)
-    first = 0
+    first_step = 0
     if "parameters" not in away:
-        first = table.values + table.older + table.first + (0 if "gradients" in away else table.gradients)
-    return max(rest(table, away, chunk), first)
+        first_step = table.values + table.older + table.first_step + (0 if "gradients" in away else table.gradients)
+    return max(bytes_left(table, away, chunk), first_step)
 
 
 def decide(
-    table: MemoryTable, memory: int, movable: Iterable[str], chunk: int, given: Collection[str] = ()
+    table: MemoryTable, memory: int, movable: Iterable[str], chunk: int, always: Collection[str] = ()
 ) -> tuple[str, ...] | None:  # fmt: skip
-    """The first of what can be moved, in `ORDER`, without which the rest fits; None if it never does.  Pure.
+    """Return what to offload, the fewest kinds in `ORDER` with which the rest fits; None if it never does.  Pure.
 
-    What is `given` goes in any case.  What would leave no less in memory stays.
+    The kinds in `always` are offloaded in any case.  A kind that would free no memory stays.
 
     >>> table = MemoryTable(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
     >>> decide(table, 200, ORDER, chunk=1), decide(table, 120, ORDER, chunk=1), decide(table, 60, ORDER, chunk=1)
     ((), ('optimizer',), ('optimizer', 'activations', 'parameters'))
     """
-    chosen = list(given)
-    left = [kind for kind in ORDER if kind in set(movable) - set(given)]
-    while most(table, chosen, chunk) > memory:
+    chosen = list(always)
+    left = [kind for kind in ORDER if kind in set(movable) - set(always)]
+    while peak_bytes(table, chosen, chunk) > memory:
         if not left:
             return None
         kind = left.pop(0)
-        if rest(table, [*chosen, kind], chunk) < rest(table, chosen, chunk):
+        if bytes_left(table, [*chosen, kind], chunk) < bytes_left(table, chosen, chunk):
             chosen.append(kind)
     return tuple(chosen)
 
@@ -123,7 +123,7 @@ class OffloadPlan:
             + (f"{format_bytes(t.older)} of older versions of them, " if t.older else "")
             + f"{format_bytes(t.gradients)} of gradients, {format_bytes(t.states)} of optimizer states"
             + (f", {format_bytes(t.activations)} of activations" if t.activations else "")
-            + (f", {format_bytes(t.moving)} on the way in a pass" if t.moving else "")
+            + (f", {format_bytes(t.transient)} in transit during a pass" if t.transient else "")
         )
         limit = "" if self.memory is None else f" for a limit of {format_bytes(self.memory)}"
         there = f"; {' and '.join(self.there)} rest in host memory in any case, since NumPy computes there"
@@ -136,7 +136,7 @@ class OffloadPlan:
     @property
     def rest(self) -> int:
         """The bytes that stay in memory."""
-        return rest(self.table, self.places, self.chunk)
+        return bytes_left(self.table, self.places, self.chunk)
 
     def _where(self, place: str) -> str:
         return "host memory" if place == "host" else f"{self.path}"
@@ -224,7 +224,7 @@ def plan(
     Raises
     ------
     ConfigError
-        If the limit is too low even with everything offloaded: it names the least that would do.  In a pipeline on the
+        If the limit is too low even with everything offloaded: it names the lowest that works.  In a pipeline on the
         ranks of all stages, if it is too low on any.
     """
     chosen = _chosen(places)
@@ -253,7 +253,7 @@ def plan(
 
 
 def chunk_of(limit: int | None) -> int:
-    """Bytes of a chunk of states."""
+    """Return the bytes of a chunk of states."""
     return MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (32 * BUFFERS)))
 
 
@@ -261,8 +261,8 @@ def _enough(model: Module, table: MemoryTable, limit: int, movable: set[str], sh
     """Raise a ConfigError on the ranks of all stages if the limit is too low on any.  Collective."""
     least, text = 0, ""
     if short:
-        least = most(table, movable, chunk_of(limit))
-        while (more := most(table, movable, chunk_of(least))) > least:  # larger limits have larger chunks
+        least = peak_bytes(table, movable, chunk_of(limit))
+        while (more := peak_bytes(table, movable, chunk_of(least))) > least:  # larger limits have larger chunks
             least = more
         text = (
             f"memory={format_bytes(limit)} is too little: a rank{_stages(model)} holds {format_bytes(table.total)}, "

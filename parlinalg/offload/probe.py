@@ -103,7 +103,7 @@ class ActivationProbe(OffloadedActivations):
 def blocks_of(model: Module) -> list[Module]:
     """Return the modules whose activations are offloaded together: the layers of a transformer, else the members.
 
-    Of a model in a pipeline those of this rank's stages, without the model's ends where there are others.
+    In a pipeline these are the modules of this rank's stages, without the model's ends where there are others.
     """
     if hasattr(model, "chunks"):
         layers = [layer for stage in model.chunks for layer in stage.layers]

@@ -21,8 +21,10 @@ LINE = 64  # elements; a state's part of a chunk begins at a multiple
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Chunks whose elements all have the same states: in each chunk those of `per_chunk` elements, state by state.
+class ChunkGroup:
+    """Consecutive chunks with the same set of states.
+
+    Each chunk stores `per_chunk` elements of every state, one state after another.
 
     Attributes
     ----------
@@ -32,9 +34,9 @@ class Stretch:
         Elements in a chunk, and in all.
     names : tuple of str
     dtype, value : numpy.dtype
-        Of the states, and of the values that they belong to.
+        The dtypes of the states, and of the values that they belong to.
     backend : Backend
-        Of the values.
+        The backend of the values.
     """
 
     first: int
@@ -56,13 +58,13 @@ class Stretch:
         return "master" not in self.names
 
     def state(self, buffer: np.ndarray, name: str) -> np.ndarray:
-        """A state's elements in a chunk."""
+        """Return a state's elements in a chunk."""
         n = self.per_chunk * self.dtype.itemsize
         at = self.names.index(name) * n
         return buffer[at : at + n].view(self.dtype)
 
     def values(self, buffer: np.ndarray, at: int) -> np.ndarray:
-        """The values kept in a chunk, whose second part begins at byte `at`."""
+        """Return the values kept in a chunk, whose second part begins at byte `at`."""
         return buffer[at : at + self.per_chunk * self.value.itemsize].view(self.value)
 
 
@@ -72,7 +74,7 @@ class Piece:
 
     Attributes
     ----------
-    stretch : Stretch
+    group : ChunkGroup
     chunk : int
     at : int
         Where it begins in the run or entry.
@@ -80,7 +82,7 @@ class Piece:
         Where it begins in the chunk, and how many elements it has.
     """
 
-    stretch: Stretch
+    group: ChunkGroup
     chunk: int
     at: int
     start: int
@@ -97,12 +99,12 @@ class Piece:
         return slice(self.start, self.start + self.n)
 
 
-class Places:
-    """Gives entries their places in chunks of at most `nbytes` bytes, in their order.
+class ChunkLayout:
+    """The layout of entries, in their order, in chunks of at most `nbytes` bytes.
 
     Attributes
     ----------
-    stretches : list of Stretch
+    groups : list of ChunkGroup
     parts : tuple of two ints
         Bytes of a chunk for states, and for the values kept beside them.
     count : int
@@ -111,46 +113,46 @@ class Places:
 
     def __init__(self, entries: Sequence[Entry], nbytes: int, *, values: bool) -> None:
         self.entries = list(entries)
-        self.stretches: list[Stretch] = []
-        self._of: dict[int, tuple[Stretch, int]] = {}
+        self.groups: list[ChunkGroup] = []
+        self._of: dict[int, tuple[ChunkGroup, int]] = {}
         first = 0
-        stretches = [(key, list(group)) for key, group in groupby((e for e in entries if e.names and e.size), _kind)]
-        for (_, names, dtype, value), group in stretches:
-            size = sum(e.size for e in group)
+        groups = [(key, list(members)) for key, members in groupby((e for e in entries if e.names and e.size), _kind)]
+        for (_, names, dtype, value), members in groups:
+            size = sum(e.size for e in members)
             per_chunk = max(LINE, nbytes // (len(names) * dtype.itemsize) // LINE * LINE)
             per_chunk = min(per_chunk, -(-size // LINE) * LINE)
-            stretch = Stretch(first, per_chunk, size, names, dtype, value, group[0].data.grid.backend)
-            self.stretches.append(stretch)
-            first += stretch.chunks
+            group = ChunkGroup(first, per_chunk, size, names, dtype, value, members[0].data.grid.backend)
+            self.groups.append(group)
+            first += group.chunks
             at = 0
-            for e in group:
-                self._of[id(e.parameter)] = (stretch, at)
+            for e in members:
+                self._of[id(e.parameter)] = (group, at)
                 at += e.size
         self.count = first
-        states = max((s.per_chunk * len(s.names) * s.dtype.itemsize for s in self.stretches), default=0)
-        kept = max((s.per_chunk * s.value.itemsize for s in self.stretches if s.recorded and values), default=0)
+        states = max((s.per_chunk * len(s.names) * s.dtype.itemsize for s in self.groups), default=0)
+        kept = max((s.per_chunk * s.value.itemsize for s in self.groups if s.recorded and values), default=0)
         self.parts = whole_pages(states), whole_pages(kept)
 
     def of(self, entry: Entry) -> Iterator[Piece]:
         """The pieces of an entry."""
         if not entry.size or not entry.names:
             return
-        stretch, start = self._found(entry)
-        yield from _cut(stretch, start, entry.size)
+        group, start = self._found(entry)
+        yield from _cut(group, start, entry.size)
 
     def of_run(self, run: Run) -> Iterator[tuple[Piece, Run]]:
         """The pieces of a run, each as the run of its elements, still without states."""
-        stretch, start = self._found(run.entries[0])
+        group, start = self._found(run.entries[0])
         ends = np.cumsum([e.size for e in run.entries])
-        for piece in _cut(stretch, start, int(ends[-1])):
+        for piece in _cut(group, start, int(ends[-1])):
             i = int(np.searchsorted(ends, piece.at, "right"))
             j = int(np.searchsorted(ends, piece.at + piece.n, "left"))
             before = int(ends[i - 1]) if i else 0
             window = Run(run.entries[i : j + 1], run.value[piece.part], run.g[piece.part], {}, piece.at - before)
             yield piece, window
 
-    def _found(self, entry: Entry) -> tuple[Stretch, int]:
-        """Return the stretch of an entry, and its first element there."""
+    def _found(self, entry: Entry) -> tuple[ChunkGroup, int]:
+        """Return the group of an entry, and its first element there."""
         if id(entry.parameter) not in self._of:
             raise OffloadError(f"there are no states of {entry.parameter.name!r}: they were not made, or are closed")
         return self._of[id(entry.parameter)]
@@ -167,13 +169,13 @@ def _kind(entry: Entry) -> tuple[int, tuple[str, ...], np.dtype[Any], np.dtype[A
     return id(entry.data.grid.backend), entry.names, entry.dtype, entry.data.dtype
 
 
-def _cut(stretch: Stretch, start: int, size: int) -> Iterator[Piece]:
+def _cut(group: ChunkGroup, start: int, size: int) -> Iterator[Piece]:
     """Elements from `start` on, chunk by chunk."""
     at = 0
     while at < size:
-        chunk, inside = divmod(start + at, stretch.per_chunk)
-        n = min(size - at, stretch.per_chunk - inside)
-        yield Piece(stretch, stretch.first + chunk, at, inside, n)
+        chunk, inside = divmod(start + at, group.per_chunk)
+        n = min(size - at, group.per_chunk - inside)
+        yield Piece(group, group.first + chunk, at, inside, n)
         at += n
 
 
@@ -185,45 +187,45 @@ class ChunkedStates(ABC):
 
     def __init__(self, chunk: SupportsIndex | str) -> None:
         self.chunk = max(4096, bytes_of("chunk", chunk))
-        self.places = Places((), self.chunk, values=False)
+        self.layout = ChunkLayout((), self.chunk, values=False)
         self.steps = 0
         self._spare: dict[tuple[int, str, str], Block] = {}
 
     def make(self, entries: Sequence[Entry]) -> None:
         """Make room for the states of these entries, all zero.  Collective."""
-        self.places = Places(entries, self.chunk, values=self.VALUES)
+        self.layout = ChunkLayout(entries, self.chunk, values=self.VALUES)
         self._spare.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's states."""
-        return sum(s.size * len(s.names) * s.dtype.itemsize for s in self.places.stretches)
+        """The bytes of this rank's states."""
+        return sum(s.size * len(s.names) * s.dtype.itemsize for s in self.layout.groups)
 
     @abstractmethod
-    def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """The chunks in this order, in host memory; what then is written to one is kept.
+    def iterate_chunks(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the chunks in this order as host buffers; changes to a buffer are kept.
 
-        With `values` they come with the values beside the states, since not all of these are written.
+        With `values`, the values stored beside the states are read too, because some will not be overwritten.
         """
 
     @abstractmethod
     def complete(self, steps: int) -> None:
-        """The end of a step.  Collective."""
+        """End a step.  Collective."""
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
-        """The runs chunk by chunk, with their states in the memory of the values."""
-        due = [e for e in self.places.entries if _has_gradient(e)]
-        chunks = list(dict.fromkeys(piece.chunk for e in due for piece in self.places.of(e)))
-        stream = self.over(chunks, values=len(due) < len(self.places.entries))
+        """Yield the runs chunk by chunk, with their states in the memory of the values."""
+        due = [e for e in self.layout.entries if _has_gradient(e)]
+        chunks = list(dict.fromkeys(piece.chunk for e in due for piece in self.layout.of(e)))
+        stream = self.iterate_chunks(chunks, values=len(due) < len(self.layout.entries))
         chunk, buffer = -1, np.empty(0, np.uint8)
         for run in runs:
             if not run.entries[0].names:
                 yield run
                 continue
-            for piece, window in self.places.of_run(run):
+            for piece, window in self.layout.of_run(run):
                 while piece.chunk != chunk:
                     chunk, buffer = next(stream)
-                window.states = {name: self._arrive(piece, name, buffer) for name in piece.stretch.names}
+                window.states = {name: self._arrive(piece, name, buffer) for name in piece.group.names}
                 yield window
                 self._leave(piece, window, buffer)
         for _ in stream:  # the last chunk's turn is over
@@ -231,43 +233,43 @@ class ChunkedStates(ABC):
 
     def _arrive(self, piece: Piece, name: str, buffer: np.ndarray) -> Block:
         """A piece of a state as the optimizer changes it: in the buffer, or on the device."""
-        stretch = piece.stretch
-        view = stretch.state(buffer, name)[piece.inside]
-        if stretch.backend.host_memory:
+        group = piece.group
+        view = group.state(buffer, name)[piece.inside]
+        if group.backend.host_memory:
             return view
-        key = id(stretch.backend), name, stretch.dtype.str
+        key = id(group.backend), name, group.dtype.str
         if key not in self._spare or self._spare[key].size < piece.n:
-            self._spare[key] = stretch.backend.empty(stretch.per_chunk, stretch.dtype)
+            self._spare[key] = group.backend.empty(group.per_chunk, group.dtype)
         block = self._spare[key][: piece.n]
-        stretch.backend.copy_from_host(view, block)
+        group.backend.copy_from_host(view, block)
         return block
 
     def _leave(self, piece: Piece, run: Run, buffer: np.ndarray) -> None:
         """The optimizer is done with a piece."""
-        stretch = piece.stretch
-        if not stretch.backend.host_memory:
+        group = piece.group
+        if not group.backend.host_memory:
             for name, block in run.states.items():
-                stretch.backend.copy_to_host(block, stretch.state(buffer, name)[piece.inside])
-        if self.VALUES and stretch.recorded:
-            kept = stretch.values(buffer, self.places.parts[0])[piece.inside]
-            stretch.backend.copy_to_host(run.value, kept)
+                group.backend.copy_to_host(block, group.state(buffer, name)[piece.inside])
+        if self.VALUES and group.recorded:
+            kept = group.values(buffer, self.layout.parts[0])[piece.inside]
+            group.backend.copy_to_host(run.value, kept)
 
     @abstractmethod
-    def desk(self, chunk: int, *, write: bool) -> np.ndarray:
-        """A chunk in host memory, until the next one is asked for; with `write` what is written to it is kept."""
+    def chunk_buffer(self, chunk: int, *, write: bool) -> np.ndarray:
+        """Return a chunk as a host buffer, valid until the next call; with `write`, changes to it are kept."""
 
     def read(self, entry: Entry, name: str) -> Block:
         """A state of an entry as a flat block."""
         host = np.empty(entry.size, entry.dtype)
-        for piece in self.places.of(entry):
-            host[piece.part] = piece.stretch.state(self.desk(piece.chunk, write=False), name)[piece.inside]
+        for piece in self.layout.of(entry):
+            host[piece.part] = piece.group.state(self.chunk_buffer(piece.chunk, write=False), name)[piece.inside]
         return entry.data.grid.backend.from_host(host)
 
     def write(self, entry: Entry, name: str, block: Block) -> None:
         """Set a state of an entry."""
         host = entry.data.grid.backend.to_host(block).reshape(-1)
-        for piece in self.places.of(entry):
-            piece.stretch.state(self.desk(piece.chunk, write=True), name)[piece.inside] = host[piece.part]
+        for piece in self.layout.of(entry):
+            piece.group.state(self.chunk_buffer(piece.chunk, write=True), name)[piece.inside] = host[piece.part]
 
 
 class HostStates(ChunkedStates):
@@ -286,14 +288,14 @@ class HostStates(ChunkedStates):
 
     def make(self, entries: Sequence[Entry]) -> None:
         super().make(entries)
-        made = [(s.backend, self.places.parts[0]) for s in self.places.stretches for _ in range(s.chunks)]
+        made = [(s.backend, self.layout.parts[0]) for s in self.layout.groups for _ in range(s.chunks)]
         self._chunks = [aligned(n, backend) for backend, n in made]
 
-    def over(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+    def iterate_chunks(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
         for chunk in chunks:
             yield chunk, self._chunks[chunk]
 
-    def desk(self, chunk: int, *, write: bool) -> np.ndarray:
+    def chunk_buffer(self, chunk: int, *, write: bool) -> np.ndarray:
         return self._chunks[chunk]
 
     def complete(self, steps: int) -> None:
@@ -310,12 +312,12 @@ def _has_gradient(entry: Entry) -> bool:
 
 
 def bytes_of(what: str, amount: SupportsIndex | str) -> int:
-    """An amount of memory in bytes.
+    """Return an amount of memory in bytes.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not an amount of memory.
     """
     try:
         return parse_bytes(amount)

@@ -135,7 +135,7 @@ class States(Protocol):
     Attributes
     ----------
     steps : int
-        The steps made before the one under way, as the optimizer counts them; it says so before each.
+        The steps made before the current one, as the optimizer counts them; it says so before each.
     """
 
     steps: int
@@ -161,7 +161,7 @@ class States(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's states, wherever they lie."""
+        """The bytes of this rank's states, wherever they lie."""
 
 
 class InMemory:
@@ -235,7 +235,7 @@ class FlatParameters:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Those of all groups."""
+        """The parameters of all groups."""
         return [p for group in self.groups for p in group["params"]]
 
     def check_shared(self) -> None:

@@ -127,7 +127,7 @@ def decay_groups(
     ----------
     parameters : Module, or iterable of Parameter or of (name, Parameter)
     weight_decay : float
-        Of the first group; that of the second is 0.
+        The weight decay of the first group; that of the second is 0.
     no_decay : sequence of str, optional
         What does not decay: parameters with one of these in their qualified names, such as ["bias", "norm"]; patterns
         with `*`, `?` or `[` match the whole name.  By default all biases (names that end with "bias") and all

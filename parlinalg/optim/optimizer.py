@@ -41,12 +41,12 @@ class Optimizer(ABC):
     param_groups : list of dict
         The groups: "params" and every option.  Options may be changed between steps.
     lr, weight_decay : float
-        Of the first group; within `update`, of the group that is updated.  Setting one sets it for all groups; a
+        Options of the first group; in `update`, of the group that is updated.  Setting one sets it for all groups; a
         `Scheduler` sets the learning rate of each group.
     steps : int
         The number of steps made.
     factor : float
-        What gradients are multiplied by in the step under way; `update` heeds it.
+        What gradients are multiplied by in the current step; `update` heeds it.
     flat : FlatParameters
         What this rank updates, and the states of it.
 

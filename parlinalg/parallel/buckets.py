@@ -34,7 +34,7 @@ class Slot:
     Attributes
     ----------
     shape : tuple of int
-        Of the parameter's block.
+        The shape of the parameter's block.
     held : DistArray or None
         The parameter's `grad`, as long as that is the view into the bucket's data.
     partial : tuple of str
@@ -77,7 +77,7 @@ class Bucket:
     axes : tuple of str
         Those over which the gradients are, or have been, partial.
     data : array or None
-        The whole gradients; with ZeRO-2 only while they are under way.
+        The whole gradients; with ZeRO-2 only while they are in flight.
     mine : array or None
         The sums of this rank's part, where gradients are reduce-scattered.
     values : array or None
@@ -123,15 +123,15 @@ class Bucket:
         return piece(self.size, self.comm.size, self.comm.rank)
 
     @property
-    def passing(self) -> bool:
-        """True if whole gradients are there only while they are under way."""
+    def transient(self) -> bool:
+        """True if whole gradients exist only until their sum is formed, as with ZeRO-2 and ZeRO-3."""
         return bool(self.scatter) and self.policy.stage >= 2
 
     @property
     def scattered(self) -> bool:
         """True if all of the parameters' gradients so far are in the ranks' parts, summed."""
         settled = all(slot.parameter.storage.settled is not None for slot in self.slots)
-        return self.passing and settled and not self.policy.keeps
+        return self.transient and settled and not self.policy.keeps
 
     def storage(self) -> Block:
         """The data; made if there is none."""
@@ -160,7 +160,7 @@ def largest(parameter: Any, layout: Layout | None = None) -> int:
 
 
 def floats(dtype: Any) -> np.dtype[Any]:
-    """The dtype that gradients are to travel in; raises a ConfigError if it is none of `DTYPES`."""
+    """Return the dtype that gradients travel in; raise a ConfigError if it is not one of `DTYPES`."""
     try:
         found = dtype_named(dtype)
     except (TypeError, ValueError):
@@ -197,7 +197,7 @@ def in_order(
 
 #: Buckets at a time whose sums take memory of their own: when another starts the oldest is waited for.  All ranks do so
 #: at the same points, so that what follows it starts in one order too.
-UNDER_WAY = 2
+MOST_IN_FLIGHT = 2
 
 
 class Load(NamedTuple):
@@ -209,8 +209,8 @@ class Load(NamedTuple):
         Of each kind one bucket is filling at a time.
     kept : int
         Whole gradients that stay from the first microbatch to the last, where between steps there is a part.
-    passing : int
-        Such as stay until their sum is formed.
+    transient : int
+        Whole gradients that stay until their sum is formed.
     cast : bool
         Whether they are let go as soon as that starts.
     work : int
@@ -221,7 +221,7 @@ class Load(NamedTuple):
 
     kind: Hashable
     kept: int = 0
-    passing: int = 0
+    transient: int = 0
     cast: bool = False
     work: int = 0
     after: int = 0
@@ -248,15 +248,15 @@ def bucket_load(
     )  # fmt: skip
 
 
-def moving(loads: Iterable[Load]) -> int:
-    """Bytes that a pass takes at the most: of buckets that are filling, under way, and kept.
+def transient_bytes(loads: Iterable[Load]) -> int:
+    """Return the most bytes that a pass takes for buckets that are filling, in flight, and kept.
 
-    >>> four = [Load("weights", passing=10, work=5)] * 4
-    >>> moving(four), moving([each._replace(cast=True) for each in four]), moving(four[:1])
+    >>> four = [Load("weights", transient=10, work=5)] * 4
+    >>> transient_bytes(four), transient_bytes([one._replace(cast=True) for one in four]), transient_bytes(four[:1])
     (40, 20, 15)
     """
     each = list(loads)
-    filling = len({one.kind for one in each if one.passing}) + UNDER_WAY * any(not one.cast for one in each)
-    passing = sorted((one.passing for one in each), reverse=True)[:filling]
-    work = sorted((one.work for one in each), reverse=True)[:UNDER_WAY]
-    return sum(passing) + sum(work) + sum(one.kept + one.after for one in each)
+    filling = len({one.kind for one in each if one.transient}) + MOST_IN_FLIGHT * any(not one.cast for one in each)
+    transient = sorted((one.transient for one in each), reverse=True)[:filling]
+    work = sorted((one.work for one in each), reverse=True)[:MOST_IN_FLIGHT]
+    return sum(transient) + sum(work) + sum(one.kept + one.after for one in each)

@@ -1,7 +1,7 @@
 """Weights that rest cut, gathered a block ahead of use and dropped after: ZeRO's stage 3.
 
 A weight that rests cut by an axis that replicates it at work (`Scheme.with_weights_cut`) is gathered for each product,
-in the forward pass and again in the backward pass.  Here the gathers of the next block's weights are under way while
+in the forward pass and again in the backward pass.  Here the gathers of the next block's weights are in flight while
 this block computes (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020;
 the order is recorded as in Zhao et al., "PyTorch FSDP", 2023).
 """
@@ -57,7 +57,7 @@ class WeightGatherer:
     The first training step records which weights each block asks for and which block follows, in the forward and in the
     backward pass; each of its gathers is awaited.  From the second step on, when a block asks for its first weight, the
     gathers of the next block's start, nonblocking and in one order on all ranks.  What is asked for is checked against
-    the record: where it differs, what is under way is awaited and forgotten, weights are gathered one by one, and the
+    the record: where it differs, gathers in flight are awaited and dropped, weights are gathered one by one, and the
     record is corrected; the program is the same on all ranks, so all of them do that together.
 
     A weight is dropped when the last product of the block that asks for it in this pass is done, also where a block is
@@ -120,11 +120,11 @@ class WeightGatherer:
         self._seen: list[Want] = []
         self._learning = False
         self._moves: dict[Want, Move] = {}
-        """Gathers under way that this block asks for."""
+        """Gathers in flight that the current layer will ask for."""
         self._ahead: tuple[Position | None, dict[Want, Move]] = (None, {})
-        """The next place, and the gathers under way for it."""
+        """The next place, and the gathers in flight for it."""
         self._held: dict[Want, Block] = {}
-        """Blocks that this block asks for again."""
+        """Gathered weights that the current layer will ask for again."""
         self._grids: list[Grid] = list({id(p.grid): p.grid for p in self.parameters}.values())
         for p in self.parameters:
             p.storage.gatherer = self
@@ -132,7 +132,7 @@ class WeightGatherer:
             grid.polled.append(self)
 
     def detach(self) -> None:
-        """Leave the parameters: each product gathers its weight again.  Collective where gathers are under way."""
+        """Leave the parameters: each product gathers its weight again.  Collective where gathers are in flight."""
         self._forget()
         for p in self.parameters:
             if p.storage.gatherer is self:
@@ -160,9 +160,9 @@ class WeightGatherer:
         return found
 
     @property
-    def moving(self) -> int:
-        """Bytes that a pass takes at the most: two blocks' weights at work, gradients of one on their way home, and the
-        parts of them that arrive.
+    def transient_bytes(self) -> int:
+        """The most bytes that a pass takes: two layers' gathered weights, one layer's gradients on their way to where
+        they are stored, and the parts of them that arrive.
 
         As far as `limit` is known, or by the axes that were named.
         """
@@ -178,7 +178,7 @@ class WeightGatherer:
         return (3 + half) * block + block // 2 + self.whole * terms
 
     def poll(self) -> None:
-        """Drive the gathers on: MPI progresses only within its calls."""
+        """Progress pending gathers: MPI progresses only within its calls."""
         for moves in (self._moves, self._ahead[1]):
             for move in moves.values():
                 if not move.test():
@@ -186,7 +186,7 @@ class WeightGatherer:
 
     # ------------------------------------------------------------------ one block after the other
     def _enter(self, backward: bool, block: int) -> None:
-        """The pass has come to another block: take over what is under way for it, and start the next one's gathers."""
+        """Enter another layer: take over the gathers in flight for it, and start the next layer's gathers."""
         last = self._place
         after_walk = last is not None and last.backward and not backward
         place = Position(backward, -1 if last is None or after_walk else last.block, block)
@@ -225,7 +225,7 @@ class WeightGatherer:
         return visit is not None and tuple(visit.wants).count(want) > self._seen.count(want)
 
     def _forget(self) -> None:
-        """Await what is under way, and drop it."""
+        """Await the gathers in flight, and drop them."""
         self.missed += bool(self._moves or self._ahead[1])
         moves, (_, ahead) = self._moves, self._ahead
         self._moves, self._ahead = {}, (None, {})

@@ -94,7 +94,7 @@ class ZeRO:
     Parameters
     ----------
     stage : int
-        1: the optimizer's states are shared.  2: the gradients too, but for the buckets under way.  3: of parameters
+        1: the optimizer's states are shared.  2: the gradients too, but for the buckets in flight.  3: of parameters
         that the scheme cuts over these axes (`Scheme.with_weights_cut`) the values too; the others are as with 2.
     axes : str or tuple of str
         Outermost first.  Other axes over which a gradient is partial are all-reduced after, on the part alone: with
@@ -142,7 +142,7 @@ def check(handlers: Iterable[Handler], sizes: Mapping[str, int]) -> None:
             continue
         for axis in axes:
             if axis in taken:
-                raise ConfigError(f"{taken[axis]} and {kind} are both over axis {axis!r}; one of them is to be")
+                raise ConfigError(f"{taken[axis]} and {kind} are both over axis {axis!r}; use only one of them")
             taken[axis] = kind
 
 

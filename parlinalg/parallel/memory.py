@@ -33,7 +33,7 @@ class ActivationMemory:
     Attributes
     ----------
     most : int
-        Of all microbatches that are under way.
+        Bytes for all microbatches in flight.
     stays : int
         What of them stays in memory where the activations of blocks are offloaded, the most at one time.
     block : int
@@ -66,18 +66,19 @@ class MemoryTable:
     fixed : int
         Bytes of values and gradients that stay in memory whatever is offloaded.
     stays : int
-        Of activations, what stays in memory where those of blocks are offloaded.
+        Bytes of activations that stay in memory where those of blocks are offloaded.
     older : int
         Older versions of the values, of asynchronous schedules.
-    moving : int
-        What a pass takes besides: whole gradients and weights where parts of them rest, and what sums are formed in.
-    settled : int
-        Of it, what is not needed where gradients are settled one by one.
+    transient : int
+        Temporary bytes during a pass: whole gradients and weights of which parts are stored, and the arrays that sums
+        are formed in.
+    transient_buckets : int
+        The part of `transient` that is not needed when gradients are reduced one by one, without buckets.
     updated : int
-        Of the values, those that the rank has states of.
-    first : int
-        What the first step takes besides values and gradients, which it moves to where they lie side by side, a buffer
-        at a time.
+        Bytes of the values that the rank has optimizer states of.
+    first_step : int
+        Temporary bytes in the first step, besides values and gradients: it moves them to where they lie side by
+        side, a buffer at a time.
     """
 
     values: int
@@ -89,15 +90,15 @@ class MemoryTable:
     fixed: int = 0
     stays: int = 0
     older: int = 0
-    moving: int = 0
-    settled: int = 0
+    transient: int = 0
+    transient_buckets: int = 0
     updated: int = 0
-    first: int = 0
+    first_step: int = 0
 
     @property
     def total(self) -> int:
         """All that a step holds with nothing offloaded."""
-        return self.values + self.older + self.gradients + self.states + self.activations + self.moving
+        return self.values + self.older + self.gradients + self.states + self.activations + self.transient
 
 
 def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory = NOTHING) -> MemoryTable:
@@ -122,11 +123,12 @@ def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory 
     mine["older"] = max(0, activations.versions - 1) * mine["values"]
     reducers = {id(p.reducer): p.reducer for p in parameters if isinstance(p.reducer, GradientReducer)}
     gatherers = {id(g): g for p in parameters if isinstance(g := p.storage.gatherer, WeightGatherer)}
-    mine["moving"] = sum(r.moving for r in reducers.values()) + sum(f.moving for f in gatherers.values())
-    settled = sum(r.moving for r in reducers.values() if replaceable(r))
-    mine["settled"] = max(0, settled - 3 * mine["largest"] // 4)  # one gradient's sum in 16 bits remains
+    bucketed = sum(r.transient_bytes for r in reducers.values())
+    mine["transient"] = bucketed + sum(g.transient_bytes for g in gatherers.values())
+    settled = sum(r.transient_bytes for r in reducers.values() if replaceable(r))
+    mine["transient_buckets"] = max(0, settled - 3 * mine["largest"] // 4)  # one gradient's sum in 16 bits remains
     bucket = max((r.limits[1] for r in reducers.values()), default=0) + mine["largest"]
-    mine["first"] = min(moves, max(BUFFER, bucket))
+    mine["first_step"] = min(moves, max(BUFFER, bucket))
     rows = list(mine.values())
     for comm in worlds(p.grid for p in parameters):
         rows = [max(column) for column in zip(*comm.share(rows), strict=True)]

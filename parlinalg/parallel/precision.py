@@ -187,7 +187,7 @@ def examine(
 
 @contextmanager
 def overflowing() -> Iterator[None]:
-    """Within it what overflows, or has no value, is no warning: `examine` finds it, and the scale falls."""
+    """Context without warnings of overflows and invalid values: `examine` finds them, and the scale falls."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
 

@@ -2,7 +2,7 @@
 
 A gradient arrives with its parameter's cuts, partial over some of the axes that do not cut it: data parallelism is the
 case where that set is the data axis.  Gradients partial over the same axes share a flat buffer, cut into buckets in the
-order in which they arrive; a full bucket's sum starts at once, and the walk back goes on (Li et al., "PyTorch
+order in which they arrive; a full bucket's sum starts at once, and the backward pass goes on (Li et al., "PyTorch
 Distributed: experiences on accelerating data parallel training", 2020).  Handlers say whether the sum is an all-reduce,
 or a reduce-scatter of which each rank keeps a part (ZeRO).
 """
@@ -21,7 +21,17 @@ from parlinalg.comm import Handle
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, copy_or_add
-from parlinalg.parallel.buckets import MIB, UNDER_WAY, Bucket, Slot, bucket_load, floats, in_order, largest, moving
+from parlinalg.parallel.buckets import (
+    MIB,
+    MOST_IN_FLIGHT,
+    Bucket,
+    Slot,
+    bucket_load,
+    floats,
+    in_order,
+    largest,
+    transient_bytes,
+)
 from parlinalg.parallel.handlers import DataParallel, Handler, ReductionPolicy, SequenceParallel, check, policy_of
 from parlinalg.parallel.zero import SharedStorage, SharedValues
 
@@ -30,11 +40,11 @@ Block = Any
 
 @dataclass(eq=False)
 class Pending:
-    """A bucket under way, and where its sums arrive."""
+    """A bucket in flight, and the array where its sums arrive."""
 
     bucket: Bucket
     handle: Handle
-    got: Block
+    result: Block
 
 
 class GradientReducer:
@@ -96,10 +106,10 @@ class GradientReducer:
         self._slots: dict[int, Slot] = {}
         self._arrived: dict[int, Parameter] = {}
         self._started = 0
-        self._over: set[Bucket] = set()
-        """Those that get nothing more in this pass, and have nothing to sum."""
+        self._finished: set[Bucket] = set()
+        """Buckets that receive nothing more in this pass and have nothing to sum."""
         self._pending: list[Pending] = []
-        self._after: list[Pending] = []
+        self._second_sums: list[Pending] = []
         """Parts that are all-reduced after they were reduce-scattered."""
         self._outdated = False
         self._values: SharedValues | None = None
@@ -118,14 +128,14 @@ class GradientReducer:
             self._values.leave()
 
     @property
-    def moving(self) -> int:
-        """Bytes that a pass holds at the most, beside values and gradients as they are between steps."""
+    def transient_bytes(self) -> int:
+        """The most bytes that a pass holds beside values and gradients as they are between steps."""
 
         def key(p: Parameter) -> tuple[Any, Cut]:
             return self._key(p), p.layout.cut_axes
 
         groups = in_order(self.parameters[::-1], key, largest, *self.limits)
-        return moving(bucket_load(key(g[0]), g, self._policies[id(g[0])], self.dtype) for g in groups)
+        return transient_bytes(bucket_load(key(g[0]), g, self._policies[id(g[0])], self.dtype) for g in groups)
 
     # ------------------------------------------------------------------ the backward pass
     def ready(self, parameter: Parameter, block: Block, layout: Layout, *, sync: bool = True) -> None:
@@ -151,13 +161,14 @@ class GradientReducer:
     def no_more(self, parameters: Iterable[Parameter]) -> None:
         """Close parameters for this step: their buckets wait for no further gradients of them.
 
-        What passes within `no_sync` left of them is what is summed; a bucket of which they have summed all is over.
+        Only what earlier passes within `no_sync` left of their gradients is still summed.  A bucket whose gradients are
+        all reduced already is finished.
         """
         each = {id(p): p for p in parameters}
-        self._over = {b for b in self.buckets if b.scattered and all(id(s.parameter) in each for s in b.slots)}
+        self._finished = {b for b in self.buckets if b.scattered and all(id(s.parameter) in each for s in b.slots)}
         for p in each.values():
             slot, gatherer = self._slots.get(id(p)), p.storage.gatherer
-            if slot is None or slot.bucket in self._over or (gatherer is not None and gatherer.kept):
+            if slot is None or slot.bucket in self._finished or (gatherer is not None and gatherer.kept):
                 continue
             if id(p) in self._arrived:  # an error broke the last pass off
                 self._begin_again()
@@ -167,13 +178,13 @@ class GradientReducer:
         self._start(True, complete_only=True)
 
     def poll(self) -> None:
-        """Drive pending communication on: MPI progresses only within its calls."""
-        for pending in (*self._pending, *self._after):
+        """Progress pending communication: MPI progresses only within its calls."""
+        for pending in (*self._pending, *self._second_sums):
             if not pending.handle.test():
                 return
 
     def settle(self) -> None:
-        """Settle what passes within `no_sync` left, where no pass outside of it is to come.  Collective."""
+        """Reduce gradients that `no_sync` passes accumulated, when no synchronizing pass follows.  Collective."""
         gatherers = [p.storage.gatherer for p in self.parameters]
         kept = [each.kept for each in gatherers if each is not None and each.kept]
         for sums in {id(each): each for each in kept}.values():
@@ -185,8 +196,11 @@ class GradientReducer:
         self.finish()
 
     def finish(self, *, sync: bool = True) -> None:
-        """Settle all gradients, those of parameters that were not reached as zeros; without `sync`, those kept in parts
-        alone."""
+        """Start the remaining buckets and wait for all; the backward pass calls this at its end.
+
+        Gradients of parameters that were not reached are reduced as zeros.  Without `sync`, only the gradients that are
+        accumulated in parts are reduced.
+        """
         if sync and not self._slots:
             self._make_buckets(fill=True)
         for bucket in self.buckets:
@@ -199,24 +213,24 @@ class GradientReducer:
         self._start(sync, complete_only=False)
         while self._pending:
             self._complete(self._pending.pop(0))
-        for pending in self._after:
+        for pending in self._second_sums:
             pending.handle.wait()
-            self._settled(pending.bucket, pending.got)
+            self._settled(pending.bucket, pending.result)
         self._begin_again()
         if sync and self._outdated:
             self._make_buckets()
 
     def _begin_again(self) -> None:
         """Reset for another backward pass."""
-        for pending in (*self._pending, *self._after):
+        for pending in (*self._pending, *self._second_sums):
             pending.handle.wait()
         self._pending.clear()
-        self._after.clear()
+        self._second_sums.clear()
         for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
             bucket.pool.clear()
         self._started = 0
-        self._over.clear()
+        self._finished.clear()
         self._arrived.clear()
 
     def _partial(self, parameter: Parameter, layout: Layout) -> Cut:
@@ -248,7 +262,7 @@ class GradientReducer:
         elif counts:
             copy_or_add(block, view, add=True)
         slot.partial = both
-        if not slot.bucket.passing:
+        if not slot.bucket.transient:
             p.grad = None
         else:  # what is settled of it stays
             p.storage.grad = None
@@ -261,7 +275,7 @@ class GradientReducer:
                 slot.view[...] = grad.block
                 slot.partial = self._partial(p, grad.layout)
             return True
-        if bucket.passing or not bucket.scatter or p.storage.settled is None:
+        if bucket.transient or not bucket.scatter or p.storage.settled is None:
             return False
         view, part = slot.view.reshape(-1), slot.shard  # of the sum each rank has a part
         view[: part.start] = 0
@@ -274,7 +288,7 @@ class GradientReducer:
         while self._started < len(self.buckets):
             bucket = self.buckets[self._started]
             if sync or not bucket.policy.keeps:
-                if bucket.missing and complete_only and bucket not in self._over:
+                if bucket.missing and complete_only and bucket not in self._finished:
                     return
                 if not bucket.missing:
                     self._sum(bucket)
@@ -292,13 +306,13 @@ class GradientReducer:
             self._settled(bucket, bucket.storage())
             return
         if self.dtype is not None or bucket.scatter or is_half(bucket.dtype):
-            while len(self._pending) >= UNDER_WAY:
+            while len(self._pending) >= MOST_IN_FLIGHT:
                 self._complete(self._pending.pop(0))
         sent = got = bucket.storage() if self.dtype in (None, bucket.dtype) else bucket.storage().astype(self.dtype)
         if bucket.scatter:
             got = bucket.grid.backend.empty(len(bucket.own), sent.dtype)
             handle = bucket.comm.reduce_scatter(sent, got, bucket.lengths, wait=False)
-            if sent is not bucket.data and bucket.passing:
+            if sent is not bucket.data and bucket.transient:
                 bucket.release()
         else:
             handle = bucket.grid.comm(bucket.axes).all_reduce(sent, wait=False)
@@ -309,14 +323,14 @@ class GradientReducer:
         pending.handle.wait()
         bucket = pending.bucket
         if bucket.scatter:
-            if bucket.passing:
+            if bucket.transient:
                 bucket.release()
             rest = tuple(a for a in bucket.axes if a not in bucket.scatter)
             if rest:
-                handle = bucket.grid.comm(rest).all_reduce(pending.got, wait=False)
-                self._after.append(Pending(bucket, handle, pending.got))
+                handle = bucket.grid.comm(rest).all_reduce(pending.result, wait=False)
+                self._second_sums.append(Pending(bucket, handle, pending.result))
                 return
-        self._settled(bucket, pending.got)
+        self._settled(bucket, pending.result)
 
     def _settled(self, bucket: Bucket, sums: Block) -> None:
         """Give the parameters the sums, or this rank's parts of them, as their gradients."""
@@ -327,7 +341,7 @@ class GradientReducer:
                 slot.hold(())
             return
         own = bucket.own
-        if not bucket.passing:
+        if not bucket.transient:
             bucket.mine = bucket.storage()[own.start : own.stop]
         elif bucket.mine is None:
             bucket.mine = bucket.grid.backend.empty(len(own), bucket.dtype)

@@ -15,7 +15,7 @@ from parlinalg.parallel.buckets import Bucket, Slot
 Block = Any
 
 #: Buckets gathered at a time.
-UNDER_WAY = 2
+MOST_IN_FLIGHT = 2
 
 
 class SharedStorage(ParameterStorage):
@@ -95,7 +95,7 @@ class SharedValues:
             for slot in bucket.slots:
                 p, mine = slot.parameter, slot.shard
                 part = Partition(mine.start, mine.stop, bucket.scatter, _lengths(bucket, slot))
-                p.storage = SharedStorage(p.storage, self, part, not bucket.passing)
+                p.storage = SharedStorage(p.storage, self, part, not bucket.transient)
         self.adopt()
 
     def adopt(self) -> None:
@@ -113,7 +113,7 @@ class SharedValues:
         pending: list[Handle] = []
         for bucket in self.buckets:
             own = bucket.own
-            if len(pending) == UNDER_WAY:
+            if len(pending) == MOST_IN_FLIGHT:
                 pending.pop(0).wait()
             mine = bucket.values[own.start : own.stop]
             pending.append(bucket.comm.all_gather(mine, bucket.values, bucket.lengths, wait=False))

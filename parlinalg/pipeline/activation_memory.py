@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 SMALL = 1 << 16  # bytes of arrays that are not offloaded
 
 
-def activation_memory(worker: Worker, batches: Mapping[int, Batch], work: Task, rows: int) -> ActivationMemory:
+def activation_memory(worker: Worker, batches: Mapping[int, Batch], task: Task, rows: int) -> ActivationMemory:
     """Return what this rank keeps in a step; see `Worker.activation_memory`.  Collective."""
     schedule, rank = worker.schedule, worker.topology.rank
-    found = {n: _probed(worker, batch, work, SMALL * n // max(n, rows)) for n, batch in batches.items()}
+    found = {n: _probed(worker, batch, task, SMALL * n // max(n, rows)) for n, batch in batches.items()}
     forward = {n: run.after_forward for n, run in found.items()}
     later = {n: run.after_input for n, run in found.items()}
 
@@ -41,21 +41,21 @@ def activation_memory(worker: Worker, batches: Mapping[int, Batch], work: Task, 
     return ActivationMemory(most("most"), most("stays"), block, schedule.versions[rank] if schedule.asynchronous else 0)
 
 
-def _probed(worker: Worker, batch: Batch, work: Task, least: int) -> ProbeRun:
+def _probed(worker: Worker, batch: Batch, task: Task, least: int) -> ProbeRun:
     """Return the run of one microbatch; arrays of fewer bytes than `least` would not be offloaded."""
     parameters = list(worker.model.parameters())
     blocks = blocks_of(worker.model) if parameters else []
-    schedule, held = one_microbatch(worker.schedule), worker.held
+    schedule, peak = one_microbatch(worker.schedule), worker.peak_in_flight
     with ExitStack() as end:
         probe = ActivationProbe(parameters, max(1, least))
         if blocks:
             end.enter_context(probe)
             probe.place(blocks)
-        run = ProbeRun(worker, schedule, [batch] * schedule.microbatches, work, probe)
+        run = ProbeRun(worker, schedule, [batch] * schedule.microbatches, task, probe)
         run.training(0, 0.0)
         end.enter_context(buffers_kept(worker.model))
         worker.finish(run)
-    worker.held = held
+    worker.peak_in_flight = peak
     return run
 
 
@@ -99,12 +99,12 @@ class ProbeRun(ScheduleRun):
     """
 
     def __init__(
-        self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task, probe: ActivationProbe
+        self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], task: Task, probe: ActivationProbe
     ) -> None:  # fmt: skip
-        super().__init__(worker, schedule, batches, work)
+        super().__init__(worker, schedule, batches, task)
         self.probe = probe
         self.after_forward: dict[int, ActivationMemory] = {}
-        self.after_input: dict[int, ActivationMemory] = dict.fromkeys(range(len(self.held)), NOTHING)
+        self.after_input: dict[int, ActivationMemory] = dict.fromkeys(range(len(self.chunks)), NOTHING)
         self.away: dict[Unit, weakref.WeakSet[OffloadedBytes]] = {}
         self.returns = {(i.chunk, i.microbatch) for i in self.order if i.op is Op.BACKWARD_INPUT}
 

@@ -156,7 +156,7 @@ class AsynchronousWorker(Worker):
     schedule : Schedule
         An asynchronous one.
     optimizer : Optimizer
-        Of the parameters held here.
+        The optimizer of the parameters held here.
     reducer : GradientReducer, optional
     update : callable, optional
         Makes a step of the optimizer and forgets the gradients, once for each of the schedule's; by default that alone.
@@ -183,14 +183,14 @@ class AsynchronousWorker(Worker):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float = 1.0) -> dict[str, float]:
+    def step(self, batches: Sequence[Batch], task: Task, step: int, factor: float = 1.0) -> dict[str, float]:
         """Run as many steps of the optimizer as the schedule has.  Collective.
 
         Parameters
         ----------
         batches : sequence of Batch
             The microbatches, as for `Worker.step`; fewer end with a step of those that are left.
-        work : Task
+        task : Task
         step : int
             The number of the run, for dropout.
         factor : float
@@ -201,23 +201,23 @@ class AsynchronousWorker(Worker):
         dict of str to float
             The sums of the "loss" and of the measures over all microbatches, each as it passed; on every rank.
         """
-        return super().step(batches, work, step, factor)
+        return super().step(batches, task, step, factor)
 
     def _fewer(self, microbatches: int) -> Schedule:
         return truncated(self.schedule, microbatches)
 
-    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Task) -> ScheduleRun:
+    def _run(self, schedule: Schedule, batches: Sequence[Batch], task: Task) -> ScheduleRun:
         steps = any(i.op is Op.STEP for i in schedule.orders[self.topology.rank])
-        return AsynchronousRun(self, schedule, batches, work) if steps else super()._run(schedule, batches, work)
+        return AsynchronousRun(self, schedule, batches, task) if steps else super()._run(schedule, batches, task)
 
 
 class AsynchronousRun(ScheduleRun):
     """The execution of a rank's instructions, each with its version of the weights."""
 
     def __init__(
-        self, worker: AsynchronousWorker, schedule: Schedule, batches: Sequence[Batch], work: Task
+        self, worker: AsynchronousWorker, schedule: Schedule, batches: Sequence[Batch], task: Task
     ) -> None:  # fmt: skip
-        super().__init__(worker, schedule, batches, work)
+        super().__init__(worker, schedule, batches, task)
         self.updates, self.stash = worker.update, worker.stash
         rank = worker.topology.rank
         self.version = [schedule.weights_of(rank, j) for j in range(len(batches))]
@@ -228,8 +228,8 @@ class AsynchronousRun(ScheduleRun):
             self.order, [len(batch) for batch in batches], [batch.count for batch in batches]
         )
         for op in USES:
-            self.does[op] = self._with_version(self.does[op])
-        self.does[Op.STEP] = self.make_step
+            self.handlers[op] = self._with_version(self.handlers[op])
+        self.handlers[Op.STEP] = self.make_step
         self.timed = self.timed | {Op.STEP}
 
     def training(self, step: int, factor: float) -> None:
@@ -243,12 +243,12 @@ class AsynchronousRun(ScheduleRun):
         finally:
             self.stash.use(self.stash.newest)
 
-    def _with_version(self, does: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
+    def _with_version(self, handler: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
         def done(i: Instruction) -> None:
             version = self.version[i.microbatch]
             self.stash.use(version)
             self.factor = self.run_factor * self.shares[i.microbatch]
-            does(i)
+            handler(i)
             if self.last_use[version] == self.order_index[i] and version != self.stash.newest:
                 self.stash.drop(version)
 

@@ -171,7 +171,7 @@ class PipelineModel(Module):
         stages; the first owns it.
     grid : Grid
     scheme : Scheme or None
-        Of the whole model, where it has one.
+        The scheme of the whole model, where it has one.
     """
 
     full_model: Module
@@ -332,7 +332,7 @@ class PipelineModel(Module):
         """
         if not isinstance(self.full_model, Pretrained):
             raise ConfigError(
-                f"{type(self.full_model).__name__} is no model that `transformers` has; state_dict() gives its weights"
+                f"`transformers` has no model {type(self.full_model).__name__}; state_dict() gives its weights"
             )
         self.full_model.save_parameters(folder, dict(self.named_parameters()), self.topology.world, max_shard_size)
 

@@ -171,7 +171,7 @@ class P2P:
     ----------
     topology : PipelineTopology
     comm : Comm
-        Of the ranks of `topology.world`, for these messages alone.
+        A communicator of the ranks of `topology.world`, for these messages alone.
     grid : Grid
         This rank's.
     tables : sequence of dict

@@ -112,8 +112,8 @@ def by_hand(given: Sequence[int], layers: Sequence[Layer], stages: int) -> Count
     Parameters
     ----------
     given : sequence of int
-        Of all layers; or without the model's ends (embedding and head), which then go with the first and the last
-        stage.
+        The number of layers of each stage; of all layers, or without the model's ends (embedding and head), which then
+        go with the first and the last stage.
     layers : sequence of Layer
         The model's, as its `layers()` lists them.
     stages : int

@@ -43,7 +43,7 @@ class InFlight:
 
     def __init__(self, grid: Grid, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
         self.grid = grid
-        self.inputs = [t.node for t in inputs]  # their values are the rules' to keep
+        self.inputs = [t.node for t in inputs]  # the rules keep their values
         self.outputs = [t.node for t in outputs]
         self.terms: list[tuple[Node, float]] = []
         """Terms of the loss on this stage, with the gradient of each."""
@@ -55,7 +55,7 @@ class InFlight:
             self.terms.append((term.node, factor))
 
     def backward(self, grads: Sequence[Block | None] = (), *, later: bool = False, starts: bool = False) -> None:
-        """Walk back from the gradients of all outputs at once, and from the terms of the loss.
+        """Run the backward pass from the gradients of all outputs at once, and from the terms of the loss.
 
         Parameters
         ----------
@@ -71,12 +71,12 @@ class InFlight:
         for node, grad in zip(self.outputs, grads or [None] * len(self.outputs), strict=True):
             if node is not None and grad is not None:
                 sources.append(node)
-                parts.append(_gives(grad, node.layout.with_partial(())))
+                parts.append(_constant_part(grad, node.layout.with_partial(())))
         for node, factor in self.terms:
             shape = self.grid.block_shape(node.layout, node.shape)
             grad = self.grid.backend.from_host(np.full(shape, factor, node.dtype))
             sources.append(node)
-            parts.append(_gives(grad, node.layout.with_partial(())))
+            parts.append(_constant_part(grad, node.layout.with_partial(())))
         self.outputs, self.terms = [], []
         if sources:
             start = DistArray(self.grid.backend.zeros((), np.float32), (), Layout(), self.grid)
@@ -107,7 +107,7 @@ class InFlight:
         return grads
 
 
-def _gives(block: Block, layout: Layout) -> Part:
+def _constant_part(block: Block, layout: Layout) -> Part:
     return Part(lambda _, block: (block, layout), block)
 
 
@@ -126,17 +126,17 @@ class ScheduleRun:
     ----------
     sums : list of (int, int, dict)
         The losses and measures, by microbatch and stage.
-    doing : str
+    current : str
         The current instruction: "stage 2, microbatch 3, backward".
     """
 
-    def __init__(self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], work: Task) -> None:
-        self.worker, self.schedule, self.batches, self.work = worker, schedule, batches, work
+    def __init__(self, worker: Worker, schedule: Schedule, batches: Sequence[Batch], task: Task) -> None:
+        self.worker, self.schedule, self.batches, self.task = worker, schedule, batches, task
         self.p2p, self.grid = worker.p2p, worker.grid
         rank = worker.topology.rank
-        self.order, self.held = schedule.orders[rank], schedule.chunks[rank]
-        self.here = {chunk: c for c, chunk in enumerate(self.held)}
-        self.learns, self.factor = False, 0.0
+        self.order, self.chunks = schedule.orders[rank], schedule.chunks[rank]
+        self.chunk_index = {chunk: c for c, chunk in enumerate(self.chunks)}
+        self.computes_gradients, self.factor = False, 0.0
         self.weights = term_weights([len(batch) for batch in batches], [batch.count for batch in batches])
         self.step: int | None = None
         self.signatures = [_signature(batch) for batch in batches]
@@ -145,14 +145,14 @@ class ScheduleRun:
         self.inputs: dict[Unit, tuple[TreeSpec, list[Tensor]]] = {}
         self.outputs: dict[Unit, tuple[TreeSpec, list[Tensor]]] = {}
         self.grads: dict[Unit, list[Block | None]] = {}
-        self.back: dict[Unit, list[DistArray | None]] = {}
+        self.input_grads: dict[Unit, list[DistArray | None]] = {}
         self.in_flight: dict[Unit, InFlight] = {}
         self.losses: list[tuple[int, int, Tensor, dict[str, float], float]] = []
         self.sums: list[tuple[int, int, dict[str, float]]] = []
-        self.doing = "before the first microbatch"
-        self.ends = lasts(self.order)
+        self.current = "before the first microbatch"
+        self.last_passes = last_passes_of(self.order)
         self.timed = COMPUTE | {Op.REDUCE_GRADIENTS}
-        self.does: dict[Op, Callable[[Instruction], None]] = {
+        self.handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: lambda i: self.backward(i, later=False),
             Op.BACKWARD_INPUT: lambda i: self.backward(i, later=True),
@@ -167,11 +167,11 @@ class ScheduleRun:
 
     def training(self, step: int, factor: float) -> None:
         """Compute gradients too, in step number `step`, of the losses times `factor`."""
-        self.learns, self.step, self.factor = True, step, factor
+        self.computes_gradients, self.step, self.factor = True, step, factor
 
     def evaluating(self) -> None:
         """Compute forward passes only."""
-        self.learns = False
+        self.computes_gradients = False
 
     def go(self) -> None:
         """Execute all instructions."""
@@ -187,14 +187,14 @@ class ScheduleRun:
                     self.report(instruction)
                     self.post_ahead(at)
                     began = perf_counter()
-                    self.does[instruction.op](instruction)
+                    self.handlers[instruction.op](instruction)
                     if spans is not None and instruction.op in self.timed:
                         self.grid.backend.synchronize()
                         spans.append(
                             Span(self.worker.topology.rank, instruction.op, instruction.chunk, instruction.microbatch,
                                  began - start, perf_counter() - start)
                         )  # fmt: skip
-                self.doing = slot.doing = "after the last microbatch"
+                self.current = slot.doing = "after the last microbatch"
                 for stage, j, loss, measures, factor in self.losses:
                     self.sums.append((j, stage, {"loss": float(loss.item()) * factor, **measures}))
                 self.p2p.finish()
@@ -205,12 +205,12 @@ class ScheduleRun:
     def report(self, i: Instruction) -> None:
         """Note this rank's current instruction, for the monitor and for errors."""
         if i.op in WORDS:
-            chunk = self.held[i.chunk]
+            chunk = self.chunks[i.chunk]
             copy = f" of copy {chunk.copy}" if self.schedule.copies > 1 else ""
-            self.doing = f"stage {chunk.stage}{copy}, microbatch {i.microbatch}, {WORDS[i.op]}"
+            self.current = f"stage {chunk.stage}{copy}, microbatch {i.microbatch}, {WORDS[i.op]}"
         else:
-            self.doing = i.op.value
-        slot.doing = self.doing
+            self.current = i.op.value
+        slot.doing = self.current
 
     # ------------------------------------------------------------------ messages
     def post_ahead(self, at: int) -> None:
@@ -238,7 +238,7 @@ class ScheduleRun:
 
     def edge(self, i: Instruction) -> Edge:
         """Return the edge that a message crosses."""
-        chunk = self.held[i.chunk]
+        chunk = self.chunks[i.chunk]
         after = i.op in (Op.SEND_FORWARD, Op.RECEIVE_BACKWARD)
         return Edge(chunk.stage + after, chunk.copy)
 
@@ -264,7 +264,7 @@ class ScheduleRun:
         self.grads[i.chunk, i.microbatch] = self.arrived(i)
 
     def send_backward(self, i: Instruction) -> None:
-        grads = self.back.pop((i.chunk, i.microbatch))
+        grads = self.input_grads.pop((i.chunk, i.microbatch))
         self.p2p.send_back(self.edge(i), i.microbatch, i.peer, self.signature(i), grads)
 
     # ------------------------------------------------------------------ passes
@@ -279,7 +279,7 @@ class ScheduleRun:
         with ExitStack() as around:
             if self.step is not None:
                 around.enter_context(training_step(self.step, batch.offset))
-            terms = around.enter_context(self.work.context(batch))
+            terms = around.enter_context(self.task.context(batch))
             given = stage(x)
             del x
             if stage.last:
@@ -289,27 +289,27 @@ class ScheduleRun:
                 whole = [t.redistribute(t.layout.with_partial(())) if t.layout.partial else t for t in tensors]
                 unit_in_flight = InFlight(self.grid, leaves, whole)
                 self.hand_on(i, form, whole)
-        if self.learns:
+        if self.computes_gradients:
             for term in terms or ():
                 unit_in_flight.add(term, self.factor * self.weights[i.microbatch])
                 self.losses.append((stage.number, i.microbatch, term.detach(), {}, self.weights[i.microbatch]))
             self.in_flight[unit] = unit_in_flight
-            self.worker.held = max(self.worker.held, len(self.in_flight))
+            self.worker.peak_in_flight = max(self.worker.peak_in_flight, len(self.in_flight))
 
     def last(self, i: Instruction, output: Any, leaves: list[Tensor]) -> InFlight:
         """Compute the loss of the last stage's output."""
-        loss, _, measures = self.work.losses_of(output, self.batches[i.microbatch])
+        loss, _, measures = self.task.losses_of(output, self.batches[i.microbatch])
         if self.worker.outputs is not None:
             self.worker.outputs[i.microbatch] = output
         unit_in_flight = InFlight(self.grid, leaves)
         unit_in_flight.add(loss, self.factor)
-        self.losses.append((self.held[i.chunk].stage, i.microbatch, loss.detach(), measures, 1.0))
+        self.losses.append((self.chunks[i.chunk].stage, i.microbatch, loss.detach(), measures, 1.0))
         return unit_in_flight
 
     def hand_on(self, i: Instruction, form: TreeSpec, tensors: list[Tensor]) -> None:
         """Hand a stage's output to the next stage if it is on this rank; else keep it to be sent."""
-        chunk = self.held[i.chunk]
-        after = self.here.get(Chunk(chunk.stage + 1, chunk.copy))
+        chunk = self.chunks[i.chunk]
+        after = self.chunk_index.get(Chunk(chunk.stage + 1, chunk.copy))
         if after is None:
             self.outputs[i.chunk, i.microbatch] = form, tensors
         else:
@@ -317,29 +317,29 @@ class ScheduleRun:
             self.inputs[after, i.microbatch] = form, leaves
 
     def backward(self, i: Instruction, *, later: bool) -> None:
-        unit, chunk = (i.chunk, i.microbatch), self.held[i.chunk]
+        unit, chunk = (i.chunk, i.microbatch), self.chunks[i.chunk]
         unit_in_flight = self.in_flight[unit] if later else self.in_flight.pop(unit)
-        ends = unit in self.ends
-        if ends and not later:
+        last = unit in self.last_passes
+        if last and not later:
             self.worker.start_reductions(i.chunk)
-        unit_in_flight.backward(self.grads.pop(unit, ()), later=later, starts=ends)
+        unit_in_flight.backward(self.grads.pop(unit, ()), later=later, starts=last)
         grads = unit_in_flight.input_gradients()
         if not chunk.stage:
             return
-        before = self.here.get(Chunk(chunk.stage - 1, chunk.copy))
+        before = self.chunk_index.get(Chunk(chunk.stage - 1, chunk.copy))
         if before is None:
-            self.back[unit] = grads
+            self.input_grads[unit] = grads
         else:
             self.grads[before, i.microbatch] = [None if g is None else g.block for g in grads]
 
     def backward_weight(self, i: Instruction) -> None:
         unit = i.chunk, i.microbatch
-        if unit in self.ends:
+        if unit in self.last_passes:
             self.worker.start_reductions(i.chunk)
         self.in_flight.pop(unit).parameters()
 
 
-def lasts(order: Sequence[Instruction]) -> frozenset[Unit]:
+def last_passes_of(order: Sequence[Instruction]) -> frozenset[Unit]:
     """Return the last passes that add gradients before each REDUCE_GRADIENTS; in them the reductions start."""
     found: set[Unit] = set()
     last: Unit | None = None

@@ -330,7 +330,7 @@ def predict(
     measured : Costs, or iterable of (rank, op, chunk, microbatch, start, stop)
         The stages' costs, or spans of a run of this schedule, from which they are taken.
     latency : float
-        Of a message, with spans.
+        The latency of a message, with spans.
     cores : int, optional
         As in `simulate`.
     """

@@ -49,7 +49,7 @@ class TiedParameters:
     schedule : Schedule
         Says which ranks hold which stages, and their copies.
     comm : Comm
-        Of the ranks of `model.topology.world`.
+        A communicator of the ranks of `model.topology.world`.
     """
 
     def __init__(self, model: PipelineModel, schedule: Schedule, comm: Comm) -> None:
@@ -110,7 +110,7 @@ class TiedParameters:
 
     @property
     def _mine(self) -> list[TiedParameter]:
-        """Those held here."""
+        """The tied parameters held here."""
         return [tie for tie in self.parameters if self.topology.rank in tie.holders]
 
     def _spans_here(self) -> list[list[int]]:

@@ -68,9 +68,9 @@ class PipelineTopology:
     sizes : tuple of dict of str to int
         By pipeline rank: the axes of its grid.
     comm : Comm or None
-        Of the ranks at this position in all pipeline ranks, where all grids have the same sizes, else None.
+        The ranks at this position in all pipeline ranks, where all grids have the same sizes, else None.
     group : Comm
-        Of the ranks of this pipeline rank, on which its grid is made.
+        The ranks of this pipeline rank, on which its grid is made.
     made : list of Comm
         Those that `close` frees.
     """

@@ -54,7 +54,7 @@ class Worker:
     schedule : Schedule
         The one that the model was split for.
     reducer : GradientReducer, optional
-        Of the parameters held here.
+        The reducer of the parameters held here.
 
     Attributes
     ----------
@@ -65,8 +65,8 @@ class Worker:
         list, which the next step fills.
     outputs : dict of int to tree, or None
         On the ranks with the last stage, its outputs by microbatch; None unless it is set to a dict.
-    held : int
-        The most microbatches of a chunk that this rank has held between forward and backward passes, at once.
+    peak_in_flight : int
+        The most (chunk, microbatch) pairs that this rank has held between their forward and backward passes, at once.
 
     Raises
     ------
@@ -95,12 +95,12 @@ class Worker:
         self.tied = TiedParameters(model, schedule, self.comm)
         self.spans: list[Span] | None = None
         self.outputs: dict[int, Any] | None = None
-        self.held = 0
+        self.peak_in_flight = 0
         self._others: dict[tuple[int, bool], Schedule] = {}
         self._broken = ""
 
     # ------------------------------------------------------------------ training and use
-    def step(self, batches: Sequence[Batch], work: Task, step: int, factor: float) -> dict[str, float]:
+    def step(self, batches: Sequence[Batch], task: Task, step: int, factor: float) -> dict[str, float]:
         """Run forward and backward passes of all microbatches, and settle the gradients.  Collective.
 
         Parameters
@@ -108,7 +108,7 @@ class Worker:
         batches : sequence of Batch
             The microbatches, the same on all ranks, each cut for the rank's own grid: the first stage takes `x` of
             them, the last `y`.  As many as the schedule has, or fewer, as at the end of an epoch.
-        work : Task
+        task : Task
         step : int
             The number of the step, for dropout.
         factor : float
@@ -126,23 +126,23 @@ class Worker:
             If there are more microbatches than the schedule has, or none.
         """
         schedule = self._for(len(batches))
-        run = self._start(schedule, batches, work)
+        run = self._start(schedule, batches, task)
         run.training(step, factor)
         return self.finish(run)
 
-    def forward(self, batches: Sequence[Batch], work: Task) -> dict[str, float]:
+    def forward(self, batches: Sequence[Batch], task: Task) -> dict[str, float]:
         """Run forward passes alone, of any number of batches, and return the sums as `step` does.  Collective."""
         if not batches:
             return {"loss": 0.0}
         key = len(batches), False
         if key not in self._others:
             self._others[key] = forward_only(self.schedule, len(batches))
-        run = self._start(self._others[key], batches, work)
+        run = self._start(self._others[key], batches, task)
         with no_grad():
             run.evaluating()
         return self.finish(run)
 
-    def activation_memory(self, batches: Mapping[int, Batch], work: Task, rows: int) -> ActivationMemory:
+    def activation_memory(self, batches: Mapping[int, Batch], task: Task, rows: int) -> ActivationMemory:
         """Return what this rank keeps of microbatches in a step, for `parlinalg.offload.plan(…, kept=…)`.  Collective.
 
         A microbatch passes forward, and where the schedule computes gradients of parameters later back to those of
@@ -152,11 +152,11 @@ class Worker:
         ----------
         batches : dict of int to Batch
             A microbatch, by the most rows that a rank has of it; or two small ones, from which others are reckoned.
-        work : Task
+        task : Task
         rows : int
             The most that a rank has of a microbatch.
         """
-        return activation_memory(self, batches, work, rows)
+        return activation_memory(self, batches, task, rows)
 
     def examine(self, parameters: Sequence[Parameter], scale: float = 1.0) -> Gradients:
         """Return the norm of the model's gradients, shared parameters counted once, and whether all are finite.
@@ -210,23 +210,23 @@ class Worker:
         validate(found)
         return found
 
-    def _start(self, schedule: Schedule, batches: Sequence[Batch], work: Task) -> ScheduleRun:
+    def _start(self, schedule: Schedule, batches: Sequence[Batch], task: Task) -> ScheduleRun:
         if self._broken:
             raise CommError(
                 f"this worker's pipeline was broken off ({self._broken}), and messages may be lost: make another worker"
             )
-        return self._run(schedule, batches, work)
+        return self._run(schedule, batches, task)
 
-    def _run(self, schedule: Schedule, batches: Sequence[Batch], work: Task) -> ScheduleRun:
-        return ScheduleRun(self, schedule, batches, work)
+    def _run(self, schedule: Schedule, batches: Sequence[Batch], task: Task) -> ScheduleRun:
+        return ScheduleRun(self, schedule, batches, task)
 
     def finish(self, run: ScheduleRun) -> dict[str, float]:
         """Execute a run, and return its sums on all ranks."""
         try:
             run.go()
         except BaseException as error:
-            self._broken = run.doing
-            error.add_note(f"in the pipeline: {run.doing}, rank {self.topology.world.rank}")
+            self._broken = run.current
+            error.add_note(f"in the pipeline: {run.current}, rank {self.topology.world.rank}")
             raise
         everyone = self.comm.share(run.sums if not self.position else [])
         sums: dict[str, float] = {"loss": 0.0}

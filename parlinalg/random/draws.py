@@ -1,4 +1,4 @@
-"""The training step under way, for layers that draw random numbers."""
+"""The current training step, for layers that draw random numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _current: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 def current_draws() -> Draws | None:
-    """Return the draws of the training step under way, if one is."""
+    """Return the draws of the current training step, or None."""
     return _current.get()
 
 

@@ -33,7 +33,7 @@ class Scheme:
     contract : Plan
         Of products out of a block: from its inside back to the residual stream.
     ulysses : tuple of str
-        Of the axes that cut the sequence inside of a block, those whose cut attention exchanges for one of the heads
+        The axes that cut the sequence inside of a block and whose cut attention exchanges for a cut of the heads
         (Jacobs et al., DeepSpeed-Ulysses, 2023).  Over the others its keys and values go round a ring.
 
     A scheme as its file defines it has two leading dims, batch and sequence, and one dim in each of k and n.  `leading`
@@ -141,7 +141,7 @@ class Scheme:
             there is both, Ulysses is inside: `scheme.with_sequence("u", ulysses=True).with_sequence("s")`.
         """
         if not ulysses and self.ring:
-            raise PlanError(f"scheme {self.name!r} has a ring over {self.ring[0]!r}; a second one, {axis!r}, is none")
+            raise PlanError(f"scheme {self.name!r} has a ring over {self.ring[0]!r}; {axis!r} cannot be a second one")
         if ulysses and self.ring:
             raise PlanError(
                 f"scheme {self.name!r} has a ring over {self.ring[0]!r}: add the axis of Ulysses, {axis!r}, before it"

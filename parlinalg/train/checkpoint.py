@@ -62,7 +62,7 @@ class Loaded:
 
 @dataclass(eq=False)
 class _Pending:
-    """A save under way."""
+    """A save in flight."""
 
     step: int
     training: dict[str, Any]
@@ -84,7 +84,7 @@ class Checkpoints:
     parameters : dict of str to Parameter
         Those that this rank holds, by their names in the whole model, and the buffers: `dict(model.named_state())`.
     optimizer : Optimizer, optional
-        Of the parameters.  Without one they alone are saved or loaded.
+        The optimizer of the parameters.  Without one only the parameters are saved or loaded.
     keep : int or None
         How many of the last checkpoints stay; None: all.
     best : str or None
@@ -248,7 +248,7 @@ class Checkpoints:
             self._complete()
 
     def settle(self) -> None:
-        """Wait for a save under way, and complete it.  Collective.
+        """Wait for a save in flight, and complete it.  Collective.
 
         Raises
         ------
@@ -260,7 +260,7 @@ class Checkpoints:
             self._complete()
 
     def finish(self) -> None:
-        """Wait for a save under way, complete it, and leave the folder to others.  Collective.
+        """Wait for a save in flight, complete it, and leave the folder to others.  Collective.
 
         Raises
         ------
@@ -271,7 +271,7 @@ class Checkpoints:
             raise removed(str(self.folder), lost)
 
     def close(self) -> list[str]:
-        """Wait for a save under way, complete it, and leave the folder to others.  Collective.
+        """Wait for a save in flight, complete it, and leave the folder to others.  Collective.
 
         Returns
         -------

@@ -229,7 +229,7 @@ def read_index(folder: str | Path) -> Index:
     try:
         index = Index.parse(read_bytes(path, follow=False), path)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint, or was not completed: it has no {INDEX}") from None
+        raise CheckpointError(f"{folder} is not a checkpoint, or was not completed: it has no {INDEX}") from None
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if folder.name != name_of(index.step):

@@ -169,7 +169,7 @@ class Index:
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged or cut short: it is not JSON ({error})") from None
         if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is no index of a checkpoint of parlinalg: it has no format={FORMAT!r}")
+            raise CheckpointError(f"{path} is not an index of a checkpoint of parlinalg: it has no format={FORMAT!r}")
         if whole.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} has version {brief(whole.get('version'))} of the format, this program knows version {VERSION}"
@@ -275,7 +275,7 @@ def _check_chunk(
     if not within or any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
         raise ValueError(f"{where} does not lie within the shape {brief(shape)}")
     if chunk.file not in files:
-        raise ValueError(f"{where} is said to lie in {brief(chunk.file)}, which is none of its files")
+        raise ValueError(f"{where} is said to lie in {brief(chunk.file)}, which is not one of its files")
     file, nbytes = files[chunk.file], math.prod(chunk.sizes) * itemsize
     if chunk.at < file.header or chunk.at + nbytes > file.nbytes:
         raise ValueError(

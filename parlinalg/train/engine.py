@@ -74,8 +74,8 @@ class Engine:
     optimizer : Optimizer
     accumulate : int
         Calls of `step` that make one step of the optimizer.
-    made, skipped : int
-        Steps of the optimizer, and of these the ones left out since a loss or gradient was not finite.
+    steps_done, skipped : int
+        Optimizer steps so far, skipped ones included, and those skipped since a loss or gradient was not finite.
     schedule : schedule or None
         Run by `execute_schedule`.
     metrics : dict of str to callable
@@ -87,7 +87,7 @@ class Engine:
     rows : int
     targets : float
     measures : dict of str to float
-        Of the last batch that a schedule ran: its rows, the targets that its loss is the mean of, and the sums over
+        For the last batch that a schedule ran: its rows, the targets that its loss is the mean of, and the sums over
         them of the losses, as "loss", and of the metrics.
 
     Examples
@@ -108,7 +108,7 @@ class Engine:
         self.model, self.grid, self.world = model, grid, world
         self._workers: dict[Schedule, Worker] = {}
         self.accumulate, self.schedule = accumulate, schedule
-        self.made = self.skipped = 0
+        self.steps_done = self.skipped = 0
         self.metrics = dict(metrics or {})
         self.memory_plan: Any = None
         self.resources = ExitStack()
@@ -164,7 +164,7 @@ class Engine:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """True if steps whose loss or gradient is not finite are left out."""
+        """True if steps whose loss or gradient is not finite are skipped."""
         return self._update.skips
 
     def parameters(self) -> Iterator[Parameter]:
@@ -209,7 +209,7 @@ class Engine:
             with self.context(inputs):
                 return self.model(self.placed(x))
         if self._draws is None:
-            self._draws = Draws(self.made, self._sums.rows)
+            self._draws = Draws(self.steps_done, self._sums.rows)
             self._forwarded = some_rows(x)
         with self.context(inputs) as auxiliary, using_draws(self._draws), self.overflowing():
             output = self.model(self.placed(x))
@@ -260,10 +260,10 @@ class Engine:
         return total
 
     @contextmanager
-    def expecting(self, parts: Sequence[Any], *, learns: bool = True) -> Iterator[None]:
-        """Return a context for the microbatches of one batch, so that each is weighed by what all have."""
+    def weighting_microbatches(self, parts: Sequence[Any], *, computes_gradients: bool = True) -> Iterator[None]:
+        """Context in which each microbatch of a batch is weighted by the batch's total rows and targets."""
         targets = sum(map(self.expected, parts))
-        if learns:
+        if computes_gradients:
             self._sums.refer_to(targets)
         with self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets), self.overflowing():
             yield
@@ -273,15 +273,15 @@ class Engine:
         return part.count if isinstance(part, Batch) else expected(self._criterion, part[1])
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a mean loss to those of the step's microbatches before it, each as it has targets.
+        """Run the backward pass of a mean loss, accumulating gradients over the step's microbatches.  Collective.
 
-        Collective.
+        Each microbatch is weighted by its number of targets.
 
         Raises
         ------
         EngineError
             If no forward pass in training went before, the loss depends on no parameter or is used up, or is not
-            finite and steps that are not finite are not left out.
+            finite and steps that are not finite are not skipped.
         """
         check_loss(loss)
         if not self._forwarded and self._weight is None:
@@ -349,11 +349,11 @@ class Engine:
                 return self._with_terms(total, count), count, measures, detached(output) if keeps else None
 
     def overflowing(self) -> AbstractContextManager[None]:
-        """Return a context without warnings of overflows, where steps that are not finite are left out."""
+        """Return a context without warnings of overflows, where steps that are not finite are skipped."""
         return overflowing() if self._update.skips else nullcontext()
 
     def check_finite(self, loss: float) -> None:
-        """Note whether a loss is finite; raise where steps that are not finite are not left out."""
+        """Note whether a loss is finite; raise where steps that are not finite are not skipped."""
         if math.isfinite(loss):
             return
         self._finite = False
@@ -362,9 +362,9 @@ class Engine:
             changed = "" if self._stepped else ": nothing has changed"
             self.zero_grad(all=True)
             raise EngineError(
-                f"step {self.made + 1}: the loss{of} is {loss}, and so would be all that follow{changed}; lower the "
-                f"learning rate (now {self.optimizer.lr:g}), let it rise slowly by lr_schedule=dict(warmup=100), clip "
-                "by clip_grad_norm=1.0, or leave such steps out by skip_nonfinite=True"
+                f"step {self.steps_done + 1}: the loss{of} is {loss}, and so would be all that follow{changed}; lower "
+                f"the learning rate (now {self.optimizer.lr:g}), let it rise slowly by lr_schedule=dict(warmup=100), "
+                "clip by clip_grad_norm=1.0, or leave such steps out by skip_nonfinite=True"
             )
 
     def step(self) -> bool:
@@ -393,13 +393,13 @@ class Engine:
             self._norm, changed = None, True
         else:
             self._norm, changed = self._update(self._finite, self._update.scale * self._sums.scale)
-        self.made += 1
+        self.steps_done += 1
         self.skipped += not changed
         self._begin()
         return changed
 
     def zero_grad(self, *, all: bool = False) -> None:
-        """Forget the gradients, unless they are those of earlier microbatches of a step under way.
+        """Forget the gradients, unless they are those of earlier microbatches of the current step.
 
         `step` forgets them too.
 
@@ -424,29 +424,30 @@ class Engine:
         """The number of targets by which the sums of losses of a batch are divided before the backward pass."""
         return self._sums.reference
 
-    def ran(
-        self, rows: int, targets: float, measures: Mapping[str, float], *, learns: bool, stepped: bool = False
+    def record_batch(
+        self, rows: int, targets: float, measures: Mapping[str, float], *, computes_gradients: bool,
+        stepped: bool = False,
     ) -> float:  # fmt: skip
-        """Note what a schedule has run: a batch of so many rows and targets, and its sums; return the mean loss.
+        """Record a batch that a schedule has run: its rows, targets and sums; return the mean loss.
 
         Parameters
         ----------
         rows : int
         targets : float
         measures : dict of str to float
-        learns : bool
-            Whether its gradients wait for `step`.
+        computes_gradients : bool
+            Whether gradients were computed and wait for `step`.
         stepped : bool
             Whether the stages have made their steps themselves.
         """
         self.rows, self.targets, self.measures = rows, float(targets), dict(measures)
         loss = self.measures["loss"] / max(1.0, self.targets)
-        if learns:
+        if computes_gradients:
             self._weight, self._stepped = self.targets, stepped
             self.check_finite(loss)
         return loss
 
-    def passed(self, rows: int, targets: float) -> None:
+    def record_rows(self, rows: int, targets: float) -> None:
         """Count the rows and targets of a batch that the stages of a pipeline have run."""
         self._sums.rows += rows
         self._sums.targets += targets
@@ -499,7 +500,7 @@ class Engine:
         """Return the position of the training, beside parameters and optimizer states, as plain values for JSON."""
         scaler = self._update.scaler
         return {
-            "made": self.made,
+            "made": self.steps_done,
             "skipped": self.skipped,
             "scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": {
@@ -527,7 +528,7 @@ class Engine:
         elif len(self.optimizer.param_groups) == 1:
             self.optimizer.lr = float(optimizer["lr"])
         self.optimizer.steps = int(optimizer["steps"])
-        self.made, self.skipped = int(progress["made"]), int(progress["skipped"])
+        self.steps_done, self.skipped = int(progress["made"]), int(progress["skipped"])
         self.zero_grad(all=True)
 
     def state_dict(self) -> dict[str, Any]:

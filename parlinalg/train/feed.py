@@ -381,7 +381,7 @@ def placed(x: Any, grid: Grid, layout: Layout | None, dtype: np.dtype[Any] | Non
     layout : Layout or None
         For arrays of its number of dims; others are cut by its first dims and not along the rest.
     dtype : dtype, optional
-        Of what is floating.
+        The dtype of floating arrays.
     """
     if isinstance(x, dict):
         return {key: placed(value, grid, layout, dtype) for key, value in x.items()}

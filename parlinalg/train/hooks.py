@@ -31,11 +31,11 @@ class Hook:
     wants_output = False
     """True: the outputs of a batch are kept and joined, for `output` and `label`; else these are None."""
     signals = False
-    """True: SIGTERM, SIGINT and SIGUSR1 end a training after the step under way; `trainer.signal` names the signal."""
+    """True: SIGTERM, SIGINT and SIGUSR1 end a training after the current step; `trainer.signal` names the signal."""
     files: Sequence[str] = ()
     """The paths of files and, with a "/" at the end, folders that the hook leaves."""
     lost: Sequence[str] = ()
-    """Those that others have removed or replaced while the training ran."""
+    """The paths that others have removed or replaced while the training ran."""
     reports_lost = False
     """True: the hook raises at the end for what all hooks have lost, so that these do not."""
 
@@ -144,7 +144,7 @@ class CheckpointHook(Hook):
     fall_back : bool
         With `resume`: where that one is damaged, begin with the last that is not; else it is an error.
     signals : bool
-        Whether SIGTERM, SIGINT and SIGUSR1 end a training after the step under way, with a checkpoint; `trainer.signal`
+        Whether SIGTERM, SIGINT and SIGUSR1 end a training after the current step, with a checkpoint; `trainer.signal`
         then names the signal.
     saves : bool
         Whether checkpoints are made; else the training only resumes.

@@ -387,7 +387,7 @@ def _offload(config: TrainingConfig, mesh: Mesh, engine: Engine, train: Feed | N
 
 
 def _kept(engine: Engine, mesh: Mesh, train: Feed, order: PipelineOrder | None) -> ActivationMemory | int:
-    """Return the memory of activations: of a microbatch, or of all that a schedule has under way.  Collective.
+    """Return the memory of activations: of a microbatch, or of all that a schedule has in flight.  Collective.
 
     It is measured by forward passes of one and two rows a data parallel rank.
     """

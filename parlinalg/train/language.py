@@ -173,7 +173,7 @@ def continuation(
     max_new_tokens : int
         The most tokens written.
     temperature : float
-        Of what is drawn; at 0 the likeliest token is taken.
+        The temperature of the draws; at 0 the likeliest token is taken.
     top_k, top_p, seed, eos_token_id
         As of `parlinalg.nn.generate`.
     special : bool

@@ -40,7 +40,7 @@ def rank_map(
     Returns
     -------
     str
-        Of at most some 50 lines, for any number of ranks.
+        A text of at most about 50 lines, for any number of ranks.
 
     Examples
     --------

@@ -127,7 +127,7 @@ class ProgressHook(Hook):
         What `metrics.png` shows at the end, by metric of the steps: the metric of an evaluation beside it, or an empty
         text.  By default there is no picture.
     title : str
-        Of the picture.
+        The title of the picture.
 
     Attributes
     ----------
@@ -235,7 +235,7 @@ def plot(path: Path, history: Sequence[Mapping[str, Any]], curves: Mapping[str, 
     history : sequence of dict
         The metrics of every step.
     curves : dict of str to str
-        A panel each: the metric of the steps, and the metric of the data kept out, or an empty text.
+        A panel each: the metric of the steps, and the metric of the held-out data, or an empty text.
     title : str
 
     Returns

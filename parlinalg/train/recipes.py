@@ -48,7 +48,7 @@ class Recipe:
     Attributes
     ----------
     name : str
-        Of the data.
+        The name of the data.
     model : Module
         Declared; it gets values in `initialize`.
     criterion, test_criterion : callable
@@ -60,9 +60,9 @@ class Recipe:
     sample : callable, optional
         Makes what the model takes of a microbatch, by which a partition of a pipeline counts or measures.
     test_name : str
-        Begins the names of what is measured on the data kept out: "test" of "test_loss".
+        Begins the names of what is measured on held-out data: "test" of "test_loss".
     columns, test_columns : sequence of str
-        The metrics of a step, and those of the data kept out, in the order in which `metrics.jsonl` has them.
+        The metrics of a step, and those of the held-out data, in the order in which `metrics.jsonl` has them.
     curves : dict of str to str
         What the picture shows, as `ProgressHook` takes it.
     hooks : list of Hook

@@ -93,7 +93,8 @@ def hooks_of(mesh: Mesh, made: Recipe, out: Path, resume: bool = False, fall_bac
     config, options = mesh.config, mesh.config.checkpoint
     if options.best is not None and options.best not in made.test_columns:
         raise ConfigError(
-            f"checkpoint.best={options.best!r} is no metric of the data kept out; there are {listed(made.test_columns)}"
+            f"checkpoint.best={options.best!r} is not a metric of the held-out data; there are "
+            f"{listed(made.test_columns)}"
         )
     return [
         EvaluateHook(made.test, config.validate_every, name=made.test_name, last=True, describe=made.describe),

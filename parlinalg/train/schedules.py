@@ -69,7 +69,7 @@ class BaseSchedule:
         ------
         EngineError
             On all ranks, if the iterator has ended on any, the batch has fewer rows than there are microbatches,
-            gradients wait for a step, or the loss is not finite and such steps are not left out.
+            gradients wait for a step, or the loss is not finite and such steps are not skipped.
         """
         raise NotImplementedError
 
@@ -80,14 +80,15 @@ class BaseSchedule:
             f"give PipelineSchedule({max(ranks, self.num_microbatches)}), or leave it to the configuration's schedule"
         )
 
-    def batches(self, engine: Engine, data_iter: Iterator[Any], learns: bool) -> list[Any]:
+    def batches(self, engine: Engine, data_iter: Iterator[Any], computes_gradients: bool) -> list[Any]:
         """Return the next batch in microbatches; an evaluation may have fewer."""
-        parts = drawn(data_iter, self.num_microbatches, engine.world, check=learns and engine.made == 0)
+        check = computes_gradients and engine.steps_done == 0
+        parts = drawn(data_iter, self.num_microbatches, engine.world, check=check)
         cut_short = isinstance(data_iter, Pass) and data_iter.cuts  # the last batch of an epoch may be smaller
-        if learns and len(parts) < self.num_microbatches and not cut_short:
+        if computes_gradients and len(parts) < self.num_microbatches and not cut_short:
             rows = sum(rows_of(x) for x, _ in parts)
             raise EngineError(
-                f"a batch of {rows} rows does not fall into {self.num_microbatches} microbatches: give batches of at "
+                f"a batch of {rows} rows cannot be cut into {self.num_microbatches} microbatches: give batches of at "
                 f"least {self.num_microbatches} rows (a last, smaller one of an epoch too), or num_microbatches of at "
                 f"most {rows}"
             )
@@ -114,7 +115,7 @@ class NonPipelineSchedule(BaseSchedule):
         parts = self.batches(engine, data_iter, not forward_only)
         outputs, labels, count = [], [], 0
         sums = dict.fromkeys(("loss", *engine.metrics), 0.0)
-        with engine.expecting(parts, learns=not forward_only):
+        with engine.weighting_microbatches(parts, computes_gradients=not forward_only):
             for i, part in enumerate(parts):
                 made = engine.microbatch(
                     part, last=i == len(parts) - 1, forward_only=forward_only, keeps=return_output_label
@@ -125,7 +126,7 @@ class NonPipelineSchedule(BaseSchedule):
                 if return_output_label:
                     outputs.append(made.output)
                     labels.append(part[1] if not isinstance(part, Batch) else part.y)
-        loss = engine.ran(sum(rows_of(x) for x, _ in parts), count, sums, learns=not forward_only)
+        loss = engine.record_batch(sum(rows_of(x) for x, _ in parts), count, sums, computes_gradients=not forward_only)
         joint = (joined(outputs), joined(labels)) if return_output_label else (None, None)
         return *joint, loss if return_loss else None
 
@@ -176,18 +177,19 @@ class PipelineSchedule(NonPipelineSchedule):
         for part in parts:
             samples.append(Sample(engine, part, offset))
             offset += len(samples[-1])
-        work: Any = Stages(engine, return_output_label)
+        task: Any = Stages(engine, return_output_label)
         stepped = worker.schedule.asynchronous
         if forward_only:
-            sums = worker.forward(samples, work)
+            sums = worker.forward(samples, task)
         else:
-            with engine.expecting(parts):
+            with engine.weighting_microbatches(parts):
                 factor = 1.0 if stepped else engine.loss_scale / engine.reference
-                sums = worker.step(samples, work, engine.made, factor)
-            engine.passed(offset, sums["count"])
-        loss = engine.ran(offset, sums.pop("count"), sums, learns=not forward_only, stepped=stepped)
-        outputs = [work.outputs[sample.offset] for sample in samples if sample.offset in work.outputs]
-        labels = [sample.label for sample in samples if sample.offset in work.outputs]
+                sums = worker.step(samples, task, engine.steps_done, factor)
+            engine.record_rows(offset, sums["count"])
+        count = sums.pop("count")
+        loss = engine.record_batch(offset, count, sums, computes_gradients=not forward_only, stepped=stepped)
+        outputs = [task.outputs[sample.offset] for sample in samples if sample.offset in task.outputs]
+        labels = [sample.label for sample in samples if sample.offset in task.outputs]
         joint = (joined(outputs), joined(labels)) if outputs else (None, None)
         return *joint, loss if return_loss else None
 
@@ -232,7 +234,7 @@ class Sample:
 
 
 class Stages:
-    """The engine's part in the work of the stages; see `parlinalg.pipeline.worker.Work`."""
+    """The engine as the task of a pipeline's worker; see `parlinalg.pipeline.worker.Task`."""
 
     def __init__(self, engine: Engine, keeps: bool) -> None:
         self._engine, self._keeps = engine, keeps
@@ -251,7 +253,7 @@ class Stages:
 
 
 def _engine(given: Any) -> Engine:
-    """Return the engine that a schedule is to run; raise an EngineError if it is none."""
+    """Return the engine that a schedule is to run; raise an EngineError if it is not an engine."""
     if not hasattr(given, "pipelined"):
         raise EngineError(
             f"forward_backward_step takes the engine that initialize gives first, then an iterator of batches, not "
@@ -265,7 +267,7 @@ def check_schedule(where: str, schedule: Any) -> None:
     """Raise a ConfigError unless this is a schedule, or None."""
     if schedule is not None and (isinstance(schedule, type) or not hasattr(schedule, "forward_backward_step")):
         raise ConfigError(
-            f"{where}: schedule is such as PipelineSchedule(4), or PipelineSchedule(4, 'gpipe'), not {named(schedule)}"
+            f"{where}: schedule must be e.g. PipelineSchedule(4) or PipelineSchedule(4, 'gpipe'), not {named(schedule)}"
         )
 
 

@@ -61,9 +61,9 @@ class Trainer:
         The last numbers of all kinds: "loss", "lr", "grad_norm", "samples_per_s", "test_loss", the engine's metrics
         ("accuracy", "test_accuracy") and what hooks add; the same on every rank, but for those that measure time.
     step_metrics : dict of str to float
-        Those of them that were measured in the last step, or on the data kept out since.
+        Those of them that were measured in the last step, or on held-out data since.
     targets, seconds : float
-        Of the last step: the targets that its loss is the mean of, and the time it took.
+        For the last step: the targets that its loss is the mean of, and the time it took.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class Trainer:
         self.lr_scheduler = lr_scheduler
         self.hooks = hooks
         self.epoch = self.step = 0
-        self._taken = 0  # batches of the epoch under way
+        self._taken = 0  # batches of the current epoch
         self.metrics: dict[str, float] = {}
         self.step_metrics: dict[str, float] = {}
         self.targets = self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""From the gradients of a step to parameters: the norm, clipping, the scale of the loss, and steps left out."""
+"""From the gradients of a step to parameters: the norm, clipping, the scale of the loss, and skipped steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Updated(NamedTuple):
     norm : float
         The 2-norm of the gradient of the whole model, before clipping.
     changed : bool
-        Whether parameters were changed: not where the loss or a gradient is not finite and such steps are left out.
+        Whether parameters were changed: not where the loss or a gradient is not finite and such steps are skipped.
     """
 
     norm: float
@@ -77,7 +77,7 @@ class Update:
 
     @property
     def skips(self) -> bool:
-        """True if steps that are not finite are left out."""
+        """True if steps that are not finite are skipped."""
         return self.skip_nonfinite or self.scaler is not None
 
     def __call__(self, finite: bool, scale: float) -> Updated:

@@ -46,7 +46,7 @@ def test_folders_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"b\.bin is not UTF-8: .*0xff\) at byte offset 2 of 4"):
         text(tmp_path)
     (tmp_path / "b" / "b.bin").write_bytes(b"abc\0")
-    with pytest.raises(ConfigError, match=r"b\.bin is no text: it holds a zero byte at offset 3 of 4"):
+    with pytest.raises(ConfigError, match=r"b\.bin is not text: it holds a zero byte at offset 3 of 4"):
         text(tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_windows_in_another_order_and_of_packed_documents(order: str, make_grid:
     assert (found.ignored, found.count, want.count) == (ends.sum(), 35 - ends.sum(), 35)
     held = list(Passages(TOKENS, 7, 5, grid, layout, layout, order=places, starts=starts))
     assert sum(b.count for b in held) == 60 - 4 == sum((b.y.gather() != -100).sum() for b in held)
-    with pytest.raises(ConfigError, match=r"no permutation of 0 to 6"):
+    with pytest.raises(ConfigError, match=r"not a permutation of 0 to 6"):
         Windows(TOKENS, 7, 5, grid, layout, layout, order=np.zeros(7, int))
 
 

@@ -83,7 +83,7 @@ def test_state_moves_from_grid_to_grid(make_grid, world):
     [
         (np.array(["a", "b", "c", "d", "e"]), "no real numbers: 2.bias of <U1"),
         (np.ones(5, complex), "no real numbers: 2.bias of complex128"),
-        ([[1], [2, 3]], "2.bias is no array"),
+        ([[1], [2, 3]], "2.bias is not an array"),
     ],
 )
 def test_a_state_that_is_no_numbers_changes_nothing(bias, says, make_grid, world):

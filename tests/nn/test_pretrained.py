@@ -189,8 +189,8 @@ FAULTS = [
     (tensors_of(lambda t: t.pop("model.norm.weight")), r"does not fit: missing: model.norm.weight$"),
     (tensors_of(lambda t: t.update(extra=t["model.norm.weight"])), "unexpected: extra"),
     (cut_short, "model.safetensors is cut short: it has .* bytes, its header speaks of"),
-    (index("gone.safetensors"), "model.norm.weight is in 'gone.safetensors', which is no file in"),
-    (index("../x"), "'../x', which is no file in"),
+    (index("gone.safetensors"), "model.norm.weight is in 'gone.safetensors', which is not a file in"),
+    (index("../x"), "'../x', which is not a file in"),
 ]  # fmt: skip
 
 

@@ -124,7 +124,8 @@ def damaged(path, how):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("tensors", "cut short: it has .* bytes, its header speaks of"), ("header", "cut short, or is no safetensors"),
+        ("tensors", "cut short: it has .* bytes, its header speaks of"),
+        ("header", "cut short, or is not a safetensors"),
         ("empty", "it has 0 bytes"), ("longer", "longer than its tensors"), ("no json", "cannot be understood"),
         ("offsets", r"tensor 'a' of F32 and shape \(3, 5\)"), ("dtype", "dtype F8_E4M3; weights are read as F64"),
         ("overlap", "in bytes 0 to 60, and the one before it ends at 60"),

@@ -52,7 +52,7 @@ def test_every_bit_as_in_memory(make_grid, world, folder, case, backend):
         with DiskStates(folder, chunk=4096, buffers=2, values=values) as states:
             update.place(states)
             found = go_on(model, update, range(3))
-            assert states.file is None or (states.places.count > 2 and threads())
+            assert states.file is None or (states.layout.count > 2 and threads())
             if case == "lamb":  # its norms are sums over chunks
                 assert found == pytest.approx(losses, rel=1e-12)
                 return

@@ -218,7 +218,7 @@ def test_what_is_cut_short_missing_or_foreign_is_refused(two: Training, folder: 
 
     for what, contents, part in (
         ("short", text[: len(text) // 2], "cut short"),
-        ("foreign", json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors"}}), "no index of a checkpoint"),
+        ("foreign", json.dumps({"metadata": {}, "weight_map": {"a": "model.safetensors"}}), "is not an index"),
         ("later", rewritten(lambda b: b.update(version=2)), "version 2"),
         ("changed", rewritten(lambda b: b["body"].update(step=7)), "checksum of its contents"),
     ):
@@ -228,7 +228,7 @@ def test_what_is_cut_short_missing_or_foreign_is_refused(two: Training, folder: 
     shutil.copy(before / "index.json", last / "index.json")
     damaged(two, "index.json", "is of step 1, which would be in the folder step-00000001")
     (before / "index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no index of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not an index of a checkpoint"):
         two.saving.resume(fall_back=True)
 
 
@@ -374,13 +374,13 @@ def test_settings() -> None:
     assert made({"every": 100, "keep": None, "background": False}).keep is None
     with pytest.raises(ConfigError, match="did you mean 'every'"):
         made({"evry": 3})
-    with pytest.raises(ConfigError, match="False, a number of steps, or a dict"):
+    with pytest.raises(ConfigError, match=r"must be a dict .*, or a number of steps, or False for none, not 'daily'"):
         made("daily")
 
 
 @pytest.mark.serial
 def test_the_best_is_a_metric_that_there_is(start: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'validation_loss' is no metric .*'test_loss' or 'test_accuracy'"):
+    with pytest.raises(ConfigError, match=r"'validation_loss' is not a metric .*'test_loss' or 'test_accuracy'"):
         start(SERIAL, checkpoint={"best": "validation_loss"})
 
 

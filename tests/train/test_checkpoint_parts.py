@@ -224,5 +224,5 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, make_grid: Any) -> None:
         for region in ((range(3),), (range(4), range(4)), (range(3), range(0, 4, 2)), (range(-1, 2), range(4))):
             with pytest.raises(CheckpointError, match=r"has the shape \(3, 4\): the region .* give a range for each"):
                 reader.read("model.a", region)
-    with pytest.raises(CheckpointError, match=r"is no checkpoint, or was not completed: it has no index\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint, or was not completed: it has no index\.json"):
         Reader(tmp_path)

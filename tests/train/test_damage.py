@@ -212,7 +212,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "fewer offsets": (lambda b: chunk(b)["offsets"].pop(), "does not lie within the shape"),
     "before the tensors": (lambda b: chunk(b).update(at=0), "is said to lie in bytes 0 to"),
     "behind the file": (lambda b: chunk(b).update(at=10**9), "is said to lie in bytes 1000000000 to"),
-    "no such file": (lambda b: chunk(b).update(file="rank-7.safetensors"), "which is none of its files"),
+    "no such file": (lambda b: chunk(b).update(file="rank-7.safetensors"), "which is not one of its files"),
     "the bytes of another": (lambda b: chunk(b).update(at=chunk(b)["at"] + 8), "lie in the same bytes"),
     "checksums that are none": (lambda b: chunk(b).update(crc32="+1234567"), "checksums of a chunk"),
     "fewer checksums": (lambda b: chunk(b).update(crc32=""), "0 checksums for 1 pages"),
@@ -263,7 +263,7 @@ def test_an_index_that_does_not_describe_a_checkpoint(saved: pla.Checkpoints, fo
         ("1" * 100_000, "not JSON"),
         ('{"format": 1, "format": "parlinalg checkpoint"}', "the key 'format' twice"),
         ("", "not JSON"),
-        ("null", "no index"),
+        ("null", "not an index"),
         ('{"format": "parlinalg checkpoint", "version": ' + "9" * 4000 + "}", "version 999"),
     ],
 )

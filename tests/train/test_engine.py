@@ -121,7 +121,7 @@ def test_schedules_give_the_losses_of_one_rank(settings: dict[str, Any], world: 
         found.append(engine.execute_schedule(iter(test), forward_only=True)[2])
         close(found, serial())
         assert 0 < (engine.gradient_norm or 0) < 99
-        assert (engine.made, engine.skipped) == (4, 0)
+        assert (engine.steps_done, engine.skipped) == (4, 0)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "loader"])
@@ -244,9 +244,9 @@ def test_steps_left_out_and_the_scale(world: Any, backend: str) -> None:
                 break
             assert engine.loss_scale == 2.0 ** (15 - i)
         assert changed
-        assert engine.skipped == engine.made - 1 > 0
+        assert engine.skipped == engine.steps_done - 1 > 0
         engine.load_state_dict(before)
-        assert (engine.loss_scale, engine.made, engine.skipped) == (2.0**16, 0, 0)
+        assert (engine.loss_scale, engine.steps_done, engine.skipped) == (2.0**16, 0, 0)
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -304,7 +304,7 @@ def test_wrong_batches_are_told_on_all_ranks(world: Any, backend: str) -> None:
             engine.step()
         with pytest.raises(EngineError, match=r"data_iter ends after 2 batches, and a step needs another"):
             step(batches)
-        with pytest.raises(EngineError, match=r"a batch of 3 rows does not fall into 4 microbatches"):
+        with pytest.raises(EngineError, match=r"a batch of 3 rows cannot be cut into 4 microbatches"):
             step(iter(pairs(3)))
         with pytest.raises(EngineError, match=r"data_iter is an iterator, iter\(train_dataloader\), not list"):
             step(pairs())

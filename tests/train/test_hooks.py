@@ -73,7 +73,7 @@ def test_points(world: Any, backend: str) -> None:
         ]  # fmt: skip
         last = not found.engine.pipelined or found.engine.model.chunks[-1].last
         assert notes.shapes == [((6, 3), (6,)) if last else None] * 7
-        assert (found.epoch, found.step, found.engine.made) == (2, 6, 6)
+        assert (found.epoch, found.step, found.engine.steps_done) == (2, 6, 6)
         assert metrics["lr"] == 0.1 * 0.25
         assert set(metrics) == {"loss", "lr", "grad_norm", "samples_per_s", "test_loss"}
         found.fit(pairs(), steps=8)

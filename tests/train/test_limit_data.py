@@ -112,8 +112,8 @@ def test_what_is_held_with_nothing_offloaded(make_grid: Callable[..., Any], worl
     assert table.gradients == (nbytes if stage < 2 else pytest.approx(nbytes / 2, rel=0.01))
     passing = sum(buckets[: 2 + kinds]) if stage == 2 else 0
     parts = sum(buckets[:2]) / 2 if stage else 0
-    assert table.moving == pytest.approx(passing + parts, abs=32)
-    assert table.total == table.values + table.gradients + table.moving
+    assert table.transient == pytest.approx(passing + parts, abs=32)
+    assert table.total == table.values + table.gradients + table.transient
 
 
 @pytest.mark.ranks(2)
@@ -124,4 +124,4 @@ def test_sums_of_16_bits_are_known(make_grid: Callable[..., Any], world: Any) ->
         model = make("gpt", SCHEME, grid, num_hidden_layers=2, dtype=dtype)
         reducer = GradientReducer(model.parameters(), bucket=1 << 30, first_bucket=1 << 30, dtype=travels)
         nbytes = sum(p.block.nbytes for p in model.parameters())
-        assert reducer.moving == pytest.approx(times * nbytes, rel=1e-3)
+        assert reducer.transient_bytes == pytest.approx(times * nbytes, rel=1e-3)

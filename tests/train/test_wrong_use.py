@@ -51,7 +51,7 @@ def engine_of(mesh: Any, criterion: Any = ops.cross_entropy_sum, optimizer: Any 
         ({"criterion": "cross_entropy"}, "criterion is a function .* not 'cross_entropy'"),
         ({"train_dataloader": "digits"}, "a dataloader is an iterable of pairs .* not str"),
         ({"train_dataloader": {"x": 1}}, "not dict"),
-        ({"schedule": "1f1b"}, r"schedule is such as PipelineSchedule\(4\).* not '1f1b'"),
+        ({"schedule": "1f1b"}, r"schedule must be e\.g\. PipelineSchedule\(4\).* not '1f1b'"),
         ({"schedule": pla.PipelineSchedule}, "not the class PipelineSchedule"),
         ({"lr_scheduler": "cosine"}, "lr_scheduler is an object with step"),
         ({"lr_scheduler": lambda o: 3}, "lr_scheduler makes a int, without step"),
@@ -192,7 +192,7 @@ def test_what_a_trainer_is_given(world: Any, backend: str, folder: Path) -> None
             pla.Trainer(engine, hooks=pla.LogHook())  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="Trainer takes the engine that initialize gives first, not int"):
             pla.Trainer(3)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="Trainer: schedule is such as"):
+        with pytest.raises(ConfigError, match="Trainer: schedule must be"):
             pla.Trainer(engine, "1f1b")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"lr_scheduler is an object with step\(\), not the class AdamW"):
             pla.Trainer(engine, lr_scheduler=AdamW)

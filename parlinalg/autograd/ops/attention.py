@@ -34,7 +34,7 @@ class Parts(NamedTuple):
 
     @staticmethod
     def of(q: Block, kv: Block | None) -> Parts:
-        """Those in one packed block, or in two."""
+        """Return the parts of one packed block, or of two."""
         if kv is None:
             return Parts(q[..., :-2, :], q[..., -2, :], q[..., -1, :])
         return Parts(q, kv[..., 0, :], kv[..., 1, :])

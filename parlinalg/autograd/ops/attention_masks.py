@@ -207,7 +207,7 @@ def visible(
     x : DistArray
         The queries, cut as the result.
     shape : tuple of int
-        Of the result: (b, s, kv heads, g, e).
+        The shape of the result: (b, s, kv heads, g, e).
     keys : int
         t.
     """

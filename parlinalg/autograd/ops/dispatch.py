@@ -58,7 +58,7 @@ def dispatch(x: Any, routing: Routing) -> Tensor:
         return d, work.with_partial((*there.partial, *queues.replicating))
 
     kept = Part(part, routing.places, *chain(*routing.by_choice))
-    return record("dispatch", DistArray(y, shape, layout, grid), [x], [kept], unsummed=True)
+    return record("dispatch", DistArray(y, shape, layout, grid), [x], [kept], takes_partial=True)
 
 
 def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
@@ -72,7 +72,7 @@ def combine(y: Any, gates: Any, routing: Routing, layout: Layout) -> Tensor:
         [batch, sequence, k], cut as the tokens.
     routing : Routing
     layout : Layout
-        Of the result, [batch, sequence, hidden].
+        The layout of the result, [batch, sequence, hidden].
     """
     y, gates = as_tensor(y), as_tensor(gates)
     queues = routing.queues

@@ -35,7 +35,7 @@ def embedding(ids: Any, table: Any, plan: Plan) -> Tensor:
     table : Tensor
         Shape [vocabulary, *n], in the layout of the plan's w.
     plan : Plan
-        Of a product over k = vocabulary; a scheme's `plan("contract", leading=ids.ndim)`.
+        The plan of a product over k = vocabulary; a scheme's `plan("contract", leading=ids.ndim)`.
 
     Returns
     -------

@@ -181,7 +181,7 @@ def _class_ids(z: DistArray, targets: Any, ignore_index: int) -> Block:
     if bool(bad.any()):
         where = _first(t, bad)
         value = int(t.block[bad][0])
-        raise ValueError(f"cross_entropy: target {value} at {where} (rank {z.grid.rank}) is no class; {right}")
+        raise ValueError(f"cross_entropy: target {value} at {where} (rank {z.grid.rank}) is not a class; {right}")
     return t.block
 
 

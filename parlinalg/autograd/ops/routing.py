@@ -33,7 +33,7 @@ class Queues:
     Parameters
     ----------
     tokens : Layout
-        Of the tokens that are sent and taken back, [batch, sequence, features].
+        The layout of the tokens that are sent and taken back, [batch, sequence, features].
     axis : tuple of str
         The axes that cut the experts, outermost first.
     experts, capacity : int

@@ -63,7 +63,7 @@ def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
     y = x.data.transpose(dims)
     back = tuple(dims.index(d) for d in range(x.ndim))
     parts = [lambda term: (term[0].transpose(back), term[1].permuted(back))]
-    result = record("transpose", y, [x], parts, unsummed=True)
+    result = record("transpose", y, [x], parts, takes_partial=True)
     if isinstance(x, Parameter):
         result.origin = x, dims
     return result

@@ -106,7 +106,7 @@ def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tupl
     sizes : (int, int)
         Windows along height and width.
     elements : int
-        Of a patch.
+        The elements of a patch.
     like : array
         A block of the backend where they are made.
     """

@@ -474,7 +474,7 @@ def column_norm_grad(x: Block, g: Block, mean: Block, scale: Block, weight: Bloc
     Parameters
     ----------
     sums : array, optional
-        Of a norm by the matrix's own moments: `column_sums_grad` over all blocks, divided by the number of rows.
+        For a norm by the matrix's own moments: `column_sums_grad` over all blocks, divided by the number of rows.
     """
     xp, work = namespace(x), work_dtype(x.dtype)
     out = xp.empty(x.shape, x.dtype)

@@ -101,7 +101,7 @@ class BertEncoder(Transformer, Pretrained):
         ids : DistArray or Tensor
             Token ids [batch, sequence], in `ids_layout`.
         attention_mask : DistArray or array, optional
-            Of the same shape: 0 where a token is padding, which no other sees.
+            The shape of `ids`: 0 where a token is padding, which no other token sees.
         token_type_ids : DistArray or Tensor, optional
             The types of the tokens, laid out as the ids; by default all 0.
         """

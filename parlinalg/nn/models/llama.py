@@ -46,7 +46,7 @@ class Llama(CausalModel):
     attention_dropout : float
         The probability of dropping an attention weight.
     resid_pdrop, embd_pdrop : float
-        Of what is added to the residual stream, and after the embedding, as in GPT-2; Llama was trained with none.
+        Dropout of what is added to the residual stream, and after the embedding, as in GPT-2; Llama has none.
     tie_word_embeddings : bool
         Whether the head is the embedding's table.
     num_local_experts : int, optional

@@ -52,9 +52,9 @@ class ResNet(Module):
     conv1, bn1, maxpool, layer1, …, avgpool, fc : Module
         `layer1` and so on are Sequential, whose blocks have conv1, bn1, conv2, bn2, … and downsample.
     images_layout : Layout
-        Of the images [batch, channels, height, width] it is called with, of any real dtype.
+        The layout of the images [batch, channels, height, width] it is called with, of any real dtype.
     targets_layout : Layout
-        Of the class ids [batch] that go with the logits [batch, num_classes] it gives.
+        The layout of the class ids [batch] that go with the logits [batch, num_classes] it gives.
 
     A pipeline cuts it between blocks (`layers`).  `load_torch` takes the state of torchvision's.
 

@@ -68,9 +68,9 @@ class Pretrained(Module):
         scheme : Scheme
         grid : Grid
         dtype : dtype, optional
-            Of the model; by default that of the weights in the folder.
+            The dtype of the model; by default that of the weights in the folder.
         seed : int
-            Of dropout, once `train()` is called.
+            The seed of dropout, once `train()` is called.
         **changes
             Arguments of the model that differ from the folder's, such as `attn_pdrop=0.1`.
 

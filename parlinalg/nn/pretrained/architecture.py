@@ -63,7 +63,7 @@ class Architecture:
         }
 
     def weights(self, names: Collection[str], arguments: Arguments) -> list[str]:
-        """Those of the tensors that hold weights of their own."""
+        """Return the names of the tensors that hold weights of their own."""
         ignored = [*self.ignored, r"lm_head\.weight"] if arguments.get("tie_word_embeddings", True) else self.ignored
         pattern = re.compile("|".join(f"(?:{p})" for p in ignored) or r"(?!)")
         return [name for name in names if not pattern.fullmatch(name)]
@@ -131,7 +131,7 @@ class Place:
     split : tuple of int
         The same with packed dims apart.
     order : tuple of int
-        Of the split dims, as the parameter has them.
+        The order of the split dims in the parameter.
     start : tuple of int
         The index in the parameter at which the tensor begins.
     """

@@ -50,7 +50,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
 
 def _settings(arguments: Arguments) -> dict[str, Any]:
     if biased := [name for name in ("attention_bias", "mlp_bias") if arguments[name]]:
-        raise ConfigError(f"a Mixtral with {biased[0]}=True is none of `transformers`, which has no biases")
+        raise ConfigError(f"`transformers` has no Mixtral with {biased[0]}=True: it has no biases")
     a = llama.ARCHITECTURE.settings(arguments)
     return {name: value for name, value in a.items() if name not in ("attention_bias", "mlp_bias", "capacity_factor")}
 

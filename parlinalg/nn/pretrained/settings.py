@@ -112,5 +112,5 @@ def weights_of(folder: Path) -> list[Path] | dict[str, Path]:
         raise ConfigError(f"{index} cannot be understood: {type(error).__name__}: {str(error)[:200]}") from None
     for tensor, name in names.items():
         if Path(name).name != name or not (folder / name).is_file():
-            raise ConfigError(f"{index} says that {tensor} is in {name!r}, which is no file in {folder}")
+            raise ConfigError(f"{index} says that {tensor} is in {name!r}, which is not a file in {folder}")
     return {tensor: folder / name for tensor, name in names.items()}

@@ -94,11 +94,13 @@ def read_header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
                 raise ConfigError(
-                    f"{path} is cut short, or is no safetensors file: it has {size} bytes"
+                    f"{path} is cut short, or is not a safetensors file: it has {size} bytes"
                     + (f", its header alone {8 + length}" if size >= 8 else "")
                 )
             if length > MOST_HEADER:
-                raise ConfigError(f"{path} is no safetensors file: its header has {length} bytes, above {MOST_HEADER}")
+                raise ConfigError(
+                    f"{path} is not a safetensors file: its header has {length} bytes, above {MOST_HEADER}"
+                )
             text = file.read(length)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
@@ -110,7 +112,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError) as error:
         why = error.args[0] if error.args else type(error).__name__
         raise ConfigError(
-            f"{path} is no safetensors file: its header cannot be understood ({str(why)[:200]})"
+            f"{path} is not a safetensors file: its header cannot be understood ({str(why)[:200]})"
         ) from None
     if size != 8 + length + last:
         fault = "is cut short" if size < 8 + length + last else "is longer than its tensors"

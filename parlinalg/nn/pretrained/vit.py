@@ -73,7 +73,7 @@ def _arguments(config: Settings) -> dict[str, Any]:
 def _settings(arguments: Arguments) -> dict[str, Any]:
     a = {name: value for name, value in arguments.items() if name not in ("pool", "num_labels")}
     if arguments.get("pool", "first") != "first":
-        raise ConfigError(f"a ViT with pool={arguments['pool']!r} is none of `transformers`, whose pool is 'first'")
+        raise ConfigError(f"`transformers` has no ViT with pool={arguments['pool']!r}: its pool is 'first'")
     labels = {str(i): f"LABEL_{i}" for i in range(arguments["num_labels"])}
     back = {label: int(i) for i, label in labels.items()}
     return {**a, "hidden_act": NAMES.get(a["hidden_act"], a["hidden_act"]), "id2label": labels, "label2id": back}

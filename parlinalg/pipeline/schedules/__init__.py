@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline.schedule import Chunk, Schedule
 
-__all__ = ["ScheduleFile", "discover", "make"]
+__all__ = ["ScheduleFile", "discover", "make_schedule"]
 
 
 class ScheduleFile(Protocol):

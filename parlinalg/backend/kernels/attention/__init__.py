@@ -300,7 +300,7 @@ def forward(
     wide : bool
         Return the result in the working dtype, as a term to be merged with others.
     poll : callable, optional
-        Called now and then, to drive communication on.
+        Called now and then, to progress pending communication.
 
     Returns
     -------
