@@ -27,7 +27,7 @@ from mpi4py import MPI
 from parlinalg import tunables
 from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.halves import work_dtype
-from parlinalg.comm.base import DONE, Handle
+from parlinalg.comm.base import DONE, Following, Handle
 from parlinalg.comm.watch import slot
 
 if TYPE_CHECKING:
@@ -94,30 +94,18 @@ def combine_terms(terms: Any, out: Any, op: str) -> None:
         out[part] = total.astype(out.dtype, copy=False)
 
 
-class _Scattered(Handle):
+class _Scattered(Following):
     """An all-to-all of terms whose sum is formed when they have arrived."""
 
-    __slots__ = ("_inner", "_op", "_out", "_terms")
+    __slots__ = ("_op", "_out", "_terms")
 
     def __init__(self, inner: Handle, terms: Any, out: Any, op: str) -> None:
-        self._inner: Handle | None = inner
+        super().__init__(inner)
         self._terms, self._out, self._op = terms, out, op
-
-    def wait(self) -> None:
-        if self._inner is not None:
-            self._inner.wait()
-            self._finish()
-
-    def test(self) -> bool:
-        if self._inner is not None:
-            if not self._inner.test():
-                return False
-            self._finish()
-        return True
 
     def _finish(self) -> None:
         combine_terms(self._terms, self._out, self._op)
-        self._inner = self._terms = self._out = None
+        self._terms = self._out = None
 
 
 def reduce_scatter_terms(comm: MpiComm, send: Any, recv: Any, counts: Sequence[int], op: str, wait: bool) -> Handle:

@@ -40,6 +40,33 @@ class Handle(ABC):
         """Return True if the operation is done; lets MPI make progress, and finishes the operation if it is."""
 
 
+class Following(Handle):
+    """An operation after which something is still to be done here, by `_finish`, once."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Handle) -> None:
+        self._inner: Handle | None = inner
+
+    def wait(self) -> None:
+        if self._inner is not None:
+            self._inner.wait()
+            self._finish()
+            self._inner = None
+
+    def test(self) -> bool:
+        if self._inner is not None:
+            if not self._inner.test():
+                return False
+            self._finish()
+            self._inner = None
+        return True
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Do what follows the operation, and let the buffers go."""
+
+
 class _Done(Handle):
     __slots__ = ()
 

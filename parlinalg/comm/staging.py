@@ -11,37 +11,25 @@ from collections.abc import Callable
 from typing import Any
 
 from parlinalg.backend import backend_of
-from parlinalg.comm.base import DONE, Handle
+from parlinalg.comm.base import DONE, Following, Handle
 
 direct: bool = os.environ.get("PARLINALG_CUDA_AWARE_MPI", "0") not in ("", "0")
 """True if MPI is given GPU memory."""
 
 
-class Staged(Handle):
+class Staged(Following):
     """An operation on host copies; when it is done, what it received is copied to the GPU."""
 
-    __slots__ = ("_block", "_host", "_inner")
+    __slots__ = ("_block", "_host")
 
     def __init__(self, inner: Handle, host: Any, block: Any) -> None:
-        self._inner: Handle | None = inner
+        super().__init__(inner)
         self._host, self._block = host, block
-
-    def wait(self) -> None:
-        if self._inner is not None:
-            self._inner.wait()
-            self._finish()
-
-    def test(self) -> bool:
-        if self._inner is not None:
-            if not self._inner.test():
-                return False
-            self._finish()
-        return True
 
     def _finish(self) -> None:
         if self._block is not None:
             backend_of(self._block).copy_from_host(self._host, self._block)
-        self._inner = self._host = self._block = None
+        self._host = self._block = None
 
 
 def to_host(block: Any) -> Any:

@@ -210,7 +210,7 @@ class PipelineModel(Module):
 
     @property
     def batch_needs(self) -> tuple[bool, bool]:
-        """Whether this rank needs the inputs and the labels of batches: its first and its last stage do."""
+        """True for inputs, and for labels, if this rank needs them: it has the first stage, or the last."""
         return any(stage.first for stage in self.chunks), any(stage.last for stage in self.chunks)
 
     @property

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and the checks of what they hold.  Pure."""
+"""Rules of keeping checkpoints, and checks of what they hold.  Pure."""
 
 from __future__ import annotations
 

@@ -91,6 +91,7 @@ class Trainer:
         self.lr_scheduler = lr_scheduler
         self.hooks = hooks
         self.epoch = self.step = 0
+        self._finished = False
         self._taken = 0  # batches of the current epoch
         self.metrics: dict[str, float] = {}
         self.step_metrics: dict[str, float] = {}
