@@ -137,6 +137,10 @@ class Operand:
     dim: int
     grid: Grid
     order: tuple[int, ...] | None
+    tags: tuple[int, int]
+    """The tags of even and of odd panels.  Ranks fetch different numbers of panels where the dim is uneven: so tags are
+    taken once an operand, on all ranks alike, not once a panel."""
+    fetched: int = 0
 
     @classmethod
     def of(cls, array: DistArray, work: Layout, dim: int) -> Operand:
@@ -151,7 +155,7 @@ class Operand:
         if order is not None:
             block, rest, work = block.transpose(order), rest.permuted(order), work.permuted(order)
             shape, dim = tuple(shape[d] for d in order), order.index(dim)
-        return cls(block, rest, work, shape, dim, grid, order)
+        return cls(block, rest, work, shape, dim, grid, order, (grid.ticket(), grid.ticket()))
 
     @property
     def outer(self) -> Cut:
@@ -167,9 +171,10 @@ class Operand:
         """Start to bring a panel (indices within this rank's stretch, all of one owner) to work.
 
         Its owners first gather it among themselves, and wait for that: they must post the broadcast when the others do,
-        since the next panel's owners may be others.
+        since the next panel's owners may be others.  At most two panels are on their way.
         """
-        return Move(self._fetch(panel, self.grid.ticket()))
+        self.fetched += 1
+        return Move(self._fetch(panel, self.tags[self.fetched % 2]))
 
     def _fetch(self, panel: range, tag: int) -> Generator[Handle, None, Block]:
         grid, dim = self.grid, self.dim
