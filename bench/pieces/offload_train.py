@@ -44,7 +44,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     import parlinalg as pla
     from parlinalg import nn, offload, optim, schemes
     from parlinalg.autograd import ops
-    from parlinalg.parallel.precision import clipping, examine
+    from parlinalg.parallel.clip import clipping, examine
 
     threading.stack_size(1 << 18)  # a thread's stack counts as address space too
     scheme = schemes.discover()["serial"].SCHEME

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from parlinalg.backend.halves import work_dtype
 from parlinalg.comm.watch import enrol, library_site, slot
 from parlinalg.errors import CommError
 
@@ -83,6 +84,21 @@ DONE: Handle = _Done()
 
 Block = Any
 """A C-contiguous NumPy or CuPy array."""
+
+
+def by_terms(dtype: Any) -> bool:
+    """Return True if sums in this dtype are formed in a wider one: ranks exchange their terms and combine them."""
+    return work_dtype(dtype) != dtype
+
+
+def reduction_work(size: int, dtype: Any, *, scatter: bool = False) -> int:
+    """Return the memory that a reduction of so many elements takes beside its blocks, in elements.
+
+    It holds the ranks' terms of this rank's part of the sum, and in an all-reduce that part, at most a half.
+    """
+    if not by_terms(dtype):
+        return 0
+    return size if scatter else size + size // 2
 
 
 class Comm(ABC):

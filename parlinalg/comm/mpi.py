@@ -14,10 +14,9 @@ from mpi4py import MPI
 from parlinalg import tunables
 from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
-from parlinalg.backend.halves import is_half
 from parlinalg.comm import split, staging
 from parlinalg.comm.algorithms import Chain, SumInPlace, TwoPhase, all_reduce_terms, reduce_scatter_terms
-from parlinalg.comm.base import DONE, Block, Comm, Handle
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
 from parlinalg.comm.check import failed_in_mpi
 from parlinalg.comm.ledger import Book
 from parlinalg.comm.shared import beside
@@ -385,8 +384,8 @@ class MpiComm(Comm):
 
 
 def _by_terms(dtype: Any, op: str) -> bool:
-    """Return True if the ranks exchange the terms of a reduction and combine them themselves (`half`)."""
-    return is_half(dtype) or (op == "sum" and SATURATES and dtype.kind in "iu" and dtype.itemsize <= 2)
+    """Return True if the ranks exchange the terms of a reduction and combine them themselves."""
+    return by_terms(dtype) or (op == "sum" and SATURATES and dtype.kind in "iu" and dtype.itemsize <= 2)
 
 
 class _Lost:

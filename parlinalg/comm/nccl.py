@@ -15,9 +15,8 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from parlinalg.backend.halves import is_half
 from parlinalg.comm.algorithms import combine_terms
-from parlinalg.comm.base import DONE, Block, Comm, Handle
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.split import starts
 from parlinalg.errors import CommError
@@ -102,7 +101,7 @@ class NcclComm(Comm):
         return self._handle((send, recv), wait)
 
     def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
-        if not isinstance(send, np.ndarray) and is_half(send.dtype):
+        if not isinstance(send, np.ndarray) and by_terms(send.dtype):
             own = counts[self.rank]
             terms = cupy.empty((self.size, own), send.dtype)
             self._all_to_all(send, counts, terms, [own] * self.size, True)
@@ -123,7 +122,7 @@ class NcclComm(Comm):
         return self._handle((send, recv), wait)
 
     def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
-        if not isinstance(buffer, np.ndarray) and is_half(buffer.dtype):
+        if not isinstance(buffer, np.ndarray) and by_terms(buffer.dtype):
             n, size = buffer.size, self.size
             counts = [n // size + (r < n % size) for r in range(size)]
             own = cupy.empty(counts[self.rank], buffer.dtype)

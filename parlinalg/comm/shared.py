@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.backend.halves import is_half
-from parlinalg.comm.base import Comm
+from parlinalg.comm.base import Comm, by_terms
 
 FOLDER = "/dev/shm"
 
@@ -73,7 +72,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     formed in 32.
     """
     own = size * np.dtype(dtype).itemsize
-    if not _possible(comm) or own < tunables.SHARED_BYTES or is_half(np.dtype(dtype)):
+    if not _possible(comm) or own < tunables.SHARED_BYTES or by_terms(np.dtype(dtype)):
         return None
     memory = _made(comm, comm.size * own, own)
     if memory is None:

@@ -17,7 +17,7 @@ from parlinalg.offload.chunks import ChunkFile, Stream
 from parlinalg.offload.disk import Closing, aligned, process_number, raise_together
 from parlinalg.offload.states import ChunkedStates, ChunkLayout, Piece
 from parlinalg.optim import Optimizer
-from parlinalg.optim.flat import Entry, Run
+from parlinalg.optim.flat import Entry, Run, value_state
 
 
 class DiskStates(ChunkedStates, Closing):
@@ -201,10 +201,11 @@ class DiskStates(ChunkedStates, Closing):
 
     def _restore(self, piece: Piece, entry: Entry, buffer: np.ndarray) -> None:
         group = piece.group
-        if group.recorded:
+        exact = value_state(group.names)
+        if exact is None:
             kept = group.values(buffer, self.layout.parts[0])[piece.inside]
         else:
-            kept = group.state(buffer, "master")[piece.inside].astype(group.value)
+            kept = group.state(buffer, exact)[piece.inside].astype(group.value)
         value, data = entry.parameter.updated[0][piece.part], entry.parameter.data
         group.backend.copy_from_host(np.ascontiguousarray(kept), value)
         data.put(value, entry.start + piece.at)
@@ -353,8 +354,8 @@ def _take(file: ChunkFile, kinds: dict[tuple[str, int], Entry], optimizer: Optim
         backend = e.data.grid.backend
         for n, block in parts.items():
             optimizer.flat.states.write(e, n, backend.from_host(block))
-        if "master" in parts:
-            values, recorded = parts["master"].astype(e.data.dtype), True
+        if (exact := value_state(parts)) is not None:
+            values, recorded = parts[exact].astype(e.data.dtype), True
         if recorded:
             value = e.parameter.updated[0]
             backend.copy_from_host(values, value)

@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg.backend import Backend
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.offload.disk import aligned, whole_pages
-from parlinalg.optim.flat import Entry, Run
+from parlinalg.optim.flat import Entry, Run, value_state
 from parlinalg.units import parse_bytes
 
 Block = Any
@@ -54,8 +54,8 @@ class ChunkGroup:
 
     @property
     def recorded(self) -> bool:
-        """True if values are kept with the states: if no master has them already."""
-        return "master" not in self.names
+        """True if values are kept with the states: if they are not rounded from one of these."""
+        return value_state(self.names) is None
 
     def state(self, buffer: np.ndarray, name: str) -> np.ndarray:
         """Return a state's elements in a chunk."""

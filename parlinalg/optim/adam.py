@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from parlinalg.backend.kernels import optimizers
-from parlinalg.optim.flat import Run
+from parlinalg.optim.flat import FlatOptions, Run
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, check_moments
 
@@ -27,7 +27,7 @@ class Adam(Optimizer):
     eps : float
         Above 0.
     weight_decay : float
-    master : bool or dtype
+    master : bool or dtype, optional
         See `Optimizer`.
     """
 
@@ -40,9 +40,9 @@ class Adam(Optimizer):
 
     def __init__(
         self, parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
-        eps: float = 1e-8, weight_decay: float = 0.0, master: bool | Any = False,
+        eps: float = 1e-8, weight_decay: float = 0.0, **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master, betas=betas, eps=eps)
+        super().__init__(parameters, lr, weight_decay, betas=betas, eps=eps, **kept)
 
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)
@@ -66,6 +66,6 @@ class AdamW(Adam):
 
     def __init__(
         self, parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
-        eps: float = 1e-8, weight_decay: float = 0.01, master: bool | Any = False,
+        eps: float = 1e-8, weight_decay: float = 0.01, **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, betas, eps=eps, weight_decay=weight_decay, master=master)
+        super().__init__(parameters, lr, betas, eps=eps, weight_decay=weight_decay, **kept)

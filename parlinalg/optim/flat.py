@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,17 @@ Result = TypeVar("Result")
 
 #: Bytes of a flat buffer of values: moving there takes no more memory than one at a time.
 BUFFER = 1 << 26
+
+
+class FlatOptions(TypedDict, total=False):
+    """Keyword arguments of every optimizer that say how values are kept, whatever the update rule; see `Optimizer`."""
+
+    master: bool | Any
+
+
+def value_state(names: Iterable[str]) -> str | None:
+    """Return which of these states values are rounded from, if one is."""
+    return "master" if "master" in names else None
 
 
 @dataclass
@@ -213,10 +224,10 @@ class FlatParameters:
     ----------
     groups : list of dict
         The optimizer's parameter groups, each with "params".
-    master : bool or dtype
-        The dtype that parameters of fewer bits are kept in too, as a state "master"; True is float32.
     by_parts : callable
         Raises a ConfigError if the update cannot be made part by part; given why it would be, and what to do instead.
+    master : bool or dtype
+        The dtype that parameters of fewer bits are kept in too, as a state "master"; True is float32.
 
     Attributes
     ----------
@@ -226,7 +237,7 @@ class FlatParameters:
     """
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], master: bool | Any, by_parts: Callable[[str, str], None]
+        self, groups: Sequence[Mapping[str, Any]], by_parts: Callable[[str, str], None], *, master: bool | Any = False
     ) -> None:  # fmt: skip
         self.groups, self.master, self.by_parts = groups, master_dtype(master), by_parts
         self.entries: list[Entry] = []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from parlinalg.autograd.parameter import sums_over_ranks
 from parlinalg.backend.kernels.optimizers import lamb_moments, lamb_step, lars_step, square_sum
-from parlinalg.optim.flat import Entry, Run
+from parlinalg.optim.flat import Entry, FlatOptions, Run
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one, check_moments
 
@@ -91,7 +91,7 @@ class LAMB(Layerwise):
     eps : float
         Above 0.
     weight_decay : float
-    master : bool or dtype
+    master : bool or dtype, optional
         See `Optimizer`.
     """
 
@@ -103,9 +103,9 @@ class LAMB(Layerwise):
 
     def __init__(
         self, parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), *,
-        eps: float = 1e-6, weight_decay: float = 0.01, master: bool | Any = False,
+        eps: float = 1e-6, weight_decay: float = 0.01, **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master, betas=betas, eps=eps)
+        super().__init__(parameters, lr, weight_decay, betas=betas, eps=eps, **kept)
 
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)
@@ -145,7 +145,7 @@ class LARS(Layerwise):
     weight_decay : float
     trust : float
         The paper's η, above 0.
-    master : bool or dtype
+    master : bool or dtype, optional
         See `Optimizer`.
     """
 
@@ -156,9 +156,9 @@ class LARS(Layerwise):
 
     def __init__(
         self, parameters: Iterable[Any], lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0,
-        trust: float = 1e-3, master: bool | Any = False,
+        trust: float = 1e-3, **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master, momentum=momentum, trust=trust)
+        super().__init__(parameters, lr, weight_decay, momentum=momentum, trust=trust, **kept)
 
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)

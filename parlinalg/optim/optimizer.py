@@ -10,7 +10,7 @@ from parlinalg.autograd import Parameter
 from parlinalg.comm.check import compare_states
 from parlinalg.errors import ConfigError
 from parlinalg.grid import worlds
-from parlinalg.optim.flat import Entry, FlatParameters, Run, States
+from parlinalg.optim.flat import Entry, FlatOptions, FlatParameters, Run, States
 from parlinalg.optim.groups import Option, check_apart, group_of, groups_of
 from parlinalg.state_dict import check_arrays
 
@@ -30,7 +30,7 @@ class Optimizer(ABC):
         that the optimizer is given, such as `[{"params": weights}, {"params": biases, "weight_decay": 0.0}]`; see
         `decay_groups`.  A group may have no parameters, as on a stage of a pipeline.
     lr, weight_decay : float
-    master : bool or dtype
+    master : bool or dtype, optional
         With True, parameters of 16 bits are rounded from float32 ones that a step updates (Micikevicius et al., "Mixed
         precision training", 2018), a state "master".  A dtype: so are all parameters of fewer bits than it has.
     **options
@@ -71,8 +71,12 @@ class Optimizer(ABC):
     weight_decay = Option[float]()
 
     def __init__(
-        self, parameters: Iterable[Any], lr: float, weight_decay: float, *, master: bool | Any = False, **options: Any
-    ) -> None:
+        self, parameters: Iterable[Any], lr: float, weight_decay: float, **options: Any
+    ) -> None:  # fmt: skip
+        kept = {name: options.pop(name) for name in FlatOptions.__annotations__ if name in options}
+        for name in options:
+            if not isinstance(getattr(type(self), name, None), Option):
+                raise TypeError(f"{type(self).__name__} has no argument {name!r}")
         self._group = 0  # the one that is updated
         self.defaults = {"lr": lr, "weight_decay": weight_decay, **options}
         self.check_options(self.defaults)
@@ -81,7 +85,7 @@ class Optimizer(ABC):
             self.check_options(group)
         self.steps = 0
         self.factor = 1.0
-        self.flat = FlatParameters(self.param_groups, master, self.check_parts)
+        self.flat = FlatParameters(self.param_groups, self.check_parts, **kept)
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise a ConfigError if an option of a group is out of its range; subclasses check theirs too."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from parlinalg.backend.kernels import optimizers
 from parlinalg.errors import ConfigError
-from parlinalg.optim.flat import Run
+from parlinalg.optim.flat import FlatOptions, Run
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, below_one
 
@@ -26,7 +26,7 @@ class SGD(Optimizer):
         The step is `p -= lr (d + momentum m)` (Sutskever et al., "On the importance of initialization and momentum in
         deep learning", 2013).
     weight_decay : float
-    master : bool or dtype
+    master : bool or dtype, optional
         See `Optimizer`.
     """
 
@@ -38,9 +38,9 @@ class SGD(Optimizer):
 
     def __init__(
         self, parameters: Iterable[Any], lr: float, momentum: float = 0.0, *,
-        nesterov: bool = False, weight_decay: float = 0.0, master: bool | Any = False,
+        nesterov: bool = False, weight_decay: float = 0.0, **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
-        super().__init__(parameters, lr, weight_decay, master=master, momentum=momentum, nesterov=nesterov)
+        super().__init__(parameters, lr, weight_decay, momentum=momentum, nesterov=nesterov, **kept)
 
     def check_options(self, options: dict[str, Any]) -> None:
         super().check_options(options)

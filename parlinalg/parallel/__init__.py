@@ -12,11 +12,11 @@ A model trains by ZeRO, stage 1 or 2, so:
 from typing import TYPE_CHECKING
 
 from parlinalg import hints
-from parlinalg.parallel.clip import clip_gradient_norm, clip_gradient_value, gradient_norm
+from parlinalg.parallel.clip import clip_gradient_norm, clip_gradient_value, examine, gradient_norm
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.handlers import DataParallel, SequenceParallel, SharedParameters, ZeRO
 from parlinalg.parallel.memory import ActivationMemory, table
-from parlinalg.parallel.precision import LossScaler, examine, overflowing
+from parlinalg.parallel.precision import LossScaler, overflowing
 from parlinalg.parallel.reducer import GradientReducer
 
 __all__ = [

@@ -13,8 +13,8 @@ from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import most_bytes
-from parlinalg.backend.halves import is_half
 from parlinalg.comm import Comm
+from parlinalg.comm.base import reduction_work
 from parlinalg.comm.shared import terms
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -237,14 +237,14 @@ def bucket_load(
     if not scatter and not others:
         return Load(kind)
     dtype = first.dtype if travels is None else travels
-    cast, half = dtype != first.dtype, is_half(dtype)
+    cast = dtype != first.dtype
     if not scatter:
-        return Load(kind, work=dtype.itemsize * (cast * n + half * (n + n // 2)))
+        return Load(kind, work=dtype.itemsize * (cast * n + reduction_work(n, dtype)))
     whole = n * first.dtype.itemsize if policy.stage >= 2 else 0
     part = dtype.itemsize * -(-n // math.prod(sizes[a] for a in scatter))
+    work = dtype.itemsize * (cast * n + reduction_work(n, dtype, scatter=True)) + (0 if others else part)
     return Load(
-        kind, whole if policy.keeps else 0, 0 if policy.keeps else whole, cast,
-        dtype.itemsize * n * (cast + half) + (0 if others else part), part if others else 0,
+        kind, whole if policy.keeps else 0, 0 if policy.keeps else whole, cast, work, part if others else 0
     )  # fmt: skip
 
 

@@ -1,15 +1,21 @@
-"""The norm of a whole model's gradient, and clipping by it or by value."""
+"""The norm of a whole model's gradient, whether it is finite, and clipping by it or by value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.parameter import distinct, gradients, sums_over_ranks
 from parlinalg.backend import namespace
-from parlinalg.backend.kernels.optimizers import scale, square_sum
+from parlinalg.backend.kernels.optimizers import all_finite, square_sum
+from parlinalg.backend.kernels.optimizers import scale as multiply
+from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
@@ -26,6 +32,82 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
     once = distinct(parameters)
     terms = {id(p): square_sum(part) for p, part in gradients(once) if p.counted and part.size}
     return math.sqrt(sums_over_ranks(once, [terms.get(id(p)) for p in once]).sum())
+
+
+class Gradients(NamedTuple):
+    """The norm of the gradients of a step, which all ranks know.
+
+    Attributes
+    ----------
+    norm : float
+        The 2-norm of all of them, each element counted once.
+    finite : bool
+        Whether all elements on all ranks are.
+    """
+
+    norm: float
+    finite: bool
+
+
+def examine(
+    parameters: Iterable[Parameter], scale: float = 1.0, *, over: Comm | None = None,
+    owns: Callable[[Parameter], bool] | None = None,
+) -> Gradients:  # fmt: skip
+    """The norm of all gradients, and whether they are finite: one pass, one all-reduce of two numbers.  Collective.
+
+    Every rank looks at all that it holds, shards of ZeRO or whole blocks, copies too: what is wrong in one rank's copy
+    is known to all.  The last backward pass must have settled them.
+
+    Parameters
+    ----------
+    scale : float
+        That of the loss: the norm is divided by it.
+    over : Comm, optional
+        All ranks whose parameters count, where they are on several grids, such as the stages of a pipeline; by default
+        the ranks of the parameters' grids.
+    owns : callable, optional
+        Whether this rank's grid is the one that counts a parameter, which other grids may hold too.
+
+    Raises
+    ------
+    LayoutError
+        If a gradient is not settled.
+    """
+    once = distinct(parameters)
+    total, finite = 0.0, True
+    both = np.zeros(2)
+    grids: dict[int, Grid] = {id(p.grid): p.grid for p in once}
+    for grid in grids.values():
+        mine = grid.backend.zeros((2,), np.float64)
+        seen = grid.backend.zeros((), np.float64)
+        here = [p for p in once if p.grid is grid]
+        for p, part in gradients(here):
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is reported
+                squares = square_sum(part)
+            seen = seen + squares
+            if p.counted and (owns is None or owns(p)):
+                mine[:1] += squares
+        if not math.isfinite(float(seen)) and not all(all_finite(part) for _, part in gradients(here)):
+            mine[1] = 1
+        if over is not None:
+            both += grid.backend.to_host(mine)
+            continue
+        grid.everyone.all_reduce(mine)
+        if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
+            grid.world.broadcast(mine, 0)
+        squares, wrong = grid.backend.to_host(mine).tolist()
+        total, finite = total + squares, finite and not wrong
+    if over is not None:
+        over.all_reduce(both)
+        total, finite = float(both[0]), not both[1]
+    return Gradients(math.sqrt(total) / scale, finite)
+
+
+def clipping(norm: float, most: float | None) -> float:
+    """Return the factor that limits a norm to `most`: 1 without a limit, or if the norm is not finite."""
+    if most is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, most / (norm + 1e-6))
 
 
 def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm: float | None = None) -> float:
@@ -54,12 +136,12 @@ def clip_gradient_norm(parameters: Iterable[Parameter], max_norm: float, *, norm
     once = distinct(parameters)
     if norm is None:
         norm = gradient_norm(once)
-    factor = max_norm / (norm + 1e-6)
-    if math.isfinite(norm) and factor < 1.0:
+    factor = clipping(norm, max_norm)
+    if factor < 1.0:
         for p in once:
             block = p.storage.settled
             if block is not None:
-                scale(block, factor)
+                multiply(block, factor)
                 p.storage.changed(block)
     return norm
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.tape import Node, tracing, walking
-from parlinalg.backend.halves import is_half
+from parlinalg.comm.base import reduction_work
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec, Cut, Layout, as_cut
@@ -174,8 +174,8 @@ class WeightGatherer:
             blocks[self.block_of[number]] = blocks.get(self.block_of[number], 0) + nbytes
             terms += nbytes
         block = max(self.limit, *blocks.values(), 0)
-        half = any(is_half(p.dtype) for p in self.parameters)  # the others' terms lie beside one's own
-        return (3 + half) * block + block // 2 + self.whole * terms
+        summing = max((reduction_work(block, p.dtype, scatter=True) for p in self.parameters), default=0)
+        return 3 * block + summing + block // 2 + self.whole * terms
 
     def poll(self) -> None:
         """Progress pending gathers: MPI progresses only within its calls."""

@@ -9,23 +9,35 @@ scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from parlinalg.autograd import Parameter
-from parlinalg.autograd.parameter import distinct, gradients
-from parlinalg.backend.kernels.optimizers import all_finite, square_sum
-from parlinalg.comm import Comm
 from parlinalg.errors import ConfigError
-from parlinalg.grid import Grid
 
 START = 2.0**16
 
 
-class LossScaler:
+class Unscaled:
+    """The loss as it is, where its dtype needs no scale: what an update asks in place of a `LossScaler`."""
+
+    scales = False
+    scale = 1.0
+
+    def update(self, finite: bool) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, float] | None:
+        """Return None: there is no state."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class LossScaler(Unscaled):
     """The scale of the loss.
 
     A dynamic scale grows after steps that went well, and falls where a gradient overflowed: that step is to be skipped,
@@ -62,6 +74,8 @@ class LossScaler:
     8.0 1
     8.0 1
     """
+
+    scales = True
 
     def __init__(
         self, scale: float = START, *, dynamic: bool = True, growth_every: int = 2000, least: float = 1.0,
@@ -116,84 +130,8 @@ class LossScaler:
         self.good, self.skipped = int(state["good"]), int(state["skipped"])
 
 
-class Gradients(NamedTuple):
-    """The norm of the gradients of a step, which all ranks know.
-
-    Attributes
-    ----------
-    norm : float
-        The 2-norm of all of them, each element counted once.
-    finite : bool
-        Whether all elements on all ranks are.
-    """
-
-    norm: float
-    finite: bool
-
-
-def examine(
-    parameters: Iterable[Parameter], scale: float = 1.0, *, over: Comm | None = None,
-    owns: Callable[[Parameter], bool] | None = None,
-) -> Gradients:  # fmt: skip
-    """The norm of all gradients, and whether they are finite: one pass, one all-reduce of two numbers.  Collective.
-
-    Every rank looks at all that it holds, shards of ZeRO or whole blocks, copies too: what is wrong in one rank's copy
-    is known to all.  The last backward pass must have settled them.
-
-    Parameters
-    ----------
-    scale : float
-        That of the loss: the norm is divided by it.
-    over : Comm, optional
-        All ranks whose parameters count, where they are on several grids, such as the stages of a pipeline; by default
-        the ranks of the parameters' grids.
-    owns : callable, optional
-        Whether this rank's grid is the one that counts a parameter, which other grids may hold too.
-
-    Raises
-    ------
-    LayoutError
-        If a gradient is not settled.
-    """
-    once = distinct(parameters)
-    total, finite = 0.0, True
-    both = np.zeros(2)
-    grids: dict[int, Grid] = {id(p.grid): p.grid for p in once}
-    for grid in grids.values():
-        mine = grid.backend.zeros((2,), np.float64)
-        seen = grid.backend.zeros((), np.float64)
-        here = [p for p in once if p.grid is grid]
-        for p, part in gradients(here):
-            with overflowing():
-                squares = square_sum(part)
-            seen = seen + squares
-            if p.counted and (owns is None or owns(p)):
-                mine[:1] += squares
-        if not math.isfinite(float(seen)) and not all(all_finite(part) for _, part in gradients(here)):
-            mine[1] = 1
-        if over is not None:
-            both += grid.backend.to_host(mine)
-            continue
-        grid.everyone.all_reduce(mine)
-        if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
-            grid.world.broadcast(mine, 0)
-        squares, wrong = grid.backend.to_host(mine).tolist()
-        total, finite = total + squares, finite and not wrong
-    if over is not None:
-        over.all_reduce(both)
-        total, finite = float(both[0]), not both[1]
-    return Gradients(math.sqrt(total) / scale, finite)
-
-
 @contextmanager
 def overflowing() -> Iterator[None]:
     """Context without warnings of overflows and invalid values: `examine` finds them, and the scale falls."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
-
-
-def clipping(norm: float, most: float | None) -> float:
-    """Return the factor that limits a norm to `most`: 1 without a limit, or if the norm is not finite."""
-    if most is None or not math.isfinite(norm):
-        return 1.0
-    return min(1.0, most / (norm + 1e-6))

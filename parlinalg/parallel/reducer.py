@@ -16,8 +16,8 @@ from typing import Any
 from parlinalg.autograd import Parameter, Reducer
 from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.parameter import distinct
-from parlinalg.backend.halves import is_half
 from parlinalg.comm import Handle
+from parlinalg.comm.base import by_terms
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Cut, Layout
 from parlinalg.matmul.local import DeferredGemm, copy_or_add
@@ -305,7 +305,7 @@ class GradientReducer:
         if not bucket.axes or not bucket.grid.inside:
             self._settled(bucket, bucket.storage())
             return
-        if self.dtype is not None or bucket.scatter or is_half(bucket.dtype):
+        if self.dtype is not None or bucket.scatter or by_terms(bucket.dtype):
             while len(self._pending) >= MOST_IN_FLIGHT:
                 self._complete(self._pending.pop(0))
         sent = got = bucket.storage() if self.dtype in (None, bucket.dtype) else bucket.storage().astype(self.dtype)

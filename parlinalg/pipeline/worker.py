@@ -15,8 +15,8 @@ from parlinalg.autograd.parameter import settle
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
 from parlinalg.errors import CommError, ConfigError, ScheduleError
+from parlinalg.parallel.clip import Gradients, examine
 from parlinalg.parallel.memory import ActivationMemory
-from parlinalg.parallel.precision import Gradients, examine
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.activation_memory import activation_memory
 from parlinalg.pipeline.model import PipelineModel

@@ -113,9 +113,10 @@ _types: dict[type, Check] = {float: real(-math.inf), bool: flag, int: integer(0)
 def _optimizer(made: type[optim.Optimizer]) -> Kind:
     """Return an optimizer as a choice: its options are the arguments of the class."""
     checks: dict[str, Check] = {"no_decay": _no_decay}
-    for name, kind in get_type_hints(made.__init__).items():
-        if name not in ("parameters", "master", "return"):
-            checks[name] = _options[name] if name in _options else _types[kind]
+    types = get_type_hints(made.__init__)
+    for name, argument in inspect.signature(made).parameters.items():
+        if name != "parameters" and argument.kind is not argument.VAR_KEYWORD:
+            checks[name] = _options[name] if name in _options else _types[types[name]]
     return Kind(made, checks, made.DEFAULTS)
 
 

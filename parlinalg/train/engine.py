@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
@@ -19,7 +19,6 @@ from parlinalg.nn import Module, auxiliary_losses, sequence_positions
 from parlinalg.nn.auxiliary import AuxiliaryLosses
 from parlinalg.nn.module import buffers_kept
 from parlinalg.optim import Optimizer
-from parlinalg.parallel.precision import overflowing
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import Schedule
 from parlinalg.pipeline.asynchronous import AsynchronousWorker
@@ -38,7 +37,7 @@ from parlinalg.train.losses import (
     placed_label,
     sum_of_losses,
 )
-from parlinalg.train.schema import check_values, integer, real
+from parlinalg.train.schema import check_values, integer
 from parlinalg.train.update import Update
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class Engine:
     @property
     def scales_loss(self) -> bool:
         """True if losses are scaled, as for float16."""
-        return self._update.scaler is not None
+        return self._update.scales
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -211,7 +210,7 @@ class Engine:
         if self._draws is None:
             self._draws = Draws(self.steps_done, self._sums.rows)
             self._forwarded = some_rows(x)
-        with self.context(inputs) as auxiliary, using_draws(self._draws), self.overflowing():
+        with self.context(inputs) as auxiliary, using_draws(self._draws), self._update.tolerance():
             output = self.model(self.placed(x))
         self._auxiliary += auxiliary
         return output
@@ -246,7 +245,7 @@ class Engine:
     def losses(self, output: Any, label: Any, *, measure: bool = True) -> tuple[Tensor, int, dict[str, float]]:
         """Return the sum of the losses, how many they are, and the sums of the metrics.  Collective."""
         label = placed_label(label, output, self.grid)
-        with self.overflowing():
+        with self._update.tolerance():
             total, count = sum_of_losses(self._criterion if self.training else self._test_criterion, output, label)
         measured = self.metrics.items() if measure else ()
         return total, count, {name: number(name, f(detached(output), detached(label))) for name, f in measured}
@@ -265,7 +264,7 @@ class Engine:
         targets = sum(map(self.expected, parts))
         if computes_gradients:
             self._sums.refer_to(targets)
-        with self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets), self.overflowing():
+        with self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets), self._update.tolerance():
             yield
 
     def expected(self, part: Any) -> int:
@@ -314,7 +313,7 @@ class Engine:
     def _pull(self, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
         """Make the backward pass of a loss of this weight; `last`: its batch has no further microbatch."""
         syncs = last and self._microbatch == self.accumulate - 1
-        with nullcontext() if syncs else no_sync(), self.overflowing():
+        with nullcontext() if syncs else no_sync(), self._update.tolerance():
             (loss * (self._update.scale * weight / self._sums.reference)).backward()
 
     def microbatch(self, part: Any, *, last: bool, forward_only: bool, keeps: bool = False) -> Microbatch:
@@ -345,12 +344,8 @@ class Engine:
         with no_grad() if forward_only else nullcontext():
             output = self(part if isinstance(part, Batch) else x)
             total, count, measures = self.losses(output, label)
-            with self.overflowing():
+            with self._update.tolerance():
                 return self._with_terms(total, count), count, measures, detached(output) if keeps else None
-
-    def overflowing(self) -> AbstractContextManager[None]:
-        """Return a context without warnings of overflows, where steps that are not finite are skipped."""
-        return overflowing() if self._update.skips else nullcontext()
 
     def check_finite(self, loss: float) -> None:
         """Note whether a loss is finite; raise where steps that are not finite are not skipped."""
@@ -498,36 +493,16 @@ class Engine:
     # ------------------------------------------------------------------ state
     def progress(self) -> dict[str, Any]:
         """Return the position of the training, beside parameters and optimizer states, as plain values for JSON."""
-        scaler = self._update.scaler
-        return {
-            "made": self.steps_done,
-            "skipped": self.skipped,
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "optimizer": {
-                "steps": self.optimizer.steps,
-                "lr": self.optimizer.lr,
-                "groups": self.optimizer.options(),
-            },
-        }
+        return {"made": self.steps_done, "skipped": self.skipped, **self._update.progress()}
 
     def check_progress(self, progress: Mapping[str, Any]) -> None:
         """Raise an error unless `set_progress` can take this."""
         check_values("", progress, {"made": integer(0), "skipped": integer(0)})
-        check_values("optimizer", progress["optimizer"], {"steps": integer(0), "lr": real(0)})
-        if self._update.scaler is not None and progress["scaler"] is not None:
-            checks = {"scale": real(0, above=True), "good": integer(0), "skipped": integer(0)}
-            check_values("scaler", progress["scaler"], checks)
+        self._update.check_progress(progress)
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
         """Restore the position that `progress` gave: the next step begins with the first microbatch of its batch."""
-        if self._update.scaler is not None and progress["scaler"] is not None:
-            self._update.scaler.load_state_dict(progress["scaler"])
-        optimizer = progress["optimizer"]
-        if "groups" in optimizer:
-            self.optimizer.set_options(optimizer["groups"])
-        elif len(self.optimizer.param_groups) == 1:
-            self.optimizer.lr = float(optimizer["lr"])
-        self.optimizer.steps = int(optimizer["steps"])
+        self._update.set_progress(progress)
         self.steps_done, self.skipped = int(progress["made"]), int(progress["skipped"])
         self.zero_grad(all=True)
 

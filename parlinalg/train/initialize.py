@@ -27,7 +27,7 @@ from parlinalg.optim.schedules import Scheduler
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.handlers import Handler, ZeRO
 from parlinalg.parallel.memory import ActivationMemory
-from parlinalg.parallel.precision import LossScaler
+from parlinalg.parallel.precision import LossScaler, Unscaled
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline import PipelineModel, split
 from parlinalg.pipeline import Schedule as PipelineOrder
@@ -329,12 +329,12 @@ def _reducer(config: TrainingConfig, grid: Grid, model: Module) -> GradientReduc
     return GradientReducer(model.parameters(), handlers, dtype=config.precision.communicate)
 
 
-def _scaler(config: TrainingConfig) -> LossScaler | None:
-    """Return the scale of the loss, if it is scaled."""
+def _scaler(config: TrainingConfig) -> Unscaled:
+    """Return what scales the loss."""
     scale = config.precision.loss_scale
     if isinstance(scale, LossScaleConfig):
         return LossScaler(scale.start, growth_every=scale.growth_every, least=scale.least, most=scale.most)
-    return None if scale is None else LossScaler(scale, dynamic=False)
+    return Unscaled() if scale is None else LossScaler(scale, dynamic=False)
 
 
 def _update(config: TrainingConfig, optimizer: Optimizer) -> Update:

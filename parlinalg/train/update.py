@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy as np
 from parlinalg.autograd import Parameter
 from parlinalg.errors import ConfigError
 from parlinalg.optim import Optimizer
-from parlinalg.parallel.clip import above_zero, clip_gradient_value
-from parlinalg.parallel.precision import Gradients, LossScaler, clipping, examine
+from parlinalg.parallel.clip import Gradients, above_zero, clip_gradient_value, clipping, examine
+from parlinalg.parallel.precision import Unscaled, overflowing
+from parlinalg.train.schema import check_values, integer, real
 
 #: What looks at the gradients of the whole model, of which these parameters are this rank's.
 Examine = Callable[[Sequence[Parameter], float], Gradients]
@@ -45,7 +47,7 @@ class Update:
         The largest norm of the gradient of the whole model.
     clip_value : float or None
         The largest element of the gradient.
-    scaler : LossScaler or None
+    scaler : LossScaler or Unscaled
     skip_nonfinite : bool
         Whether a step whose loss or gradient is not finite leaves all as it is; with a scaler it always does.
     examine : callable
@@ -61,7 +63,7 @@ class Update:
     optimizer: Optimizer
     clip: float | None = None
     clip_value: float | None = None
-    scaler: LossScaler | None = None
+    scaler: Unscaled = field(default_factory=Unscaled)
     skip_nonfinite: bool = False
     examine: Examine = examine
 
@@ -73,12 +75,21 @@ class Update:
     @property
     def scale(self) -> float:
         """The factor of the loss before the backward pass."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return self.scaler.scale
+
+    @property
+    def scales(self) -> bool:
+        """True if the loss is scaled, as for float16."""
+        return self.scaler.scales
 
     @property
     def skips(self) -> bool:
         """True if steps that are not finite are skipped."""
-        return self.skip_nonfinite or self.scaler is not None
+        return self.skip_nonfinite or self.scaler.scales
+
+    def tolerance(self) -> AbstractContextManager[Any]:
+        """Return a context without warnings of overflows, where steps that are not finite are skipped."""
+        return overflowing() if self.skips else nullcontext()
 
     def __call__(self, finite: bool, scale: float) -> Updated:
         """Make the step, and forget the gradients.  Collective.
@@ -98,8 +109,7 @@ class Update:
             if finite:
                 self._clip_value(scale)
             self.optimizer.step(clipping(found.norm, self.clip) / scale)
-        if self.scaler is not None:
-            self.scaler.update(finite)
+        self.scaler.update(finite)
         self.optimizer.zero_grad()
         return Updated(found.norm, changes)
 
@@ -119,7 +129,7 @@ class Update:
         """Raise a ConfigError if a step needs what is known of all stages at one time alone."""
         wanted = {
             "clip_grad_norm": self.clip is not None,
-            "a loss scale (precision='fp16')": self.scaler is not None,
+            "a loss scale (precision='fp16')": self.scales,
             "skip_nonfinite": self.skip_nonfinite,
         }
         if any(wanted.values()):
@@ -129,6 +139,33 @@ class Update:
                 "no gradient of the whole model; leave it out (clip_grad_value and bf16 go), or take a synchronous "
                 "schedule, such as '1f1b'"
             )
+
+    # ------------------------------------------------------------------ state
+    def progress(self) -> dict[str, Any]:
+        """Return the state of the loss scale and of the optimizer beside its arrays, as plain values for JSON."""
+        optimizer = self.optimizer
+        return {
+            "scaler": self.scaler.state_dict(),
+            "optimizer": {"steps": optimizer.steps, "lr": optimizer.lr, "groups": optimizer.options()},
+        }
+
+    def check_progress(self, progress: Mapping[str, Any]) -> None:
+        """Raise an error unless `set_progress` can take this."""
+        check_values("optimizer", progress["optimizer"], {"steps": integer(0), "lr": real(0)})
+        if self.scales and progress["scaler"] is not None:
+            checks = {"scale": real(0, above=True), "good": integer(0), "skipped": integer(0)}
+            check_values("scaler", progress["scaler"], checks)
+
+    def set_progress(self, progress: Mapping[str, Any]) -> None:
+        """Restore what `progress` gave."""
+        if progress["scaler"] is not None:
+            self.scaler.load_state_dict(progress["scaler"])
+        saved = progress["optimizer"]
+        if "groups" in saved:
+            self.optimizer.set_options(saved["groups"])
+        elif len(self.optimizer.param_groups) == 1:
+            self.optimizer.lr = float(saved["lr"])
+        self.optimizer.steps = int(saved["steps"])
 
 
 def _most(dtype: np.dtype[Any]) -> float:

@@ -207,3 +207,11 @@ def test_norms_of_a_model_do_not_decay():
         assert all(p.ndim > 1 for p in decayed["params"])
         norms = [p for m in model.modules() if isinstance(m, nn.RMSNorm) for p in m.parameters()]
         assert {id(p) for p in norms} <= {id(p) for p in others["params"]}
+
+
+@pytest.mark.serial
+def test_arguments_that_no_optimizer_has(make_grid):
+    model = make("gpt", schemes.discover()["serial"].SCHEME, make_grid({"axis": 1}))
+    for kind, _, _ in KINDS.values():
+        with pytest.raises(TypeError, match=f"{kind.__name__} has no argument 'masters'"):
+            kind(model.parameters(), lr=0.1, masters=True)
