@@ -6,8 +6,8 @@ from parlinalg import hints
 from parlinalg.autograd.ops.attention_masks import BlockMask
 from parlinalg.nn import init
 from parlinalg.nn.activations import GELU, ReLU, Sigmoid, SiLU, SwiGLU, Tanh, activation
+from parlinalg.nn.added_losses import add_loss, added_losses
 from parlinalg.nn.attention import Attention
-from parlinalg.nn.auxiliary import auxiliary_losses
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.cache import KeyValueCache
 from parlinalg.nn.containers import MLP, ModuleDict, ModuleList, Sequential
@@ -31,8 +31,8 @@ __all__ = [
     "BlockMask", "Classifier", "Conv2d", "Dropout", "Embedding", "KeyValueCache", "Layer", "LayerNorm", "Linear",
     "Llama", "MaxPool2d", "Mixtral", "MixtureOfExperts", "Module", "ModuleDict", "ModuleList", "PatchEmbedding",
     "Positions", "RMSNorm", "ReLU", "ResNet", "Sequential", "SiLU", "Sigmoid", "SwiGLU", "Tanh", "TransformerBlock",
-    "ViT", "activation", "auxiliary_losses", "generate", "init", "recompute", "resnet18", "resnet34", "resnet50",
-    "sequence_positions", "training_step",
+    "ViT", "activation", "add_loss", "added_losses", "generate", "init", "recompute", "resnet18", "resnet34",
+    "resnet50", "sequence_positions", "training_step",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # names of other libraries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from parlinalg.grid import Grid
 from parlinalg.nn.attention import Attention
 from parlinalg.nn.containers import MLP
 from parlinalg.nn.dropout import Dropout
-from parlinalg.nn.experts import MixtureOfExperts
 from parlinalg.nn.module import Module
 from parlinalg.nn.norms import LayerNorm, RMSNorm
 from parlinalg.nn.recompute import recompute as recompute_module
@@ -54,9 +53,9 @@ class TransformerBlock(Module):
         The probabilities of dropping an attention weight, and an element of what is added to the residual stream.
     cross : bool
         Attend to a context too, between the two.
-    experts : dict, optional
-        Options of `MixtureOfExperts`: the perceptron is one then, with `experts["experts"]` experts of `inner`
-        features.
+    mlp : callable, optional
+        Makes the perceptron from `hidden`, `inner` and the keywords `scheme`, `grid`, `activation`, `bias` and `dtype`,
+        such as `partial(MixtureOfExperts, experts=8)`; by default an `MLP`.
     recompute : {None, "attention", "block"}
         What is computed again in the backward pass, keeping only its input: all of attention (whose scores are not
         kept in any case), or the block.
@@ -77,7 +76,7 @@ class TransformerBlock(Module):
         activation: str = "gelu_tanh", bias: bool = True, attention_bias: bool | None = None,
         qkv_bias: bool | None = None, causal: bool = False, window: int | None = None,
         rotary: Frequencies | None = None, attention_dropout: float = 0.0, dropout: float = 0.0, cross: bool = False,
-        packed: bool = True, experts: Mapping[str, Any] | None = None, recompute: str | None = None,
+        packed: bool = True, mlp: Callable[..., Module] | None = None, recompute: str | None = None,
         dtype: DTypeLike = np.float32,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -102,11 +101,10 @@ class TransformerBlock(Module):
             self.cross = Attention(hidden, heads, scheme, grid, cross=True, **options)
             self.dropout_cross = Dropout(dropout)
         self.norm2 = make_norm(hidden, scheme, grid, eps, dtype=dtype)
-        form: dict[str, Any] = {"activation": activation, "bias": bias, "dtype": dtype}
-        if experts is None:
-            self.mlp: Module = MLP((hidden, inner, hidden), scheme, grid, **form)
-        else:
-            self.mlp = MixtureOfExperts(hidden, inner, scheme=scheme, grid=grid, **form, **experts)
+        form: dict[str, Any] = {
+            "scheme": scheme, "grid": grid, "activation": activation, "bias": bias, "dtype": dtype
+        }  # fmt: skip
+        self.mlp: Module = MLP((hidden, inner, hidden), **form) if mlp is None else mlp(hidden, inner, **form)
         self.dropout2 = Dropout(dropout)
         for module in self.modules():
             chosen = module is self if recompute == "block" else isinstance(module, Attention)

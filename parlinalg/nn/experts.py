@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from parlinalg.layout import AxisSpec, Cut, Layout, as_cut, span_of
 from parlinalg.moves import words
 from parlinalg.nn import init
 from parlinalg.nn.activations import activation as activation_module
-from parlinalg.nn.auxiliary import add_auxiliary, collecting
+from parlinalg.nn.added_losses import add_loss, collecting
 from parlinalg.nn.init import Declared, Initializer
 from parlinalg.nn.module import Module
 from parlinalg.plan import Plan
@@ -79,7 +80,7 @@ class MixtureOfExperts(Module):
         As of `MLP`.
     bias : bool
     aux_loss_coef, z_loss_coef : float
-        Coefficients of the loss terms that the layer adds (`auxiliary_losses`): `ops.balance_loss` and `ops.z_loss`.
+        Coefficients of the loss terms that the layer adds (`added_losses`): `ops.balance_loss` and `ops.z_loss`.
     dtype : dtype
         Scores are float32 at least.
     weight_init : callable, optional
@@ -234,9 +235,9 @@ class MixtureOfExperts(Module):
 
     def _add_terms(self, probabilities: Tensor, scores: Tensor, routing: Any) -> None:
         if self.aux_loss_coef:
-            add_auxiliary(ops.balance_loss(probabilities, routing) * self.aux_loss_coef)
+            add_loss(ops.balance_loss(probabilities, routing) * self.aux_loss_coef)
         if self.z_loss_coef:
-            add_auxiliary(ops.z_loss(scores) * self.z_loss_coef)
+            add_loss(ops.z_loss(scores) * self.z_loss_coef)
 
     @property
     def multiplications(self) -> int:
@@ -299,16 +300,16 @@ def _bias(plan: Plan) -> Layout:
     return Layout(dims[0], *dims[1 + len(plan.m) :])
 
 
-def expert_options(
+def perceptrons(
     grid: Grid, num_local_experts: int | None, num_experts_per_tok: int, router_aux_loss_coef: float,
     capacity_factor: float | None, expert_axis: AxisSpec,
-) -> tuple[dict[str, Any], dict[str, Any] | None]:  # fmt: skip
-    """Return the entries of a model's `config` about experts, and the options of `MixtureOfExperts` (None: no experts).
+) -> tuple[dict[str, Any], Callable[..., MixtureOfExperts] | None]:  # fmt: skip
+    """Return the entries of a model's `config` about experts, and the `mlp` of its blocks.
 
     Parameters
     ----------
     num_local_experts : int, optional
-        None: perceptrons, no experts.
+        None: no experts, but plain perceptrons.
     num_experts_per_tok : int
     router_aux_loss_coef : float
     capacity_factor : float or None
@@ -323,8 +324,8 @@ def expert_options(
         "num_local_experts": num_local_experts, "num_experts_per_tok": num_experts_per_tok,
         "router_aux_loss_coef": router_aux_loss_coef, "capacity_factor": capacity_factor,
     }  # fmt: skip
-    made = {
-        "experts": num_local_experts, "top_k": num_experts_per_tok, "aux_loss_coef": router_aux_loss_coef,
-        "capacity_factor": capacity_factor, "axis": axis,
-    }  # fmt: skip
-    return settings, made
+    mlp = partial(
+        MixtureOfExperts, experts=num_local_experts, top_k=num_experts_per_tok, aux_loss_coef=router_aux_loss_coef,
+        capacity_factor=capacity_factor, axis=axis,
+    )  # fmt: skip
+    return settings, mlp

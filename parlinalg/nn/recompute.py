@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg import autograd
-from parlinalg.nn.auxiliary import add_auxiliary, auxiliary_losses, collecting
+from parlinalg.nn.added_losses import add_loss, added_losses, collecting
 from parlinalg.random.draws import Draws, current_draws, using_draws
 from parlinalg.sequence import BatchPositions, token_positions, using_positions
 
@@ -85,7 +85,7 @@ def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
     def run(*inputs: Any, **named: Any) -> Any:
         if not asked:
             return module.forward(*inputs, **named)
-        with auxiliary_losses() as terms:
+        with added_losses() as terms:
             result = module.forward(*inputs, **named)
         return (result, *terms) if terms else result
 
@@ -103,5 +103,5 @@ def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
     if not isinstance(result, tuple):
         return result
     for term in result[1:]:
-        add_auxiliary(term)
+        add_loss(term)
     return result[0]

@@ -16,7 +16,7 @@ from parlinalg.autograd.storage import owners
 from parlinalg.backend.views import address
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError
-from parlinalg.nn.auxiliary import term_weights
+from parlinalg.nn.added_losses import term_weights
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.reducer import GradientReducer
 from parlinalg.pipeline.model import PipelineModel

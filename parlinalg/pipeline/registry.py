@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, overload
 
 from parlinalg import nn
@@ -18,13 +19,11 @@ Kind = TypeVar("Kind", bound=Maker)
 CONTEXT = ("scheme", "grid", "dtype")
 
 _types: dict[str, Maker] = {
-    kind.__name__: kind
-    for kind in (
-        nn.Attention, nn.Classifier, nn.Dropout, nn.Embedding, nn.GELU, nn.LayerNorm, nn.Linear, nn.MLP,
-        nn.MixtureOfExperts, nn.PatchEmbedding, nn.Positions, nn.RMSNorm, nn.ReLU, nn.Sequential, nn.SiLU, nn.Sigmoid,
-        nn.SwiGLU, nn.Tanh, nn.TransformerBlock,
-    )
-}  # fmt: skip
+    name: kind
+    for name in nn.__all__
+    if isinstance(kind := getattr(nn, name), type) and issubclass(kind, Module)
+    if kind not in (Module, nn.ModuleDict, nn.ModuleList) and name not in nn.models.__all__
+}
 
 
 @overload
@@ -84,7 +83,8 @@ def build_layer(given: object, context: Mapping[str, Any], where: str = "layer")
     Parameters
     ----------
     given : dict or Module
-        A "Sequential" has its layers in `layers`, of the same form.
+        A "Sequential" has its layers in `layers`, of the same form.  An argument that makes a layer, such as the `mlp`
+        of a "TransformerBlock", is a dict too, with the `type` and further arguments.
     context : dict
         The `scheme`, `grid` and `dtype` of the model, for types that take them.
     where : str
@@ -117,12 +117,21 @@ def build_layer(given: object, context: Mapping[str, Any], where: str = "layer")
         if options or not isinstance(inner, list | tuple):
             raise ConfigError(f"{where} (Sequential) takes layers=[…], a list of layers, and nothing else")
         return nn.Sequential(*(build_layer(each, context, f"{where}.layers[{i}]") for i, each in enumerate(inner)))
-    return _made(_types[name], name, options, context, where)
+    return _made(name, {key: _argument(each, f"{where}.{key}") for key, each in options.items()}, context, where)
 
 
-def _made(kind: Maker, name: str, options: dict[str, Any], context: Mapping[str, Any], where: str) -> Module:
-    signature = inspect.signature(kind)
-    parameters = signature.parameters
+def _argument(value: object, where: str) -> object:
+    """Return an argument of a layer; a dict with a `type` becomes what makes such a layer, as a block's `mlp` does."""
+    if not isinstance(value, Mapping) or value.get("type") not in _types:
+        return value
+    options = {key: each for key, each in value.items() if key != "type"}
+    _own(value["type"], options, where)
+    return partial(_types[value["type"]], **options)
+
+
+def _own(name: str, options: Mapping[str, Any], where: str) -> list[str]:
+    """Return the arguments of a type, those of the context aside; raise a ConfigError if options are not among them."""
+    parameters = inspect.signature(_types[name]).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     own = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in CONTEXT]
     for key in options:
@@ -130,6 +139,13 @@ def _made(kind: Maker, name: str, options: dict[str, Any], context: Mapping[str,
             near = difflib.get_close_matches(str(key), own, n=1)
             hint = f"did you mean {near[0]!r}?  " if near else ""
             raise ConfigError(f"{where} ({name}) has no argument {key!r}: {hint}It takes {', '.join(own) or 'none'}")
+    return own
+
+
+def _made(name: str, options: dict[str, Any], context: Mapping[str, Any], where: str) -> Module:
+    kind, own = _types[name], _own(name, options, where)
+    signature = inspect.signature(kind)
+    parameters = signature.parameters
     given = {**{key: value for key, value in context.items() if key in parameters and value is not None}, **options}
     try:
         signature.bind(**given)

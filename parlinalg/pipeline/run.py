@@ -18,7 +18,7 @@ from parlinalg.datasets import Batch
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.nn import training_step
-from parlinalg.nn.auxiliary import term_weights
+from parlinalg.nn.added_losses import term_weights
 from parlinalg.pipeline.p2p import Edge, Incoming, TreeSpec, tree_flatten, tree_unflatten
 from parlinalg.pipeline.schedule import COMPUTE, RECEIVES, Chunk, Instruction, Op, Schedule
 from parlinalg.pipeline.simulate import Span

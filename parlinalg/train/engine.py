@@ -15,8 +15,8 @@ from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.grid import Grid
-from parlinalg.nn import Module, auxiliary_losses, sequence_positions
-from parlinalg.nn.auxiliary import AuxiliaryLosses
+from parlinalg.nn import Module, added_losses, sequence_positions
+from parlinalg.nn.added_losses import AddedLosses
 from parlinalg.nn.module import buffers_kept
 from parlinalg.optim import Optimizer
 from parlinalg.parallel.reducer import GradientReducer
@@ -130,7 +130,7 @@ class Engine:
         self._forwarded = 0  # rows since the last backward pass
         self._counted: int | None = None  # targets since the last backward pass, where the criterion is the engine's
         self._weight: float | None = None  # of this microbatch, once it had a backward pass
-        self._auxiliary: list[Tensor] = []
+        self._added = AddedLosses()
 
     # ------------------------------------------------------------------ what it is
     @property
@@ -210,9 +210,9 @@ class Engine:
         if self._draws is None:
             self._draws = Draws(self.steps_done, self._sums.rows)
             self._forwarded = some_rows(x)
-        with self.context(inputs) as auxiliary, using_draws(self._draws), self._update.tolerance():
+        with self.context(inputs) as added, using_draws(self._draws), self._update.tolerance():
             output = self.model(self.placed(x))
-        self._auxiliary += auxiliary
+        self._added += added
         return output
 
     def placed(self, x: Any) -> Any:
@@ -227,11 +227,10 @@ class Engine:
         )
 
     @contextmanager
-    def context(self, batch: Any) -> Iterator[AuxiliaryLosses]:
+    def context(self, batch: Any) -> Iterator[AddedLosses]:
         """Return the context of a forward pass, with the positions of tokens; it yields the loss terms of layers."""
         positions, documents = getattr(batch, "positions", None), getattr(batch, "documents", None)
-        collected: Any = auxiliary_losses() if self.training else nullcontext(AuxiliaryLosses())
-        with sequence_positions(positions, documents), collected as found:
+        with sequence_positions(positions, documents), added_losses(self.training) as found:
             yield found
 
     def criterion(self, output: Any, label: Any) -> Tensor:
@@ -253,10 +252,8 @@ class Engine:
     def _with_terms(self, total: Tensor, count: int) -> Tensor:
         """Add the terms that layers add to the sum of the losses."""
         self._counted = count + (self._counted or 0)
-        for term in self._auxiliary:
-            total = total + term * self._sums.of_terms(self._forwarded, count)
-        self._auxiliary = []
-        return total
+        added, self._added = self._added, AddedLosses()
+        return added.added_to(total, self._sums.of_terms(self._forwarded, count))
 
     @contextmanager
     def weighting_microbatches(self, parts: Sequence[Any], *, computes_gradients: bool = True) -> Iterator[None]:

@@ -106,7 +106,7 @@ def _perplexity(loss: float) -> float:
 class PretrainedHook(Hook):
     """Leaves a language model as a folder that `parlinalg generate` and `from_pretrained` read, and a text by it.
 
-    A text is written where all steps were made.  Models with experts are not written.
+    A text is written where all steps were made.  Models that `transformers` does not have are not written.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class PretrainedHook(Hook):
     def finish(self, trainer: Trainer) -> list[str]:
         model, world = trainer.engine.model, trainer.engine.world
         files = ["config.json", "model.safetensors", "tokenizer.json"]
-        if "num_local_experts" in getattr(model, "whole", model).config:
+        if getattr(model, "whole", model).unwritable:
             files = files[2:]
         else:
             model.save_pretrained(self.folder)

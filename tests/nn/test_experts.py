@@ -55,9 +55,9 @@ def passed(scheme: Any, grid: Any, order: np.ndarray | None = None, **options: A
     GradientReducer(module.parameters())
     x, weights = (a if order is None else a[:, order] for a in inputs())
     x = pla.Tensor(placed(x, grid, scheme.residual), requires_grad=True)
-    with nn.auxiliary_losses() as auxiliary, nullcontext() if order is None else nn.sequence_positions(order):
+    with nn.added_losses() as added, nullcontext() if order is None else nn.sequence_positions(order):
         y = module(x)
-    terms = auxiliary.total()
+    terms = added.total()
     ((y * placed(weights, grid, scheme.residual)).sum() + terms).backward()
     assert y.layout == scheme.residual
     assert x.grad is not None
@@ -129,7 +129,7 @@ def test_derivatives_are_those_of_differences(world: Any) -> None:
             def value(x: Any, *given: Any, module: Any = module, weights: Any = weights) -> Any:
                 for p, values in zip(weights, given, strict=True):
                     p.data = values.data
-                with nn.auxiliary_losses() as terms:
+                with nn.added_losses() as terms:
                     y = module(x)
                 return (y * y).sum() + terms.total()
 
@@ -209,10 +209,10 @@ def trained(scheme: Any, grid: Any, kind: str = "gpt", **options: Any) -> list[f
     optimizer = AdamW(model.parameters(), 0.01)
     found = []
     for step in range(5):
-        with nn.training_step(step), nn.auxiliary_losses() as auxiliary:
+        with nn.training_step(step), nn.added_losses() as added:
             loss = loss_of(model, step % 3)
-            assert len(auxiliary) == len(model.blocks)
-            loss = loss + auxiliary.total()
+            assert len(added) == len(model.blocks)
+            loss = loss + added.total()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

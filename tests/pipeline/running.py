@@ -41,12 +41,12 @@ def clipping(norm: float, most: float | None) -> float:
 class Text:
     """What a worker is to do with a language model."""
 
-    def __init__(self, auxiliary: bool = False) -> None:
-        self.auxiliary = auxiliary
+    def __init__(self, added: bool = False) -> None:
+        self.added = added
 
     @contextmanager
     def context(self, batch: Batch) -> Iterator[Any]:
-        asked = nn.auxiliary_losses() if self.auxiliary else nullcontext([])
+        asked = nn.added_losses() if self.added else nullcontext([])
         with nn.sequence_positions(batch.positions), asked as terms:
             yield terms
 
@@ -74,24 +74,24 @@ _serial: dict[str, tuple[list[float], list[float]]] = {}
 
 
 def serial(
-    world: Any, layers: int, steps: int = 10, clip: float | None = None, auxiliary: bool = False, **options: Any
+    world: Any, layers: int, steps: int = 10, clip: float | None = None, added: bool = False, **options: Any
 ) -> tuple[list[float], list[float]]:  # fmt: skip
     """The losses and the norms without a pipeline, on one rank; known to all ranks."""
-    key = repr((layers, steps, clip, auxiliary, sorted(options.items())))
+    key = repr((layers, steps, clip, added, sorted(options.items())))
     if key not in _serial:
         found = None
         with alone(world) as grid:
             if world.rank == 0:
-                found = _trained_alone(grid, layers, steps, clip, auxiliary, options)
+                found = _trained_alone(grid, layers, steps, clip, added, options)
         _serial[key] = world.share(found)[0]
     return _serial[key]
 
 
 def _trained_alone(
-    grid: Any, layers: int, steps: int, clip: float | None, auxiliary: bool, options: Mapping[str, Any]
+    grid: Any, layers: int, steps: int, clip: float | None, added: bool, options: Mapping[str, Any]
 ) -> tuple[list[float], list[float]]:
     model = model_on(SERIAL, grid, layers, **options).initialize(5)
-    optimizer, work, losses, norms = AdamW(model.parameters(), 0.01), Text(auxiliary), [], []
+    optimizer, work, losses, norms = AdamW(model.parameters(), 0.01), Text(added), [], []
     for step in range(steps):
         (batch,) = batches(model, step, 1)
         with nn.training_step(step), work.context(batch) as terms:
@@ -111,7 +111,7 @@ class Pipeline:
     """A model in a pipeline with all that trains it."""
 
     def __init__(
-        self, mesh: Mesh, schedule: Schedule, layers: int, *, zero: int = 0, auxiliary: bool = False,
+        self, mesh: Mesh, schedule: Schedule, layers: int, *, zero: int = 0, added: bool = False,
         accumulate: str = "reduce-scatter", partition: Any = "uniform", **options: Any,
     ) -> None:  # fmt: skip
         scheme = mesh.scheme.with_weights_cut("data") if zero == 3 else mesh.scheme
@@ -123,7 +123,7 @@ class Pipeline:
         self.gatherer = WeightGatherer(self.model, accumulate=accumulate) if zero == 3 else None
         self.worker = Worker(self.model, schedule, self.reducer)
         self.optimizer = AdamW(self.model.parameters(), 0.01)
-        self.work = Text(auxiliary)
+        self.work = Text(added)
         ring = mesh.spec.ring
         self.order = sequence_order(LENGTH, ring, "zigzag") if ring > 1 else None
 

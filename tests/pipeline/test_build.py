@@ -102,6 +102,19 @@ def test_stages_by_hand(world: Any, backend: str) -> None:
             build_by_hand(wrong, mesh=mesh, schedule=make_schedule("1f1b", SIZE, 2))
 
 
+@pytest.mark.serial
+def test_a_layer_that_makes_another_is_given_its_type() -> None:
+    block = {"type": "TransformerBlock", "hidden": 12, "heads": 4, "inner": 8}
+    with launch({}) as mesh:
+        part = build_pipeline_model_from_cfg(
+            [{**block, "mlp": {"type": "MixtureOfExperts", "experts": 3, "top_k": 1}}], mesh=mesh
+        ).initialize(0)  # fmt: skip
+        mixture = next(m for m in part.modules() if isinstance(m, nn.MixtureOfExperts))
+        assert (mixture.hidden, mixture.inner, mixture.experts, mixture.top_k) == (12, 8, 3, 1)
+        with pytest.raises(ConfigError, match=r"layers\[0\]\.mlp .* no argument 'top': did you mean 'top_k'"):
+            build_pipeline_model_from_cfg([{**block, "mlp": {"type": "MixtureOfExperts", "top": 3}}], mesh=mesh)
+
+
 @register
 class Scaled(nn.Module):
     """A layer of a user."""
@@ -139,7 +152,7 @@ def test_users_add_types() -> None:
         ({"layer": []}, r"a dict with layers=\[…\] .* not one with the keys 'layer'"),
         ([3], r"layers\[0\] is 3: a layer is a dict with a type"),
         ([{"in_features": 3}], r"layers\[0\] is .*a dict with a type, such as dict\(type='Linear'"),
-        ([{"type": "Linaer"}], r"layers\[0\] has the type 'Linaer', .*did you mean 'Linear'\?  There are Attention, "),
+        ([{"type": "Linaer"}], r"layers\[0\] has the type 'Linaer', .*did you mean 'Linear'\?  There are Adaptive"),
         ([{"type": "ReLU"}, {"type": "Linear", "in_featurs": 3}], r"layers\[1\] \(Linear\) has no argument "
          r"'in_featurs': did you mean 'in_features'\?  It takes in_features, out_features, kind"),
         ([{"type": "Linear", "in_features": 3}], r"\(Linear\): missing a required argument: 'out_features'"),

@@ -26,12 +26,12 @@ LAYERS = 3
 
 def same(
     world: Any, backend: str, name: str, parallel: Mapping[str, Any], microbatches: int, steps: int = 2,
-    layers: int = LAYERS, model: Mapping[str, Any] | None = None, auxiliary: bool = False, **options: Any,
+    layers: int = LAYERS, model: Mapping[str, Any] | None = None, added: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """A pipeline's losses and norms are those of one rank."""
     given = dict(model or {})
-    losses, norms = serial(world, layers, 3, 0.5, auxiliary, **given)
-    with pipeline(world, backend, name, parallel, microbatches, layers, auxiliary=auxiliary, **options, **given) as p:
+    losses, norms = serial(world, layers, 3, 0.5, added, **given)
+    with pipeline(world, backend, name, parallel, microbatches, layers, added=added, **options, **given) as p:
         found = [p.step(step, clip=0.5) for step in range(steps)]
     wrong = differs([loss for loss, _ in found], losses[:steps]) + differs([norm for _, norm in found], norms[:steps])
     assert not wrong, wrong
@@ -91,7 +91,7 @@ def test_experts_add_to_the_loss_in_every_stage(world: Any, backend: str, full: 
     recompute = "block" if SIZE == 2 else None
     model = {"num_local_experts": 3, "capacity_factor": None, "recompute": recompute, "router_aux_loss_coef": 0.3}
     for name in ("1f1b", "zb-v") if full else ("zb-v",):
-        same(world, backend, name, {"pipeline": 2, "data": SIZE // 2}, 2, model=model, auxiliary=True)
+        same(world, backend, name, {"pipeline": 2, "data": SIZE // 2}, 2, model=model, added=True)
 
 
 # ------------------------------------------------------------------ numbers of microbatches

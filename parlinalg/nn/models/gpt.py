@@ -11,7 +11,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.checks import whole
-from parlinalg.nn.experts import expert_options
+from parlinalg.nn.experts import perceptrons
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.models.transformer import activation
 from parlinalg.nn.norms import LayerNorm
@@ -40,7 +40,7 @@ class GPT(CausalModel):
     num_local_experts : int, optional
         With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
     num_experts_per_tok, router_aux_loss_coef, capacity_factor
-        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `auxiliary_losses`.
+        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
     expert_axis : str, tuple of str or None
         The axes that cut the experts; "auto": "data" where the grid has it, else none.
     scheme : Scheme
@@ -86,7 +86,7 @@ class GPT(CausalModel):
             "attn_pdrop": attn_pdrop, "layer_norm_eps": layer_norm_eps, "initializer_range": initializer_range,
             "tie_word_embeddings": tie_word_embeddings,
         }  # fmt: skip
-        settings, experts = expert_options(
+        settings, mlp = perceptrons(
             grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
         )
         config |= settings
@@ -96,7 +96,7 @@ class GPT(CausalModel):
             TransformerBlock(
                 hidden_size, c["num_attention_heads"], c["intermediate_size"], scheme, grid, eps=eps,
                 activation=c["hidden_act"], causal=True, attention_dropout=attn_pdrop, dropout=resid_pdrop,
-                experts=experts, recompute=recompute, dtype=self.dtype,
+                mlp=mlp, recompute=recompute, dtype=self.dtype,
             )
             for _ in range(c["num_hidden_layers"])
         ]  # fmt: skip

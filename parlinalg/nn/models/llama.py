@@ -15,7 +15,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import AxisSpec
 from parlinalg.nn.block import TransformerBlock
 from parlinalg.nn.checks import real
-from parlinalg.nn.experts import expert_options
+from parlinalg.nn.experts import perceptrons
 from parlinalg.nn.models.causal import CausalModel
 from parlinalg.nn.norms import RMSNorm
 from parlinalg.nn.pretrained import llama, mixtral
@@ -52,7 +52,7 @@ class Llama(CausalModel):
     num_local_experts : int, optional
         With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
     num_experts_per_tok, router_aux_loss_coef, capacity_factor
-        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `auxiliary_losses`.
+        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
     expert_axis : str, tuple of str or None
         The axes that cut the experts; "auto": "data" where the grid has it, else none.
     scheme, grid, dtype, seed, recompute
@@ -91,7 +91,7 @@ class Llama(CausalModel):
             "initializer_range": initializer_range, "tie_word_embeddings": tie_word_embeddings,
             "packed": packed,
         }  # fmt: skip
-        settings, experts = expert_options(
+        settings, mlp = perceptrons(
             grid, num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
         )
         config |= settings
@@ -107,7 +107,7 @@ class Llama(CausalModel):
                 kv_heads=c["num_key_value_heads"], head_dim=width, norm="rms", eps=eps, activation="swiglu",
                 bias=c["mlp_bias"], attention_bias=c["attention_bias"], causal=True, rotary=rotary,
                 packed=c["packed"],
-                attention_dropout=attention_dropout, dropout=resid_pdrop, experts=experts,
+                attention_dropout=attention_dropout, dropout=resid_pdrop, mlp=mlp,
                 recompute=recompute, dtype=self.dtype,
             )
             for _ in range(c["num_hidden_layers"])

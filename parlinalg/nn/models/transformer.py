@@ -164,7 +164,7 @@ def _argument(what: str, name: str, value: Any) -> Any:
         return tuple(whole(what, n) for n in value) if isinstance(value, tuple) else whole(what, value)
     if name.endswith(("_pdrop", "_dropout", "_dropout_prob")):
         return real(what, value, below=1)
-    if name.endswith("_eps") or name in ("initializer_range", "router_aux_loss_coef"):
+    if name.endswith(("_eps", "_coef")) or name == "initializer_range":
         return real(what, value)
     if name.endswith("_bias") or name in ("tie_word_embeddings", "packed"):
         return flag(what, value)

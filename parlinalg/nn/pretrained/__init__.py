@@ -103,6 +103,17 @@ class Pretrained(Module):
         model.token_ids = {name: found.settings.get(name) for name in TOKENS}
         return model, found.make
 
+    @property
+    def unwritable(self) -> str:
+        """The reason why the model is not written in the format of `transformers`; empty where it is."""
+        experts = self.config.get("num_local_experts")
+        if experts is None or self.architecture is mixtral.ARCHITECTURE:
+            return ""
+        return (
+            f"a model with num_local_experts={experts} is not written in the format of `transformers`; state_dict() "
+            "gives its weights"
+        )
+
     def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
         """Write the model so that `transformers` loads it: `config.json` and `model.safetensors`.  Collective.
 
@@ -135,10 +146,7 @@ class Pretrained(Module):
         comm : Comm
             All ranks.
         """
-        if "num_local_experts" in self.config and self.architecture is not mixtral.ARCHITECTURE:
-            raise ConfigError(
-                f"{type(self).__name__}: a model with num_local_experts={self.config['num_local_experts']} is not "
-                "written in the format of `transformers`; state_dict() gives its weights"
-            )
+        if self.unwritable:
+            raise ConfigError(f"{type(self).__name__}: {self.unwritable}")
         settings = {**self.architecture.settings(self.config), **self.token_ids}
         save(Path(folder), parameters, self.architecture, self.config, settings, parse_bytes(max_shard_size), comm)
