@@ -62,9 +62,7 @@ def added_losses(collect: bool = True) -> Iterator[AddedLosses]:
 
 
 def term_weights(rows: Sequence[int], counts: Sequence[int]) -> list[float]:
-    """Return the weights of the terms of a step's microbatches, for losses that are summed and divided by their number.
-
-    A term is a mean over sequences, so that a microbatch's weighs as its rows, whichever of its targets count.
+    """Return the weights of the terms of a step's microbatches: `term_weight` of each.
 
     Parameters
     ----------
@@ -74,8 +72,15 @@ def term_weights(rows: Sequence[int], counts: Sequence[int]) -> list[float]:
     >>> term_weights([3, 1], [5, 7])
     [9.0, 3.0]
     """
-    whole, every = max(1, sum(counts)), max(1, sum(rows))
-    return [n * whole / every for n in rows]
+    return [term_weight(n, sum(rows), sum(counts)) for n in rows]
+
+
+def term_weight(rows: int, all_rows: int, all_counts: float) -> float:
+    """Return the weight of the terms of a microbatch, for losses that are summed and divided by their number.
+
+    A term is a mean over sequences, so that a microbatch's weighs as its rows, whichever of its targets count.
+    """
+    return rows * max(1, all_counts) / max(1, all_rows)
 
 
 def collecting() -> bool:

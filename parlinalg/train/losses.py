@@ -16,6 +16,7 @@ from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.backend import namespace
 from parlinalg.errors import EngineError
 from parlinalg.grid import Grid
+from parlinalg.nn.added_losses import term_weight
 from parlinalg.train.feed import placed
 
 #: From outputs and labels to a mean loss, or to the sum of the losses and their number.
@@ -197,4 +198,4 @@ class MicrobatchWeights:
         targets and rows are to come, as many a row are assumed as there were until now.
         """
         every, all_targets = self._whole or (self.rows + rows, self.targets + targets)
-        return rows * max(1.0, all_targets) / max(1, every)
+        return term_weight(rows, every, all_targets)

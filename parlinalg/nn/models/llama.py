@@ -49,14 +49,8 @@ class Llama(CausalModel):
         Dropout of what is added to the residual stream, and after the embedding, as in GPT-2; Llama has none.
     tie_word_embeddings : bool
         Whether the head is the embedding's table.
-    num_local_experts : int, optional
-        With it perceptrons are `MixtureOfExperts` of so many; without it they are plain.
-    num_experts_per_tok, router_aux_loss_coef, capacity_factor
-        Its `top_k`, `aux_loss_coef` and `capacity_factor`; what is added to the loss comes by `added_losses`.
-    expert_axis : str, tuple of str or None
-        The axes that cut the experts; "auto": "data" where the grid has it, else none.
-    scheme, grid, dtype, seed, recompute
-        As of `GPT`.
+    num_local_experts, num_experts_per_tok, router_aux_loss_coef, capacity_factor, expert_axis
+        As of `GPT`, as are `scheme`, `grid`, `dtype`, `seed` and `recompute`.
 
     Members, calls and what they give are those of `CausalModel`.
     """
