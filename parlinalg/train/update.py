@@ -49,7 +49,7 @@ class Update:
         The largest element of the gradient.
     scaler : LossScaler or Unscaled
     skip_nonfinite : bool
-        Whether a step whose loss or gradient is not finite leaves all as it is; with a scaler it always does.
+        Whether a step whose loss or gradient is not finite leaves all as it is; with a `LossScaler` it always does.
     examine : callable
         From parameters and what their gradients are multiplied by, the norm over the whole model and whether all is
         finite; a pipeline looks at all stages.

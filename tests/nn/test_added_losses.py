@@ -63,9 +63,11 @@ def alone() -> np.ndarray:
     ("parallel", "parts"),
     [
         pytest.param(parallel, parts, marks=pytest.mark.ranks(n))
-        for n, parallel, parts in [(1, {}, 2), (2, {"data": 2}, 3), (2, {"pipeline": 2}, 3), (4, {"data": 2, "pipeline": 2}, 2)]
+        for n, parallel, parts in [
+            (1, {}, 2), (2, {"data": 2}, 3), (2, {"pipeline": 2}, 3), (4, {"data": 2, "pipeline": 2}, 2)
+        ]
     ],
-)
+)  # fmt: skip
 def test_a_module_of_ones_own_adds_to_the_loss(
     parallel: dict[str, int], parts: int, world: Any, backend: str
 ) -> None:  # fmt: skip
