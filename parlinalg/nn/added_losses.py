@@ -19,16 +19,11 @@ class AddedLosses(list[Tensor]):
 
     def total(self) -> Tensor | float:
         """Return their sum; 0.0 where no module adds any."""
-        total: Tensor | float = 0.0
-        for term in self:
-            total = total + term
-        return total
+        return sum(self, 0.0)
 
     def added_to(self, total: Tensor, weight: float) -> Tensor:
         """Return a sum of losses with these terms, each of this weight."""
-        for term in self:
-            total = total + term * weight
-        return total
+        return sum((term * weight for term in self), total)
 
 
 @contextmanager

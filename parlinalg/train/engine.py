@@ -217,7 +217,7 @@ class Engine:
 
     def placed(self, x: Any) -> Any:
         """Return inputs on the model's grid: host arrays are cut, and floating ones get the model's dtype."""
-        return place_inputs(getattr(self.model, "whole", self.model), x, self.grid, dtype_of(self.model))
+        return place_inputs(getattr(self.model, "full_model", self.model), x, self.grid, dtype_of(self.model))
 
     def feed(self, loader: Any) -> Feed:
         """Return a data loader for this engine, each iteration of which is another epoch.  Collective."""

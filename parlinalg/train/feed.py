@@ -445,7 +445,7 @@ def placement(model: Module, grid: Grid, world: Comm, counts: Callable[[Any], in
     counts : callable, optional
         From a host array of labels, or a tree of them, the targets in it that count.
     """
-    declared, needs = getattr(model, "whole", model), getattr(model, "batch_needs", (True, True))
+    declared, needs = getattr(model, "full_model", model), getattr(model, "batch_needs", (True, True))
     mesh: Any = grid.mesh
     data = tuple(axis for axis in ("data",) if axis in grid.axes) if mesh is None else mesh.axes("data")
     group = 0 if mesh is None else mesh.topology.rank

@@ -124,7 +124,7 @@ class PretrainedHook(Hook):
     def finish(self, trainer: Trainer) -> list[str]:
         model, world = trainer.engine.model, trainer.engine.world
         files = ["config.json", "model.safetensors", "tokenizer.json"]
-        if getattr(model, "whole", model).unwritable:
+        if getattr(model, "full_model", model).unwritable:
             files = files[2:]
         else:
             model.save_pretrained(self.folder)
@@ -182,7 +182,7 @@ def continuation(
         Called on every rank with each further piece of the text, as soon as it is written.
     """
     ids = tokenizer.encode(prompt, special=special).astype(np.int64)
-    config = getattr(model, "whole", model).config  # of a model in a pipeline, or of the model itself
+    config = getattr(model, "full_model", model).config  # of a model in a pipeline, or of the model itself
     most, end = config["max_position_embeddings"], len(ids) + max_new_tokens
     chosen: dict[str, Any] = {
         "do_sample": temperature > 0,

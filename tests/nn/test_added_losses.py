@@ -64,7 +64,8 @@ def alone() -> np.ndarray:
     [
         pytest.param(parallel, parts, marks=pytest.mark.ranks(n))
         for n, parallel, parts in [
-            (1, {}, 2), (2, {"data": 2}, 3), (2, {"pipeline": 2}, 3), (4, {"data": 2, "pipeline": 2}, 2)
+            (1, {}, 2), (2, {"data": 2}, 3), (2, {"pipeline": 2}, 3), (4, {"data": 2, "pipeline": 2}, 2),
+            (4, {"pipeline": 4}, 2),  # a stage without parameters
         ]
     ],
 )  # fmt: skip
