@@ -5,7 +5,7 @@ python bench/offload.py --path /tmp/offload --parts limit         # states of 4 
 python bench/offload.py --path /tmp/offload --parts budget        # what `memory=` offloads, and what is then held
 
 One core, and two ranks where a pipeline is in the table.  The disk's own bandwidth is measured beside it, past the page
-cache (O_DIRECT), in chunks of the same size, and reads are of what was written before and is in no cache.
+cache (O_DIRECT), in tiles of the same size, and reads are of what was written before and is in no cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--model", default="512x20x8x128")
     parser.add_argument("--budget-model", default="384x8x2x128")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--chunk", type=int, default=8 << 20, help="bytes of a chunk of states")
+    parser.add_argument("--tile", type=int, default=8 << 20, help="bytes of a tile of states")
     parser.add_argument("--ratio", type=float, default=4, help="states over the limit")
     parser.add_argument("--json")
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
@@ -86,7 +86,7 @@ def trained(folder: Path, model: str, mode: str, **options: Any) -> dict[str, An
 
 def limited(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A model whose states need `ratio` times the memory that a hard limit leaves."""
-    options = {"steps": 3, "chunk": min(args.chunk, 1 << 18)}
+    options = {"steps": 3, "tile": min(args.tile, 1 << 18)}
     whole = trained(folder, args.limit_model, "memory", **options)
     limit = int(whole["states"] / args.ratio)
     without = trained(folder, args.limit_model, "memory", limit=limit, **options)
@@ -117,8 +117,8 @@ def limited(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def fast(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Steps a second as a fraction of those in memory, beside the disk's bandwidth."""
-    disk = bandwidth(folder, args.chunk)
-    found = {mode: trained(folder, args.model, mode, steps=args.steps, chunk=args.chunk) for mode in
+    disk = bandwidth(folder, args.tile)
+    found = {mode: trained(folder, args.model, mode, steps=args.steps, tile=args.tile) for mode in
              ("memory", "states", "disk")}  # fmt: skip
     base, rows = None, []
     for mode, name in (("memory", "in memory"), ("states", "states on disk"), ("disk", "states, gradients, values")):
@@ -162,23 +162,23 @@ def budgets(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def bandwidth(folder: Path, chunk: int, total: int = 1 << 30) -> dict[str, float]:
-    """MB/s of writing and reading chunks past the page cache, one after the other and both at once."""
+def bandwidth(folder: Path, tile: int, total: int = 1 << 30) -> dict[str, float]:
+    """MB/s of writing and reading tiles past the page cache, one after the other and both at once."""
     from concurrent.futures import ThreadPoolExecutor
 
-    total = min(total, free_bytes(folder) // 4) // (2 * chunk) * 2 * chunk
-    buffers = aligned(chunk), aligned(chunk)
+    total = min(total, free_bytes(folder) // 4) // (2 * tile) * 2 * tile
+    buffers = aligned(tile), aligned(tile)
     buffers[0][:] = 7
     found = {}
     with DiskFile(folder / "bandwidth", total) as file:
 
         def write(first: int, stop: int) -> None:
-            for at in range(first, stop, chunk):
+            for at in range(first, stop, tile):
                 file.write(buffers[0], at)
             file.flush()
 
         def read(first: int, stop: int) -> None:
-            for at in range(first, stop, chunk):
+            for at in range(first, stop, tile):
                 file.read(buffers[1], at)
 
         write(0, total)  # the first time the file system also notes where things lie

@@ -18,6 +18,11 @@ def volume(rect: Rect) -> int:
     return math.prod(len(r) for r in rect)
 
 
+def rect_at(offsets: Sequence[int], sizes: Sequence[int]) -> Rect:
+    """Return the rectangle that begins at these indices and has these lengths, for each dim."""
+    return tuple(range(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+
+
 def piece_size(largest: int) -> int:
     """Return the most elements of a piece of a move whose largest block, of any rank, source or target, has so many.
 

@@ -199,7 +199,7 @@ def _all_gather(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, 
         if not wait:
             yield handle
         return out
-    for part in _chunks(block.shape, dim, n):
+    for part in _parts(block.shape, dim, n):
         mine = block[part]
         rows = mine.shape[:dim] + mine.shape[dim + 1 :]
         width = math.prod(rows)
@@ -233,7 +233,7 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
             yield handle
         return out
     lead = (slice(None),) * dim
-    for part in _chunks(block.shape, dim, sum(lengths)):
+    for part in _parts(block.shape, dim, sum(lengths)):
         mine = block[part]
         width = math.prod(mine.shape) // max(1, mine.shape[dim])
         send = backend.empty((sum(lengths) * width,), block.dtype)
@@ -250,7 +250,7 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
     return out
 
 
-def _chunks(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
+def _parts(shape: Shape, dim: int, n: int) -> Iterator[tuple[slice, ...]]:
     """Cut the dims but `dim` so that a part, with `dim` grown to n, has at most `piece_size` elements if possible."""
     others = [d for d in range(len(shape)) if d != dim]
     size = n * math.prod(shape[d] for d in others)  # of the larger block: all ranks of the step have the same

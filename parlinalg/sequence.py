@@ -8,9 +8,10 @@ them into account.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def sequence_order(length: int, ranks: int, name: str = "zigzag") -> np.ndarray:
         Over how many the sequence is cut.
     name : {"contiguous", "striped", "zigzag"}
         "contiguous": as they come.  "striped": token i on rank i mod P (Brandon et al., "Striped attention", 2023).
-        "zigzag": of 2P chunks, rank r holds r and 2P - 1 - r.
+        "zigzag": of 2P parts, rank r holds r and 2P - 1 - r.
 
     Returns
     -------
@@ -66,8 +67,8 @@ def _zigzag(length: int, ranks: int) -> np.ndarray:
     blocks = pieces(length, ranks)
     late = [n // 2 for n in blocks]
     early = [n - m for n, m in zip(blocks, late, strict=True)]
-    chunks = np.split(np.arange(length, dtype=np.int64), np.cumsum(early + late[::-1])[:-1])
-    return np.concatenate([chunk for r in range(ranks) for chunk in (chunks[r], chunks[-1 - r])])
+    parts = np.split(np.arange(length, dtype=np.int64), np.cumsum(early + late[::-1])[:-1])
+    return np.concatenate([part for r in range(ranks) for part in (parts[r], parts[-1 - r])])
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class BatchPositions:
 
     positions: np.ndarray | None = None
     documents: np.ndarray | None = None
+
+    @property
+    def arrays(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The arrays of which it is made, which recomputation saves."""
+        return self.positions, self.documents
 
     @property
     def natural(self) -> bool:
@@ -182,6 +188,11 @@ def sequence_positions(
         found.check(positions.size)
     with using_positions(found):
         yield found
+
+
+def positions_of(batch: Any) -> AbstractContextManager[BatchPositions]:
+    """Return the context of `sequence_positions` for a batch; where it says nothing of its tokens they lie in order."""
+    return sequence_positions(getattr(batch, "positions", None), getattr(batch, "documents", None))
 
 
 def within_documents(documents: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:

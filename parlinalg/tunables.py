@@ -1,4 +1,4 @@
-"""Sizes that decide how work is cut up: chunks, pieces, buffers, and the lengths from which another way is taken.
+"""Sizes that decide how work is cut up: tiles, pieces, buffers, and the lengths from which another way is taken.
 
 No result depends on them but in rounding.  They are read when they are used, as `tunables.NAME`, never imported by
 name, so that a test can give them values at which small arrays take every way.
@@ -24,11 +24,11 @@ def _max_count() -> int:
 COMPILED_SIZE = 1 << 12
 """Elements below which NumPy computes: a training so small would wait longer for its loops to be compiled."""
 
-OPTIMIZER_CHUNK = 1 << 15
-"""Elements of a chunk of an update on a CPU: few enough to stay in the cache."""
+OPTIMIZER_TILE = 1 << 15
+"""Elements of a tile of an update on a CPU: few enough to stay in the cache."""
 
-OPTIMIZER_DEVICE_CHUNK = 1 << 24
-"""Elements of a chunk of an update on a GPU, which has no such cache."""
+OPTIMIZER_DEVICE_TILE = 1 << 24
+"""Elements of a tile of an update on a GPU, which has no such cache."""
 
 ATTENTION_POLL = 1 << 20
 """Scores of attention between two polls of communication in progress."""
@@ -36,7 +36,7 @@ ATTENTION_POLL = 1 << 20
 CUDA_THREADS = 256
 """Threads of a block of a CUDA kernel."""
 
-RANDOM_CHUNK = 1 << 15
+RANDOM_TILE = 1 << 15
 """Random words made at a time: few enough to stay in the cache with what is computed from them."""
 
 RANDOM_JUMP = 1 << 10

@@ -247,7 +247,7 @@ def test_offload_fails_where_the_limited_run_does(
 @pytest.mark.one_in(3)
 def test_offload_gives_the_same_bits_beside_the_disks_bandwidth(tmp_path: Path) -> None:
     result = tmp_path / "offload.json"
-    options = ["--path", str(tmp_path), "--parts", "speed", "--model", "64x1x1x8", "--steps", "2", "--chunk", "65536"]
+    options = ["--path", str(tmp_path), "--parts", "speed", "--model", "64x1x1x8", "--steps", "2", "--tile", "65536"]
     done = launch(0, [str(BENCH / "offload.py"), *options, "--crowded", "--json", str(result)], timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(result.read_text())["speed"]

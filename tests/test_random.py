@@ -57,9 +57,9 @@ def test_every_part_of_the_key_counts():
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(("jump", "chunk"), [(1 << 10, 1 << 15), (3, 16), (0, 5)])
-def test_a_block_takes_the_words_of_its_indices(tune, jump, chunk):
-    tune(RANDOM_JUMP=jump, RANDOM_CHUNK=chunk)
+@pytest.mark.parametrize(("jump", "tile"), [(1 << 10, 1 << 15), (3, 16), (0, 5)])
+def test_a_block_takes_the_words_of_its_indices(tune, jump, tile):
+    tune(RANDOM_JUMP=jump, RANDOM_TILE=tile)
     rng = np.random.default_rng(0)
     for _ in range(300):
         shape = tuple(int(n) for n in rng.integers(1, 9, rng.integers(1, 5)))

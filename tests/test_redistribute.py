@@ -14,7 +14,7 @@ from parlinalg.errors import CommError, LayoutError
 from parlinalg.exchange import _split, piece_size, volume
 from parlinalg.layout import Layout
 from parlinalg.moves import moves, words
-from parlinalg.redistribute import _chunks, redistribute, start
+from parlinalg.redistribute import _parts, redistribute, start
 from tests.cases import DTYPES, EVERY_SIZE, check, grids, held, layouts, numbers, pairs, terms
 
 SHAPES = {1: [(7,), (1,), (0,)], 2: [(5, 3), (1, 7), (0, 4)], 3: [(3, 2, 5)]}
@@ -204,7 +204,7 @@ def test_the_pieces_of_a_large_block_are_as_many_as_of_a_small_one():
     """GPT-3's MLP weight, and a model's worth of it, on 2 to 64 ranks: counted by shapes alone."""
     for rows in (12288, 96 * 12288):
         for ranks in (2, 8, 64):
-            pieces = list(_chunks((rows, 49152 // ranks), 1, 49152))
+            pieces = list(_parts((rows, 49152 // ranks), 1, 49152))
             assert sum(len(range(rows)[part[0]]) for part in pieces) == rows
             assert 16 <= len(pieces) <= 17
             for piece in pieces:

@@ -32,12 +32,12 @@ def test_striped_blocks(length, ranks):
 
 @given(*SIZES)
 def test_zigzag_blocks(length, ranks):
-    """Rank r holds chunks r and 2P - 1 - r of 2P contiguous ones, whose lengths differ by at most one."""
-    chunks = []
+    """Rank r holds parts r and 2P - 1 - r of 2P contiguous ones, whose lengths differ by at most one."""
+    parts = []
     for block in blocks(length, ranks, "zigzag"):
         half = -(-len(block) // 2)
-        chunks += [block[:half], block[half:]]
-    in_order = [*chunks[::2], *chunks[1::2][::-1]]
+        parts += [block[:half], block[half:]]
+    in_order = [*parts[::2], *parts[1::2][::-1]]
     np.testing.assert_array_equal(np.concatenate(in_order), np.arange(length))
     lengths = [len(c) for c in in_order]
     assert max(lengths) - min(lengths) <= 1

@@ -66,8 +66,8 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
             model.initialize(1)
         update = optim.AdamW(model.parameters(), 1e-3)
         if options["mode"] != "memory":
-            chunk = options.get("chunk", 1 << 20)
-            update.place(stack.enter_context(offload.DiskStates(options["path"], chunk=chunk)))
+            tile = options.get("tile", 1 << 20)
+            update.place(stack.enter_context(offload.DiskStates(options["path"], tile=tile)))
         rng, losses, times, updates = np.random.default_rng(0), [], [], []
         for step in range(options["steps"]):
             ids = rng.integers(0, vocabulary, (batch, sequence + 1))

@@ -10,11 +10,14 @@ from the storage before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from parlinalg.array import DistArray
 from parlinalg.backend.views import flat
+from parlinalg.comm.together import together
+from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.grid import worlds
 from parlinalg.layout import Cut, Layout
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from parlinalg.autograd.tape import Node
 
 Block = Any
+Result = TypeVar("Result")
 
 
 class Gatherer(Protocol):
@@ -187,3 +191,11 @@ def owners(parameters: Iterable[Parameter]) -> list[Owner]:
     """Return the owners of the values of parameters, once each, in the order of the parameters."""
     found = (p.storage.owner for p in parameters)
     return list({id(owner): owner for owner in found if owner is not None}.values())
+
+
+def together_on(parameters: Iterable[Parameter | DistArray], function: Callable[[], Result], what: str) -> Result:
+    """Call a function that reads or writes values or states, wherever they lie; if it fails on any rank, fail on all.
+
+    Collective over the parameters' grids; the function does not communicate.
+    """
+    return together(worlds(p.grid for p in parameters), function, what, (ConfigError, OffloadError))

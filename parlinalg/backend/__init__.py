@@ -35,7 +35,7 @@ class Backend(Protocol):
     host_memory : bool
         Blocks are NumPy arrays in this process's memory, which MPI, files and the other ranks of the node reach.
     cpu : bool
-        A CPU computes: chains of operations run best in chunks that stay in its cache, and a tanh or an exp takes
+        A CPU computes: chains of operations run best in tiles that stay in its cache, and a tanh or an exp takes
         longer than to read a number that was kept.
     cuda : bool
         A CUDA GPU computes: CUDA kernels run on the blocks, and NCCL carries them.

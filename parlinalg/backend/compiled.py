@@ -1,6 +1,6 @@
 """Loops over host blocks that numba compiles, where it is installed (`pip install 'parlinalg[fast]'`).
 
-Chains of NumPy's operations pass over their chunks once an operation; a loop reads what it needs once and writes its
+Chains of NumPy's operations pass over their tiles once an operation; a loop reads what it needs once and writes its
 results once.  What they compute is the same, but for rounding.  A loop is a Python function marked `@loop()` beside
 the kernel whose compiled form calls it; numba is imported, and the loop compiled, when it is first called with a
 dtype.  Arrays of one call have one dtype, float32 or float64, in which all is computed.  The environment's
@@ -110,7 +110,7 @@ def available() -> bool:
 def about() -> str:
     """Return what computes kernels on CPUs, for people to read."""
     if not available():
-        return "NumPy's operations in chunks"
+        return "NumPy's operations in tiles"
     from importlib.metadata import version
 
     return f"loops compiled by numba {version('numba')}"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from parlinalg.cli.parser import Commands
 from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
-
-if TYPE_CHECKING:
-    from parlinalg.train.mesh import Mesh
 
 KEYS = ("parallel", "backend", "dtype")  # of a configuration, that matter here
 
@@ -65,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         kind = together(world, lambda: model_class(args.folder), "reading the model")
         tokens = together(world, lambda: tokenizer(args.folder), "reading the tokenizer")
         stops = together(world, lambda: ends(args.folder), "reading the model")
-        model = _model(kind, args.folder, mesh, dtype)
+        model = mesh.from_pretrained(kind, args.folder, dtype)
 
         def write(text: str) -> None:
             if world.rank == 0:
@@ -78,17 +75,6 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         write("\n")
     return 0
-
-
-def _model(kind: Any, folder: Path, mesh: Mesh, dtype: str | None) -> Any:
-    """Return the folder's model, on this rank's grid or cut into the stages of a pipeline."""
-    if mesh.schedule is None:
-        return kind.from_pretrained(folder, mesh.scheme, mesh.grid, dtype)
-    from parlinalg.pipeline.build import from_pretrained
-
-    return from_pretrained(
-        kind, folder, mesh.topology, mesh.schedule, mesh.scheme, mesh.grid, dtype, partition=mesh.spec.partition
-    )
 
 
 def model_class(folder: Path) -> Any:

@@ -1,10 +1,16 @@
-"""MPI through mpi4py: buffer calls only, every count and datatype spelled out."""
+"""MPI through mpi4py: buffer calls only, every count and datatype spelled out.
+
+Blocks on a GPU travel through pinned host memory.  MPI cannot be asked whether it reads GPU memory, so by default it
+never sees any.  `PARLINALG_CUDA_AWARE_MPI=1` says that it does: then blocks are handed over as they are, once the
+stream that computes them is synchronised.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -14,14 +20,13 @@ from mpi4py import MPI
 from parlinalg import tunables
 from parlinalg.backend import backend_of
 from parlinalg.backend.blas import cores
-from parlinalg.comm import split, staging
+from parlinalg.comm import split
 from parlinalg.comm.algorithms import Chain, SumInPlace, TwoPhase, all_reduce_terms, reduce_scatter_terms
-from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
+from parlinalg.comm.base import DONE, Block, Comm, Following, Handle, by_terms
 from parlinalg.comm.check import failed_in_mpi
 from parlinalg.comm.ledger import Book
 from parlinalg.comm.shared import beside
 from parlinalg.comm.single import SingleComm
-from parlinalg.comm.staging import through_host
 from parlinalg.comm.watch import Forming, slot, strike, wait_asleep
 from parlinalg.errors import CommError
 
@@ -54,6 +59,9 @@ NUMBERS: dict[str, MPI.Datatype] = {
 SATURATES = MPI.get_vendor()[0] == "Open MPI"
 """True if the MPI library's sums of 8- and 16-bit integers may stop at the largest one, as Open MPI's AVX kernels do
 (https://github.com/open-mpi/ompi/issues/8045)."""
+
+READS_GPU = os.environ.get("PARLINALG_CUDA_AWARE_MPI", "0") not in ("", "0")
+"""True if MPI is given GPU memory."""
 
 REDUCTIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
@@ -368,7 +376,7 @@ class MpiComm(Comm):
 
     def _reads_gpu(self, block: Block) -> bool:
         """Return True if MPI may read and write this GPU block itself; makes sure that it is ready."""
-        if not staging.direct:
+        if not READS_GPU:
             return False
         backend_of(block).synchronize()
         return True
@@ -450,3 +458,43 @@ def nodes_of(mpi: MPI.Comm) -> tuple[int, ...]:
     everyone = np.empty(mpi.size, np.int64)
     mpi.Allgather(least, everyone)
     return tuple(int(n) for n in everyone)
+
+
+# ---------------------------------------------------------------------------------------------- blocks on a GPU
+class Staged(Following):
+    """An operation on host copies; when it is done, what it received is copied to the GPU."""
+
+    __slots__ = ("_block", "_host")
+
+    def __init__(self, inner: Handle, host: Any, block: Any) -> None:
+        super().__init__(inner)
+        self._host, self._block = host, block
+
+    def _finish(self) -> None:
+        if self._block is not None:
+            backend_of(self._block).copy_from_host(self._host, self._block)
+        self._host = self._block = None
+
+
+def to_host(block: Any) -> Any:
+    """Return a staging copy of `block`, complete on return."""
+    backend = backend_of(block)
+    host = backend.staging(block.size, block.dtype)
+    backend.copy_to_host(block, host)
+    return host
+
+
+def through_host(read: Any, written: Any, run: Callable[[Any, Any], Handle], wait: bool) -> Handle:
+    """Run `run(read, written)` on host copies of these blocks (None where there is none; one block may be both)."""
+    host_read = None if read is None else to_host(read)
+    if written is None:
+        host_written = None
+    elif written is read:
+        host_written = host_read
+    else:
+        host_written = backend_of(written).staging(written.size, written.dtype)
+    handle = Staged(run(host_read, host_written), (host_read, host_written)[written is not None], written)
+    if wait:
+        handle.wait()
+        return DONE
+    return handle

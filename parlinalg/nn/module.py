@@ -7,16 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Buffer, Parameter, recording
+from parlinalg.autograd.storage import together_on
 from parlinalg.backend.memory import check_memory
 from parlinalg.comm.check import compare_states
 from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.errors import ConfigError
 from parlinalg.grid import worlds
 from parlinalg.nn.foreign import Names, foreign
 from parlinalg.nn.init import Declared, Initializer
@@ -56,6 +57,8 @@ class Module:
     ['0.weight', '0.bias']
     """
 
+    in_stages: ClassVar[bool] = False
+    """True for a model that is cut into stages, of which each rank holds some: only schedules run it."""
     training: bool
     name: str | None
     seed: int
@@ -316,7 +319,7 @@ class Module:
         for name, p in self.named_state():
             window = None
             if p.data.resident is None:  # open while it is gathered: that it can be is agreed on
-                window = together(p.grid.world, partial(getattr, p, "block"), f"reading {name}", (OffloadError,))
+                window = together_on([p], partial(getattr, p, "block"), f"reading {name}")
             found[name] = p.gather()
             del window
         return found
@@ -361,7 +364,7 @@ class Module:
 
         arrays = together(comms, read, "loading the model's state")
         compare_states(comms, {name: arrays[name] for name in want})
-        together(comms, lambda: self._take(mine, arrays), "loading the model's state", (ConfigError, OffloadError))
+        together_on(mine.values(), lambda: self._take(mine, arrays), "loading the model's state")
 
     def from_torch(self, name: str, array: np.ndarray) -> np.ndarray:
         """Return a view of an array as this module's own parameter `name`, from PyTorch's layer of the same kind.

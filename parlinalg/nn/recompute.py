@@ -96,8 +96,7 @@ def recomputed(module: Module, *inputs: Any, **named: Any) -> Any:
             with moment.again():
                 return run(*inputs, **named)
 
-    now = token_positions()
-    result = autograd.recompute(forward, (now.positions, now.documents), *inputs, **named)
+    result = autograd.recompute(forward, token_positions().arrays, *inputs, **named)
     if not isinstance(result, tuple):
         return result
     for term in result[1:]:

@@ -13,17 +13,17 @@ import numpy as np
 from parlinalg.comm.together import together
 from parlinalg.errors import OffloadError
 from parlinalg.grid import worlds
-from parlinalg.offload.chunks import ChunkFile, Stream
 from parlinalg.offload.disk import Closing, aligned, process_number, raise_together
-from parlinalg.offload.states import ChunkedStates, ChunkLayout, Piece
+from parlinalg.offload.states import Piece, TiledStates, TileLayout
+from parlinalg.offload.tiles import Stream, TileFile
 from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import Entry, Run, value_state
 
 
-class DiskStates(ChunkedStates, Closing):
-    """States in files, one a rank, through which the optimizer goes chunk by chunk.
+class DiskStates(TiledStates, Closing):
+    """States in files, one a rank, through which the optimizer goes tile by tile.
 
-    Chunks are read ahead of their use and written behind it, on threads, through `buffers` buffers.  A step counts as
+    Tiles are read ahead of their use and written behind it, on threads, through `buffers` buffers.  A step counts as
     a whole or not at all: if on any rank a file cannot be written or read, all ranks raise an `OffloadError`, and
     states and values are what they were before the step.  If the process ends in the middle of a step, `recover` finds
     the states and values of the last one completed.
@@ -32,10 +32,10 @@ class DiskStates(ChunkedStates, Closing):
     ----------
     path : str or Path
         The folder of the files; made if it is not there.  Of this run alone.
-    chunk : int or str
-        Bytes of a chunk's states.
+    tile : int or str
+        Bytes of a tile's states.
     buffers : int
-        How many chunks are in memory at a time, at least 2: one worked on, and those being read and written.
+        How many tiles are in memory at a time, at least 2: one worked on, and those being read and written.
     values : bool
         Keep the values beside the states, for `recover` and for undoing a step that failed.  Without, such a step
         leaves the values partly updated; then the states are refused until a checkpoint is loaded.  Parameters with a
@@ -45,18 +45,18 @@ class DiskStates(ChunkedStates, Closing):
     name : str
         What the files' names begin with; each optimizer in a folder needs one of its own.
 
-    A file takes twice the bytes of states and values: each chunk has two places (see `parlinalg.offload.chunks`).
+    A file takes twice the bytes of states and values: each tile has two places (see `parlinalg.offload.tiles`).
     """
 
     def __init__(
-        self, path: str | Path, *, chunk: SupportsIndex | str = "8MiB", buffers: int = 4, values: bool = True,
+        self, path: str | Path, *, tile: SupportsIndex | str = "8MiB", buffers: int = 4, values: bool = True,
         keep: bool = False, name: str = "states",
     ) -> None:  # fmt: skip
-        super().__init__(chunk)
+        super().__init__(tile)
         self.path = Path(path)
         self.buffers, self.keep, self.name = buffers, keep, name
         self.VALUES = values
-        self.file: ChunkFile | None = None
+        self.file: TileFile | None = None
         self._stream: Stream | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._buffer: tuple[int, np.ndarray] | None = None
@@ -90,21 +90,20 @@ class DiskStates(ChunkedStates, Closing):
         rank = process_number(self._worlds)
         backend = self.layout.groups[0].backend
         path = file_of(self.path, self.name, rank)
-        self.file = ChunkFile(path, self.layout.count, self.layout.parts, self._label())
+        self.file = TileFile(path, self.layout.count, self.layout.parts, self._label())
         self._stream = Stream(self.file, sum(self.layout.parts), backend, self.buffers)
         self._buffer = (-1, aligned(sum(self.layout.parts), backend))
         self._end = weakref.finalize(self, _close, self.file, self._stream, self.keep)
 
     def _label(self) -> dict[str, Any]:
-        """The description that the file holds."""
-        return {"entries": self.layout.label(), "chunk": self.chunk}
+        return {"entries": self.layout.label(), "tile": self.tile}
 
     def close(self) -> None:
         """Close the files and end the threads; the files are taken away unless they are to be kept."""
         if self._end is not None:
             self._end()
         self.file = self._stream = self._end = self._buffer = None
-        self.layout = ChunkLayout((), self.chunk, values=False)
+        self.layout = TileLayout((), self.tile, values=False)
         self._touched, self._known, self._broken, self._dirty, self._begun = set(), {}, "", False, False
 
     # ------------------------------------------------------------------ a step
@@ -127,12 +126,12 @@ class DiskStates(ChunkedStates, Closing):
             self._undo()
             raise
 
-    def iterate_chunks(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+    def iterate_tiles(self, tiles: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
         if self._stream is None:
             return
-        for chunk, buffer in self._stream.iterate_chunks(chunks, read=sum(self.layout.parts[: 1 + values])):
-            self._touched.add(chunk)
-            yield chunk, buffer
+        for tile, buffer in self._stream.iterate_tiles(tiles, read=sum(self.layout.parts[: 1 + values])):
+            self._touched.add(tile)
+            yield tile, buffer
 
     def complete(self, steps: int) -> None:
         """Make what the step wrote count, on all ranks or on none.  Collective over the grids of the parameters.
@@ -160,7 +159,7 @@ class DiskStates(ChunkedStates, Closing):
     def _prepare(self) -> None:
         """Before a step: what was set since the last one, and values changed by others, become a generation.
 
-        They go through the chunk buffer: a chunk that cannot be written stays there, and nothing that was set is lost.
+        They go through the tile buffer: a tile that cannot be written stays there, and nothing that was set is lost.
         """
         if self.file is None or self._touched:  # a second pass of one step
             return
@@ -170,7 +169,7 @@ class DiskStates(ChunkedStates, Closing):
             if self._known.get(id(entry.parameter)) != known:
                 for piece in self.layout.of(entry):
                     if piece.group.recorded:
-                        buffer = self.chunk_buffer(piece.chunk, write=True)
+                        buffer = self.tile_buffer(piece.tile, write=True)
                         kept = piece.group.values(buffer, self.layout.parts[0])[piece.inside]
                         piece.group.backend.copy_to_host(entry.parameter.updated[0][piece.part], kept)
                 self._known[id(entry.parameter)] = known
@@ -190,11 +189,11 @@ class DiskStates(ChunkedStates, Closing):
             return
         buffer = aligned(sum(self.layout.parts))
         try:
-            for chunk in touched:
-                self.file.read(chunk, buffer)
+            for tile in touched:
+                self.file.read(tile, buffer)
                 for entry in self.layout.entries:
                     for piece in self.layout.of(entry):
-                        if piece.chunk == chunk:
+                        if piece.tile == tile:
                             self._restore(piece, entry, buffer)
         except OffloadError as error:
             self._broken = f"a step failed half-way, and cannot be undone: {error}"
@@ -215,34 +214,34 @@ class DiskStates(ChunkedStates, Closing):
             raise OffloadError(f"{self._broken}; load a checkpoint")
 
     # ------------------------------------------------------------------ one at a time
-    def chunk_buffer(self, chunk: int, *, write: bool) -> np.ndarray:
+    def tile_buffer(self, tile: int, *, write: bool) -> np.ndarray:
         self._refuse_broken()
         if self.file is None or self._buffer is None:
             raise OffloadError(f"the states in {self.path} are closed")
         at, buffer = self._buffer
-        if at != chunk:
+        if at != tile:
             self._flush()
             self._buffer = (-1, buffer)
-            self.file.read(chunk, buffer)
-            self._buffer = (chunk, buffer)
+            self.file.read(tile, buffer)
+            self._buffer = (tile, buffer)
         self._dirty = self._dirty or write
         return buffer
 
     def _flush(self) -> None:
-        """Write the chunk in the buffer if it was changed, and empty the buffer."""
+        """Write the tile in the buffer if it was changed, and empty the buffer."""
         if self._buffer is not None and self.file is not None:
-            chunk, buffer = self._buffer
+            tile, buffer = self._buffer
             if self._dirty:
-                self.file.write(chunk, buffer)
+                self.file.write(tile, buffer)
             self._buffer, self._dirty = (-1, buffer), False
 
 
 def file_of(folder: Path, name: str, rank: int) -> Path:
     """The file of a rank."""
-    return folder / f"{name}.{rank}.chunks"
+    return folder / f"{name}.{rank}.tiles"
 
 
-def _close(file: ChunkFile, stream: Stream, keep: bool) -> None:
+def _close(file: TileFile, stream: Stream, keep: bool) -> None:
     with suppress(OSError):
         stream.close()
     file.close(remove=not keep)
@@ -276,12 +275,12 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     entries = optimizer.arrange()
     comms = worlds(e.data.grid for e in entries)
     kinds = {(e.parameter.name, e.start): e for e in entries}
-    file: ChunkFile | None = None
+    file: TileFile | None = None
 
     def open_() -> None:
         nonlocal file
         if any(e.size and e.names for e in entries):
-            file = ChunkFile.open(file_of(Path(path), name, process_number(comms)))
+            file = TileFile.open(file_of(Path(path), name, process_number(comms)))
             _check(file, kinds)
 
     def check(steps: int) -> None:
@@ -312,7 +311,7 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     return steps
 
 
-def _check(file: ChunkFile, kinds: dict[tuple[str, int], Entry]) -> None:
+def _check(file: TileFile, kinds: dict[tuple[str, int], Entry]) -> None:
     """Raise unless the file is of these entries."""
     theirs = {(row[0], row[2]): row for row in file.label["entries"]}
     strange = sorted({name for name, start in theirs if (name, start) not in kinds})
@@ -331,21 +330,21 @@ def _check(file: ChunkFile, kinds: dict[tuple[str, int], Entry]) -> None:
                 )
 
 
-def _take(file: ChunkFile, kinds: dict[tuple[str, int], Entry], optimizer: Optimizer | None) -> None:
-    """Read all chunks; with an optimizer, into it."""
+def _take(file: TileFile, kinds: dict[tuple[str, int], Entry], optimizer: Optimizer | None) -> None:
+    """Read all tiles; with an optimizer, into it."""
     ordered: Sequence[Entry] = [kinds[row[0], row[2]] for row in file.label["entries"]]
-    layout = ChunkLayout(ordered, file.label["chunk"], values=file.parts[1] > 0)
+    layout = TileLayout(ordered, file.label["tile"], values=file.parts[1] > 0)
     buffer = aligned(sum(file.parts))
     if optimizer is None:
-        for chunk in range(file.count):
-            file.read(chunk, buffer)
+        for tile in range(file.count):
+            file.read(tile, buffer)
         return
     for e in ordered:
         parts = {n: np.empty(e.size, e.dtype) for n in e.names}
         values = np.empty(e.size, e.data.dtype)
         recorded = False
         for piece in layout.of(e):
-            file.read(piece.chunk, buffer)
+            file.read(piece.tile, buffer)
             for n, block in parts.items():
                 block[piece.part] = piece.group.state(buffer, n)[piece.inside]
             if file.parts[1] and piece.group.recorded:

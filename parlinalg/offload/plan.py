@@ -37,16 +37,16 @@ ORDER = ("optimizer", "activations", "parameters")
 KINDS = (*ORDER, "gradients")
 PLACES = ("disk", "host")
 BUFFERS = 4
-MOST_CHUNK, LEAST_CHUNK = 1 << 23, 1 << 12
+MOST_TILE, LEAST_TILE = 1 << 23, 1 << 12
 HINT = '; with path="a folder on a disk" the rest would go there'
 
 
-def bytes_left(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
+def bytes_left(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
     """Return the bytes that stay in memory, the buffers of what is offloaded counted."""
     t, away = table, set(offloaded)
     left = t.total
     if "optimizer" in away:
-        held = (BUFFERS + 1) * chunk * (t.states + t.updated)  # a chunk has the values of its states too
+        held = (BUFFERS + 1) * tile * (t.states + t.updated)  # a tile has the values of its states too
         left += min(0, -(-held // max(1, t.states)) - t.states)
     if "activations" in away:
         left += min(0, 3 * t.block + t.stays - t.activations)
@@ -57,33 +57,33 @@ def bytes_left(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
     return left
 
 
-def peak_bytes(table: MemoryTable, offloaded: Iterable[str], chunk: int) -> int:
+def peak_bytes(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
     """Return the most bytes that stay in memory in any step, including the first."""
     away = set(offloaded)
     first_step = 0
     if "parameters" not in away:
         first_step = table.values + table.older + table.first_step + (0 if "gradients" in away else table.gradients)
-    return max(bytes_left(table, away, chunk), first_step)
+    return max(bytes_left(table, away, tile), first_step)
 
 
 def decide(
-    table: MemoryTable, memory: int, movable: Iterable[str], chunk: int, always: Collection[str] = ()
+    table: MemoryTable, memory: int, movable: Iterable[str], tile: int, always: Collection[str] = ()
 ) -> tuple[str, ...] | None:  # fmt: skip
     """Return what to offload, the fewest kinds in `ORDER` with which the rest fits; None if it never does.  Pure.
 
     The kinds in `always` are offloaded in any case.  A kind that would free no memory stays.
 
     >>> table = MemoryTable(values=40, gradients=40, states=80, activations=30, largest=4, block=5)
-    >>> decide(table, 200, ORDER, chunk=1), decide(table, 120, ORDER, chunk=1), decide(table, 60, ORDER, chunk=1)
+    >>> decide(table, 200, ORDER, tile=1), decide(table, 120, ORDER, tile=1), decide(table, 60, ORDER, tile=1)
     ((), ('optimizer',), ('optimizer', 'activations', 'parameters'))
     """
     chosen = list(always)
     left = [kind for kind in ORDER if kind in set(movable) - set(always)]
-    while peak_bytes(table, chosen, chunk) > memory:
+    while peak_bytes(table, chosen, tile) > memory:
         if not left:
             return None
         kind = left.pop(0)
-        if bytes_left(table, [*chosen, kind], chunk) < bytes_left(table, chosen, chunk):
+        if bytes_left(table, [*chosen, kind], tile) < bytes_left(table, chosen, tile):
             chosen.append(kind)
     return tuple(chosen)
 
@@ -101,8 +101,8 @@ class OffloadPlan:
     memory : int or None
         The limit.
     path : Path or None
-    chunk : int
-        Bytes of a chunk of states.
+    tile : int
+        Bytes of a tile of states.
     there : tuple of str
         What was to go to host memory and is there already, since NumPy computes in it.
     """
@@ -113,7 +113,7 @@ class OffloadPlan:
     places: dict[str, str]
     memory: int | None
     path: Path | None
-    chunk: int
+    tile: int
     there: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ class OffloadPlan:
     @property
     def rest(self) -> int:
         """The bytes that stay in memory."""
-        return bytes_left(self.table, self.places, self.chunk)
+        return bytes_left(self.table, self.places, self.tile)
 
     def _where(self, place: str) -> str:
         return "host memory" if place == "host" else f"{self.path}"
@@ -179,7 +179,7 @@ class Offload(Closing):
             self._stack.callback(self.parameters.close)
             self.parameters.place(plan.model.parameters())
         if "activations" in plan.places:
-            window = max(LEAST_CHUNK, plan.table.block) if plan.memory is not None else "64MiB"
+            window = max(LEAST_TILE, plan.table.block) if plan.memory is not None else "64MiB"
             blocks = blocks_of(plan.model)
             if blocks:  # a stage may have none
                 self.activations = OffloadedActivations(folder["activations"], pending=window, ahead=window)
@@ -187,7 +187,7 @@ class Offload(Closing):
                 self.activations.place(blocks)
         if "optimizer" in plan.places:
             on_disk = plan.places["optimizer"] == "disk" and plan.path is not None
-            states = DiskStates(plan.path, chunk=plan.chunk) if on_disk and plan.path else HostStates(plan.chunk)
+            states = DiskStates(plan.path, tile=plan.tile) if on_disk and plan.path else HostStates(plan.tile)
             self._stack.callback(states.close)
             self.states = states
             plan.optimizer.place(states)
@@ -244,25 +244,25 @@ def plan(
         where = "disk" if folder is not None else "host" if not cpu else None
         rests = not activations.versions and table.fixed < table.values + table.gradients
         movable = {k for k in ORDER if where and (k != "parameters" or rests)} - set(there) | set(chosen)
-        found = decide(table, limit, movable, chunk_of(limit), chosen)
+        found = decide(table, limit, movable, tile_of(limit), chosen)
         _enough(model, table, limit, movable, found is None, "" if where else HINT)
         for kind in found or ():
             chosen.setdefault(kind, where or "host")
     ordered = {kind: chosen[kind] for kind in KINDS if kind in chosen}
-    return OffloadPlan(model, optimizer, table, ordered, limit, folder, chunk_of(limit), there)
+    return OffloadPlan(model, optimizer, table, ordered, limit, folder, tile_of(limit), there)
 
 
-def chunk_of(limit: int | None) -> int:
-    """Return the bytes of a chunk of states."""
-    return MOST_CHUNK if limit is None else min(MOST_CHUNK, max(LEAST_CHUNK, limit // (32 * BUFFERS)))
+def tile_of(limit: int | None) -> int:
+    """Return the bytes of a tile of states."""
+    return MOST_TILE if limit is None else min(MOST_TILE, max(LEAST_TILE, limit // (32 * BUFFERS)))
 
 
 def _enough(model: Module, table: MemoryTable, limit: int, movable: set[str], short: bool, hint: str) -> None:
     """Raise a ConfigError on the ranks of all stages if the limit is too low on any.  Collective."""
     least, text = 0, ""
     if short:
-        least = peak_bytes(table, movable, chunk_of(limit))
-        while (more := peak_bytes(table, movable, chunk_of(least))) > least:  # larger limits have larger chunks
+        least = peak_bytes(table, movable, tile_of(limit))
+        while (more := peak_bytes(table, movable, tile_of(least))) > least:  # larger limits have larger tiles
             least = more
         text = (
             f"memory={format_bytes(limit)} is too little: a rank{_stages(model)} holds {format_bytes(table.total)}, "
@@ -276,8 +276,7 @@ def _enough(model: Module, table: MemoryTable, limit: int, movable: set[str], sh
 
 
 def _stages(model: Module) -> str:
-    """Name the stages of a pipeline that a rank has."""
-    numbers = [str(stage.number) for stage in getattr(model, "chunks", ())]
+    numbers = list(map(str, getattr(model, "stage_numbers", ())))
     return f" of stage{'s' * (len(numbers) > 1)} {' and '.join(numbers)}" if numbers else ""
 
 

@@ -101,17 +101,13 @@ class ActivationProbe(OffloadedActivations):
 
 
 def blocks_of(model: Module) -> list[Module]:
-    """Return the modules whose activations are offloaded together: the layers of a transformer, else the members.
+    """Return the modules whose activations are offloaded together: the model's `blocks`, else its members.
 
-    In a pipeline these are the modules of this rank's stages, without the model's ends where there are others.
+    A model that is cut into stages may have none with parameters on this rank.
     """
-    if hasattr(model, "chunks"):
-        layers = [layer for stage in model.chunks for layer in stage.layers]
-        inner = [layer for layer in layers if not layer.end] or layers
-        modules = {id(m): m for layer in inner for m in layer.modules}
-        return [m for m in modules.values() if any(isinstance(p, Parameter) for p in m.parameters())]
     blocks = list(_members(getattr(model, "blocks", None) if hasattr(model, "blocks") else model))
-    return [b for b in blocks if any(isinstance(p, Parameter) for p in b.parameters())] or [model]
+    found = [b for b in blocks if any(isinstance(p, Parameter) for p in b.parameters())]
+    return found if found or model.in_stages else [model]
 
 
 def _members(module: Any) -> Iterator[Module]:

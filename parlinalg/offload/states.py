@@ -1,4 +1,4 @@
-"""Optimizer states in chunks outside of the memory that blocks live in; the optimizer runs over them chunk by chunk."""
+"""Optimizer states in tiles outside of the memory that blocks live in; the optimizer runs over them tile by tile."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from parlinalg.optim.flat import Entry, Run, value_state
 from parlinalg.units import parse_bytes
 
 Block = Any
-LINE = 64  # elements; a state's part of a chunk begins at a multiple
+LINE = 64  # elements; a state's part of a tile begins at a multiple
 
 
 @dataclass(frozen=True)
-class ChunkGroup:
-    """Consecutive chunks with the same set of states.
+class TileGroup:
+    """Consecutive tiles with the same set of states.
 
-    Each chunk stores `per_chunk` elements of every state, one state after another.
+    Each tile stores `per_tile` elements of every state, one state after another.
 
     Attributes
     ----------
     first : int
-        The first chunk.
-    per_chunk, size : int
-        Elements in a chunk, and in all.
+        The first tile.
+    per_tile, size : int
+        Elements in a tile, and in all.
     names : tuple of str
     dtype, value : numpy.dtype
         The dtypes of the states, and of the values that they belong to.
@@ -40,7 +40,7 @@ class ChunkGroup:
     """
 
     first: int
-    per_chunk: int
+    per_tile: int
     size: int
     names: tuple[str, ...]
     dtype: np.dtype[Any]
@@ -48,9 +48,9 @@ class ChunkGroup:
     backend: Backend
 
     @property
-    def chunks(self) -> int:
-        """The number of chunks."""
-        return -(-self.size // self.per_chunk)
+    def tiles(self) -> int:
+        """The number of tiles."""
+        return -(-self.size // self.per_tile)
 
     @property
     def recorded(self) -> bool:
@@ -58,32 +58,32 @@ class ChunkGroup:
         return value_state(self.names) is None
 
     def state(self, buffer: np.ndarray, name: str) -> np.ndarray:
-        """Return a state's elements in a chunk."""
-        n = self.per_chunk * self.dtype.itemsize
+        """Return a state's elements in a tile."""
+        n = self.per_tile * self.dtype.itemsize
         at = self.names.index(name) * n
         return buffer[at : at + n].view(self.dtype)
 
     def values(self, buffer: np.ndarray, at: int) -> np.ndarray:
-        """Return the values kept in a chunk, whose second part begins at byte `at`."""
-        return buffer[at : at + self.per_chunk * self.value.itemsize].view(self.value)
+        """Return the values kept in a tile, whose second part begins at byte `at`."""
+        return buffer[at : at + self.per_tile * self.value.itemsize].view(self.value)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements of a run or an entry that lie in one chunk.
+    """The elements of a run or an entry that lie in one tile.
 
     Attributes
     ----------
-    group : ChunkGroup
-    chunk : int
+    group : TileGroup
+    tile : int
     at : int
         Where it begins in the run or entry.
     start, n : int
-        Where it begins in the chunk, and how many elements it has.
+        Where it begins in the tile, and how many elements it has.
     """
 
-    group: ChunkGroup
-    chunk: int
+    group: TileGroup
+    tile: int
     at: int
     start: int
     n: int
@@ -95,42 +95,42 @@ class Piece:
 
     @property
     def inside(self) -> slice:
-        """The elements of the chunk."""
+        """The elements of the tile."""
         return slice(self.start, self.start + self.n)
 
 
-class ChunkLayout:
-    """The layout of entries, in their order, in chunks of at most `nbytes` bytes.
+class TileLayout:
+    """The layout of entries, in their order, in tiles of at most `nbytes` bytes.
 
     Attributes
     ----------
-    groups : list of ChunkGroup
+    groups : list of TileGroup
     parts : tuple of two ints
-        Bytes of a chunk for states, and for the values kept beside them.
+        Bytes of a tile for states, and for the values kept beside them.
     count : int
-        The number of chunks.
+        The number of tiles.
     """
 
     def __init__(self, entries: Sequence[Entry], nbytes: int, *, values: bool) -> None:
         self.entries = list(entries)
-        self.groups: list[ChunkGroup] = []
-        self._of: dict[int, tuple[ChunkGroup, int]] = {}
+        self.groups: list[TileGroup] = []
+        self._of: dict[int, tuple[TileGroup, int]] = {}
         first = 0
         groups = [(key, list(members)) for key, members in groupby((e for e in entries if e.names and e.size), _kind)]
         for (_, names, dtype, value), members in groups:
             size = sum(e.size for e in members)
-            per_chunk = max(LINE, nbytes // (len(names) * dtype.itemsize) // LINE * LINE)
-            per_chunk = min(per_chunk, -(-size // LINE) * LINE)
-            group = ChunkGroup(first, per_chunk, size, names, dtype, value, members[0].data.grid.backend)
+            per_tile = max(LINE, nbytes // (len(names) * dtype.itemsize) // LINE * LINE)
+            per_tile = min(per_tile, -(-size // LINE) * LINE)
+            group = TileGroup(first, per_tile, size, names, dtype, value, members[0].data.grid.backend)
             self.groups.append(group)
-            first += group.chunks
+            first += group.tiles
             at = 0
             for e in members:
                 self._of[id(e.parameter)] = (group, at)
                 at += e.size
         self.count = first
-        states = max((s.per_chunk * len(s.names) * s.dtype.itemsize for s in self.groups), default=0)
-        kept = max((s.per_chunk * s.value.itemsize for s in self.groups if s.recorded and values), default=0)
+        states = max((s.per_tile * len(s.names) * s.dtype.itemsize for s in self.groups), default=0)
+        kept = max((s.per_tile * s.value.itemsize for s in self.groups if s.recorded and values), default=0)
         self.parts = whole_pages(states), whole_pages(kept)
 
     def of(self, entry: Entry) -> Iterator[Piece]:
@@ -151,8 +151,7 @@ class ChunkLayout:
             window = Run(run.entries[i : j + 1], run.value[piece.part], run.g[piece.part], {}, piece.at - before)
             yield piece, window
 
-    def _found(self, entry: Entry) -> tuple[ChunkGroup, int]:
-        """Return the group of an entry, and its first element there."""
+    def _found(self, entry: Entry) -> tuple[TileGroup, int]:
         if id(entry.parameter) not in self._of:
             raise OffloadError(f"there are no states of {entry.parameter.name!r}: they were not made, or are closed")
         return self._of[id(entry.parameter)]
@@ -169,31 +168,31 @@ def _kind(entry: Entry) -> tuple[int, tuple[str, ...], np.dtype[Any], np.dtype[A
     return id(entry.data.grid.backend), entry.names, entry.dtype, entry.data.dtype
 
 
-def _cut(group: ChunkGroup, start: int, size: int) -> Iterator[Piece]:
-    """Elements from `start` on, chunk by chunk."""
+def _cut(group: TileGroup, start: int, size: int) -> Iterator[Piece]:
+    """Elements from `start` on, tile by tile."""
     at = 0
     while at < size:
-        chunk, inside = divmod(start + at, group.per_chunk)
-        n = min(size - at, group.per_chunk - inside)
-        yield Piece(group, group.first + chunk, at, inside, n)
+        tile, inside = divmod(start + at, group.per_tile)
+        n = min(size - at, group.per_tile - inside)
+        yield Piece(group, group.first + tile, at, inside, n)
         at += n
 
 
-class ChunkedStates(ABC):
-    """States in chunks: what `DiskStates` and `HostStates` share."""
+class TiledStates(ABC):
+    """States in tiles: what `DiskStates` and `HostStates` share."""
 
     VALUES = False
     """Whether values are kept with the states."""
 
-    def __init__(self, chunk: SupportsIndex | str) -> None:
-        self.chunk = max(4096, bytes_of("chunk", chunk))
-        self.layout = ChunkLayout((), self.chunk, values=False)
+    def __init__(self, tile: SupportsIndex | str) -> None:
+        self.tile = max(4096, bytes_of("tile", tile))
+        self.layout = TileLayout((), self.tile, values=False)
         self.steps = 0
         self._spare: dict[tuple[int, str, str], Block] = {}
 
     def make(self, entries: Sequence[Entry]) -> None:
         """Make room for the states of these entries, all zero.  Collective."""
-        self.layout = ChunkLayout(entries, self.chunk, values=self.VALUES)
+        self.layout = TileLayout(entries, self.tile, values=self.VALUES)
         self._spare.clear()
 
     @property
@@ -202,8 +201,8 @@ class ChunkedStates(ABC):
         return sum(s.size * len(s.names) * s.dtype.itemsize for s in self.layout.groups)
 
     @abstractmethod
-    def iterate_chunks(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the chunks in this order as host buffers; changes to a buffer are kept.
+    def iterate_tiles(self, tiles: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the tiles in this order as host buffers; changes to a buffer are kept.
 
         With `values`, the values stored beside the states are read too, because some will not be overwritten.
         """
@@ -213,22 +212,22 @@ class ChunkedStates(ABC):
         """End a step.  Collective."""
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
-        """Yield the runs chunk by chunk, with their states in the memory of the values."""
+        """Yield the runs tile by tile, with their states in the memory of the values."""
         due = [e for e in self.layout.entries if _has_gradient(e)]
-        chunks = list(dict.fromkeys(piece.chunk for e in due for piece in self.layout.of(e)))
-        stream = self.iterate_chunks(chunks, values=len(due) < len(self.layout.entries))
-        chunk, buffer = -1, np.empty(0, np.uint8)
+        tiles = list(dict.fromkeys(piece.tile for e in due for piece in self.layout.of(e)))
+        stream = self.iterate_tiles(tiles, values=len(due) < len(self.layout.entries))
+        tile, buffer = -1, np.empty(0, np.uint8)
         for run in runs:
             if not run.entries[0].names:
                 yield run
                 continue
             for piece, window in self.layout.of_run(run):
-                while piece.chunk != chunk:
-                    chunk, buffer = next(stream)
+                while piece.tile != tile:
+                    tile, buffer = next(stream)
                 window.states = {name: self._arrive(piece, name, buffer) for name in piece.group.names}
                 yield window
                 self._leave(piece, window, buffer)
-        for _ in stream:  # the last chunk's turn is over
+        for _ in stream:  # the last tile's turn is over
             pass
 
     def _arrive(self, piece: Piece, name: str, buffer: np.ndarray) -> Block:
@@ -239,7 +238,7 @@ class ChunkedStates(ABC):
             return view
         key = id(group.backend), name, group.dtype.str
         if key not in self._spare or self._spare[key].size < piece.n:
-            self._spare[key] = group.backend.empty(group.per_chunk, group.dtype)
+            self._spare[key] = group.backend.empty(group.per_tile, group.dtype)
         block = self._spare[key][: piece.n]
         group.backend.copy_from_host(view, block)
         return block
@@ -255,48 +254,48 @@ class ChunkedStates(ABC):
             group.backend.copy_to_host(run.value, kept)
 
     @abstractmethod
-    def chunk_buffer(self, chunk: int, *, write: bool) -> np.ndarray:
-        """Return a chunk as a host buffer, valid until the next call; with `write`, changes to it are kept."""
+    def tile_buffer(self, tile: int, *, write: bool) -> np.ndarray:
+        """Return a tile as a host buffer, valid until the next call; with `write`, changes to it are kept."""
 
     def read(self, entry: Entry, name: str) -> Block:
         """A state of an entry as a flat block."""
         host = np.empty(entry.size, entry.dtype)
         for piece in self.layout.of(entry):
-            host[piece.part] = piece.group.state(self.chunk_buffer(piece.chunk, write=False), name)[piece.inside]
+            host[piece.part] = piece.group.state(self.tile_buffer(piece.tile, write=False), name)[piece.inside]
         return entry.data.grid.backend.from_host(host)
 
     def write(self, entry: Entry, name: str, block: Block) -> None:
         """Set a state of an entry."""
         host = entry.data.grid.backend.to_host(block).reshape(-1)
         for piece in self.layout.of(entry):
-            piece.group.state(self.chunk_buffer(piece.chunk, write=True), name)[piece.inside] = host[piece.part]
+            piece.group.state(self.tile_buffer(piece.tile, write=True), name)[piece.inside] = host[piece.part]
 
 
-class HostStates(ChunkedStates):
-    """States in page-locked host memory, which come to the GPU a chunk at a time.  Where blocks live in host memory it
+class HostStates(TiledStates):
+    """States in page-locked host memory, which come to the GPU a tile at a time.  Where blocks live in host memory it
     is the same as states in memory.
 
     Parameters
     ----------
-    chunk : int or str
-        Bytes of a chunk.
+    tile : int or str
+        Bytes of a tile.
     """
 
-    def __init__(self, chunk: SupportsIndex | str = "64MiB") -> None:
-        super().__init__(chunk)
-        self._chunks: list[np.ndarray] = []
+    def __init__(self, tile: SupportsIndex | str = "64MiB") -> None:
+        super().__init__(tile)
+        self._tiles: list[np.ndarray] = []
 
     def make(self, entries: Sequence[Entry]) -> None:
         super().make(entries)
-        made = [(s.backend, self.layout.parts[0]) for s in self.layout.groups for _ in range(s.chunks)]
-        self._chunks = [aligned(n, backend) for backend, n in made]
+        made = [(s.backend, self.layout.parts[0]) for s in self.layout.groups for _ in range(s.tiles)]
+        self._tiles = [aligned(n, backend) for backend, n in made]
 
-    def iterate_chunks(self, chunks: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
-        for chunk in chunks:
-            yield chunk, self._chunks[chunk]
+    def iterate_tiles(self, tiles: Sequence[int], *, values: bool) -> Iterator[tuple[int, np.ndarray]]:
+        for tile in tiles:
+            yield tile, self._tiles[tile]
 
-    def chunk_buffer(self, chunk: int, *, write: bool) -> np.ndarray:
-        return self._chunks[chunk]
+    def tile_buffer(self, tile: int, *, write: bool) -> np.ndarray:
+        return self._tiles[tile]
 
     def complete(self, steps: int) -> None:
         """Nothing is left to do."""

@@ -17,12 +17,10 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, Partition
-from parlinalg.autograd.storage import owners
+from parlinalg.autograd.storage import owners, together_on
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.views import address, flat, follows, joined
-from parlinalg.comm.together import together
-from parlinalg.errors import ConfigError, OffloadError
-from parlinalg.grid import worlds
+from parlinalg.errors import ConfigError
 
 Block = Any
 Order = list[Parameter]
@@ -349,7 +347,7 @@ class FlatParameters:
     def place(self, states: States) -> None:
         """Keep the states elsewhere from now on; see `Optimizer.place`.  Collective."""
         if not isinstance(states, InMemory):
-            self.by_parts(f"{type(states).__name__} bring its parameters chunk by chunk", "states in memory")
+            self.by_parts(f"{type(states).__name__} bring its parameters tile by tile", "states in memory")
         states.make(self.entries)
 
         def move() -> None:
@@ -396,7 +394,7 @@ class FlatParameters:
 
     def together(self, function: Callable[[], Result], what: str) -> Result:
         """Call a function that does not communicate; if it fails on any rank, fail on all.  Collective."""
-        return together(worlds(p.grid for p in self.parameters), function, what, (ConfigError, OffloadError))
+        return together_on(self.parameters, function, what)
 
     def where_they_lie(self, function: Callable[[], Result], what: str) -> Result:
         """Do the same with a function that fails only if the states lie where reading or writing can fail."""

@@ -178,7 +178,7 @@ class Optimizer(ABC):
         Raises
         ------
         ConfigError
-            If states come to the update in chunks, and the class does not say that it can be made so.
+            If states come to the update in tiles, and the class does not say that it can be made so.
         OffloadError
             On all ranks, if states cannot be read where they are, or written to where they go, on any; they then stay.
         """

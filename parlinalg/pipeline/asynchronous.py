@@ -130,7 +130,6 @@ class WeightStash:
 
 
 def _base(block: Block) -> Block:
-    """Return the array whose memory a block is in."""
     return block if block.base is None else block.base
 
 

@@ -279,9 +279,8 @@ def _schedule(mesh: MeshLike, chunks: int, given: Schedule | None, by_hand: bool
 
 
 def from_pretrained(
-    kind: type[Pretrained], folder: str | os.PathLike[str], topology: PipelineTopology, schedule: Schedule,
-    scheme: Scheme, grid: Grid, dtype: DTypeLike | None = None, *, partition: Partition = "uniform",
-    seed: int = 0, **changes: Any,
+    kind: type[Pretrained], folder: str | os.PathLike[str], mesh: MeshLike, schedule: Schedule,
+    dtype: DTypeLike | None = None, *, partition: Partition = "uniform", seed: int = 0, **changes: Any,
 ) -> PipelineModel:  # fmt: skip
     """Load this rank's stages of the model of a folder; each rank reads what it holds.  Collective over all ranks.
 
@@ -289,13 +288,15 @@ def from_pretrained(
     ----------
     kind : type
         `nn.GPT` or `nn.Llama`, as the folder has it.
-    topology, schedule, partition
+    mesh : Mesh
+    schedule, partition
         As in `split`.
-    folder, scheme, grid, dtype, seed, changes
-        As in `kind.from_pretrained`; scheme and grid are those of this rank's stages.
+    folder, dtype, seed, changes
+        As in `kind.from_pretrained`.
     """
-    model, values = kind.declared_by(folder, scheme, grid, topology.world, dtype, **changes)
-    cut = split(model, topology, schedule, partition)
-    together(topology.world, lambda: cut.initialize(seed, values=values), f"reading {os.fspath(folder)}")
+    world = mesh.topology.world
+    model, values = kind.declared_by(folder, mesh.scheme, mesh.grid, world, dtype, **changes)
+    cut = split(model, mesh.topology, schedule, partition)
+    together(world, lambda: cut.initialize(seed, values=values), f"reading {os.fspath(folder)}")
     cut.eval()
     return cut

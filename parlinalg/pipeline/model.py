@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -174,6 +174,7 @@ class PipelineModel(Module):
         The scheme of the whole model, where it has one.
     """
 
+    in_stages: ClassVar[bool] = True
     full_model: Module
     grid: Grid
     scheme: Scheme | None
@@ -209,6 +210,17 @@ class PipelineModel(Module):
         self.scheme = getattr(full_model, "scheme", None)
 
     @property
+    def stage_numbers(self) -> tuple[int, ...]:
+        """The numbers of this rank's stages."""
+        return tuple(stage.number for stage in self.chunks)
+
+    @property
+    def blocks(self) -> list[Module]:
+        """The modules of this rank's layers, without those of the model's ends where there are others."""
+        inner = [layer for layer in self.layers() if not layer.end] or self.layers()
+        return list({id(m): m for layer in inner for m in layer.modules}.values())
+
+    @property
     def batch_needs(self) -> tuple[bool, bool]:
         """True for inputs, and for labels, if this rank needs them: it has the first stage, or the last."""
         return any(stage.first for stage in self.chunks), any(stage.last for stage in self.chunks)
@@ -220,7 +232,7 @@ class PipelineModel(Module):
 
     def forward(self, x: Any) -> Any:
         """Return the whole model's outputs, where this rank holds all of its stages, in order."""
-        if [stage.number for stage in self.chunks] != list(range(self.stages)):
+        if self.stage_numbers != tuple(range(self.stages)):
             raise ConfigError(
                 f"this rank holds {', '.join(map(str, self.chunks))} of {self.stages} stages: the model runs by its "
                 "pipeline, a stage at a time (parlinalg.pipeline.Worker)"

@@ -353,6 +353,5 @@ def last_passes_of(order: Sequence[Instruction]) -> frozenset[Unit]:
 
 
 def _signature(batch: Batch) -> Hashable:
-    """Return the shapes and dtypes of a batch."""
     form, tensors = tree_flatten([batch.x, batch.y])
     return str(form), tuple((t.shape, t.dtype.name) for t in tensors)

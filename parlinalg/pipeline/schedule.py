@@ -109,6 +109,10 @@ class Schedule:
         """The replicas of the model: 2 where microbatches enter at both ends, else 1."""
         return 1 + max((chunk.copy for held in self.chunks for chunk in held), default=0)
 
+    def held(self, rank: int) -> list[int]:
+        """Return the stages that a pipeline rank holds, in the order of its chunks."""
+        return [chunk.stage for chunk in self.chunks[rank]]
+
     def copy_of(self, microbatch: int) -> int:
         """Return the replica that a microbatch passes through."""
         return microbatch % self.copies

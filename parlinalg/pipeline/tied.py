@@ -110,7 +110,6 @@ class TiedParameters:
 
     @property
     def _mine(self) -> list[TiedParameter]:
-        """The tied parameters held here."""
         return [tie for tie in self.parameters if self.topology.rank in tie.holders]
 
     def _spans_here(self) -> list[list[int]]:

@@ -185,7 +185,6 @@ class Worker:
 
     # ------------------------------------------------------------------ one run
     def _for(self, microbatches: int) -> Schedule:
-        """Return the schedule for so many microbatches."""
         most = self.schedule.microbatches
         if microbatches == most:
             return self.schedule

@@ -219,7 +219,7 @@ def _draw(
     convert: Callable[[Words], np.ndarray], bits: int, shape: int | Sequence[int], grid: Grid, layout: Layout,
     dtype: np.dtype[Any], stream: np.ndarray, start: int,
 ) -> DistArray:  # fmt: skip
-    """Return the array of the elements that `convert` makes of their words, chunk by chunk."""
+    """Return the array of the elements that `convert` makes of their words, tile by tile."""
     shape = shape_of(shape)
     cut = fitting(layout, shape, grid).with_partial(())
     ranges = grid.block(cut, shape)

@@ -77,7 +77,7 @@ class RandomStream:
 def block_words(
     stream: RandomStream, shape: Sequence[int], block: Sequence[range], start: int = 0
 ) -> Iterator[tuple[int, Words]]:
-    """Yield the words of a block's elements in C order, a chunk at a time: (index of the first, words).
+    """Yield the words of a block's elements in C order, a tile at a time: (index of the first, words).
 
     Parameters
     ----------
@@ -99,11 +99,11 @@ def block_words(
         yield from _line(stream, shift, row, 0)
         return
     rows = _rows(shape[:cut], block[:cut])
-    if row - run > tunables.RANDOM_JUMP or row > tunables.RANDOM_CHUNK:
+    if row - run > tunables.RANDOM_JUMP or row > tunables.RANDOM_TILE:
         for i, r in enumerate(rows.tolist()):
             yield from _line(stream, shift + r * row + inside, run, i * run)
         return
-    most = max(1, tunables.RANDOM_CHUNK // row)
+    most = max(1, tunables.RANDOM_TILE // row)
     edges = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
     for first, stop in pairwise(edges):  # rows that lie one after the other in the global array
         for i in range(first, stop, most):
@@ -113,8 +113,8 @@ def block_words(
 
 
 def _line(stream: RandomStream, start: int, n: int, place: int) -> Iterator[tuple[int, Words]]:
-    for at in range(0, n, tunables.RANDOM_CHUNK):
-        yield place + at, stream.take(start + at, min(tunables.RANDOM_CHUNK, n - at))
+    for at in range(0, n, tunables.RANDOM_TILE):
+        yield place + at, stream.take(start + at, min(tunables.RANDOM_TILE, n - at))
 
 
 def _rows(shape: Sequence[int], block: Sequence[range]) -> np.ndarray:

@@ -28,10 +28,10 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.create import dtype_named
 from parlinalg.errors import CheckpointError, ParlinalgError
-from parlinalg.exchange import Rect, local, meet, volume
+from parlinalg.exchange import Rect, local, meet, rect_at, volume
 from parlinalg.files import open_regular, read_bytes
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
-from parlinalg.train.checkpoint_index import INDEX, Chunk, Entry, File, Index, checksums, name_of
+from parlinalg.train.checkpoint_index import INDEX, Entry, File, Index, Rectangle, checksums, name_of
 from parlinalg.train.checkpoint_pieces import Corner, Piece
 from parlinalg.units import format_bytes
 
@@ -93,7 +93,7 @@ class RankFile:
         self.path = path
         self.problem = ""
         self.file: File | None = None
-        self.chunks: list[tuple[str, Chunk]] = []
+        self.rectangles: list[tuple[str, Rectangle]] = []
         self._parts = sorted(parts, key=lambda part: part.piece.resident)
         self._checksums: dict[str, tuple[int, ...]] = {}
         self._thread: threading.Thread | None = None
@@ -157,18 +157,18 @@ class RankFile:
         self._writer.appear()
         sync_folder(self.path.parent)
         found = read_header(self.path)
-        self.chunks = [
-            (part.piece.name, Chunk(self.path.name, found[part.key].offset, *part.corner, self._checksums[part.key]))
-            for part in self._parts
+        self.rectangles = [
+            (p.piece.name, Rectangle(self.path.name, found[p.key].offset, *p.corner, self._checksums[p.key]))
+            for p in self._parts
         ]
         self.file = header_of(self.path)
 
     def report(self) -> dict[str, Any]:
         """Return what the index needs to know of it, as JSON."""
         if self.file is None:
-            return {"problem": self.problem, "file": None, "chunks": []}
+            return {"problem": self.problem, "file": None, "rectangles": []}
         file = [self.file.nbytes, self.file.header, self.file.checksum]
-        return {"problem": "", "file": file, "chunks": [[name, chunk.to_json()] for name, chunk in self.chunks]}
+        return {"problem": "", "file": file, "rectangles": [[name, r.to_json()] for name, r in self.rectangles]}
 
     def discard(self) -> None:
         """Take away what was written."""
@@ -324,8 +324,7 @@ class Reader:
         entry = self.index.tensors[piece.name]
         out = np.empty(piece.stop - piece.start, piece.dtype)
         for (offsets, sizes), place in piece.rectangles():
-            region = tuple(range(a, a + n) for a, n in zip(offsets, sizes, strict=True))
-            self._fill(piece.name, entry, region, out[place].reshape(sizes))
+            self._fill(piece.name, entry, rect_at(offsets, sizes), out[place].reshape(sizes))
         return out
 
     def read(self, name: str, region: Rect | None = None) -> np.ndarray:
@@ -362,34 +361,34 @@ class Reader:
 
     def _fill(self, name: str, entry: Entry, region: Rect, out: np.ndarray) -> None:
         found = 0
-        for chunk in entry.chunks:
-            common = meet(region, chunk.region)
+        for rectangle in entry.rectangles:
+            common = meet(region, rectangle.region)
             n = volume(common)
             if n:
-                out[local(common, region)] = self._read(name, entry, chunk, common)
+                out[local(common, region)] = self._read(name, entry, rectangle, common)
                 found += n
         if found != volume(region):
             raise CheckpointError(
                 f"{self.folder / INDEX}: {name!r} lacks elements: {found} of {volume(region)} are there"
             )
 
-    def _read(self, name: str, entry: Entry, chunk: Chunk, part: Rect) -> np.ndarray:
-        """A part of a chunk; no page of the file is read that has nothing of it."""
+    def _read(self, name: str, entry: Entry, rectangle: Rectangle, part: Rect) -> np.ndarray:
+        """A part of a rectangle; no page of the file is read that has nothing of it."""
         dtype, page = dtype_named(entry.dtype), self.index.page
-        descriptor = self._file(name, chunk.file)
-        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        descriptor = self._file(name, rectangle.file)
+        nbytes = rectangle.size * dtype.itemsize
         buffer = np.empty(nbytes, np.uint8)  # of which only the pages that are read take memory
-        for first, stop in _stretches(_pages(local(part, chunk.region), chunk.sizes, dtype.itemsize, page)):
+        for first, stop in _stretches(_pages(local(part, rectangle.region), rectangle.sizes, dtype.itemsize, page)):
             start, end = first * page, min(stop * page, nbytes)
-            self._read_into(descriptor, buffer[start:end], chunk.at + start, name, chunk.file)
+            self._read_into(descriptor, buffer[start:end], rectangle.at + start, name, rectangle.file)
             for i in range(first, stop):
-                if zlib.crc32(buffer[i * page : min((i + 1) * page, nbytes)].data) != chunk.checksums[i]:
-                    at = chunk.at + i * page
+                if zlib.crc32(buffer[i * page : min((i + 1) * page, nbytes)].data) != rectangle.checksums[i]:
+                    at = rectangle.at + i * page
                     raise CheckpointError(
-                        f"{self.folder / chunk.file} is damaged: what it has of {name!r} from byte {at} on is not what "
-                        "was written there (its checksum differs)"
+                        f"{self.folder / rectangle.file} is damaged: what it has of {name!r} from byte {at} on is not "
+                        "what was written there (its checksum differs)"
                     )
-        view: np.ndarray = buffer.view(dtype).reshape(chunk.sizes)[local(part, chunk.region)]
+        view: np.ndarray = buffer.view(dtype).reshape(rectangle.sizes)[local(part, rectangle.region)]
         return view
 
     def _file(self, name: str, file: str) -> int:
@@ -432,7 +431,7 @@ class Reader:
 
 
 def _pages(part: tuple[slice, ...], sizes: tuple[int, ...], itemsize: int, page: int) -> np.ndarray:
-    """For each page of a chunk whether a part of it has elements there."""
+    """For each page of a rectangle whether a part of it has elements there."""
     whole = len(sizes)  # dims from here on are taken whole: elements without gaps
     while whole and part[whole - 1].stop - part[whole - 1].start == sizes[whole - 1]:
         whole -= 1

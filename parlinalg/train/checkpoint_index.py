@@ -1,9 +1,10 @@
 """The index of a checkpoint: what is in it, and where.  Pure.
 
 A checkpoint is a folder: safetensors files, one for each rank that wrote anything, and `index.json`, which is written
-last: without it there is no checkpoint.  For each tensor the index has the dtype, the global shape, and the chunks that
-make it up, rectangles of the global array; for each chunk its file, the byte where it begins and a checksum of every
-`page` bytes of it; for each file its length and the checksum of its header.  The index has a checksum of itself.
+last: without it there is no checkpoint.  For each tensor the index has the dtype, the global shape, and the rectangles
+of the global array that make it up (under the key "chunks"); for each rectangle its file, the byte where it begins and
+a checksum of every `page` bytes of it; for each file its length and the checksum of its header.  The index has a
+checksum of itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from parlinalg.errors import CheckpointError, brief
-from parlinalg.exchange import Rect
+from parlinalg.exchange import Rect, rect_at
 from parlinalg.files import parse_json
 from parlinalg.units import ITEMSIZE
 
@@ -33,7 +34,7 @@ MOST_DIMS, MOST_HEADER, MOST_CORNERS = 64, 10**8, 1 << 24
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Rectangle:
     """A rectangle of a tensor, in C order in a file.
 
     Attributes
@@ -54,9 +55,14 @@ class Chunk:
     checksums: tuple[int, ...]
 
     @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.sizes)
+
+    @property
     def region(self) -> Rect:
         """The tensor's indices that it has, for each dim."""
-        return tuple(range(a, a + n) for a, n in zip(self.offsets, self.sizes, strict=True))
+        return rect_at(self.offsets, self.sizes)
 
     def to_json(self) -> dict[str, Any]:
         """For the index."""
@@ -64,7 +70,7 @@ class Chunk:
         return {"file": self.file, "at": self.at, "offsets": self.offsets, "sizes": self.sizes, "crc32": crcs}
 
     @classmethod
-    def from_json(cls, given: Any) -> Chunk:
+    def from_json(cls, given: Any) -> Rectangle:
         """From the index.
 
         Raises
@@ -72,13 +78,13 @@ class Chunk:
         ValueError, KeyError
             If a value is missing, or of a wrong type.
         """
-        known = _dict("a chunk", given)
+        known = _dict("a rectangle", given)
         text = known["crc32"]
         if not isinstance(text, str) or re.fullmatch("[0-9a-f]*", text) is None or len(text) % 8:
-            raise ValueError(f"the checksums of a chunk are {brief(text, 40)}, not 8 digits of hexadecimals each")
+            raise ValueError(f"the checksums of a rectangle are {brief(text, 40)}, not 8 digits of hexadecimals each")
         crcs = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
-        offsets, sizes = (_shape(f"the {name} of a chunk", known[name]) for name in ("offsets", "sizes"))
-        return cls(_name("file", known["file"]), _whole("the place of a chunk", known["at"]), offsets, sizes, crcs)
+        offsets, sizes = (_shape(f"the {name} of a rectangle", known[name]) for name in ("offsets", "sizes"))
+        return cls(_name("file", known["file"]), _whole("the place of a rectangle", known["at"]), offsets, sizes, crcs)
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,13 @@ class Entry:
     ----------
     dtype : str
     shape : tuple of int
-    chunks : tuple of Chunk
+    rectangles : tuple of Rectangle
         Each element lies in one of them.
     """
 
     dtype: str
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    rectangles: tuple[Rectangle, ...]
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ class Index:
             "page": self.page,
             "files": {n: [f.nbytes, f.header, f.checksum] for n, f in self.files.items()},
             "tensors": {
-                name: {"dtype": e.dtype, "shape": e.shape, "chunks": [c.to_json() for c in e.chunks]}
+                name: {"dtype": e.dtype, "shape": e.shape, "chunks": [r.to_json() for r in e.rectangles]}
                 for name, e in self.tensors.items()
             },
         }
@@ -190,7 +196,7 @@ class Index:
 
     def tensor_at(self, file: str, byte: int) -> str:
         """The name of the tensor that has this byte of a file, or ends after it; for messages."""
-        places = sorted((c.at, name) for name, e in self.tensors.items() for c in e.chunks if c.file == file)
+        places = sorted((r.at, name) for name, e in self.tensors.items() for r in e.rectangles if r.file == file)
         after = [name for at, name in places if at > byte]
         before = [name for at, name in places if at <= byte]
         return before[-1] if before else after[0] if after else "no tensor"
@@ -224,7 +230,7 @@ def _index(body: Any) -> Index:
     Raises
     ------
     ValueError, KeyError
-        If a value is missing or wrong, or the chunks of a tensor do not have each of its elements once.
+        If a value is missing or wrong, or the rectangles of a tensor do not have each of its elements once.
     """
     known = _dict("its body", body)
     page = _whole("page", known["page"], 1)
@@ -233,7 +239,7 @@ def _index(body: Any) -> Index:
         _name("tensor", name): _entry(name, given, files, page)
         for name, given in _dict("tensors", known["tensors"]).items()
     }
-    if sum(map(_corners, tensors.values())) > max(MOST_CORNERS, 64 * sum(len(e.chunks) for e in tensors.values())):
+    if sum(map(_corners, tensors.values())) > max(MOST_CORNERS, 64 * sum(len(e.rectangles) for e in tensors.values())):
         raise ValueError("its tensors are cut along too many dims")
     for name, entry in tensors.items():
         _check_cover(name, entry)
@@ -253,83 +259,82 @@ def _file(name: str, numbers: Any) -> File:
 
 def _entry(name: str, given: Any, files: Mapping[str, File], page: int) -> Entry:
     known = _dict(f"the tensor {name!r}", given)
-    dtype, shape, chunks = known["dtype"], _shape(f"the shape of {name!r}", known["shape"]), known["chunks"]
+    dtype, shape, rectangles = known["dtype"], _shape(f"the shape of {name!r}", known["shape"]), known["chunks"]
     if dtype not in DTYPES:
         raise ValueError(f"the tensor {name!r} has the dtype {brief(dtype)}, not one of {', '.join(DTYPES)}")
     if math.prod(shape) * ITEMSIZE[dtype] > LARGEST:
         raise ValueError(f"the tensor {name!r} of shape {brief(shape)} has too many elements")
-    if not isinstance(chunks, list):
-        raise ValueError(f"the chunks of {name!r} are {brief(chunks)}, not a list")
-    found = tuple(map(Chunk.from_json, chunks))
-    for chunk in found:
-        _check_chunk(name, chunk, shape, ITEMSIZE[dtype], files, page)
+    if not isinstance(rectangles, list):
+        raise ValueError(f"the rectangles of {name!r} are {brief(rectangles)}, not a list")
+    found = tuple(map(Rectangle.from_json, rectangles))
+    for rectangle in found:
+        _check_rectangle(name, rectangle, shape, ITEMSIZE[dtype], files, page)
     return Entry(dtype, shape, found)
 
 
-def _check_chunk(
-    name: str, chunk: Chunk, shape: Shape, itemsize: int, files: Mapping[str, File], page: int
+def _check_rectangle(
+    name: str, rectangle: Rectangle, shape: Shape, itemsize: int, files: Mapping[str, File], page: int
 ) -> None:  # fmt: skip
-    """Raise a ValueError unless a chunk lies within its tensor, and within its file."""
-    where = f"a chunk of {name!r} at {brief(chunk.offsets)} of size {brief(chunk.sizes)}"
-    within = len(chunk.offsets) == len(chunk.sizes) == len(shape)
-    if not within or any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+    """Raise a ValueError unless a rectangle lies within its tensor, and within its file."""
+    where = f"a rectangle of {name!r} at {brief(rectangle.offsets)} of size {brief(rectangle.sizes)}"
+    within = len(rectangle.offsets) == len(rectangle.sizes) == len(shape)
+    if not within or any(a + n > m for a, n, m in zip(rectangle.offsets, rectangle.sizes, shape, strict=True)):
         raise ValueError(f"{where} does not lie within the shape {brief(shape)}")
-    if chunk.file not in files:
-        raise ValueError(f"{where} is said to lie in {brief(chunk.file)}, which is not one of its files")
-    file, nbytes = files[chunk.file], math.prod(chunk.sizes) * itemsize
-    if chunk.at < file.header or chunk.at + nbytes > file.nbytes:
+    if rectangle.file not in files:
+        raise ValueError(f"{where} is said to lie in {brief(rectangle.file)}, which is not one of its files")
+    file, nbytes = files[rectangle.file], rectangle.size * itemsize
+    if rectangle.at < file.header or rectangle.at + nbytes > file.nbytes:
         raise ValueError(
-            f"{where} is said to lie in bytes {chunk.at} to {chunk.at + nbytes} of {chunk.file!r}, whose tensors lie "
-            f"in bytes {file.header} to {file.nbytes}"
+            f"{where} is said to lie in bytes {rectangle.at} to {rectangle.at + nbytes} of {rectangle.file!r}, whose "
+            f"tensors lie in bytes {file.header} to {file.nbytes}"
         )
-    if len(chunk.checksums) != -(-nbytes // page):
-        raise ValueError(f"{where} has {len(chunk.checksums)} checksums for {-(-nbytes // page)} pages")
+    if len(rectangle.checksums) != -(-nbytes // page):
+        raise ValueError(f"{where} has {len(rectangle.checksums)} checksums for {-(-nbytes // page)} pages")
 
 
 def _cut(entry: Entry) -> list[int]:
-    """The dims along which a tensor is cut into chunks."""
-    chunks = [chunk.sizes for chunk in entry.chunks if math.prod(chunk.sizes)]
-    return [d for d, n in enumerate(entry.shape) if any(sizes[d] != n for sizes in chunks)]
+    """The dims along which a tensor is cut into rectangles."""
+    found = [r.sizes for r in entry.rectangles if r.size]
+    return [d for d, n in enumerate(entry.shape) if any(sizes[d] != n for sizes in found)]
 
 
 def _corners(entry: Entry) -> int:
-    """Return the number of corners that `_check_cover` counts."""
-    return len(entry.chunks) << len(_cut(entry))
+    return len(entry.rectangles) << len(_cut(entry))
 
 
 def _check_cover(name: str, entry: Entry) -> None:
-    """Raise a ValueError unless each element lies in one chunk.
+    """Raise a ValueError unless each element lies in one rectangle.
 
-    The sum of the chunks' indicator functions is that of the tensor where their differences along all dims are the
-    same, and those of a rectangle are its corners with alternating signs.  So the time is linear in the chunks.
+    The sum of the rectangles' indicator functions is that of the tensor where their differences along all dims are the
+    same, and those of a rectangle are its corners with alternating signs.  So the time is linear in the rectangles.
     """
-    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
-    have, want = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(entry.shape)
+    rectangles = [r for r in entry.rectangles if r.size]
+    have, want = sum(r.size for r in rectangles), math.prod(entry.shape)
     if have != want:
-        raise ValueError(f"the chunks of {name!r} have {have} elements, the tensor has {want}")
-    if len(chunks) < 2:
+        raise ValueError(f"the rectangles of {name!r} have {have} elements, the tensor has {want}")
+    if len(rectangles) < 2:
         return
     cut, corners = _cut(entry), dict[Shape, int]()
-    parts = [(1, chunk.offsets, chunk.sizes) for chunk in chunks]
+    parts = [(1, r.offsets, r.sizes) for r in rectangles]
     for sign, offsets, sizes in [*parts, (-1, (0,) * len(entry.shape), entry.shape)]:
         for ends in product((0, 1), repeat=len(cut)):
             corner = tuple(offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
             corners[corner] = corners.get(corner, 0) + sign * (-1) ** sum(ends)
     if any(corners.values()):
-        raise ValueError(f"the chunks of {name!r} overlap, and leave elements out")
+        raise ValueError(f"the rectangles of {name!r} overlap, and leave elements out")
 
 
 def _check_apart(tensors: Mapping[str, Entry]) -> None:
-    """Raise a ValueError if two chunks lie in the same bytes of a file."""
+    """Raise a ValueError if two rectangles lie in the same bytes of a file."""
     places = sorted(
-        (chunk.file, chunk.at, math.prod(chunk.sizes) * ITEMSIZE[entry.dtype], name)
+        (r.file, r.at, r.size * ITEMSIZE[entry.dtype], name)
         for name, entry in tensors.items()
-        for chunk in entry.chunks
-        if math.prod(chunk.sizes)
+        for r in entry.rectangles
+        if r.size
     )
     for (file, at, nbytes, name), (other, start, _, after) in pairwise(places):
         if file == other and at + nbytes > start:
-            raise ValueError(f"chunks of {name!r} and {after!r} lie in the same bytes of {file!r}")
+            raise ValueError(f"rectangles of {name!r} and {after!r} lie in the same bytes of {file!r}")
 
 
 def _whole(what: str, value: Any, least: int = 0, most: int = LARGEST) -> int:

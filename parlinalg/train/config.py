@@ -157,7 +157,6 @@ class SequenceConfig(Section):
 
 
 def _partition(where: str, value: Any) -> str | tuple[int, ...]:
-    """Check a partition of layers: a name, or the layers of each stage."""
     if isinstance(value, str):
         name: str = one_of(*PARTITIONS)(where, value)
         return name

@@ -8,23 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parlinalg.autograd import Parameter, Tensor, no_grad, no_sync
 from parlinalg.comm import Comm
 from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, EngineError
 from parlinalg.grid import Grid
-from parlinalg.nn import Module, added_losses, sequence_positions
+from parlinalg.nn import Module, added_losses
 from parlinalg.nn.added_losses import AddedLosses
 from parlinalg.nn.module import buffers_kept
 from parlinalg.optim import Optimizer
-from parlinalg.parallel.reducer import GradientReducer
-from parlinalg.pipeline import Schedule
-from parlinalg.pipeline.asynchronous import AsynchronousWorker
-from parlinalg.pipeline.model import PipelineModel
-from parlinalg.pipeline.worker import Worker
 from parlinalg.random.draws import Draws, using_draws
+from parlinalg.sequence import positions_of
 from parlinalg.train.feed import Feed, dtype_of, place_inputs, placement, rows_of, some_rows
 from parlinalg.train.losses import (
     Criterion,
@@ -70,6 +66,8 @@ class Engine:
     Attributes
     ----------
     model : Module
+    update : Update
+        From gradients to parameters, by the optimizer.
     optimizer : Optimizer
     accumulate : int
         Calls of `step` that make one step of the optimizer.
@@ -83,6 +81,8 @@ class Engine:
         Where parameters, gradients, states and activations are kept, if not all are in memory.
     resources : ExitStack
         Closed by `restore`.
+    workers : dict
+        By the order of work, what runs the stages of a model that is cut into some; kept by schedules.
     rows : int
     targets : float
     measures : dict of str to float
@@ -105,15 +105,15 @@ class Engine:
         test_criterion: Criterion | None = None,
     ) -> None:  # fmt: skip
         self.model, self.grid, self.world = model, grid, world
-        self._workers: dict[Schedule, Worker] = {}
         self.accumulate, self.schedule = accumulate, schedule
         self.steps_done = self.skipped = 0
         self.metrics = dict(metrics or {})
         self.memory_plan: Any = None
         self.resources = ExitStack()
+        self.workers: dict[Any, Any] = {}
         self.rows, self.targets = 0, 0.0
         self.measures: dict[str, float] = {}
-        self._update, self._criterion, self._test_criterion = update, criterion, test_criterion or criterion
+        self.update, self._criterion, self._test_criterion = update, criterion, test_criterion or criterion
         self._norm: float | None = None
         self._begin()
 
@@ -135,12 +135,12 @@ class Engine:
     # ------------------------------------------------------------------ what it is
     @property
     def optimizer(self) -> Optimizer:
-        return self._update.optimizer
+        return self.update.optimizer
 
     @property
-    def pipelined(self) -> bool:
+    def in_stages(self) -> bool:
         """True if the model is cut into stages, so that only schedules can run it."""
-        return isinstance(self.model, PipelineModel)
+        return self.model.in_stages
 
     @property
     def training(self) -> bool:
@@ -154,17 +154,17 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The factor of losses before the backward pass."""
-        return self._update.scale
+        return self.update.scale
 
     @property
     def scales_loss(self) -> bool:
         """True if losses are scaled, as for float16."""
-        return self._update.scales
+        return self.update.scales
 
     @property
     def skips_nonfinite(self) -> bool:
         """True if steps whose loss or gradient is not finite are skipped."""
-        return self._update.skips
+        return self.update.skips
 
     def parameters(self) -> Iterator[Parameter]:
         """Return the parameters of which this rank has blocks."""
@@ -196,11 +196,11 @@ class Engine:
         Raises
         ------
         EngineError
-            If the model is cut into the stages of a pipeline.
+            If the model is cut into stages.
         """
-        if self.pipelined:
+        if self.in_stages:
             raise EngineError(
-                "engine(x): this model is cut into the stages of a pipeline, of which this rank holds a part; use "
+                "engine(x): this model is cut into stages, of which this rank holds some; use "
                 "schedule.forward_backward_step(engine, data_iter), with forward_only=True to evaluate"
             )
         x = inputs.x if isinstance(inputs, Batch) else inputs
@@ -210,7 +210,7 @@ class Engine:
         if self._draws is None:
             self._draws = Draws(self.steps_done, self._sums.rows)
             self._forwarded = some_rows(x)
-        with self.context(inputs) as added, using_draws(self._draws), self._update.tolerance():
+        with self.context(inputs) as added, using_draws(self._draws), self.update.tolerance():
             output = self.model(self.placed(x))
         self._added += added
         return output
@@ -229,8 +229,7 @@ class Engine:
     @contextmanager
     def context(self, batch: Any) -> Iterator[AddedLosses]:
         """Return the context of a forward pass, with the positions of tokens; it yields the loss terms of layers."""
-        positions, documents = getattr(batch, "positions", None), getattr(batch, "documents", None)
-        with sequence_positions(positions, documents), added_losses(self.training) as found:
+        with positions_of(batch), added_losses(self.training) as found:
             yield found
 
     def criterion(self, output: Any, label: Any) -> Tensor:
@@ -244,7 +243,7 @@ class Engine:
     def losses(self, output: Any, label: Any, *, measure: bool = True) -> tuple[Tensor, int, dict[str, float]]:
         """Return the sum of the losses, how many they are, and the sums of the metrics.  Collective."""
         label = placed_label(label, output, self.grid)
-        with self._update.tolerance():
+        with self.update.tolerance():
             total, count = sum_of_losses(self._criterion if self.training else self._test_criterion, output, label)
         measured = self.metrics.items() if measure else ()
         return total, count, {name: number(name, f(detached(output), detached(label))) for name, f in measured}
@@ -261,7 +260,7 @@ class Engine:
         targets = sum(map(self.expected, parts))
         if computes_gradients:
             self._sums.refer_to(targets)
-        with self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets), self._update.tolerance():
+        with self._sums.expecting(sum(rows_of(x) for x, _ in parts), targets), self.update.tolerance():
             yield
 
     def expected(self, part: Any) -> int:
@@ -310,8 +309,8 @@ class Engine:
     def _pull(self, loss: Tensor, weight: float = 1.0, last: bool = True) -> None:
         """Make the backward pass of a loss of this weight; `last`: its batch has no further microbatch."""
         syncs = last and self._microbatch == self.accumulate - 1
-        with nullcontext() if syncs else no_sync(), self._update.tolerance():
-            (loss * (self._update.scale * weight / self._sums.reference)).backward()
+        with nullcontext() if syncs else no_sync(), self.update.tolerance():
+            (loss * (self.update.scale * weight / self._sums.reference)).backward()
 
     def microbatch(self, part: Any, *, last: bool, forward_only: bool, keeps: bool = False) -> Microbatch:
         """Run a microbatch of a schedule, forward and, unless it is only that, backward.  Collective.
@@ -341,7 +340,7 @@ class Engine:
         with no_grad() if forward_only else nullcontext():
             output = self(part if isinstance(part, Batch) else x)
             total, count, measures = self.losses(output, label)
-            with self._update.tolerance():
+            with self.update.tolerance():
                 return self._with_terms(total, count), count, measures, detached(output) if keeps else None
 
     def check_finite(self, loss: float) -> None:
@@ -349,7 +348,7 @@ class Engine:
         if math.isfinite(loss):
             return
         self._finite = False
-        if not self._update.skips:
+        if not self.update.skips:
             of = f" of microbatch {self._microbatch}" if self.accumulate > 1 else ""
             changed = "" if self._stepped else ": nothing has changed"
             self.zero_grad(all=True)
@@ -384,7 +383,7 @@ class Engine:
         if self._stepped:
             self._norm, changed = None, True
         else:
-            self._norm, changed = self._update(self._finite, self._update.scale * self._sums.scale)
+            self._norm, changed = self.update(self._finite, self.update.scale * self._sums.scale)
         self.steps_done += 1
         self.skipped += not changed
         self._begin()
@@ -408,7 +407,7 @@ class Engine:
     def execute_schedule(self, data_iter: Iterator[Any], **options: Any) -> tuple[Any, Any, Any]:
         """Run the engine's schedule: its `forward_backward_step(engine, data_iter, …)`."""
         if self.schedule is None:
-            raise EngineError("this engine has no schedule; give initialize(…, schedule=PipelineSchedule(4))")
+            raise EngineError("this engine has no schedule; give initialize(…, schedule=…) one")
         return self.schedule.forward_backward_step(self, data_iter, **options)
 
     @property
@@ -440,7 +439,7 @@ class Engine:
         return loss
 
     def record_rows(self, rows: int, targets: float) -> None:
-        """Count the rows and targets of a batch that the stages of a pipeline have run."""
+        """Count the rows and targets of a batch that the stages of a model have run."""
         self._sums.rows += rows
         self._sums.targets += targets
 
@@ -448,32 +447,6 @@ class Engine:
         """Raise unless a schedule may run: not with gradients that wait for a step."""
         if self._weight is not None:
             raise EngineError(f"{what} after a backward pass whose step is not made: call engine.step()")
-
-    def worker(self, schedule: Schedule) -> Worker:
-        """Return the worker that runs the model's stages by a schedule.  Collective at the first use of each.
-
-        Raises
-        ------
-        ConfigError
-            If the schedule cannot train this model, or make steps as the update does.
-        """
-        model = self.model
-        if not isinstance(model, PipelineModel):
-            raise EngineError("this model is not cut into stages")
-        if schedule not in self._workers:
-            reducer = next((p.reducer for p in self.parameters() if p.reducer is not None), None)
-            self._workers[schedule] = self._worker(model, schedule, cast(GradientReducer | None, reducer))
-        return self._workers[schedule]
-
-    def _worker(self, model: PipelineModel, schedule: Schedule, reducer: GradientReducer | None) -> Worker:
-        """Make what runs the stages by a schedule; the update then looks at all stages.  Collective."""
-        update = self._update
-        if schedule.asynchronous:
-            update.check_asynchronous(schedule.name)
-            return AsynchronousWorker(model, schedule, update.optimizer, reducer, update.of_one_stage)
-        worker = Worker(model, schedule, reducer)
-        update.examine = worker.examine
-        return worker
 
     # ------------------------------------------------------------------ memory
     @contextmanager
@@ -490,16 +463,16 @@ class Engine:
     # ------------------------------------------------------------------ state
     def progress(self) -> dict[str, Any]:
         """Return the position of the training, beside parameters and optimizer states, as plain values for JSON."""
-        return {"made": self.steps_done, "skipped": self.skipped, **self._update.progress()}
+        return {"made": self.steps_done, "skipped": self.skipped, **self.update.progress()}
 
     def check_progress(self, progress: Mapping[str, Any]) -> None:
         """Raise an error unless `set_progress` can take this."""
         check_values("", progress, {"made": integer(0), "skipped": integer(0)})
-        self._update.check_progress(progress)
+        self.update.check_progress(progress)
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
         """Restore the position that `progress` gave: the next step begins with the first microbatch of its batch."""
-        self._update.set_progress(progress)
+        self.update.set_progress(progress)
         self.steps_done, self.skipped = int(progress["made"]), int(progress["skipped"])
         self.zero_grad(all=True)
 

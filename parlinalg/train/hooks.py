@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parlinalg.comm.streams import tell
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError
-from parlinalg.train.checkpoint import Checkpoints, removed
-from parlinalg.train.checkpoint_options import better, check_options
+from parlinalg.train.checkpoint import Checkpoints, better, check_options, removed
 from parlinalg.train.feed import check_loader
 from parlinalg.train.schema import integer, optional, real, refuse
 

@@ -6,7 +6,6 @@ import difflib
 import fnmatch
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,20 @@ from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, as_cut
 from parlinalg.nn import Module
-from parlinalg.offload import kept, plan
-from parlinalg.offload.probe import extrapolated
 from parlinalg.optim import Optimizer
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.parallel.gatherer import WeightGatherer
 from parlinalg.parallel.handlers import Handler, ZeRO
-from parlinalg.parallel.memory import ActivationMemory
 from parlinalg.parallel.precision import LossScaler, Unscaled
 from parlinalg.parallel.reducer import GradientReducer
-from parlinalg.pipeline import PipelineModel, split
-from parlinalg.pipeline import Schedule as PipelineOrder
 from parlinalg.train.choices import make_criterion, make_optimizer, make_scheduler
 from parlinalg.train.config import LossScaleConfig, ParallelConfig, TrainingConfig, load
 from parlinalg.train.engine import Engine
-from parlinalg.train.feed import Feed, dtype_of, grid_of, length_of, place_inputs, placement, rows_of
+from parlinalg.train.feed import Feed, grid_of, length_of
 from parlinalg.train.losses import Criterion, Metric
 from parlinalg.train.mesh import DATA, OUTER_AXES, REPLICA, Mesh, resolve
-from parlinalg.train.schedules import BaseSchedule, Sample, Stages, check_schedule, schedule_of
+from parlinalg.train.offload import check_offload, offload
+from parlinalg.train.schedules import BaseSchedule, check_schedule, cut, schedule_of
 from parlinalg.train.schema import named
 from parlinalg.train.trainer import check_rate
 from parlinalg.train.update import Update
@@ -110,21 +105,15 @@ def initialize(
     _check_metrics(metrics)
     grid, mesh = _placed_on(model, mesh)
     config = _config_of(config, mesh)
-    _check_offload(config, mesh, train_dataloader)
+    check_offload(config, mesh, train_dataloader)
     schedule = schedule_of(config, mesh, model) if schedule is None else schedule
     world = grid.world if mesh is None else mesh.world
     train = None if train_dataloader is None else Feed(train_dataloader, world)
     test = None if test_dataloader is None else Feed(test_dataloader, world)
     made = _has_values(model)
-    if mesh is not None and mesh.topology.size > 1 and not hasattr(model, "chunks"):
+    if mesh is not None and mesh.topology.size > 1 and not model.in_stages:
         _not_yet(optimizer, "is cut into stages here")
-        made_schedule = schedule.made(mesh.topology.size)
-        if sample is None and train is not None:
-            train.place(partial(placement, model, grid, world))
-            sample = partial(_first, model, grid, train, made_schedule.microbatches)
-        elif sample is not None and not callable(sample):
-            sample = partial(_placed, model, grid, sample)
-        model = split(model, mesh.topology, made_schedule, mesh.spec.partition, sample).initialize(config.seed)
+        model = cut(model, mesh, schedule, config.seed, train, sample)
     elif not made:
         _not_yet(optimizer, "has no values yet")
         model.initialize(config.seed)
@@ -134,7 +123,7 @@ def initialize(
     made_optimizer = _optimizer(config, optimizer, parameters, grid)
     _check_alike(world, grid, model, made_optimizer)
     _check_precision(config, model)
-    accumulate = 1 if hasattr(model, "chunks") else config.gradient_accumulation
+    accumulate = 1 if model.in_stages else config.gradient_accumulation
     engine = Engine(
         model, _update(config, made_optimizer), criterion or make_criterion(config.criterion), grid, world,
         accumulate=accumulate, schedule=schedule, metrics=metrics, test_criterion=test_criterion,
@@ -143,7 +132,7 @@ def initialize(
         if feed is not None:
             engine.feed(feed)
     if mesh is not None and config.offload:
-        _offload(config, mesh, engine, train)
+        offload(config, mesh, engine, train)
     return engine, train, test, _scheduler(config, lr_scheduler, made_optimizer, train, accumulate)
 
 
@@ -279,9 +268,9 @@ def _check_handlers(config: TrainingConfig, model: Module) -> None:
                 )
 
 
-def _inventory(model: Module) -> dict[str, Any]:
-    """Return the shapes and dtypes of all parameters of a model, in a pipeline those of all stages."""
-    if isinstance(model, PipelineModel):
+def _inventory(model: Any) -> dict[str, Any]:
+    """Return the shapes and dtypes of all parameters of a model, those of other ranks' stages included."""
+    if model.in_stages:
         return {name: held for name, held in model.inventory.items() if not held.buffer}
     return dict(model.named_parameters())
 
@@ -338,104 +327,11 @@ def _scaler(config: TrainingConfig) -> Unscaled:
 
 
 def _update(config: TrainingConfig, optimizer: Optimizer) -> Update:
-    """Return the update of the parameters by their gradients."""
     return Update(optimizer, config.clip_grad_norm, config.clip_grad_value, _scaler(config), config.skip_nonfinite)
-
-
-def _offload_arguments(config: TrainingConfig, schedule: PipelineOrder | None) -> dict[str, Any]:
-    """Return the arguments of `parlinalg.offload.plan`."""
-    options = config.offload.given()
-    if schedule is not None and schedule.asynchronous and "parameters" in options:
-        raise ConfigError(
-            f"offload.parameters={options['parameters']!r} with the schedule {schedule.name!r}, which keeps versions "
-            "of weights in memory: offload the optimizer or activations, or take a synchronous schedule, such as "
-            "'1f1b'"
-        )
-    if "optimizer" in options:
-        options["optimizer_states"] = options.pop("optimizer")
-    return options
-
-
-def _check_offload(config: TrainingConfig, mesh: Mesh | None, train: Any) -> None:
-    """Raise a ConfigError if offloading could not end, or has a limit of memory and no batch to measure."""
-    by_hand = "`with parlinalg.offload.plan(engine.model, engine.optimizer, …).apply():`"
-    if config.offload.memory is not None and train is None:
-        raise ConfigError(
-            f"initialize: offload.memory={config.offload.memory} of the configuration decides by what the tape "
-            "keeps of a microbatch of the first batch: give the train_dataloader here; or say what goes where, by "
-            f"offload.optimizer, .activations and .parameters; or leave it out and train within {by_hand}, with "
-            "memory=… and kept=…"
-        )
-    if config.offload and mesh is None:
-        raise ConfigError(
-            f"initialize: offload={config.offload.given()} of the configuration ends with the mesh, and the model's "
-            f"grid was made without one: make it by launch, or leave it out and train within {by_hand}"
-        )
-
-
-def _offload(config: TrainingConfig, mesh: Mesh, engine: Engine, train: Feed | None) -> None:
-    """Offload by the configuration, until the mesh is closed.  Collective."""
-    order = engine.schedule.made(mesh.topology.size) if engine.pipelined and engine.schedule is not None else None
-    options = _offload_arguments(config, order)
-    if order is not None:
-        engine.worker(order)  # takes values and their reducer as they are in memory
-    if "memory" in options and train is not None:
-        options["kept"] = _kept(engine, mesh, train, order)
-    engine.memory_plan = made = plan(engine.model, engine.optimizer, **options)
-    mesh.ends.callback(engine.restore)
-    engine.resources.enter_context(made.apply())
-
-
-def _kept(engine: Engine, mesh: Mesh, train: Feed, order: PipelineOrder | None) -> ActivationMemory | int:
-    """Return the memory of activations: of a microbatch, or of all that a schedule has in flight.  Collective.
-
-    It is measured by forward passes of one and two rows a data parallel rank.
-    """
-    parts, data = getattr(engine.schedule, "num_microbatches", 1), mesh.size("data")
-
-    def rows_in(part: Any) -> int:
-        x, _ = part
-        return rows_of(x)
-
-    batch = rows_in(train.first(1))
-    rows = -(-rows_in(train.first(parts)) // data)
-    found: dict[int, Any] = {}
-    for n in (1, 2):
-        part = train.first(max(parts, batch // (n * data)))
-        found.setdefault(-(-rows_in(part) // data), part)
-    if rows in found:
-        found = {rows: found[rows]}
-    if order is not None:
-        samples: Any = {n: Sample(engine, part, 0) for n, part in found.items()}
-        work: Any = Stages(engine, False)
-        return engine.worker(order).activation_memory(samples, work, rows)
-    bytes_of = {}
-    for n, part in found.items():
-        with engine.probing(part) as loss:
-            bytes_of[n] = kept(loss)
-    return extrapolated(bytes_of, rows)
 
 
 def _has_values(model: Module) -> bool:
     return all(isinstance(held, Parameter) for m in model.modules() for held in m._parameters.values())
-
-
-def _first(model: Module, grid: Grid, train: Feed, microbatches: int) -> Any:
-    """Return the model's inputs of the first microbatch.  Collective."""
-    try:
-        x, _ = train.first(microbatches)
-    except StopIteration:
-        raise ConfigError(
-            "initialize: the layers are to be measured or counted with the first batch of train_dataloader, which "
-            "gives none: give sample=…, the model's inputs of a microbatch, or another partition"
-        ) from None
-    return _placed(model, grid, x)
-
-
-def _placed(model: Module, grid: Grid, x: Any) -> Any:
-    """Return inputs on the model's grid.  Collective."""
-    rows_of(x)  # raises where they are none
-    return place_inputs(model, x, grid, dtype_of(model))
 
 
 def _not_yet(optimizer: Optimize, why: str) -> None:

@@ -68,7 +68,6 @@ def expected(criterion: Criterion, label: Any) -> int:
 
 
 def _count(given: Any) -> int:
-    """Return how many losses are summed."""
     try:
         count = int(given)
     except (TypeError, ValueError):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from parlinalg.nn.layer import Layer
-from parlinalg.pipeline.partition import by_hand, share_layers
-from parlinalg.pipeline.schedule import Schedule
-from parlinalg.pipeline.topology import arrange
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import TrainingConfig
-from parlinalg.train.mesh import DATA, DIMENSIONS, REPLICA, MeshSpec
+from parlinalg.train.mesh import DIMENSIONS, OUTSIDE, MeshSpec, stages_text
 
 __all__ = ["rank_map"]
 
-OUTER = (REPLICA, DATA)
 ROWS = 12  # lines of one list before it is folded
 COLUMNS = 16  # ranks in a line
 DEPTH = 4  # of Language's models by default
@@ -56,10 +51,10 @@ def rank_map(
     data 1      pipeline 0: ranks 4–5, node 1
                 pipeline 1: ranks 6–7, node 1
     """
-    places = arrange(spec.grids, OUTER)
+    places = spec.places
     total = sum(map(len, places))
     where = [rank // nodes for rank in range(total)] if isinstance(nodes, int) else nodes
-    lines = [_world(spec, total, where), *_groups(spec, places, where)]
+    lines = [_world(spec, total, where), *_groups(spec, where)]
     lines += _stages(spec, places, where, layers)
     lines += _grid(spec, places)
     return "\n".join(lines)
@@ -102,36 +97,14 @@ def _by_node(where: Nodes) -> dict[int, list[int]]:
     return found
 
 
-def _groups(spec: MeshSpec, places: Sequence[Sequence[int]], where: Nodes | None) -> list[str]:
+def _groups(spec: MeshSpec, where: Nodes | None) -> list[str]:
     """Return the groups of each dimension of several ranks, and whether they stay within a node."""
     lines = []
-    for name in ("tensor", "sequence", "pipeline", "data"):
-        groups: list[list[int]] = []
-        if name == "pipeline":
-            if spec.pipeline > 1 and not spec.parts:
-                groups = [list(ranks) for ranks in zip(*places, strict=True)]
-        else:
-            for p, ranks in enumerate(places):
-                groups += _along(spec.at(p).axes, spec.at(p).axes_of(name), ranks)
-        groups = [ranks for ranks in groups if len(ranks) > 1]
+    for name in reversed(DIMENSIONS):
+        groups = [ranks for ranks in spec.groups(name) if len(ranks) > 1]
         if groups:
             lines.append(f"  {name:<10}{_group_text(groups, where)}")
     return lines
-
-
-def _along(sizes: Mapping[str, int], axes: Iterable[str], ranks: Sequence[int]) -> list[list[int]]:
-    """Return the groups of a grid's ranks that differ along these axes only."""
-    strides, step = {}, 1
-    for axis in reversed(list(sizes)):
-        strides[axis] = step
-        step *= sizes[axis]
-    own, others = [0], [0]
-    for axis, n in sizes.items():
-        if axis in axes:
-            own = [i + strides[axis] * k for i in own for k in range(n)]
-        else:
-            others = [i + strides[axis] * k for i in others for k in range(n)]
-    return [[ranks[base + i] for i in own] for base in others]
 
 
 def _group_text(groups: Sequence[Sequence[int]], where: Nodes | None) -> str:
@@ -163,20 +136,19 @@ def _stages(
     spec: MeshSpec, places: Sequence[Sequence[int]], where: Nodes | None, layers: Sequence[int] | None
 ) -> list[str]:  # fmt: skip
     """Return for every data index the ranks of each pipeline rank, which follow one another."""
-    if spec.data == spec.pipeline == 1:
+    if spec.data == len(places) == 1:
         return []
     inner = [len(ranks) // spec.data for ranks in places]
     lines = []
-    shown = min(spec.data, max(1, ROWS // spec.pipeline))
+    shown = min(spec.data, max(1, ROWS // len(places)))
     for d in range(shown):
         rows = []
         for p, ranks in enumerate(places):
             here = ranks[d * inner[p] : (d + 1) * inner[p]]
             node = "" if where is None else f", {_node_text([where[rank] for rank in here])}"
             grid = f", {' × '.join(f'{a}={n}' for a, n in spec.at(p).axes.items())}" if spec.parts else ""
-            head = f"pipeline {p}: " if spec.pipeline > 1 else ""
-            held = _held(p, spec.schedule, layers) if d == 0 else ""
-            rows.append(f"{head}rank{'s' * (len(here) > 1)} {_span(here)}{node}{grid}{held}")
+            held = _held(p, spec, layers) if d == 0 else ""
+            rows.append(f"{spec.label(p)}rank{'s' * (len(here) > 1)} {_span(here)}{node}{grid}{held}")
         lines += _headed(f"data {d}" if spec.data > 1 else "in order", _folded(rows))
     if shown < spec.data:
         step = sum(inner)
@@ -190,12 +162,10 @@ def _node_text(nodes: Sequence[int]) -> str:
     return f"node {found[0]}" if len(found) == 1 else f"nodes {_some(found)}"
 
 
-def _held(rank: int, schedule: Schedule | None, layers: Sequence[int] | None) -> str:
-    """Return the stages that a pipeline rank holds, and their layers."""
-    if schedule is None or schedule.ranks == 1:
+def _held(rank: int, spec: MeshSpec, layers: Sequence[int] | None) -> str:
+    if not (stages := spec.stages(rank)):
         return ""
-    stages = [chunk.stage for chunk in schedule.chunks[rank]]
-    text = f"; stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    text = f"; {stages_text(stages)}"
     if layers is not None:
         counts = [layers[s] for s in stages]
         text += f" ({' + '.join(map(str, counts))} layer{'s' * (sum(counts) > 1)})"
@@ -215,7 +185,7 @@ def _grid(spec: MeshSpec, places: Sequence[Sequence[int]]) -> list[str]:
     lines: list[str] = []
     drawn: list[Mapping[str, int]] = []
     for p, ranks in enumerate(places):
-        axes = {a: n for a, n in spec.at(p).axes.items() if a not in OUTER and n > 1}
+        axes = {a: n for a, n in spec.at(p).axes.items() if a not in OUTSIDE and n > 1}
         if len(axes) < 2 or axes in drawn:
             continue
         drawn.append(axes)
@@ -236,11 +206,6 @@ def _grid(spec: MeshSpec, places: Sequence[Sequence[int]]) -> list[str]:
 
 def layer_counts(config: TrainingConfig, spec: MeshSpec) -> tuple[int, ...] | None:
     """Return the layers of each stage, with the embedding and the head; None if only the model itself can tell."""
-    schedule = spec.schedule
-    if schedule is None or config.model.name not in LANGUAGE or spec.partition in ("parameters", "flops", "time"):
+    if config.model.name not in LANGUAGE:
         return None
-    depth = config.model.options.get("num_hidden_layers", DEPTH)
-    layers = [Layer(str(i), lambda x: x, (), i in (0, depth + 1)) for i in range(depth + 2)]
-    if isinstance(spec.partition, str):
-        return share_layers(layers, schedule.stages)
-    return by_hand(spec.partition, layers, schedule.stages)
+    return spec.layer_counts(config.model.options.get("num_hidden_layers", DEPTH))

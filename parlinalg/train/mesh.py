@@ -18,10 +18,13 @@ from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError, ScheduleError
 from parlinalg.grid import Grid, factorizations
 from parlinalg.layout import coordinates, index_of
-from parlinalg.pipeline.build import open_meshes
+from parlinalg.nn.layer import Layer
+from parlinalg.nn.pretrained import Pretrained
+from parlinalg.pipeline.build import from_pretrained, open_meshes
+from parlinalg.pipeline.partition import by_hand, share_layers
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.pipeline.topology import PipelineTopology
+from parlinalg.pipeline.topology import PipelineTopology, arrange
 from parlinalg.schemes import Scheme, for_mode
 from parlinalg.sequence import sequence_order
 from parlinalg.train.config import ParallelConfig, ScheduleConfig, TensorConfig, TrainingConfig, ZeroConfig, load
@@ -32,7 +35,8 @@ __all__ = ["Mesh", "MeshSpec", "launch", "resolve"]
 DATA, REPLICA = "data", "replica"
 RING, ULYSSES = "s", "u"
 DIMENSIONS = ("data", "pipeline", "sequence", "tensor")
-OUTER_AXES = (REPLICA, DATA, RING, ULYSSES)  # all but those of tensor parallelism
+OUTSIDE = (REPLICA, DATA)  # the axes outside of the pipeline: its ranks follow one another for each of their indices
+OUTER_AXES = (*OUTSIDE, RING, ULYSSES)  # all but those of tensor parallelism
 LAUNCHERS = ("auto", "mpirun", "srun", "one")
 Configuration = TrainingConfig | Mapping[str, object] | str | Path | None
 
@@ -87,6 +91,43 @@ class MeshSpec:
         return tuple(self.at(p).axes for p in range(self.pipeline))
 
     @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The world ranks of the grid of every pipeline rank, in its row-major order."""
+        return arrange(self.grids, OUTSIDE)
+
+    def groups(self, dimension: str) -> list[tuple[int, ...]]:
+        """Return the groups of world ranks that differ along a dimension only.
+
+        Of a pipeline whose grids are unlike there are none.
+        """
+        if dimension == "pipeline":
+            return [] if self.parts else list(zip(*self.places, strict=True))
+        found = []
+        for p, ranks in enumerate(self.places):
+            found += _along(self.at(p).axes, self.at(p).axes_of(dimension), ranks)
+        return found
+
+    def label(self, rank: int) -> str:
+        """Return what the lines of a report on a pipeline rank begin with; nothing where there is one rank only."""
+        return f"pipeline {rank}: " if self.pipeline > 1 else ""
+
+    def stages(self, rank: int) -> list[int]:
+        """Return the stages that a pipeline rank holds; none without a pipeline."""
+        return [] if self.schedule is None else self.schedule.held(rank)
+
+    def layer_counts(self, depth: int) -> tuple[int, ...] | None:
+        """Return the layers of each stage of a model with so many between its embedding and its head, these included.
+
+        None without a pipeline, and where the model itself must be looked at.
+        """
+        if self.schedule is None or self.partition in ("parameters", "flops", "time"):
+            return None
+        layers = [Layer(str(i), lambda x: x, (), i in (0, depth + 1)) for i in range(depth + 2)]
+        if isinstance(self.partition, str):
+            return share_layers(layers, self.schedule.stages)
+        return by_hand(self.partition, layers, self.schedule.stages)
+
+    @property
     def ring(self) -> int:
         """The ranks of the ring over which a sequence is cut."""
         return self.sequence // self.ulysses
@@ -109,8 +150,32 @@ class MeshSpec:
     def axes_of(self, dimension: str) -> tuple[str, ...]:
         """Return the axes of the grid that a dimension spans; the pipeline spans none."""
         others = tuple(axis for axis in self.axes if axis not in OUTER_AXES)
-        spans = {"data": (REPLICA, DATA), "pipeline": (), "sequence": (RING, ULYSSES), "tensor": others}
+        spans = {"data": OUTSIDE, "pipeline": (), "sequence": (RING, ULYSSES), "tensor": others}
         return tuple(axis for axis in self.axes if axis in spans[dimension])
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """Return the stages for a report.
+
+    >>> stages_text([1]), stages_text([0, 3])
+    ('stage 1', 'stages 0, 3')
+    """
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _along(sizes: Mapping[str, int], axes: Sequence[str], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the groups of a grid's ranks that differ along these axes only."""
+    strides, step = {}, 1
+    for axis in reversed(list(sizes)):
+        strides[axis] = step
+        step *= sizes[axis]
+    own, others = [0], [0]
+    for axis, n in sizes.items():
+        if axis in axes:
+            own = [i + strides[axis] * k for i in own for k in range(n)]
+        else:
+            others = [i + strides[axis] * k for i in others for k in range(n)]
+    return [tuple(ranks[base + i] for i in own) for base in others]
 
 
 def resolve(config: Configuration, ranks: int) -> MeshSpec:
@@ -241,7 +306,6 @@ def _with_zero(spec: MeshSpec, zero: ZeroConfig) -> MeshSpec:
 
 
 def _schedule(config: TrainingConfig, spec: MeshSpec) -> Schedule | None:
-    """Return the schedule of a pipeline of several ranks."""
     if spec.pipeline == 1:
         return None
     wish = config.schedule or ScheduleConfig()
@@ -356,7 +420,7 @@ class Mesh:
                 found[rank]["coords"] = coords
                 if self.schedule is not None:
                     found[rank]["coords"] = {"pipeline": p, **coords}
-                    found[rank]["stages"] = [chunk.stage for chunk in self.schedule.chunks[p]]
+                    found[rank]["stages"] = self.spec.stages(p)
         return found
 
     def by_stage(self, text: str) -> str:
@@ -364,13 +428,24 @@ class Mesh:
         if self.schedule is None:
             return text
         everyone, stages_of = self.world.share(text), dict[str, list[int]]()
-        for held, ranks in zip(self.schedule.chunks, self.topology.ranks, strict=True):
-            stages_of.setdefault(everyone[ranks[0]], []).extend(chunk.stage for chunk in held)
-        lines = []
-        for each, stages in stages_of.items():
-            numbers = sorted(set(stages))
-            lines.append(f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {each}")
-        return f"\n{'':<12}".join(lines)
+        for p, ranks in enumerate(self.topology.ranks):
+            stages_of.setdefault(everyone[ranks[0]], []).extend(self.spec.stages(p))
+        return f"\n{'':<12}".join(f"{stages_text(sorted(set(held)))}: {each}" for each, held in stages_of.items())
+
+    def from_pretrained(self, kind: type[Pretrained], folder: str | Path, dtype: str | None = None) -> Any:
+        """Load the model of a folder, on this rank's grid or, in a pipeline, this rank's stages of it.  Collective.
+
+        Parameters
+        ----------
+        kind : type
+            Such as `nn.Llama`, as the folder has it.
+        folder : str or Path
+        dtype : dtype, optional
+            By default the weights' own.
+        """
+        if self.schedule is None:
+            return kind.from_pretrained(folder, self.scheme, self.grid, dtype)
+        return from_pretrained(kind, folder, self, self.schedule, dtype, partition=self.spec.partition)
 
     def close(self) -> None:
         """Close `ends`, and free the communicators.  Collective."""
@@ -446,7 +521,7 @@ def launch(
     checked, spec = together(world, read, "reading the configuration")
     if (odd := odd_one_out(world, repr(checked).encode())) is not None:
         raise ConfigError(f"rank {odd} reads another configuration than rank 0; give all the same file and settings")
-    topology = PipelineTopology.of(world, spec.grids, (REPLICA, DATA))
+    topology = PipelineTopology.of(world, spec.grids, OUTSIDE)
     if world is not comm:
         topology.made.append(world)
     return Mesh(_grid(topology, backend or checked.backend), checked, spec, topology)

@@ -1,20 +1,23 @@
-"""Schedules as an engine runs them: a batch of an iterator, in microbatches, forward and backward."""
+"""Schedules as an engine runs them: a batch of an iterator, in microbatches, forward and backward.
+
+Here training meets pipelines: the engine and `initialize` know schedules, and that a model may be cut into stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parlinalg.autograd import Tensor
-from parlinalg.datasets import Batch
 from parlinalg.errors import ConfigError, EngineError
+from parlinalg.grid import Grid
 from parlinalg.nn.module import Module
-from parlinalg.pipeline import PipelineModel, Schedule, discover, make_schedule
+from parlinalg.pipeline import AsynchronousWorker, PipelineModel, Schedule, Worker, discover, make_schedule, split
 from parlinalg.train.config import ScheduleConfig, TrainingConfig
-from parlinalg.train.feed import Pass, drawn, joined, rows_of
+from parlinalg.train.feed import Feed, Pass, drawn, dtype_of, joined, place_inputs, placement, rows_of
 from parlinalg.train.losses import detached
 from parlinalg.train.mesh import Mesh
 from parlinalg.train.schema import integer, named, optional
@@ -24,6 +27,28 @@ if TYPE_CHECKING:
 
 #: Output and label where this rank holds the last stage, and the mean loss.
 Result = tuple[Any, Any, float | None]
+
+
+class Passes(NamedTuple):
+    """The results of the passes of a batch's microbatches.
+
+    Attributes
+    ----------
+    targets : float
+        Those that count, over which the loss is the mean.
+    sums : dict of str to float
+        Over them, of the losses, as "loss", and of the metrics.
+    outputs, labels : list
+        Of the microbatches whose outputs are on this rank, if they are wanted.
+    stepped : bool
+        Whether the stages have made their steps themselves.
+    """
+
+    targets: float
+    sums: dict[str, float]
+    outputs: list[Any]
+    labels: list[Any]
+    stepped: bool = False
 
 
 class BaseSchedule:
@@ -71,6 +96,23 @@ class BaseSchedule:
             On all ranks, if the iterator has ended on any, the batch has fewer rows than there are microbatches,
             gradients wait for a step, or the loss is not finite and such steps are not skipped.
         """
+        run = self.passes(_engine(engine))
+        if not forward_only:
+            engine.check_free(f"{type(self).__name__}.forward_backward_step")
+        parts = self.batches(engine, data_iter, not forward_only)
+        found = run(engine, parts, forward_only, return_output_label)
+        loss = engine.record_batch(
+            sum(rows_of(x) for x, _ in parts), found.targets, found.sums, computes_gradients=not forward_only,
+            stepped=found.stepped,
+        )  # fmt: skip
+        joint = (joined(found.outputs), joined(found.labels)) if found.outputs else (None, None)
+        return *joint, loss if return_loss else None
+
+    def passes(self, engine: Engine) -> Callable[[Engine, Sequence[Any], bool, bool], Passes]:
+        """Return the function that runs an engine over microbatches.
+
+        It is given the engine, the microbatches, whether they pass forward only, and whether outputs are wanted.
+        """
         raise NotImplementedError
 
     def made(self, ranks: int) -> Schedule:
@@ -101,34 +143,13 @@ class NonPipelineSchedule(BaseSchedule):
     With one, and `gradient_accumulation` in the configuration, each call takes a further batch into the step.
     """
 
-    def forward_backward_step(
-        self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
-        return_output_label: bool = True,
-    ) -> Result:  # fmt: skip
-        if _engine(engine).pipelined:
+    def passes(self, engine: Engine) -> Callable[[Engine, Sequence[Any], bool, bool], Passes]:
+        if engine.in_stages:
             raise EngineError(
                 f"{type(self).__name__}: this model is cut into the stages of a pipeline; use "
                 f"PipelineSchedule({max(2, self.num_microbatches)}), or engine.schedule, that of the configuration"
             )
-        if not forward_only:
-            engine.check_free(f"{type(self).__name__}.forward_backward_step")
-        parts = self.batches(engine, data_iter, not forward_only)
-        outputs, labels, count = [], [], 0
-        sums = dict.fromkeys(("loss", *engine.metrics), 0.0)
-        with engine.weighting_microbatches(parts, computes_gradients=not forward_only):
-            for i, part in enumerate(parts):
-                made = engine.microbatch(
-                    part, last=i == len(parts) - 1, forward_only=forward_only, keeps=return_output_label
-                )
-                count += made.targets
-                for name, value in {"loss": made.loss, **made.measures}.items():
-                    sums[name] += value
-                if return_output_label:
-                    outputs.append(made.output)
-                    labels.append(part[1] if not isinstance(part, Batch) else part.y)
-        loss = engine.record_batch(sum(rows_of(x) for x, _ in parts), count, sums, computes_gradients=not forward_only)
-        joint = (joined(outputs), joined(labels)) if return_output_label else (None, None)
-        return *joint, loss if return_loss else None
+        return one_after_another
 
 
 class PipelineSchedule(NonPipelineSchedule):
@@ -162,36 +183,10 @@ class PipelineSchedule(NonPipelineSchedule):
     def made(self, ranks: int) -> Schedule:
         return make_schedule(self.name, ranks, self.num_microbatches, self.num_model_chunks, every=self.every)
 
-    def forward_backward_step(
-        self, engine: Engine, data_iter: Iterator[Any], forward_only: bool = False, return_loss: bool = True,
-        return_output_label: bool = True,
-    ) -> Result:  # fmt: skip
-        if not _engine(engine).pipelined:
-            return super().forward_backward_step(engine, data_iter, forward_only, return_loss, return_output_label)
-        if not forward_only:
-            engine.check_free(f"{type(self).__name__}.forward_backward_step")
-        worker = engine.worker(self.made(engine.model.topology.size))
-        parts = self.batches(engine, data_iter, not forward_only)
-        offset = 0
-        samples: list[Any] = []
-        for part in parts:
-            samples.append(Sample(engine, part, offset))
-            offset += len(samples[-1])
-        task: Any = Stages(engine, return_output_label)
-        stepped = worker.schedule.asynchronous
-        if forward_only:
-            sums = worker.forward(samples, task)
-        else:
-            with engine.weighting_microbatches(parts):
-                factor = 1.0 if stepped else engine.loss_scale / engine.reference
-                sums = worker.step(samples, task, engine.steps_done, factor)
-            engine.record_rows(offset, sums["count"])
-        count = sums.pop("count")
-        loss = engine.record_batch(offset, count, sums, computes_gradients=not forward_only, stepped=stepped)
-        outputs = [task.outputs[sample.offset] for sample in samples if sample.offset in task.outputs]
-        labels = [sample.label for sample in samples if sample.offset in task.outputs]
-        joint = (joined(outputs), joined(labels)) if outputs else (None, None)
-        return *joint, loss if return_loss else None
+    def passes(self, engine: Engine) -> Callable[[Engine, Sequence[Any], bool, bool], Passes]:
+        if not engine.in_stages:
+            return super().passes(engine)
+        return partial(through_stages, worker_of(engine, self.made(engine.model.topology.size)))
 
     def __repr__(self) -> str:
         chunks = "" if self.num_model_chunks is None else f", num_model_chunks={self.num_model_chunks}"
@@ -252,9 +247,70 @@ class Stages:
         return total, count, {"count": float(count), **measures}
 
 
+def one_after_another(engine: Engine, parts: Sequence[Any], forward_only: bool, keeps: bool) -> Passes:
+    """Run an engine over microbatches one after the other.  Collective."""
+    found = []
+    with engine.weighting_microbatches(parts, computes_gradients=not forward_only):
+        for i, part in enumerate(parts):
+            found.append(engine.microbatch(part, last=i == len(parts) - 1, forward_only=forward_only, keeps=keeps))
+    sums = dict.fromkeys(("loss", *engine.metrics), 0.0)
+    for each in found:
+        for name, value in {"loss": each.loss, **each.measures}.items():
+            sums[name] += value
+    outputs, labels = ([each.output for each in found], [label for _, label in parts]) if keeps else ([], [])
+    return Passes(sum(each.targets for each in found), sums, outputs, labels)
+
+
+def through_stages(worker: Worker, engine: Engine, parts: Sequence[Any], forward_only: bool, keeps: bool) -> Passes:
+    """Run the stages of an engine's model over microbatches, by their schedule.  Collective."""
+    samples: list[Any] = []
+    for part in parts:
+        samples.append(Sample(engine, part, sum(map(len, samples))))
+    task: Any = Stages(engine, keeps)
+    stepped = worker.schedule.asynchronous
+    if forward_only:
+        sums = worker.forward(samples, task)
+    else:
+        with engine.weighting_microbatches(parts):
+            factor = 1.0 if stepped else engine.loss_scale / engine.reference
+            sums = worker.step(samples, task, engine.steps_done, factor)
+        engine.record_rows(sum(map(len, samples)), sums["count"])
+    here = [sample for sample in samples if sample.offset in task.outputs]
+    outputs, labels = [task.outputs[sample.offset] for sample in here], [sample.label for sample in here]
+    return Passes(sums.pop("count"), sums, outputs, labels, stepped)
+
+
+def worker_of(engine: Engine, order: Schedule) -> Worker:
+    """Return what runs the stages of an engine's model in an order of work.  Collective at the first use of each.
+
+    Raises
+    ------
+    ConfigError
+        If this order cannot train the model, or make steps as the engine's update does.
+    """
+    if order not in engine.workers:
+        model: Any = engine.model
+        reducer: Any = next((p.reducer for p in engine.parameters() if p.reducer is not None), None)
+        update = engine.update
+        if order.asynchronous:
+            update.check_asynchronous(order.name)
+            engine.workers[order] = AsynchronousWorker(model, order, update.optimizer, reducer, update.of_one_stage)
+        else:
+            engine.workers[order] = worker = Worker(model, order, reducer)
+            update.examine = worker.examine  # looks at all stages
+    found: Worker = engine.workers[order]
+    return found
+
+
+def order_of(engine: Engine) -> Schedule | None:
+    """Return the order of work of the stages of an engine's model; None where it is not cut into some."""
+    if not engine.in_stages or engine.schedule is None:
+        return None
+    return engine.schedule.made(engine.model.topology.size)
+
+
 def _engine(given: Any) -> Engine:
-    """Return the engine that a schedule is to run; raise an EngineError if it is not an engine."""
-    if not hasattr(given, "pipelined"):
+    if not hasattr(given, "weighting_microbatches"):
         raise EngineError(
             f"forward_backward_step takes the engine that initialize gives first, then an iterator of batches, not "
             f"{type(given).__name__}"
@@ -294,3 +350,41 @@ def schedule_of(config: TrainingConfig, mesh: Mesh | None, model: Module) -> Bas
         return NonPipelineSchedule()
     chosen = config.schedule or (ScheduleConfig() if chunks == 1 else ScheduleConfig("interleaved", chunks=chunks))
     return PipelineSchedule(config.microbatches(mesh.topology.size), chosen.name, chosen.chunks, every=chosen.every)
+
+
+def cut(model: Module, mesh: Mesh, schedule: BaseSchedule, seed: int, train: Feed | None, sample: Any) -> PipelineModel:
+    """Cut a model into the stages of a schedule, and make the values of this rank's.  Collective.
+
+    Parameters
+    ----------
+    model : Module
+    mesh : Mesh
+    schedule : schedule
+    seed : int
+    train, sample
+        Data, and the model's inputs of a microbatch, as of `initialize`: the partitions "time" and "flops" need them.
+    """
+    order = schedule.made(mesh.topology.size)
+    if sample is None and train is not None:
+        train.place(partial(placement, model, mesh.grid, mesh.world))
+        sample = partial(_first, model, mesh.grid, train, order.microbatches)
+    elif sample is not None and not callable(sample):
+        sample = partial(_placed, model, mesh.grid, sample)
+    return split(model, mesh.topology, order, mesh.spec.partition, sample).initialize(seed)
+
+
+def _first(model: Module, grid: Grid, train: Feed, microbatches: int) -> Any:
+    """Return the model's inputs of the first microbatch.  Collective."""
+    try:
+        x, _ = train.first(microbatches)
+    except StopIteration:
+        raise ConfigError(
+            "initialize: the layers are to be measured or counted with the first batch of train_dataloader, which "
+            "gives none: give sample=…, the model's inputs of a microbatch, or another partition"
+        ) from None
+    return _placed(model, grid, x)
+
+
+def _placed(model: Module, grid: Grid, x: Any) -> Any:
+    rows_of(x)  # raises where they are none
+    return place_inputs(model, x, grid, dtype_of(model))

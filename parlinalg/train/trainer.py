@@ -180,7 +180,6 @@ class Trainer:
         return current_thread() is main_thread() and any(hook.signals for hook in self.hooks)
 
     def _train(self, feed: Feed, test_dataloader: Any, test_interval: int, stop: StopSignals | None) -> None:
-        """Train epoch after epoch, and do what follows each."""
         self.engine.train()
         self._call("before_train")
         self._agree()
@@ -212,7 +211,6 @@ class Trainer:
         return epochs or (self._steps is not None and self.step >= self._steps)
 
     def _epoch(self, feed: Feed, stop: StopSignals | None) -> None:
-        """Make the steps of an epoch, or as many as are left."""
         self._call("before_train_epoch")
         batches, count = feed.at(self.epoch, self._taken), self._batches(feed, "train_dataloader")
         while self._taken + self.engine.accumulate <= count:
@@ -223,7 +221,6 @@ class Trainer:
         self.epoch, self._taken = self.epoch + 1, 0
 
     def _step(self, batches: Iterator[Any]) -> None:
-        """Make one step of the optimizer."""
         engine = self.engine
         self._call("before_train_iter")
         self.step_metrics = {}

@@ -10,7 +10,7 @@ import pytest
 from parlinalg import DistArray, Grid, Layout, LayoutError, Tensor
 from parlinalg.autograd import no_grad, ops
 from parlinalg.autograd.saved import saved
-from parlinalg.backend.kernels import CHUNK
+from parlinalg.backend.kernels import TILE
 from parlinalg.backend.kernels.activations import erf, gelu_grad
 from tests.autograd.cases import MATRICES, agree, close, cut, numbers, tensor, value_and_gradients
 
@@ -77,8 +77,8 @@ def test_broadcasting_sums_the_gradient_over_the_dims_that_are_missing(
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_chunks_and_halves_of_the_fused_kernels(serial: Grid) -> None:
-    """Blocks longer than a chunk, empty ones, and 16-bit ones, which are computed in float32 and rounded once."""
+def test_tiles_and_halves_of_the_fused_kernels(serial: Grid) -> None:
+    """Blocks longer than a tile, empty ones, and 16-bit ones, which are computed in float32 and rounded once."""
     import ml_dtypes
 
     big = numbers(3, 25_000)
@@ -150,7 +150,7 @@ def test_wrong_operands(widest: Grid) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_keeps_one_array_and_gives_the_same_recorded_or_not(approximate: str, dtype: type, serial: Grid) -> None:
-    many = CHUNK + 5
+    many = TILE + 5
     block = serial.backend.from_host(np.linspace(-9, 4, many).astype(dtype))
     x = Tensor(DistArray(block, (many,), Layout(None), serial), requires_grad=True)
     y = ops.gelu(x, approximate)

@@ -90,11 +90,11 @@ def test_groups(name: str, groups: int, grid: Grid, serial: Grid) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("chunk", "least"), [(1, 1), (1, 7), (1, 70), (600, 1)])
-def test_parts_of_patches(chunk: int, least: int, monkeypatch: pytest.MonkeyPatch, grid: Grid, serial: Grid) -> None:
+@pytest.mark.parametrize(("tile", "least"), [(1, 1), (1, 7), (1, 70), (600, 1)])
+def test_parts_of_patches(tile: int, least: int, monkeypatch: pytest.MonkeyPatch, grid: Grid, serial: Grid) -> None:
     """Patches made a few rows of an image, or a few images, at a time: the same, and never more at once."""
-    for name in ("CHUNK", "GPU_CHUNK"):
-        monkeypatch.setattr(kernels, name, chunk)
+    for name in ("TILE", "GPU_TILE"):
+        monkeypatch.setattr(kernels, name, tile)
     monkeypatch.setattr(kernels, "LEAST", least)
     most, made = 0, kernels.patches
 
@@ -114,7 +114,7 @@ def test_parts_of_patches(chunk: int, least: int, monkeypatch: pytest.MonkeyPatc
             expected=convolved(x, w, windows),
         )  # fmt: skip
         columns, elements = windows.size(1, 5), 3 * windows.kernel[0] * windows.kernel[1]
-        assert 0 < most <= max(columns, least, chunk // elements)
+        assert 0 < most <= max(columns, least, tile // elements)
         most = 0
 
 

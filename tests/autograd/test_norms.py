@@ -47,7 +47,7 @@ def test_norms_of_empty_blocks(shape: tuple[int, int], grid: Grid, serial: Grid)
 
 
 def test_norms_of_many_rows_far_from_zero(grid: Grid, serial: Grid) -> None:
-    """Several chunks; and a mean that would drown the squares is taken off first."""
+    """Several tiles; and a mean that would drown the squares is taken off first."""
     x = numbers(300, 200)
     layouts = [Layout("a", "b"), Layout("b"), Layout("b")]
     w, b = numbers(200, seed=1), numbers(200, seed=2)

@@ -178,7 +178,7 @@ def test_adam(both, decoupled):
         )
         return p, m, v
 
-    both(run, p, g, m, v, near=0, uses="adam")  # the same bits: optimizers may go over chunks, of which some are small
+    both(run, p, g, m, v, near=0, uses="adam")  # the same bits: optimizers may go over tiles, of which some are small
 
 
 @pytest.mark.parametrize("spread", [0.3, 30.0])  # calm scores, and such as need a maximum

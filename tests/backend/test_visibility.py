@@ -62,10 +62,10 @@ def test_runs(at):
 
 
 def test_what_is_not_seen_is_skipped():
-    """Of four chunks the second rank's queries see their own and the first, unmasked; later ones cost nothing."""
-    chunks = np.arange(64).reshape(4, 16)
-    mine = TokenPositions(np.concatenate([chunks[1], chunks[2]]))
-    theirs = TokenPositions(np.concatenate([chunks[0], chunks[3]]))
+    """Of four parts the second rank's queries see their own and the first, unmasked; later ones cost nothing."""
+    parts = np.arange(64).reshape(4, 16)
+    mine = TokenPositions(np.concatenate([parts[1], parts[2]]))
+    theirs = TokenPositions(np.concatenate([parts[0], parts[3]]))
     visible = Visible(causal=True, places=(mine, theirs))
     one = slice(0, 1)
     assert [visible.spans(one, one, rows, 32, 99) for rows in visible.rows(32, 16)] == [[(0, 16)], [(0, 16)]]

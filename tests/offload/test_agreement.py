@@ -22,7 +22,7 @@ def last(world):
 
 
 def damaged(path):
-    """Bytes of a file's chunks changed behind its back."""
+    """Bytes of a file's tiles changed behind its back."""
     with path.open("r+b") as held:
         held.seek(-(path.stat().st_size // 2), os.SEEK_END)
         held.write(b"x" * (path.stat().st_size // 2))
@@ -53,7 +53,7 @@ def test_kinds_of_errors_and_several_communicators(world, last):
 def test_wrong_keys_of_one_rank(make_grid, world, folder, last, where):
     model, update = start(make_grid(sizes(world.size)))
     if where == "disk":
-        update.place(DiskStates(folder, chunk=4096))
+        update.place(DiskStates(folder, tile=4096))
     go_on(model, update, range(1))
     before = everything(model, update)
     state, values = update.state_dict(), model.state_dict()
@@ -75,14 +75,14 @@ def test_wrong_keys_of_one_rank(make_grid, world, folder, last, where):
 def test_states_damaged_on_one_rank(make_grid, world, folder, last):
     """Reading, loading and moving states, and the masters of values that are loaded."""
     model, update = start(make_grid(sizes(world.size)), dtype="float32", master="float64")
-    with DiskStates(folder, chunk=4096) as states:
+    with DiskStates(folder, tile=4096) as states:
         update.place(states)
         go_on(model, update, range(2))
         state, values = update.state_dict(), model.state_dict()
         world.barrier()
         if world.rank == last:
-            damaged(folder / f"states.{last}.chunks")
-        told = rf"rank {last}, {{}}.*states\.{last}\.chunks is not what was written.*nothing of it is used"
+            damaged(folder / f"states.{last}.tiles")
+        told = rf"rank {last}, {{}}.*states\.{last}\.tiles is not what was written.*nothing of it is used"
         with pytest.raises(OffloadError, match=told.format("reading the state ")):
             update.state_dict()
         with pytest.raises(OffloadError, match=told.format("loading the optimizer's state")):
@@ -99,11 +99,11 @@ def test_states_damaged_on_one_rank(make_grid, world, folder, last):
 def test_files_that_cannot_be_resumed_from_on_one_rank(make_grid, world, folder, last, how):
     grid = make_grid(sizes(world.size))
     model, update = start(grid)
-    with DiskStates(folder, chunk=4096, keep=True) as states:
+    with DiskStates(folder, tile=4096, keep=True) as states:
         update.place(states)
         go_on(model, update, range(2))
     world.barrier()
-    path = folder / f"states.{last}.chunks"
+    path = folder / f"states.{last}.tiles"
     if world.rank == last:
         if how == "missing":
             path.unlink()
@@ -116,7 +116,7 @@ def test_files_that_cannot_be_resumed_from_on_one_rank(make_grid, world, folder,
         update.param_groups[0]["params"].pop()
     before = model.state_dict()
     fault = {"missing": "is not there", "cut": "cut short", "damaged": "checksum", "of another model": "of another"}
-    with pytest.raises(OffloadError, match=rf"rank {last}, reading .*states\.{last}\.chunks.* {fault[how]}"):
+    with pytest.raises(OffloadError, match=rf"rank {last}, reading .*states\.{last}\.tiles.* {fault[how]}"):
         recover(folder, update)
     assert not unlike(model.state_dict(), before)
 
@@ -163,10 +163,10 @@ def test_a_disk_that_fails_on_one_rank_while_states_move(make_grid, world, folde
         calls.append(0)
         return world.rank == last and len(calls) == 3
 
-    with DiskStates(folder, chunk=4096) as states, monkeypatch.context() as patch:
+    with DiskStates(folder, tile=4096) as states, monkeypatch.context() as patch:
         failing(patch, "pwritev", third)
         with pytest.raises(
-            OffloadError, match=rf"rank {last}, moving .*states\.{last}\.chunks cannot be written: .*fire"
+            OffloadError, match=rf"rank {last}, moving .*states\.{last}\.tiles cannot be written: .*fire"
         ):
             update.place(states)
         assert update.flat.states is held

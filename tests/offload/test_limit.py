@@ -20,7 +20,7 @@ def trained(path, mode, **options):
     told = subprocess.run(
         [sys.executable, str(ROOT / "bench/pieces/offload_train.py"),
          json.dumps({"mode": mode, "path": str(path), "hidden": 192, "layers": 20, "sequence": 8, "steps": 2,
-                     "chunk": 1 << 18, **options})],
+                     "tile": 1 << 18, **options})],
         env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=True,
     )  # fmt: skip
     return json.loads(told.stdout)

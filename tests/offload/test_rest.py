@@ -62,7 +62,7 @@ def test_every_bit_as_in_memory(make_grid, world, folder, backend, kind, options
         made.append(OffloadedActivations(path, least=0))
         made[-1].place(model.blocks)
     if what.endswith(("all", "states")) and backend == "numpy":
-        made.append(offload.DiskStates(folder, chunk=4096))
+        made.append(offload.DiskStates(folder, tile=4096))
         update.place(made[-1])
     found = go_on(model, update, range(3))
     assert windows() == 0

@@ -49,11 +49,11 @@ def test_every_bit_as_in_memory(make_grid, world, folder, case, backend):
     want = everything(model, update)
     for values in (True, False) if case == "adamw" else (True,):
         model, update = start(grid, **CASES[case])
-        with DiskStates(folder, chunk=4096, buffers=2, values=values) as states:
+        with DiskStates(folder, tile=4096, buffers=2, values=values) as states:
             update.place(states)
             found = go_on(model, update, range(3))
             assert states.file is None or (states.layout.count > 2 and threads())
-            if case == "lamb":  # its norms are sums over chunks
+            if case == "lamb":  # its norms are sums over tiles
                 assert found == pytest.approx(losses, rel=1e-12)
                 return
             assert found == losses
@@ -69,7 +69,7 @@ def test_every_bit_as_in_memory(make_grid, world, folder, case, backend):
 @pytest.mark.ranks(1, 2)
 def test_a_step_after_the_end_is_refused(make_grid, world, folder):
     model, update = start(make_grid(sizes(world.size)))
-    with DiskStates(folder, chunk=4096) as states:
+    with DiskStates(folder, tile=4096) as states:
         update.place(states)
         go_on(model, update, range(1))
     with pytest.raises(OffloadError, match=r"there are no states of '.*': they were not made, or are closed"):
@@ -84,7 +84,7 @@ def test_states_move_in_the_middle_of_a_training(make_grid, world, folder, backe
     want = everything(model, update)
     model, update = start(grid)
     assert go_on(model, update, range(2)) == losses[:2]
-    with DiskStates(folder, chunk=4096) as states:
+    with DiskStates(folder, tile=4096) as states:
         update.place(states)
         assert go_on(model, update, range(2, 4)) == losses[2:]
         update.place(optim.InMemory())
@@ -100,7 +100,7 @@ def test_a_step_that_fails_on_one_rank_is_not_made_on_any(make_grid, world, fold
     losses = go_on(model, update, range(3))
     want = everything(model, update)
     model, update = start(grid, **options)
-    with DiskStates(folder, chunk=4096) as states:
+    with DiskStates(folder, tile=4096) as states:
         update.place(states)
         assert go_on(model, update, range(2)) == losses[:2]
         before = everything(model, update)
@@ -145,7 +145,7 @@ def test_a_state_that_was_loaded_outlives_a_failed_write(make_grid, world, folde
     failed = count = 0
     while failed == count:
         model, update = start(grid, **options)
-        with DiskStates(folder, chunk=1 << 14, values=values) as states:
+        with DiskStates(folder, tile=1 << 14, values=values) as states:
             update.place(states)
             go_on(model, update, range(1))
             model.load_state_dict(loaded[0])
@@ -168,7 +168,7 @@ def test_a_state_that_was_loaded_outlives_a_failed_write(make_grid, world, folde
 
 def test_without_values_a_step_that_failed_ends_it(make_grid, folder, monkeypatch, world):
     model, update = start(make_grid(sizes(world.size)))
-    with DiskStates(folder, chunk=4096, values=False) as states:
+    with DiskStates(folder, tile=4096, values=False) as states:
         update.place(states)
         go_on(model, update, range(1))
         failing(monkeypatch, "pwritev", lambda: True)
@@ -188,7 +188,7 @@ with pla.Grid(sizes(1), backend="numpy") as grid:
     model, update = start(grid)
     if sys.argv[3] == "late":
         go_on(model, update, range(2))
-    update.place(DiskStates(sys.argv[1], chunk=4096))
+    update.place(DiskStates(sys.argv[1], tile=4096))
     if sys.argv[3] != "late":
         go_on(model, update, range(2))
     calls, original = [0], os.pwritev
@@ -212,8 +212,8 @@ def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call, pl
     steps = {2: everything(model, update)}
     go_on(model, update, range(2, 3))
     steps[3] = everything(model, update)
-    chunks = -(-sum(p.block.size * 16 for p in model.parameters()) // 4096)
-    at = chunks + 5 if call < 0 else call  # in the step after the next; of states just placed, in the first one
+    tiles = -(-sum(p.block.size * 16 for p in model.parameters()) // 4096)
+    at = tiles + 5 if call < 0 else call  # in the step after the next; of states just placed, in the first one
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(at), placed], check=False, capture_output=True, text=True,
         timeout=60, cwd=Path(__file__).parents[2],
@@ -223,7 +223,7 @@ def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call, pl
     made = recover(tmp_path, update)
     assert made == update.steps == (3 if call < 0 and placed == "first" else 2)
     assert not unlike(everything(model, update), steps[made])
-    file = tmp_path / "states.0.chunks"
+    file = tmp_path / "states.0.tiles"
     with file.open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OffloadError, match="in use by another process"):
@@ -249,11 +249,11 @@ def test_a_run_that_is_killed_leaves_its_last_step(make_grid, tmp_path, call, pl
 def test_a_file_that_is_changed_or_cut_is_told_on_all_ranks(make_grid, world, folder):
     grid = make_grid(sizes(world.size))
     model, update = start(grid)
-    with DiskStates(folder, chunk=4096) as states:
+    with DiskStates(folder, tile=4096) as states:
         update.place(states)
         go_on(model, update, range(2))
         before = model.state_dict()
-        mine = folder / f"states.{world.size - 1}.chunks"
+        mine = folder / f"states.{world.size - 1}.tiles"
         if world.rank == world.size - 1:
             os.truncate(mine, 20000)
         with pytest.raises(OffloadError, match=f"{mine.name}.* cut short"):
@@ -292,11 +292,11 @@ if sys.argv[2] == "limit":
 folder = Path(sys.argv[1])
 with pla.Grid(sizes(1), backend="numpy") as grid:
     model, update = start(grid, hidden_size=96)
-    with DiskStates(folder, chunk=1 << 16) as states:
+    with DiskStates(folder, tile=1 << 16) as states:
         update.place(states)
         try:
             go_on(model, update, range(1))
-            print((folder / "states.0.chunks").stat().st_size)
+            print((folder / "states.0.tiles").stat().st_size)
         except OffloadError as error:
             print(error, "| left:", len(list(folder.iterdir())))
 """
@@ -324,7 +324,7 @@ def test_a_full_disk_is_met_when_the_file_is_made(tmp_path, kind):
         return done.stdout
 
     text = said(*prefix)
-    assert f"{tmp_path}/states.0.chunks cannot be made" in text
+    assert f"{tmp_path}/states.0.tiles cannot be made" in text
     needed = int(re.search(r"(\d+) bytes", text)[1])
     assert needed > 1 << 21
     assert "left: 0" in text
@@ -334,11 +334,11 @@ def test_a_full_disk_is_met_when_the_file_is_made(tmp_path, kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("back", [0, 1, 2])
 def test_ranks_that_ended_at_different_steps_go_on_from_the_earlier_one(make_grid, world, folder, back):
-    """Parameters that a step leaves alone, since they have no gradient, keep their values, in chunks of others too."""
-    grid, mine = make_grid(sizes(world.size)), folder / f"states.{world.rank}.chunks"
+    """Parameters that a step leaves alone, since they have no gradient, keep their values, in tiles of others too."""
+    grid, mine = make_grid(sizes(world.size)), folder / f"states.{world.rank}.tiles"
     model, update = start(grid, reduce=False)
     seen, copies = {}, {}
-    with DiskStates(folder, chunk=4096, keep=True) as states:
+    with DiskStates(folder, tile=4096, keep=True) as states:
         update.place(states)
         for step in range(4):
             loss_of(model, step).backward()
@@ -354,7 +354,7 @@ def test_ranks_that_ended_at_different_steps_go_on_from_the_earlier_one(make_gri
     world.barrier()
     model, update = start(grid, reduce=False)
     if back > 1:  # a rank keeps two
-        with pytest.raises(OffloadError, match=r"states\.0\.chunks has step 3, and another rank's file has 2"):
+        with pytest.raises(OffloadError, match=r"states\.0\.tiles has step 3, and another rank's file has 2"):
             recover(folder, update)
         return
     assert recover(folder, update) == update.steps == 4 - back
@@ -362,7 +362,7 @@ def test_ranks_that_ended_at_different_steps_go_on_from_the_earlier_one(make_gri
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_update_of_whole_parameters_takes_no_chunks(make_grid, world, folder):
+def test_an_update_of_whole_parameters_takes_no_tiles(make_grid, world, folder):
     class ByMean(optim.Optimizer):
         STATES = ("mean",)
 
@@ -370,7 +370,7 @@ def test_an_update_of_whole_parameters_takes_no_chunks(make_grid, world, folder)
             run.value[...] -= self.lr * run.g / np.abs(run.g).max()
 
     _, update = start(make_grid(sizes(world.size)), optimizer=lambda ps, lr, master: ByMean(ps, lr, 0.0))
-    with DiskStates(folder, chunk=4096) as disk:
+    with DiskStates(folder, tile=4096) as disk:
         for states in (HostStates(4096), disk):
             told = rf"ByMean may update .* and {type(states).__name__} bring .*ByMean.ELEMENTWISE = True.* or states in"
             with pytest.raises(ConfigError, match=told):

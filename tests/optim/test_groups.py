@@ -80,7 +80,7 @@ def test_masters_and_states_put_away(make_grid, world, folder):
         serial = schemes.discover()["serial"].SCHEME
         want, _ = trained("adamw", one, serial, groups=False)
         half, _ = trained("adamw", one, serial, groups=False, dtype="bfloat16", master=True)
-    for place in (DiskStates(folder, chunk=512), HostStates(chunk=512)):
+    for place in (DiskStates(folder, tile=512), HostStates(tile=512)):
         got, (optimizer,) = trained("adamw", grid, scheme, zero=1, place=place)
         check(got, want)
         place.close()

@@ -74,15 +74,15 @@ def test_steps_are_those_of_the_paper(kind, textbook, options, sharded, make_gri
 
 
 @pytest.mark.parametrize(("kind", "textbook", "options"), CASES[::2])
-def test_states_that_come_in_chunks_give_the_same_steps(kind, textbook, options, make_grid, world, folder, backend):
-    """Gradients lie side by side, as in a bucket, so that a chunk begins within one parameter and ends in another."""
+def test_states_that_come_in_tiles_give_the_same_steps(kind, textbook, options, make_grid, world, folder, backend):
+    """Gradients lie side by side, as in a bucket, so that a tile begins within one parameter and ends in another."""
     grid, whole = make_grid({"a": world.size}), pla.Layout(None)
     rng = np.random.default_rng(3)
     starts = [rng.standard_normal(n) for n in (300, 5, 700, 411)]
     ps = [pla.Parameter(pla.distribute(v, grid, whole), f"p{i}") for i, v in enumerate(starts)]
     optimizer = kind(ps, **options)
     steps = [[rng.standard_normal(len(v)) for v in starts] for _ in range(3)]
-    with DiskStates(folder, chunk=4096) if backend == "numpy" else nullcontext(HostStates(chunk=4096)) as place:
+    with DiskStates(folder, tile=4096) if backend == "numpy" else nullcontext(HostStates(tile=4096)) as place:
         optimizer.place(place)
         for grads in steps:
             bucket = grid.backend.from_host(np.concatenate(grads))

@@ -74,8 +74,8 @@ def give(ps, grads):
 
 @pytest.mark.parametrize(("kind", "textbook", "options"), CASES)
 def test_optimizers_follow_their_papers(kind, textbook, options, make_grid, world, backend, tune):
-    name = "OPTIMIZER_CHUNK" if backend == "numpy" else "OPTIMIZER_DEVICE_CHUNK"
-    tune(must=tunables.COMPILED_SIZE > 1, **{name: 10})  # compiled loops take no chunks
+    name = "OPTIMIZER_TILE" if backend == "numpy" else "OPTIMIZER_DEVICE_TILE"
+    tune(must=tunables.COMPILED_SIZE > 1, **{name: 10})  # compiled loops take no tiles
     ps = parameters(make_grid({"a": world.size}))
     optimizer = kind(ps, **options)
     steps = [values(1 + t) for t in range(5)]

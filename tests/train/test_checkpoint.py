@@ -111,9 +111,9 @@ def test_each_element_is_written_once_and_shared_out(start: Any, small: None, fo
     assert set(index.tensors) == set(arrays)
     for name, entry in index.tensors.items():
         seen = np.zeros(entry.shape, int)
-        for chunk in entry.chunks:
-            seen[tuple(slice(r.start, r.stop) for r in chunk.region)] += 1
-            assert len(chunk.checksums) == -(-math.prod(chunk.sizes) * 8 // 256)
+        for rectangle in entry.rectangles:
+            seen[tuple(slice(r.start, r.stop) for r in rectangle.region)] += 1
+            assert len(rectangle.checksums) == -(-math.prod(rectangle.sizes) * 8 // 256)
         assert (seen == 1).all(), name
     written = [f.nbytes - f.header for f in index.files.values()]
     assert len(written) == world.size
@@ -138,10 +138,10 @@ def test_a_rank_reads_what_it_needs(start: Any, small: None, folder: Path, world
     index = read_index(found.path)
     entries = again.optimizer.arrange()
     needed = sum(p.block.nbytes for p in again.optimizer.parameters) + 2 * sum(e.size for e in entries) * 8
-    chunks = [c for e in index.tensors.values() for c in e.chunks]
+    rectangles = [c for e in index.tensors.values() for c in e.rectangles]
     headers = sum(f.header for f in index.files.values())
     total = sum(f.nbytes for f in index.files.values())
-    assert found.bytes_read <= needed + 2 * 256 * len(chunks) + headers
+    assert found.bytes_read <= needed + 2 * 256 * len(rectangles) + headers
     assert found.bytes_read < 0.6 * total
     least = sum(world.share(found.bytes_read))
     assert least >= total - headers, "all of it was read by somebody"

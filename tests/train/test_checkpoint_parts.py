@@ -60,10 +60,10 @@ def test_ranges_are_cut_into_few_rectangles(
     with Reader(place / "step-00000001") as reader:
         for name, p in held.items():
             (state,) = (n for n in reader.index.tensors if n.startswith(f"optimizer.{name}."))
-            chunks = [chunk for chunk in reader.index.tensors[state].chunks if math.prod(chunk.sizes)]
+            rectangles = [r for r in reader.index.tensors[state].rectangles if math.prod(r.sizes)]
             flat = np.arange(p.size).reshape(p.shape)
             for rank, theirs in enumerate(ranges):
-                ours = [c for c in chunks if c.file.startswith(f"rank-{rank:05}.")]
+                ours = [c for c in rectangles if c.file.startswith(f"rank-{rank:05}.")]
                 parts = [flat[tuple(slice(r.start, r.stop) for r in c.region)].reshape(-1) for c in ours]
                 want = [i for n, start, size in theirs if n == name for i in range(start, start + size)]
                 assert sorted(np.concatenate([np.arange(0), *parts]).tolist()) == want
@@ -99,10 +99,10 @@ def test_shards_that_differ_between_copies_and_ties_count_once(
         writers = {}
         for name, entry in index.tensors.items():
             seen = np.zeros(entry.shape, int)
-            for chunk in entry.chunks:
-                seen[tuple(slice(r.start, r.stop) for r in chunk.region)] += 1
+            for rectangle in entry.rectangles:
+                seen[tuple(slice(r.start, r.stop) for r in rectangle.region)] += 1
             assert (seen == 1).all(), name
-            writers[name] = {int(chunk.file[5:10]) for chunk in entry.chunks}
+            writers[name] = {int(rectangle.file[5:10]) for rectangle in entry.rectangles}
         (tied,) = (name for name in index.tensors if name.startswith("optimizer.tied."))
         (more,) = (name for name in index.tensors if name.startswith("optimizer.more."))
         assert writers["model.tied"] <= ({0, 1} if cut else {0, 1, 2, 3})
@@ -146,8 +146,8 @@ PAGE = 32
 
 @pytest.mark.serial
 @given(data=st.data())
-def test_any_part_of_a_tensor_is_read_from_any_chunks(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """A checkpoint written by hand, as the guide says what is in one, with chunks that are drawn, as is the rectangle
+def test_any_part_of_a_tensor_is_read_from_any_rectangles(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """A checkpoint written by hand, as the guide says what is in one, with rectangles that are drawn, as is the one
     that is wanted; no page is read that has nothing of it."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
     array = np.random.default_rng(0).normal(size=shape)
@@ -155,7 +155,7 @@ def test_any_part_of_a_tensor_is_read_from_any_chunks(data: st.DataObject, tmp_p
     corners: list[Any] = [()]
     for cut in cuts:
         corners = [(*c, (a, b)) for c in corners for a, b in pairwise(cut)]
-    folder = tmp_path_factory.mktemp("chunks") / "step-00000000"
+    folder = tmp_path_factory.mktemp("rectangles") / "step-00000000"
     folder.mkdir()
     parts = {str(i): array[tuple(slice(*r) for r in corner)] for i, corner in enumerate(corners)}
     writer = Writer(folder / "f", {n: p.shape for n, p in parts.items()}, dict.fromkeys(parts, array.dtype))
@@ -174,12 +174,12 @@ def test_any_part_of_a_tensor_is_read_from_any_chunks(data: st.DataObject, tmp_p
     np.testing.assert_array_equal(found, array[tuple(slice(r.start, r.stop) for r in region)])
 
 
-def write_index(folder: Path, shape: Shape, chunks: list[tuple[Any, np.ndarray]]) -> int:
-    """Write the index of the chunks of a tensor "x", which the file "f" has by their numbers; its header's length."""
+def write_index(folder: Path, shape: Shape, rectangles: list[tuple[Any, np.ndarray]]) -> int:
+    """Write the index of a tensor "x", whose rectangles the file "f" has by their numbers; its header's length."""
     contents, stored = (folder / "f").read_bytes(), read_header(folder / "f")
     header = 8 + int.from_bytes(contents[:8], "little")
     listed = []
-    for i, (corner, part) in enumerate(chunks):
+    for i, (corner, part) in enumerate(rectangles):
         bytes_ = np.ascontiguousarray(part).tobytes()
         pages = [bytes_[at : at + PAGE] for at in range(0, len(bytes_), PAGE)]
         listed.append({
@@ -198,7 +198,7 @@ def write_index(folder: Path, shape: Shape, chunks: list[tuple[Any, np.ndarray]]
 
 
 def pages_of(corner: Any, region: tuple[range, ...]) -> int:
-    """Bytes of the pages of a chunk that have elements of a region."""
+    """Bytes of the pages of a rectangle that have elements of a region."""
     sizes = [b - a for a, b in corner]
     flat = np.arange(math.prod(sizes)).reshape(sizes)
     common = [(max(a, r.start), min(b, r.stop)) for (a, b), r in zip(corner, region, strict=True)]

@@ -32,7 +32,7 @@ SECONDS = 20.0  # for any of them, on a crowded machine
 
 @pytest.fixture
 def saved(folder: Path, world: Any, backend: str, tune: Any) -> Any:
-    """Makes a training with checkpoints of steps 1 and 2 in `folder`, cut into chunks of at most 64 bytes."""
+    """Makes a training with checkpoints of steps 1 and 2 in `folder`, cut into rectangles of at most 64 bytes."""
     tune(CHECKPOINT_SPLIT=64)
     sizes = {1: {}, 2: {"tensor": {"mode": "1d", "size": 2}}, 4: {"tensor": {"mode": "2d", "size": 4}}}
     mesh = pla.launch({"parallel": sizes.get(world.size, {})}, world, backend)
@@ -202,31 +202,31 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another dtype": (lambda b: tensor(b).update(dtype="object"), "dtype 'object'"),
     "another dim": (lambda b: tensor(b)["shape"].append(1), "does not lie within the shape"),
     "a dim too large": (lambda b: tensor(b).update(shape=[2**62, 2**62]), "too many elements"),
-    "a chunk left out": (lambda b: tensor(b)["chunks"].pop(), "elements, the tensor has"),
-    "a chunk twice": (lambda b: tensor(b)["chunks"].append(tensor(b)["chunks"][0]), "elements, the tensor has"),
+    "a rectangle left out": (lambda b: tensor(b)["chunks"].pop(), "elements, the tensor has"),
+    "a rectangle twice": (lambda b: tensor(b)["chunks"].append(tensor(b)["chunks"][0]), "elements, the tensor has"),
     "one for another": (lambda b: tensor(b)["chunks"].__setitem__(1, tensor(b)["chunks"][0]), "overlap|elements"),
-    "a negative offset": (lambda b: chunk(b)["offsets"].__setitem__(0, -1), "the offsets of a chunk is -1"),
-    "a negative size": (lambda b: chunk(b)["sizes"].__setitem__(0, -1), "the sizes of a chunk is -1"),
-    "half an offset": (lambda b: chunk(b)["offsets"].__setitem__(0, 0.5), "the offsets of a chunk is 0.5"),
-    "beyond the shape": (lambda b: chunk(b)["offsets"].__setitem__(0, 6), "does not lie within the shape"),
-    "fewer offsets": (lambda b: chunk(b)["offsets"].pop(), "does not lie within the shape"),
-    "before the tensors": (lambda b: chunk(b).update(at=0), "is said to lie in bytes 0 to"),
-    "behind the file": (lambda b: chunk(b).update(at=10**9), "is said to lie in bytes 1000000000 to"),
-    "no such file": (lambda b: chunk(b).update(file="rank-7.safetensors"), "which is not one of its files"),
-    "the bytes of another": (lambda b: chunk(b).update(at=chunk(b)["at"] + 8), "lie in the same bytes"),
-    "checksums that are none": (lambda b: chunk(b).update(crc32="+1234567"), "checksums of a chunk"),
-    "fewer checksums": (lambda b: chunk(b).update(crc32=""), "0 checksums for 1 pages"),
+    "a negative offset": (lambda b: rectangle(b)["offsets"].__setitem__(0, -1), "the offsets of a rectangle is -1"),
+    "a negative size": (lambda b: rectangle(b)["sizes"].__setitem__(0, -1), "the sizes of a rectangle is -1"),
+    "half an offset": (lambda b: rectangle(b)["offsets"].__setitem__(0, 0.5), "the offsets of a rectangle is 0.5"),
+    "beyond the shape": (lambda b: rectangle(b)["offsets"].__setitem__(0, 6), "does not lie within the shape"),
+    "fewer offsets": (lambda b: rectangle(b)["offsets"].pop(), "does not lie within the shape"),
+    "before the tensors": (lambda b: rectangle(b).update(at=0), "is said to lie in bytes 0 to"),
+    "behind the file": (lambda b: rectangle(b).update(at=10**9), "is said to lie in bytes 1000000000 to"),
+    "no such file": (lambda b: rectangle(b).update(file="rank-7.safetensors"), "which is not one of its files"),
+    "the bytes of another": (lambda b: rectangle(b).update(at=rectangle(b)["at"] + 8), "lie in the same bytes"),
+    "checksums that are none": (lambda b: rectangle(b).update(crc32="+1234567"), "checksums of a rectangle"),
+    "fewer checksums": (lambda b: rectangle(b).update(crc32=""), "0 checksums for 1 pages"),
     "a huge header": (lambda b: next(iter(b["files"].values())).__setitem__(1, 10**12), "length of the header"),
     "a name twice as long": (lambda b: b["tensors"].update({"x" * 5000: tensor(b)}), "a tensor is named"),
 }  # fmt: skip
 
 
 def tensor(body: Any) -> Any:
-    """A tensor of several chunks."""
+    """A tensor of several rectangles."""
     return next(t for t in body["tensors"].values() if len(t["chunks"]) > 1 and len(t["shape"]) > 1)
 
 
-def chunk(body: Any) -> Any:
+def rectangle(body: Any) -> Any:
     return tensor(body)["chunks"][0]
 
 

@@ -113,7 +113,7 @@ def test_schedules_give_the_losses_of_one_rank(settings: dict[str, Any], world: 
                 rate.step()
                 last = [s.last for s in getattr(engine.model, "chunks", ())]
                 assert (output is not None) == (label is not None)
-                assert (output is not None) == (not engine.pipelined or any(last))
+                assert (output is not None) == (not engine.in_stages or any(last))
                 if output is not None and mesh.config.schedule != "chimera":
                     assert label.shape == output.shape[:1]
                     assert output.shape[0] <= len(x)
@@ -327,7 +327,7 @@ def test_wrong_batches_are_told_on_all_ranks(world: Any, backend: str) -> None:
         step(iter(pairs()))
         engine.step()
         if SIZE == 2:
-            with pytest.raises(EngineError, match=r"engine\(x\): this model is cut into the stages of a pipeline"):
+            with pytest.raises(EngineError, match=r"engine\(x\): this model is cut into stages"):
                 engine(samples()[0])
             with pytest.raises(EngineError, match=r"NonPipelineSchedule: this model is cut into the stages"):
                 pla.NonPipelineSchedule().forward_backward_step(engine, iter(pairs()))

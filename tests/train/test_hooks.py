@@ -71,7 +71,7 @@ def test_points(world: Any, backend: str) -> None:
             "before_train", "before_train_epoch", *iters, "after_train_epoch", "before_train_epoch", *iters, *test,
             "after_train_epoch", "after_train",
         ]  # fmt: skip
-        last = not found.engine.pipelined or found.engine.model.chunks[-1].last
+        last = not found.engine.in_stages or found.engine.model.chunks[-1].last
         assert notes.shapes == [((6, 3), (6,)) if last else None] * 7
         assert (found.epoch, found.step, found.engine.steps_done) == (2, 6, 6)
         assert metrics["lr"] == 0.1 * 0.25

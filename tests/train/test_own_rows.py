@@ -81,7 +81,7 @@ def own(mesh: Any, axes: tuple[str, ...], parts: int, epoch: int, skip: int = 0)
 
 def reads(engine: Any) -> bool:
     """Whether this rank has a stage that takes inputs, or labels."""
-    return not engine.pipelined or any(stage.first or stage.last for stage in engine.model.chunks)
+    return not engine.in_stages or any(stage.first or stage.last for stage in engine.model.chunks)
 
 
 def mlp(mesh: Any, dropout: float = 0.25) -> nn.MLP:

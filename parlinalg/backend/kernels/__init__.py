@@ -5,8 +5,8 @@ every backend has.  Beside it may stand a compiled form, by a loop that numba co
 of its program.  A call takes the form that the backend of the blocks can run; a form that cannot compute these blocks
 returns `NotImplemented`, and the plain form does.
 
-A plain form passes over its arrays once an operation, so that on a CPU it goes over chunks that stay in a core's cache;
-on a GPU a chunk is the whole block.  Blocks of 16-bit floats are computed in float32 and rounded once.
+A plain form passes over its arrays once an operation, so that on a CPU it goes over tiles that stay in a core's cache;
+on a GPU a tile is the whole block.  Blocks of 16-bit floats are computed in float32 and rounded once.
 
 A module of this folder holds a family of kernels.  `examples` are calls of every kernel, with arrays to try it on:
 `parlinalg doctor --gpu` and the tests run them all.
@@ -142,39 +142,39 @@ def examples() -> list[Example]:
     return sorted(_EXAMPLES, key=lambda e: e.call.__module__)
 
 
-# ------------------------------------------------------------------ plain forms, in chunks
-CHUNK = 1 << 15
-"""Elements of a chunk on a CPU."""
-ROWS_CHUNK = 1 << 16
-"""Elements of a chunk of rows on a CPU, in kernels that sum along them."""
+# ------------------------------------------------------------------ plain forms, in tiles
+TILE = 1 << 15
+"""Elements of a tile on a CPU."""
+ROWS_TILE = 1 << 16
+"""Elements of a tile of rows on a CPU, in kernels that sum along them."""
 
 
-def spans(n: int, like: Block, unit: int = 1, size: int = CHUNK) -> list[slice]:
+def spans(n: int, like: Block, unit: int = 1, size: int = TILE) -> list[slice]:
     """Return runs that cover n units of so many elements of a block, on a CPU each of about `size` elements."""
     step = max(1, size // max(1, unit)) if backend_of(like).cpu else max(1, n)
     return [slice(at, min(n, at + step)) for at in range(0, n, step)]
 
 
 def row_runs(rows: Block) -> list[slice]:
-    """Return runs of rows of a matrix, on a CPU each of about ROWS_CHUNK elements."""
-    return spans(len(rows), rows, rows.shape[1], ROWS_CHUNK)
+    """Return runs of rows of a matrix, on a CPU each of about ROWS_TILE elements."""
+    return spans(len(rows), rows, rows.shape[1], ROWS_TILE)
 
 
 def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch: int = 0) -> Any:
-    """Return new blocks from blocks of one shape by `chain(xp, *chunks, *results, *scratch)`, called for every chunk.
+    """Return new blocks from blocks of one shape by `chain(xp, *tiles, *results, *scratch)`, called for every tile.
 
     Parameters
     ----------
     results : int
         The number of blocks the chain makes; one is returned as it is, more as a tuple.
     scratch : int
-        The number of work arrays of a chunk's length.
+        The number of work arrays of a tile's length.
     """
     first, backend = blocks[0], backend_of(blocks[0])
     xp, work, n = backend.xp, work_dtype(first.dtype), first.size
     made = [xp.empty(first.shape, first.dtype) for _ in range(results)]
     arrays, targets = [flat(b) for b in blocks], [m.reshape(-1) for m in made]
-    size = min(n, CHUNK) if backend.cpu else n
+    size = min(n, TILE) if backend.cpu else n
     cast = work != first.dtype
     room = [xp.empty(size, work) for _ in range(scratch + results * cast)]
     for at in range(0, n, max(1, size)):

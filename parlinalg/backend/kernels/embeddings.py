@@ -12,7 +12,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.halves import work_dtype
-from parlinalg.backend.kernels import CHUNK, example, kernel
+from parlinalg.backend.kernels import TILE, example, kernel
 
 Block = Any
 
@@ -95,7 +95,7 @@ def rotate(x: Block, cos: Block, sin: Block, parts: int, back: bool = False) -> 
     pairs = cos.shape[1]
     if back:
         sin = -sin
-    step = min(n, max(1, CHUNK // max(1, math.prod(row)))) if cpu else n
+    step = min(n, max(1, TILE // max(1, math.prod(row)))) if cpu else n
     same, other, turned = (xp.empty((step, *row), cos.dtype) for _ in range(3))
     same[...] = 1
     other[...] = 0

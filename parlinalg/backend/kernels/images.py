@@ -19,11 +19,11 @@ from parlinalg.backend.kernels import example, kernel
 Block = Any
 Pair = tuple[int, int]
 
-CHUNK = 1 << 19
+TILE = 1 << 19
 """Elements of the patches that are made at once on a CPU: they stay in the cache."""
 LEAST = 512
 """Patches that are made at once at least: products of fewer rows are slow."""
-GPU_CHUNK = 1 << 27
+GPU_TILE = 1 << 27
 """Elements of the patches that are made at once on a GPU."""
 
 
@@ -110,7 +110,7 @@ def parts(images: int, sizes: Pair, elements: int, like: Block) -> Iterator[tupl
     like : array
         A block of the backend where they are made.
     """
-    most = max((CHUNK if backend_of(like).cpu else GPU_CHUNK) // max(1, elements), LEAST)
+    most = max((TILE if backend_of(like).cpu else GPU_TILE) // max(1, elements), LEAST)
     rows, columns = sizes
     if rows * columns <= most:
         step = max(1, most // max(1, rows * columns))

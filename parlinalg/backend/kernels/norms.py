@@ -56,8 +56,8 @@ def norm(
         mean[part] = rows[part].astype(work, copy=False) @ share
 
     def centre(part: slice) -> Block:
-        chunk = rows[part].astype(work, copy=False)
-        return xp.subtract(chunk, mean[part, None], out=room(part)) if centred else chunk
+        tile = rows[part].astype(work, copy=False)
+        return xp.subtract(tile, mean[part, None], out=room(part)) if centred else tile
 
     def squares(part: slice) -> None:
         c = centre(part)
@@ -98,8 +98,8 @@ def norm_grad(
     sums = xp.zeros((2, count), work)
 
     def centre(part: slice) -> Block:
-        chunk = rows[part].astype(work, copy=False)
-        return xp.subtract(chunk, at.mean[part, None], out=c[: len(chunk)]) if centred else chunk
+        tile = rows[part].astype(work, copy=False)
+        return xp.subtract(tile, at.mean[part, None], out=c[: len(tile)]) if centred else tile
 
     def terms(part: slice) -> None:
         # with h = (x - mean) scale: dw = sum of g h, db = sum of g; each row's sums of g w and of g w h / scale
@@ -402,8 +402,8 @@ example("RMS norm, gradient", lambda x, g, w: _try_norm_grad(x, g, w, None), "x"
 # ------------------------------------------------------------------ norms of columns
 
 
-def _chunked(rows: Sequence[Block], kernel: Callable[..., None], work: Any) -> None:
-    """Call a kernel for every chunk of some matrices of equal shapes, of the working dtype."""
+def _tiled(rows: Sequence[Block], kernel: Callable[..., None], work: Any) -> None:
+    """Call a kernel for every tile of some matrices of equal shapes, of the working dtype."""
     for part in row_runs(rows[0]):
         kernel(part, *(r[part].astype(work, copy=False) for r in rows))
 
@@ -423,12 +423,12 @@ def column_moments(x: Block, n: int, total: Total) -> tuple[Block, Block]:
     mean = total(row_sums(x)) / max(1, n)
     squares = xp.zeros(x.shape[1], work)
 
-    def add(_: slice, chunk: Block) -> None:
+    def add(_: slice, tile: Block) -> None:
         nonlocal squares
-        c = chunk - mean
+        c = tile - mean
         squares += row_sums(xp.multiply(c, c, out=c))
 
-    _chunked([x], add, work)
+    _tiled([x], add, work)
     return mean, total(squares) / max(1, n)
 
 
@@ -440,14 +440,14 @@ def column_norm(x: Block, mean: Block, scale: Block, weight: Block | None, bias:
     gain = scale if weight is None else scale * weight.astype(work, copy=False)
     shift = None if bias is None else bias.astype(work, copy=False)
 
-    def finish(part: slice, chunk: Block) -> None:
-        c = chunk - mean
+    def finish(part: slice, tile: Block) -> None:
+        c = tile - mean
         xp.multiply(c, gain, out=c)
         if shift is not None:
             xp.add(c, shift, out=c)
         out[part] = c
 
-    _chunked([x], finish, work)
+    _tiled([x], finish, work)
     return out
 
 
@@ -457,12 +457,12 @@ def column_sums_grad(x: Block, g: Block, mean: Block, scale: Block) -> Block:
     xp, work = namespace(x), work_dtype(x.dtype)
     sums = xp.zeros((2, x.shape[1]), work)
 
-    def add(_: slice, chunk: Block, grads: Block) -> None:
+    def add(_: slice, tile: Block, grads: Block) -> None:
         sums[0] += row_sums(grads)
-        c = chunk - mean
+        c = tile - mean
         sums[1] += row_sums(xp.multiply(c, grads, out=c))
 
-    _chunked([x, g], add, work)
+    _tiled([x, g], add, work)
     sums[1] *= scale
     return sums
 
@@ -481,18 +481,18 @@ def column_norm_grad(x: Block, g: Block, mean: Block, scale: Block, weight: Bloc
     gain = scale if weight is None else scale * weight.astype(work, copy=False)
     slope = None if sums is None else sums[1] * scale
 
-    def finish(part: slice, chunk: Block, grads: Block) -> None:
+    def finish(part: slice, tile: Block, grads: Block) -> None:
         # gain (g - mean of g - h mean of g h), with h = (x - mean) scale
         if sums is None:
             out[part] = grads * gain
             return
-        c = chunk - mean
+        c = tile - mean
         xp.multiply(c, slope, out=c)
         xp.subtract(grads, c, out=c)
         xp.subtract(c, sums[0], out=c)
         out[part] = xp.multiply(c, gain, out=c)
 
-    _chunked([x, g], finish, work)
+    _tiled([x, g], finish, work)
     return out
 
 

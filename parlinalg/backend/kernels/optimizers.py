@@ -1,6 +1,6 @@
 """Optimizer updates, in place over flat arrays.
 
-Each update is a chain of elementwise operations that goes over the arrays a chunk at a time, so that on a CPU what
+Each update is a chain of elementwise operations that goes over the arrays a tile at a time, so that on a CPU what
 lies between the first and the last stays in the cache.  Parameters and gradients in 16 bits are updated in float32.
 
 Updates whose size depends on norms of whole parameters, LAMB's and LARS's, are two passes: one that gives the terms of
@@ -35,7 +35,7 @@ def sgd(
     With `nesterov` the step is `p -= lr (d + momentum m)`; without momentum (m None) `p -= lr d`.
     """
     xp = namespace(p)
-    for part, (s, t, u) in chunks(p, 3):
+    for part, (s, t, u) in tiles(p, 3):
         q, d = read(p[part], s.dtype), scaled(g[part], factor, u)
         if weight_decay:
             xp.multiply(q, weight_decay, out=s)
@@ -78,7 +78,7 @@ def adam_step(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]
     """
     xp = namespace(p)
     b1, c1, b2, c2, rate, tiny, coupled, decay, factor = numbers
-    for part, (s, t, u) in chunks(p, 3):
+    for part, (s, t, u) in tiles(p, 3):
         q, d, mean, square = read(p[part], s.dtype), scaled(g[part], factor, u), m[part], v[part]
         if coupled:
             xp.multiply(q, coupled, out=t)
@@ -100,7 +100,7 @@ def adam_step(p: Array, g: Array, m: Array, v: Array, numbers: tuple[float, ...]
 
 @loop()
 def _adam_loop(p: Any, g: Any, m: Any, v: Any, numbers: Any) -> None:
-    """Every operation is one of the plain form's, so that chunks of any size give the same bits."""
+    """Every operation is one of the plain form's, so that tiles of any size give the same bits."""
     b1, c1, b2, c2, rate, tiny, coupled, decay, factor = numbers
     for i in range(p.size):
         d = g[i] * factor + coupled * p[i]
@@ -146,7 +146,7 @@ def lamb_moments(g: Array, m: Array, v: Array, *, betas: tuple[float, float], fa
     """Update the moments: `m = β₁ m + (1 - β₁) factor g`; `v = β₂ v + (1 - β₂) (factor g)²`."""
     xp = namespace(g)
     b1, b2 = betas
-    for part, (s, t) in chunks(m, 2):
+    for part, (s, t) in tiles(m, 2):
         d, mean, square = scaled(g[part], factor, t), m[part], v[part]
         mean *= b1
         mean += xp.multiply(d, 1 - b1, out=s)
@@ -170,7 +170,7 @@ def lamb_step(
     root = math.sqrt(1 - b2**step)
     share, tiny = root / (1 - b1**step), eps * root
     total: Any = 0.0
-    for part, (s, t) in chunks(p, 2):
+    for part, (s, t) in tiles(p, 2):
         q = read(p[part], s.dtype)
         xp.sqrt(v[part], out=s)
         s += tiny
@@ -192,7 +192,7 @@ def lars_step(
 ) -> None:
     """Make the step `d = rate (factor g + weight_decay p)`; `m = momentum m + d`; `p -= m`, or without m `p -= d`."""
     xp = namespace(p)
-    for part, (s, t) in chunks(p, 2):
+    for part, (s, t) in tiles(p, 2):
         q = read(p[part], s.dtype)
         d = scaled(g[part], factor, t)
         if weight_decay:
@@ -206,7 +206,7 @@ def lars_step(
         subtract(p[part], q, d)
 
 
-# ------------------------------------------------------------------ sums, and work by chunks
+# ------------------------------------------------------------------ sums, and work by tiles
 
 
 @kernel()
@@ -214,7 +214,7 @@ def square_sum(x: Array) -> Array:
     """Return the sum of squares of a flat array, in float64, as an array without dims on its device."""
     xp = namespace(x)
     total = xp.zeros((), np.float64)
-    size = _chunk(x)
+    size = _tile(x)
     for at in range(0, x.size, size):
         part = read(x[at : at + size], work_dtype(x.dtype))
         total += xp.dot(part, part)
@@ -225,7 +225,7 @@ def square_sum(x: Array) -> Array:
 def all_finite(x: Array) -> bool:
     """Return True if no element of a flat array is infinite or NaN."""
     xp = namespace(x)
-    size = _chunk(x)
+    size = _tile(x)
     return all(bool(xp.isfinite(x[at : at + size]).all()) for at in range(0, x.size, size))
 
 
@@ -235,8 +235,8 @@ def scale(x: Array, factor: float) -> None:
     x *= x.dtype.type(factor)
 
 
-def _chunk(like: Array) -> int:
-    return tunables.OPTIMIZER_CHUNK if backend_of(like).cpu else tunables.OPTIMIZER_DEVICE_CHUNK
+def _tile(like: Array) -> int:
+    return tunables.OPTIMIZER_TILE if backend_of(like).cpu else tunables.OPTIMIZER_DEVICE_TILE
 
 
 def scaled(x: Array, factor: float, out: Array) -> Array:
@@ -265,10 +265,10 @@ def subtract(p: Array, q: Array, s: Array) -> None:
         p[...] = q
 
 
-def chunks(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
-    """Yield the slices of the chunks of a flat array, each with scratch arrays of its length."""
+def tiles(p: Array, scratch: int) -> Iterator[tuple[slice, list[Array]]]:
+    """Yield the slices of the tiles of a flat array, each with scratch arrays of its length."""
     xp = namespace(p)
-    size = min(p.size, _chunk(p))
+    size = min(p.size, _tile(p))
     spare = [xp.empty(size, work_dtype(p.dtype)) for _ in range(scratch)]
     for at in range(0, p.size, max(1, size)):
         n = min(size, p.size - at)

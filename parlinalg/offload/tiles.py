@@ -1,12 +1,12 @@
-"""A file of chunks that goes from one generation to the next at once, or not at all.
+"""A file of tiles that goes from one generation to the next at once, or not at all.
 
-Chunks move, not tensors (Fang et al., "PatrickStar: parallel training of pre-trained models via chunk-based memory
-management", 2021).  Every chunk has two places in the file.  A chunk is written to the place that its last complete
-generation does not use, and `commit` writes which place of every chunk counts, with its checksums: to one of two tables
-in turn, under a checksum of its own, after the chunks are on the disk.  So a process may end at any moment: what is
-found is the last generation that was complete, never a mixture.
+Tiles move, not tensors (the chunks of Fang et al., "PatrickStar: parallel training of pre-trained models via
+chunk-based memory management", 2021).  Every tile has two places in the file.  A tile is written to the place that its
+last complete generation does not use, and `commit` writes which place of every tile counts, with its checksums: to one
+of two tables in turn, under a checksum of its own, after the tiles are on the disk.  So a process may end at any
+moment: what is found is the last generation that was complete, never a mixture.
 
-The file: a head (sizes, and a label that says what the chunks hold), two tables, the chunks' first places, the second.
+The file: a head (sizes, and a label that says what the tiles hold), two tables, the tiles' first places, the second.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from parlinalg.backend import Backend
 from parlinalg.errors import OffloadError
 from parlinalg.offload.disk import DiskFile, aligned, checksum, whole_pages
 
-MAGIC = b"PLCHUNK1"
+MAGIC = b"PLTILES1"
 HEAD = np.dtype([("magic", "S8"), ("crc", "<u4"), ("label", "<u4"), ("count", "<u8"), ("parts", "<u8", 2)])
 TABLE = np.dtype([("magic", "S8"), ("crc", "<u4"), ("note", "<u4"), ("generation", "<u8")])
 ROW = np.dtype([("crcs", "<u4", 2), ("place", "u1")])
 ZEROS = 255
-"""The place of a chunk that was never written: it is all zeros."""
+"""The place of a tile that was never written: it is all zeros."""
 NOTE = 1024  # bytes at most
 CRC = 12  # where the bytes begin that a head's or a table's checksum is of
 
 
-class ChunkFile:
-    """Chunks of one size in a file, with generations.  One thread may read while another writes.
+class TileFile:
+    """Tiles of one size in a file, with generations.  One thread may read while another writes.
 
     Parameters
     ----------
     path : Path
     count : int
-        The number of chunks, zeros at first.
+        The number of tiles, zeros at first.
     parts : tuple of two ints
-        A chunk's bytes: those of its first part, and of its second, which may be left alone when it is read or written.
+        A tile's bytes: those of its first part, and of its second, which may be left alone when it is read or written.
         Multiples of the page of `parlinalg.offload.disk`.
     label : object
-        JSON that says what the chunks hold.
+        JSON that says what the tiles hold.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class ChunkFile:
         self._guarded(lambda: self.file.write(head, 0))
 
     @classmethod
-    def open(cls, path: Path) -> ChunkFile:
+    def open(cls, path: Path) -> TileFile:
         """A file that an earlier process left, at its last complete generation.
 
         Raises
@@ -117,7 +117,7 @@ class ChunkFile:
         length, count, parts = int(head["label"]), int(head["count"]), tuple(int(n) for n in head["parts"])
         whole = whole_pages(HEAD.itemsize + length)
         if head["magic"] != MAGIC or whole > size:
-            raise OffloadError(f"{self.path} is not a file of chunks, or cut short: it has {size} bytes")
+            raise OffloadError(f"{self.path} is not a file of tiles, or cut short: it has {size} bytes")
         text = aligned(whole)
         self.file.read(text, 0)
         if checksum(text[CRC:]) != head["crc"]:
@@ -151,37 +151,37 @@ class ChunkFile:
         self.generation, self.note, self._rows = found
         self._pending.clear()
 
-    def read(self, chunk: int, buffer: np.ndarray) -> None:
-        """Fill a buffer, as long as the first part or as both, with a chunk as it was last written.
+    def read(self, tile: int, buffer: np.ndarray) -> None:
+        """Fill a buffer, as long as the first part or as both, with a tile as it was last written.
 
         Raises
         ------
         OffloadError
             If the file is cut short, or holds other bytes than were written.
         """
-        row = self._rows[chunk]
-        first, second, place = self._pending.get(chunk) or (*map(int, row["crcs"]), int(row["place"]))
+        row = self._rows[tile]
+        first, second, place = self._pending.get(tile) or (*map(int, row["crcs"]), int(row["place"]))
         if place == ZEROS:
             buffer[:] = 0
             return
-        self.file.read(buffer, self._offset(chunk, place))
+        self.file.read(buffer, self._offset(tile, place))
         at = self.parts[0]
         if checksum(buffer[:at]) != first or (buffer.size > at and checksum(buffer[at:]) != second):
             raise OffloadError(
-                f"chunk {chunk} in {self.path} is not what was written there (its checksum differs): the file was "
+                f"tile {tile} in {self.path} is not what was written there (its checksum differs): the file was "
                 "changed by someone else, or the disk fails; nothing of it is used"
             )
 
-    def write(self, chunk: int, buffer: np.ndarray) -> None:
-        """Write a chunk, its first part or both, for the next generation."""
-        now = int(self._rows["place"][chunk])
+    def write(self, tile: int, buffer: np.ndarray) -> None:
+        """Write a tile, its first part or both, for the next generation."""
+        now = int(self._rows["place"][tile])
         place = 1 - now if now != ZEROS else (self.generation + 1) % 2
-        self.file.write(buffer, self._offset(chunk, place))
+        self.file.write(buffer, self._offset(tile, place))
         at = self.parts[0]
-        self._pending[chunk] = (checksum(buffer[:at]), checksum(buffer[at:]), place)
+        self._pending[tile] = (checksum(buffer[:at]), checksum(buffer[at:]), place)
 
-    def _offset(self, chunk: int, place: int) -> int:
-        return self._data + (place * self.count + chunk) * sum(self.parts)
+    def _offset(self, tile: int, place: int) -> int:
+        return self._data + (place * self.count + tile) * sum(self.parts)
 
     @property
     def changed(self) -> bool:
@@ -197,8 +197,8 @@ class ChunkFile:
             Kept with it: JSON of at most `NOTE` bytes.
         """
         rows = self._rows.copy()
-        for chunk, (first, second, place) in self._pending.items():
-            rows[chunk] = ((first, second), place)
+        for tile, (first, second, place) in self._pending.items():
+            rows[tile] = ((first, second), place)
         text, table = json.dumps(dict(note)).encode(), self._table
         if len(text) > NOTE:
             raise ValueError(f"a note of {len(text)} bytes; at most {NOTE} are kept")
@@ -208,7 +208,7 @@ class ChunkFile:
         head = table[: TABLE.itemsize].view(TABLE)
         head[0] = (MAGIC, 0, len(text), self.generation + 1)
         head["crc"] = checksum(table[CRC:])
-        self.file.flush()  # the chunks are there before the table says so
+        self.file.flush()  # the tiles are there before the table says so
         self.file.write(table, self._head + (self.generation + 1) % 2 * self._room)
         self.file.flush()
         self.generation, self.note, self._rows = self.generation + 1, dict(note), rows
@@ -224,27 +224,27 @@ class ChunkFile:
 
 
 class Medium(Protocol):
-    """A file or the like that holds chunks."""
+    """A file or the like that holds tiles."""
 
-    def read(self, chunk: int, buffer: np.ndarray) -> None:
-        """Fill a buffer with a chunk."""
+    def read(self, tile: int, buffer: np.ndarray) -> None:
+        """Fill a buffer with a tile."""
 
-    def write(self, chunk: int, buffer: np.ndarray) -> None:
-        """Write a chunk."""
+    def write(self, tile: int, buffer: np.ndarray) -> None:
+        """Write a tile."""
 
 
 class Stream:
-    """Passes over chunks: the next ones are being read and the last ones written while one is worked on.
+    """Passes over tiles: the next ones are being read and the last ones written while one is worked on.
 
     Parameters
     ----------
     medium : Medium
     nbytes : int
-        The bytes of a chunk.
+        The bytes of a tile.
     backend : Backend
         Makes the buffers.
     buffers : int
-        How many chunks are in memory at a time, at least 2.
+        How many tiles are in memory at a time, at least 2.
     """
 
     def __init__(self, medium: Medium, nbytes: int, backend: Backend, buffers: int = 4) -> None:
@@ -254,31 +254,31 @@ class Stream:
         self._readers = ThreadPoolExecutor(1, "parlinalg-offload-read")
         self._writers = ThreadPoolExecutor(1, "parlinalg-offload-write")
 
-    def iterate_chunks(self, chunks: Sequence[int], read: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The chunks in this order, each once, in a buffer that is the caller's until the next is asked for.
+    def iterate_tiles(self, tiles: Sequence[int], read: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The tiles in this order, each once, in a buffer that is the caller's until the next is asked for.
 
-        Its first `read` bytes are read; what it then holds is written.  A caller that breaks off leaves the chunk it
+        Its first `read` bytes are read; what it then holds is written.  A caller that breaks off leaves the tile it
         had unwritten.  At the end everything is written, or an error raised.
         """
         free = deque(self.buffers)
         ahead: deque[tuple[int, np.ndarray, Future[None]]] = deque()
         behind: deque[tuple[np.ndarray, Future[None]]] = deque()
-        left = iter(chunks)
+        left = iter(tiles)
         try:
             while True:
                 while behind and (behind[0][1].done() or not (free or ahead)):
                     buffer, future = behind.popleft()
                     future.result()
                     free.append(buffer)
-                while free and (chunk := next(left, None)) is not None:
+                while free and (tile := next(left, None)) is not None:
                     buffer = free.popleft()
-                    ahead.append((chunk, buffer, self._readers.submit(self.medium.read, chunk, buffer[:read])))
+                    ahead.append((tile, buffer, self._readers.submit(self.medium.read, tile, buffer[:read])))
                 if not ahead:
                     break
-                chunk, buffer, got = ahead.popleft()
+                tile, buffer, got = ahead.popleft()
                 got.result()
-                yield chunk, buffer
-                behind.append((buffer, self._writers.submit(self.medium.write, chunk, buffer)))
+                yield tile, buffer
+                behind.append((buffer, self._writers.submit(self.medium.write, tile, buffer)))
             while behind:
                 behind.popleft()[1].result()
         finally:  # buffers are not left to threads that still use them
