@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from parlinalg.comm import Handle
-from parlinalg.errors import LayoutError
+from parlinalg.errors import GridError, LayoutError
 from parlinalg.exchange import exchange, local, meet, piece_size, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, coordinates, cut_lengths, index_of
@@ -134,17 +134,28 @@ def check_block_replicas(block: Block, layout: Layout, grid: Grid, what: str = "
         compare(grid.comm(axes), block, what or f"the blocks of an array in {layout!r}")
 
 
-def check_given(what: str, block: Block, layout: Layout, shape: Shape, grid: Grid, right: str, **facts: Any) -> None:
+def check_given(
+    what: str,
+    block: Block,
+    layout: Layout,
+    shape: Shape,
+    grid: Grid,
+    right: str,
+    *,
+    replicas: bool = False,
+    **facts: Any,
+) -> None:
     """Checked mode: raise a CommError on all ranks of the grid unless they make one array.
 
     Shape, dtype, layout and `facts` should be equal on all, and blocks of the same part too.  `what` and `right` are
-    for the message.
+    for the message.  With `replicas`, some elements of blocks of the same part are compared without the checked mode.
     """
-    if grid.world.checked and grid.inside:
+    always = replicas and any(a not in layout.axes and n > 1 for a, n in grid.sizes.items())
+    if (grid.world.checked or always) and grid.inside:
         from parlinalg.comm.check import compare
 
         given = {"shape": list(shape), "dtype": str(block.dtype), "layout": repr(layout), **facts}
-        compare(grid.everyone, what, given, right, block, part_of(layout, grid))
+        compare(grid.everyone, what, given, right, block, part_of(layout, grid), always=always)
 
 
 def part_of(layout: Layout, grid: Grid) -> list[int]:
@@ -290,7 +301,14 @@ _COLLECTIVE = frozenset(_STEPS) - {"mask", "embed", "slice"}
 
 def fitting(layout: Layout, shape: Shape, grid: Grid) -> Layout:
     """Return the layout, once checked against the shape and the grid."""
-    if not isinstance(layout, Layout):
-        raise LayoutError(f'a layout is a Layout, such as Layout("r", None), not {layout!r}')
+    check_kinds(grid, layout)
     layout.check(shape, grid.sizes)
     return layout
+
+
+def check_kinds(grid: Grid, layout: Layout) -> None:
+    """Raise an error unless the one is a grid and the other a layout."""
+    if not isinstance(grid, Grid):
+        raise GridError(f'a grid is a Grid, such as Grid({{"r": 2, "c": 2}}), not {grid!r}')
+    if not isinstance(layout, Layout):
+        raise LayoutError(f'a layout is a Layout, such as Layout("r", None), not {layout!r}')

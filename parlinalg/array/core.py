@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,13 @@ from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.redistribute import fitting, redistribute
+from parlinalg.units import ITEMSIZE
 
 Block = Any
 Axis = int | tuple[int, ...] | None
+
+FEW_VIEWS = 16
+"""Views of an array that are remembered before those that are gone are looked for."""
 
 
 class DistArray(NDArrayOperatorsMixin):
@@ -28,17 +35,22 @@ class DistArray(NDArrayOperatorsMixin):
     by block on equal layouts (see `parlinalg.array.ufuncs`); the functions of NumPy listed in
     `parlinalg.array.functions` work too; everything else is refused, never computed on one rank's block by accident.
 
+    Arrays are values: `B = A.T`, a slice or a change of layout may lie in A's memory for as long as both are only read,
+    but an operator in place and `out=` change the array that is named and no other, on any grid and in any layout.
+    Where another array would see it, they write to new memory, or leave the other a copy of what it held.
+
     Attributes
     ----------
     block : array
-        This rank's block, an array of the grid's backend.
+        This rank's block, an array of the grid's backend.  It is the memory itself: what is written to it directly
+        shows in all arrays that lie in the same memory, so write to the block of a `copy()`.
     shape : tuple of int
         The global shape.
     layout : Layout
     grid : Grid
     """
 
-    __slots__ = ("block", "grid", "layout", "order", "shape")
+    __slots__ = ("__weakref__", "_owner", "_views", "block", "grid", "layout", "order", "shape")
 
     def __init__(
         self, block: Block, shape: Sequence[int], layout: Layout, grid: Grid, order: tuple[int, ...] | None = None
@@ -49,6 +61,8 @@ class DistArray(NDArrayOperatorsMixin):
         self.block = block
         self.order = order
         """The permutation of dims under which all ranks' blocks lie in C order; None is the identity, or unknown."""
+        self._owner: DistArray | None = None  # the array in whose memory this one lies as a view
+        self._views: list[weakref.ref[DistArray]] | None = None  # the views in the memory of this one
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -62,6 +76,11 @@ class DistArray(NDArrayOperatorsMixin):
     def size(self) -> int:
         """The number of elements of the global array."""
         return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +108,48 @@ class DistArray(NDArrayOperatorsMixin):
             block, self.shape if shape is None else shape, self.layout if layout is None else layout, self.grid
         )
 
+    def sharing(
+        self, block: Block, layout: Layout | None = None, shape: Sequence[int] | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> DistArray:  # fmt: skip
+        """Return an array, as `like`, whose block may lie in this one's memory until one of the two is written to."""
+        result = self.like(block, layout, shape)
+        result.order = order
+        mine = self.resident  # None where each look at the block is another window into the same file
+        known = mine is not None and result.block is not mine and result.block.size
+        if known and not self.xp.may_share_memory(result.block, mine):
+            return result
+        owner = result._owner = self if self._owner is None else self._owner
+        views = owner._views
+        if views is None:
+            owner._views = [weakref.ref(result)]
+            return result
+        if len(views) >= FEW_VIEWS and not len(views) & (len(views) - 1):  # at powers of two: a constant cost each
+            views[:] = [view for view in views if view() is not None]
+        views.append(weakref.ref(result))
+        return result
+
+    def destination(self) -> Block:
+        """Return a block to be overwritten as a whole, which no other array sees; `adopt` makes it this array's.
+
+        It is the array's own, or a new one for a view.  Views in the memory of this array get copies.
+        """
+        if self.resident is None and not (self._owner is None and self.grid.backend.host_memory):
+            raise TypeError("an array that rests in a file or in host memory is not written in place; take a copy()")
+        if self._owner is not None:
+            return self.xp.empty_like(self.block)
+        views, self._views = self._views, None
+        for view in views or ():
+            other = view()
+            if other is not None and other._owner is self:
+                other.adopt(other.block.copy(order="K"))
+        return self.block
+
+    def adopt(self, block: Block) -> None:
+        """Have `block`, which no other array sees, as this rank's block."""
+        if block is not self.block:
+            self.block, self._owner = block, None
+
     # ------------------------------------------------------------------ movement
     def redistribute(self, layout: Layout) -> DistArray:
         """Return the same array in another layout; the one operation that changes where elements lie.
@@ -96,8 +157,8 @@ class DistArray(NDArrayOperatorsMixin):
         No rank receives more elements than its new block lacks.  Collective.
         """
         if fitting(layout, self.shape, self.grid) == self.layout:
-            return self
-        return DistArray(self.block_in(layout), self.shape, layout, self.grid, self.order)
+            return self.sharing(self.block, order=self.order)
+        return self.sharing(self.block_in(layout), layout, order=self.order)
 
     def block_in(self, layout: Layout) -> Block:
         """Return this rank's block of the array in another layout, which may share memory with `block`.  Collective."""
@@ -119,15 +180,15 @@ class DistArray(NDArrayOperatorsMixin):
 
     def summed(self) -> DistArray:
         """Return the same array with nothing left to sum: partial axes all-reduced."""
-        return self.redistribute(self.layout.with_partial(())) if self.layout.partial else self
+        return self.redistribute(self.layout.with_partial(()))
 
     # ------------------------------------------------------------------ views
     def transpose(self, *order: Any) -> DistArray:
-        """Dims permuted; a view: nothing moves."""
+        """Return the array with its dims permuted; nothing moves, and nothing is copied."""
         dims: Sequence[int] = order[0] if len(order) == 1 and not isinstance(order[0], int) else order
         if not order or dims is None:
             dims = range(self.ndim)[::-1]
-        dims = [d % self.ndim if -self.ndim <= d < self.ndim else d for d in dims]
+        dims = [axis_of(d, self.ndim) for d in dims]
         if sorted(dims) != list(range(self.ndim)):
             raise ValueError(
                 f"transpose of an array of {self.ndim} dims takes each of 0 to {self.ndim - 1} once, not {tuple(dims)}"
@@ -137,48 +198,92 @@ class DistArray(NDArrayOperatorsMixin):
         if stored == tuple(range(self.ndim)):
             stored = None
         shape = [self.shape[d] for d in dims]
-        return DistArray(self.block.transpose(tuple(dims)), shape, self.layout.permuted(dims), self.grid, stored)
+        return self.sharing(self.block.transpose(tuple(dims)), self.layout.permuted(dims), shape, stored)
 
     @property
     def T(self) -> DistArray:
-        """The transposed array, a view."""
+        """The transposed array; nothing is copied."""
         return self.transpose()
 
     @property
     def mT(self) -> DistArray:
-        """The last two dims exchanged, a view."""
+        """The array with its last two dims exchanged; nothing is copied."""
         if self.ndim < 2:
             raise ValueError(f"mT needs at least two dims, the array has shape {self.shape}")
         return self.transpose((*range(self.ndim - 2), self.ndim - 1, self.ndim - 2))
 
     @property
     def H(self) -> DistArray:
-        """The conjugate transpose; a view where the dtype is real."""
+        """The conjugate transpose; nothing is copied where the dtype is real."""
         return self.T.conj()
 
     def conj(self) -> DistArray:
-        return self.like(self.block.conj()) if self.dtype.kind == "c" else self
+        return self.like(self.block.conj()) if self.dtype.kind == "c" else self.sharing(self.block, order=self.order)
 
     @property
     def real(self) -> DistArray:
-        return self.like(self.block.real)
+        if self.dtype.kind == "c":
+            return self.sharing(self.block.real)
+        return self.sharing(self.block, order=self.order)
 
     @property
     def imag(self) -> DistArray:
-        return self.like(self.block.imag)
+        if self.dtype.kind == "c":
+            return self.sharing(self.block.imag)
+        return self.like(self.xp.zeros_like(self.block))
 
-    def astype(self, dtype: Any, copy: bool = True) -> DistArray:
-        """Return every element converted to `dtype`."""
-        return self.like(self.block.astype(dtype, copy=copy))
+    def astype(
+        self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: bool = True, copy: bool = True
+    ) -> DistArray:
+        """Return every element converted to `dtype`.
+
+        A partial array is summed first where the conversion of its terms would not sum up to that of their sum.
+        Collective in that case.
+        """
+        if order not in ("K", "C", "A"):
+            raise TypeError(f"astype(order={order!r}): the blocks of a DistArray lie in C order; leave order= away")
+        to = native(np.dtype(dtype))
+        if self.layout.partial and not terms_add(self.dtype, to) and effective(self.layout, self.grid).partial:
+            return self.summed().astype(to, casting=casting, copy=copy)
+        if not np.can_cast(self.dtype, to, casting):
+            raise TypeError(f"astype: {self.dtype} does not become {to} under casting={casting!r}")
+        return self.sharing(self.block.astype(to, copy=copy))
 
     def copy(self) -> DistArray:
         return self.like(self.block.copy())
 
-    def reshape(self, *shape: Any) -> DistArray:
+    def __copy__(self) -> DistArray:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> DistArray:
+        return self.copy()
+
+    def reshape(self, *shape: Any, order: str = "C", copy: bool | None = None) -> DistArray:
         """Return the same elements in another shape, where blocks stay blocks (see `parlinalg.array.shapes`)."""
+        if order not in ("C", "K", "A") or copy is False:
+            given = "copy=False" if copy is False else f"order={order!r}"
+            raise TypeError(
+                f"reshape({given}) is not defined on distributed arrays, whose elements are read in C order"
+            )
         from parlinalg.array.shapes import reshape
 
         return reshape(self, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+
+    def ravel(self, order: str = "C") -> DistArray:
+        """Return the same elements in one dim."""
+        return _NUMPY.ravel(self, order)
+
+    def flatten(self, order: str = "C") -> DistArray:
+        """Return a copy of the elements in one dim."""
+        return self.ravel(order).copy()
+
+    def squeeze(self, axis: Axis = None) -> DistArray:
+        """Return the array without its dims of one item, or without those of `axis`."""
+        return _NUMPY.squeeze(self, axis)
+
+    def swapaxes(self, axis1: int, axis2: int) -> DistArray:
+        """Return the array with two dims exchanged; nothing is copied."""
+        return _NUMPY.swapaxes(self, axis1, axis2)
 
     def __getitem__(self, key: Any) -> DistArray:
         from parlinalg.array.indexing import getitem
@@ -196,8 +301,20 @@ class DistArray(NDArrayOperatorsMixin):
             raise TypeError("len() of an array without dims")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[DistArray]:
+        if not self.shape:
+            raise TypeError("iteration over an array without dims")
+        return (self[i] for i in range(self.shape[0]))
+
+    def __contains__(self, value: Any) -> bool:
+        equal: Any = self == value
+        return bool(equal.any())
+
     # ------------------------------------------------------------------ reductions
-    def sum(self, axis: Axis = None, dtype: Any = None, keepdims: bool = False, *, partial: bool = False) -> DistArray:
+    def sum(
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False, *,
+        partial: bool = False,
+    ) -> DistArray:  # fmt: skip
         """Return the sum over `axis` (default: all dims).
 
         Over a cut dim the blocks' sums are summed over the axes that cut it: at once, or, with `partial`, left for
@@ -205,32 +322,71 @@ class DistArray(NDArrayOperatorsMixin):
         """
         from parlinalg.array.reductions import total
 
-        return total(self, axis, dtype, keepdims, partial)
+        return total(self, axis, dtype, bool(keepdims), partial, out)
 
-    def _reduce(self, name: str, axis: Axis, keepdims: bool) -> DistArray:
+    def _reduce(self, name: str, axis: Axis, keepdims: bool, out: DistArray | None) -> DistArray:
         from parlinalg.array.reductions import extreme
 
-        return extreme(self, name, axis, keepdims)
+        return extreme(self, name, axis, bool(keepdims), out)
 
-    def max(self, axis: Axis = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("max", axis, keepdims)
+    def max(self, axis: Axis = None, out: DistArray | None = None, keepdims: bool = False) -> DistArray:
+        return self._reduce("max", axis, keepdims, out)
 
-    def min(self, axis: Axis = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("min", axis, keepdims)
+    def min(self, axis: Axis = None, out: DistArray | None = None, keepdims: bool = False) -> DistArray:
+        return self._reduce("min", axis, keepdims, out)
 
-    def any(self, axis: Axis = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("any", axis, keepdims)
+    def any(self, axis: Axis = None, out: DistArray | None = None, *, keepdims: bool = False) -> DistArray:
+        return self._reduce("any", axis, keepdims, out)
 
-    def all(self, axis: Axis = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("all", axis, keepdims)
+    def all(self, axis: Axis = None, out: DistArray | None = None, *, keepdims: bool = False) -> DistArray:
+        return self._reduce("all", axis, keepdims, out)
 
-    def prod(self, axis: Axis = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("prod", axis, keepdims)
+    def prod(
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False
+    ) -> DistArray:
+        array = self if dtype is None else self.astype(dtype, copy=False)
+        return array._reduce("prod", axis, keepdims, out)
 
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> DistArray:
+    def mean(
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False
+    ) -> DistArray:
         from parlinalg.array.reductions import mean
 
-        return mean(self, axis, keepdims)
+        return mean(self, axis, dtype, bool(keepdims), out)
+
+    def var(
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, ddof: float = 0,
+        keepdims: bool = False,
+    ) -> DistArray:  # fmt: skip
+        return _NUMPY.var(self, axis, dtype, out, ddof, keepdims)
+
+    def std(
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, ddof: float = 0,
+        keepdims: bool = False,
+    ) -> DistArray:  # fmt: skip
+        return _NUMPY.std(self, axis, dtype, out, ddof, keepdims)
+
+    def trace(
+        self, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None, out: DistArray | None = None
+    ) -> DistArray:
+        return _NUMPY.trace(self, offset, axis1, axis2, dtype, out)
+
+    # ------------------------------------------------------------------ elements
+    def clip(self, min: Any = None, max: Any = None, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.clip(self, min, max, out)
+
+    def round(self, decimals: int = 0, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.round(self, decimals, out)
+
+    def dot(self, b: Any, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.dot(self, b, out)
+
+    def conjugate(self) -> DistArray:
+        return self.conj()
+
+    def tolist(self) -> Any:
+        """Return the global array as nested lists on every rank.  Collective."""
+        return self.gather().tolist()
 
     # ------------------------------------------------------------------ scalars
     def item(self) -> Any:
@@ -261,6 +417,23 @@ class DistArray(NDArrayOperatorsMixin):
         return bool(self.item())
 
     # ------------------------------------------------------------------ NumPy protocols
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # the error of a property, or of a protocol that is not there
+        if name in _NUMPY_ATTRIBUTES:
+            raise AttributeError(
+                f"a DistArray has no {name!r}, which NumPy's arrays have; take the global array by .gather(), or this "
+                "rank's part by .block",
+                name=name, obj=self,
+            )  # fmt: skip
+        raise AttributeError(f"a DistArray has no attribute {name!r}", name=name, obj=self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a DistArray is not pickled: this rank holds one block of it, on communicators of this run. Pickle the "
+            "global array, .gather()"
+        )
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
             "a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use .gather() for "
@@ -291,6 +464,67 @@ class DistArray(NDArrayOperatorsMixin):
         return f"{self!r}\n{_summary(self)}"
 
 
+def refused_dtype(name: str) -> TypeError:
+    """Return the error for a dtype that blocks cannot have."""
+    return TypeError(f"an array of dtype {name} cannot be distributed; it may be one of {', '.join(ITEMSIZE)}")
+
+
+@cache
+def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in the byte order of this machine, in which blocks are kept; a TypeError if none can have it."""
+    if dtype.name not in ITEMSIZE:
+        raise refused_dtype(dtype.name)
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def axis_error(axis: Any, ndim: int) -> np.exceptions.AxisError:
+    """Return NumPy's error for a dim that an array does not have."""
+    return np.exceptions.AxisError(axis, ndim)
+
+
+def axis_of(axis: Any, ndim: int) -> int:
+    """Return the dim that NumPy's `axis`, which may be negative, stands for."""
+    dim = operator.index(axis)
+    if not -ndim <= dim < ndim:
+        raise axis_error(axis, ndim)
+    return dim % ndim
+
+
+def check_out(out: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raise an error unless `out` is distributed and has the shape of the result."""
+    if not isinstance(out, DistArray):
+        raise TypeError(f"out= of np.{what} is a {type(out).__name__}; the result is distributed, and so must out be")
+    if out.shape != shape:
+        raise ValueError(f"out= of np.{what} has shape {out.shape}, the result {shape}")
+
+
+def delivered(result: DistArray, out: Any, what: str) -> DistArray:
+    """Return the result; or `out`, if it is given, which then has the result in its own layout and dtype."""
+    if out is None:
+        return result
+    check_out(out, result.shape, what)
+    same_grid([result, out])
+    if not np.can_cast(result.dtype, out.dtype, "same_kind"):
+        raise TypeError(f"out= of np.{what} has dtype {out.dtype}, which does not take a result of {result.dtype}")
+    into = out.destination()
+    into[...] = result.redistribute(out.layout).block
+    out.adopt(into)
+    return out
+
+
+def terms_add(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
+    """Return True if terms that are converted from one dtype to another sum up to the converted sum.
+
+    Floating numbers do, but for rounding.  Integers wrap around, so that their terms know only the last bits of the
+    sum, and those that are cut off sum up to no integer.
+    """
+    if dtype == to:
+        return True
+    if dtype.kind in "iu" and to.kind in "iu":
+        return to.itemsize <= dtype.itemsize
+    return dtype.kind in "fcV" and to.kind in "fcV"
+
+
 def same_grid(arrays: Sequence[DistArray]) -> Grid:
     """Return the one grid of all these arrays."""
     grid = arrays[0].grid
@@ -314,6 +548,9 @@ def mismatch(what: str, have: Layout, want: Layout) -> LayoutError:
         f"{what}: {have!r} meets {want!r}; nothing is redistributed implicitly, mend it by .redistribute({want!r})"
     )
 
+
+_NUMPY: Any = np  # whose functions return DistArrays, which its types do not know
+_NUMPY_ATTRIBUTES = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))
 
 EDGE = 3
 

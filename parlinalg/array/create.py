@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import transfer
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, native, refused_dtype
 from parlinalg.array.shapes import shape_of
-from parlinalg.comm.check import array_checksum
+from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, cut_lengths, index_of
-from parlinalg.redistribute import check_given, fitting, redistribute
+from parlinalg.redistribute import check_given, check_kinds, fitting, part_of, redistribute
 from parlinalg.units import ITEMSIZE
 
 Shape = int | Sequence[int]
@@ -37,7 +37,8 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     Raises
     ------
     LayoutError
-        If the layout does not fit the array or the grid, on all ranks.
+        On all ranks, if the layout does not fit the array or the grid, or ranks pass different arrays, layouts or
+        roots.  Of large arrays the first and last elements are compared, in checked mode all.
     TypeError
         If the array is masked on any rank, or of another dtype than numbers and bools; on all ranks.
 
@@ -48,17 +49,25 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     >>> pla.distribute(np.ones((4, 3)), grid, pla.Layout("r", "c"))
     DistArray(shape=(4, 3), dtype=float64, layout=Layout('r', 'c'), grid=Grid({'r': 1, 'c': 1}, backend='numpy'))
     """
+    check_kinds(grid, layout)
     holds = root is None or grid.world.rank == root
     if isinstance(array, DistArray):
         raise TypeError(
             "distribute takes a global array; this is a DistArray already: use .redistribute(layout) or .to_grid(grid, "
             "layout)"
         )
-    if root is not None and not 0 <= root < grid.world.size:
+    if root is not None and (not isinstance(root, int | np.integer) or not 0 <= root < grid.world.size):
         raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
     host: Any = _host(array, grid) if holds else None
     about = [list(host.shape), host.dtype.name, np.ma.isMaskedArray(array), _checksum(host, grid)] if holds else None
-    facts = grid.world.share(about)
+    reported = grid.world.share([repr(layout), root, about])
+    for rank, theirs in enumerate(reported):
+        if theirs[:2] != reported[0][:2]:
+            raise LayoutError(
+                f"ranks call distribute differently: rank 0 with layout {reported[0][0]} and root={reported[0][1]}, "
+                f"rank {rank} with {theirs[0]} and root={theirs[1]}; all ranks must make the same array"
+            )
+    facts = [fact for *_, fact in reported]
     if any(fact[2] for fact in facts if fact is not None):
         raise masked("distribute")
     first = facts[root or 0]
@@ -72,7 +81,7 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
             "same global array, or root= where one rank alone holds it"
         )
     if first[1] not in ITEMSIZE:
-        raise TypeError(f"an array of dtype {first[1]} cannot be distributed; it may be one of {', '.join(ITEMSIZE)}")
+        raise refused_dtype(first[1])
     shape, dtype = tuple(first[0]), dtype_named(first[1])
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
@@ -84,15 +93,11 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
-SMALL = 1 << 12
-"""Bytes up to which what ranks give is compared without the checked mode too, where they share facts anyway."""
-
-
 def _checksum(host: Any, grid: Grid) -> str:
-    """Return the checksum of a host array that should be equal on several ranks; empty where it is not compared."""
-    if host.dtype.name not in ITEMSIZE or not (grid.world.checked or host.nbytes <= SMALL):
+    """Return the checksum of a host array that should be equal on several ranks: of a large one by a part of it."""
+    if host.dtype.name not in ITEMSIZE:
         return ""
-    return array_checksum(host)
+    return array_checksum(host) if grid.world.checked else sample_checksum(host)
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
@@ -121,27 +126,41 @@ def masked(what: str) -> TypeError:
 
 
 def _host(array: Any, grid: Grid) -> Any:
-    if isinstance(array, np.ndarray | np.generic | int | float | complex | list | tuple):
-        return np.asarray(array)
-    return grid.backend.to_host(array) if hasattr(array, "__cuda_array_interface__") else np.asarray(array)
+    if not isinstance(array, np.ndarray | np.generic | int | float | complex | list | tuple) and hasattr(
+        array, "__cuda_array_interface__"
+    ):
+        return grid.backend.to_host(array)
+    host = np.asarray(array)
+    return host if host.dtype.isnative else host.astype(host.dtype.newbyteorder("="))
 
 
 def from_function(
     function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any = None
 ) -> DistArray:
-    """Return the array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block alone.
+    """Return the array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block.
+
+    Collective where ranks hold replicas: some of their elements are compared, in checked mode all, so that random
+    numbers that differ from rank to rank do not go unnoticed (`parlinalg.random` makes the same on every grid).
 
     Parameters
     ----------
     function : callable
         Called once with one NumPy index array a dim, open (shaped to broadcast), and must work elementwise.
+
+    Raises
+    ------
+    CommError
+        If ranks that hold the same part compute different elements; on all ranks.
+    ValueError
+        If the result has not the shape of the block, nor broadcasts to it.
     """
-    return _from_function("from_function", function, shape, grid, layout, dtype)
+    return computed("from_function", function, shape, grid, layout, dtype)
 
 
-def _from_function(
+def computed(
     what: str, function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any
 ) -> DistArray:
+    """Return the array of `from_function`, for the function of this name."""
     shape = shape_of(shape)
     fitting(layout, shape, grid)
     cut = layout.with_partial(())
@@ -149,15 +168,29 @@ def _from_function(
     given = function(*indices)
     if np.ma.isMaskedArray(given):
         raise masked("from_function")
-    values = np.asarray(given, dtype=dtype)
-    block = grid.backend.from_host(np.array(np.broadcast_to(values, grid.block_shape(cut, shape)), order="C"))
-    right = "an element should depend on its indices alone, the same on every rank"
-    check_given(what, block, cut, shape, grid, right, partial=layout.partial)
+    values = np.asarray(given, dtype=None if dtype is None else dtype_named(dtype))
+    values = values.astype(native(values.dtype), copy=False)
+    held = grid.block_shape(cut, shape)
+    if not _broadcasts(values.shape, held):
+        raise ValueError(
+            f"{what}: the function returns an array of shape {values.shape} for the block of shape {held} on rank "
+            f"{grid.rank}, of a global shape {shape}; it should be elementwise in its indices"
+        )
+    block = grid.backend.from_host(np.array(np.broadcast_to(values, held), order="C"))
+    right = (
+        "an element should depend on its indices alone, the same on every rank (parlinalg.random makes such numbers)"
+    )
+    check_given(what, block, cut, shape, grid, right, replicas=what != "trace", partial=layout.partial)
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    padded = (*(1,) * (len(to) - len(shape)), *shape)
+    return len(padded) == len(to) and all(n in (1, m) for n, m in zip(padded, to, strict=True))
+
+
 def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = None) -> DistArray:
-    """Return an array from the blocks the ranks hold already; nothing is copied.
+    """Return an array from the blocks the ranks hold already; nothing is copied, unless a byte order is foreign.
 
     Parameters
     ----------
@@ -169,16 +202,24 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
     Raises
     ------
     LayoutError
-        On all ranks, if a rank's block has another shape than the layout gives it.
+        On all ranks, if a rank's block has another shape than the layout gives it, or ranks that hold the same part
+        give different blocks (of large ones the first and last elements are compared, in checked mode all).
     TypeError
         On all ranks, if a rank's block is masked.
     """
+    check_kinds(grid, layout)
+    if isinstance(block, DistArray):
+        raise TypeError("from_blocks takes this rank's block; this is a DistArray already: give its .block")
     hidden = np.ma.isMaskedArray(block)
     if not hasattr(block, "flags") or grid.backend.host_memory != isinstance(block, np.ndarray):
         block = grid.backend.from_host(np.asarray(block))
+    if not block.dtype.isnative:
+        block = block.astype(block.dtype.newbyteorder("="))
     layout.check((0,) * layout.ndim, grid.sizes)
     at = [index_of(cut, grid.sizes, grid.coords) if grid.inside else -1 for cut in layout.dims]
-    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside, hidden])
+    known = grid.inside and block.dtype.name in ITEMSIZE
+    part = [part_of(layout, grid), sample_checksum(block)] if known else None
+    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside, hidden, part])
     if any(fact[4] for fact in facts):
         raise masked("from_blocks")
     for rank, (theirs, *_) in enumerate(facts):
@@ -188,13 +229,13 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
             )
     if shape is None:
         lengths: list[dict[int, int]] = [{} for _ in layout.dims]
-        for theirs, where, _, inside, _ in facts:
+        for theirs, where, _, inside, *_ in facts:
             if inside:
                 for dim, (index, length) in enumerate(zip(where, theirs, strict=True)):
                     lengths[dim][index] = length
         shape = tuple(sum(d.values()) for d in lengths)
     shape = shape_of(shape)
-    for rank, (theirs, _, dtype, inside, _) in enumerate(facts):
+    for rank, (theirs, _, dtype, inside, *_) in enumerate(facts):
         want = list(layout.block_shape(shape, grid.sizes, grid.coords_of(rank))) if inside else theirs
         if theirs != want:
             pieces = [cut_lengths(n, cut, grid.sizes) for n, cut in zip(shape, layout.dims, strict=True)]
@@ -202,10 +243,21 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
                 f"rank {rank} gives a block of shape {tuple(theirs)}; {layout!r} of a global shape {shape} gives it "
                 f"{tuple(want)} (pieces of the dims: {pieces})"
             )
+        if dtype not in ITEMSIZE:
+            raise refused_dtype(dtype)
         if inside and dtype != facts[0][2]:
             raise LayoutError(
                 f"rank {rank} gives a block of dtype {dtype}, rank 0 one of {facts[0][2]}; all blocks need one dtype"
             )
+    replicas: dict[str, tuple[int, str]] = {}
+    for rank, part in enumerate(fact[5] for fact in facts):
+        if part is not None:
+            first, text = replicas.setdefault(str(part[0]), (rank, part[1]))
+            if text != part[1]:
+                raise LayoutError(
+                    f"from_blocks: ranks {first} and {rank} hold the same part of {layout!r}, but give different "
+                    f"blocks (checksums {text} and {part[1]}); give ranks that hold the same part equal blocks"
+                )
     check_given("from_blocks", block, layout, shape, grid, "give ranks that hold the same part equal blocks")
     return DistArray(block, shape, layout, grid)
 
@@ -214,14 +266,17 @@ def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None
     """Return an array of one value everywhere."""
     if np.ma.isMaskedArray(value):
         raise masked("full")
+    if isinstance(value, DistArray):
+        value = value.item()
     dtype = np.asarray(value).dtype if dtype is None else dtype
-    return _from_function("full", lambda *_: np.asarray(value), shape, grid, layout, dtype)
+    return computed("full", lambda *_: np.asarray(value), shape, grid, layout, dtype)
 
 
 def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
     """Return an array of zeros."""
     shape = shape_of(shape)
-    block = grid.backend.zeros(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
+    fitting(layout, shape, grid)
+    block = grid.backend.zeros(grid.block_shape(layout, shape), native(dtype_named(dtype)))
     return DistArray(block, shape, layout, grid)
 
 
@@ -233,7 +288,8 @@ def ones(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> D
 def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
     """Return an array whose elements are yet to be written."""
     shape = shape_of(shape)
-    block = grid.backend.empty(grid.block_shape(fitting(layout, shape, grid), shape), dtype_named(dtype))
+    fitting(layout, shape, grid)
+    block = grid.backend.empty(grid.block_shape(layout, shape), native(dtype_named(dtype)))
     return DistArray(block, shape, layout, grid)
 
 

@@ -44,7 +44,7 @@ def getitem(a: DistArray, key: Any) -> DistArray:
     layout = Layout(*(() if d < 0 else sliced.layout.dims[d] for d in dims), partial=a.layout.partial)
     held = a.grid.block_shape(layout, shape)
     block = sliced.block.reshape(held) if a.grid.inside else a.grid.backend.zeros(held, a.dtype)
-    return sliced.like(block, layout, shape)
+    return sliced.sharing(block, layout, shape)
 
 
 def _expand(key: Any, a: DistArray) -> list[_Item]:
@@ -57,8 +57,10 @@ def _expand(key: Any, a: DistArray) -> list[_Item]:
                 "first, or use np.where"
             )
     given = sum(i is not None and i is not ... for i in items)
-    if given > a.ndim or items.count(...) > 1:
+    if given > a.ndim:
         raise IndexError(f"{given} indices for an array of {a.ndim} dims")
+    if items.count(...) > 1:
+        raise IndexError("an index has one ... at most")
     at = items.index(...) if ... in items else len(items)
     return [*items[:at], *[slice(None)] * (a.ndim - given), *items[at + 1 :]]
 
@@ -69,7 +71,7 @@ def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
     moved = [
         d
         for d, (r, n, cut) in enumerate(zip(ranges, a.shape, a.layout.dims, strict=True))
-        if r != range(n) and _cut(a, cut)
+        if (r != range(n) or d in picked) and _cut(a, cut)
     ]
     for d in moved:
         if ranges[d].step < 0:
@@ -84,7 +86,7 @@ def _take(a: DistArray, ranges: list[range], picked: list[int]) -> DistArray:
     )
     block = a.block[local] if a.grid.inside else a.block
     if not moved or not a.grid.inside:
-        return a.like(block, layout, shape)
+        return a.sharing(block, layout, shape)
     axes = tuple(x for x in a.grid.axes if a.grid.sizes[x] > 1 and any(x in a.layout.dims[d] for d in moved))
     peers = [{**a.grid.coords, **at} for at in coordinates(axes, a.grid.sizes)]
 

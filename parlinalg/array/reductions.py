@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import Axis, DistArray
+from parlinalg.array.core import Axis, DistArray, axis_error, delivered, effective, native, terms_add
+from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout, span_of
 from parlinalg.redistribute import redistribute
@@ -20,8 +21,8 @@ def dims_of(axis: Axis, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     dims = tuple(axis) if isinstance(axis, tuple | list) else (operator.index(axis),)
     for d in dims:
-        if not -ndim <= d < ndim:
-            raise ValueError(f"axis {d} is out of bounds for an array of {ndim} dims")
+        if not -ndim <= operator.index(d) < ndim:
+            raise axis_error(d, ndim)
     found = sorted({d % ndim for d in dims})
     if len(found) != len(dims):
         raise ValueError(f"axis {axis} names a dim twice")
@@ -40,18 +41,28 @@ def reduced(a: DistArray, dims: tuple[int, ...], keepdims: bool) -> tuple[tuple[
     return shape, layout, over
 
 
-def total(a: DistArray, axis: Axis, dtype: Any, keepdims: bool, partial: bool) -> DistArray:
+def total(
+    a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, partial: bool = False, out: Any = None
+) -> DistArray:
+    """Return the sum over `axis`, with `partial` not summed yet over the axes that cut it."""
     dims = dims_of(axis, a.ndim)
+    given = native(np.dtype(dtype)) if dtype is not None else None
+    if a.layout.partial and effective(a.layout, a.grid).partial:
+        a = a if terms_add(a.dtype, _sum_dtype(a.dtype) if given is None else given) else a.summed()
     shape, layout, over = reduced(a, dims, keepdims)
     terms = layout.with_partial((*a.layout.partial, *over))
-    if a.dtype.itemsize == 2 and a.dtype.kind not in "iub" and dtype is None:  # terms of 16 bits are summed in 32
-        block = a.xp.asarray(a.block.sum(axis=dims, dtype=np.float32, keepdims=keepdims)).astype(a.dtype)
-    else:
-        block = a.xp.asarray(a.block.sum(axis=dims, dtype=dtype, keepdims=keepdims))
+    half = is_half(a.dtype) and given in (None, a.dtype)  # terms of 16 bits are summed in 32
+    block = a.xp.asarray(a.block.sum(axis=dims, dtype=np.float32 if half else given, keepdims=keepdims))
     block = _outside(a, block, shape)
     if partial:
-        return a.like(block, terms, shape)
-    return a.like(redistribute(block, terms, layout, shape, a.grid, owned=True), layout, shape)
+        return delivered(a.like(block.astype(a.dtype) if half else block, terms, shape), out, "sum")
+    block = redistribute(block, terms, layout, shape, a.grid, owned=True)
+    return delivered(a.like(block.astype(a.dtype) if half else block, layout, shape), out, "sum")
+
+
+def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a sum of items of `dtype`, which is wider for short integers."""
+    return np.ones(0, dtype).sum().dtype
 
 
 def _outside(a: DistArray, block: Any, shape: tuple[int, ...]) -> Any:
@@ -71,26 +82,103 @@ def summed(a: DistArray, name: str) -> DistArray:
     return a
 
 
-def mean(a: DistArray, axis: Axis, keepdims: bool) -> DistArray:
+def mean(a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, out: Any = None) -> DistArray:
+    """Return the mean over `axis`; of integers in float64, of 16-bit floats computed in float32."""
     count = math.prod(a.shape[d] for d in dims_of(axis, a.ndim))
-    sums = total(a, axis, np.float64 if a.dtype.kind in "iub" else None, keepdims, False)
-    return sums / count if count else sums * float("nan")
+    result, work = _dtypes(a.dtype, dtype)
+    sums = total(a, axis, work, keepdims)
+    block = sums.block / count if count else sums.block * math.nan
+    return delivered(sums.like(_as(block, result)), out, "mean")
 
 
-def variance(a: DistArray, axis: Axis = None, ddof: int = 0, keepdims: bool = False) -> DistArray:
-    """Mean first, then the centred squares."""
+def variance(
+    a: DistArray, axis: Axis = None, ddof: float = 0, keepdims: bool = False, dtype: Any = None, root: bool = False
+) -> DistArray:
+    """Return the variance over `axis`, or with `root` the standard deviation: mean first, then the centred squares."""
     dims = dims_of(axis, a.ndim)
     count = math.prod(a.shape[d] for d in dims)
-    centred = summed(a, "var") - mean(a, dims, True)
-    squares = centred * centred if a.dtype.kind != "c" else (centred * centred.conj()).real
-    return total(squares, dims, None, keepdims, False) / max(0, count - ddof)
+    result, work = _dtypes(a.dtype, dtype)
+    centred = summed(a, "std" if root else "var") - mean(a, dims, work, True)
+    squares = total(_squares(centred), dims, None, keepdims)
+    block = squares.block / max(0, count - ddof)
+    if result.kind == "c":
+        result = np.empty(0, result).real.dtype
+    return squares.like(_as(a.xp.sqrt(block) if root else block, result))
+
+
+def _dtypes(dtype: np.dtype[Any], given: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return the dtype of a mean, and the one in which it is computed."""
+    result = native(np.dtype(np.float64 if dtype.kind in "iub" else dtype)) if given is None else np.dtype(given)
+    return native(result), work_dtype(native(result))
+
+
+def _as(block: Any, dtype: np.dtype[Any]) -> Any:
+    return block if block.dtype == dtype else block.astype(dtype)
+
+
+def _squares(a: DistArray) -> DistArray:
+    """Return the squares of the absolute values."""
+    block = a.block
+    return a.like(block.real * block.real + block.imag * block.imag if a.dtype.kind == "c" else block * block)
+
+
+def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> DistArray:
+    """Return a norm of vectors or matrices, as `np.linalg.norm`; those of matrices that need singular values are not.
+
+    Of integers it is computed in float64, of 16-bit floats in float32.
+    """
+    given, a = a.dtype, summed(a, "linalg.norm")
+    if given.kind not in "fc":
+        given = np.dtype(np.float64)
+    a = a.astype(work_dtype(given), copy=False)
+
+    def finished(value: DistArray, power: float = 1) -> DistArray:
+        block = value.block
+        root = a.xp.sqrt(block) if power == 0.5 else block if power == 1 else block**power
+        return value.like(_as(a.xp.asarray(root), given if given.kind == "f" else block.dtype))
+
+    if axis is None and (ord is None or (ord in ("f", "fro") and a.ndim == 2) or (ord == 2 and a.ndim == 1)):
+        return finished(total(_squares(a), None, None, keepdims), 0.5)
+    dims = tuple(range(a.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
+    dims_of(dims, a.ndim)
+    if len(dims) == 1:
+        if isinstance(ord, str):
+            raise ValueError(f"norm: {ord!r} is a norm of matrices; these are vectors, along axis {dims[0]}")
+        if ord in (math.inf, -math.inf):
+            return finished(extreme(abs(a), "max" if ord > 0 else "min", dims, keepdims))
+        if ord == 0:
+            return finished(total((a != 0).astype(abs(a[:0]).dtype), dims, None, keepdims))
+        if ord is None or ord == 2:
+            return finished(total(_squares(a), dims, None, keepdims), 0.5)
+        sizes = abs(a)
+        return finished(total(sizes if ord == 1 else sizes**ord, dims, None, keepdims), 1 if ord == 1 else 1 / ord)
+    if len(dims) != 2:
+        raise ValueError(f"norm of vectors or matrices: axis {dims} names {len(dims)} dims, not one or two")
+    row, column = (d % a.ndim for d in dims)
+    if ord in (None, "fro", "f"):
+        return finished(total(_squares(a), dims, None, keepdims), 0.5)
+    if ord in (1, -1, math.inf, -math.inf):
+        along, other = (row, column) if abs(ord) == 1 else (column, row)
+        sums = total(abs(a), along, None, True)
+        largest = extreme(sums, "max" if ord > 0 else "min", other, True)
+        return finished(largest if keepdims else np.squeeze(largest, axis=(row, column)))  # type: ignore[arg-type]
+    if ord in (2, -2, "nuc"):
+        raise TypeError(
+            f"np.linalg.norm(ord={ord!r}) of matrices is not defined on distributed arrays: it needs their singular "
+            "values; the orders None, 'fro', 1, -1, inf and -inf are"
+        )
+    raise ValueError(f"norm: a norm of matrices has the order None, 'fro', 1, -1, inf or -inf, not {ord!r}")
 
 
 _IDENTITY = {"max": -math.inf, "min": math.inf, "any": False, "all": True}
 
 
-def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
-    """max, min, any, all and prod."""
+def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool = False, out: Any = None) -> DistArray:
+    """Return the max, min, any, all or prod over `axis`."""
+    return delivered(_extreme(a, name, axis, keepdims), out, name)
+
+
+def _extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
     dims = dims_of(axis, summed(a, name).ndim)
     shape, layout, over = reduced(a, dims, keepdims)
     if name in ("max", "min"):
@@ -146,24 +234,20 @@ _BY_UFUNC = {
 }  # fmt: skip
 
 
-def reduce_ufunc(
-    ufunc: np.ufunc,
-    a: DistArray,
-    axis: Axis = 0,
-    dtype: Any = None,
-    out: Any = None,
-    keepdims: bool = False,
-    **other: Any,
-) -> DistArray:
-    """`ufunc.reduce` for sums, products, extremes and logical and/or."""
-    if out is not None and out != (None,):
-        raise TypeError(f"np.{ufunc.__name__}.reduce(out=) is not defined on distributed arrays; assign the result")
-    unknown = [k for k, v in other.items() if v is not True and v is not np._NoValue]
-    if unknown or not (ufunc is np.add or ufunc in _BY_UFUNC):
+def reduce_ufunc(ufunc: np.ufunc, a: Any, options: dict[str, Any]) -> DistArray:
+    """Return `ufunc.reduce` for sums, products, extremes and logical and/or."""
+    given = {k: v for k, v in options.items() if v is not np._NoValue}
+    axis, dtype, keepdims = given.pop("axis", 0), given.pop("dtype", None), bool(given.pop("keepdims", False))
+    (out,) = given.pop("out", (None,))
+    if given.get("where", True) is True:
+        given.pop("where", None)
+    if not isinstance(a, DistArray):
+        raise TypeError(f"out= of np.{ufunc.__name__}.reduce is distributed, but its operand is not")
+    if given or not (ufunc is np.add or ufunc in _BY_UFUNC):
         raise TypeError(
-            f"np.{ufunc.__name__}.reduce{f'({unknown[0]}=)' if unknown else ''} is not defined on distributed arrays; "
-            "gather() first"
+            f"np.{ufunc.__name__}.reduce{f'({next(iter(given))}=)' if given else ''} is not defined on distributed "
+            "arrays; gather() first"
         )
     if ufunc is np.add:
-        return total(a, axis, dtype, keepdims, False)
-    return extreme(a if dtype is None else a.astype(dtype), _BY_UFUNC[ufunc], axis, keepdims)
+        return total(a, axis, dtype, keepdims, out=out)
+    return extreme(a if dtype is None else a.astype(dtype), _BY_UFUNC[ufunc], axis, keepdims, out)

@@ -23,9 +23,9 @@ def reshape(a: DistArray, shape: Any) -> DistArray:
     """
     new = full_shape(a.shape, shape)
     if new == a.shape:
-        return a
+        return a.sharing(a.block, order=a.order)
     layout = reshaped(a.layout, a.shape, new, a.grid)
-    return a.like(a.block.reshape(a.grid.block_shape(layout, new)), layout, new)
+    return a.sharing(a.block.reshape(a.grid.block_shape(layout, new)), layout, new)
 
 
 def shape_of(shape: Any) -> tuple[int, ...]:
@@ -56,7 +56,10 @@ def shape_of(shape: Any) -> tuple[int, ...]:
 
 def full_shape(old: Sequence[int], shape: Any) -> tuple[int, ...]:
     """Return the shape with its -1, if any, filled in."""
-    given = [shape] if isinstance(shape, int) else list(shape)
+    try:
+        given = [shape] if isinstance(shape, int | np.integer) else list(shape)
+    except TypeError:
+        raise TypeError(f"a shape is a whole number or a tuple of whole numbers, not {shape!r}") from None
     new = [-1 if isinstance(n, int | np.integer) and n == -1 else shape_of((n,))[0] for n in given]
     size = math.prod(old)
     if new.count(-1) == 1:

@@ -24,7 +24,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
         return whole if grid.world.rank == root else None
     whole = Layout.replicated(len(shape))
     if root is not None:
-        if not 0 <= root < grid.world.size:
+        if not isinstance(root, int | np.integer) or not 0 <= root < grid.world.size:
             raise GridError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
         summed = layout.with_partial(())
         block = redistribute(block, layout, summed, shape, grid)
@@ -32,7 +32,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
         wants = [everything if r == root else tuple(_NOTHING for _ in shape) for r in range(grid.world.size)]
         out = _between(block, _blocks(summed, shape, grid), wants, grid.world, grid)
         return grid.backend.to_host(out) if grid.world.rank == root else None
-    block = redistribute(block, layout, whole, shape, grid)
+    mine, block = block, redistribute(block, layout, whole, shape, grid)
     if not grid.inside:
         block = grid.backend.empty(shape, block.dtype)
     elif not block.flags.c_contiguous:
@@ -40,7 +40,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
     if grid.size < grid.world.size:
         grid.world.broadcast(block, 0)
     host = grid.backend.to_host(block)
-    return host.copy() if isinstance(block, np.ndarray) and np.may_share_memory(host, block) else host
+    return host.copy() if isinstance(mine, np.ndarray) and np.may_share_memory(host, mine) else host
 
 
 def scatter(array: Any, shape: Shape, dtype: Any, layout: Layout, grid: Grid, root: int) -> Block:

@@ -2,17 +2,19 @@
 
 Operands have equal layouts, dim by dim; a dim that is broadcast (of size 1, or missing) is whole.  Scalars go with
 everything.  Partial arrays, whose terms are not summed yet, take linear operations only: + and - of two with equal
-layouts, sign change, conjugation, and multiplication or division by a scalar.
+layouts, sign change, conjugation, and multiplication or division by a finite scalar, where the dtype of the result does
+not change the sum (`parlinalg.array.core.terms_add`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, effective, mismatch, same_grid
+from parlinalg.array.core import DistArray, check_out, effective, mismatch, native, same_grid, terms_add
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout
@@ -31,38 +33,42 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     if method == "reduce":
         from parlinalg.array.reductions import reduce_ufunc
 
-        return reduce_ufunc(ufunc, inputs[0], **kwargs)
+        return reduce_ufunc(ufunc, inputs[0], kwargs)
     if method != "__call__":
         raise TypeError(
             f"np.{ufunc.__name__}.{method} is not defined on distributed arrays; gather() first, or use a plain call "
             "or reduce"
         )
-    if ufunc is np.matmul:
-        return PRODUCT[0](*inputs, **{k: v[0] if k == "out" else v for k, v in kwargs.items()})
+    if ufunc is np.matmul and not kwargs:
+        return PRODUCT[0](*inputs)
+    if ufunc.signature is not None:
+        from parlinalg.array.products import generalized
+
+        return generalized(ufunc, inputs, kwargs)
     if kwargs.get("where", True) is not True:
         raise TypeError(f"np.{ufunc.__name__}(where=) is not defined on distributed arrays; use np.where")
-    out = kwargs.pop("out", None)
+    out, dtype = kwargs.pop("out", None), kwargs.get("dtype")
+    if dtype is not None:
+        native(np.dtype(dtype))
     operands = [operand(value, ufunc.__name__) for value in inputs]
     arrays = [o for o in operands if isinstance(o, DistArray)]
     if not arrays:
         raise TypeError(f"out= of np.{ufunc.__name__} is distributed, but its operands are not")
     grid = same_grid(arrays)
     shape, layout = broadcast_layout(arrays, ufunc.__name__)
-    _check_partial(ufunc, operands, layout)
-    blocks = [o.block if isinstance(o, DistArray) else o for o in operands]
+    if layout.partial:
+        _check_partial(ufunc, operands, dtype, out)
     if out is not None:
         for target in out:
-            if (
-                not isinstance(target, DistArray)
-                or effective(target.layout, grid) != effective(layout, grid)
-                or target.shape != shape
-            ):
-                raise mismatch(
-                    f"out= of np.{ufunc.__name__} (shape {shape})", getattr(target, "layout", Layout()), layout
-                )
-        kwargs["out"] = tuple(target.block for target in out)
-    result = ufunc(*blocks, **kwargs)
+            check_out(target, shape, ufunc.__name__)
+            same_grid([arrays[0], target])
+            if effective(target.layout, grid) != effective(layout, grid):
+                raise mismatch(f"out= of np.{ufunc.__name__} (shape {shape})", target.layout, layout)
+        kwargs["out"] = tuple(target.destination() for target in out)
+    result = ufunc(*(o.block if isinstance(o, DistArray) else o for o in operands), **kwargs)
     if out is not None:
+        for target, block in zip(out, kwargs["out"], strict=True):
+            target.adopt(block)
         return out[0] if len(out) == 1 else out
     if isinstance(result, tuple):
         return tuple(arrays[0].like(r, layout, shape) for r in result)
@@ -75,7 +81,7 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
         return value
     if isinstance(value, np.ndarray) and value.ndim == 0 and not np.ma.isMaskedArray(value):
         return value.dtype.type(value[()])
-    if hasattr(value, "shape"):
+    if hasattr(value, "shape") and not isinstance(value, type):
         raise TypeError(
             f"{name}: an array of shape {value.shape} of this rank alone meets a DistArray; distribute it first: "
             "parlinalg.distribute(array, grid, layout)"
@@ -133,24 +139,37 @@ def _uneven(name: str, cuts: dict[Cut, DistArray], arrays: Sequence[DistArray], 
     )
 
 
-def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], layout: Layout) -> None:
+def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Sequence[Any] | None) -> None:
+    """Raise a LayoutError unless the operation on terms, with results of `dtype`, has terms of the right sum."""
     partial = [o for o in operands if isinstance(o, DistArray) and effective(o.layout, o.grid).partial]
     if not partial:
         return
-    others = [o for o in operands if not any(o is p for p in partial)]
-    if len(operands) == 1 and ufunc in _UNARY_LINEAR:
-        return
-    if ufunc in _SUMS and len(partial) == 2:
-        grids: Grid = partial[0].grid
-        first, second = (effective(p.layout, grids) for p in partial)
-        if first == second and partial[0].shape == partial[1].shape:
-            return
-        raise mismatch(f"{ufunc.__name__}: two arrays not summed yet", second, first)
-    scalar = len(partial) == 1 and len(others) == 1 and (not isinstance(others[0], DistArray))
-    if scalar and (ufunc is np.multiply or (ufunc is np.true_divide and operands[0] is partial[0])):
-        return
     whole = partial[0].layout.with_partial(())
-    raise LayoutError(
-        f"{ufunc.__name__}: an operand is {partial[0].layout!r}, not summed yet, and only linear operations on equal "
-        f"layouts take that; sum it by .redistribute({whole!r})"
-    )
+    others = [o for o in operands if not any(o is p for p in partial)]
+    linear = len(operands) == 1 and ufunc in _UNARY_LINEAR
+    if ufunc in _SUMS and len(partial) == len(operands):
+        grids: Grid = partial[0].grid
+        first, second = (effective(p.layout, grids) for p in operands)
+        if first != second or operands[0].shape != operands[1].shape:
+            raise mismatch(f"{ufunc.__name__}: two arrays not summed yet", second, first)
+        linear = True
+    elif len(partial) == len(others) == 1 and not isinstance(others[0], DistArray):
+        scale = complex(others[0])  # times infinity a term of zero is no number, and the sum is
+        finite = math.isfinite(scale.real) and math.isfinite(scale.imag)
+        linear = finite and (
+            ufunc is np.multiply or (ufunc is np.true_divide and operands[0] is partial[0] and bool(scale))
+        )
+    if not linear:
+        raise LayoutError(
+            f"{ufunc.__name__}: an operand is {partial[0].layout!r}, not summed yet, and only linear operations on "
+            f"equal layouts take that; sum it by .redistribute({whole!r})"
+        )
+    kinds = (o.dtype if isinstance(o, DistArray) else o for o in operands)
+    result = np.result_type(*kinds, *(1.0,) * (ufunc is np.true_divide)) if dtype is None else np.dtype(dtype)
+    for each in (result, *(target.dtype for target in out or ())):
+        for p in partial:
+            if not terms_add(p.dtype, each):
+                raise LayoutError(
+                    f"{ufunc.__name__}: an operand is {p.layout!r} of {p.dtype}, not summed yet, and its terms as "
+                    f"{each} have another sum; sum it by .redistribute({whole!r})"
+                )

@@ -74,9 +74,14 @@ def matmul(
 
     def run(x: DistArray, w: DistArray, plan: Plan, swapped: bool) -> DistArray:
         shape = check_operands(plan, x, w)
-        into = inside if inside is not None and not swapped and _can_write_to(inside, plan, shape, x, w) else None
-        block = execute(plan, x, w, out=None if into is None else into.block, memory=memory)
-        return into if into is not None and block is into.block else DistArray(block, shape, plan.y, grid)
+        into = None
+        if inside is not None and not swapped and _can_write_to(inside, plan, shape, x, w):
+            into = inside.destination()
+        block = execute(plan, x, w, out=into, memory=memory)
+        if inside is None or block is not into:
+            return DistArray(block, shape, plan.y, grid)
+        inside.adopt(block)
+        return inside
 
     if plan is None:
         y = by_shapes(a, b, run, layout, "ab")
@@ -97,7 +102,9 @@ def matmul(
         y = y.like(y.block + out.block * beta)
     if not np.can_cast(y.dtype, out.dtype, "same_kind"):
         raise TypeError(f"matmul: a result of dtype {y.dtype} does not fit out of dtype {out.dtype}")
-    out.block[...] = y.block
+    into = out.destination()
+    into[...] = y.block
+    out.adopt(into)
     return out
 
 

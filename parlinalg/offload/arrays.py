@@ -109,6 +109,7 @@ class OffloadedArray(DistArray):
     ) -> None:  # fmt: skip
         self.home, self.at, self._dtype = home, at, np.dtype(dtype)
         self.shape, self.layout, self.grid, self.order = tuple(shape), layout, grid, None
+        self._owner = self._views = None
         self._window: weakref.ref[Any] | None = None
 
     @property
@@ -173,6 +174,7 @@ class TransposedArray(DistArray):
         plain = DistArray(nothing, source.shape, source.layout, source.grid).transpose(dims)
         self.shape, self.layout, self.grid, self.order = plain.shape, plain.layout, plain.grid, plain.order
         self.source, self.dims = source, dims
+        self._owner, self._views = source, None
 
     @property
     def dtype(self) -> np.dtype[Any]:

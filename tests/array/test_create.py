@@ -8,7 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
-from tests.cases import DTYPES, check, grids, held, layouts, numbers, pairs, same
+from tests.cases import DTYPES, check, eps, grids, held, layouts, numbers, pairs, same
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
@@ -143,6 +143,36 @@ def test_distribute_takes_lists_and_views(make_grid, world):
     same(pla.distribute(view, grid, Layout("a", None)), view)
 
 
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_arrays_of_any_byte_order(grid, world, order):
+    """Blocks have the machine's: what travels, and what is summed, is read alike on all ranks."""
+    for i, dtype in enumerate(d for d in DTYPES if d.itemsize > 1 and d.kind in "fiuc"):
+        other = dtype.newbyteorder(order)
+        values = numbers((5, 6), other, seed=i)
+        for layout, then in pairs(layouts(grid.axes, 2), layouts(grid.axes, 2), 3, seed=i):
+            root = i % world.size
+            summed = layout.with_partial(())
+            part = tuple(slice(r.start, r.stop) for r in grid.block(summed, (5, 6)))
+            for x in (
+                pla.distribute(values, grid, layout),
+                pla.distribute(values if world.rank == root else None, grid, layout, root=root),
+                pla.from_function(lambda i, j, values=values: values[i, j], (5, 6), grid, layout),
+                pla.from_function(lambda i, j, values=values: values[i, j], (5, 6), grid, layout, other),
+                pla.distribute(values, grid, layout).astype(other),
+                pla.from_blocks(values[part], grid, summed, (5, 6)),
+            ):
+                assert x.dtype.isnative
+                assert x.block.dtype.isnative
+                same(x, values.astype(dtype))
+                check(x.redistribute(then), values)
+                same(x.sum(0), values.sum(0), eps(dtype))
+        for x in (pla.zeros(3, grid, Layout(None), other), pla.full(3, 2, grid, Layout(None), other),
+                  pla.empty(3, grid, Layout(None), other), pla.eye(3, grid, Layout(None, None), dtype=other),
+                  np.zeros_like(pla.ones(3, grid, Layout(None)), dtype=other)):  # fmt: skip
+            assert x.dtype == dtype
+            assert x.block.dtype.isnative
+
+
 def test_distribute_refuses(make_grid, world):
     grid = make_grid({"a": world.size})
     with pytest.raises(
@@ -168,6 +198,49 @@ def test_distribute_finds_that_ranks_pass_different_arrays(make_grid, world):
         LayoutError, match=r"rank 0 float64\(3,\), rank 1 float64\(4,\); pass the same global array, or root="
     ):
         pla.distribute(np.zeros(4 if world.rank == 1 else 3), grid, Layout("a"))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("n", [1, 4, 700, 5000])
+def test_ranks_that_make_different_arrays_are_told(make_grid, world, n):
+    """Random numbers without a common seed, handed in or computed, in small arrays and large ones."""
+    grid = make_grid({"a": world.size})
+    rng = np.random.default_rng(world.rank)
+    mine, odd = rng.random((n, 3)), world.rank == world.size - 1
+    last = world.size - 1
+    with pytest.raises(LayoutError, match=r"ranks pass different arrays to distribute: rank 0 .*checksum .*root="):
+        pla.distribute(mine, grid, Layout("a", None))
+    tail = np.zeros((n, 3))
+    tail[-1, -1] = odd
+    with pytest.raises(LayoutError, match=rf"different arrays to distribute: rank 0 .*, rank {last} "):
+        pla.distribute(tail, grid, Layout(None, None))
+    with pytest.raises(LayoutError, match=rf"rank 0 with layout .*None.* and root=None, rank {last} with .*root=0"):
+        pla.distribute(tail, grid, Layout(None, None), root=0 if odd else None)
+    with pytest.raises(LayoutError, match=rf"distribute differently: rank 0 with .*, rank {last} with"):
+        pla.distribute(np.zeros((n, 3)), grid, Layout(None, "a") if odd else Layout("a", None))
+    with pytest.raises(
+        pla.CommError, match=r"from_function makes blocks .* that should be replicas.*parlinalg\.random"
+    ):
+        pla.from_function(lambda i, j: rng.random((n, 3)), (n, 3), grid, Layout(None, None))
+    with pytest.raises(pla.CommError, match=r"full makes blocks .* rank"):
+        pla.full((n, 3), rng.random(), grid, Layout(None, None))
+    with pytest.raises(pla.CommError, match="from_function different values of dtype"):
+        pla.from_function(lambda i, j: i + (0.5 if odd else 0), (n, 3), grid, Layout(None, None))
+    with pytest.raises(LayoutError, match=r"from_blocks: ranks 0 and \d hold the same part of .* different blocks"):
+        pla.from_blocks(mine, grid, Layout(None, None))
+    check(pla.from_function(lambda i, j: rng.random((1, 1)) * 0 + i, (n, 3), grid, Layout("a", None)),
+          np.broadcast_to(np.arange(n, dtype=float)[:, None], (n, 3)))  # fmt: skip
+    terms_of = pla.from_blocks(mine, grid, Layout(None, None, partial="a"))
+    assert terms_of.layout.partial == ("a",)
+
+
+def test_a_function_that_is_not_elementwise_is_named(make_grid, world):
+    grid = make_grid({"a": world.size})
+    for wrong in ((3, 2), (2, 5, 3), (7,)):
+        with pytest.raises(
+            ValueError, match=r"from_function: the function returns an array of shape .* for the block of"
+        ):
+            pla.from_function(lambda i, j, wrong=wrong: np.zeros(wrong), (5, 3), grid, Layout(None, None))
 
 
 def test_from_blocks(make_grid, world, xp):

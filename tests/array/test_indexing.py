@@ -45,6 +45,15 @@ def test_slices(grid, tune, key, buffer):
         assert set(result.layout.axes) == set(kept)
 
 
+def test_an_item_of_a_cut_dim_of_one_item(grid):
+    """The dim goes, and so do the axes that cut it: the ranks without the item get it."""
+    values = numbers((3, 1, 2), seed=2)
+    for layout, _ in pairs(layouts(grid.axes, 3), [0], 12, seed=3):
+        x = pla.distribute(values, grid, layout)
+        check(x[:, 0], values[:, 0])
+        check(x[2, -1, 1], np.asarray(values[2, -1, 1]))
+
+
 def test_negative_steps_of_whole_dims(grid):
     values = numbers((6, 5))
     x = placed(values, grid, Layout(grid.axes, None))

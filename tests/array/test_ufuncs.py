@@ -114,12 +114,15 @@ def test_out_and_dtype(grid):
     assert np.multiply(x, 3, out=out) is out
     same(out, a * 3)
     same(np.add(x, 1, dtype=np.float32), np.add(a, 1, dtype=np.float32))
-    with pytest.raises(LayoutError, match=r"out= of np\.add.*redistribute\("):
-        np.add(
-            x,
-            x,
-            out=pla.zeros((4, 5), grid, Layout(None, grid.axes)) if grid.size > 1 else pla.zeros((5, 4), grid, layout),
-        )
+    if grid.size > 1:
+        with pytest.raises(LayoutError, match=r"out= of np\.add.*redistribute\("):
+            np.add(x, x, out=pla.zeros((4, 5), grid, Layout(None, grid.axes)))
+    with pytest.raises(ValueError, match=r"out= of np\.add has shape \(5, 4\), the result \(4, 5\)"):
+        np.add(x, x, out=pla.zeros((5, 4), grid, layout))
+    with pytest.raises(TypeError, match=r"out= of np\.add is a ndarray; the result is distributed, and so must out be"):
+        np.add(x, x, out=np.zeros((4, 5)))
+    with pytest.raises(TypeError, match="an array of dtype object cannot be distributed"):
+        np.add(x, x, dtype=object)
     with pytest.raises(TypeError, match=r"out= of np\.add is distributed, but its operands are not"):
         np.add(1, 2, out=x)
 
@@ -193,6 +196,27 @@ def test_partial_arrays_take_linear_operations_only(make_grid, world):
             LayoutError, match=r"partial='a'\), (which is )?not summed yet.*\.redistribute\(Layout\(None, None\)\)"
         ):
             call()
+    short = terms(numbers((4, 5), np.int8), grid, layout)
+    refused = [
+        lambda: x * np.inf, lambda: -np.inf * x, lambda: x * np.float32(np.nan), lambda: x / 0,
+        lambda: x / np.float64(0), lambda: x * complex(0, np.inf), lambda: x + 0.0, lambda: x // 2, lambda: x % 2,
+        lambda: short * 2.5, lambda: short / 2, lambda: short * np.int16(2), lambda: np.multiply(short, 2, dtype=int),
+        lambda: short + terms(numbers((4, 5), np.int16), grid, layout), lambda: np.add(short, short, dtype=float),
+        lambda: np.negative(short, dtype=np.int32), lambda: np.add(short, short, out=pla.zeros((4, 5), grid, layout)),
+    ]  # fmt: skip
+    for call in refused:
+        with pytest.raises(LayoutError, match=r"not summed yet.*\.redistribute\(Layout\(None, None\)\)"):
+            call()
+    check(short * 2 - short, numbers((4, 5), np.int8))
+    check(np.multiply(x, 2, dtype=np.float32), (2 * a).astype(np.float32))
+    check(x * 2j, a * 2j)
+    x *= 3
+    check(x, 3 * a)
+    x /= 3
+    integers = pla.Tensor(short)
+    with pytest.raises(LayoutError, match=r"its terms as float32 have another sum; mend it by \.redistribute"):
+        integers.astype("float32")
+    check(pla.Tensor(x).astype("float32").data, a.astype(np.float32))
     z = terms(b, grid, Layout("a", None, partial=()))
     with pytest.raises(LayoutError, match="partial"):
         x + z

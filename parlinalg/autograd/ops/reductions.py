@@ -40,7 +40,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False, *, partial: bool = Fa
     """
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
-    y = x.data.sum(dims, None, keepdims, partial=partial)
+    y = x.data.sum(dims, keepdims=keepdims, partial=partial)
     local, rest = x.block.shape, x.layout.with_partial(())
     return record("sum", y, [x], [lambda g: _spread(g, local, rest, dims)])
 
@@ -54,7 +54,7 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
         raise ValueError(f"mean over dims {dims} of a tensor of shape {x.shape}, which has no elements there")
     scale = 1 / count
     local, rest = x.block.shape, x.layout.with_partial(())
-    y = x.data.sum(dims, None, keepdims) * scale
+    y = x.data.sum(dims, keepdims=keepdims) * scale
     return record("mean", y, [x], [lambda g: _spread(g, local, rest, dims, scale)])
 
 
@@ -62,7 +62,7 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The largest elements over dims (default: all); equal ones share the gradient evenly."""
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
-    y = x.data.max(dims, keepdims)
+    y = x.data.max(dims, keepdims=keepdims)
     frame, local = Frame.of(x), x.block.shape
 
     def part(g: Block, block: Block, top: Block) -> Term:

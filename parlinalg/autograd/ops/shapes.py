@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import effective
+from parlinalg.array.core import effective, terms_add
 from parlinalg.array.indexing import _expand
+from parlinalg.array.shapes import full_shape
 from parlinalg.autograd.parameter import Parameter
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
+from parlinalg.redistribute import fitting
 
 Key = int | slice | EllipsisType | None
 
@@ -21,13 +23,20 @@ Key = int | slice | EllipsisType | None
 def redistribute(x: Tensor, layout: Layout) -> Tensor:
     """The same value in another layout; the gradient goes back to the old one.  Collective."""
     x = as_tensor(x)
-    y = x.data.redistribute(layout)
+    if fitting(layout, x.shape, x.grid) == x.layout:
+        return x
     rest = layout.with_partial(())
-    return x if y is x.data else record("redistribute", y, [x], [lambda g: (g, rest)])
+    return record("redistribute", x.data.redistribute(layout), [x], [lambda g: (g, rest)])
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:
-    """The same value in another floating dtype; the gradient is converted back."""
+    """The same value in another floating dtype; the gradient is converted back.
+
+    Raises
+    ------
+    LayoutError
+        If the terms of a partial tensor, converted each, would have another sum: those of integers.
+    """
     x = as_tensor(x)
     if x.dtype == np.dtype(dtype):
         return x
@@ -36,6 +45,11 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
             f"astype: a tensor that wants a gradient stays floating, not {np.dtype(dtype)}; .detach() it first"
         )
     rest = x.layout.with_partial(())
+    if not terms_add(x.dtype, np.dtype(dtype)) and effective(x.layout, x.grid).partial:
+        raise LayoutError(
+            f"astype: a tensor of {x.dtype} in {x.layout!r} is not summed yet, and its terms as {np.dtype(dtype)} have "
+            f"another sum; mend it by .redistribute({rest!r})"
+        )
     return record("astype", x.data.astype(dtype), [x], [lambda g: (g, rest)])
 
 
@@ -51,9 +65,11 @@ def reshape(x: Tensor, shape: Any) -> Tensor:
         If the pieces of a cut dim are no pieces of the new dims; the message names the layout that would do.
     """
     x = as_tensor(x)
+    if full_shape(x.shape, shape) == x.shape:
+        return x
     y = x.data.reshape(shape)
     rest, local = x.layout.with_partial(()), x.block.shape
-    return x if y is x.data else record("reshape", y, [x], [lambda g: (g.reshape(local), rest)])
+    return record("reshape", y, [x], [lambda g: (g.reshape(local), rest)])
 
 
 def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
