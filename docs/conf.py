@@ -58,6 +58,7 @@ MODULES = {
     "matmul": "Distributed products",
     "matmul.assign": "How axes are assigned to a product",
     "matmul.bounds": "Lower bounds",
+    "fft": "Fourier transforms",
     "schemes": "Parallel schemes",
     "autograd": "Derivatives",
     "autograd.ops": "Operations with derivatives",

@@ -2,12 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from parlinalg import autograd, datasets, hints, nn, optim, parallel, pipeline, random
-from parlinalg.array import DistArray, distribute, empty, eye, from_blocks, from_function, full, ones, zeros
+from parlinalg import autograd, datasets, fft, hints, linalg, nn, optim, parallel, pipeline, random
+from parlinalg.array import DistArray, distribute, explicit, from_blocks, from_function, load, namespace, save
+from parlinalg.array.namespace import *  # noqa: F403
+from parlinalg.array.namespace import __array_api_version__, __array_namespace_info__
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync, ops
 from parlinalg.comm import ledger, trace
-from parlinalg.errors import CommError, ConfigError, EngineError, GridError, LayoutError, ParlinalgError, PlanError
-from parlinalg.grid import Grid
+from parlinalg.errors import (
+    CommError,
+    ConfigError,
+    EngineError,
+    FileError,
+    GridError,
+    LayoutError,
+    ParlinalgError,
+    PlanError,
+)
+from parlinalg.grid import Grid, default_grid, set_default_grid
 from parlinalg.layout import Layout
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
@@ -45,6 +56,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "EvaluateHook",
+    "FileError",
     "Grid",
     "GridError",
     "Hook",
@@ -66,20 +78,23 @@ __all__ = [
     "autograd",
     "check_gradients",
     "datasets",
+    "__array_api_version__",
+    "__array_namespace_info__",
+    "default_grid",
     "distribute",
-    "empty",
-    "eye",
+    "explicit",
+    "fft",
     "from_blocks",
     "from_function",
-    "full",
     "initialize",
     "launch",
     "ledger",
+    "linalg",
+    "load",
     "matmul",
     "nn",
     "no_grad",
     "no_sync",
-    "ones",
     "ops",
     "optim",
     "parallel",
@@ -87,10 +102,12 @@ __all__ = [
     "plan_matmul",
     "random",
     "redistribute",
+    "save",
     "sequence_order",
+    "set_default_grid",
     "trace",
-    "zeros",
 ]
+__all__ += namespace.__all__
 
 if not TYPE_CHECKING:  # names of other libraries
     __getattr__ = hints.missing(__name__)

@@ -39,6 +39,10 @@ class CheckpointError(ConfigError):
     """A checkpoint is damaged, foreign or incomplete, does not fit, or cannot be written or read."""
 
 
+class FileError(ParlinalgError, OSError):
+    """An array's file cannot be written or read: missing, damaged, cut short, a full disk, no such dataset."""
+
+
 class OffloadError(ParlinalgError, OSError):
     """Offloaded data cannot be written or read: a disk is full, a folder not writable, a file cut short or damaged."""
 

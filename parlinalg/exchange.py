@@ -1,10 +1,14 @@
-"""Exchange of rectangles: every rank sends each peer the part of its block that the peer wants, in bounded pieces."""
+"""Exchange of the parts of blocks that other ranks want, in bounded pieces: rectangles, or runs of elements."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import Backend
@@ -139,3 +143,108 @@ def _split(rect: Rect, limit: int) -> Iterator[Rect]:
     rows = max(1, len(rect[dim]) * limit // n)
     for start in range(0, len(rect[dim]), rows):
         yield from _split((*rect[:dim], rect[dim][start : start + rows], *rect[dim + 1 :]), limit)
+
+
+@dataclass
+class Runs:
+    """Stretches of elements of an array, numbered in C order: all equally long, first to last.
+
+    Attributes
+    ----------
+    starts : array of int
+        Their first elements, rising.
+    length : int
+    """
+
+    starts: np.ndarray
+    length: int
+
+    @classmethod
+    def of(cls, rect: Rect, shape: Sequence[int]) -> Runs:
+        """Return the stretches that a rectangle of an array of `shape` consists of."""
+        if not volume(rect):
+            return cls(np.zeros(0, np.int64), 0)
+        strides = [*accumulate(reversed(shape[1:]), int.__mul__, initial=1)][::-1] if shape else []
+        outer, length = len(rect), 1
+        while outer:  # dims behind the last cut one lie in one stretch
+            outer -= 1
+            length *= len(rect[outer])
+            if len(rect[outer]) < shape[outer]:
+                break
+        starts = np.zeros((), np.int64)
+        for d, (r, stride) in enumerate(zip(rect, strides, strict=True)):
+            line = np.asarray(r, np.int64)[: len(r) if d < outer else 1]
+            starts = starts[..., None] + line * stride
+        return cls(starts.reshape(-1), length)
+
+    def meet(self, other: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the stretches in both: where they start among the elements of this one, of the other, and lengths."""
+        first = np.searchsorted(other.starts, self.starts - other.length, side="right")
+        counts = np.searchsorted(other.starts, self.starts + self.length, side="left") - first
+        mine = np.repeat(np.arange(len(self.starts)), counts)
+        theirs = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
+        a, b = self.starts[mine], other.starts[theirs]
+        start = np.maximum(a, b)
+        lengths = np.minimum(a + self.length, b + other.length) - start
+        return mine * self.length + start - a, theirs * other.length + start - b, lengths
+
+
+class _Picked:
+    """Elements of a flat block: stretches, in order."""
+
+    def __init__(self, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self.starts, self.stops = starts, np.cumsum(lengths)
+        self.begins = self.stops - lengths
+        self.size = int(self.stops[-1]) if len(lengths) else 0
+
+    def index(self, start: int, stop: int) -> Any:
+        """Return the index of the elements from number `start` to `stop`: a slice where they lie together."""
+        first = int(np.searchsorted(self.stops, start, side="right"))
+        last = int(np.searchsorted(self.stops, stop, side="left"))
+        if first == last:
+            at = int(self.starts[first]) + start - int(self.begins[first])
+            return slice(at, at + stop - start)
+        starts, begins = self.starts[first : last + 1], self.begins[first : last + 1]
+        counts = np.minimum(self.stops[first : last + 1], stop) - np.maximum(begins, start)
+        return np.repeat(starts - begins, counts) + np.arange(start, stop)
+
+
+def exchange_runs(
+    flat: Block, me: int, haves: Sequence[Runs], wants: Sequence[Runs], comm: Comm, backend: Backend
+) -> Block:
+    """Return the elements of `wants[me]` in order, from the ranks of `comm`, which have those of `haves`.
+
+    `flat` are the elements of `haves[me]`.  Beside its source and target a rank holds two pieces, and for elements in
+    short stretches their indices.
+    """
+    have, want = haves[me], wants[me]
+    out = backend.empty((len(want.starts) * want.length,), flat.dtype)
+    largest = max(len(r.starts) * r.length for r in (*haves, *wants))
+    limit = piece_size(largest)
+
+    def index(part: _Picked, start: int) -> Any:
+        found = part.index(start, min(part.size, start + limit))
+        return found if isinstance(found, slice) or backend.host_memory else backend.from_host(found)
+
+    for shift in range(comm.size):
+        to, source = (me + shift) % comm.size, (me - shift) % comm.size
+        at, _, lengths = have.meet(wants[to])
+        outgoing = _Picked(at, lengths)
+        at, _, lengths = want.meet(haves[source])
+        incoming = _Picked(at, lengths)
+        for start in range(0, max(outgoing.size, incoming.size), limit):
+            handles, got = [], None
+            if shift and start < incoming.size:
+                got = backend.empty((min(limit, incoming.size - start),), flat.dtype)
+                handles.append(comm.receive(got, source, wait=False))
+            if start < outgoing.size:
+                sent = flat[index(outgoing, start)]
+                if shift:
+                    handles.append(comm.send(backend.xp.ascontiguousarray(sent), to, wait=False))
+                else:
+                    got = sent
+            for handle in handles:
+                handle.wait()
+            if got is not None:
+                out[index(incoming, start)] = got
+    return out

@@ -1,12 +1,17 @@
-"""Files that others may have written or changed: opened without waiting, and read within limits."""
+"""Files that others may have written or changed, read within limits; and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import shutil
 import stat
+from contextlib import suppress
 from typing import Any
+
+from parlinalg.units import format_bytes
 
 MOST_JSON = 1 << 30
 """Bytes of the longest file that is read as JSON."""
@@ -100,3 +105,61 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
     }
     number, kind = kinds.get(stat.S_IFMT(found.st_mode), (errno.EINVAL, "a device"))
     raise OSError(number, f"it is {kind}, not a file", os.fspath(path))
+
+
+# ---------------------------------------------------------------------------------------------- written aside
+
+
+def replace(aside: Path, path: Path) -> None:
+    """Give a file or folder that was written aside its name, in place of what has it.
+
+    A file, and on Linux a folder too, takes the place of the old one in one step: at any time one of the two has the
+    name.
+
+    Raises
+    ------
+    OSError
+        If it cannot be renamed; what had the name still has it.
+    """
+    if not os.path.isdir(aside) or not os.path.lexists(path):
+        os.replace(aside, path)
+    else:
+        if not _exchanged(aside, path):
+            old = f"{os.fspath(aside)}.old"
+            os.rename(path, old)
+            try:
+                os.rename(aside, path)
+            except OSError:
+                os.rename(old, path)
+                raise
+            os.rename(old, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    sync_folder(os.path.dirname(os.fspath(path)) or ".")
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step; return False where the system cannot."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # not Linux
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(call(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can say so."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def free_space(error: BaseException, folder: Path) -> str:
+    """Return how much is free in a folder as the end of a message, if a full disk is the error; else nothing."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            return f"; {format_bytes(shutil.disk_usage(folder).free)} are free in {os.fspath(folder)}"
+    return ""

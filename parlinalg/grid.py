@@ -42,7 +42,8 @@ class Grid:
         Allow fewer ranks in the grid than in `comm`: the first ones form the grid, the others hold blocks of size zero
         and may make every call.
 
-    Making a grid is collective over `comm`, and sets the number of BLAS threads of this process.
+    Making a grid is collective over `comm`, and sets the number of BLAS threads of this process.  Within `with grid:`
+    it is the default grid of the array functions; at the end it is closed.
 
     Attributes
     ----------
@@ -198,6 +199,28 @@ class Grid:
         """The communicator of all ranks in the grid, in row-major order."""
         return self.comm(self.axes)
 
+    def default_layout(self, shape: tuple[int, ...]) -> Layout:
+        """Return the layout of an array of this shape for which none is given.
+
+        Each axis, outermost first, cuts the dim whose pieces are the longest so far, the first of several; a piece of
+        one item is cut no more.  Every axis counts as if it had two ranks: so the layout depends on the shape and the
+        axes' names alone, not on the number of ranks.
+
+        Examples
+        --------
+        >>> grid = Grid({"r": 1, "c": 1})
+        >>> grid.default_layout((6, 6)), grid.default_layout((1000, 3)), grid.default_layout((1,))
+        (Layout('r', 'c'), Layout(('r', 'c'), None), Layout(None))
+        """
+        dims: list[Cut] = [()] * len(shape)
+        lengths = list(shape)
+        for axis in self.axes:
+            longest = max(range(len(shape)), key=lambda d: lengths[d], default=-1)
+            if longest >= 0 and lengths[longest] > 1:
+                dims[longest] = (*dims[longest], axis)
+                lengths[longest] = -(-lengths[longest] // 2)
+        return Layout(*dims)
+
     def block(self, layout: Layout, shape: tuple[int, ...]) -> tuple[range, ...]:
         """Return for each dim the range of global indices in this rank's block (empty ranges outside the grid)."""
         return layout.block(shape, self.sizes, self.coords) if self.inside else tuple(range(0) for _ in shape)
@@ -218,16 +241,51 @@ class Grid:
             self.world.free()
 
     def __enter__(self) -> Grid:
+        _entered.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self in _entered:
+            _entered.remove(self)
         if kind is None:  # an error on this rank must not wait for the others
             self.close()
 
     def __repr__(self) -> str:
         return f"Grid({self.sizes}, backend={self.backend.name!r})"
+
+
+_entered: list[Grid] = []
+_default: list[Grid] = []
+
+
+def default_grid() -> Grid:
+    """Return the grid of arrays for which none is given: of the innermost `with grid:`, else the one that was set.
+
+    If none was set, a grid `{"r": …, "c": …}` of all ranks is made, with as many rows as columns or the next more.  The
+    first use is collective then.
+    """
+    if _entered:
+        return _entered[-1]
+    if not _default or _default[-1]._closed:
+        world = open_comm(None)
+        columns = max(d for d in range(1, world.size + 1) if world.size % d == 0 and d * d <= world.size)
+        set_default_grid(Grid({"r": world.size // columns, "c": columns}, world))
+    return _default[-1]
+
+
+def set_default_grid(grid: Grid | None) -> None:
+    """Set the grid of arrays for which none is given; None restores a near-square one of all ranks.
+
+    Raises
+    ------
+    GridError
+        If the grid is closed.
+    """
+    if grid is not None and grid._closed:
+        raise GridError("a closed grid cannot be the default one")
+    _default[:] = [] if grid is None else [grid]
 
 
 def worlds(grids: Iterable[Grid]) -> list[Comm]:

@@ -184,10 +184,19 @@ def _slice(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned
 def _all_reduce(block: Block, step: Step, shape: Shape, grid: Grid, wait: bool, owned: bool, tag: int) -> Work:
     if not (owned and block.flags.c_contiguous):
         block = block.copy(order="C")
-    handle = grid.comm(step.axes).all_reduce(block, wait=wait)
+    terms, op = _terms(block)
+    handle = grid.comm(step.axes).all_reduce(terms, op=op, wait=wait)
     if not wait:
         yield handle
     return block
+
+
+def _terms(block: Block) -> tuple[Block, str]:
+    """Return the terms in a dtype that is communicated, and the reduction that sums them: of booleans True is the most.
+
+    The terms lie in the memory of the block.
+    """
+    return (block.view("u1"), "max") if block.dtype.kind == "b" else (block, "sum")
 
 
 def _lengths(step: Step, longer: Layout, shape: Shape, grid: Grid) -> list[int]:
@@ -239,7 +248,8 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
     out = backend.empty((*block.shape[:dim], own, *block.shape[dim + 1 :]), block.dtype)
     if math.prod(block.shape[:dim]) == 1:
         width = math.prod(block.shape[dim + 1 :])
-        handle = comm.reduce_scatter(_flat(block), out, [length * width for length in lengths], wait=wait)
+        (send, op), (got, _) = _terms(_flat(block)), _terms(out)
+        handle = comm.reduce_scatter(send, got, [length * width for length in lengths], op=op, wait=wait)
         if not wait:
             yield handle
         return out
@@ -254,7 +264,8 @@ def _reduce_scatter(block: Block, step: Step, shape: Shape, grid: Grid, wait: bo
             send[start * width : (start + length) * width].reshape(piece.shape)[...] = piece
             start += length
         got = backend.empty((*mine.shape[:dim], own, *mine.shape[dim + 1 :]), block.dtype)
-        handle = comm.reduce_scatter(send, got, [length * width for length in lengths], wait=wait)
+        (terms, op), (summed, _) = _terms(send), _terms(got)
+        handle = comm.reduce_scatter(terms, summed, [length * width for length in lengths], op=op, wait=wait)
         if not wait:
             yield handle
         out[part] = got

@@ -12,6 +12,7 @@ ALLOWED: dict[str, tuple[str, ...] | str] = {
     "PARLINALG_CHECK": SWITCH,
     "PARLINALG_COMPILED": SWITCH,
     "PARLINALG_CUDA_AWARE_MPI": SWITCH,
+    "PARLINALG_EXPLICIT": SWITCH,
     "PARLINALG_MAX_COUNT": "a whole number of elements from 1 to 2147483647",
     "PARLINALG_MPI": SWITCH,
     "PARLINALG_NCCL": ("0", "1", "auto"),

@@ -71,3 +71,7 @@ CHECKPOINT_SPLIT = 1 << 24
 
 CHECKPOINT_PAGE = 1 << 18
 """Bytes of a checkpoint that have a checksum of their own."""
+
+FILE_RUN = 1 << 12
+"""Bytes of the shortest run of elements that a rank writes to a shared file itself: shorter ones are exchanged first,
+so that ranks write rows."""

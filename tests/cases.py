@@ -116,6 +116,13 @@ def check(array: DistArray, expected: np.ndarray) -> None:
         np.testing.assert_array_equal(held(array), expected[part])
 
 
+def lacks(src: Layout, dst: Layout, shape: tuple[int, ...], grid: Grid) -> int:
+    """The elements of this rank's target block that its source block does not hold."""
+    have, want = grid.block(src, shape), grid.block(dst, shape)
+    both = math.prod(len(set(h) & set(w)) for h, w in zip(have, want, strict=True))
+    return math.prod(map(len, want)) - both
+
+
 def placed(array: np.ndarray, grid: Grid, layout: Layout) -> DistArray:
     """What `distribute` makes, without its agreement of all ranks."""
     part = tuple(slice(r.start, r.stop) for r in grid.block(layout, array.shape))

@@ -116,7 +116,8 @@ def test_closed_grids_give_their_communicators_back(world, backend, full, monkey
         with pla.Grid(sizes, world if i % 50 else None, backend) as grid:
             if i % 10 == 0:
                 same(
-                    pla.distribute(numbers((3, 3)), grid, Layout("a", "b")) @ pla.eye(3, grid, Layout("a", "b")),
+                    pla.distribute(numbers((3, 3)), grid, Layout("a", "b"))
+                    @ pla.eye(3, grid=grid, layout=Layout("a", "b")),
                     numbers((3, 3)),
                 )
             else:

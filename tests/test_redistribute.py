@@ -15,17 +15,10 @@ from parlinalg.exchange import _split, piece_size, volume
 from parlinalg.layout import Layout
 from parlinalg.moves import moves, words
 from parlinalg.redistribute import _parts, redistribute, start
-from tests.cases import DTYPES, EVERY_SIZE, check, grids, held, layouts, numbers, pairs, terms
+from tests.cases import DTYPES, EVERY_SIZE, check, grids, held, lacks, layouts, numbers, pairs, terms
 
 SHAPES = {1: [(7,), (1,), (0,)], 2: [(5, 3), (1, 7), (0, 4)], 3: [(3, 2, 5)]}
 SAMPLE = {1: 400, 2: 400, 3: 330, 4: 330, 6: 120, 8: 60, 12: 25}  # of 92² pairs on three axes; --full: all
-
-
-def lacks(src, dst, shape, grid):
-    """The elements of this rank's target block that its source block does not hold."""
-    have, want = src.block(shape, grid.sizes, grid.coords), dst.block(shape, grid.sizes, grid.coords)
-    both = math.prod(len(set(h) & set(w)) for h, w in zip(have, want, strict=True))
-    return math.prod(map(len, want)) - both
 
 
 @pytest.mark.core

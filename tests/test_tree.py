@@ -19,8 +19,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors"}, {"units", "state_dict", "files", "hints", "settings", "tunables"}, {"backend"}, {"comm"},
     {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"}, {"exchange", "redistribute"}, {"array"}, {"random"},
-    {"matmul"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"}, {"pipeline"},
-    {"train"}, {"testing"}, {"cli", "__main__"},
+    {"matmul"}, {"linalg", "fft"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"},
+    {"pipeline"}, {"train"}, {"testing"}, {"cli", "__main__"},
 ]  # fmt: skip
 PURE = {"errors", "settings", "tunables", "units", "layout", "moves", "plan", "schemes"}  # neither NumPy nor MPI
 PLACES = {"cupy": ("backend/", "comm/nccl.py"), "cupyx": ("backend/",), "mpi4py": ("comm/",)}
@@ -99,7 +99,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_importing_is_light() -> None:
     done = run_python(
         "import sys, parlinalg; print(sorted({m.split('.')[0] for m in sys.modules} & "
-        "{'mpi4py', 'cupy', 'matplotlib', 'numba', 'sklearn', 'tqdm', 'threadpoolctl'}))"
+        "{'mpi4py', 'cupy', 'matplotlib', 'scipy', 'numba', 'sklearn', 'tqdm', 'threadpoolctl'}))"
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -144,6 +145,13 @@ class DistArray(NDArrayOperatorsMixin):
             if other is not None and other._owner is self:
                 other.adopt(other.block.copy(order="K"))
         return self.block
+
+    def writable(self) -> Block:
+        """Return the block, to write to a part of it: no other array sees it."""
+        if self._owner is not None:
+            self.adopt(self.block.copy(order="K"))
+            return self.block
+        return self.destination()
 
     def adopt(self, block: Block) -> None:
         """Have `block`, which no other array sees, as this rank's block."""
@@ -291,10 +299,9 @@ class DistArray(NDArrayOperatorsMixin):
         return getitem(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise TypeError(
-            "a DistArray's elements are not assigned one by one; build it by parlinalg.from_function or where(), or "
-            "write to its block"
-        )
+        from parlinalg.array.indexing import setitem
+
+        setitem(self, key, value)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -415,6 +422,39 @@ class DistArray(NDArrayOperatorsMixin):
         if self.size != 1:
             raise ValueError(f"the truth value of an array of shape {self.shape} is ambiguous; use any() or all()")
         return bool(self.item())
+
+    def __index__(self) -> int:
+        if self.dtype.kind not in "iu":
+            raise TypeError(f"only an integer becomes an index; the array has dtype {self.dtype}")
+        return self._scalar(int)
+
+    # ------------------------------------------------------------------ Array API
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """Return `parlinalg`, the namespace of distributed arrays."""
+        if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12", "2025.12"):
+            raise ValueError(f"parlinalg has the standard's versions up to 2025.12, not {api_version!r}")
+        return sys.modules["parlinalg"]
+
+    @property
+    def device(self) -> str:
+        """The device of the blocks: "cpu" or "cuda"."""
+        return "cpu" if self.grid.backend.host_memory else "cuda"
+
+    def to_device(self, device: Any, /, *, stream: Any = None) -> DistArray:
+        """Return the array, which must be on this device: its grid decides where blocks are."""
+        if device != self.device:
+            raise ValueError(f"the blocks of {self.grid!r} are on {self.device!r}; use .to_grid for {device!r}")
+        return self
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        if self.grid.world.size > 1:
+            raise BufferError("the array lies in blocks on several ranks: use .gather(), or .block for this rank's")
+        return self.block.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+
+    def __dlpack_device__(self) -> Any:
+        return self.block.__dlpack_device__()
 
     # ------------------------------------------------------------------ NumPy protocols
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from parlinalg.array.core import DistArray, native, refused_dtype
 from parlinalg.array.shapes import shape_of
 from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
-from parlinalg.grid import Grid
+from parlinalg.grid import Grid, default_grid
 from parlinalg.layout import Layout, cut_lengths, index_of
 from parlinalg.redistribute import check_given, check_kinds, fitting, part_of, redistribute
 from parlinalg.units import ITEMSIZE
@@ -20,7 +21,9 @@ from parlinalg.units import ITEMSIZE
 Shape = int | Sequence[int]
 
 
-def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) -> DistArray:
+def distribute(
+    array: Any, grid: Grid | None = None, layout: Layout | None = None, root: int | None = None
+) -> DistArray:
     """Cut a global array into blocks over a grid.
 
     Parameters
@@ -49,7 +52,8 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
     >>> pla.distribute(np.ones((4, 3)), grid, pla.Layout("r", "c"))
     DistArray(shape=(4, 3), dtype=float64, layout=Layout('r', 'c'), grid=Grid({'r': 1, 'c': 1}, backend='numpy'))
     """
-    check_kinds(grid, layout)
+    grid = default_grid() if grid is None else grid
+    check_kinds(grid, Layout() if layout is None else layout)
     holds = root is None or grid.world.rank == root
     if isinstance(array, DistArray):
         raise TypeError(
@@ -82,8 +86,8 @@ def distribute(array: Any, grid: Grid, layout: Layout, root: int | None = None) 
         )
     if first[1] not in ITEMSIZE:
         raise refused_dtype(first[1])
-    shape, dtype = tuple(first[0]), dtype_named(first[1])
-    fitting(layout, shape, grid)
+    dtype = dtype_named(first[1])
+    shape, grid, layout = placed(first[0], grid, layout)
     cut = layout.with_partial(())
     if root is not None:
         block = transfer.scatter(host, shape, dtype, cut, grid, root)
@@ -135,8 +139,9 @@ def _host(array: Any, grid: Grid) -> Any:
 
 
 def from_function(
-    function: Callable[..., Any], shape: Shape, grid: Grid, layout: Layout, dtype: Any = None
-) -> DistArray:
+    function: Callable[..., Any], shape: Shape, grid: Grid | None = None, layout: Layout | None = None,
+    dtype: Any = None,
+) -> DistArray:  # fmt: skip
     """Return the array whose element at (i, j, …) is `function(i, j, …)`; every rank computes its own block.
 
     Collective where ranks hold replicas: some of their elements are compared, in checked mode all, so that random
@@ -154,6 +159,7 @@ def from_function(
     ValueError
         If the result has not the shape of the block, nor broadcasts to it.
     """
+    shape, grid, layout = placed(shape, grid, layout)
     return computed("from_function", function, shape, grid, layout, dtype)
 
 
@@ -180,7 +186,9 @@ def computed(
     right = (
         "an element should depend on its indices alone, the same on every rank (parlinalg.random makes such numbers)"
     )
-    check_given(what, block, cut, shape, grid, right, replicas=what != "trace", partial=layout.partial)
+    check_given(
+        what, block, cut, shape, grid, right, replicas=what in ("from_function", "full"), partial=layout.partial
+    )
     return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
 
 
@@ -262,37 +270,181 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
     return DistArray(block, shape, layout, grid)
 
 
-def full(shape: Shape, value: Any, grid: Grid, layout: Layout, dtype: Any = None) -> DistArray:
+def device_of(grid: Grid) -> str:
+    """Return the name of the device of a grid's blocks."""
+    return "cpu" if grid.backend.host_memory else "cuda"
+
+
+def placed(
+    shape: Shape, grid: Grid | None, layout: Layout | None, device: Any = None
+) -> tuple[tuple[int, ...], Grid, Layout]:
+    """Return the shape, grid and layout of an array to be made: the default ones where none are given."""
+    grid = default_grid() if grid is None else grid
+    check_kinds(grid, Layout() if layout is None else layout)
+    shape = shape_of(shape)
+    if device is not None and device != device_of(grid):
+        raise ValueError(f"arrays of {grid!r} are on {device_of(grid)!r}, not on {device!r}")
+    return shape, grid, grid.default_layout(shape) if layout is None else fitting(layout, shape, grid)
+
+
+def full(
+    shape: Shape, fill_value: Any, grid: Grid | None = None, layout: Layout | None = None, dtype: Any = None, *,
+    device: Any = None,
+) -> DistArray:  # fmt: skip
     """Return an array of one value everywhere."""
-    if np.ma.isMaskedArray(value):
+    if np.ma.isMaskedArray(fill_value):
         raise masked("full")
-    if isinstance(value, DistArray):
-        value = value.item()
+    shape, grid, layout = placed(shape, grid, layout, device)
+    value = fill_value.item() if isinstance(fill_value, DistArray) else fill_value
     dtype = np.asarray(value).dtype if dtype is None else dtype
     return computed("full", lambda *_: np.asarray(value), shape, grid, layout, dtype)
 
 
-def zeros(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
+def zeros(
+    shape: Shape, grid: Grid | None = None, layout: Layout | None = None, dtype: Any = None, *, device: Any = None
+) -> DistArray:
     """Return an array of zeros."""
-    shape = shape_of(shape)
-    fitting(layout, shape, grid)
-    block = grid.backend.zeros(grid.block_shape(layout, shape), native(dtype_named(dtype)))
+    shape, grid, layout = placed(shape, grid, layout, device)
+    kind = native(dtype_named(np.float64 if dtype is None else dtype))
+    block = grid.backend.zeros(grid.block_shape(layout, shape), kind)
     return DistArray(block, shape, layout, grid)
 
 
-def ones(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
+def ones(
+    shape: Shape, grid: Grid | None = None, layout: Layout | None = None, dtype: Any = None, *, device: Any = None
+) -> DistArray:
     """Return an array of ones."""
-    return full(shape, 1, grid, layout, dtype)
+    shape, grid, layout = placed(shape, grid, layout, device)
+    return computed("ones", lambda *_: np.ones(()), shape, grid, layout, np.float64 if dtype is None else dtype)
 
 
-def empty(shape: Shape, grid: Grid, layout: Layout, dtype: Any = np.float64) -> DistArray:
+def empty(
+    shape: Shape, grid: Grid | None = None, layout: Layout | None = None, dtype: Any = None, *, device: Any = None
+) -> DistArray:
     """Return an array whose elements are yet to be written."""
-    shape = shape_of(shape)
-    fitting(layout, shape, grid)
-    block = grid.backend.empty(grid.block_shape(layout, shape), native(dtype_named(dtype)))
+    shape, grid, layout = placed(shape, grid, layout, device)
+    kind = native(dtype_named(np.float64 if dtype is None else dtype))
+    block = grid.backend.empty(grid.block_shape(layout, shape), kind)
     return DistArray(block, shape, layout, grid)
 
 
-def eye(n: int, grid: Grid, layout: Layout, m: int | None = None, dtype: Any = np.float64) -> DistArray:
-    """Ones on the main diagonal of an n × m matrix (m = n by default), zeros elsewhere."""
-    return from_function(lambda i, j: i == j, (n, n if m is None else m), grid, layout, dtype)
+def eye(
+    n_rows: int, n_cols: int | None = None, /, grid: Grid | None = None, layout: Layout | None = None, *, k: int = 0,
+    dtype: Any = None, device: Any = None,
+) -> DistArray:  # fmt: skip
+    """Return a matrix with ones on diagonal number k, zeros elsewhere."""
+    shape, grid, layout = placed((n_rows, n_rows if n_cols is None else n_cols), grid, layout, device)
+    kind = np.float64 if dtype is None else dtype
+    return computed("eye", lambda i, j: j - i == k, shape, grid, layout, kind)
+
+
+def _like(x: DistArray, value: Any, dtype: Any, device: Any, layout: Layout | None) -> DistArray:
+    placed(x.shape, x.grid, layout, device)
+    layout = x.layout.with_partial(()) if layout is None else layout
+    return full(x.shape, value, x.grid, layout, x.dtype if dtype is None else dtype)
+
+
+def zeros_like(x: DistArray, /, *, dtype: Any = None, device: Any = None, layout: Layout | None = None) -> DistArray:
+    """Return an array of zeros of the same shape, layout and dtype."""
+    return _like(x, 0, dtype, device, layout)
+
+
+def ones_like(x: DistArray, /, *, dtype: Any = None, device: Any = None, layout: Layout | None = None) -> DistArray:
+    """Return an array of ones of the same shape, layout and dtype."""
+    return _like(x, 1, dtype, device, layout)
+
+
+def empty_like(x: DistArray, /, *, dtype: Any = None, device: Any = None, layout: Layout | None = None) -> DistArray:
+    """Return an array of the same shape, layout and dtype whose elements are yet to be written."""
+    return _like(x, 0, dtype, device, layout)
+
+
+def full_like(
+    x: DistArray, /, fill_value: Any, *, dtype: Any = None, device: Any = None, layout: Layout | None = None
+) -> DistArray:
+    """Return an array of one value, of the same shape, layout and dtype."""
+    return _like(x, fill_value, dtype, device, layout)
+
+
+def asarray(
+    obj: Any, /, *, dtype: Any = None, device: Any = None, copy: Any = None, grid: Grid | None = None,
+    layout: Layout | None = None,
+) -> DistArray:  # fmt: skip
+    """Return data as a distributed array; a DistArray in another dtype, or itself where `copy` is not True.
+
+    Parameters
+    ----------
+    obj : array_like or DistArray
+        Plain data are the same on all ranks: each keeps its own part (`distribute(root=)` takes one rank's).
+    """
+    if isinstance(obj, DistArray):
+        found = obj if grid is None or grid is obj.grid else obj.to_grid(grid, layout or grid.default_layout(obj.shape))
+        found = found if layout is None else found.redistribute(layout)
+        if dtype is not None and np.dtype(dtype) != found.dtype:
+            if copy is False:
+                raise ValueError(f"an array of dtype {found.dtype} becomes one of {np.dtype(dtype)} only by a copy")
+            return found.astype(dtype)
+        return found.copy() if copy else found
+    if copy is False:
+        raise ValueError("plain data are copied to become a distributed array; copy=False cannot be")
+    if isinstance(obj, list | tuple):
+        obj = _plain(obj)
+    host = np.asarray(obj, dtype=dtype) if not hasattr(obj, "__cuda_array_interface__") else obj
+    if dtype is not None and host.dtype != np.dtype(dtype):
+        host = host.astype(dtype)
+    _, grid, layout = placed(host.shape, grid, layout, device)
+    return distribute(host, grid, layout)
+
+
+def _plain(data: Any) -> Any:
+    """Return nested lists with arrays of no dims as scalars."""
+    if isinstance(data, list | tuple):
+        return [_plain(x) for x in data]
+    return data.dtype.type(data.item()) if isinstance(data, DistArray) and not data.ndim else data
+
+
+def arange(
+    start: Any, /, stop: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, grid: Grid | None = None,
+    layout: Layout | None = None,
+) -> DistArray:  # fmt: skip
+    """Return the numbers from `start` (0 if only one is given) up to but without `stop`."""
+    if stop is None:
+        start, stop = 0, start
+    if not step:
+        raise ValueError("arange takes a step other than 0")
+    kind = np.result_type(*(np.asarray(v).dtype for v in (start, stop, step))) if dtype is None else np.dtype(dtype)
+    n = max(0, math.ceil((stop - start) / step))
+    if _all_integers(start, stop, step):
+        n = len(range(int(start), int(stop), int(step)))
+    _, grid, layout = placed((n,), grid, layout, device)
+    return from_function(lambda i: start + i * step, (n,), grid, layout, kind)
+
+
+def _all_integers(*values: Any) -> bool:
+    return all(isinstance(v, int | np.integer) for v in values)
+
+
+def linspace(
+    start: Any, stop: Any, /, num: int, *, dtype: Any = None, device: Any = None, endpoint: bool = True,
+    grid: Grid | None = None, layout: Layout | None = None,
+) -> DistArray:  # fmt: skip
+    """Return `num` numbers at equal distances from `start` to `stop`, which is the last of them with `endpoint`."""
+    kind = np.result_type(np.asarray(start).dtype, np.asarray(stop).dtype, np.float64) if dtype is None else dtype
+    parts = num - 1 if endpoint else num
+    work = np.result_type(kind, np.float64)
+
+    def value(i: Any) -> Any:
+        low, high = np.asarray(start, work), np.asarray(stop, work)
+        step = (high - low) / parts if parts else high - low
+        found = i * step + low
+        return np.where(i == num - 1, high, found) if endpoint and num > 1 else found
+
+    _, grid, layout = placed((num,), grid, layout, device)
+    return from_function(value, (num,), grid, layout, kind)
+
+
+def from_dlpack(x: Any, /, *, device: Any = None, copy: Any = None) -> DistArray:
+    """Return data of another library, the same on all ranks, as a distributed array."""
+    if isinstance(x, DistArray):
+        return x.copy() if copy else x
+    return asarray(np.from_dlpack(x), device=device)

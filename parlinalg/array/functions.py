@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array import create, products, reductions, shapes
-from parlinalg.array.core import Axis, DistArray, axis_of, delivered, native, same_grid
-from parlinalg.array.ufuncs import broadcast_layout, operand
-from parlinalg.errors import LayoutError
+from parlinalg.array import create, joining, products, reductions, shapes, sorting
+from parlinalg.array.align import together
+from parlinalg.array.core import Axis, DistArray, axis_of, delivered, native
+from parlinalg.array.ufuncs import operand
 from parlinalg.layout import Layout
-from parlinalg.redistribute import fitting
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 _WRITTEN: dict[Callable[..., Any], tuple[str, ...]] = {
     np.where: ("condition", "x", "y"),
     np.concatenate: ("arrays", "axis", "out"),
+    np.nonzero: ("a",),
     np.dot: ("a", "b", "out"),
     np.vdot: ("a", "b"),
     np.empty_like: ("prototype", "dtype", "order", "subok", "shape"),
@@ -95,9 +95,19 @@ def names() -> list[str]:
     return sorted({found.name for found in HANDLED.values()})
 
 
-def _handles(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def handles(
+    *functions: Callable[..., Any], takes: Sequence[str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the function that follows as the distributed version of these functions of NumPy.
+
+    Parameters
+    ----------
+    takes : sequence of str, optional
+        The parameters of NumPy's that it takes, by their names; by default its own.
+    """
+
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        taken = frozenset(inspect.signature(implementation).parameters)
+        taken = frozenset(inspect.signature(implementation).parameters if takes is None else takes)
         for function in functions:
             positional = _WRITTEN.get(function)
             if positional is None:
@@ -119,12 +129,12 @@ def _array(value: Any, name: str) -> DistArray:
 
 
 # ------------------------------------------------------------------ reductions
-@_handles(np.sum)
+@handles(np.sum)
 def _sum(a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False) -> DistArray:
     return reductions.total(_array(a, "sum"), axis, dtype, bool(keepdims), out=out)
 
 
-@_handles(np.mean)
+@handles(np.mean)
 def _mean(a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False) -> DistArray:
     return reductions.mean(_array(a, "mean"), axis, dtype, bool(keepdims), out)
 
@@ -142,8 +152,8 @@ def _spread(name: str, root: bool) -> Callable[..., DistArray]:
     return reduce
 
 
-_handles(np.var)(_spread("var", False))
-_handles(np.std)(_spread("std", True))
+handles(np.var)(_spread("var", False))
+handles(np.std)(_spread("std", True))
 
 
 def _extreme(name: str) -> Callable[..., DistArray]:
@@ -153,28 +163,28 @@ def _extreme(name: str) -> Callable[..., DistArray]:
     return reduce
 
 
-_handles(np.max, np.amax)(_extreme("max"))
-_handles(np.min, np.amin)(_extreme("min"))
-_handles(np.any)(_extreme("any"))
-_handles(np.all)(_extreme("all"))
+handles(np.max, np.amax)(_extreme("max"))
+handles(np.min, np.amin)(_extreme("min"))
+handles(np.any)(_extreme("any"))
+handles(np.all)(_extreme("all"))
 
 
-@_handles(np.prod)
+@handles(np.prod)
 def _prod(a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False) -> DistArray:
     return _array(a, "prod").prod(axis, dtype, out, keepdims)
 
 
-@_handles(np.count_nonzero)
+@handles(np.count_nonzero)
 def _count_nonzero(a: DistArray, axis: Axis = None, keepdims: Any = False) -> DistArray:
     return (a != 0).sum(axis, np.int64, keepdims=keepdims)
 
 
-@_handles(np.linalg.norm)
+@handles(np.linalg.norm)
 def _norm(x: DistArray, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> DistArray:
     return reductions.norm(x, ord, axis, bool(keepdims))
 
 
-@_handles(np.trace)
+@handles(np.trace)
 def _trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None, out: Any = None) -> DistArray:
     if _array(a, "trace").ndim < 2:
         raise ValueError(f"trace takes a matrix, or a stack of them, not an array of shape {a.shape}")
@@ -189,17 +199,17 @@ def _trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any =
 
 
 # ------------------------------------------------------------------ dims and shapes
-@_handles(np.transpose)
+@handles(np.transpose)
 def _transpose(a: DistArray, axes: Sequence[int] | None = None) -> DistArray:
     return a.transpose(axes) if axes is not None else a.T
 
 
-@_handles(np.matrix_transpose, np.linalg.matrix_transpose)
+@handles(np.matrix_transpose, np.linalg.matrix_transpose)
 def _matrix_transpose(x: DistArray) -> DistArray:
     return x.mT
 
 
-@_handles(np.swapaxes)
+@handles(np.swapaxes)
 def _swapaxes(a: DistArray, axis1: int, axis2: int) -> DistArray:
     order = list(range(a.ndim))
     first, second = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
@@ -207,7 +217,7 @@ def _swapaxes(a: DistArray, axis1: int, axis2: int) -> DistArray:
     return a.transpose(order)
 
 
-@_handles(np.moveaxis)
+@handles(np.moveaxis)
 def _moveaxis(a: DistArray, source: Any, destination: Any) -> DistArray:
     pairs = [each if isinstance(each, tuple | list) else (each,) for each in (source, destination)]
     origins, goals = ([axis_of(d, a.ndim) for d in each] for each in pairs)
@@ -219,28 +229,17 @@ def _moveaxis(a: DistArray, source: Any, destination: Any) -> DistArray:
     return a.transpose(order)
 
 
-@_handles(np.reshape)
+@handles(np.reshape)
 def _reshape(a: DistArray, shape: Any = None, newshape: Any = None) -> DistArray:
     return shapes.reshape(a, newshape if shape is None else shape)
 
 
-@_handles(np.ravel)
+@handles(np.ravel)
 def _ravel(a: DistArray) -> DistArray:
     return shapes.reshape(a, (-1,))
 
 
-@_handles(np.expand_dims)
-def _expand_dims(a: DistArray, axis: Any) -> DistArray:
-    given = axis if isinstance(axis, tuple | list) else (axis,)
-    ndim = a.ndim + len(given)
-    new = [axis_of(d, ndim) for d in given]
-    if len(set(new)) != len(new):
-        raise ValueError(f"expand_dims: axis {axis} names a dim twice")
-    old = iter(a.shape)
-    return shapes.reshape(a, tuple(1 if d in new else next(old) for d in range(ndim)))
-
-
-@_handles(np.squeeze)
+@handles(np.squeeze)
 def _squeeze(a: DistArray, axis: Axis = None) -> DistArray:
     drop = [d for d, n in enumerate(a.shape) if n == 1] if axis is None else reductions.dims_of(axis, a.ndim)
     if any(a.shape[d] != 1 for d in drop):
@@ -248,74 +247,28 @@ def _squeeze(a: DistArray, axis: Axis = None) -> DistArray:
     return shapes.reshape(a, tuple(n for d, n in enumerate(a.shape) if d not in drop))
 
 
-@_handles(np.broadcast_to)
-def broadcast_to(array: DistArray, shape: Any) -> DistArray:
-    """Return the array repeated along new dims in front, and along dims of one item, to this shape."""
-    shape = shapes.shape_of(shape)
-    extra = len(shape) - array.ndim
-    if extra < 0:
-        raise ValueError(f"an array of shape {array.shape} does not broadcast to {shape}, which has fewer dims")
-    repeated = [d for d, n in enumerate(array.shape) if n != shape[extra + d]]
-    if any(array.shape[d] != 1 for d in repeated):
-        raise ValueError(f"{array!r} does not broadcast to {shape}: dims {repeated} must be of size 1")
-    layout = array.layout
-    for d in repeated:
-        layout = layout.with_dim(d, None)
-    if layout != array.layout:
-        array = array.redistribute(layout)
-    layout = fitting(Layout(*((),) * extra, *layout.dims, partial=layout.partial), shape, array.grid)
-    return array.sharing(array.xp.broadcast_to(array.block, array.grid.block_shape(layout, shape)), layout, shape)
-
-
-@_handles(np.concatenate)
-def _concatenate(arrays: Sequence[DistArray], axis: int | None = 0, out: Any = None, dtype: Any = None,
-                 casting: Any = "same_kind") -> DistArray:  # fmt: skip
-    arrays = [_array(a, "concatenate") for a in arrays]
-    same_grid(arrays)
-    if axis is None:
-        arrays, axis = [shapes.reshape(a, (-1,)) for a in arrays], 0
-    first = arrays[0]
-    if not first.ndim:
-        raise ValueError("concatenate takes arrays with dims")
-    dim = axis_of(axis, first.ndim)
-    for a in arrays:
-        rest = [n for d, n in enumerate(a.shape) if d != dim]
-        if a.ndim == first.ndim and a.layout.dims[dim]:
-            raise LayoutError(
-                f"concatenate along dim {dim}, which {a.layout!r} cuts; redistribute to "
-                f"{a.layout.with_dim(dim, None)!r} first"
-            )
-        if a.layout != first.layout or rest != [n for d, n in enumerate(first.shape) if d != dim]:
-            raise LayoutError(
-                f"concatenate takes equal layouts and shapes but for dim {dim}: {a.layout!r} {a.shape} meets "
-                f"{first.layout!r} {first.shape}"
-            )
-    common = np.result_type(*(a.dtype for a in arrays)) if dtype is None else dtype
-    blocks = [a.astype(common, casting=casting, copy=False).block for a in arrays]
-    shape = tuple(sum(a.shape[dim] for a in arrays) if d == dim else n for d, n in enumerate(first.shape))
-    return delivered(first.like(first.xp.concatenate(blocks, axis=dim), shape=shape), out, "concatenate")
-
-
 # ------------------------------------------------------------------ elementwise
 def _elementwise(name: str, function: Callable[..., Any], *values: Any) -> DistArray:
     """Return the result of a function of the operands' blocks, which broadcast."""
     operands = [operand(v, name) for v in values]
-    arrays = [reductions.summed(v, name) for v in operands if isinstance(v, DistArray)]
-    same_grid(arrays)
-    shape, layout = broadcast_layout(arrays, name)
-    block = function(*(v.block if isinstance(v, DistArray) else v for v in operands))
+    arrays = [v for v in operands if isinstance(v, DistArray)]
+    shape, layout, moved = together(arrays, name)
+    ready = iter(moved)
+    block = function(*(next(ready).block if isinstance(v, DistArray) else v for v in operands))
     return arrays[0].like(block, layout, shape)
 
 
-@_handles(np.where)
-def _where(condition: Any, x: Any = None, y: Any = None) -> DistArray:
+@handles(np.where)
+def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if x is None or y is None:
-        raise TypeError("np.where(condition) alone is not defined on distributed arrays; give x and y, or gather()")
+        if x is None and y is None:
+            return sorting.nonzero(_array(condition, "where"))
+        raise ValueError("np.where takes both x and y, or neither")
     xp = next(v.xp for v in (condition, x, y) if isinstance(v, DistArray))
     return _elementwise("where", xp.where, condition, x, y)
 
 
-@_handles(np.clip)
+@handles(np.clip)
 def _clip(a: Any, a_min: Any = None, a_max: Any = None, out: Any = None, min: Any = None, max: Any = None) -> DistArray:
     low, high = (a_min if min is None else min), (a_max if max is None else max)
     result = a if low is None else np.maximum(a, low)
@@ -323,29 +276,29 @@ def _clip(a: Any, a_min: Any = None, a_max: Any = None, out: Any = None, min: An
     return delivered(result, out, "clip")
 
 
-@_handles(np.round, np.around)
+@handles(np.round, np.around)
 def _round(a: Any, decimals: int = 0, out: Any = None) -> DistArray:
-    a = reductions.summed(_array(a, "round"), "round")
+    a = reductions.settled(_array(a, "round"), "round")
     return delivered(a.like(a.block.round(decimals)), out, "round")
 
 
-@_handles(np.real)
+@handles(np.real)
 def _real(val: DistArray) -> DistArray:
     return val.real
 
 
-@_handles(np.imag)
+@handles(np.imag)
 def _imag(val: DistArray) -> DistArray:
     return val.imag
 
 
-@_handles(np.copy)
+@handles(np.copy)
 def _copy(a: DistArray) -> DistArray:
     return a.copy()
 
 
 # ------------------------------------------------------------------ comparisons
-@_handles(np.isclose)
+@handles(np.isclose)
 def _isclose(a: Any, b: Any, rtol: Any = 1e-5, atol: Any = 1e-8, equal_nan: Any = False) -> DistArray:
     xp = next(v.xp for v in (a, b, rtol, atol) if isinstance(v, DistArray))
 
@@ -355,12 +308,12 @@ def _isclose(a: Any, b: Any, rtol: Any = 1e-5, atol: Any = 1e-8, equal_nan: Any 
     return _elementwise("isclose", near, a, b, rtol, atol)
 
 
-@_handles(np.allclose)
+@handles(np.allclose)
 def _allclose(a: Any, b: Any, rtol: Any = 1e-5, atol: Any = 1e-8, equal_nan: Any = False) -> bool:
     return bool(_isclose(a, b, rtol, atol, equal_nan).all())
 
 
-@_handles(np.array_equal)
+@handles(np.array_equal)
 def _array_equal(a1: Any, a2: Any, equal_nan: Any = False) -> bool:
     a, b = operand(a1, "array_equal"), operand(a2, "array_equal")
     if np.shape(a) != np.shape(b):
@@ -383,47 +336,240 @@ def _filled(name: str, value: Any) -> Callable[..., DistArray]:
     return make
 
 
-_handles(np.zeros_like)(_filled("zeros_like", 0))
-_handles(np.ones_like)(_filled("ones_like", 1))
+handles(np.zeros_like)(_filled("zeros_like", 0))
+handles(np.ones_like)(_filled("ones_like", 1))
 
 
-@_handles(np.empty_like)
+@handles(np.empty_like)
 def _empty_like(prototype: Any, dtype: Any = None) -> DistArray:
     return _filled("empty_like", None)(prototype, dtype)
 
 
-@_handles(np.full_like)
+@handles(np.full_like)
 def _full_like(a: Any, fill_value: Any, dtype: Any = None) -> DistArray:
     value = fill_value.item() if isinstance(fill_value, DistArray) else fill_value
     return _filled("full_like", value)(a, dtype)
 
 
 # ------------------------------------------------------------------ products
-_handles(np.dot)(products.dot)
-_handles(np.vdot)(products.vdot)
+handles(np.dot)(products.dot)
+handles(np.vdot)(products.vdot)
 
 
-@_handles(np.linalg.vecdot)
+@handles(np.linalg.vecdot)
 def _vecdot(x1: Any, x2: Any, axis: int = -1) -> Any:
     return products.generalized(np.vecdot, (x1, x2), {"axis": axis})
 
 
-@_handles(np.linalg.matmul)
+@handles(np.linalg.matmul)
 def _matmul(x1: Any, x2: Any) -> Any:
     return np.matmul(x1, x2)
 
 
 # ------------------------------------------------------------------ facts
-@_handles(np.shape)
+@handles(np.shape)
 def _shape(a: DistArray) -> tuple[int, ...]:
     return a.shape
 
 
-@_handles(np.ndim)
+@handles(np.ndim)
 def _ndim(a: DistArray) -> int:
     return a.ndim
 
 
-@_handles(np.size)
+@handles(np.size)
 def _size(a: DistArray, axis: Axis = None) -> int:
     return math.prod(a.shape) if axis is None else math.prod(a.shape[d] for d in reductions.dims_of(axis, a.ndim))
+
+
+# ------------------------------------------------------------------ joining and moving
+@handles(np.concatenate)
+def _concatenate(
+    arrays: Any, axis: int | None = 0, out: Any = None, dtype: Any = None, casting: Any = "same_kind"
+) -> DistArray:
+    arrays = [_array(a, "concatenate") for a in arrays]
+    common = np.result_type(*(a.dtype for a in arrays)) if arrays and dtype is None else dtype
+    if odd := next((a for a in arrays if not np.can_cast(a.dtype, common, casting)), None):
+        raise TypeError(f"concatenate: {odd.dtype} does not become {common} under casting={casting!r}")
+    return delivered(joining.concatenate(arrays, axis, common), out, "concatenate")
+
+
+@handles(np.stack)
+def _stack(arrays: Any, axis: int = 0, out: Any = None) -> DistArray:
+    return delivered(joining.stack([_array(a, "stack") for a in arrays], axis), out, "stack")
+
+
+@handles(np.hstack)
+def _hstack(tup: Any) -> DistArray:
+    arrays = [shapes.reshape(a, (1,)) if not a.ndim else a for a in (_array(a, "hstack") for a in tup)]
+    return joining.concatenate(arrays, 0 if arrays and arrays[0].ndim == 1 else 1)
+
+
+@handles(np.vstack)
+def _vstack(tup: Any) -> DistArray:
+    arrays = [_array(a, "vstack") for a in tup]
+    return joining.concatenate([shapes.reshape(a, (1, a.size)) if a.ndim < 2 else a for a in arrays])
+
+
+@handles(np.append)
+def _append(arr: Any, values: Any, axis: int | None = None) -> DistArray:
+    return joining.concatenate([_array(arr, "append"), _array(values, "append")], axis)
+
+
+@handles(np.expand_dims)
+def _expand_dims(a: DistArray, axis: Any) -> DistArray:
+    return joining.expand_dims(a, axis)
+
+
+@handles(np.broadcast_to)
+def _broadcast_to(array: DistArray, shape: Any) -> DistArray:
+    return joining.broadcast_to(array, shape)
+
+
+@handles(np.broadcast_arrays)
+def _broadcast_arrays(*args: DistArray) -> tuple[DistArray, ...]:
+    return tuple(joining.broadcast_arrays(*args))
+
+
+@handles(np.flip)
+def _flip(m: DistArray, axis: Any = None) -> DistArray:
+    return joining.flip(m, axis)
+
+
+@handles(np.fliplr)
+def _fliplr(m: DistArray) -> DistArray:
+    return joining.flip(m, 1)
+
+
+@handles(np.flipud)
+def _flipud(m: DistArray) -> DistArray:
+    return joining.flip(m, 0)
+
+
+@handles(np.roll)
+def _roll(a: DistArray, shift: Any, axis: Any = None) -> DistArray:
+    return joining.roll(a, shift, axis)
+
+
+@handles(np.take)
+def _take(a: Any, indices: Any, axis: int | None = None, out: Any = None) -> DistArray:
+    return delivered(joining.take(_array(a, "take"), indices, axis), out, "take")
+
+
+@handles(np.take_along_axis)
+def _take_along_axis(arr: Any, indices: Any, axis: int | None = -1) -> DistArray:
+    arr = _array(arr, "take_along_axis")
+    if axis is None:
+        arr, axis = shapes.reshape(arr, (arr.size,)), 0
+    return joining.take_along_axis(arr, indices, axis)
+
+
+@handles(np.repeat)
+def _repeat(a: Any, repeats: Any, axis: int | None = None) -> DistArray:
+    return joining.repeat(_array(a, "repeat"), repeats, axis)
+
+
+@handles(np.tile)
+def _tile(A: DistArray, reps: Any) -> DistArray:
+    return joining.tile(A, reps)
+
+
+@handles(np.pad)
+def _pad(array: DistArray, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> DistArray:
+    return joining.pad(array, pad_width, mode, constant_values)
+
+
+@handles(np.diff)
+def _diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> DistArray:
+    return joining.diff(_array(a, "diff"), n, axis, prepend, append)
+
+
+@handles(np.split)
+def _split(ary: DistArray, indices_or_sections: Any, axis: int = 0) -> list[DistArray]:
+    return joining.split(ary, indices_or_sections, axis)
+
+
+@handles(np.array_split)
+def _array_split(ary: DistArray, indices_or_sections: Any, axis: int = 0) -> list[DistArray]:
+    return joining.split(ary, indices_or_sections, axis, even=False)
+
+
+@handles(np.tril)
+def _tril(m: DistArray, k: int = 0) -> DistArray:
+    return joining.triangle(m, k, lower=True)
+
+
+@handles(np.triu)
+def _triu(m: DistArray, k: int = 0) -> DistArray:
+    return joining.triangle(m, k, lower=False)
+
+
+@handles(np.diagonal)
+def _diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DistArray:
+    return joining.diagonal(a, offset, axis1, axis2)
+
+
+@handles(np.diag)
+def _diag(v: DistArray, k: int = 0) -> DistArray:
+    if v.ndim not in (1, 2):
+        raise ValueError(f"diag takes a vector or a matrix, not an array of shape {v.shape}")
+    return joining.diagonal(v, k) if v.ndim == 2 else joining.diagonal_matrix(v, k)
+
+
+# ------------------------------------------------------------------ sorting and searching
+@handles(np.sort)
+def _sort(a: DistArray, axis: int | None = -1, kind: Any = None, stable: Any = None) -> DistArray:
+    return sorting.sort(shapes.reshape(a, (a.size,)), 0) if axis is None else sorting.sort(a, axis)
+
+
+@handles(np.argsort)
+def _argsort(a: DistArray, axis: int | None = -1, kind: Any = None, stable: Any = None) -> DistArray:
+    return sorting.argsort(shapes.reshape(a, (a.size,)), 0) if axis is None else sorting.argsort(a, axis)
+
+
+@handles(np.argmax)
+def _argmax(a: Any, axis: int | None = None, out: Any = None, keepdims: Any = False) -> DistArray:
+    return delivered(sorting.arg_extreme(_array(a, "argmax"), "max", axis, bool(keepdims)), out, "argmax")
+
+
+@handles(np.argmin)
+def _argmin(a: Any, axis: int | None = None, out: Any = None, keepdims: Any = False) -> DistArray:
+    return delivered(sorting.arg_extreme(_array(a, "argmin"), "min", axis, bool(keepdims)), out, "argmin")
+
+
+@handles(np.nonzero)
+def _nonzero(a: DistArray) -> tuple[DistArray, ...]:
+    return sorting.nonzero(a)
+
+
+@handles(np.flatnonzero)
+def _flatnonzero(a: DistArray) -> DistArray:
+    return sorting.nonzero(shapes.reshape(a, (a.size,)))[0]
+
+
+@handles(np.searchsorted)
+def _searchsorted(a: Any, v: Any, side: str = "left", sorter: Any = None) -> DistArray:
+    a = _array(a, "searchsorted")
+    a = a if sorter is None else joining.take(a, sorter, 0)
+    return sorting.searchsorted(a, v if isinstance(v, DistArray) else create.asarray(v, grid=a.grid), side)
+
+
+@handles(np.unique)
+def _unique(ar: Any, return_index: Any = False, return_inverse: Any = False, return_counts: Any = False) -> Any:
+    found = sorting.unique(_array(ar, "unique"))
+    wanted = (True, return_index, return_inverse, return_counts)
+    kept = tuple(part for part, want in zip(found, wanted, strict=True) if want)
+    return kept if len(kept) > 1 else kept[0]
+
+
+def _running(name: str, ufunc: str) -> Callable[..., DistArray]:
+    def run(a: Any, axis: int | None = None, dtype: Any = None, out: Any = None) -> DistArray:
+        a = _array(a, name)
+        a, axis = (shapes.reshape(a, (a.size,)), 0) if axis is None else (a, axis)
+        return delivered(sorting.cumulative(a, axis, ufunc, dtype), out, name)
+
+    return run
+
+
+handles(np.cumsum)(_running("cumsum", "add"))
+handles(np.cumprod)(_running("cumprod", "multiply"))

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.array.align import together
 from parlinalg.array.core import DistArray, axis_of, delivered, same_grid
-from parlinalg.array.reductions import reduced, summed
+from parlinalg.array.reductions import reduced, settled
 from parlinalg.array.shapes import reshape
-from parlinalg.array.ufuncs import PRODUCT, broadcast_layout, operand
+from parlinalg.array.ufuncs import PRODUCT, operand
 from parlinalg.backend.halves import work_dtype
-from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from parlinalg.redistribute import redistribute
 
@@ -75,9 +75,8 @@ def _operands(name: str, values: Any) -> list[DistArray]:
     for value in arrays:
         if not isinstance(value, DistArray):
             raise ValueError(f"np.{name} takes arrays with dims, not the scalar {value!r}; multiply by it with *")
-        summed(value, name)
     same_grid(arrays)  # type: ignore[arg-type]
-    return arrays  # type: ignore[return-value]
+    return [settled(value, name) for value in arrays]  # type: ignore[arg-type]
 
 
 def _places(name: str, axes: Any, counts: list[int]) -> list[tuple[int, ...]]:
@@ -115,7 +114,7 @@ def vecdot(a: DistArray, b: DistArray) -> DistArray:
     """Return the sum over the last dim of `conj(a) * b`; the other dims broadcast."""
     if a.shape[-1] != b.shape[-1]:
         raise ValueError(f"np.vecdot: shapes {a.shape} and {b.shape} do not end in the same number of items")
-    shape, layout = broadcast_layout([a, b], "vecdot")
+    shape, layout, (a, b) = together([a, b], "vecdot")
     dtype = np.result_type(a.dtype, b.dtype)
     work = np.dtype(np.int64) if dtype.kind == "b" else work_dtype(dtype)
     x, y = a.block.astype(work, copy=False), b.block.astype(work, copy=False)
@@ -150,7 +149,7 @@ def vecmat(x: DistArray, a: DistArray) -> DistArray:
 
 def _broadcast(a: DistArray, x: DistArray, name: str) -> tuple[DistArray, DistArray]:
     """Return matrices and vectors with the same leading dims."""
-    from parlinalg.array.functions import broadcast_to
+    from parlinalg.array.joining import broadcast_to
 
     try:
         lead = np.broadcast_shapes(a.shape[:-2], x.shape[:-1])
@@ -162,8 +161,7 @@ def _broadcast(a: DistArray, x: DistArray, name: str) -> tuple[DistArray, DistAr
 def dot(a: Any, b: Any, out: Any = None) -> DistArray:
     """Return the sum over the last dim of a and the last but one of b (of a vector the only one); `a * b` of scalars.
 
-    Where b has three dims and more, those that the sum leaves come after those of a, and a redistribution makes b a
-    matrix where its cuts do not allow it as it rests.
+    Where b has three dims and more, those that the sum leaves come after those of a.
     """
     a, b = operand(a, "dot"), operand(b, "dot")
     if not (isinstance(a, DistArray) and isinstance(b, DistArray)) or not a.ndim or not b.ndim:
@@ -176,10 +174,7 @@ def dot(a: Any, b: Any, out: Any = None) -> DistArray:
     rest = (*b.shape[:-2], b.shape[-1])
     turned = b.transpose((b.ndim - 2, *range(b.ndim - 2), b.ndim - 1))
     shape = (b.shape[-2], int(np.prod(rest, dtype=np.int64)))
-    try:
-        matrix = reshape(turned, shape)
-    except LayoutError:
-        matrix = reshape(turned.redistribute(Layout(turned.layout.dims[0], *((),) * len(rest))), shape)
+    matrix = reshape(turned, shape)
     y = PRODUCT[0](a, matrix, layout=Layout(*a.layout.dims[:-1], None))
     return delivered(reshape(y, (*a.shape[:-1], *rest)), out, "dot")
 

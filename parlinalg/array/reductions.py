@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.array.align import is_explicit
 from parlinalg.array.core import Axis, DistArray, axis_error, delivered, effective, native, terms_add
 from parlinalg.backend.halves import is_half, work_dtype
 from parlinalg.errors import LayoutError
@@ -51,7 +52,7 @@ def total(
         a = a if terms_add(a.dtype, _sum_dtype(a.dtype) if given is None else given) else a.summed()
     shape, layout, over = reduced(a, dims, keepdims)
     terms = layout.with_partial((*a.layout.partial, *over))
-    half = is_half(a.dtype) and given in (None, a.dtype)  # terms of 16 bits are summed in 32
+    half = is_half(a.dtype) and (given is None or given == a.dtype)  # terms of 16 bits are summed in 32
     block = a.xp.asarray(a.block.sum(axis=dims, dtype=np.float32 if half else given, keepdims=keepdims))
     block = _outside(a, block, shape)
     if partial:
@@ -82,6 +83,13 @@ def summed(a: DistArray, name: str) -> DistArray:
     return a
 
 
+def settled(a: DistArray, name: str) -> DistArray:
+    """Return the array with nothing left to sum; within `explicit()` an error if something is."""
+    if is_explicit():
+        return summed(a, name)
+    return a.summed() if a.layout.partial else a
+
+
 def mean(a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, out: Any = None) -> DistArray:
     """Return the mean over `axis`; of integers in float64, of 16-bit floats computed in float32."""
     count = math.prod(a.shape[d] for d in dims_of(axis, a.ndim))
@@ -98,7 +106,8 @@ def variance(
     dims = dims_of(axis, a.ndim)
     count = math.prod(a.shape[d] for d in dims)
     result, work = _dtypes(a.dtype, dtype)
-    centred = summed(a, "std" if root else "var") - mean(a, dims, work, True)
+    a = settled(a, "std" if root else "var")
+    centred = a - mean(a, dims, work, True)
     squares = total(_squares(centred), dims, None, keepdims)
     block = squares.block / max(0, count - ddof)
     if result.kind == "c":
@@ -127,7 +136,7 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
 
     Of integers it is computed in float64, of 16-bit floats in float32.
     """
-    given, a = a.dtype, summed(a, "linalg.norm")
+    given, a = a.dtype, settled(a, "linalg.norm")
     if given.kind not in "fc":
         given = np.dtype(np.float64)
     a = a.astype(work_dtype(given), copy=False)
@@ -179,7 +188,7 @@ def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool = False, out: An
 
 
 def _extreme(a: DistArray, name: str, axis: Axis, keepdims: bool) -> DistArray:
-    dims = dims_of(axis, summed(a, name).ndim)
+    dims, a = dims_of(axis, a.ndim), settled(a, name)
     shape, layout, over = reduced(a, dims, keepdims)
     if name in ("max", "min"):
         if not math.prod(a.shape[d] for d in dims):

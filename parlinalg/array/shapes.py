@@ -1,31 +1,67 @@
-"""Reshaping: where the blocks of the old shape are blocks of the new one, nothing moves; elsewhere it is refused."""
+"""Reshaping: where the blocks of the old shape are blocks of the new one nothing moves, else runs of elements do."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import numpy as np
 
+from parlinalg.array.align import is_explicit, spread
 from parlinalg.array.core import DistArray
 from parlinalg.errors import LayoutError
+from parlinalg.exchange import Runs, exchange_runs
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, Layout, cut_lengths
+from parlinalg.layout import Cut, Layout, coordinates, cut_lengths
+
+Shape = tuple[int, ...]
 
 
-def reshape(a: DistArray, shape: Any) -> DistArray:
+def reshape(a: DistArray, shape: Any, layout: Layout | None = None) -> DistArray:
     """Return the array in another shape of equal size.
 
-    Dims are matched in groups of equal products.  Within a group only the first dim may be cut, and its pieces must be
-    whole pieces of the group's new first dim too; otherwise a LayoutError says which layout would do.
+    Dims are matched in groups of equal products.  Where within a group only the first dim is cut, and its pieces are
+    whole pieces of the group's new first dim, nothing moves.  Elsewhere the axes that cut the group cut its new dims,
+    each in turn the longest one, and every rank receives what its new block lacks.
+
+    Raises
+    ------
+    LayoutError
+        If elements would have to move within `parlinalg.explicit()`.
     """
     new = full_shape(a.shape, shape)
     if new == a.shape:
-        return a.sharing(a.block, order=a.order)
-    layout = reshaped(a.layout, a.shape, new, a.grid)
-    return a.sharing(a.block.reshape(a.grid.block_shape(layout, new)), layout, new)
+        return a.sharing(a.block, order=a.order) if layout is None else a.redistribute(layout)
+    found = reshaped(a.layout, a.shape, new, a.grid)
+    if isinstance(found, Layout):
+        held = a.grid.block_shape(found, new)
+        block = a.block.reshape(held) if a.grid.inside else a.grid.backend.zeros(held, a.dtype)
+        out = a.sharing(block, found, new)
+        return out if layout is None else out.redistribute(layout)
+    if is_explicit():
+        raise found.error
+    if a.layout.partial:
+        layout = None if layout is None else layout.with_partial(a.layout.partial)
+    target = found.layout if layout is None else layout
+    return a.like(_moved(a, new, target), target, new)
+
+
+def _moved(a: DistArray, new: Shape, layout: Layout) -> Any:
+    """Return this rank's block of the array in another shape and layout, by an exchange of runs."""
+    grid = a.grid
+    if not grid.inside:
+        return grid.backend.zeros(grid.block_shape(layout, new), a.dtype)
+    axes = tuple(x for x in grid.axes if grid.sizes[x] > 1 and x in a.layout.cut_axes)
+    peers = [{**grid.coords, **at} for at in coordinates(axes, grid.sizes)]
+    haves = [Runs.of(a.layout.block(a.shape, grid.sizes, at), a.shape) for at in peers]
+    wants = [Runs.of(layout.block(new, grid.sizes, at), new) for at in peers]
+    me = next(i for i, at in enumerate(peers) if at == grid.coords)
+    flat = grid.backend.xp.ascontiguousarray(a.block).reshape(-1)
+    out = exchange_runs(flat, me, haves, wants, grid.comm(axes), grid.backend)
+    return out.reshape(grid.block_shape(layout, new))
 
 
 def shape_of(shape: Any) -> tuple[int, ...]:
@@ -71,9 +107,18 @@ def full_shape(old: Sequence[int], shape: Any) -> tuple[int, ...]:
     return tuple(new)
 
 
-def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int], grid: Grid) -> Layout:
-    """Return the layout after a reshape from `old` to `new`."""
+@dataclass
+class Moving:
+    """A reshape for which elements move: the layout then, and the error for those who forbid it."""
+
+    layout: Layout
+    error: LayoutError
+
+
+def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int], grid: Grid) -> Layout | Moving:
+    """Return the layout after a reshape from `old` to `new`, within `Moving` if elements have to move for it."""
     cuts: list[Cut] = [()] * len(new)
+    error = None
     for before, after in groups(old, new):
         cut_dims = [d for d in before if any(grid.sizes[x] > 1 for x in layout.dims[d])]
         if not cut_dims:
@@ -81,18 +126,22 @@ def reshaped(layout: Layout, old: Sequence[int], new: Sequence[int], grid: Grid)
         first = next((d for d in before if old[d] != 1), before[0])
         target = next((d for d in after if new[d] != 1), after[0] if after else None)
         cut = layout.dims[first]
-        ratio_ok = target is not None and cut_dims == [first] and _aligned(old[first], new[target], cut, grid)
-        if not ratio_ok:
-            whole = layout
-            for d in cut_dims:
-                if d != first or target is not None:
-                    whole = whole.with_dim(d, None)
-            raise LayoutError(
-                f"reshape {tuple(old)} to {tuple(new)}: {layout!r} cuts dims {cut_dims}, whose pieces are not pieces "
-                f"of the new dims; redistribute to {whole!r} first"
-            )
-        cuts[target] = cut  # type: ignore[index]
-    return Layout(*cuts, partial=layout.partial)
+        if target is not None and cut_dims == [first] and _aligned(old[first], new[target], cut, grid):
+            cuts[target] = cut
+            continue
+        whole = layout
+        for d in cut_dims:
+            if d != first or target is not None:
+                whole = whole.with_dim(d, None)
+        error = error or LayoutError(
+            f"reshape {tuple(old)} to {tuple(new)}: {layout!r} cuts dims {cut_dims}, whose pieces are not pieces "
+            f"of the new dims; redistribute to {whole!r} first"
+        )
+        axes = [x for d in before for x in layout.dims[d]]
+        for d, found in zip(after, spread([new[d] for d in after], axes).dims, strict=True):
+            cuts[d] = found
+    result = Layout(*cuts, partial=layout.partial)
+    return result if error is None else Moving(result, error)
 
 
 def _aligned(old: int, new: int, cut: Cut, grid: Grid) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def gather(block: Block, shape: Shape, layout: Layout, grid: Grid, root: int | N
         block = redistribute(block, layout, summed, shape, grid)
         everything = tuple(range(n) for n in shape)
         wants = [everything if r == root else tuple(_NOTHING for _ in shape) for r in range(grid.world.size)]
-        out = _between(block, _blocks(summed, shape, grid), wants, grid.world, grid)
+        out = between(block, blocks(summed, shape, grid), wants, grid.world, grid)
         return grid.backend.to_host(out) if grid.world.rank == root else None
     mine, block = block, redistribute(block, layout, whole, shape, grid)
     if not grid.inside:
@@ -50,7 +51,7 @@ def scatter(array: Any, shape: Shape, dtype: Any, layout: Layout, grid: Grid, ro
     everything = tuple(range(n) for n in shape)
     haves = [everything if r == root else tuple(_NOTHING for _ in shape) for r in range(grid.world.size)]
     mine = grid.backend.from_host(array) if grid.world.rank == root else grid.backend.empty((0,) * len(shape), dtype)
-    return _between(mine, haves, _blocks(layout, shape, grid), grid.world, grid)
+    return between(mine, haves, blocks(layout, shape, grid), grid.world, grid)
 
 
 def _scatter_scalar(array: Any, dtype: Any, grid: Grid, root: int) -> Block:
@@ -63,7 +64,8 @@ def to_grid(block: Block, shape: Shape, src: Layout, old: Grid, dst: Layout, new
     if not shape:
         held = block.reshape((1,)) if old.inside else old.backend.empty((0,), block.dtype)
         moved = to_grid(held, (1,), Layout(None), old, Layout(None), new)
-        return moved.reshape(()) if new.inside else new.backend.zeros((), block.dtype)
+        whole = moved.reshape(()) if new.inside else new.backend.zeros((), block.dtype)
+        return redistribute(whole, dst.with_partial(()), dst, shape, new)
     ranks = set(old.world.world_ranks) | set(new.world.world_ranks)
     comm = next((g.world for g in (new, old) if set(g.world.world_ranks) == ranks), None)
     if comm is None:
@@ -72,24 +74,24 @@ def to_grid(block: Block, shape: Shape, src: Layout, old: Grid, dst: Layout, new
             f"{new!r} from {list(new.world.world_ranks)}; make both from the same communicator (idle=True leaves some "
             "ranks out)"
         )
-    haves = _blocks(src, shape, old, comm.world_ranks)
+    haves = blocks(src, shape, old, comm.world_ranks)
     target = dst.with_partial(())
-    wants = _blocks(target, shape, new, comm.world_ranks)
+    wants = blocks(target, shape, new, comm.world_ranks)
     if old.backend.xp is not new.backend.xp:
         block = new.backend.from_host(old.backend.to_host(block))
-    out = _between(block, haves, wants, comm, new)
+    out = between(block, haves, wants, comm, new)
     return redistribute(out, target, dst, shape, new)
 
 
-def _blocks(layout: Layout, shape: Shape, grid: Grid, order: tuple[int, ...] | None = None) -> list[Rect]:
+def blocks(layout: Layout, shape: Shape, grid: Grid, order: tuple[int, ...] | None = None) -> list[Rect]:
     """Return the rectangle each rank holds, listed by the ranks of `grid.world`, or by these ranks of the world."""
     inside = [layout.block(shape, grid.sizes, at) for at in coordinates(grid.axes, grid.sizes)]
     empty = tuple(_NOTHING for _ in shape)
-    blocks = dict(zip(grid.world.world_ranks, inside, strict=False))
-    return [blocks.get(r, empty) for r in (order or grid.world.world_ranks)]
+    found = dict(zip(grid.world.world_ranks, inside, strict=False))
+    return [found.get(r, empty) for r in (order or grid.world.world_ranks)]
 
 
-def _between(block: Block, haves: list[Rect], wants: list[Rect], comm: Any, grid: Grid) -> Block:
+def between(block: Block, haves: Sequence[Rect], wants: Sequence[Rect], comm: Any, grid: Grid) -> Block:
     """Exchange where several ranks may hold the same rectangle: a receiver serves itself, else they take turns."""
     me = comm.rank
     holders: dict[Rect, list[int]] = {}

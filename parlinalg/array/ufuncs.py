@@ -1,9 +1,9 @@
 """Elementwise operations on distributed arrays, through NumPy's `__array_ufunc__`.
 
-Operands have equal layouts, dim by dim; a dim that is broadcast (of size 1, or missing) is whole.  Scalars go with
-everything.  Partial arrays, whose terms are not summed yet, take linear operations only: + and - of two with equal
-layouts, sign change, conjugation, and multiplication or division by a finite scalar, where the dtype of the result does
-not change the sum (`parlinalg.array.core.terms_add`).
+Operands of unlike layouts are brought together (`parlinalg.array.align`).  Scalars go with everything.  Partial arrays,
+whose terms are not summed yet, stay so in linear operations: + and - of two with equal layouts, sign change,
+conjugation, and multiplication or division by a finite scalar, where the dtype of the result does not change the sum
+(`parlinalg.array.core.terms_add`); for other operations they are summed first.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, check_out, effective, mismatch, native, same_grid, terms_add
+from parlinalg.array.align import broadcast_shape, is_explicit, together
+from parlinalg.array.core import DistArray, check_out, delivered, effective, mismatch, native, same_grid, terms_add
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, Layout
 
 Scalar = int | float | complex | np.generic
 
@@ -55,24 +55,73 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     if not arrays:
         raise TypeError(f"out= of np.{ufunc.__name__} is distributed, but its operands are not")
     grid = same_grid(arrays)
-    shape, layout = broadcast_layout(arrays, ufunc.__name__)
-    if layout.partial:
-        _check_partial(ufunc, operands, dtype, out)
-    if out is not None:
-        for target in out:
-            check_out(target, shape, ufunc.__name__)
-            same_grid([arrays[0], target])
-            if effective(target.layout, grid) != effective(layout, grid):
-                raise mismatch(f"out= of np.{ufunc.__name__} (shape {shape})", target.layout, layout)
-        kwargs["out"] = tuple(target.destination() for target in out)
-    result = ufunc(*(o.block if isinstance(o, DistArray) else o for o in operands), **kwargs)
-    if out is not None:
-        for target, block in zip(out, kwargs["out"], strict=True):
+    name = ufunc.__name__
+    shape = broadcast_shape([a.shape for a in arrays], name)
+    for target in out or ():
+        wide = isinstance(target, DistArray) and shape != target.shape and fits(shape, target.shape)
+        check_out(target, target.shape if wide else shape, name)
+        same_grid([arrays[0], target])
+        if wide:  # the result is repeated into it
+            from parlinalg.array.joining import broadcast_to
+
+            first = next(i for i, o in enumerate(operands) if isinstance(o, DistArray))
+            operands[first] = broadcast_to(arrays[0], target.shape)
+            return apply(ufunc, method, operands, {**kwargs, "out": out})
+    partial = any(effective(a.layout, grid).partial for a in arrays)
+    if partial:
+        try:
+            _check_partial(ufunc, operands, dtype, out)
+        except LayoutError:
+            if is_explicit():
+                raise
+            partial = False
+    if partial:
+        layout = arrays[0].layout
+    else:
+        goal = out[0].layout.with_partial(()) if out else None
+        _, layout, moved = together(arrays, name, goal)
+        ready = iter(moved)
+        operands = [next(ready) if isinstance(o, DistArray) else o for o in operands]
+    if ufunc is np.power and dtype is None:
+        _check_power(operands[0], operands[1], math.prod(shape), grid)
+    unlike = next((t for t in out or () if effective(t.layout, grid) != effective(layout, grid)), None)
+    if unlike is not None:
+        if is_explicit():
+            raise mismatch(f"out= of np.{name} (shape {shape})", unlike.layout, layout)
+        found = ufunc(*operands, **kwargs)
+        results = [delivered(r, t, name) for r, t in zip(found if ufunc.nout > 1 else (found,), out, strict=True)]
+        return tuple(results) if ufunc.nout > 1 else results[0]
+    into = None if out is None else tuple(target.destination() for target in out)
+    values = [o.block if isinstance(o, DistArray) else o for o in operands]
+    if ufunc in _EXACT:
+        result = _EXACT[ufunc](*values, **kwargs)
+        if into is not None:
+            into[0][...] = result
+    else:
+        result = ufunc(*values, **kwargs, **({} if into is None else {"out": into}))
+    if out is not None and into is not None:
+        for target, block in zip(out, into, strict=True):
             target.adopt(block)
         return out[0] if len(out) == 1 else out
     if isinstance(result, tuple):
         return tuple(arrays[0].like(r, layout, shape) for r in result)
     return arrays[0].like(result, layout, shape)
+
+
+def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Return True if an array of one shape broadcasts to the other."""
+    extra = len(full) - len(shape)
+    return extra >= 0 and all(n in (1, m) for n, m in zip(shape, full[extra:], strict=True))
+
+
+def _check_power(base: Any, exponent: Any, size: int, grid: Grid) -> None:
+    """Raise on all ranks, as NumPy does where there are elements, if whole numbers get a negative whole power."""
+    kinds = [np.dtype(o.dtype if hasattr(o, "dtype") else type(o)).kind for o in (base, exponent)]
+    if kinds[0] not in "biu" or kinds[1] != "i" or (kinds[0] == "u" and type(exponent) is int) or not size:
+        return
+    here = bool((exponent.block < 0).any()) if isinstance(exponent, DistArray) else exponent < 0
+    if any(grid.world.share(here)) if isinstance(exponent, DistArray) else here:
+        raise ValueError("np.power: whole numbers to negative whole powers are not whole; convert to floats first")
 
 
 def operand(value: Any, name: str) -> DistArray | Scalar:
@@ -89,56 +138,6 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
     raise TypeError(f"{name}: a DistArray takes DistArrays and scalars, not {type(value).__name__}")
 
 
-def broadcast_layout(arrays: Sequence[DistArray], name: str) -> tuple[tuple[int, ...], Layout]:
-    """Return the broadcast shape of the arrays and its layout; a LayoutError where theirs differ."""
-    grid = arrays[0].grid
-    if all(a.shape == arrays[0].shape and a.layout == arrays[0].layout for a in arrays[1:]):
-        return arrays[0].shape, arrays[0].layout
-    try:
-        shape = np.broadcast_shapes(*(a.shape for a in arrays))
-    except ValueError:
-        raise ValueError(
-            f"{name}: shapes {', '.join(str(a.shape) for a in arrays)} do not broadcast together"
-        ) from None
-    dims: list[Cut] = []
-    named: dict[str, DistArray] = {}
-    for d in range(len(shape)):
-        back = d - len(shape)
-        cuts = {
-            effective(a.layout, grid).dims[back]: a for a in arrays if -back <= a.ndim and a.shape[back] == shape[back]
-        }
-        if len(cuts) > 1:
-            raise _uneven(name, cuts, arrays, shape)
-        cut, source = next(iter(cuts.items()))
-        if clash := next((axis for axis in cut if axis in named), None):
-            whole = source.layout.with_dim(back % source.ndim, None)
-            raise mismatch(f"{name}: axis {clash!r} would cut two dims of the result", source.layout, whole)
-        cut = tuple(axis for axis in source.layout.dims[back] if axis not in named)  # axes of one rank keep their place
-        named |= dict.fromkeys(cut, source)
-        dims.append(cut)
-        for a in arrays:
-            if -back <= a.ndim and a.shape[back] != shape[back] and effective(a.layout, grid).dims[back]:
-                raise mismatch(
-                    f"{name}: dim {d} is broadcast to size {shape[d]}, and must be whole",
-                    a.layout,
-                    a.layout.with_dim(back % a.ndim, None),
-                )
-    partial = max((effective(a.layout, grid).partial for a in arrays), key=len)
-    return shape, Layout(*dims, partial=partial)
-
-
-def _uneven(name: str, cuts: dict[Cut, DistArray], arrays: Sequence[DistArray], shape: tuple[int, ...]) -> LayoutError:
-    a, b = list(cuts.values())[:2]
-    if a.ndim == b.ndim:
-        return mismatch(f"{name}: layouts differ", b.layout, a.layout)
-    small, large = sorted((a, b), key=lambda x: x.ndim)
-    return mismatch(
-        f"{name}: layouts differ on shapes {a.shape} and {b.shape}",
-        small.layout,
-        Layout(*large.layout.dims[large.ndim - small.ndim :]),
-    )
-
-
 def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Sequence[Any] | None) -> None:
     """Raise a LayoutError unless the operation on terms, with results of `dtype`, has terms of the right sum."""
     partial = [o for o in operands if isinstance(o, DistArray) and effective(o.layout, o.grid).partial]
@@ -148,8 +147,7 @@ def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Se
     others = [o for o in operands if not any(o is p for p in partial)]
     linear = len(operands) == 1 and ufunc in _UNARY_LINEAR
     if ufunc in _SUMS and len(partial) == len(operands):
-        grids: Grid = partial[0].grid
-        first, second = (effective(p.layout, grids) for p in operands)
+        first, second = (effective(p.layout, p.grid) for p in operands)
         if first != second or operands[0].shape != operands[1].shape:
             raise mismatch(f"{ufunc.__name__}: two arrays not summed yet", second, first)
         linear = True
@@ -173,3 +171,51 @@ def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Se
                     f"{ufunc.__name__}: an operand is {p.layout!r} of {p.dtype}, not summed yet, and its terms as "
                     f"{each} have another sum; sum it by .redistribute({whole!r})"
                 )
+
+
+def _floor_divide(x: Any, y: Any, **kwargs: Any) -> Any:
+    """`np.floor_divide`, but an infinite quotient is infinite, and a vanishing one zero (NumPy: NaN, and 0 or -1)."""
+    result = np.floor_divide(x, y, **kwargs)
+    if result.dtype.kind == "f":
+        infinite = (np.isinf(x) | np.isinf(y)) & ~np.isnan(x) & ~np.isnan(y)
+        if infinite.any():
+            with np.errstate(all="ignore"):
+                quotient = np.true_divide(x, y)
+                result = np.where(infinite, np.copysign(np.floor(np.abs(quotient)), quotient), result)
+    return result
+
+
+def _expm1(x: Any, **kwargs: Any) -> Any:
+    """`np.expm1`, but of complex numbers with the values at the edges that the standard and C's annex G give."""
+    result = np.expm1(x, **kwargs)
+    if result.dtype.kind == "c":
+        odd = (x.imag == 0) | ~np.isfinite(x.real) | ~np.isfinite(x.imag)
+        if odd.any():
+            with np.errstate(all="ignore"):
+                whole, low, high = np.exp(x), np.isneginf(x.real), np.isposinf(x.real)
+                bent = ~np.isfinite(x.imag)
+                real = np.where(x.imag == 0, np.expm1(x.real), np.where(bent & ~high, np.nan, whole.real))
+                real = np.where(low, -1.0, np.where(high & bent, np.inf, real))
+                imag = np.where(x.imag == 0, x.imag, np.where(bent, np.nan, whole.imag))
+                imag = np.where(low & bent, 0.0, imag)
+                real = np.where((x == 0) & ~np.signbit(x.imag), 0.0, real)
+            edges = np.empty_like(result)
+            edges.real, edges.imag = real, imag
+            result = np.where(odd, edges, result)
+    return result
+
+
+def _tanh(x: Any, **kwargs: Any) -> Any:
+    """`np.tanh`, but of infinite real parts with the imaginary part's sign, as the standard has it."""
+    result = np.tanh(x, **kwargs)
+    if result.dtype.kind == "c":
+        odd = np.isinf(x.real) & np.isfinite(x.imag)
+        if odd.any():
+            edges = np.empty_like(result)
+            edges.real, edges.imag = result.real, np.copysign(0.0, x.imag)
+            result = np.where(odd, edges, result)
+    return result
+
+
+#: Where NumPy gives something else than the Array API standard.
+_EXACT: dict[np.ufunc, Callable[..., Any]] = {np.floor_divide: _floor_divide, np.expm1: _expm1, np.tanh: _tanh}

@@ -30,6 +30,8 @@ class Backend(Protocol):
         "numpy" or "cupy".
     xp : module
         The namespace that computes on the blocks.
+    fft : module
+        The Fourier transforms of blocks: SciPy's or CuPy's.
     device : str
         The device, for people to read.
     host_memory : bool
@@ -49,6 +51,8 @@ class Backend(Protocol):
     def name(self) -> str: ...
     @property
     def xp(self) -> Any: ...
+    @property
+    def fft(self) -> Any: ...
     @property
     def device(self) -> str: ...
     @property

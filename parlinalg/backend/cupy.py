@@ -21,6 +21,7 @@ class CupyBackend:
 
     name = "cupy"
     xp: Any = cupy
+    fft: Any = cupy.fft
     host_memory = False
     cpu = False
     cuda = True

@@ -23,6 +23,14 @@ class NumpyBackend:
     cuda = False
     adds_products = True
 
+    @property
+    def fft(self) -> Any:
+        try:
+            import scipy.fft
+        except ImportError:
+            raise ImportError("Fourier transforms of NumPy blocks need SciPy: pip install scipy") from None
+        return scipy.fft
+
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.empty(shape, dtype)
 

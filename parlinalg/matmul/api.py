@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.array.align import broadcast_shape, is_explicit
 from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.joining import broadcast_to
 from parlinalg.array.ufuncs import PRODUCT
 from parlinalg.backend.halves import work_dtype
 from parlinalg.errors import LayoutError
@@ -30,7 +32,7 @@ def matmul(
     a : DistArray
         Shape [*lead, m, k], or [k].
     b : DistArray
-        Shape [k, n] or [k]; or [*lead, k, n] with the same leading dims as `a`; or with leading dims that `a` lacks.
+        Shape [k, n] or [k]; or [*lead, k, n], whose leading dims broadcast with those of `a`.
     plan : Plan, optional
         Axes that cut b, m, n and k at work.  By default each axis of the grid is assigned so that the work is balanced
         to within 10%, and then so that the fewest words move, those that bring a and b from where they rest included
@@ -42,7 +44,7 @@ def matmul(
     layout : Layout, optional
         The layout of the result.  By default an axis that cuts m or n (or a batch dim) at work cuts the same dim of the
         result, and the sum over axes that cut k is scattered over m or n (over whichever has the larger local piece),
-        so that nothing is held twice.
+        so that nothing is held twice.  The product of a matrix and a vector lies as the vector.
     memory : int or str, optional
         Bytes a rank may use beside its blocks of a, b and the result, such as `"64MiB"`.  Where the gathered panels
         would take more, panels are streamed instead (SUMMA); a PlanError says the least that would do.
@@ -55,12 +57,19 @@ def matmul(
     Raises
     ------
     LayoutError
-        If an operand is partial, or does not rest as `plan` says.
+        If an operand does not rest as `plan` says; within `explicit()` also if one is partial.
     ValueError
         If the shapes do not multiply.
     """
     a, b = _array(a, "a"), _array(b, "b")
     grid = same_grid([a, b])
+    if plan is None and not is_explicit():
+        a, b = a.summed(), b.summed()
+        if layout is None and out is None and 1 in (a.ndim, b.ndim) and {a.ndim, b.ndim} == {1, 2}:
+            layout = b.layout if b.ndim == 1 else a.layout
+        if a.ndim > 2 < b.ndim and a.shape[:-2] != b.shape[:-2]:
+            lead = broadcast_shape([a.shape[:-2], b.shape[:-2]], "matmul")
+            a, b = broadcast_to(a, (*lead, *a.shape[-2:])), broadcast_to(b, (*lead, *b.shape[-2:]))
     if a.dtype.kind == b.dtype.kind == "b":
         raise TypeError("matmul: a product of two boolean arrays has no sum over ranks; make one .astype(np.int64)")
     if beta and out is None:

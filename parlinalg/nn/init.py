@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg import random
-from parlinalg.array import DistArray, full
+from parlinalg.array import DistArray
+from parlinalg.array.create import computed
 from parlinalg.autograd import Buffer, Parameter
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -78,7 +79,8 @@ class Constant:
     value: float = 0.0
 
     def __call__(self, slot: Declared, seed: int, name: str) -> DistArray:
-        return full(slot.shape, self.value, slot.grid, slot.layout, slot.dtype)
+        value = np.asarray(self.value)
+        return computed("Constant", lambda *_: value, slot.shape, slot.grid, slot.layout, slot.dtype)
 
 
 zeros = Constant(0.0)

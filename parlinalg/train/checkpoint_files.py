@@ -8,7 +8,6 @@ pages of the files that it needs, each against its checksum.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -29,11 +28,10 @@ from parlinalg import tunables
 from parlinalg.array.create import dtype_named
 from parlinalg.errors import CheckpointError, ParlinalgError
 from parlinalg.exchange import Rect, local, meet, rect_at, volume
-from parlinalg.files import open_regular, read_bytes
+from parlinalg.files import free_space, open_regular, read_bytes, sync_folder
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
 from parlinalg.train.checkpoint_index import INDEX, Entry, File, Index, Rectangle, checksums, name_of
 from parlinalg.train.checkpoint_pieces import Corner, Piece
-from parlinalg.units import format_bytes
 
 
 @dataclass(eq=False)
@@ -179,12 +177,10 @@ class RankFile:
 
 def error_text(path: Path, error: Exception) -> str:
     """Why a file cannot be written, and what would help."""
-    text = f"{path} cannot be written: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        with suppress(OSError):
-            free = format_bytes(shutil.disk_usage(path.parent).free)
-            text += f"; {free} are free in {path.parent}: make room there, or keep fewer (checkpoint.keep)"
-    return text
+    free = free_space(error, path.parent)
+    return f"{path} cannot be written: {error}{free}" + (
+        ": make room there, or keep fewer (checkpoint.keep)" if free else ""
+    )
 
 
 def header_of(path: Path) -> File:
@@ -193,16 +189,6 @@ def header_of(path: Path) -> File:
         length = 8 + int.from_bytes(file.read(8), "little")
         file.seek(0)
         return File(os.fstat(file.fileno()).st_size, length, zlib.crc32(file.read(length)))
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the file system can say so."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _bytes(elements: np.ndarray) -> memoryview:

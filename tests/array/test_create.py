@@ -31,8 +31,8 @@ def test_constants_and_functions(grid):
             )
             assert pla.empty(shape, grid, layout, np.int8).dtype == np.int8
     for layout, _ in pairs(layouts(grid.axes, 2), [0], 8):
-        check(pla.eye(5, grid, layout), np.eye(5))
-        check(pla.eye(3, grid, layout, m=6, dtype=np.complex64), np.eye(3, 6, dtype=np.complex64))
+        check(pla.eye(5, grid=grid, layout=layout), np.eye(5))
+        check(pla.eye(3, 6, grid=grid, layout=layout, dtype=np.complex64), np.eye(3, 6, dtype=np.complex64))
     assert pla.zeros(4, grid, Layout(None)).shape == (4,)
     assert pla.full((2,), 1.5, grid, Layout(None)).dtype == np.float64
     assert pla.full((2,), True, grid, Layout(None)).dtype == np.bool_
@@ -72,7 +72,7 @@ def test_bad_shapes_are_named_by_every_function(grid, shape):
             make()
     if isinstance(shape, tuple) and None not in shape:
         with pytest.raises(kind, match=text):
-            pla.eye(shape[0], grid, whole, m=shape[1])
+            pla.eye(*shape, grid=grid, layout=whole)
         with pytest.raises((TypeError, ValueError)):
             pla.zeros((4, 4), grid, whole).reshape(*shape[:1], 3)
     assert pla.zeros((np.int64(2), np.uint8(3)), grid, whole).shape == (2, 3)
@@ -167,7 +167,8 @@ def test_arrays_of_any_byte_order(grid, world, order):
                 check(x.redistribute(then), values)
                 same(x.sum(0), values.sum(0), eps(dtype))
         for x in (pla.zeros(3, grid, Layout(None), other), pla.full(3, 2, grid, Layout(None), other),
-                  pla.empty(3, grid, Layout(None), other), pla.eye(3, grid, Layout(None, None), dtype=other),
+                  pla.empty(3, grid, Layout(None), other),
+                  pla.eye(3, grid=grid, layout=Layout(None, None), dtype=other),
                   np.zeros_like(pla.ones(3, grid, Layout(None)), dtype=other)):  # fmt: skip
             assert x.dtype == dtype
             assert x.block.dtype.isnative

@@ -51,7 +51,7 @@ def test_every_call_works_on_idle_ranks(make_grid, world):
             np.testing.assert_array_equal(there, values)
     same(pla.from_blocks(x.block, grid, x.layout, shape=values.shape), values)
     same(pla.full((3,), 2.5, grid, Layout("a")), np.full(3, 2.5))
-    same(pla.eye(3, grid, Layout("a", None)), np.eye(3))
+    same(pla.eye(3, grid=grid, layout=Layout("a", None)), np.eye(3))
     same(pla.distribute(np.array(4.0), grid, Layout()), np.array(4.0))
 
 
@@ -93,6 +93,12 @@ def test_grids_that_no_communicator_covers(world, backend):
             same(x.to_grid(other, Layout("b")), np.zeros(3))
         pair.free()
     one.free()
+
+
+def test_a_number_goes_to_a_grid_where_it_is_partial(make_grid, world):
+    one, other = make_grid({"a": world.size}), make_grid({"b": world.size})
+    x = pla.distribute(np.float64(2.5), one, Layout(partial="a"))
+    same(x.to_grid(other, Layout(partial="b")), np.asarray(2.5))
 
 
 @pytest.mark.ranks(4)

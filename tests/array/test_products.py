@@ -145,9 +145,11 @@ def test_what_is_no_product(grid):
 
 def test_a_product_of_terms_is_no_term_of_a_product(grid):
     x = pla.distribute(numbers((3, 4)), grid, Layout(None, None, partial=grid.axes))
-    for call in (lambda: np.vecdot(x, x), lambda: np.vdot(x, x), lambda: np.dot(x, x.T)):
-        with pytest.raises(pla.LayoutError, match="not summed yet"):
-            call()
+    values = numbers((3, 4))
+    for call in (lambda x: np.vecdot(x, x), lambda x: np.vdot(x, x), lambda x: np.dot(x, x.T)):
+        same(call(x), call(values))  # summed first
+        with pla.explicit(), pytest.raises(pla.LayoutError, match="not summed yet"):
+            call(x)
 
 
 @pytest.mark.serial

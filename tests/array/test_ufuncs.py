@@ -114,9 +114,12 @@ def test_out_and_dtype(grid):
     assert np.multiply(x, 3, out=out) is out
     same(out, a * 3)
     same(np.add(x, 1, dtype=np.float32), np.add(a, 1, dtype=np.float32))
+    other = pla.zeros((4, 5), grid, Layout(None, grid.axes))
+    assert np.add(x, x, out=other) is other
+    same(other, a + a)
     if grid.size > 1:
-        with pytest.raises(LayoutError, match=r"out= of np\.add.*redistribute\("):
-            np.add(x, x, out=pla.zeros((4, 5), grid, Layout(None, grid.axes)))
+        with pla.explicit(), pytest.raises(LayoutError, match=r"add: .*redistribute\("):
+            np.add(x, x, out=other)
     with pytest.raises(ValueError, match=r"out= of np\.add has shape \(5, 4\), the result \(4, 5\)"):
         np.add(x, x, out=pla.zeros((5, 4), grid, layout))
     with pytest.raises(TypeError, match=r"out= of np\.add is a ndarray; the result is distributed, and so must out be"):
@@ -157,11 +160,13 @@ def test_broadcasting(grid):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_unequal_layouts_are_refused_and_mended(make_grid, world):
+def test_unequal_layouts_meet_or_are_refused(make_grid, world):
     grid = make_grid({"a": world.size})
     x = pla.distribute(numbers((4, 5)), grid, Layout("a", None))
     y = pla.distribute(numbers((4, 5)), grid, Layout(None, "a"))
-    with pytest.raises(LayoutError) as caught:
+    same(x + y, 2 * numbers((4, 5)))
+    assert (x + y).layout == x.layout
+    with pla.explicit(), pytest.raises(LayoutError) as caught:
         x + y
     sentence = str(caught.value)
     assert "Layout('a', None)" in sentence
@@ -169,12 +174,14 @@ def test_unequal_layouts_are_refused_and_mended(make_grid, world):
     assert "mend it by .redistribute(" in sentence
     mended = sentence.split("mend it by ")[1]
     same(x + eval("y" + mended, {"y": y, "Layout": Layout}), 2 * numbers((4, 5)))
-    with pytest.raises(LayoutError, match=r"\.redistribute\(Layout\('a'\)\)"):
-        y + pla.zeros((5,), grid, Layout(None))
-    with pytest.raises(
-        LayoutError, match=r"dim 0 is broadcast to size 4, and must be whole.*redistribute\(Layout\(None, None\)\)"
-    ):
-        x + pla.zeros((1, 5), grid, Layout("a", None))
+    row = pla.distribute(numbers((5,)), grid, Layout(None))
+    same(y + row, numbers((4, 5)) + numbers((5,)))
+    with pla.explicit(), pytest.raises(LayoutError, match=r"\.redistribute\(Layout\('a'\)\)"):
+        y + row
+    line = pla.distribute(numbers((1, 5)), grid, Layout("a", None))
+    same(x + line, numbers((4, 5)) + numbers((1, 5)))
+    with pla.explicit(), pytest.raises(LayoutError, match=r"redistribute\(Layout\(None, None\)\)"):
+        x + line
 
 
 @pytest.mark.mpi(min_size=2)
@@ -192,21 +199,33 @@ def test_partial_arrays_take_linear_operations_only(make_grid, world):
         lambda: x.max(), lambda: np.var(x), lambda: np.round(x), lambda: np.where(x, 1, 2), lambda: x.any(),
     ]  # fmt: skip
     for call in refused:
-        with pytest.raises(
-            LayoutError, match=r"partial='a'\), (which is )?not summed yet.*\.redistribute\(Layout\(None, None\)\)"
+        with (
+            pla.explicit(),
+            pytest.raises(
+                LayoutError, match=r"partial='a'\), (which is )?not summed yet.*\.redistribute\(Layout\(None, None\)\)"
+            ),
         ):
             call()
+        with quiet():
+            assert not call().layout.partial  # else they are summed first
+    same(x * y, a * b, 64 * eps(a.dtype))
     short = terms(numbers((4, 5), np.int8), grid, layout)
     refused = [
         lambda: x * np.inf, lambda: -np.inf * x, lambda: x * np.float32(np.nan), lambda: x / 0,
         lambda: x / np.float64(0), lambda: x * complex(0, np.inf), lambda: x + 0.0, lambda: x // 2, lambda: x % 2,
         lambda: short * 2.5, lambda: short / 2, lambda: short * np.int16(2), lambda: np.multiply(short, 2, dtype=int),
         lambda: short + terms(numbers((4, 5), np.int16), grid, layout), lambda: np.add(short, short, dtype=float),
-        lambda: np.negative(short, dtype=np.int32), lambda: np.add(short, short, out=pla.zeros((4, 5), grid, layout)),
+        lambda: np.negative(short, dtype=np.int32),
     ]  # fmt: skip
     for call in refused:
-        with pytest.raises(LayoutError, match=r"not summed yet.*\.redistribute\(Layout\(None, None\)\)"):
+        with (
+            pla.explicit(),
+            pytest.raises(LayoutError, match=r"not summed yet.*\.redistribute\(Layout\(None, None\)\)"),
+        ):
             call()
+        with quiet():
+            assert not call().layout.partial
+    check(np.add(short, short, out=pla.zeros((4, 5), grid, layout)), 2.0 * numbers((4, 5), np.int8))
     check(short * 2 - short, numbers((4, 5), np.int8))
     check(np.multiply(x, 2, dtype=np.float32), (2 * a).astype(np.float32))
     check(x * 2j, a * 2j)
@@ -218,7 +237,8 @@ def test_partial_arrays_take_linear_operations_only(make_grid, world):
         integers.astype("float32")
     check(pla.Tensor(x).astype("float32").data, a.astype(np.float32))
     z = terms(b, grid, Layout("a", None, partial=()))
-    with pytest.raises(LayoutError, match="partial"):
+    check(x + z, a + b)
+    with pla.explicit(), pytest.raises(LayoutError, match="partial"):
         x + z
 
 
@@ -275,3 +295,40 @@ def test_any_shape_layout_and_dtype(world, backend, drawn):
         with quiet():
             same(x * y + x, a * b + a)
             same((x + y).sum(), (a + b).sum(dtype=(a + b).sum().dtype), 64 * eps(a.dtype))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_negative_powers_of_whole_numbers_raise_on_all_ranks(make_grid, world):
+    """Those without such a power too, and those outside the grid."""
+    for ranks in (world.size, world.size - 1):
+        grid = make_grid({"a": ranks})
+        x = pla.distribute(np.arange(1, 5), grid, Layout("a"))
+        power = pla.distribute(np.array([1, 2, 0, -1]), grid, Layout("a"))
+        for exponent in (power, -1, np.int64(-2)):
+            with pytest.raises(ValueError, match="negative whole powers"):
+                x**exponent
+        same(x**2.0, np.arange(1, 5) ** 2.0)
+        same(x ** abs(power), np.arange(1, 5) ** np.array([1, 2, 0, 1]))
+
+
+def test_terms_of_booleans_sum_to_any(grid):
+    values = np.array([[True, False, True], [False, False, True]])
+    for layout in (Layout(None, None), Layout(grid.axes, None), Layout(None, grid.axes)):
+        x = pla.distribute(values, grid, Layout(None, None, partial=grid.axes))
+        check(x.redistribute(layout), values)
+        check((x + x).redistribute(layout), values)
+
+
+def test_out_is_wider_and_in_another_layout(grid):
+    x, y = numbers((5,), seed=1), numbers((3, 5), seed=2)
+    for layout, target in pairs(layouts(grid.axes, 1), layouts(grid.axes, 2), 12, seed=3):
+        a, b = pla.distribute(x, grid, layout), pla.distribute(y, grid, target)
+        view = b[...]
+        assert np.multiply(a, 2.0, out=b) is b
+        assert b.layout == target
+        same(b, np.broadcast_to(2 * x, (3, 5)))
+        same(view, y)
+        b += a
+        same(b, np.broadcast_to(3 * x, (3, 5)))
+    with pytest.raises(ValueError, match=r"out= of np.add has shape \(3, 5\), the result \(1, 3, 5\)"):
+        np.add(b, pla.distribute(y[None], grid, Layout(None, None, None)), out=b)

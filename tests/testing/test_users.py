@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(200)]
 
 GUIDE = ROOT / "docs" / "guide" / "testing.md"
 PLUGIN = 'pytest_plugins = ["parlinalg.testing"]\n'
-WITHOUT = ("-p", "no:pytest_mpi")
+WITHOUT = ("-p", "no:pytest_mpi", "-p", "no:zarr")  # others that import NumPy
 
 
 def run(folder: Path, ranks: int, *options: str, **env: str) -> subprocess.CompletedProcess[str]:

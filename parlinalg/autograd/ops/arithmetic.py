@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.array.align import unmoved
 from parlinalg.array.reductions import summed
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.rule import Part
@@ -105,23 +108,29 @@ def _two(a: Any, b: Any, name: str) -> tuple[Tensor | Scalar, Tensor | Scalar]:
     return a, b
 
 
+def _meeting(function: Callable[[Any, Any], Any], a: Tensor | Scalar, b: Tensor | Scalar) -> Any:
+    """Return the result of two operands, which have to lie alike: tensors are not moved implicitly."""
+    with unmoved():
+        return function(value_of(a), value_of(b))
+
+
 def add(a: Any, b: Any) -> Tensor:
     """`a + b`."""
     a, b = _two(a, b, "add")
-    return _combined("add", value_of(a) + value_of(b), (a, lambda g: g), (b, lambda g: g))
+    return _combined("add", _meeting(operator.add, a, b), (a, lambda g: g), (b, lambda g: g))
 
 
 def subtract(a: Any, b: Any) -> Tensor:
     """`a - b`."""
     a, b = _two(a, b, "subtract")
-    return _combined("subtract", value_of(a) - value_of(b), (a, lambda g: g), (b, lambda g: -g))
+    return _combined("subtract", _meeting(operator.sub, a, b), (a, lambda g: g), (b, lambda g: -g))
 
 
 def multiply(a: Any, b: Any) -> Tensor:
     """`a * b`, elementwise."""
     a, b = _two(a, b, "multiply")
     p, q = block_of(a), block_of(b)
-    return _combined("multiply", value_of(a) * value_of(b), (a, lambda g, q: g * q, q), (b, lambda g, p: g * p, p))
+    return _combined("multiply", _meeting(operator.mul, a, b), (a, lambda g, q: g * q, q), (b, lambda g, p: g * p, p))
 
 
 def divide(a: Any, b: Any) -> Tensor:
@@ -129,7 +138,10 @@ def divide(a: Any, b: Any) -> Tensor:
     a, b = _two(a, b, "divide")
     p, q = block_of(a), block_of(b)
     return _combined(
-        "divide", value_of(a) / value_of(b), (a, lambda g, q: g / q, q), (b, lambda g, p, q: -(g * p) / (q * q), p, q)
+        "divide",
+        _meeting(operator.truediv, a, b),
+        (a, lambda g, q: g / q, q),
+        (b, lambda g, p, q: -(g * p) / (q * q), p, q),
     )
 
 
@@ -155,7 +167,7 @@ def maximum(a: Any, b: Any) -> Tensor:
     """The larger of a and b, elementwise; where they are equal the gradient is a's."""
     a, b = _two(a, b, "maximum")
     p, q = block_of(a), block_of(b)
-    y = np.maximum(value_of(a), value_of(b))
+    y = _meeting(np.maximum, a, b)
     return _combined("maximum", y, (a, lambda g, p, q: g * (p >= q), p, q), (b, lambda g, p, q: g * (p < q), p, q))
 
 
@@ -163,7 +175,7 @@ def minimum(a: Any, b: Any) -> Tensor:
     """The smaller of a and b, elementwise; where they are equal the gradient is a's."""
     a, b = _two(a, b, "minimum")
     p, q = block_of(a), block_of(b)
-    y = np.minimum(value_of(a), value_of(b))
+    y = _meeting(np.minimum, a, b)
     return _combined("minimum", y, (a, lambda g, p, q: g * (p <= q), p, q), (b, lambda g, p, q: g * (p > q), p, q))
 
 
@@ -178,7 +190,8 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     """
     a, b = _two(a, b, "where")
     mask = as_tensor(condition).data
-    y: DistArray = np.where(mask, value_of(a), value_of(b))
+    with unmoved():
+        y: DistArray = np.where(mask, value_of(a), value_of(b))
     keep, xp, zero = mask.block, y.xp, y.dtype.type(0)
     chosen, others = (lambda g, keep: xp.where(keep, g, zero)), (lambda g, keep: xp.where(keep, zero, g))
     return _combined("where", y, (a, chosen, keep), (b, others, keep))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from parlinalg.array.align import unmoved
 from parlinalg.array.core import Axis
 from parlinalg.array.reductions import dims_of
 from parlinalg.autograd.gradients import Term
@@ -62,7 +63,8 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The largest elements over dims (default: all); equal ones share the gradient evenly."""
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
-    y = x.data.max(dims, keepdims=keepdims)
+    with unmoved():
+        y = x.data.max(dims, keepdims=keepdims)
     frame, local = Frame.of(x), x.block.shape
 
     def part(g: Block, block: Block, top: Block) -> Term:

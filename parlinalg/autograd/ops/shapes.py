@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.array.align import unmoved
 from parlinalg.array.core import effective, terms_add
-from parlinalg.array.indexing import _expand
+from parlinalg.array.indexing import plain_items
 from parlinalg.array.shapes import full_shape
 from parlinalg.autograd.parameter import Parameter
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
@@ -67,7 +68,8 @@ def reshape(x: Tensor, shape: Any) -> Tensor:
     x = as_tensor(x)
     if full_shape(x.shape, shape) == x.shape:
         return x
-    y = x.data.reshape(shape)
+    with unmoved():
+        y = x.data.reshape(shape)
     rest, local = x.layout.with_partial(()), x.block.shape
     return record("reshape", y, [x], [lambda g: (g.reshape(local), rest)])
 
@@ -95,7 +97,7 @@ def getitem(x: Tensor, key: Any) -> Tensor:
     """
     x = as_tensor(x)
     grid = x.grid
-    items = _expand(key, x.data)
+    items = plain_items(key, x.data)
     picks = [item for item in items if item is not None]
     layout = effective(x.layout, grid)
     cut = [

@@ -227,6 +227,8 @@ class ndarray:
         def method(*args: Any, **kwargs: Any) -> Any:
             _api.check_call(f"ndarray.{name}", signature, args, kwargs)
             self._reachable()
+            if name in ("sort", "argsort"):
+                kwargs = {"kind": "stable", **kwargs}  # as CuPy's are
             return call(getattr(self._a, name), args, kwargs, parent=self)
 
         return method

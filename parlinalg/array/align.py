@@ -1,0 +1,194 @@
+"""Operands of unlike layouts are brought together, by one rule; `explicit()` makes unlike layouts an error.
+
+The rule: an operation on several arrays runs in one layout of the broadcast shape.  Each operand proposes its own
+layout, completed by what the others cut where it is whole; of these the one is taken into which the operands move the
+fewest words, counted over all ranks; of equals the one that is cut by the most axes, then the first operand's.  Slicing
+an operand that is whole is free.  An operand that is partial is summed on the way, unless the operation is linear.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+
+import numpy as np
+
+from parlinalg.array.core import DistArray, effective, mismatch, same_grid
+from parlinalg.errors import LayoutError
+from parlinalg.layout import Cut, Layout, coordinates
+from parlinalg.moves import words
+
+Shape = tuple[int, ...]
+Items = tuple[tuple[str, int], ...]
+
+COUNTED = 64
+"""Ranks whose words are counted; of a larger grid so many, spread over it, stand for all."""
+
+_explicit: ContextVar[bool | None] = ContextVar("explicit", default=None)
+_training: ContextVar[bool] = ContextVar("training", default=False)
+
+
+@contextmanager
+def explicit(on: bool = True) -> Iterator[None]:
+    """Within this context operations on arrays of unlike layouts raise a LayoutError instead of moving them.
+
+    Layouts are compared by the names of their axes, axes of one rank included: so a program that runs on one rank
+    within `explicit()` runs on any number of ranks without implicit communication.  The environment variable
+    `PARLINALG_EXPLICIT=1` sets it for a whole program; `explicit(False)` allows implicit moves within.
+    """
+    token = _explicit.set(on)
+    try:
+        yield
+    finally:
+        _explicit.reset(token)
+
+
+@contextmanager
+def unmoved() -> Iterator[None]:
+    """Within this context operations on arrays raise a LayoutError where elements would have to move: for tensors.
+
+    Unlike within `explicit()` axes of one rank do not count.
+    """
+    token = _training.set(True)
+    try:
+        yield
+    finally:
+        _training.reset(token)
+
+
+def is_explicit() -> bool:
+    """Return True if unlike layouts are errors here."""
+    return _training.get() or by_names()
+
+
+def by_names() -> bool:
+    """Return True if layouts that name other axes are errors here, on one rank too."""
+    here = _explicit.get()
+    return os.environ.get("PARLINALG_EXPLICIT", "") not in ("", "0") if here is None else here
+
+
+def broadcast_shape(shapes: Sequence[Shape], name: str, error: type[Exception] = ValueError) -> Shape:
+    """Return the shape to which these broadcast."""
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise error(f"{name}: shapes {', '.join(map(str, shapes))} do not broadcast together") from None
+
+
+def together(
+    arrays: Sequence[DistArray], name: str, into: Layout | None = None
+) -> tuple[Shape, Layout, list[DistArray]]:
+    """Return the broadcast shape of the arrays, one layout of it, and the arrays each in its part of that layout.
+
+    Parameters
+    ----------
+    arrays : sequence of DistArray
+        On one grid.  None of the arrays returned is partial.
+    name : str
+        The operation, for messages.
+    into : Layout, optional
+        The layout to take, of the broadcast shape.
+
+    Raises
+    ------
+    LayoutError
+        If an array has to move within `explicit()`.
+    """
+    grid = same_grid(arrays)
+    first = arrays[0]
+    if (
+        into is None
+        and not first.layout.partial
+        and all(a.shape == first.shape and a.layout == first.layout for a in arrays[1:])
+    ):
+        return first.shape, first.layout, list(arrays)
+    shape = broadcast_shape([a.shape for a in arrays], name)
+    named, still = by_names(), is_explicit()
+    layouts = [a.layout for a in arrays]
+    if into is None:
+        into = chosen(tuple(a.shape for a in arrays), tuple(layouts), shape, tuple(grid.sizes.items()))
+    moved = []
+    for a, have in zip(arrays, layouts, strict=True):
+        want = narrowed(into, a.shape, shape)
+        alike = effective(have, grid) == effective(want, grid)
+        if still and (have if named else effective(have, grid)).partial:
+            raise LayoutError(f"{name}: an operand is {have!r}, not summed yet; sum it by .redistribute({want!r})")
+        if still and not (have == want if named else alike):
+            raise mismatch(name, have, want)
+        moved.append(a if alike else a.redistribute(want))
+    return shape, into, moved
+
+
+def narrowed(layout: Layout, shape: Shape, full: Shape) -> Layout:
+    """Return what a layout of the broadcast shape `full` says of an operand of `shape`: broadcast dims are whole."""
+    extra = len(full) - len(shape)
+    return Layout(*(cut if n == m else () for cut, n, m in zip(layout.dims[extra:], shape, full[extra:], strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def chosen(shapes: tuple[Shape, ...], layouts: tuple[Layout, ...], full: Shape, items: Items) -> Layout:
+    """Return the layout of the broadcast shape in which operands of these shapes and layouts meet (see above)."""
+    sizes = dict(items)
+    best, least = Layout.replicated(len(full)), (math.inf, 0)
+    for i in range(len(shapes)):
+        order = [i, *(j for j in range(len(shapes)) if j != i)]
+        layout = _completed([(shapes[j], layouts[j]) for j in order], full)
+        moved = sum(
+            total_words(have, narrowed(layout, shape, full), shape, items)
+            for shape, have in zip(shapes, layouts, strict=True)
+        )
+        cost = (moved, -math.prod(sizes[a] for a in layout.cut_axes))
+        if cost < least:
+            best, least = layout, cost
+    return best
+
+
+def _completed(operands: Sequence[tuple[Shape, Layout]], full: Shape) -> Layout:
+    """Return the first operand's layout, with dims that it leaves whole cut as by the next ones where axes are free."""
+    dims: list[Cut] = [()] * len(full)
+    used: set[str] = set()
+    for shape, layout in operands:
+        extra = len(full) - len(shape)
+        for d, cut in enumerate(layout.dims):
+            free = tuple(a for a in cut if a not in used)
+            if shape[d] == full[extra + d] and not dims[extra + d] and free == cut:
+                dims[extra + d] = cut
+                used.update(cut)
+    return Layout(*dims)
+
+
+def spread(shape: Sequence[int], axes: Sequence[str], dims: Sequence[Cut] = ()) -> Layout:
+    """Return a layout in which these axes cut `shape`: each in turn the dim with the longest pieces."""
+    cuts = [tuple(c) for c in dims] or [()] * len(shape)
+    lengths = [-(-n // 2 ** len(c)) for n, c in zip(shape, cuts, strict=True)]
+    for axis in axes:
+        if shape:
+            longest = max(range(len(shape)), key=lambda d: lengths[d])
+            cuts[longest] = (*cuts[longest], axis)
+            lengths[longest] = -(-lengths[longest] // 2)
+    return Layout(*cuts)
+
+
+@lru_cache(maxsize=4096)
+def total_words(src: Layout, dst: Layout, shape: Shape, items: Items) -> int:
+    """Elements that all ranks together receive in a move (on large grids in proportion)."""
+    if src == dst:
+        return 0
+    sizes = dict(items)
+    every = list(coordinates(tuple(sizes), sizes)) if math.prod(sizes.values()) <= COUNTED else _spread(sizes)
+    return sum(words(src, dst, shape, sizes, at) for at in every)
+
+
+def _spread(sizes: dict[str, int]) -> list[dict[str, int]]:
+    ranks = math.prod(sizes.values())
+    found = []
+    for i in range(COUNTED):
+        rank, at = i * ranks // COUNTED, {}
+        for axis in reversed(sizes):
+            rank, at[axis] = divmod(rank, sizes[axis])
+        found.append(at)
+    return found

@@ -1,0 +1,329 @@
+"""Arrays put together, taken apart, turned and repeated, cut dims included; neighbours exchange only what they must."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.align import broadcast_shape, is_explicit, narrowed, spread
+from parlinalg.array.core import DistArray, mismatch, same_grid
+from parlinalg.array.indexing import copy_part, getitem
+from parlinalg.array.rows import fetch
+from parlinalg.array.shapes import reshape, shape_of
+from parlinalg.array.sorting import dim_of
+from parlinalg.layout import Cut, Layout
+
+Shape = tuple[int, ...]
+
+
+def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return the dims of an argument `axis`, a number or several; an error for one twice."""
+    dims = tuple(dim_of(operator.index(d), ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,)))
+    if len(set(dims)) != len(dims):
+        raise ValueError(f"axis {axis} names a dim twice")
+    return dims
+
+
+def empty_like(a: DistArray, shape: Shape, layout: Layout, dtype: Any = None) -> DistArray:
+    """Return an array on the same grid whose elements are yet to be written."""
+    held = a.grid.block_shape(layout, shape)
+    return a.like(a.grid.backend.empty(held, a.dtype if dtype is None else dtype), layout, shape)
+
+
+def full_range(shape: Shape) -> list[range]:
+    return [range(n) for n in shape]
+
+
+def concatenate(arrays: Sequence[DistArray], axis: int | None = 0, dtype: Any = None) -> DistArray:
+    """Return the arrays one after the other along a dim (None: flattened), in the layout of the largest of them."""
+    arrays = list(arrays)
+    if not arrays:
+        raise ValueError("concatenate takes at least one array")
+    if axis is None:
+        return concatenate([reshape(a, (a.size,)) for a in arrays], 0, dtype)
+    same_grid(arrays)
+    first = arrays[0]
+    if not first.ndim or any(a.ndim != first.ndim for a in arrays):
+        raise ValueError(
+            f"concatenate takes arrays of equally many dims, at least one, not {[a.shape for a in arrays]}"
+        )
+    d = dim_of(axis, first.ndim)
+    if any(a.shape[:d] != first.shape[:d] or a.shape[d + 1 :] != first.shape[d + 1 :] for a in arrays):
+        raise ValueError(f"concatenate along dim {d}: the other dims of {[a.shape for a in arrays]} differ")
+    largest = max(arrays, key=lambda a: a.size)
+    layout = largest.layout.with_partial(())
+    if is_explicit():
+        odd = next((a for a in arrays if a.layout != first.layout), None)
+        if odd is not None or layout.dims[d]:
+            raise mismatch(f"concatenate along dim {d}", (odd or first).layout, layout.with_dim(d, None))
+    arrays = [a.summed() for a in arrays]
+    dtype = np.result_type(*(a.dtype for a in arrays)) if dtype is None else np.dtype(dtype)
+    shape = tuple(sum(a.shape[d] for a in arrays) if i == d else n for i, n in enumerate(first.shape))
+    out, start = empty_like(first, shape, layout, dtype), 0
+    for a in arrays:
+        places = full_range(shape)
+        places[d] = range(start, start + a.shape[d])
+        copy_part(out, places, a, full_range(a.shape))
+        start += a.shape[d]
+    return out
+
+
+def stack(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
+    """Return arrays of one shape along a new dim."""
+    arrays = list(arrays)
+    if len({a.shape for a in arrays}) != 1:
+        raise ValueError(f"stack takes arrays of one shape, at least one, not {[a.shape for a in arrays]}")
+    d = dim_of(axis, arrays[0].ndim + 1)
+    return concatenate([expand_dims(a, d) for a in arrays], d)
+
+
+def expand_dims(a: DistArray, axis: int | tuple[int, ...]) -> DistArray:
+    """Return the array with new dims of size 1, at these places of the result."""
+    n = a.ndim + (len(axis) if isinstance(axis, tuple | list) else 1)
+    new = dims_of(axis, n)
+    old = iter(zip(a.shape, a.layout.dims, strict=True))
+    found = [(1, ()) if d in new else next(old) for d in range(n)]
+    shape, layout = tuple(m for m, _ in found), Layout(*(c for _, c in found), partial=a.layout.partial)
+    block = (
+        a.block.reshape(a.grid.block_shape(layout, shape)) if a.grid.inside else a.grid.backend.zeros((0,) * n, a.dtype)
+    )
+    return a.like(block.copy(), layout, shape)
+
+
+def flip(a: DistArray, axis: Any = None) -> DistArray:
+    """Return the array with the order of elements reversed along these dims (default: all)."""
+    dims = range(a.ndim) if axis is None else dims_of(axis, a.ndim)
+    return getitem(a, tuple(slice(None, None, -1) if d in dims else slice(None) for d in range(a.ndim)))
+
+
+def roll(a: DistArray, shift: Any, axis: Any = None) -> DistArray:
+    """Return the array with elements moved along dims, those beyond the end coming in at the begin."""
+    if axis is None:
+        return reshape(roll(reshape(a, (a.size,)), shift, 0), a.shape, layout=a.layout)
+    dims = [dim_of(operator.index(d), a.ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,))]
+    shifts = list(shift) if isinstance(shift, tuple | list) else [shift] * len(dims)
+    dims = dims * len(shifts) if len(dims) == 1 else dims
+    if len(shifts) != len(dims):
+        raise ValueError(f"roll takes as many shifts as dims: {shift} and {axis}")
+    parts = []  # for each dim what stays before the end, and what comes in at the begin: (from, to)
+    for d, n in enumerate(a.shape):
+        by = sum(s for s, e in zip(shifts, dims, strict=True) if e == d) % max(1, n)
+        parts.append([(range(n - by), range(by, n)), (range(n - by, n), range(by))] if by else [(range(n), range(n))])
+    out = empty_like(a, a.shape, a.layout)
+    for part in product(*parts):
+        copy_part(out, [to for _, to in part], a, [chosen for chosen, _ in part])
+    return out
+
+
+def take(a: DistArray, indices: Any, axis: int | None = None) -> DistArray:
+    """Return the items of a dim that these indices choose (default: of all elements in C order)."""
+    if axis is None:
+        a, axis = reshape(a, (a.size,)), 0
+    d = dim_of(axis, a.ndim)
+    if not isinstance(indices, DistArray):
+        indices = np.asarray(indices)
+        indices = indices.astype(np.int64) if not indices.size else indices
+    return getitem(a, (*(slice(None),) * d, indices))
+
+
+def take_along_axis(a: DistArray, indices: Any, axis: int = -1) -> DistArray:
+    """Return for each element of `indices` the element of its line along a dim."""
+    if not isinstance(indices, DistArray):
+        from parlinalg.array.create import distribute
+
+        indices = distribute(np.asarray(indices), a.grid, a.grid.default_layout(np.shape(indices)))
+    if indices.ndim != a.ndim:
+        raise ValueError(f"take_along_axis takes indices of {a.ndim} dims, not of shape {indices.shape}")
+    d = dim_of(axis, a.ndim)
+    lead = broadcast_shape(
+        [(*a.shape[:d], 1, *a.shape[d + 1 :]), (*indices.shape[:d], 1, *indices.shape[d + 1 :])], "take"
+    )
+    shape = (*lead[:d], indices.shape[d], *lead[d + 1 :])
+    lines: list[Any] = []
+    for i, n in enumerate(shape):
+        line = np.arange(n) if a.shape[i] != 1 else np.zeros(n, np.int64)
+        lines.append(indices if i == d else line.reshape((-1,) + (1,) * (a.ndim - i - 1)))
+    return fetch(a, range(a.ndim), lines)
+
+
+def broadcast_to(a: DistArray, shape: Any) -> DistArray:
+    """Return the array repeated to a shape; axes that cut nothing cut the new dims, so that none is held twice."""
+    full = shape_of(shape)
+    if broadcast_shape([a.shape, full], "broadcast_to") != full:
+        raise ValueError(f"an array of shape {a.shape} does not broadcast to {full}")
+    if full == a.shape:
+        return a.copy()
+    extra, grid = len(full) - a.ndim, a.grid
+    kept: list[Cut] = [()] * extra + [
+        c if n == m else () for c, n, m in zip(a.layout.dims, a.shape, full[extra:], strict=True)
+    ]
+    used = {x for c in kept for x in c} | set(a.layout.partial)
+    stays = [n == m for n, m in zip((0,) * extra + a.shape, full, strict=True)]
+    new = spread([1 if s else n for s, n in zip(stays, full, strict=True)], [x for x in grid.axes if x not in used])
+    dims = [c if s else e for c, e, s in zip(kept, new.dims, stays, strict=True)]
+    layout = Layout(*dims, partial=a.layout.partial)
+    near = a.redistribute(narrowed(layout, a.shape, full).with_partial(a.layout.partial))
+    held = grid.block_shape(layout, full)
+    block = a.xp.broadcast_to(near.block, held).copy() if grid.inside else grid.backend.zeros(held, a.dtype)
+    return a.like(block, layout, full)
+
+
+def broadcast_arrays(*arrays: DistArray) -> list[DistArray]:
+    """Return the arrays repeated to their common shape."""
+    shape = broadcast_shape([a.shape for a in arrays], "broadcast_arrays")
+    return [broadcast_to(a, shape) for a in arrays]
+
+
+def repeat(a: DistArray, repeats: Any, axis: int | None = None) -> DistArray:
+    """Return the items of a dim (default: all elements) repeated, each `repeats` times or its own number of times."""
+    if axis is None:
+        a, axis = reshape(a, (a.size,)), 0
+    d = dim_of(axis, a.ndim)
+    n = a.shape[d]
+    if isinstance(repeats, DistArray):
+        repeats = repeats.gather()
+    times = np.asarray(repeats)
+    times = times.astype(np.int64) if not times.size else times
+    if times.dtype.kind not in "iu" or times.ndim > 1 or (times.ndim and times.size not in (1, n)) or (times < 0).any():
+        raise ValueError(f"repeats is a number of at least 0, or one for each of the {n} items, not {repeats}")
+    if times.size == 1:
+        from parlinalg.array.create import from_function
+
+        k = int(times.reshape(())[()])
+        layout = Layout(a.layout.dims[d])
+        index: Any = from_function(lambda i: i // max(1, k), (n * k,), a.grid, layout, np.int64)
+    else:
+        index = np.repeat(np.arange(n), times)
+    return take(a, index, d)
+
+
+def tile(a: DistArray, reps: Any) -> DistArray:
+    """Return the array repeated as a whole, `reps` times along each dim."""
+    reps = shape_of(reps)
+    n = max(a.ndim, len(reps))
+    reps = (1,) * (n - len(reps)) + reps
+    shape = (1,) * (n - a.ndim) + a.shape
+    apart = reshape(a, tuple(m for s in shape for m in (1, s)))
+    whole = broadcast_to(apart, tuple(m for r, s in zip(reps, shape, strict=True) for m in (r, s)))
+    return reshape(whole, tuple(r * s for r, s in zip(reps, shape, strict=True)))
+
+
+def unstack(a: DistArray, axis: int = 0) -> tuple[DistArray, ...]:
+    """Return the items of a dim."""
+    d = dim_of(axis, a.ndim)
+    return tuple(getitem(a, (*(slice(None),) * d, i)) for i in range(a.shape[d]))
+
+
+def split(a: DistArray, sections: Any, axis: int = 0, *, even: bool = True) -> list[DistArray]:
+    """Return parts of the array along a dim: so many, or cut at these indices."""
+    d = dim_of(axis, a.ndim)
+    n = a.shape[d]
+    if isinstance(sections, int | np.integer):
+        k = int(sections)
+        if k < 1 or (even and n % k):
+            raise ValueError(f"{n} items do not fall into {k} equal parts; array_split allows unequal ones")
+        stops = np.cumsum([n // k + (i < n % k) for i in range(k)])[:-1]
+    else:
+        stops = np.asarray(sections)
+    edges: list[Any] = [None, *(int(s) for s in stops), None]
+    return [getitem(a, (*(slice(None),) * d, slice(*edges[i : i + 2]))) for i in range(len(edges) - 1)]
+
+
+def pad(a: DistArray, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> DistArray:
+    """Return the array with more items before and behind each dim, by NumPy's modes that repeat items or a constant."""
+    widths = [tuple(map(int, w)) for w in np.broadcast_to(np.asarray(pad_width), (a.ndim, 2))]
+    if any(w < 0 for pair in widths for w in pair):
+        raise ValueError(f"pad_width has no negative numbers: {pad_width}")
+    if mode == "constant":
+        values = np.broadcast_to(np.asarray(constant_values), (a.ndim, 2))
+        for d, (before, behind) in enumerate(widths):
+            shape = tuple(n + before + behind if i == d else n for i, n in enumerate(a.shape))
+            out = empty_like(a, shape, a.layout.with_partial(()))
+            places = full_range(shape)
+            places[d] = range(before, before + a.shape[d])
+            for at, value in ((slice(0, before), values[d][0]), (slice(shape[d] - behind, None), values[d][1])):
+                out[(*(slice(None),) * d, at)] = value
+            copy_part(out, places, a.summed(), full_range(a.shape))
+            a = out
+        return a if a.ndim else a.copy()
+    if mode not in ("edge", "reflect", "symmetric", "wrap"):
+        raise ValueError(f"pad takes the modes constant, edge, reflect, symmetric and wrap, not {mode!r}")
+    for d, pair in enumerate(widths):
+        if any(pair):
+            a = take(a, np.pad(np.arange(a.shape[d]), pair, mode=mode), d)  # type: ignore[call-overload]
+    return a if any(map(any, widths)) else a.copy()
+
+
+def positions(a: DistArray, dim: int) -> Any:
+    """Return the global indices of a dim that this rank holds, shaped to broadcast over its block."""
+    held = a.grid.block(a.layout, a.shape)[dim]
+    return a.xp.arange(held.start, held.stop).reshape((-1,) + (1,) * (a.ndim - dim - 1))
+
+
+def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
+    """Return the matrices with zeros above (or below) diagonal number k."""
+    if a.ndim < 2:
+        raise ValueError(f"a triangle is one of matrices; the array has shape {a.shape}")
+    i, j = positions(a, a.ndim - 2), positions(a, a.ndim - 1)
+    kept = j - i <= k if lower else j - i >= k
+    return a.like(a.xp.where(kept, a.block, a.dtype.type(0)) if a.grid.inside else a.block)
+
+
+def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DistArray:
+    """Return a diagonal of the matrices of two dims, as the last dim."""
+    d, e = dim_of(axis1, a.ndim), dim_of(axis2, a.ndim)
+    if d == e:
+        raise ValueError(f"a diagonal is one of two dims; {axis1} and {axis2} are one")
+    order = [i for i in range(a.ndim) if i not in (d, e)]
+    turned = a.transpose((*order, d, e))
+    n = max(0, min(a.shape[d] + min(offset, 0), a.shape[e] - max(offset, 0)))
+    line = np.arange(n)
+    found = fetch(turned, [a.ndim - 2, a.ndim - 1], [line + max(0, -offset), line + max(0, offset)])
+    return found.transpose((*range(1, found.ndim), 0))
+
+
+def diagonal_matrix(v: DistArray, k: int = 0) -> DistArray:
+    """Return the matrix with the elements of `v` on diagonal number k, zeros elsewhere."""
+    from parlinalg.array.rows import store
+
+    n = v.shape[0] + abs(k)
+    layout = v.grid.default_layout((n, n))
+    out = v.like(v.grid.backend.zeros(v.grid.block_shape(layout, (n, n)), v.dtype), layout, (n, n))
+    line = np.arange(v.shape[0])
+    store(out, [0, 1], [line + max(0, -k), line + max(0, k)], v.summed())
+    return out
+
+
+def meshgrid(*arrays: DistArray, indexing: str = "xy") -> list[DistArray]:
+    """Return arrays of coordinates from one line of each dim; "xy" exchanges the first two dims."""
+    if indexing not in ("xy", "ij"):
+        raise ValueError(f"indexing is 'xy' or 'ij', not {indexing!r}")
+    lines = [reshape(a, (a.size,)) for a in arrays]
+    n = len(lines)
+    order = [1, 0, *range(2, n)] if indexing == "xy" and n > 1 else list(range(n))
+    shape = tuple(lines[i].size for i in order)
+    found = []
+    for i, a in enumerate(lines):
+        at = order.index(i)
+        found.append(broadcast_to(reshape(a, tuple(a.size if d == at else 1 for d in range(n))), shape))
+    return found
+
+
+def diff(a: DistArray, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> DistArray:
+    """Return the differences of neighbours along a dim, n times; only the edges of pieces move."""
+    d = dim_of(axis, a.ndim)
+    if n < 0:
+        raise ValueError(f"diff takes n of at least 0, not {n}")
+    if not n:
+        return a.copy()
+    parts = [p for p in (prepend, a, append) if p is not None]
+    a = concatenate(parts, d) if len(parts) > 1 else a
+    lead = (slice(None),) * d
+    for _ in range(n):
+        after, before = a[(*lead, slice(1, None))], a[(*lead, slice(0, -1))]
+        a = np.not_equal(after, before) if a.dtype.kind == "b" else after - before  # type: ignore[assignment]
+    return a

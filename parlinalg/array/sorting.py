@@ -1,0 +1,417 @@
+"""Sorting and searching: what depends on the values.  Results of unknown length come out in balanced pieces.
+
+A line along a cut dim is sorted where it lies: each rank sorts its part, exact splitters are found by a search that all
+ranks make together, and one all-to-all brings every element to the rank of its place (a sample sort whose splitters are
+exact; Axtmann et al., Practical Massively Parallel Sorting, SPAA 2015).  Equal elements keep their order.  Where an
+array has as many lines as there are ranks along them, whole lines are brought together instead.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.align import spread
+from parlinalg.array.core import DistArray
+from parlinalg.array.rows import store, trade
+from parlinalg.array.shapes import reshape
+from parlinalg.exchange import exchange, meet, volume
+from parlinalg.grid import Grid
+from parlinalg.layout import Cut, Layout, cut_lengths
+from parlinalg.redistribute import Move
+
+Block = Any
+
+
+def dim_of(axis: int, ndim: int) -> int:
+    """Return the number of a dim, which may be negative; an AxisError if there is none."""
+    if not -ndim <= axis < ndim:
+        raise np.exceptions.AxisError(axis, ndim)
+    return axis % ndim
+
+
+def used(grid: Grid, cut: Cut) -> Cut:
+    """Return the axes of more than one rank."""
+    return tuple(x for x in cut if grid.sizes[x] > 1)
+
+
+def on_line(a: DistArray) -> DistArray:
+    """Return all elements in C order, one dim, cut by all axes of the grid."""
+    axes = tuple(a.grid.axes)
+    return (
+        reshape(a.summed(), (a.size,), layout=Layout(axes))
+        if a.shape != (a.size,)
+        else a.summed().redistribute(Layout(axes))
+    )
+
+
+# ------------------------------------------------------------------------------------------------ unknown lengths
+def balanced(rows: Block, grid: Grid, axes: Cut, rest: Layout, shape: tuple[int, ...]) -> DistArray:
+    """Return the array of the ranks' rows one after the other, its first dim cut by `axes` into balanced pieces.
+
+    Parameters
+    ----------
+    rows : array
+        Any number of rows, each this rank's part of `shape` in the layout `rest`.
+    """
+    comm = grid.comm(used(grid, axes)) if grid.inside else None
+    counts = np.zeros(1 if comm is None else comm.size, np.int64)
+    if comm is not None:
+        comm.all_gather(np.array([rows.shape[0]], np.int64), counts, [1] * comm.size)
+    n = int(counts.sum())
+    if grid.size < grid.world.size:
+        n = grid.world.share(n)[0]
+    layout, full = Layout(axes, *rest.dims), (n, *shape)
+    if comm is None:
+        return DistArray(grid.backend.zeros(grid.block_shape(layout, full), rows.dtype), full, layout, grid)
+    stops = np.cumsum(counts)
+    behind = tuple(range(m) for m in rows.shape[1:])
+    haves = [(range(int(stop - c), int(stop)), *behind) for stop, c in zip(stops, counts, strict=True)]
+    pieces = np.cumsum([0, *cut_lengths(n, used(grid, axes), grid.sizes)])
+    wants = [(range(int(a), int(b)), *behind) for a, b in pairwise(pieces)]
+    mine, goal = haves[comm.rank], wants[comm.rank]
+    sends, receives = [meet(w, mine) for w in wants], [meet(goal, h) for h in haves]
+    largest = max(map(volume, (*haves, *wants)))
+    rows = grid.backend.xp.ascontiguousarray(rows)
+    block = Move(exchange(rows, mine, goal, sends, receives, rows.dtype, comm, grid.backend, largest)).wait()
+    return DistArray(block, full, layout, grid)
+
+
+def compress(mask: DistArray, rows: DistArray) -> DistArray:
+    """Return the rows (items of the first dim) where the mask, one dim cut alike, is True."""
+    grid, axes = rows.grid, rows.layout.dims[0]
+    kept = rows.block[mask.block] if grid.inside else rows.block
+    return balanced(kept, grid, axes, Layout(*rows.layout.dims[1:]), rows.shape[1:])
+
+
+def numbers(a: DistArray) -> DistArray:
+    """Return the number of each element of an array of one dim, cut alike."""
+    held = a.grid.block(a.layout, a.shape)[0]
+    return a.like(a.xp.arange(held.start, held.stop, dtype=np.int64))
+
+
+def nonzero(a: DistArray) -> tuple[DistArray, ...]:
+    """Return for each dim the indices of the elements that are not zero, in C order."""
+    if not a.ndim:
+        raise ValueError("nonzero takes an array of at least one dim")
+    line = on_line(a)
+    found = compress(line.like(line.block != 0), numbers(line))
+    if not found.grid.inside or not a.size:
+        return (found,) * a.ndim
+    return tuple(found.like(i.astype(np.int64, copy=False)) for i in a.xp.unravel_index(found.block, a.shape))
+
+
+# ------------------------------------------------------------------------------------------------ sorting
+def sort(a: DistArray, axis: int = -1, descending: bool = False) -> DistArray:
+    """Return the array sorted along a dim, cut as before; NaNs are the largest."""
+    return _sorted(a, axis, descending, False)
+
+
+def argsort(a: DistArray, axis: int = -1, descending: bool = False) -> DistArray:
+    """Return the indices that sort the array along a dim; equal elements stay in their order."""
+    return _sorted(a, axis, descending, True)
+
+
+def _sorted(a: DistArray, axis: int, descending: bool, index: bool) -> DistArray:
+    a, d = a.summed(), dim_of(axis, a.ndim)
+    grid, cut = a.grid, used(a.grid, a.layout.dims[d])
+    dtype = np.dtype(np.int64) if index else a.dtype
+    if not grid.inside:
+        return a.like(a.block.astype(dtype))
+    if not cut:
+        return a.like(_sorted_block(a.block, d, descending, index))
+    lines = math.prod(n for i, n in enumerate(a.shape) if i != d)
+    ranks = math.prod(grid.sizes[x] for x in cut)
+    if lines >= ranks:
+        others = [() if i == d else c for i, c in enumerate(a.layout.dims)]
+        shape = [0 if i == d else n for i, n in enumerate(a.shape)]  # its own dim is the last to be cut
+        whole = a.redistribute(spread(shape, a.layout.dims[d], others))
+        return whole.like(_sorted_block(whole.block, d, descending, index)).redistribute(a.layout)
+    lengths = cut_lengths(a.shape[d], cut, grid.sizes)
+    front = a.xp.moveaxis(a.block, d, -1)
+    out = grid.backend.empty(front.shape, dtype)
+    for at in np.ndindex(front.shape[:-1]):
+        keys, places = sort_line(front[at], lengths, grid.comm(cut), grid, descending=descending, index=index)
+        out[at] = places if index else keys
+    return a.like(a.xp.ascontiguousarray(a.xp.moveaxis(out, -1, d)))
+
+
+def _sorted_block(block: Block, d: int, descending: bool, index: bool) -> Block:
+    back = tuple(slice(None, None, -1) if i == d else slice(None) for i in range(block.ndim))
+    if descending:
+        block = block[back]
+    options = {"kind": "stable"} if isinstance(block, np.ndarray) else {}
+    if not index:
+        out = block.copy()
+        out.sort(axis=d, **options)
+    else:
+        out = block.argsort(axis=d, **options).astype(np.int64, copy=False)
+        if descending:
+            out = block.shape[d] - 1 - out
+    return out[back].copy() if descending else out
+
+
+def sort_line(
+    block: Block, lengths: list[int], comm: Any, grid: Grid, *, descending: bool = False, index: bool = False
+) -> tuple[Block, Block]:
+    """Return this rank's part of a sorted line, in pieces of these lengths, and with `index` where elements were."""
+    xp, backend = grid.backend.xp, grid.backend
+    block = block[::-1] if descending else block  # equal elements come in the reverse order then, and are turned back
+    order = _argsort(block) if index else None
+    keys = xp.ascontiguousarray(block[order] if index else _sort(block))
+    begins = np.cumsum([0, *lengths])
+    n, me = int(begins[-1]), comm.rank
+    bounds = n - begins[::-1] if descending else begins
+    cuts = _splitters(keys, bounds[1:-1], comm, backend, descending)
+    counts = np.diff(np.concatenate([[0], cuts, [len(keys)]]))
+    if descending:
+        counts = counts[::-1]
+    starts = np.concatenate([[0], cuts])
+    runs = [(int(s), int(c)) for s, c in zip(starts[::-1] if descending else starts, counts, strict=True)]
+    values = [keys]
+    if order is not None:
+        at = int(begins[me]) + (len(keys) - 1 - order if descending else order)
+        values.append(xp.ascontiguousarray(at.astype(np.int64)))
+    received = np.empty(comm.size, np.int64)
+    comm.all_to_all(np.ascontiguousarray(counts, np.int64), [1] * comm.size, received, [1] * comm.size)
+    found = []
+    for value in values:
+        send = xp.concatenate([value[s : s + c] for s, c in runs]) if descending else value
+        got = backend.empty((lengths[me],), value.dtype)
+        comm.all_to_all(xp.ascontiguousarray(send), [c for _, c in runs], got, [int(c) for c in received])
+        if descending:  # runs of later ranks first
+            ends = np.cumsum(received)
+            got = xp.concatenate([got[int(e - c) : int(e)] for e, c in zip(ends[::-1], received[::-1], strict=True)])
+        found.append(got)
+    back = slice(None, None, -1) if descending else slice(None)
+    if order is None:
+        return _sort(found[0])[back], None
+    merged = _argsort(found[0])
+    return found[0][merged][back], found[1][merged][back]
+
+
+def _sort(block: Block) -> Block:
+    out = block.copy()
+    out.sort(**({"kind": "stable"} if isinstance(block, np.ndarray) else {}))
+    return out
+
+
+def _argsort(block: Block) -> Block:
+    return block.argsort(**({"kind": "stable"} if isinstance(block, np.ndarray) else {}))
+
+
+def _splitters(keys: Block, places: np.ndarray, comm: Any, backend: Any, reverse: bool) -> np.ndarray:
+    """Return how many of this rank's sorted keys lie before each of these places of the whole line.
+
+    Every round looks at the weighted median of the ranks' medians of what is still undecided, which decides a quarter
+    of it at least.  Of equal keys those of lower ranks come first (of higher ranks, with `reverse`).
+    """
+    t, p = len(places), comm.size
+    low, high = np.zeros(t, np.int64), np.full(t, len(keys), np.int64)
+    cuts = np.full(t, -1, np.int64)
+    while (open_ := np.flatnonzero(cuts < 0)).size:
+        k = len(open_)
+        weights = gathered(comm, high[open_] - low[open_])
+        middle = np.minimum((low[open_] + high[open_]) // 2, max(0, len(keys) - 1))
+        mine = keys[_host_index(middle, backend)] if len(keys) else backend.zeros((k,), keys.dtype)
+        medians = gathered(comm, backend.to_host(mine))
+        pivots = np.empty(k, medians.dtype)
+        for i in range(k):
+            some = np.flatnonzero(weights[:, i])
+            if not some.size:  # all keys were passed: the place is at an end, where any pivot decides
+                some = np.arange(p)
+            ranked = some[np.argsort(medians[some, i], kind="stable")]
+            half = np.cumsum(weights[ranked, i])
+            pivots[i] = medians[ranked[int(np.searchsorted(half, half[-1] / 2))], i]
+        on = pivots if backend.host_memory else backend.from_host(pivots)
+        left = backend.to_host(backend.xp.searchsorted(keys, on, side="left")).astype(np.int64)
+        right = backend.to_host(backend.xp.searchsorted(keys, on, side="right")).astype(np.int64)
+        both = gathered(comm, np.concatenate([left, right]))
+        lefts, rights = both[:, :k], both[:, k:]
+        below, upto = lefts.sum(axis=0), rights.sum(axis=0)
+        want = places[open_]
+        equal = rights - lefts
+        before = equal[comm.rank + 1 :].sum(axis=0) if reverse else equal[: comm.rank].sum(axis=0)
+        done = (below <= want) & (want <= upto)
+        cuts[open_[done]] = (left + np.clip(want - below - before, 0, right - left))[done]
+        lower = ~done & (want < below)
+        high[open_[lower]] = np.minimum(high[open_], left)[lower]
+        upper = ~done & ~lower
+        low[open_[upper]] = np.maximum(low[open_], right)[upper]
+    return cuts
+
+
+def _host_index(index: np.ndarray, backend: Any) -> Any:
+    return index if backend.host_memory else backend.from_host(index)
+
+
+def gathered(comm: Any, mine: np.ndarray) -> np.ndarray:
+    """Return all ranks' arrays of equal size, by rank."""
+    out = np.empty((comm.size, *mine.shape), mine.dtype)
+    comm.all_gather(np.ascontiguousarray(mine), out, [mine.size] * comm.size)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ sets
+def unique(a: DistArray) -> tuple[DistArray, DistArray, DistArray, DistArray]:
+    """Return the distinct values, sorted; where each is first; for each element its value's number; how often it is."""
+    line = on_line(a)
+    grid, axes = line.grid, used(line.grid, line.layout.dims[0])
+    n = a.size
+    if not grid.inside:
+        keys, places = line.block, line.block.astype(np.int64)
+    elif axes:
+        lengths = cut_lengths(n, axes, grid.sizes)
+        keys, places = sort_line(line.block, lengths, grid.comm(axes), grid, index=True)
+    else:
+        places = _argsort(line.block).astype(np.int64)
+        keys = line.block[places]
+    xp = grid.backend.xp
+    new = xp.ones(keys.shape, np.bool_)
+    new[1:] = keys[1:] != keys[:-1]
+    before = _last_before(keys, line, axes)
+    if before is not None and keys.size:
+        new[:1] = keys[:1] != before
+    firsts = line.like(new)
+    values = compress(firsts, line.like(xp.ascontiguousarray(keys)))
+    index = compress(firsts, line.like(xp.ascontiguousarray(places)))
+    at = compress(firsts, numbers(line))
+    counts = _differences(at, n)
+    group = cumulative(firsts.astype(np.int64), 0)
+    inverse = line.like(grid.backend.empty(line.block.shape, np.int64))
+    store(inverse, [0], [line.like(places)], group - 1)
+    return values, index, reshape(inverse, a.shape), counts
+
+
+def _last_before(keys: Block, line: DistArray, axes: Cut) -> Any:
+    """Return the last key of the nearest rank before this one that has any, as an array of one; None for the first."""
+    if not axes or not line.grid.inside:
+        return None
+    backend, comm = line.grid.backend, line.grid.comm(axes)
+    last = backend.to_host(keys[-1:]) if keys.size else np.zeros(1, keys.dtype)
+    every = gathered(comm, last)
+    lengths = cut_lengths(line.size, axes, line.grid.sizes)
+    found = [r for r in range(comm.rank) if lengths[r]]
+    if not found:
+        return None
+    return every[found[-1]] if backend.host_memory else backend.from_host(every[found[-1]])
+
+
+def _differences(a: DistArray, end: int) -> DistArray:
+    """Return the distance of each element to the next one, of the last one to `end`."""
+    following = a.like(a.block.copy())
+    if a.size:
+        from parlinalg.array.indexing import setitem
+
+        if a.size > 1:
+            setitem(following, slice(0, -1), a[1:])
+        setitem(following, -1, end)
+    return following - a
+
+
+def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArray:
+    """Return where values would be inserted into `a`, one dim and sorted: each asks the rank in whose part it lies."""
+    if a.ndim != 1:
+        raise ValueError(f"searchsorted takes sorted values of one dim, not of shape {a.shape}")
+    if side not in ("left", "right"):
+        raise ValueError(f"side is 'left' or 'right', not {side!r}")
+    a, values = a.summed(), values.summed()
+    grid, axes = a.grid, used(a.grid, a.layout.dims[0])
+    kind = np.result_type(a.dtype, values.dtype)
+    if not grid.inside:
+        return values.like(values.block.astype(np.int64))
+    keys, asked = a.block.astype(kind, copy=False), values.block.astype(kind, copy=False)
+    if not axes:
+        return values.like(a.xp.searchsorted(keys, asked, side=side).astype(np.int64))
+    comm, backend = grid.comm(axes), grid.backend
+    lengths = np.asarray(cut_lengths(a.size, axes, grid.sizes))
+    starts = np.cumsum(lengths) - lengths
+    held = np.flatnonzero(lengths)
+    lasts = gathered(comm, backend.to_host(keys[-1:]) if keys.size else np.zeros(1, kind))[held, 0]
+    flat = backend.to_host(asked).reshape(-1)
+    if not held.size:
+        return values.like(backend.zeros(values.block.shape, np.int64))
+    owner = held[np.minimum(lasts.searchsorted(flat, side=side), len(held) - 1)]
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=comm.size)
+    wanted, received = trade(comm, flat[order], counts)
+    on = wanted if backend.host_memory else backend.from_host(wanted)
+    places = backend.to_host(a.xp.searchsorted(keys, on, side=side)).astype(np.int64) + int(starts[comm.rank])
+    answers = np.empty(len(flat), np.int64)
+    comm.all_to_all(places, [int(c) for c in received], answers, [int(c) for c in counts])
+    out = np.empty(len(flat), np.int64)
+    out[order] = answers
+    return values.like(backend.from_host(out.reshape(asked.shape)))
+
+
+# ------------------------------------------------------------------------------------------------ along a dim
+def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) -> DistArray:
+    """Return the running sums ("add") or products ("multiply") along a dim, by a scan of the ranks' totals."""
+    a, d = a.summed(), dim_of(axis, a.ndim)
+    grid, cut = a.grid, used(a.grid, a.layout.dims[d])
+    function = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}[name]
+    block = function(a.block, axis=d, dtype=dtype)
+    if not cut or not grid.inside:
+        return a.like(block)
+    lead = (slice(None),) * d
+    empty = not a.block.shape[d]
+    shape = tuple(1 if i == d else n for i, n in enumerate(block.shape))
+    total = (
+        grid.backend.xp.full(shape, 0 if name == "add" else 1, block.dtype)
+        if empty
+        else block[(*lead, slice(-1, None))]
+    )
+    comm = grid.comm(cut)
+    every = grid.backend.empty((comm.size, *shape), block.dtype)
+    comm.all_gather(a.xp.ascontiguousarray(total), every, [math.prod(shape)] * comm.size)
+    if comm.rank:
+        if name == "add":
+            block += every[: comm.rank].sum(axis=0, dtype=block.dtype)
+        else:
+            block *= every[: comm.rank].prod(axis=0, dtype=block.dtype)
+    return a.like(block)
+
+
+def arg_extreme(a: DistArray, name: str, axis: int | None, keepdims: bool = False) -> DistArray:
+    """Return the index of the first largest ("max") or smallest ("min") element along a dim, of all in C order."""
+    if axis is None:
+        out = arg_extreme(on_line(a), name, 0)
+        return reshape(out, (1,) * a.ndim) if keepdims else out
+    a, d = a.summed(), dim_of(axis, a.ndim)
+    grid, cut = a.grid, used(a.grid, a.layout.dims[d])
+    n = a.shape[d]
+    if not n:
+        raise ValueError(f"arg{name} over dim {d} of an array of shape {a.shape}, which has no elements there")
+    xp = a.xp
+    drop = tuple(() if i == d else c for i, c in enumerate(a.layout.dims))
+    shape = tuple(1 if i == d else m for i, m in enumerate(a.shape))
+    layout = Layout(*drop)
+    if not grid.inside:
+        block = grid.backend.zeros(grid.block_shape(layout, shape), np.int64)
+    elif not cut:
+        block = xp.expand_dims(getattr(a.block, f"arg{name}")(axis=d), d).astype(np.int64)
+    else:
+        comm, lengths = grid.comm(cut), cut_lengths(n, cut, grid.sizes)
+        start = grid.block(a.layout, a.shape)[d].start
+        held = tuple(1 if i == d else m for i, m in enumerate(a.block.shape))
+        if lengths[comm.rank]:
+            at = xp.expand_dims(getattr(a.block, f"arg{name}")(axis=d), d)
+            best = xp.take_along_axis(a.block, at, axis=d)
+            at = at.astype(np.int64) + start
+        else:
+            best, at = grid.backend.zeros(held, a.dtype), grid.backend.zeros(held, np.int64)
+        bests = grid.backend.empty((comm.size, *held), a.dtype)
+        places = grid.backend.empty((comm.size, *held), np.int64)
+        ones = [math.prod(held)] * comm.size
+        comm.all_gather(xp.ascontiguousarray(best), bests, ones)
+        comm.all_gather(xp.ascontiguousarray(at), places, ones)
+        some = np.flatnonzero(lengths)  # ranks in order: the first of equals is the first in the line
+        some = _host_index(some, grid.backend)
+        bests, places = bests[some], places[some]
+        which = getattr(bests, f"arg{name}")(axis=0)
+        block = xp.take_along_axis(places, which[None], axis=0)[0]
+    out = a.like(block, layout, shape)
+    return out if keepdims else reshape(out, tuple(m for i, m in enumerate(a.shape) if i != d))

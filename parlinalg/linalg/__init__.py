@@ -1,0 +1,129 @@
+"""Linear algebra on distributed arrays, by the names of the Array API standard's extension `linalg`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.core import DistArray
+from parlinalg.array.joining import diagonal as _diagonal
+from parlinalg.array.joining import dims_of, take
+from parlinalg.array.namespace import eye, matrix_transpose, max, min, sum, tensordot, vecdot
+from parlinalg.array.shapes import reshape
+from parlinalg.matmul import matmul
+
+__all__ = [
+    "cross",
+    "diagonal",
+    "matmul",
+    "matrix_norm",
+    "matrix_power",
+    "matrix_transpose",
+    "outer",
+    "tensordot",
+    "trace",
+    "vecdot",
+    "vector_norm",
+]
+
+
+def _matrices(x: DistArray, name: str) -> DistArray:
+    if x.ndim < 2:
+        raise ValueError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
+    return x
+
+
+def outer(x1: DistArray, x2: DistArray, /) -> DistArray:
+    """Return the products of every element of one vector with every one of another, [m, n]."""
+    if x1.ndim != 1 or x2.ndim != 1:
+        raise ValueError(f"outer takes two vectors, not arrays of shapes {x1.shape} and {x2.shape}")
+    return x1[:, None] * x2[None, :]
+
+
+def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
+    """Return the cross products of the vectors of three elements along a dim."""
+    if not -min_ndim(x1, x2) <= axis < 0:
+        raise ValueError(f"cross takes an axis from {-min_ndim(x1, x2)} to -1, not {axis}")
+    if x1.shape[axis] != 3 or x2.shape[axis] != 3:
+        raise ValueError(f"cross takes vectors of 3 elements, not of {x1.shape[axis]} and {x2.shape[axis]}")
+    forward, backward = np.array([1, 2, 0]), np.array([2, 0, 1])
+    a, b = (x.redistribute(x.layout.with_partial(()).with_dim(axis, None)) for x in (x1, x2))
+    left = take(a, forward, axis) * take(b, backward, axis)
+    return left - take(a, backward, axis) * take(b, forward, axis)
+
+
+def min_ndim(x1: DistArray, x2: DistArray) -> int:
+    return x1.ndim if x1.ndim < x2.ndim else x2.ndim
+
+
+def diagonal(x: DistArray, /, *, offset: int = 0) -> DistArray:
+    """Return diagonal number `offset` of the matrices of the last two dims."""
+    return _diagonal(_matrices(x, "diagonal"), offset, -2, -1)
+
+
+def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
+    """Return the sums of diagonal number `offset` of the matrices of the last two dims."""
+    return sum(diagonal(_matrices(x, "trace"), offset=offset), axis=-1, dtype=dtype)
+
+
+def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> DistArray:
+    """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
+    dims = tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim)
+    size = abs(x)
+    if ord in (math.inf, -math.inf):
+        return (max if ord > 0 else min)(size, axis=dims, keepdims=keepdims)
+    if ord == 0:
+        return sum(x != 0, axis=dims, keepdims=keepdims, dtype=size.dtype)
+    if ord == 1:
+        return sum(size, axis=dims, keepdims=keepdims)
+    if ord == 2:
+        return np.sqrt(sum(size * size, axis=dims, keepdims=keepdims))  # type: ignore[return-value]
+    powers = sum(size**ord, axis=dims, keepdims=keepdims)
+    return powers ** (1 / ord)
+
+
+def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") -> DistArray:
+    """Return the norms of the matrices of the last two dims: "fro", 1, -1, inf or -inf.
+
+    Raises
+    ------
+    NotImplementedError
+        For `ord` 2, -2 and "nuc", which need singular values.
+    """
+    _matrices(x, "matrix_norm")
+    if ord == "fro":
+        return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
+    if ord not in (1, -1, math.inf, -math.inf):
+        if ord in (2, -2, "nuc"):
+            raise NotImplementedError(f"matrix_norm(ord={ord!r}) needs singular values, which are not there yet")
+        raise ValueError(f"ord is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}")
+    sums = sum(abs(x), axis=-2 if abs(ord) == 1 else -1, keepdims=True)
+    found = (max if ord > 0 else min)(sums, axis=(-2, -1), keepdims=True)
+    return found if keepdims else reshape(found, x.shape[:-2])
+
+
+def matrix_power(x: DistArray, n: int, /) -> DistArray:
+    """Return the n-th powers of the square matrices of the last two dims, by repeated squaring.
+
+    Raises
+    ------
+    NotImplementedError
+        For n below 0, which needs inverses.
+    """
+    _matrices(x, "matrix_power")
+    if x.shape[-1] != x.shape[-2]:
+        raise ValueError(f"matrix_power takes square matrices, not of shape {x.shape}")
+    if n < 0:
+        raise NotImplementedError("matrix_power(n < 0) needs inverses, which are not there yet")
+    if not n:
+        one = eye(x.shape[-1], dtype=x.dtype, grid=x.grid)
+        return x * 0 + one
+    out, square = None, x
+    while n:
+        if n & 1:
+            out = square.copy() if out is None else out @ square
+        n >>= 1
+        square = square @ square if n else square
+    return out  # type: ignore[return-value]

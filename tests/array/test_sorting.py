@@ -1,0 +1,54 @@
+"""Sorts, sets, scans and searches: what depends on the values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg.layout import Layout
+from tests.cases import grids, layouts, numbers, pairs, same
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["one axis", "two axes"])
+def grid(request, world, backend):
+    return pla.Grid(grids(world.size)[request.param], world, backend, idle=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (3, 4), (9,), (0, 3), (1, 5, 1)], ids=str)
+def test_sorts_and_searches_in_any_layout(grid, shape):
+    """Lines of few elements in several dims too, of which none is long enough for all axes."""
+    values = numbers(shape, seed=2)
+    for layout, _ in pairs(layouts(grid.axes, len(shape)), [0], 12, seed=len(shape)):
+        x = pla.distribute(values, grid, layout)
+        for axis in range(len(shape)):
+            same(np.sort(x, axis=axis), np.sort(values, axis=axis))
+            same(np.argsort(x, axis=axis, kind="stable"), np.argsort(values, axis=axis, kind="stable"))
+            same(np.cumsum(x, axis=axis), np.cumsum(values, axis=axis))
+            if values.size:
+                same(np.argmax(x, axis=axis), np.argmax(values, axis=axis))
+        if values.size:
+            same(np.argmin(x), np.asarray(np.argmin(values)))
+        for got, want in zip(np.unique(x, True, True, True), np.unique(values, True, True, True), strict=True):
+            same(got, want)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_outside_the_grid_take_part(make_grid, world):
+    grid = make_grid({"a": world.size - 1})
+    x = pla.distribute(numbers((5,)), grid, Layout("a"))
+    same(np.argmax(x), np.asarray(np.argmax(numbers((5,)))))
+    same(np.argmax(x, keepdims=True), np.argmax(numbers((5,)), keepdims=True))
+    same(np.reshape(x[:1], ()), numbers((5,))[0])
+
+
+def test_what_changes_nothing_is_a_copy_still(grid):
+    values = numbers((4,))
+    x = pla.distribute(values, grid, Layout(grid.axes))
+    calls = (lambda a: np.pad(a, 0, "edge"), lambda a: np.pad(a, 0), lambda a: np.repeat(a, 1), lambda a: np.roll(a, 0),
+             lambda a: np.tile(a, 1), lambda a: np.diff(a, 0), lambda a: np.clip(a, None, 99))  # fmt: skip
+    for call in calls:
+        y = call(x)
+        y += 1
+        same(x, values)
+    same(np.repeat(x[:0], []), values[:0])
