@@ -154,7 +154,7 @@ class DistArray(NDArrayOperatorsMixin):
         return self.destination()
 
     def adopt(self, block: Block) -> None:
-        """Have `block`, which no other array sees, as this rank's block."""
+        """Take `block`, which no other array sees, as this rank's block."""
         if block is not self.block:
             self.block, self._owner = block, None
 

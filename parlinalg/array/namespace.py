@@ -210,7 +210,7 @@ Scalar = Any
 
 # ------------------------------------------------------------------------------------------------ inspection
 class Info:
-    """What `__array_namespace_info__()` returns."""
+    """The inspection functions that `__array_namespace_info__()` returns."""
 
     def capabilities(self) -> dict[str, Any]:
         """Return what the namespace can do."""

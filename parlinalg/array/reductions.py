@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array.align import is_explicit
 from parlinalg.array.core import Axis, DistArray, axis_error, delivered, effective, native, terms_add
-from parlinalg.backend.halves import is_half, work_dtype
+from parlinalg.backend.halves import work_dtype
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout, span_of
 from parlinalg.redistribute import redistribute
@@ -52,7 +52,7 @@ def total(
         a = a if terms_add(a.dtype, _sum_dtype(a.dtype) if given is None else given) else a.summed()
     shape, layout, over = reduced(a, dims, keepdims)
     terms = layout.with_partial((*a.layout.partial, *over))
-    half = is_half(a.dtype) and (given is None or given == a.dtype)  # terms of 16 bits are summed in 32
+    half = work_dtype(a.dtype) != a.dtype and (given is None or given == a.dtype)  # terms of 16 bits are summed in 32
     block = a.xp.asarray(a.block.sum(axis=dims, dtype=np.float32 if half else given, keepdims=keepdims))
     block = _outside(a, block, shape)
     if partial:

@@ -20,7 +20,7 @@ Index = Any
 
 
 class Owners:
-    """Where the elements of an array lie that index arrays for some of its dims choose.
+    """The places of the elements of an array that index arrays for some of its dims choose.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ Left = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Span:
-    """How a dim is cut: groups of `unit` items, `n` of them, in balanced pieces; the items end at `end`."""
+    """The cut of a dim: groups of `unit` items, `n` of them, in balanced pieces; the items end at `end`."""
 
     n: int
     cut: Cut = ()

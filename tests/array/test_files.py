@@ -517,9 +517,9 @@ if kind == "limit":
 try:
     pla.save(path, large)
 except pla.FileError as error:
-    print("error", error)
+    sys.stdout.write(f"error {error}\\n")  # one write, so that lines of ranks do not mix
 found = pla.load(path)
-print("old", found.shape, float(found.sum()), os.listdir(folder))
+sys.stdout.write(f"old {found.shape} {float(found.sum())} {os.listdir(folder)}\\n")
 """
 
 
