@@ -135,6 +135,11 @@ class Grid:
     def axes(self) -> Cut:
         return tuple(self.sizes)
 
+    @property
+    def device(self) -> str:
+        """The device of the blocks of arrays on it: "cpu" or "cuda"."""
+        return "cpu" if self.backend.host_memory else "cuda"
+
     def coords_of(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank of the grid."""
         if not 0 <= rank < self.size:

@@ -438,7 +438,7 @@ class DistArray(NDArrayOperatorsMixin):
     @property
     def device(self) -> str:
         """The device of the blocks: "cpu" or "cuda"."""
-        return "cpu" if self.grid.backend.host_memory else "cuda"
+        return self.grid.device
 
     def to_device(self, device: Any, /, *, stream: Any = None) -> DistArray:
         """Return the array, which must be on this device: its grid decides where blocks are."""

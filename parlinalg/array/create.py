@@ -270,11 +270,6 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
     return DistArray(block, shape, layout, grid)
 
 
-def device_of(grid: Grid) -> str:
-    """Return the name of the device of a grid's blocks."""
-    return "cpu" if grid.backend.host_memory else "cuda"
-
-
 def placed(
     shape: Shape, grid: Grid | None, layout: Layout | None, device: Any = None
 ) -> tuple[tuple[int, ...], Grid, Layout]:
@@ -282,8 +277,8 @@ def placed(
     grid = default_grid() if grid is None else grid
     check_kinds(grid, Layout() if layout is None else layout)
     shape = shape_of(shape)
-    if device is not None and device != device_of(grid):
-        raise ValueError(f"arrays of {grid!r} are on {device_of(grid)!r}, not on {device!r}")
+    if device is not None and device != grid.device:
+        raise ValueError(f"arrays of {grid!r} are on {grid.device!r}, not on {device!r}")
     return shape, grid, grid.default_layout(shape) if layout is None else fitting(layout, shape, grid)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, narrowed, spread
-from parlinalg.array.core import DistArray, mismatch, same_grid
+from parlinalg.array.core import DistArray, axis_of, mismatch, same_grid
 from parlinalg.array.indexing import copy_part, getitem
 from parlinalg.array.rows import fetch
 from parlinalg.array.shapes import reshape, shape_of
-from parlinalg.array.sorting import dim_of
 from parlinalg.layout import Cut, Layout
 
 Shape = tuple[int, ...]
@@ -22,7 +20,7 @@ Shape = tuple[int, ...]
 
 def dims_of(axis: Any, ndim: int) -> tuple[int, ...]:
     """Return the dims of an argument `axis`, a number or several; an error for one twice."""
-    dims = tuple(dim_of(operator.index(d), ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,)))
+    dims = tuple(axis_of(d, ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,)))
     if len(set(dims)) != len(dims):
         raise ValueError(f"axis {axis} names a dim twice")
     return dims
@@ -51,7 +49,7 @@ def concatenate(arrays: Sequence[DistArray], axis: int | None = 0, dtype: Any = 
         raise ValueError(
             f"concatenate takes arrays of equally many dims, at least one, not {[a.shape for a in arrays]}"
         )
-    d = dim_of(axis, first.ndim)
+    d = axis_of(axis, first.ndim)
     if any(a.shape[:d] != first.shape[:d] or a.shape[d + 1 :] != first.shape[d + 1 :] for a in arrays):
         raise ValueError(f"concatenate along dim {d}: the other dims of {[a.shape for a in arrays]} differ")
     largest = max(arrays, key=lambda a: a.size)
@@ -77,7 +75,7 @@ def stack(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
     arrays = list(arrays)
     if len({a.shape for a in arrays}) != 1:
         raise ValueError(f"stack takes arrays of one shape, at least one, not {[a.shape for a in arrays]}")
-    d = dim_of(axis, arrays[0].ndim + 1)
+    d = axis_of(axis, arrays[0].ndim + 1)
     return concatenate([expand_dims(a, d) for a in arrays], d)
 
 
@@ -104,7 +102,7 @@ def roll(a: DistArray, shift: Any, axis: Any = None) -> DistArray:
     """Return the array with elements moved along dims, those beyond the end coming in at the begin."""
     if axis is None:
         return reshape(roll(reshape(a, (a.size,)), shift, 0), a.shape, layout=a.layout)
-    dims = [dim_of(operator.index(d), a.ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,))]
+    dims = [axis_of(d, a.ndim) for d in (axis if isinstance(axis, tuple | list) else (axis,))]
     shifts = list(shift) if isinstance(shift, tuple | list) else [shift] * len(dims)
     dims = dims * len(shifts) if len(dims) == 1 else dims
     if len(shifts) != len(dims):
@@ -123,7 +121,7 @@ def take(a: DistArray, indices: Any, axis: int | None = None) -> DistArray:
     """Return the items of a dim that these indices choose (default: of all elements in C order)."""
     if axis is None:
         a, axis = reshape(a, (a.size,)), 0
-    d = dim_of(axis, a.ndim)
+    d = axis_of(axis, a.ndim)
     if not isinstance(indices, DistArray):
         indices = np.asarray(indices)
         indices = indices.astype(np.int64) if not indices.size else indices
@@ -138,7 +136,7 @@ def take_along_axis(a: DistArray, indices: Any, axis: int = -1) -> DistArray:
         indices = distribute(np.asarray(indices), a.grid, a.grid.default_layout(np.shape(indices)))
     if indices.ndim != a.ndim:
         raise ValueError(f"take_along_axis takes indices of {a.ndim} dims, not of shape {indices.shape}")
-    d = dim_of(axis, a.ndim)
+    d = axis_of(axis, a.ndim)
     lead = broadcast_shape(
         [(*a.shape[:d], 1, *a.shape[d + 1 :]), (*indices.shape[:d], 1, *indices.shape[d + 1 :])], "take"
     )
@@ -182,7 +180,7 @@ def repeat(a: DistArray, repeats: Any, axis: int | None = None) -> DistArray:
     """Return the items of a dim (default: all elements) repeated, each `repeats` times or its own number of times."""
     if axis is None:
         a, axis = reshape(a, (a.size,)), 0
-    d = dim_of(axis, a.ndim)
+    d = axis_of(axis, a.ndim)
     n = a.shape[d]
     if isinstance(repeats, DistArray):
         repeats = repeats.gather()
@@ -214,13 +212,13 @@ def tile(a: DistArray, reps: Any) -> DistArray:
 
 def unstack(a: DistArray, axis: int = 0) -> tuple[DistArray, ...]:
     """Return the items of a dim."""
-    d = dim_of(axis, a.ndim)
+    d = axis_of(axis, a.ndim)
     return tuple(getitem(a, (*(slice(None),) * d, i)) for i in range(a.shape[d]))
 
 
 def split(a: DistArray, sections: Any, axis: int = 0, *, even: bool = True) -> list[DistArray]:
     """Return parts of the array along a dim: so many, or cut at these indices."""
-    d = dim_of(axis, a.ndim)
+    d = axis_of(axis, a.ndim)
     n = a.shape[d]
     if isinstance(sections, int | np.integer):
         k = int(sections)
@@ -275,7 +273,7 @@ def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
 
 def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DistArray:
     """Return a diagonal of the matrices of two dims, as the last dim."""
-    d, e = dim_of(axis1, a.ndim), dim_of(axis2, a.ndim)
+    d, e = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
     if d == e:
         raise ValueError(f"a diagonal is one of two dims; {axis1} and {axis2} are one")
     order = [i for i in range(a.ndim) if i not in (d, e)]
@@ -315,7 +313,7 @@ def meshgrid(*arrays: DistArray, indexing: str = "xy") -> list[DistArray]:
 
 def diff(a: DistArray, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> DistArray:
     """Return the differences of neighbours along a dim, n times; only the edges of pieces move."""
-    d = dim_of(axis, a.ndim)
+    d = axis_of(axis, a.ndim)
     if n < 0:
         raise ValueError(f"diff takes n of at least 0, not {n}")
     if not n:

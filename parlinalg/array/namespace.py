@@ -17,11 +17,10 @@ import numpy as np
 
 from parlinalg.array import joining, shapes, sorting
 from parlinalg.array.align import together
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.create import (
     arange,
     asarray,
-    device_of,
     empty,
     empty_like,
     eye,
@@ -218,7 +217,7 @@ class Info:
 
     def default_device(self) -> str:
         """Return the device of the default grid's arrays."""
-        return device_of(default_grid())
+        return default_grid().device
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, Any]:
         """Return the dtypes of results for which none is given."""
@@ -232,7 +231,7 @@ class Info:
 
     def devices(self) -> tuple[str, ...]:
         """Return the devices on which arrays of the default grid can be made."""
-        return (device_of(default_grid()),)
+        return (default_grid().device,)
 
 
 def __array_namespace_info__() -> Info:
@@ -452,13 +451,7 @@ def flip(x: DistArray, /, *, axis: Any = None) -> DistArray:
 
 def moveaxis(x: DistArray, source: Any, destination: Any, /) -> DistArray:
     """Return the array with dims moved to other places."""
-    source, destination = joining.dims_of(source, x.ndim), joining.dims_of(destination, x.ndim)
-    if len(source) != len(destination):
-        raise ValueError(f"moveaxis takes as many sources as destinations: {source} and {destination}")
-    order = [d for d in range(x.ndim) if d not in source]
-    for to, d in sorted(zip(destination, source, strict=True)):
-        order.insert(to, d)
-    return permute_dims(x, tuple(order))
+    return np.moveaxis(x, source, destination)  # type: ignore[type-var]
 
 
 def permute_dims(x: DistArray, /, axes: tuple[int, ...]) -> DistArray:
@@ -485,10 +478,7 @@ def roll(x: DistArray, /, shift: Any, *, axis: Any = None) -> DistArray:
 
 def squeeze(x: DistArray, /, axis: Any = None) -> DistArray:
     """Return the array without these dims, of size 1."""
-    drop = [d for d, n in enumerate(x.shape) if n == 1] if axis is None else joining.dims_of(axis, x.ndim)
-    if odd := [d for d in drop if x.shape[d] != 1]:
-        raise ValueError(f"squeeze takes dims of size 1; dim {odd[0]} of shape {x.shape} is not")
-    return shapes.reshape(x, tuple(n for d, n in enumerate(x.shape) if d not in drop))
+    return np.squeeze(x, axis)  # type: ignore[return-value]
 
 
 def stack(arrays: Sequence[DistArray], /, *, axis: int = 0) -> DistArray:
@@ -698,7 +688,7 @@ def _running(x: DistArray, name: str, axis: int | None, dtype: Any, initial: bui
     out = sorting.cumulative(x, axis, name, _wide(x, dtype))
     if not initial:
         return out
-    d = sorting.dim_of(axis, x.ndim)
+    d = axis_of(axis, x.ndim)
     shape = tuple(1 if i == d else n for i, n in enumerate(x.shape))
     first = full(
         shape,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import spread
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.rows import store, trade
 from parlinalg.array.shapes import reshape
 from parlinalg.exchange import exchange, meet, volume
@@ -24,13 +24,6 @@ from parlinalg.layout import Cut, Layout, cut_lengths
 from parlinalg.redistribute import Move
 
 Block = Any
-
-
-def dim_of(axis: int, ndim: int) -> int:
-    """Return the number of a dim, which may be negative; an AxisError if there is none."""
-    if not -ndim <= axis < ndim:
-        raise np.exceptions.AxisError(axis, ndim)
-    return axis % ndim
 
 
 def used(grid: Grid, cut: Cut) -> Cut:
@@ -116,7 +109,7 @@ def argsort(a: DistArray, axis: int = -1, descending: bool = False) -> DistArray
 
 
 def _sorted(a: DistArray, axis: int, descending: bool, index: bool) -> DistArray:
-    a, d = a.summed(), dim_of(axis, a.ndim)
+    a, d = a.summed(), axis_of(axis, a.ndim)
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     dtype = np.dtype(np.int64) if index else a.dtype
     if not grid.inside:
@@ -350,7 +343,7 @@ def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArr
 # ------------------------------------------------------------------------------------------------ along a dim
 def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) -> DistArray:
     """Return the running sums ("add") or products ("multiply") along a dim, by a scan of the ranks' totals."""
-    a, d = a.summed(), dim_of(axis, a.ndim)
+    a, d = a.summed(), axis_of(axis, a.ndim)
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     function = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}[name]
     block = function(a.block, axis=d, dtype=dtype)
@@ -380,7 +373,7 @@ def arg_extreme(a: DistArray, name: str, axis: int | None, keepdims: bool = Fals
     if axis is None:
         out = arg_extreme(on_line(a), name, 0)
         return reshape(out, (1,) * a.ndim) if keepdims else out
-    a, d = a.summed(), dim_of(axis, a.ndim)
+    a, d = a.summed(), axis_of(axis, a.ndim)
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     n = a.shape[d]
     if not n:
