@@ -351,8 +351,10 @@ class DistArray(NDArrayOperatorsMixin):
     def prod(
         self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False
     ) -> DistArray:
-        array = self if dtype is None else self.astype(dtype, copy=False)
-        return array._reduce("prod", axis, keepdims, out)
+        if dtype is None:
+            return self._reduce("prod", axis, keepdims, out)
+        found = self.astype(dtype, copy=False)._reduce("prod", axis, keepdims, None)  # short integers are widened
+        return delivered(found.astype(dtype, copy=False), out, "prod")
 
     def mean(
         self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False

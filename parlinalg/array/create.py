@@ -18,6 +18,8 @@ from parlinalg.layout import Layout, cut_lengths, index_of
 from parlinalg.redistribute import check_given, check_kinds, fitting, part_of, redistribute
 from parlinalg.units import ITEMSIZE
 
+DLPACK_HOST = (1, 3)  #: DLPack's device types of memory that the host reads: kDLCPU and kDLCUDAHost.
+
 Shape = int | Sequence[int]
 
 
@@ -439,7 +441,17 @@ def linspace(
 
 
 def from_dlpack(x: Any, /, *, device: Any = None, copy: Any = None) -> DistArray:
-    """Return data of another library, the same on all ranks, as a distributed array."""
+    """Return data of another library, the same on all ranks, as a distributed array on the default grid.
+
+    Data of a GPU stay on it where the grid's arrays are on GPUs; else they are copied to the host.
+    """
     if isinstance(x, DistArray):
         return x.copy() if copy else x
-    return asarray(np.from_dlpack(x), device=device)
+    if x.__dlpack_device__()[0] in DLPACK_HOST:
+        return asarray(np.from_dlpack(x), device=device)
+    grid = default_grid()
+    if not grid.backend.host_memory:
+        return asarray(grid.backend.xp.from_dlpack(x), device=device)
+    if copy is False:
+        raise ValueError(f"data of a GPU are copied to arrays of {grid!r}, which are on the host; copy=False cannot be")
+    return asarray(np.from_dlpack(x, device="cpu"), device=device)

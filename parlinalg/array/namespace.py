@@ -193,11 +193,11 @@ __all__ = [
     "zeros_like",
 ]
 
-bool = np.dtype(np.bool_)
-int8, int16, int32, int64 = (np.dtype(f"int{n}") for n in (8, 16, 32, 64))
-uint8, uint16, uint32, uint64 = (np.dtype(f"uint{n}") for n in (8, 16, 32, 64))
-float32, float64 = np.dtype(np.float32), np.dtype(np.float64)
-complex64, complex128 = np.dtype(np.complex64), np.dtype(np.complex128)
+# NumPy's scalar types, not its dtype objects: np.dtype("float64") == None is True
+bool = np.bool_
+int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
+uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
+float32, float64, complex64, complex128 = np.float32, np.float64, np.complex64, np.complex128
 e, pi, inf, nan, newaxis = math.e, math.pi, math.inf, math.nan, None
 
 DTYPES = (
@@ -227,7 +227,7 @@ class Info:
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Any]:
         """Return the dtypes by name, of one kind or several."""
-        return {str(t): t for t in DTYPES if kind is None or isdtype(t, kind)}
+        return {np.dtype(t).name: t for t in DTYPES if kind is None or isdtype(t, kind)}
 
     def devices(self) -> tuple[str, ...]:
         """Return the devices on which arrays of the default grid can be made."""
@@ -267,7 +267,7 @@ def astype(x: DistArray, dtype: Any, /, *, copy: builtins.bool = True, device: A
 
 
 def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else x
+    return x.dtype if hasattr(x, "dtype") and not isinstance(x, type) else x  # NumPy's scalar types have one as well
 
 
 def can_cast(from_: Any, to: Any, /) -> builtins.bool:
@@ -642,8 +642,7 @@ def sum(x: DistArray, /, *, axis: Any = None, dtype: Any = None, keepdims: built
 
 def prod(x: DistArray, /, *, axis: Any = None, dtype: Any = None, keepdims: builtins.bool = False) -> DistArray:
     """Return the products over dims."""
-    kind = _wide(x, dtype)
-    return np.prod(x if x.dtype == kind else x.astype(kind), axis=axis, keepdims=keepdims)
+    return np.prod(x, axis=axis, dtype=_wide(x, dtype), keepdims=keepdims)
 
 
 def var(x: DistArray, /, *, axis: Any = None, correction: float = 0.0, keepdims: builtins.bool = False) -> DistArray:

@@ -13,7 +13,7 @@ import numpy as _np
 
 from . import _api, _functions, cuda
 from ._array import ndarray
-from ._functions import array, asarray, ascontiguousarray, asfortranarray, asnumpy, ufunc
+from ._functions import array, asarray, ascontiguousarray, asfortranarray, asnumpy, from_dlpack, ufunc
 from .cuda import get_default_memory_pool, get_default_pinned_memory_pool
 
 __version__ = "14.2.0"

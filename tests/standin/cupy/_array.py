@@ -66,6 +66,18 @@ class ndarray:
             "strides": None if self._a.flags.c_contiguous else self._a.strides, "data": (self._a.ctypes.data, False),
         }  # fmt: skip
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0  # kDLCUDA
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+    ) -> Any:
+        if dl_device is None or dl_device[0] == 2:
+            raise NotImplementedError("the stand-in has no memory of a GPU to hand out")
+        if copy is False:
+            raise ValueError("GPU memory cannot be exported to CPU without making a copy")
+        return self.get().__dlpack__(max_version=max_version)
+
     # Attributes
 
     @property

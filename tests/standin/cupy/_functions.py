@@ -129,3 +129,9 @@ def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, bl
     if isinstance(a, ndarray):
         return a.get(stream, order, out, blocking)
     return np.asarray(a, order=order)  # type: ignore[call-overload, no-any-return]
+
+
+def from_dlpack(array: Any, *, device: Any = None, copy: bool | None = None) -> ndarray:
+    if not isinstance(array, ndarray):
+        raise BufferError("CuPy takes memory of a GPU by DLPack only")
+    return wrap(array._a.copy() if copy else array._a)  # type: ignore[no-any-return]
