@@ -100,7 +100,8 @@ def _in_openblas(symbol: str) -> Any:
 
 ADDED = 1 << 16
 """Elements of a term of a sum that is made beside it, where BLAS cannot be asked to add; a sixteenth of it at most."""
-ROWS, AS_IT_IS, TURNED = 101, 111, 112  # CBLAS's names for layouts
+ROWS, AS_IT_IS, TURNED, ADJOINT = 101, 111, 112, 113  # CBLAS's names
+LEFT, RIGHT, LOWER, UPPER, UNIT, DIAGONAL = 141, 142, 122, 121, 132, 131
 
 
 def add_product(y: Any, x: Any, w: Any) -> None:
@@ -118,35 +119,78 @@ def add_product(y: Any, x: Any, w: Any) -> None:
             y[part] += xp.matmul(x[part].astype(y.dtype, copy=False), w)
 
 
-def added(y: Any, x: Any, w: Any) -> bool:
-    """Add `x @ w` to y if BLAS adds as it multiplies; return True if it did."""
+def added(y: Any, x: Any, w: Any, scale: float = 1) -> bool:
+    """Add `scale * (x @ w)` to y if BLAS adds as it multiplies; return True if it did."""
     if not (isinstance(y, np.ndarray) and y.ndim == x.ndim == w.ndim == 2) or not (y.size and x.size):
         return False
-    number = {"f": ctypes.c_float, "d": ctypes.c_double}.get(y.dtype.char)
-    if number is None or not (y.dtype == x.dtype == w.dtype) or not y.dtype.isnative or not y.flags.writeable:
+    if not _in_blas(y) or not (y.dtype == x.dtype == w.dtype):
         return False
-    gemm = _gemm_for(y.dtype)
+    gemm = _cblas("gemm", y.dtype)
     (turn, ld), (turn_x, ld_x), (turn_w, ld_w) = _lying(y), _lying(x), _lying(w)
     if gemm is None or turn != AS_IT_IS or not (turn_x and turn_w):
         return False
     (m, n), k = y.shape, x.shape[1]
-    sizes, one = map(ctypes.c_int64, (m, n, k)), number(1)
+    sizes = map(ctypes.c_int64, (m, n, k))
     gemm(
-        ROWS, turn_x, turn_w, *sizes, one, ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(ld_x),
-        ctypes.c_void_p(w.ctypes.data), ctypes.c_int64(ld_w), one, ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(ld),
+        ROWS, turn_x, turn_w, *sizes, _number(y.dtype, scale), ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(ld_x),
+        ctypes.c_void_p(w.ctypes.data), ctypes.c_int64(ld_w), _number(y.dtype, 1), ctypes.c_void_p(y.ctypes.data),
+        ctypes.c_int64(ld),
     )  # fmt: skip
     return True
 
 
-def _gemm_for(dtype: np.dtype[Any]) -> Any:
-    """CBLAS's gemm for float32 or float64."""
-    return _in_openblas(f"scipy_cblas_{'s' if dtype.itemsize == 4 else 'd'}gemm64_")
+def substituted(
+    t: np.ndarray, b: np.ndarray, *, right: bool = False, lower: bool = False, adjoint: bool = False,
+    unit: bool = False,
+) -> bool:  # fmt: skip
+    """Replace b by the solution x of `op(t) x = b`, with `right` of `x op(t) = b`, if BLAS can; return True if it did.
+
+    Parameters
+    ----------
+    t : array [n, n]
+        A triangular matrix in rows one behind the other; the other triangle is not read.
+    b : array
+    lower, unit : bool
+        t is a lower triangle; its diagonal is taken to be ones.
+    adjoint : bool
+        op(t) is the conjugate transpose.
+    """
+    if not (t.size and b.size) or not _in_blas(b) or t.dtype != b.dtype:
+        return False
+    trsm, (turn, ld), (turn_t, ld_t) = _cblas("trsm", b.dtype), _lying(b), _lying(t)
+    if trsm is None or turn != AS_IT_IS or turn_t != AS_IT_IS:
+        return False
+    trsm(
+        ROWS, RIGHT if right else LEFT, LOWER if lower else UPPER, ADJOINT if adjoint else AS_IT_IS,
+        UNIT if unit else DIAGONAL, *map(ctypes.c_int64, b.shape), _number(b.dtype, 1),
+        ctypes.c_void_p(t.ctypes.data), ctypes.c_int64(ld_t), ctypes.c_void_p(b.ctypes.data), ctypes.c_int64(ld),
+    )  # fmt: skip
+    return True
+
+
+def _in_blas(y: np.ndarray) -> bool:
+    return y.dtype.char in _LETTERS and y.dtype.isnative and y.flags.writeable
+
+
+def _number(dtype: np.dtype[Any], value: float) -> Any:
+    """Return a number as CBLAS takes it: complex ones by their address."""
+    if dtype.char in "fd":
+        return {"f": ctypes.c_float, "d": ctypes.c_double}[dtype.char](value)
+    return ({"F": ctypes.c_float, "D": ctypes.c_double}[dtype.char] * 2)(value, 0)
+
+
+_LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+
+
+def _cblas(name: str, dtype: np.dtype[Any]) -> Any:
+    """Return a function of CBLAS, with integers of 64 bits."""
+    return _in_openblas(f"scipy_cblas_{_LETTERS[dtype.char]}{name}64_")
 
 
 @cache
 def gemm_address(dtype: np.dtype[Any]) -> int | None:
     """Return the address of gemm for float32 or float64 in the OpenBLAS of NumPy's wheel, with integers of 64 bits."""
-    gemm = _gemm_for(dtype)
+    gemm = _cblas("gemm", dtype)
     return None if gemm is None else ctypes.cast(gemm, ctypes.c_void_p).value
 
 

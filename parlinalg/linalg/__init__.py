@@ -8,20 +8,47 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray
+from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
 from parlinalg.array.joining import dims_of, take
 from parlinalg.array.namespace import eye, matrix_transpose, max, min, sum, tensordot, vecdot
 from parlinalg.array.shapes import reshape
+from parlinalg.linalg.factors import (
+    LinAlgError,
+    cho_factor,
+    cholesky,
+    det,
+    inv,
+    lu,
+    lu_factor,
+    qr,
+    qr_factor,
+    slogdet,
+    solve,
+    solve_triangular,
+)
 from parlinalg.matmul import matmul
 
 __all__ = [
+    "LinAlgError",
+    "cho_factor",
+    "cholesky",
     "cross",
+    "det",
     "diagonal",
+    "inv",
+    "lu",
+    "lu_factor",
     "matmul",
     "matrix_norm",
     "matrix_power",
     "matrix_transpose",
     "outer",
+    "qr",
+    "qr_factor",
+    "slogdet",
+    "solve",
+    "solve_triangular",
     "tensordot",
     "trace",
     "vecdot",
@@ -107,16 +134,13 @@ def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") ->
 def matrix_power(x: DistArray, n: int, /) -> DistArray:
     """Return the n-th powers of the square matrices of the last two dims, by repeated squaring.
 
-    Raises
-    ------
-    NotImplementedError
-        For n below 0, which needs inverses.
+    Powers below 0 are those of the inverses.
     """
     _matrices(x, "matrix_power")
     if x.shape[-1] != x.shape[-2]:
         raise ValueError(f"matrix_power takes square matrices, not of shape {x.shape}")
     if n < 0:
-        raise NotImplementedError("matrix_power(n < 0) needs inverses, which are not there yet")
+        return matrix_power(inv(x), -n)
     if not n:
         one = eye(x.shape[-1], dtype=x.dtype, grid=x.grid)
         return x * 0 + one
@@ -127,3 +151,16 @@ def matrix_power(x: DistArray, n: int, /) -> DistArray:
         n >>= 1
         square = square @ square if n else square
     return out  # type: ignore[return-value]
+
+
+handles(np.linalg.cholesky, takes=("a", "upper"))(lambda a, upper=False: cholesky(a, upper=bool(upper)))
+handles(np.linalg.solve, takes=("a", "b"))(lambda a, b: solve(a, b))  # noqa: PLW0108 - NumPy's names of arguments
+for _function in (inv, det, slogdet):
+    handles(getattr(np.linalg, _function.__name__), takes=("a",))(lambda a, f=_function: f(a))
+
+
+@handles(np.linalg.qr)
+def _qr(a: DistArray, mode: str = "reduced") -> Any:
+    if mode == "r":
+        return qr(a).R
+    return qr(a, mode=mode)

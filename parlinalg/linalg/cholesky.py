@@ -1,0 +1,65 @@
+"""Cholesky's factorization, A = L Lᴴ, of Hermitian positive definite matrices on tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from parlinalg.comm import Handle
+from parlinalg.linalg import kernels
+from parlinalg.linalg.panels import Panels
+from parlinalg.linalg.tiles import Tiles
+
+
+class Cholesky(Panels):
+    """The lower factor replaces the lower triangle, the only one that is read.
+
+    A panel of L moves along the grid's rows, to which its rows belong, and then along its columns: each rank gets the
+    rows of L that have the numbers of its columns.  A minor that is not positive travels on as NaN, so that no rank
+    leaves a collective; `minor` says which, on the rank that found it.
+
+    Attributes
+    ----------
+    minor : int
+        The order of the first leading minor that is not positive, as far as this rank knows; 0 for none.
+    """
+
+    def __init__(self, tiles: Tiles, a: np.ndarray, n: int) -> None:
+        super().__init__(tiles, a, (n, n))
+        self.minor = 0
+        self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
+        self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
+
+    def factor(self, k: int, b: int) -> tuple[Handle, Any]:
+        i, j = self.tiles.owner(k)
+        r, c = self.row(k), self.column(k)
+        panel = np.empty((len(self.rows) - r, b), self.a.dtype)
+        if self.tiles.j == j:
+            panel[...] = self.a[r:, c : c + b]
+            top = b if self.tiles.i == i else 0
+            corner = np.empty((b, b), self.a.dtype)
+            if top:
+                corner[...] = panel[:b]
+                failed = kernels.cholesky(corner)
+                self.minor = self.minor or (k + failed if failed else 0)
+                panel[:b] = corner
+            self.tiles.down.broadcast(corner, i)  # L[k, k] := A[k, k]
+            # L[i, k] := A[i, k] L[k, k]⁻ᴴ
+            kernels.substitute(corner, panel[top:], right=True, lower=True, adjoint=True)
+            self.a[r:, c : c + b] = panel
+        return self.tiles.across.broadcast(panel, j, wait=False), panel
+
+    def take(self, k: int, b: int, panel: Any) -> Any:
+        r, c = self.row(k + b), self.column(k + b)
+        mine = panel[self._mine[np.searchsorted(self._mine, r) :] - self.row(k)]
+        later = [at[np.searchsorted(at, c) :] - c for at in self._meet]
+        gathered = self.tiles.gather(self.tiles.down, mine, [len(at) for at in later])
+        right = np.empty((len(self.columns) - c, b), self.a.dtype)
+        right[np.concatenate(later)] = gathered
+        return panel[r - self.row(k) :], kernels.adjoint(right), r, c
+
+    def update(self, step: Any, first: int, last: int) -> None:
+        left, right, r, c = step
+        top = self.row(self.columns[first])  # above the diagonal nothing is needed
+        kernels.subtract(self.a[top:, first:last], left[top - r :], right[:, first - c : last - c])

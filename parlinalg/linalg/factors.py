@@ -1,0 +1,528 @@
+"""Factorizations of distributed matrices, and what follows from them: solutions, inverses, determinants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.array.core import DistArray, same_grid
+from parlinalg.array.create import eye
+from parlinalg.array.joining import stack
+from parlinalg.array.namespace import broadcast_to
+from parlinalg.array.shapes import reshape
+from parlinalg.layout import Layout
+from parlinalg.linalg import triangular
+from parlinalg.linalg.cholesky import Cholesky
+from parlinalg.linalg.lu import LU
+from parlinalg.linalg.qr import QR
+from parlinalg.linalg.tiles import Numbers, Tiles
+
+LinAlgError = np.linalg.LinAlgError
+FLOATING = "fdFD"
+ODD = "NaNs or infinities"
+
+
+class QRResult(NamedTuple):
+    """Q and R of a matrix, A = Q R."""
+
+    Q: DistArray
+    R: DistArray
+
+
+class SlogdetResult(NamedTuple):
+    """The sign of a determinant, or its phase, and the logarithm of its absolute value."""
+
+    sign: DistArray
+    logabsdet: DistArray
+
+
+# ------------------------------------------------------------------------------------------------ factor objects
+class _Factor:
+    """A factorization that stays in its working form, so that many solutions pay the way there once."""
+
+    tiles: Tiles
+
+    def __init__(self, a: DistArray) -> None:
+        self.grid, self.shape, self.dtype, self.layout = a.grid, a.shape, a.dtype, a.layout.with_partial(())
+
+    def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[np.ndarray, list[Numbers], DistArray]:
+        """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix."""
+        b = _matrix(b, "solve", vectors=True)
+        if b.ndim > 2 or b.shape[0] != m or b.grid is not self.grid:
+            raise ValueError(
+                f"solve takes right-hand sides of shape ({m},) or ({m}, k) on the factor's grid, not of {b.shape}"
+            )
+        b = (b if b.ndim == 2 else b[:, None]).astype(np.result_type(b.dtype, self.dtype), copy=False)
+        if b.dtype != self.dtype:
+            raise TypeError(f"the factor is of {self.dtype}; it does not solve right-hand sides of {b.dtype}")
+        columns = self.tiles.columns(b.shape[1])
+        return self.tiles.bring(b, rows, columns), columns, b
+
+    def _home(self, x: np.ndarray, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
+        found = self.tiles.home(x, rows, columns, (n, b.shape[1]), b.layout.with_partial(()))
+        return found if like.ndim == 2 else reshape(found, (n,))
+
+
+class CholeskyFactor(_Factor):
+    """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`."""
+
+    def __init__(self, a: DistArray, block: int | None = None) -> None:
+        a = _matrix(a, "cholesky", square=True)
+        super().__init__(a)
+        n = a.shape[0]
+        self.tiles = tiles = _tiles(a, block)
+        self.rows, self.columns = tiles.rows(n), tiles.columns(n)
+        self._t = tiles.bring(a, self.rows, self.columns)
+        finite = _finite(self._t)
+        work = Cholesky(tiles, self._t, n)
+        with np.errstate(all="ignore"):
+            work.run()
+        odd, minor = tiles.worst([not finite, n + 1 - work.minor if work.minor else 0])
+        _refuse(odd, "cholesky")
+        if minor:
+            raise LinAlgError(
+                f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
+            )
+
+    @cached_property
+    def L(self) -> DistArray:
+        """The lower triangular factor, in the layout of A."""
+        lower = self._t.copy()
+        if self.grid.inside:
+            rows, columns = self.rows[self.tiles.i], self.columns[self.tiles.j]
+            lower[rows[:, None] < columns[None, :]] = 0
+        return self.tiles.home(lower, self.rows, self.columns, self.shape, self.layout)  # type: ignore[arg-type]
+
+    def solve(self, b: DistArray) -> DistArray:
+        """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
+        n = self.shape[0]
+        x, columns, matrix = self._right_hand_sides(b, self.rows, n)
+        for adjoint in (False, True):
+            triangular.substitute(self.tiles, self._t, self.rows, x, n, lower=True, adjoint=adjoint)
+        return self._home(x, self.rows, columns, n, matrix, b)
+
+
+class LUFactor(_Factor):
+    """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`."""
+
+    def __init__(self, a: DistArray, block: int | None = None, b: DistArray | None = None) -> None:
+        a = _matrix(a, "lu_factor")
+        super().__init__(a)
+        self.tiles = tiles = _tiles(a, block)
+        (m, n), extra = a.shape, 0
+        self._columns, every = tiles.columns(n), tiles.columns(n)
+        t = tiles.bring(a, tiles.rows(m), every)
+        if b is not None:  # right-hand sides ride along, in tiles behind those of A
+            extra = b.shape[1]
+            every = tiles.columns(n + extra)
+            more = [x[x >= n] - n for x in every]
+            t = np.hstack([t, tiles.bring(b, tiles.rows(m), more)])
+            self._more = more
+        finite = _finite(t)
+        work = LU(tiles, t, (m, n), extra)
+        with np.errstate(all="ignore"):
+            work.run()
+        self._t, self._work = t, work
+        self.positions = work.positions
+        self.diagonal = np.concatenate([np.diag(d) for d in work.diagonals] or [np.zeros(0, a.dtype)])
+        zeros = np.flatnonzero(self.diagonal == 0)
+        odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
+        _refuse(odd, "lu_factor" if b is None else "solve")
+        self.zero = n - int(zero) if zero else None
+        """The first zero of U's diagonal; None where A is regular."""
+
+    @cached_property
+    def rows(self) -> list[Numbers]:
+        """For every grid row the rows of A that it has, in their order in P A.  The first use is collective."""
+        if not self.grid.inside:
+            return self.positions
+        counts = [len(x) for x in self.positions]
+        mine = np.ascontiguousarray(self._work.rows, np.int64)[:, None]
+        every = self.tiles.gather(self.tiles.down, mine, counts)[:, 0]
+        return np.split(every, np.cumsum(counts)[:-1])
+
+    @property
+    def permutation(self) -> np.ndarray:
+        """The rows of A in their order in P A: (P A)[i] = A[permutation[i]]; the same on all ranks."""
+        found = np.empty(self.shape[0], np.int64)
+        for at, rows in zip(self.positions, self.rows, strict=True):
+            found[at] = rows
+        return found
+
+    def check(self) -> None:
+        """Raise LinAlgError if A is singular to working precision, naming the first zero of U's diagonal."""
+        if self.shape[0] != self.shape[1]:
+            raise LinAlgError(f"only square matrices have solutions for every right-hand side, not {self.shape}")
+        if self.zero is not None:
+            raise LinAlgError(f"the matrix is singular: U[{self.zero}, {self.zero}] of its factorization is 0")
+
+    def solve(self, b: DistArray, adjoint: bool = False) -> DistArray:
+        """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b."""
+        self.check()
+        n = self.shape[0]
+        before, after = (self.positions, self.rows) if adjoint else (self.rows, self.positions)
+        x, columns, matrix = self._right_hand_sides(b, before, n)
+        triangles = [(True, True), (False, False)]  # L, which has ones on its diagonal, then U
+        for lower, unit in reversed(triangles) if adjoint else triangles:
+            triangular.substitute(self.tiles, self._t, self.positions, x, n, lower=lower, adjoint=adjoint, unit=unit)
+        return self._home(x, after, columns, n, matrix, b)
+
+    def carried(self, b: DistArray) -> DistArray:
+        """Return the solutions of the right-hand sides that rode along."""
+        self.check()
+        n = self.shape[0]
+        x = np.ascontiguousarray(self._t[:, len(self._columns[self.tiles.j]) :]) if self.grid.inside else self._t
+        triangular.substitute(self.tiles, self._t, self.positions, x, n, lower=False)
+        return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
+
+    def factors(self) -> tuple[DistArray, DistArray]:
+        """Return L [m, k] and U [k, n] in the layout of A."""
+        (m, n), k = self.shape, min(self.shape)
+        every = [x[x < k] for x in self._columns]
+        lower, upper = np.empty((0, 0), self.dtype), np.empty((0, 0), self.dtype)
+        if self.grid.inside:
+            rows, columns = self.positions[self.tiles.i], self._columns[self.tiles.j]
+            t = self._t[:, : len(columns)]
+            mine = columns[columns < k]
+            lower = np.where(rows[:, None] > mine[None, :], t[:, : len(mine)], rows[:, None] == mine[None, :])
+            inner = rows < k
+            upper = np.where(rows[inner, None] <= columns[None, :], t[inner], 0)
+        tops = [x[x < k] for x in self.positions]
+        return (
+            self.tiles.home(lower.astype(self.dtype, copy=False), self.positions, every, (m, k), self.layout),
+            self.tiles.home(upper.astype(self.dtype, copy=False), tops, self._columns, (k, n), self.layout),
+        )
+
+    def sign_and_log(self) -> tuple[Any, float]:
+        """Return the sign (or phase) of the determinant and the logarithm of its absolute value."""
+        sizes = np.abs(self.diagonal)
+        if self.zero is not None:
+            return self.dtype.type(0), -math.inf
+        phases = self.diagonal / sizes
+        return phases.prod(dtype=self.dtype) * parity(self.permutation), float(np.log(sizes.astype(np.float64)).sum())
+
+
+class QRFactor(_Factor):
+    """The factorization A = Q R by Householder reflections; made by `qr_factor`."""
+
+    def __init__(self, a: DistArray, block: int | None = None) -> None:
+        a = _matrix(a, "qr")
+        super().__init__(a)
+        (m, n), self.tiles = a.shape, _tiles(a, block)
+        self.rows, self.columns = self.tiles.rows(m), self.tiles.columns(n)
+        t = self.tiles.bring(a, self.rows, self.columns)
+        finite = _finite(t)
+        self._work = QR(self.tiles, t, (m, n))
+        with np.errstate(all="ignore"):
+            self._work.run()
+        _refuse(self.tiles.worst([not finite])[0], "qr")
+
+    @property
+    def R(self) -> DistArray:
+        """The upper triangular factor [k, n] with k = min(m, n), in the layout of A."""
+        n, k = self.shape[1], min(self.shape)
+        tops = [x[x < k] for x in self.rows]
+        mine = len(tops[self.tiles.i]) if self.grid.inside else 0
+        return self.tiles.home(self._work.a[:mine], tops, self.columns, (k, n), self.layout)
+
+    def Q(self, columns: int | None = None) -> DistArray:
+        """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
+        m, k = self.shape[0], min(self.shape) if columns is None else columns
+        every = self.tiles.columns(k)
+        q = np.empty((0, 0), self.dtype)
+        if self.grid.inside:
+            rows, mine = self.rows[self.tiles.i], every[self.tiles.j]
+            q = (rows[:, None] == mine[None, :]).astype(self.dtype)
+            self._work.times(q)
+        return self.tiles.home(q, self.rows, every, (m, k), self.layout)
+
+
+# ------------------------------------------------------------------------------------------------ functions
+def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
+    """Return the Cholesky factorization of a matrix in its working form.
+
+    Parameters
+    ----------
+    a : DistArray [n, n]
+        Hermitian and positive definite; only its lower triangle is read.
+    block : int, optional
+        Rows and columns of a tile.
+
+    Raises
+    ------
+    LinAlgError
+        If a leading minor is not positive, which it names.
+    """
+    return CholeskyFactor(a, block)
+
+
+def lu_factor(a: DistArray, block: int | None = None) -> LUFactor:
+    """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting."""
+    return LUFactor(a, block)
+
+
+def qr_factor(a: DistArray, block: int | None = None) -> QRFactor:
+    """Return the factorization A = Q R of a matrix [m, n] in its working form."""
+    return QRFactor(a, block)
+
+
+def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
+    """Return the lower factor L of Hermitian positive definite matrices, A = L Lᴴ, or the upper one, Lᴴ.
+
+    Only the lower triangles are read.  `x` has shape (..., n, n); the result lies like it.
+
+    Raises
+    ------
+    LinAlgError
+        If a leading minor is not positive, which it names.
+    ValueError
+        If the matrices have NaNs or infinities.
+    """
+    x = _matrix(x, "cholesky", square=True)
+    if x.ndim > 2:
+        found = _batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x)[0]
+    else:
+        found = cho_factor(x).L
+    return found if not upper else found.mT.conj().redistribute(found.layout)
+
+
+def solve(x1: DistArray, x2: DistArray, /) -> DistArray:
+    """Return x of A x = b for square matrices A = `x1` and b = `x2`, in the layout of b.
+
+    Parameters
+    ----------
+    x1 : DistArray [..., n, n]
+    x2 : DistArray [n] or [..., n, k]
+        One vector, or matrices.
+
+    Raises
+    ------
+    LinAlgError
+        If a matrix is singular.
+    """
+    a, b = _matrix(x1, "solve", square=True), _matrix(x2, "solve", vectors=True)
+    same_grid([a, b])
+    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
+        raise ValueError(f"solve takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
+    dtype = np.result_type(a.dtype, b.dtype)
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    if b.ndim == 1:
+        return reshape(solve(a, b[:, None]), (*a.shape[:-1],))
+    if a.ndim > 2 or b.ndim > 2:
+        return _batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0]
+    return lu_with(a, b)
+
+
+def lu_with(a: DistArray, b: DistArray) -> DistArray:
+    """Return the solution of A x = b for one matrix; the right-hand sides ride along with the factorization."""
+    return LUFactor(a, b=b).carried(b)
+
+
+def inv(x: DistArray, /) -> DistArray:
+    """Return the inverses of square matrices [..., n, n], in their layout.
+
+    Raises
+    ------
+    LinAlgError
+        If a matrix is singular.
+    """
+    x = _matrix(x, "inv", square=True)
+    if x.ndim > 2:
+        return _batches("inv", lambda xp, a: xp.linalg.inv(a), inv, x)[0]
+    return lu_with(x, eye(x.shape[0], dtype=x.dtype, grid=x.grid, layout=x.layout.with_partial(())))
+
+
+def slogdet(x: DistArray, /) -> SlogdetResult:
+    """Return the signs (or phases) of the determinants of square matrices and the logarithms of their sizes."""
+    x = _matrix(x, "slogdet", square=True)
+    if x.ndim > 2:
+        sign, log = _batches("slogdet", lambda xp, a: tuple(xp.linalg.slogdet(a)), slogdet, x)
+        return SlogdetResult(sign, log)
+    phase, size = LUFactor(x).sign_and_log()
+    real = np.zeros(0, x.dtype).real.dtype
+    return SlogdetResult(_scalar(phase, x.dtype, x), _scalar(size, real, x))
+
+
+def det(x: DistArray, /) -> DistArray:
+    """Return the determinants of square matrices."""
+    x = _matrix(x, "det", square=True)
+    if x.ndim > 2:
+        return _batches("det", lambda xp, a: xp.linalg.det(a), det, x)[0]
+    work = LUFactor(x)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        value = work.diagonal.prod(dtype=x.dtype) * parity(work.permutation) if work.zero is None else 0
+    return _scalar(value, x.dtype, x)
+
+
+def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
+    """Return Q [..., m, k] and R [..., k, n] of matrices [..., m, n], in their layout.
+
+    Parameters
+    ----------
+    mode : {"reduced", "complete"}
+        k = min(m, n), or m.
+    """
+    x = _matrix(x, "qr")
+    if mode not in ("reduced", "complete"):
+        raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
+    if x.ndim > 2:
+        return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
+    work = qr_factor(x)
+    m, n = x.shape
+    if mode == "reduced" or m <= n:
+        return QRResult(work.Q(), work.R)
+    from parlinalg.array.joining import pad
+
+    return QRResult(work.Q(m), pad(work.R, ((0, m - n), (0, 0))))
+
+
+def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
+    """Return P, L and U of a matrix [m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
+    work = lu_factor(a)
+    order = work.permutation
+    m = work.shape[0]
+
+    def ones(i: Any, j: Any) -> Any:
+        return order[j] == i if m else np.zeros(np.broadcast_shapes(np.shape(i), np.shape(j)), bool)
+
+    from parlinalg.array.create import computed
+
+    p = computed("lu", ones, (m, m), a.grid, a.layout.with_partial(()), work.dtype)
+    return (p, *work.factors())
+
+
+def solve_triangular(
+    a: DistArray, b: DistArray, *, lower: bool = False, adjoint: bool = False, unit_diagonal: bool = False
+) -> DistArray:
+    """Return x of A x = b for a triangular matrix, or with `adjoint` of Aᴴ x = b, in the layout of b.
+
+    Parameters
+    ----------
+    a : DistArray [n, n]
+        The other triangle is not read.
+    b : DistArray [n] or [n, k]
+
+    Raises
+    ------
+    LinAlgError
+        If an element of the diagonal is 0, which it names.
+    """
+    a, b = _matrix(a, "solve_triangular", square=True), _matrix(b, "solve_triangular", vectors=True)
+    same_grid([a, b])
+    if a.ndim > 2 or b.ndim > 2:
+        raise ValueError(f"solve_triangular takes one matrix, not stacks: {a.shape} and {b.shape}")
+    dtype = np.result_type(a.dtype, b.dtype)
+    held = _Factor(a.astype(dtype, copy=False))
+    held.tiles, n = _tiles(a, None), a.shape[0]
+    rows, columns = held.tiles.rows(n), held.tiles.columns(n)
+    t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
+    x, wide, matrix = held._right_hand_sides(b, rows, n)
+    zero = 0
+    if a.grid.inside and not unit_diagonal:
+        both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
+        zeros = both[t[at, also] == 0]
+        zero = n - int(zeros[0]) if len(zeros) else 0
+    odd, zero = map(int, held.tiles.worst([not (_finite(t) and _finite(x)), zero]))
+    _refuse(odd, "solve_triangular")
+    if zero:
+        raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
+    triangular.substitute(held.tiles, t, rows, x, n, lower=lower, adjoint=adjoint, unit=unit_diagonal)
+    return held._home(x, rows, wide, n, matrix, b)
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+def parity(order: np.ndarray) -> int:
+    """Return the sign of a permutation.
+
+    >>> parity(np.array([1, 0, 2])), parity(np.array([1, 2, 0]))
+    (-1, 1)
+    """
+    seen, sign = np.zeros(len(order), bool), 1
+    following = order.tolist()
+    for start in range(len(following)):
+        at, length = start, 0
+        while not seen[at]:
+            seen[at] = True
+            at, length = following[at], length + 1
+        if length and length % 2 == 0:
+            sign = -sign
+    return sign
+
+
+def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:
+    """Return an array of matrices in a floating dtype; refuse what is none."""
+    if not isinstance(x, DistArray):
+        raise TypeError(f"{name} takes DistArrays, not {type(x).__name__}; distribute(array) makes one")
+    if x.ndim < (1 if vectors else 2):
+        raise LinAlgError(f"{name} takes matrices, arrays of at least two dims, not of shape {x.shape}")
+    if square and x.shape[-1] != x.shape[-2]:
+        raise LinAlgError(f"{name} takes square matrices, not of shape {x.shape}")
+    if x.dtype.kind in "biu":
+        return x.astype(np.float64)
+    if x.dtype.char not in FLOATING:
+        raise TypeError(f"{name} takes float32, float64, complex64 and complex128, not {x.dtype}; convert by astype()")
+    return x
+
+
+def _tiles(a: DistArray, block: int | None) -> Tiles:
+    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
+        raise ValueError(f"block is the rows of a tile, a positive int, not {block!r}")
+    return Tiles(a.grid) if block is None else Tiles(a.grid, block)
+
+
+def _finite(block: np.ndarray) -> bool:
+    return bool(np.isfinite(block).all())
+
+
+def _refuse(odd: bool | float, name: str) -> None:
+    if odd:
+        raise ValueError(f"{name} takes finite numbers; the array has {ODD}")
+
+
+def _scalar(value: Any, dtype: Any, like: DistArray) -> DistArray:
+    return DistArray(like.grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), like.grid)
+
+
+def _batches(
+    name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0
+) -> tuple[DistArray, ...]:
+    """Return what a function of matrices gives for stacks of them.
+
+    As many matrices as ranks, or more, are shared out and computed by each rank alone, by `local(xp, blocks)`; fewer
+    are computed one after the other by all ranks, by `one`.
+    """
+    stacks = np.broadcast_shapes(*(a.shape[:-2] for a in arrays))
+    arrays = tuple(broadcast_to(a, (*stacks, *a.shape[-2:])) for a in arrays)
+    grid, count = arrays[0].grid, math.prod(stacks)
+    rest = arrays[like].layout.with_partial(())
+    if count < grid.size and count:
+        found = [one(*(a[at] for a in arrays)) for at in np.ndindex(*stacks)]
+        parts = list(zip(*(f if isinstance(f, tuple) else (f,) for f in found), strict=True))
+        whole = [reshape(stack(list(part)), (*stacks, *part[0].shape)) for part in parts]
+        return tuple(x.redistribute(Layout(*rest.dims[: x.ndim])) for x in whole)
+    cut = grid.default_layout(stacks)
+    layout = Layout(*cut.dims, None, None)
+    blocks = [a.redistribute(layout).block for a in arrays]
+    problem = ""
+    results: Any = ()
+    if not all(bool(a.isfinite(b).all()) for a, b in ((arrays[0].xp, block) for block in blocks)):
+        problem = ODD
+    try:
+        with np.errstate(all="ignore"):
+            results = local(arrays[0].xp, *blocks) if not problem else ()
+    except LinAlgError as error:
+        problem = f"{name}: {error}"
+    told = grid.world.share(problem)
+    _refuse(ODD in told, name)
+    if any(told):
+        raise LinAlgError(next(filter(None, told)))
+    made = []
+    for block in results if isinstance(results, tuple) else (results,):
+        layout = Layout(*cut.dims, *[None] * (block.ndim - len(stacks)))
+        x = DistArray(block, (*stacks, *block.shape[len(stacks) :]), layout, grid)
+        made.append(x.redistribute(Layout(*rest.dims[: x.ndim])))
+    return tuple(made)

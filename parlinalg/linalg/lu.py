@@ -1,0 +1,110 @@
+"""LU factorization with tournament pivoting, P A = L U, on tiles.
+
+The pivots of a panel are the winners of a tournament: each rank of a grid column proposes as many rows as the panel has
+columns, by partial pivoting among its own, and the proposals are factored once more on all of them (Grigori, Demmel and
+Xiang, "CALU", 2011).  Rows do not travel: winners are swapped to the front of their own rank, so that the rows of L and
+U lie where they lay in A, in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from parlinalg.comm import Handle
+from parlinalg.linalg import kernels
+from parlinalg.linalg.panels import Panels
+from parlinalg.linalg.tiles import Numbers, Tiles
+
+
+class LU(Panels):
+    """L (its diagonal of ones left out) and U replace A; further columns become L⁻¹ P B.
+
+    Attributes
+    ----------
+    rows : array of int
+        The rows of A that this rank has, in their new order.
+    diagonals : list of array
+        The tiles of U's diagonal (L's below it), on every rank.
+    """
+
+    def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
+        super().__init__(tiles, a, shape, extra)
+        self.rows = self.rows.copy()
+        self.diagonals: list[np.ndarray] = []
+        self._active = [len(x) for x in self.every_row]  # rows that are no pivots yet, of every grid row
+        self._won: list[list[int]] = [[] for _ in self.every_row]  # positions of its pivots, of every grid row
+
+    @property
+    def positions(self) -> list[Numbers]:
+        """For every grid row the numbers of its rows in P A, rising."""
+        after, found = min(self.shape), []
+        for won, left in zip(self._won, self._active, strict=True):
+            found.append(np.concatenate([np.asarray(won, int), np.arange(after, after + left)]))
+            after += left
+        return found
+
+    def factor(self, k: int, b: int) -> tuple[Handle, Any]:
+        tiles, j, done, c = self.tiles, self.tiles.owner(k)[1], len(self._won[self.tiles.i]), self.column(k)
+        dtype, head = self.a.dtype, 2 * b * 8 // self.a.itemsize
+        message = np.empty(head + b * b + self._active[tiles.i] * b, dtype)
+        owners, places = message[:head].view(np.int64).reshape(2, b)  # the winners' grid rows, and their places there
+        corner, panel = message[head : head + b * b].reshape(b, b), message[head + b * b :].reshape(-1, b)
+        if tiles.j == j:
+            panel[...] = self.a[done:, c : c + b]
+            mine = kernels.lu(panel)[1][:b]
+            counts = [min(b, n) for n in self._active]
+            proposed = tiles.gather(tiles.down, panel[mine], counts)
+            factored, order = kernels.lu(proposed)
+            corner[...], winners = factored[:b], order[:b]
+            first = np.cumsum([0, *counts])
+            owners[...] = np.searchsorted(first, winners, "right") - 1
+            places[...] = -1
+            own = owners == tiles.i
+            places[own] = mine[winners[own] - first[tiles.i]]
+            won = int(own.sum())
+            _to_front(0, places[own], panel)
+            panel[:won] = corner[own]
+            kernels.substitute(_regular(corner), panel[won:], right=True)  # L[i, k] := A[i, k] U[k, k]⁻¹
+        return tiles.across.broadcast(message, j, wait=False), (owners, places, corner, panel)
+
+    def take(self, k: int, b: int, panel: Any) -> Any:
+        tiles, c = self.tiles, self.column(k + b)
+        owners, places, corner, below = panel
+        done, own = len(self._won[tiles.i]), owners == tiles.i
+        _to_front(done, places[own] + done, self.a, self.rows)
+        if tiles.j == tiles.owner(k)[1]:
+            self.a[done:, self.column(k) : c] = below
+        won = int(own.sum())
+        right = np.empty((b, len(self.columns) - c), self.a.dtype)
+        counts = np.bincount(owners, minlength=tiles.R).tolist()
+        right[np.argsort(owners, kind="stable")] = tiles.gather(tiles.down, self.a[done : done + won, c:], counts)
+        kernels.substitute(corner, right, lower=True, unit=True)  # U[k, j] := L[k, k]⁻¹ (P A)[k, j]
+        self.a[done : done + won, c:] = right[own]
+        for i, won_there in enumerate(self._won):
+            won_there += (k + np.flatnonzero(owners == i)).tolist()
+            self._active[i] -= counts[i]
+        self.diagonals.append(corner.copy())
+        return below[won:], right, done + won, c
+
+    def update(self, step: Any, first: int, last: int) -> None:
+        left, right, r, c = step
+        kernels.subtract(self.a[r:, first:last], left, right[:, first - c : last - c])
+
+
+def _regular(corner: np.ndarray) -> np.ndarray:
+    """Return U's tile with ones for zeros on its diagonal: the columns that they divide are zero as well."""
+    at = np.flatnonzero(np.diag(corner) == 0)
+    if len(at):
+        corner = corner.copy()
+        corner[at, at] = 1
+    return corner
+
+
+def _to_front(first: int, chosen: np.ndarray, *arrays: np.ndarray) -> None:
+    """Swap the rows `chosen`, in their order, with those from `first` on."""
+    places = np.arange(first, first + len(chosen))
+    pushed, holes = np.setdiff1d(places, chosen), np.setdiff1d(chosen, places)
+    for a in arrays:
+        a[np.concatenate([places, holes])] = a[np.concatenate([chosen, pushed])]

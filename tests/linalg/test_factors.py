@@ -1,0 +1,321 @@
+"""Factorizations on every grid: LAPACK's own residual ratios and matrices, errors that are the same on all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import linalg
+from parlinalg.layout import Layout
+from parlinalg.linalg import factors, tiles
+from tests.cases import check, grids, layouts, same
+
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+SIZES = [0, 1, 2, 7, 33, 97]
+BOUND = 10  # LAPACK's own tests allow 30
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    found = grids(world.size)
+    return pla.Grid(found[request.param % len(found)], world, backend, idle=True)
+
+
+def eps(dtype):
+    return float(np.finfo(dtype).eps)
+
+
+def norm(a):
+    return float(np.abs(a).astype(np.float64).sum(axis=0).max()) if a.size else 0.0
+
+
+def random(shape, dtype, rng):
+    a = rng.standard_normal(shape)
+    return (a + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else a).astype(dtype)
+
+
+def matrices(n, dtype, rng):
+    """Matrices of LAPACK's generators: badly conditioned, graded, clustered, of extreme sizes, rank-deficient."""
+    yield "random", random((n, n), dtype, rng)
+    if n < 2:
+        return
+    u, v = (np.linalg.qr(random((n, n), dtype, rng))[0] for _ in range(2))
+    real, small = np.finfo(dtype), eps(dtype)
+    for name, values in {
+        "one small value": np.r_[np.ones(n - 1), 0.1 / small * small**2],
+        "one large value": np.r_[1.0, np.full(n - 1, 0.1)],
+        "geometric": np.geomspace(1, small * 10, n),
+        "arithmetic": np.linspace(1, small * 10, n),
+        "clustered": 1 + small * np.arange(n),
+        "near overflow": np.linspace(1, 0.5, n) * float(real.max) ** 0.45,
+        "near underflow": np.linspace(1, 0.5, n) * float(real.tiny) ** 0.45,
+        "rank-deficient": np.r_[np.ones(n // 2), np.zeros(n - n // 2)],
+    }.items():
+        yield name, ((u * values) @ v).astype(dtype)
+    kahan = np.triu(np.full((n, n), -np.cos(1.2))) * np.sin(1.2) ** np.arange(n)[:, None]
+    np.fill_diagonal(kahan, np.sin(1.2) ** np.arange(n))
+    yield "Kahan", kahan.astype(dtype)
+    wilkinson = np.tril(np.full((n, n), -1.0), -1) + np.eye(n)
+    wilkinson[:, -1] = 1
+    yield "growth of elements", wilkinson[: min(n, 20), : min(n, 20)].astype(dtype)
+
+
+def cases(grid, seed, shape_of=lambda n: (n, n)):
+    """Matrices in layouts of their own, with tiles of several sizes."""
+    rng = np.random.default_rng(seed)
+    every = layouts(grid.axes, 2, partial=False)
+    for n in SIZES:
+        for dtype in DTYPES:
+            if grid.size > 1 and n > 1 and rng.random() < 0.5:
+                continue
+            for name, a in matrices(n, dtype, rng):
+                if name != "random" and rng.random() < (0.7 if grid.size == 1 else 0.85):
+                    continue
+                a = a if shape_of(n) == (n, n) else random(shape_of(n), dtype, rng)
+                layout = every[rng.integers(len(every))]
+                yield name, a, pla.distribute(a, grid, layout), [None, 4, 16][rng.integers(3)], rng
+
+
+def small(value, scale, n, dtype, what):
+    """LAPACK's ratio, |residual| / (n eps |A|), is below the bound."""
+    if n and scale:
+        ratio = value / (n * eps(dtype) * scale)
+        assert ratio < BOUND, (what, ratio)
+    else:
+        assert not value, what
+
+
+def test_cholesky(grid):
+    for name, a, _, block, rng in cases(grid, 1):
+        n, dtype = len(a), a.dtype
+        if n and ("near" in name or "growth" in name):
+            continue
+        s = a.astype(np.result_type(dtype, np.float64)) @ a.conj().T
+        s = ((s + s.conj().T) / 2 + n * eps(dtype) * 100 * norm(a) ** 2 * np.eye(n)).astype(dtype)
+        x = pla.distribute(s, grid, Layout(*grid.default_layout(s.shape).dims))
+        factor = linalg.cho_factor(x, block)
+        lower = factor.L.gather()
+        assert factor.L.layout == x.layout
+        assert not np.triu(lower, 1).any()
+        small(norm(lower @ lower.conj().T - s), norm(s), n, dtype, (name, n, dtype))
+        b = random((n, 3), dtype, rng)
+        y = factor.solve(pla.distribute(b, grid, Layout(None, grid.axes[0]))).gather()
+        small(norm(s @ y - b), norm(s) * norm(y), n, dtype, (name, n, dtype, "solve"))
+        upper = linalg.cholesky(x, upper=True)
+        assert upper.layout == x.layout
+        np.testing.assert_array_equal(upper.gather(), linalg.cholesky(x).gather().conj().T)
+
+
+def test_lu(grid):
+    for name, a, x, block, rng in cases(grid, 2):
+        n, dtype = len(a), a.dtype
+        factor = linalg.lu_factor(x, block)
+        lower, upper = (f.gather() for f in factor.factors())
+        order = factor.permutation
+        assert sorted(order) == list(range(n))
+        assert np.isfinite(lower).all()
+        small(norm(lower @ upper - a[order]), norm(a), n, dtype, (name, n, dtype, x.layout))
+        if "rank" in name or "small" in name:
+            continue
+        b = random((n, 2), dtype, rng)
+        rhs = pla.distribute(b, grid, Layout(grid.axes[0], None))
+        for y, matrix in (
+            (linalg.solve(x, rhs), a), (factor.solve(rhs), a), (factor.solve(rhs, adjoint=True), a.conj().T),
+        ):  # fmt: skip
+            assert y.layout == rhs.layout
+            small(norm(matrix @ y.gather() - b), norm(a) * norm(y.gather()), n, dtype, (name, n, dtype))
+
+
+@pytest.mark.parametrize("shape_of", [lambda n: (n + 5, n), lambda n: (n, n + 9), lambda n: (3, n)])
+def test_rectangles(grid, shape_of):
+    for name, a, x, block, _ in cases(grid, 3, shape_of):
+        if name != "random":
+            continue
+        (m, n), dtype = a.shape, a.dtype
+        factor = linalg.lu_factor(x, block)
+        lower, upper = (f.gather() for f in factor.factors())
+        small(norm(lower @ upper - a[factor.permutation]), norm(a), max(m, n), dtype, (a.shape, dtype))
+        residuals(a, linalg.qr_factor(x, block), x)
+        full = linalg.qr(x, mode="complete")
+        q, r = full.Q.gather(), full.R.gather()
+        assert q.shape == (m, m)
+        assert r.shape == (m, n)
+        small(norm(q @ r - a), norm(a), max(m, n), dtype, "complete")
+
+
+def residuals(a, factor, x):
+    q, r = factor.Q(), factor.R
+    assert q.layout == r.layout == x.layout
+    q, r = q.gather(), r.gather()
+    assert not np.tril(r, -1).any()
+    n = max(a.shape)
+    small(norm(q @ r - a), norm(a), n, a.dtype, (a.shape, a.dtype))
+    small(norm(q.conj().T @ q - np.eye(q.shape[1])), 1, len(a) and n, a.dtype, (a.shape, a.dtype, "orthogonality"))
+
+
+def test_qr(grid):
+    for _, a, x, block, _ in cases(grid, 4):
+        residuals(a, linalg.qr_factor(x, block), x)
+
+
+def test_whole_numbers_are_exact(grid):
+    """Unit triangles of small whole numbers: every step is exact, so that every grid gives the same bits."""
+    rng = np.random.default_rng(5)
+    lower = np.tril(rng.integers(-2, 3, (41, 41)), -1) + np.eye(41)
+    b = rng.integers(-3, 4, (41, 4)).astype(float)
+    x = pla.distribute(lower, grid, grid.default_layout((41, 41)))
+    rhs = pla.distribute(lower @ b, grid, grid.default_layout((41, 4)))
+    check(linalg.solve_triangular(x, rhs, lower=True, unit_diagonal=True), b)
+    spd = np.tril(rng.integers(-2, 3, (30, 30)), -1) + 2 * np.eye(30)
+    s = spd @ spd.T
+    found = linalg.cholesky(pla.distribute(s, grid, grid.default_layout(s.shape)))
+    same(found, spd, 1e-9)
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("adjoint", [True, False])
+def test_triangular_solutions(grid, lower, adjoint):
+    for name, a, _, _, rng in cases(grid, 6):
+        if name != "random":
+            continue
+        n, dtype = len(a), a.dtype
+        a = a + n * np.eye(n, dtype=dtype)
+        t = np.tril(a) if lower else np.triu(a)
+        t = t.conj().T if adjoint else t
+        b = random((n,), dtype, rng)
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        y = linalg.solve_triangular(x, pla.distribute(b, grid, Layout(None)), lower=lower, adjoint=adjoint)
+        small(norm((t @ y.gather() - b)[:, None]), norm(t) * norm(y.gather()[:, None]), n, dtype, (n, dtype))
+
+
+def test_determinants_and_inverses(grid):
+    for name, a, x, _, _ in cases(grid, 7):
+        if name != "random" or len(a) > 40:
+            continue
+        n, dtype = len(a), a.dtype
+        tol = 200 * max(1, n) * eps(dtype)
+        sign, log = (np.asarray(v.gather()) for v in linalg.slogdet(x))
+        want_sign, want_log = np.linalg.slogdet(a)
+        assert abs(sign - want_sign) < tol
+        assert abs(log - want_log) < tol * 10
+        want = np.linalg.det(a)
+        assert abs(linalg.det(x).gather() - want) <= tol * 10 * max(abs(want), eps(dtype))
+        inverse = linalg.inv(x)
+        assert inverse.layout == x.layout
+        got = inverse.gather()
+        small(norm(a @ got - np.eye(n)), norm(a) * norm(got), n, dtype, (n, dtype))
+
+
+def test_permutation_lower_upper(grid):
+    rng = np.random.default_rng(8)
+    for shape in ((9, 9), (12, 5), (4, 11), (0, 3)):
+        a = rng.standard_normal(shape)
+        p, lower, upper = (f.gather() for f in linalg.lu(pla.distribute(a, grid, grid.default_layout(shape))))
+        np.testing.assert_allclose(p @ lower @ upper, a, atol=1e-13)
+
+
+@pytest.mark.parametrize("stacks", [(1,), (2,), (3, 4), (0,), (2, 0, 3)])
+def test_stacks(grid, stacks):
+    rng = np.random.default_rng(9)
+    a = rng.standard_normal((*stacks, 5, 5))
+    s = a @ a.swapaxes(-1, -2) + np.eye(5)
+    for layout in (grid.default_layout(a.shape), Layout(*[None] * a.ndim)):
+        x, y = (pla.distribute(v, grid, layout) for v in (a, s))
+        same(linalg.cholesky(y), np.linalg.cholesky(s), 1e-12)
+        same(linalg.inv(y), np.linalg.inv(s), 1e-12)
+        same(linalg.det(y), np.linalg.det(s), 1e-11)
+        for got, want in zip(linalg.slogdet(y), np.linalg.slogdet(s), strict=True):
+            same(got, want, 1e-11)
+        q, r = linalg.qr(x)
+        np.testing.assert_allclose((q @ r).gather(), a, atol=1e-12)
+        b = pla.distribute(np.ones((5, 2)), grid, Layout(None, None))
+        same(linalg.solve(y, b), np.linalg.solve(s, np.ones((5, 2))), 1e-11)
+        same(linalg.solve(y, b[:, 0]), np.linalg.solve(s, np.ones((5, 1)))[..., 0], 1e-11)
+
+
+def test_numpys_names(grid):
+    rng = np.random.default_rng(10)
+    a, b = rng.standard_normal((6, 6)), rng.standard_normal(6)
+    x, y = pla.distribute(a, grid, grid.default_layout(a.shape)), pla.distribute(b, grid, Layout(None))
+    same(np.linalg.solve(x, y), np.linalg.solve(a, b), 1e-11)
+    same(np.linalg.inv(x), np.linalg.inv(a), 1e-11)
+    same(np.linalg.det(x), np.linalg.det(a), 1e-11)
+    assert abs(float(np.linalg.slogdet(x).logabsdet.gather()) - np.linalg.slogdet(a).logabsdet) < 1e-12
+    assert np.linalg.qr(x, "r").shape == (6, 6)
+    whole = pla.distribute(np.array([[4, 2], [2, 3]]), grid, Layout(None, None))
+    same(np.linalg.cholesky(whole), np.linalg.cholesky(np.array([[4, 2], [2, 3]])), 1e-14)
+
+
+class TestErrors:
+    def test_indefinite(self, grid):
+        a = np.diag(np.r_[np.ones(40), -1.0, np.ones(20), -1.0])
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 41 is not"):
+            linalg.cho_factor(x, 8)
+
+    def test_singular(self, grid):
+        a = np.ones((20, 20))
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        for call in (lambda: linalg.inv(x), lambda: linalg.lu_factor(x, 4).solve(x)):
+            with pytest.raises(np.linalg.LinAlgError, match=r"singular: U\[1, 1\] of its factorization is 0"):
+                call()
+        assert linalg.det(x).gather() == 0
+        sign, log = linalg.slogdet(x)
+        assert sign.gather() == 0
+        assert log.gather() == -np.inf
+        with pytest.raises(np.linalg.LinAlgError, match=r"element \[3, 3\] of its diagonal is 0"):
+            linalg.solve_triangular(
+                pla.distribute(np.diag([1.0, 1, 1, 0, 0]), grid, Layout(None, None)), pla.ones(5, grid)
+            )
+
+    @pytest.mark.parametrize("name", ["cholesky", "inv", "qr", "det", "slogdet"])
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_odd_numbers(self, grid, name, value):
+        for shape in ((9, 9), (16, 3, 3)):
+            a = np.zeros(shape) + np.eye(shape[-1])
+            a[..., -1, 0] = value
+            with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
+                getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(shape)))
+
+    def test_what_is_no_matrix(self, grid):
+        v, m = pla.ones(3, grid), pla.ones((3, 4), grid)
+        with pytest.raises(np.linalg.LinAlgError, match=r"inv takes square matrices, not of shape \(3, 4\)"):
+            linalg.inv(m)
+        with pytest.raises(np.linalg.LinAlgError, match=r"at least two dims, not of shape \(3,\)"):
+            linalg.qr(v)
+        with pytest.raises(TypeError, match="takes DistArrays, not ndarray"):
+            linalg.inv(np.eye(3))
+        with pytest.raises(ValueError, match=r"right-hand sides of 3 rows, not of shape \(4,\)"):
+            linalg.solve(pla.ones((3, 3), grid), pla.ones(4, grid))
+        with pytest.raises(TypeError, match="float32, float64, complex64 and complex128, not float16"):
+            linalg.det(pla.ones((3, 3), grid, dtype=np.float16))
+        with pytest.raises(ValueError, match="block is the rows of a tile, a positive int, not 0"):
+            linalg.qr_factor(m, 0)
+
+
+def test_the_trip_to_tiles_receives_what_is_lacking(grid):
+    """Each rank receives exactly the elements of its tiles that its block at rest does not hold, and back."""
+    a = np.arange(29.0 * 23).reshape(29, 23)
+    for layout in layouts(grid.axes, 2, partial=False):
+        x = pla.distribute(a, grid, layout)
+        form = tiles.Tiles(grid, 4)
+        rows, columns = form.rows(29), form.columns(23)
+        with pla.ledger(grid) as book:
+            block = form.bring(x, rows, columns)
+        if not grid.inside:
+            continue
+        mine = rows[form.i], columns[form.j]
+        np.testing.assert_array_equal(block, a[np.ix_(*mine)])
+        have = grid.block(layout, a.shape)
+        known = [np.isin(w, np.asarray(h)).sum() for w, h in zip(mine, have, strict=True)]
+        assert book.words.total() == len(mine[0]) * len(mine[1]) - known[0] * known[1]
+        with pla.ledger(grid) as book:
+            check(form.home(block, rows, columns, a.shape, layout), a)
+        assert book.words.total() == len(have[0]) * len(have[1]) - known[0] * known[1]
+
+
+def test_parity():
+    assert factors.parity(np.array([], int)) == 1
+    for order in ([0], [1, 0], [2, 0, 1], [3, 1, 2, 0], [1, 0, 3, 2]):
+        assert factors.parity(np.array(order)) == round(np.linalg.det(np.eye(len(order))[order]))
