@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray
+from parlinalg.array import reductions
+from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
 from parlinalg.array.joining import dims_of, take
-from parlinalg.array.namespace import eye, matrix_transpose, max, min, sum, tensordot, vecdot
+from parlinalg.array.namespace import expand_dims, eye, matrix_transpose, max, min, moveaxis, sum, tensordot, vecdot
 from parlinalg.array.shapes import reshape
 from parlinalg.linalg.factors import (
     LinAlgError,
@@ -27,28 +28,37 @@ from parlinalg.linalg.factors import (
     solve,
     solve_triangular,
 )
+from parlinalg.linalg.spectral import cond, eigh, eigvalsh, lstsq, matrix_rank, pinv, svd, svdvals
 from parlinalg.matmul import matmul
 
 __all__ = [
     "LinAlgError",
     "cho_factor",
     "cholesky",
+    "cond",
     "cross",
     "det",
     "diagonal",
+    "eigh",
+    "eigvalsh",
     "inv",
+    "lstsq",
     "lu",
     "lu_factor",
     "matmul",
     "matrix_norm",
     "matrix_power",
+    "matrix_rank",
     "matrix_transpose",
     "outer",
+    "pinv",
     "qr",
     "qr_factor",
     "slogdet",
     "solve",
     "solve_triangular",
+    "svd",
+    "svdvals",
     "tensordot",
     "trace",
     "vecdot",
@@ -112,19 +122,15 @@ def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, or
 
 
 def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") -> DistArray:
-    """Return the norms of the matrices of the last two dims: "fro", 1, -1, inf or -inf.
-
-    Raises
-    ------
-    NotImplementedError
-        For `ord` 2, -2 and "nuc", which need singular values.
-    """
+    """Return the norms of the matrices of the last two dims: "fro", "nuc", 1, -1, 2, -2, inf or -inf."""
     _matrices(x, "matrix_norm")
     if ord == "fro":
         return vector_norm(x, axis=(-2, -1), keepdims=keepdims)
     if ord not in (1, -1, math.inf, -math.inf):
         if ord in (2, -2, "nuc"):
-            raise NotImplementedError(f"matrix_norm(ord={ord!r}) needs singular values, which are not there yet")
+            s = svdvals(x)
+            value = sum(s, axis=-1) if ord == "nuc" else (max if ord == 2 else min)(s, axis=-1)
+            return reshape(value, (*x.shape[:-2], 1, 1)) if keepdims else value
         raise ValueError(f"ord is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}")
     sums = sum(abs(x), axis=-2 if abs(ord) == 1 else -1, keepdims=True)
     found = (max if ord > 0 else min)(sums, axis=(-2, -1), keepdims=True)
@@ -157,6 +163,52 @@ handles(np.linalg.cholesky, takes=("a", "upper"))(lambda a, upper=False: cholesk
 handles(np.linalg.solve, takes=("a", "b"))(lambda a, b: solve(a, b))  # noqa: PLW0108 - NumPy's names of arguments
 for _function in (inv, det, slogdet):
     handles(getattr(np.linalg, _function.__name__), takes=("a",))(lambda a, f=_function: f(a))
+handles(np.linalg.svdvals, takes=("x",))(lambda x: svdvals(x))  # noqa: PLW0108
+handles(np.linalg.cond)(cond)
+handles(np.linalg.lstsq)(lstsq)
+
+
+def _triangle(a: DistArray, UPLO: str) -> DistArray:
+    """Return an array whose lower triangles are the ones that NumPy reads."""
+    if UPLO not in ("L", "l", "U", "u"):
+        raise ValueError(f"UPLO argument must be 'L' or 'U', not {UPLO!r}")
+    return a if UPLO in "Ll" else a.mT.conj()
+
+
+@handles(np.linalg.eigh)
+def _eigh(a: DistArray, UPLO: str = "L") -> Any:
+    return eigh(_triangle(a, UPLO))
+
+
+@handles(np.linalg.eigvalsh)
+def _eigvalsh(a: DistArray, UPLO: str = "L") -> DistArray:
+    return eigvalsh(_triangle(a, UPLO))
+
+
+@handles(np.linalg.norm)
+def _norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False) -> DistArray:
+    if not isinstance(ord, str | int) or ord not in (2, -2, "nuc") or not (axis is None or isinstance(axis, tuple)):
+        return reductions.norm(x, ord, axis, bool(keepdims))
+    dims = tuple(range(x.ndim)) if axis is None else tuple(axis_of(d, x.ndim) for d in axis)
+    if len(dims) != 2:
+        return reductions.norm(x, ord, axis, bool(keepdims))
+    found = matrix_norm(moveaxis(x, dims, (-2, -1)), ord=ord)
+    return expand_dims(found, axis=tuple(sorted(dims))) if keepdims else found
+
+
+@handles(np.linalg.svd)
+def _svd(a: DistArray, full_matrices: bool = True, compute_uv: bool = True, hermitian: bool = False) -> Any:
+    return svd(a, full_matrices=bool(full_matrices)) if compute_uv else svdvals(a)
+
+
+@handles(np.linalg.pinv)
+def _pinv(a: DistArray, rcond: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
+    return pinv(a, rtol=rcond if rtol is None else rtol)
+
+
+@handles(np.linalg.matrix_rank)
+def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
+    return matrix_rank(A, rtol=rtol) if tol is None else sum(svdvals(A) > tol, axis=-1, dtype=np.int64)
 
 
 @handles(np.linalg.qr)

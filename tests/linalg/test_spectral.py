@@ -1,0 +1,132 @@
+"""Eigenvalues and singular values on every grid: LAPACK's own ratios, and NumPy's answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import linalg
+from parlinalg.layout import Layout
+from tests.cases import grids, layouts, same
+from tests.linalg.test_factors import DTYPES, eps, matrices, norm, random
+
+BOUND = 10
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    found = grids(world.size)
+    return pla.Grid(found[request.param % len(found)], world, backend, idle=True)
+
+
+def cases(grid, seed, sizes=(0, 1, 2, 7, 33, 70)):
+    rng = np.random.default_rng(seed)
+    every = layouts(grid.axes, 2, partial=False)
+    for n in sizes:
+        for dtype in DTYPES:
+            if n > 1 and rng.random() < 1 - 1 / grid.size:
+                continue
+            for name, a in matrices(n, dtype, rng):
+                if name != "random" and rng.random() < 0.85:
+                    continue
+                yield name, a, every[rng.integers(len(every))], rng
+
+
+def ratio(value, scale, n, dtype, what):
+    assert value <= BOUND * n * eps(dtype) * scale, (what, value / (n * eps(dtype) * max(scale, 1e-300)))
+
+
+def test_eigh(grid):
+    for name, a, layout, _ in cases(grid, 1):
+        n, dtype = len(a), a.dtype
+        s = (a + a.conj().T) / 2
+        x = pla.distribute(np.tril(s), grid, layout)  # the lower triangle is enough
+        values, vectors = linalg.eigh(x)
+        assert vectors.layout == x.layout
+        w, v = values.gather(), vectors.gather()
+        assert w.dtype == a.real.dtype
+        assert (np.diff(w) >= 0).all()
+        ratio(norm(s @ v - v * w), norm(s), n, dtype, (name, n, dtype))
+        ratio(norm(v.conj().T @ v - np.eye(n)), 1, n, dtype, (name, n, dtype, "orthogonality"))
+        others = linalg.eigvalsh(x).gather()
+        ratio(np.abs(others - w).max(initial=0), norm(s), n, dtype, (name, "values alone"))
+
+
+@pytest.mark.parametrize(
+    "shape_of", [lambda n: (n, n), lambda n: (n + 3, n), lambda n: (n, 2 * n + 1), lambda n: (4, n)]
+)
+@pytest.mark.parametrize("full", [True, False])
+def test_svd(grid, shape_of, full):
+    for name, a, layout, rng in cases(grid, 2, (0, 1, 2, 7, 25)):
+        shape, dtype = shape_of(len(a)), a.dtype
+        if shape != a.shape:
+            if name != "random":
+                continue
+            a = random(shape, dtype, rng)
+        (m, n), k = a.shape, min(a.shape)
+        x = pla.distribute(a, grid, layout)
+        found = linalg.svd(x, full_matrices=full)
+        assert found.U.layout == found.Vh.layout == x.layout
+        u, s, vh = (f.gather() for f in found)
+        assert u.shape == (m, m if full else k)
+        assert vh.shape == (n if full else k, n)
+        assert (np.diff(s) <= 0).all()
+        most = max(m, n, 1)
+        ratio(norm((u[:, :k] * s) @ vh[:k] - a), norm(a), most, dtype, (name, shape, dtype))
+        ratio(norm(u.conj().T @ u - np.eye(u.shape[1])), 1, most, dtype, (name, shape, dtype, "U"))
+        ratio(norm(vh @ vh.conj().T - np.eye(len(vh))), 1, most, dtype, (name, shape, dtype, "V"))
+        ratio(np.abs(linalg.svdvals(x).gather() - s).max(initial=0), norm(a), most, dtype, (name, "values alone"))
+
+
+@pytest.mark.parametrize("stacks", [(1,), (3, 4), (0,)])
+def test_stacks(grid, stacks):
+    a = np.random.default_rng(3).standard_normal((*stacks, 5, 4))
+    s = a.swapaxes(-1, -2) @ a
+    for layout in (grid.default_layout(a.shape), Layout(*[None] * a.ndim)):
+        x, y = (pla.distribute(v, grid, layout) for v in (a, s))
+        same(linalg.svdvals(x), np.linalg.svd(a, compute_uv=False), 1e-12)
+        same(linalg.eigvalsh(y), np.linalg.eigvalsh(s), 1e-12)
+        u, w, vh = linalg.svd(x, full_matrices=False)
+        np.testing.assert_allclose(((u * w[..., None, :]) @ vh).gather(), a, atol=1e-12)
+        same(linalg.pinv(x), np.linalg.pinv(a), 1e-11)
+        np.testing.assert_array_equal(linalg.matrix_rank(x).gather(), np.linalg.matrix_rank(a))
+        same(linalg.matrix_norm(x, ord="nuc"), np.linalg.norm(a, "nuc", axis=(-2, -1)), 1e-12)
+
+
+def test_what_follows(grid):
+    rng = np.random.default_rng(4)
+    for m, n in ((9, 5), (5, 9), (6, 6), (40, 7)):
+        a, b = rng.standard_normal((m, n)), rng.standard_normal((m, 3))
+        a[:, -1] = a[:, 0] if m == 9 else a[:, -1]  # of rank 4
+        x, y = pla.distribute(a, grid, grid.default_layout(a.shape)), pla.distribute(b, grid, Layout(None, None))
+        same(np.linalg.pinv(x), np.linalg.pinv(a), 1e-10)
+        assert int(np.linalg.matrix_rank(x)) == np.linalg.matrix_rank(a)
+        for sides, given in ((y, b), (y[:, 0], b[:, 0])):
+            got, want = np.linalg.lstsq(x, sides), np.linalg.lstsq(a, given)
+            same(got[0], want[0], 1e-10)
+            np.testing.assert_allclose(got[1].gather(), want[1], atol=1e-10)
+            assert got[2] == want[2]
+            same(got[3], want[3], 1e-12)
+        for order in (2, -2, "nuc"):
+            same(np.linalg.norm(x, order), np.asarray(np.linalg.norm(a, order)), 1e-12)
+            same(
+                np.linalg.norm(x, order, axis=(1, 0), keepdims=True),
+                np.linalg.norm(a, order, axis=(1, 0), keepdims=True), 1e-12,
+            )  # fmt: skip
+        if m == n:
+            for order in (None, 1, -2, "fro"):
+                assert abs(float(np.linalg.cond(x, order)) / np.linalg.cond(a, order) - 1) < 1e-10
+            same(np.linalg.eigvalsh(x, "U"), np.linalg.eigvalsh(a, "U"), 1e-11)
+            same(linalg.matrix_power(x, -2), np.linalg.matrix_power(a, -2), 1e-7)
+
+
+@pytest.mark.parametrize("name", ["eigh", "eigvalsh", "svd", "svdvals", "pinv", "matrix_rank"])
+def test_odd_numbers(grid, name):
+    a = np.eye(9)
+    a[-1, 0] = np.nan
+    with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
+        getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(a.shape)))
+    if name.startswith("eig"):
+        with pytest.raises(np.linalg.LinAlgError, match="square matrices"):
+            getattr(linalg, name)(pla.ones((3, 4), grid))
