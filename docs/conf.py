@@ -8,6 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.util import logging
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -23,7 +27,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.viewcode",
-    "sphinx.ext.mathjax",
     "numpydoc",
 ]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -36,6 +39,7 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"parlinalg {release}"
 html_copy_source = False
+html_math_renderer = "mathml"
 
 autosummary_generate = False
 autodoc_member_order = "bysource"
@@ -54,10 +58,12 @@ MODULES = {
     "grid": "Processor grids",
     "redistribute": "Changes of layout as communication",
     "array": "Distributed arrays",
+    "array.namespace": "Functions of arrays",
     "random": "Random arrays",
     "matmul": "Distributed products",
     "matmul.assign": "How axes are assigned to a product",
     "matmul.bounds": "Lower bounds",
+    "linalg": "Linear algebra",
     "fft": "Fourier transforms",
     "schemes": "Parallel schemes",
     "autograd": "Derivatives",
@@ -112,7 +118,11 @@ def write_reference(app: Any, config: Any) -> None:
         own = {
             n: value for n in public(module) if id(value := getattr(module, n)) not in homes
         }  # once, where it begins
-        names = [n for n, value in own.items() if callable(value) and value.__doc__]
+        names = [
+            n
+            for n, value in own.items()
+            if callable(value) and value.__doc__ and not (getattr(value, "__module__", None) or "").startswith("numpy")
+        ]
         homes.update({id(getattr(module, n)): f"{module.__name__}.{n}" for n in names})
         write(folder / f"{name}.rst", page(module, title, names))
         listed.append(f"   {name}")
@@ -172,7 +182,18 @@ def leave_out_missing(app: Any, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("\nbenchmarks\n", "\n")
 
 
+def render_math(self: Any, node: Any) -> None:
+    """Write a formula as MathML, which browsers draw without a script; an inline one is a `math`, others a block."""
+    inline = isinstance(node, nodes.math)
+    text = convert(node.astext(), display="inline" if inline else "block")
+    if "\\" in text:
+        logging.getLogger(__name__).warning("a formula has a command that MathML lacks: %s", text, location=node)
+    self.body.append(text if inline else f'<div class="math">{text}</div>\n')
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (render_math, None), (render_math, None))
     app.connect("source-read", leave_out_missing)
     app.connect("config-inited", write_reference)
     app.connect("autodoc-process-docstring", escape_docstring, priority=100)

@@ -123,14 +123,21 @@ def run_mpiexec(ranks: int, arguments: list[str]) -> str:
     ).stdout  # fmt: skip
 
 
+def output(ranks: int, *arguments: str) -> Callable[[Runner], str]:
+    """The Markdown that a script of docs/examples prints on several ranks."""
+    return lambda run: run(ranks, [str(DOCS / "examples" / arguments[0]), *arguments[1:]]).strip()
+
+
 def example(ranks: int, *arguments: str) -> Callable[[Runner], str]:
     """The output of a script of docs/examples on several ranks."""
 
-    def output(run: Runner) -> str:
-        text = run(ranks, [str(DOCS / "examples" / arguments[0]), *arguments[1:]])
-        return f"```text\n{text.strip()}\n```"
+    text = output(ranks, *arguments)
+    return lambda run: f"```text\n{text(run)}\n```"
 
-    return output
+
+def program(file: Path) -> Callable[[], str]:
+    """The code of a script of docs/examples."""
+    return lambda: f"```python\n{file.read_text().strip()}\n```"
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -138,12 +145,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "words": words,
     "numpy functions": numpy_functions,
+    **{f"program {file.stem}": program(file) for file in sorted((DOCS / "examples").glob("*.py"))},
     **{f"keys of {name}": keys_of(name, section) for name, section in SECTIONS.items()},
 }
 OUTPUTS: dict[str, Callable[[Runner], str]] = {
     "blocks data": example(2, "blocks.py", "data", "expand"),
     "blocks columns": example(2, "blocks.py", "1d", "expand"),
     "blocks rows": example(2, "blocks.py", "1d", "contract"),
+    "communication": output(4, "communication.py"),
 }
 
 

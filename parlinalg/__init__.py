@@ -3,7 +3,21 @@
 from typing import TYPE_CHECKING
 
 from parlinalg import autograd, datasets, fft, hints, linalg, nn, optim, parallel, pipeline, random
-from parlinalg.array import DistArray, distribute, explicit, from_blocks, from_function, load, namespace, save
+from parlinalg.array import (
+    DistArray,
+    asnumpy,
+    distribute,
+    explicit,
+    extras,
+    from_blocks,
+    from_function,
+    load,
+    namespace,
+    plan_elementwise,
+    print0,
+    save,
+)
+from parlinalg.array.extras import *  # noqa: F403
 from parlinalg.array.namespace import *  # noqa: F403
 from parlinalg.array.namespace import __array_api_version__, __array_namespace_info__
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync, ops
@@ -42,7 +56,9 @@ from parlinalg.train import (
     launch,
 )
 
-from parlinalg.autograd import matmul, redistribute  # isort: skip  # functions, once the modules of these names are imported
+# functions, once the modules of these names are imported
+from parlinalg.array import array  # isort: skip
+from parlinalg.autograd import matmul, redistribute  # isort: skip
 
 __version__ = "0.1.0"
 
@@ -75,6 +91,8 @@ __all__ = [
     "RunHook",
     "Tensor",
     "Trainer",
+    "array",
+    "asnumpy",
     "autograd",
     "check_gradients",
     "datasets",
@@ -99,7 +117,9 @@ __all__ = [
     "optim",
     "parallel",
     "pipeline",
+    "plan_elementwise",
     "plan_matmul",
+    "print0",
     "random",
     "redistribute",
     "save",
@@ -108,6 +128,7 @@ __all__ = [
     "trace",
 ]
 __all__ += namespace.__all__
+__all__ += extras.__all__
 
 if not TYPE_CHECKING:  # names of other libraries
     __getattr__ = hints.missing(__name__)

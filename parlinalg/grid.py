@@ -26,6 +26,24 @@ class Pollable(Protocol):
         """Let it progress, without waiting."""
 
 
+class Device(str):
+    """The device of an array, "cpu" or "cuda", and the grid on which arrays made for it live.
+
+    So libraries that make arrays with `device=x.device` make them on the grid of x.
+
+    Attributes
+    ----------
+    grid : Grid
+    """
+
+    grid: Grid
+
+    def __new__(cls, name: str, grid: Grid) -> Device:
+        device = super().__new__(cls, name)
+        device.grid = grid
+        return device
+
+
 class Grid:
     """A Cartesian processor grid with named axes, and the backend of the arrays on it.
 
@@ -136,9 +154,9 @@ class Grid:
         return tuple(self.sizes)
 
     @property
-    def device(self) -> str:
-        """The device of the blocks of arrays on it: "cpu" or "cuda"."""
-        return "cpu" if self.backend.host_memory else "cuda"
+    def device(self) -> Device:
+        """The device of the blocks of arrays on it, "cpu" or "cuda", which knows its grid."""
+        return Device("cpu" if self.backend.host_memory else "cuda", self)
 
     def coords_of(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank of the grid."""

@@ -1,4 +1,4 @@
-"""Names of Colossal-AI, Megatron-LM, DeepSpeed and PyTorch, and their counterparts here.  Pure data.
+"""Names of NumPy, Colossal-AI, Megatron-LM, DeepSpeed and PyTorch, and their counterparts here.  Pure data.
 
 `KEYS` are keys of configurations, named in the error of an unknown key; `NAMES` are names of modules, named where a
 program asks `parlinalg`, `parlinalg.nn`, … for them.
@@ -119,6 +119,27 @@ KEYS: dict[str, str] = {
 }
 
 NAMES: dict[str, str] = {
+    # NumPy, where the Array API standard has another name
+    "absolute": "pla.abs",
+    **{f"arc{f}": f"pla.a{f}" for f in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    "arctan2": "pla.atan2",
+    "power": "pla.pow",
+    "mod": "pla.remainder",
+    "true_divide": "pla.divide",
+    "conjugate": "pla.conj",
+    "invert": "pla.bitwise_invert",
+    "concatenate": "pla.concat",
+    "transpose": "pla.permute_dims(x, axes), or x.T",
+    "cumsum": "pla.cumulative_sum",
+    "cumprod": "pla.cumulative_prod",
+    "unique": "pla.unique_values",
+    "dot": "A @ B, or pla.vecdot",
+    "inner": "pla.vecdot, or pla.tensordot",
+    "outer": "pla.linalg.outer",
+    "identity": "pla.eye",
+    **{name: f"np.{name}, which takes distributed arrays" for name in (
+        "allclose", "array_equal", "isclose", "vstack", "hstack", "flatnonzero", "fliplr", "flipud", "append", "ravel",
+        "swapaxes")},
     # Colossal-AI
     **dict.fromkeys(("global_context", "gpc", "core", "ParallelMode", "ParallelContext", "Config"), _MESH),
     **dict.fromkeys(("launch_from_torch", "launch_from_openmpi", "launch_from_slurm", "init_dist"), _LAUNCH),

@@ -320,6 +320,9 @@ def fitting(layout: Layout, shape: Shape, grid: Grid) -> Layout:
 def check_kinds(grid: Grid, layout: Layout) -> None:
     """Raise an error unless the one is a grid and the other a layout."""
     if not isinstance(grid, Grid):
-        raise GridError(f'a grid is a Grid, such as Grid({{"r": 2, "c": 2}}), not {grid!r}')
+        raise GridError(
+            f'a grid is a Grid, such as Grid({{"r": 2, "c": 2}}), not {grid!r}'
+            + ("; a dtype goes by its name, dtype=" if isinstance(grid, type) else "")
+        )
     if not isinstance(layout, Layout):
         raise LayoutError(f'a layout is a Layout, such as Layout("r", None), not {layout!r}')

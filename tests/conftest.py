@@ -10,8 +10,8 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
 - `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
-- `one_in(3)`, of a serial test that takes long: where all tests are to run, one in three of these runs, which ones
-  by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
+- `one_in(3)`, of a test that takes long or has many kin: where all tests are to run, one in three of these runs, which
+  ones by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
 - `mpi(min_size=2)`: it needs at least so many, as in pytest-mpi; every test that is not `serial` carries this mark,
   with `min_size=1` where it gives no other.  `--with-mpi` is implied, `--only-mpi` leaves the serial tests out.
 
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "serial: runs once, on one rank without MPI",
         "ranks(*sizes, full=()): runs on these numbers of ranks only, with --full on more",
         "always: runs on all of them, whatever part of the tests a run takes",
-        "one_in(n): a serial test that takes long: if all tests are to run, one in n of these runs",
+        "one_in(n): a test that takes long or has many kin: if all tests are to run, one in n of these runs",
         "core: runs on 4 and 8 ranks, whatever part of the tests a run takes",
     ):
         config.addinivalue_line("markers", mark)
@@ -151,7 +151,9 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
     named = item.get_closest_marker("always") or (ranks in CORE and item.get_closest_marker("core"))
     seed = item.config.option.seed
     if backend == "numpy" and (named or _home(item, whole(seed)) == ranks > 1):
-        return True
+        mark = item.get_closest_marker("one_in")
+        few = full or "PARLINALG_TEST_REPORT" not in os.environ  # asked for, not launched by the run of all tests
+        return mark is None or few or chosen(item.name, ranks, backend, mark.args[0], seed)
     return chosen(item.name, ranks, backend, 1 if full else share, seed)
 
 

@@ -24,8 +24,8 @@ WHOLE = [2, 4]
 TURNS = [[(4, "cupy"), (8, "numpy")], [(4, "cupy"), (3, "numpy"), (5, "numpy")],
          [(4, "cupy"), (6, "numpy"), (7, "numpy")], [(4, "cupy"), (12, "numpy")]]  # fmt: skip
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 8, (1, "cupy"): 8, (2, "numpy"): 20, (3, "numpy"): 6, (4, "numpy"): 20, (4, "cupy"): 20,
-          (5, "numpy"): 3, (6, "numpy"): 12, (7, "numpy"): 3, (8, "numpy"): 60, (12, "numpy"): 3}  # fmt: skip
+SHARES = {(1, "numpy"): 12, (1, "cupy"): 16, (2, "numpy"): 30, (3, "numpy"): 9, (4, "numpy"): 30, (4, "cupy"): 30,
+          (5, "numpy"): 3, (6, "numpy"): 18, (7, "numpy"): 3, (8, "numpy"): 90, (12, "numpy"): 3}  # fmt: skip
 """In these runs one in so many of the tests that also run on other numbers of ranks, unless it is their turn to run
 all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops

@@ -285,3 +285,17 @@ def test_checkpoints_are_saved_while_steps_go_on(tmp_path: Path) -> None:
     assert len(row["rounds"]["complete"]) == 1
     assert row["without"] > 0
     assert row["with"] > row["copying"] > 0
+
+
+@pytest.mark.one_in(3)
+def test_arrays_are_compared(tmp_path: Path) -> None:
+    result = tmp_path / "arrays.json"
+    options = ["--elements", "65536", "--rounds", "1", "--repeats", "1", "--ranks", "1", "2", "--crowded"]
+    done = launch(
+        0, [str(BENCH / "arrays.py"), *options, "--json", str(result)], timeout=200, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(result.read_text())
+    for name, seconds in told["seconds"].items():
+        assert {"numpy 1", "parlinalg 1", "parlinalg 2"} <= set(seconds), name
+        assert all(values[1] > 0 for values in seconds.values())

@@ -117,6 +117,48 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert generate.filled(text, run) == text, "run python docs/generate.py"
 
 
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_entries_of_the_tables_of_other_libraries(ranks: int, tmp_path: Path) -> None:
+    page = DOCS / "guide" / "coming_from.md"
+    lines = [*blocks(page)]
+    for row in re.findall(r"^\|(?!.*parlinalg \||---).*", page.read_text(), re.M):
+        for code in re.findall("`([^`]+)`", row.split(" | ")[1]):
+            lines.append(f"exec({code!r}, dict(globals(), A=A.copy(), a=a.copy()))")
+    assert len(lines) > 70
+    (tmp_path / "entries.py").write_text("\n".join(lines))
+    done = launch(ranks, ["entries.py"], timeout=50, cwd=tmp_path)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+CONF = """
+from pathlib import Path
+__file__ = {conf!r}
+exec(Path(__file__).read_text())
+extensions = ["myst_parser"]
+suppress_warnings = ["myst.xref_missing", "image.not_readable", "docutils"]
+def setup(app):
+    app.add_html_math_renderer("mathml", (render_math, None), (render_math, None))
+"""
+
+
+def test_formulas_are_drawn_without_a_network(tmp_path: Path) -> None:
+    """The pages with formulas, built by the settings of the whole but for the reference, which takes minutes."""
+    written = [p for p in PAGES if re.search(r"\$\$.+?\$\$", p.read_text(), re.S)]
+    assert len(written) > 1
+    (tmp_path / "conf.py").write_text(CONF.format(conf=str(DOCS / "conf.py")))
+    (tmp_path / "index.md").write_text("# All\n```{toctree}\n" + "\n".join(p.stem for p in written) + "\n```\n")
+    for page in written:
+        (tmp_path / page.name).write_text(page.read_text())
+    command = ["-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", ".", "html"]
+    done = launch(0, command, timeout=50, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for page in written:
+        html = (tmp_path / "html" / f"{page.stem}.html").read_text()
+        assert html.count('Math/MathML" display="block"') == page.read_text().count("\n$$")
+        assert "$" not in re.sub(r"(?s)<(script|pre|svg).*?</\1>", "", html)
+        assert not re.search(r"""<(script|link|img|iframe)[^>]*["'](https?:)?//""", html)
+
+
 def test_figures_are_up_to_date() -> None:
     figures = load(DOCS / "figures.py")
     for file in figures.FILES:

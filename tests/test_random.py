@@ -7,7 +7,8 @@ import pytest
 
 import parlinalg as pla
 from parlinalg.grid import factorizations
-from parlinalg.random import counter, normal_quantile
+from parlinalg.random import counter
+from parlinalg.random.distributions import normal_quantile
 
 L = pla.Layout
 SHAPES = {

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -132,19 +133,162 @@ def narrowed(layout: Layout, shape: Shape, full: Shape) -> Layout:
 @lru_cache(maxsize=4096)
 def chosen(shapes: tuple[Shape, ...], layouts: tuple[Layout, ...], full: Shape, items: Items) -> Layout:
     """Return the layout of the broadcast shape in which operands of these shapes and layouts meet (see above)."""
-    sizes = dict(items)
-    best, least = Layout.replicated(len(full)), (math.inf, 0)
+    return min(candidates(shapes, layouts, full, items), key=lambda candidate: candidate.cost).layout
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout in which the operands of an elementwise operation may meet, and what that costs.
+
+    Attributes
+    ----------
+    operand : int
+        The operand that proposes it, from 0.
+    layout : Layout
+        Of the broadcast shape.
+    words : tuple of int
+        For each operand the elements that all ranks together receive.
+    pieces : int
+        The number of pieces into which it cuts the array.
+    """
+
+    operand: int
+    layout: Layout
+    words: tuple[int, ...]
+    pieces: int
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Candidates in order of this are those of the rule, the best first."""
+        return sum(self.words), -self.pieces
+
+
+def candidates(
+    shapes: Sequence[Shape], layouts: Sequence[Layout], full: Shape, items: Items
+) -> list[Candidate]:  # fmt: skip
+    """Return the layouts that the operands of these shapes propose, each with the words that it moves."""
+    sizes, found = dict(items), []
     for i in range(len(shapes)):
         order = [i, *(j for j in range(len(shapes)) if j != i)]
         layout = _completed([(shapes[j], layouts[j]) for j in order], full)
-        moved = sum(
+        moved = tuple(
             total_words(have, narrowed(layout, shape, full), shape, items)
             for shape, have in zip(shapes, layouts, strict=True)
         )
-        cost = (moved, -math.prod(sizes[a] for a in layout.cut_axes))
-        if cost < least:
-            best, least = layout, cost
-    return best
+        found.append(Candidate(i, layout, moved, math.prod(sizes[a] for a in layout.cut_axes)))
+    return found
+
+
+@dataclass(frozen=True)
+class ElementwisePlan:
+    """What an elementwise operation on operands of unlike layouts does, before it runs.
+
+    Attributes
+    ----------
+    shapes, layouts
+        Of the operands.
+    sizes : dict of str to int
+        The grid's axes.
+    shape : tuple of int
+        The broadcast shape.
+    layout : Layout
+        The layout of the result, into which the operands are brought.
+    candidates : list of Candidate
+        The layouts among which it was chosen.
+    """
+
+    shapes: tuple[Shape, ...]
+    layouts: tuple[Layout, ...]
+    sizes: dict[str, int]
+    shape: Shape
+    layout: Layout
+    candidates: list[Candidate]
+
+    def words(self, coords: Mapping[str, int]) -> tuple[int, ...]:
+        """Return for each operand the elements that the rank at `coords` receives: as the ledger counts."""
+        return tuple(
+            words(have, narrowed(self.layout, shape, self.shape), shape, self.sizes, coords)
+            for shape, have in zip(self.shapes, self.layouts, strict=True)
+        )
+
+    def explain(self) -> str:
+        """Return the layout, the words, and the layouts that lost, one a line with the reason."""
+        every = [self.words(at) for at in coordinates(tuple(self.sizes), self.sizes)]
+        moved = [sum(each) for each in zip(*every, strict=True)]
+        parts = "".join(f", operand {i + 1} {n:,}" for i, n in enumerate(moved) if n)
+        operands = [f"{shape} in {layout!r}" for shape, layout in zip(self.shapes, self.layouts, strict=True)]
+        most = max(map(sum, every))
+        rows = [
+            *((f"operand {i + 1}", text) for i, text in enumerate(operands)),
+            ("grid", f"{self.sizes}, {len(every)} rank{'s' * (len(every) > 1)}"),
+            ("result", f"{self.shape} in {self.layout!r}"),
+            ("words", f"{sum(moved):,} received by all ranks, {most:,} by one at the most{parts}"),
+        ]
+        lines = [f"{name:<11}{text}" for name, text in rows]
+        best = min(self.candidates, key=lambda candidate: candidate.cost)
+        lines += ["candidates", *(f"  operand {c.operand + 1}: {c.layout!r} {_why(c, best)}" for c in self.candidates)]
+        return "\n".join(lines)
+
+
+def _why(candidate: Candidate, best: Candidate) -> str:
+    """Return why a candidate was chosen, or lost."""
+    total, least = sum(candidate.words), sum(best.words)
+    moved = f"moves {total:,} words"
+    if candidate is best:
+        return f"{moved}: chosen"
+    if candidate.layout == best.layout:
+        return f"{moved}: the same layout"
+    if total != least:
+        return f"{moved}, {total - least:,} more"
+    if candidate.pieces != best.pieces:
+        return f"{moved}, as few, but cuts the array into {candidate.pieces} pieces instead of {best.pieces}"
+    return f"{moved}, as few: a tie, broken towards the first operand"
+
+
+def plan_elementwise(
+    *operands: DistArray | tuple[Sequence[int], Layout], grid: Mapping[str, int] | None = None
+) -> ElementwisePlan:
+    """Return what an elementwise operation on these operands would do; nothing moves.
+
+    Parameters
+    ----------
+    *operands : DistArray, or tuple of a shape and a Layout
+        An operation that is linear leaves a partial operand as it is; others sum it, as here.
+    grid : dict of str to int, optional
+        The axes' sizes, where no operand is an array.
+
+    Raises
+    ------
+    LayoutError
+        If a layout does not fit its shape or the grid.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> rows = pla.Layout("r", None)
+    >>> print(plan_elementwise(((6, 4), rows), ((6, 4), rows.T), grid={"r": 2}).explain())
+    operand 1  (6, 4) in Layout('r', None)
+    operand 2  (6, 4) in Layout(None, 'r')
+    grid       {'r': 2}, 2 ranks
+    result     (6, 4) in Layout('r', None)
+    words      12 received by all ranks, 6 by one at the most, operand 2 12
+    candidates
+      operand 1: Layout('r', None) moves 12 words: chosen
+      operand 2: Layout(None, 'r') moves 12 words, as few: a tie, broken towards the first operand
+    """
+    arrays = [a for a in operands if isinstance(a, DistArray)]
+    sizes = dict(same_grid(arrays).sizes if arrays else grid or {})
+    given = [(a.shape, a.layout) if isinstance(a, DistArray) else (tuple(a[0]), a[1]) for a in operands]
+    if not given:
+        raise ValueError("an elementwise operation has at least one operand")
+    for shape, layout in given:
+        layout.check(shape, sizes)
+    shapes, layouts = (tuple(each) for each in zip(*given, strict=True))
+    full, items = broadcast_shape(shapes, "plan_elementwise"), tuple(sizes.items())
+    into = chosen(shapes, layouts, full, items)
+    if not layouts[0].partial and all(each == given[0] for each in given):
+        into = layouts[0]
+    return ElementwisePlan(shapes, layouts, sizes, full, into, candidates(shapes, layouts, full, items))
 
 
 def _completed(operands: Sequence[tuple[Shape, Layout]], full: Shape) -> Layout:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from parlinalg.array import transfer
+from parlinalg.array.dispatch import PROTOCOL, takes_over
 from parlinalg.backend import namespace
 from parlinalg.backend.views import address
 from parlinalg.errors import LayoutError
-from parlinalg.grid import Grid
+from parlinalg.grid import Device, Grid
 from parlinalg.layout import Layout
 from parlinalg.redistribute import fitting, redistribute
 from parlinalg.units import ITEMSIZE
@@ -51,12 +52,12 @@ class DistArray(NDArrayOperatorsMixin):
     grid : Grid
     """
 
-    __slots__ = ("__weakref__", "_owner", "_views", "block", "grid", "layout", "order", "shape")
+    __slots__ = ("__weakref__", "_owner", "_shape", "_views", "block", "grid", "layout", "order")
 
     def __init__(
         self, block: Block, shape: Sequence[int], layout: Layout, grid: Grid, order: tuple[int, ...] | None = None
     ) -> None:
-        self.shape = tuple(shape)
+        self._shape = tuple(shape)
         self.layout = layout
         self.grid = grid
         self.block = block
@@ -64,6 +65,17 @@ class DistArray(NDArrayOperatorsMixin):
         """The permutation of dims under which all ranks' blocks lie in C order; None is the identity, or unknown."""
         self._owner: DistArray | None = None  # the array in whose memory this one lies as a view
         self._views: list[weakref.ref[DistArray]] | None = None  # the views in the memory of this one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, value: Any) -> None:
+        raise AttributeError(
+            f"the shape of a DistArray is not assigned; the elements may have to move: write A = A.reshape({value!r})"
+        )
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -319,66 +331,96 @@ class DistArray(NDArrayOperatorsMixin):
 
     # ------------------------------------------------------------------ reductions
     def sum(
-        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False, *,
-        partial: bool = False,
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False,
+        initial: Any = np._NoValue, where: Any = True, *, partial: bool = False,
     ) -> DistArray:  # fmt: skip
         """Return the sum over `axis` (default: all dims).
 
         Over a cut dim the blocks' sums are summed over the axes that cut it: at once, or, with `partial`, left for
         later.
         """
+        if initial is not np._NoValue or where is not True:
+            return _NUMPY.sum(self, axis, dtype, out, keepdims, initial, where)
         from parlinalg.array.reductions import total
 
         return total(self, axis, dtype, bool(keepdims), partial, out)
 
-    def _reduce(self, name: str, axis: Axis, keepdims: bool, out: DistArray | None) -> DistArray:
-        from parlinalg.array.reductions import extreme
+    def _reduce(
+        self, name: str, axis: Axis, keepdims: bool, out: DistArray | None, initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        from parlinalg.array.reductions import reduction
 
-        return extreme(self, name, axis, bool(keepdims), out)
+        return reduction(name, self, axis, None, out, bool(keepdims), initial, where)
 
-    def max(self, axis: Axis = None, out: DistArray | None = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("max", axis, keepdims, out)
+    def max(
+        self, axis: Axis = None, out: DistArray | None = None, keepdims: bool = False, initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        return self._reduce("max", axis, keepdims, out, initial, where)
 
-    def min(self, axis: Axis = None, out: DistArray | None = None, keepdims: bool = False) -> DistArray:
-        return self._reduce("min", axis, keepdims, out)
+    def min(
+        self, axis: Axis = None, out: DistArray | None = None, keepdims: bool = False, initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        return self._reduce("min", axis, keepdims, out, initial, where)
 
-    def any(self, axis: Axis = None, out: DistArray | None = None, *, keepdims: bool = False) -> DistArray:
-        return self._reduce("any", axis, keepdims, out)
+    def any(
+        self, axis: Axis = None, out: DistArray | None = None, *, keepdims: bool = False, where: Any = True
+    ) -> DistArray:
+        return self._reduce("any", axis, keepdims, out, where=where)
 
-    def all(self, axis: Axis = None, out: DistArray | None = None, *, keepdims: bool = False) -> DistArray:
-        return self._reduce("all", axis, keepdims, out)
+    def all(
+        self, axis: Axis = None, out: DistArray | None = None, *, keepdims: bool = False, where: Any = True
+    ) -> DistArray:
+        return self._reduce("all", axis, keepdims, out, where=where)
 
     def prod(
-        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False
-    ) -> DistArray:
-        if dtype is None:
-            return self._reduce("prod", axis, keepdims, out)
-        found = self.astype(dtype, copy=False)._reduce("prod", axis, keepdims, None)  # short integers are widened
-        return delivered(found.astype(dtype, copy=False), out, "prod")
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False,
+        initial: Any = np._NoValue, where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        from parlinalg.array.reductions import reduction
+
+        return reduction("prod", self, axis, dtype, out, bool(keepdims), initial, where)
 
     def mean(
-        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False
-    ) -> DistArray:
+        self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, keepdims: bool = False, *,
+        where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        if where is not True:
+            return _NUMPY.mean(self, axis, dtype, out, keepdims, where=where)
         from parlinalg.array.reductions import mean
 
         return mean(self, axis, dtype, bool(keepdims), out)
 
     def var(
         self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, ddof: float = 0,
-        keepdims: bool = False,
+        keepdims: bool = False, *, where: Any = True, mean: Any = None,
     ) -> DistArray:  # fmt: skip
-        return _NUMPY.var(self, axis, dtype, out, ddof, keepdims)
+        return _NUMPY.var(self, axis, dtype, out, ddof, keepdims, where=where, mean=mean)
 
     def std(
         self, axis: Axis = None, dtype: Any = None, out: DistArray | None = None, ddof: float = 0,
-        keepdims: bool = False,
+        keepdims: bool = False, *, where: Any = True, mean: Any = None,
     ) -> DistArray:  # fmt: skip
-        return _NUMPY.std(self, axis, dtype, out, ddof, keepdims)
+        return _NUMPY.std(self, axis, dtype, out, ddof, keepdims, where=where, mean=mean)
 
     def trace(
         self, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = None, out: DistArray | None = None
     ) -> DistArray:
         return _NUMPY.trace(self, offset, axis1, axis2, dtype, out)
+
+    def argmax(self, axis: int | None = None, out: DistArray | None = None, *, keepdims: bool = False) -> DistArray:
+        return _NUMPY.argmax(self, axis, out, keepdims=keepdims)
+
+    def argmin(self, axis: int | None = None, out: DistArray | None = None, *, keepdims: bool = False) -> DistArray:
+        return _NUMPY.argmin(self, axis, out, keepdims=keepdims)
+
+    def cumsum(self, axis: int | None = None, dtype: Any = None, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.cumsum(self, axis, dtype, out)
+
+    def cumprod(self, axis: int | None = None, dtype: Any = None, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.cumprod(self, axis, dtype, out)
 
     # ------------------------------------------------------------------ elements
     def clip(self, min: Any = None, max: Any = None, out: DistArray | None = None) -> DistArray:
@@ -393,13 +435,111 @@ class DistArray(NDArrayOperatorsMixin):
     def conjugate(self) -> DistArray:
         return self.conj()
 
+    def fill(self, value: Any) -> None:
+        """Set all elements to a value."""
+        self[...] = value
+
+    def take(self, indices: Any, axis: int | None = None, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.take(self, indices, axis, out)
+
+    def compress(self, condition: Any, axis: int | None = None, out: DistArray | None = None) -> DistArray:
+        return _NUMPY.compress(condition, self, axis, out)
+
+    def choose(self, choices: Any, out: DistArray | None = None, mode: str = "raise") -> DistArray:
+        return _NUMPY.choose(self, choices, out, mode)
+
+    def repeat(self, repeats: Any, axis: int | None = None) -> DistArray:
+        return _NUMPY.repeat(self, repeats, axis)
+
+    def diagonal(self, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DistArray:
+        return _NUMPY.diagonal(self, offset, axis1, axis2)
+
+    def nonzero(self) -> tuple[DistArray, ...]:
+        return _NUMPY.nonzero(self)
+
+    def searchsorted(self, v: Any, side: str = "left", sorter: Any = None) -> DistArray:
+        return _NUMPY.searchsorted(self, v, side, sorter)
+
+    def sort(self, axis: int = -1, kind: Any = None, order: None = None, *, stable: bool | None = None) -> None:
+        """Sort the array in place."""
+        delivered(_NUMPY.sort(self, axis, kind, order), self, "sort")
+
+    def argsort(
+        self, axis: int | None = -1, kind: Any = None, order: None = None, *, stable: bool | None = None
+    ) -> DistArray:
+        return _NUMPY.argsort(self, axis, kind, order)
+
+    def partition(self, kth: Any, axis: int = -1, kind: str = "introselect", order: None = None) -> None:
+        """Bring elements number `kth` of the sorted lines to their places, in place."""
+        delivered(_NUMPY.partition(self, kth, axis, kind, order), self, "partition")
+
+    def argpartition(self, kth: Any, axis: int | None = -1, kind: str = "introselect", order: None = None) -> DistArray:
+        return _NUMPY.argpartition(self, kth, axis, kind, order)
+
+    def view(self, dtype: Any = None) -> DistArray:
+        """Return the array, with its elements' bytes read as another dtype of equal size.
+
+        As with every DistArray, writing to the result leaves this array as it is.
+        """
+        kind = self.dtype if dtype is None else native(np.dtype(dtype))
+        if kind.itemsize != self.dtype.itemsize:
+            raise TypeError(
+                f"view({kind}) of elements of {self.dtype}, which have {self.dtype.itemsize} bytes and not "
+                f"{kind.itemsize}, would change the shape; use astype({kind}) to convert the values"
+            )
+        whole = self if kind == self.dtype else self.summed()
+        return whole.sharing(whole.block.view(kind), order=whole.order)
+
     def tolist(self) -> Any:
         """Return the global array as nested lists on every rank.  Collective."""
         return self.gather().tolist()
 
+    def as_linear_operator(self) -> Any:
+        """Return the matrix as a `scipy.sparse.linalg.LinearOperator` on vectors that every rank holds whole.
+
+        All ranks call a method of SciPy (`cg`, `gmres`, `lobpcg`, `svds`, `eigsh`, …) with the same arguments, and get
+        the same results; every product is collective, and cut as the matrix is.  One that begins with random numbers
+        needs the same on all ranks, by `v0=` or `rng=`: ranks whose vectors differ are a CommError.
+
+        Raises
+        ------
+        ValueError
+            If the array is not a matrix.
+
+        Examples
+        --------
+        >>> import numpy as np, parlinalg as pla
+        >>> from scipy.sparse.linalg import cg
+        >>> A = 3.0 * pla.eye(4) + pla.ones((4, 4))
+        >>> x, info = cg(A.as_linear_operator(), np.ones(4))
+        >>> x.round(3), info
+        (array([0.143, 0.143, 0.143, 0.143]), 0)
+        """
+        from parlinalg.array.bridges import linear_operator
+
+        return linear_operator(self)
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        """Return the bytes of the global array on every rank.  Collective."""
+        return self.gather().tobytes(order)
+
     # ------------------------------------------------------------------ scalars
-    def item(self) -> Any:
-        """Return the element of an array of size 1 as a Python scalar, on every rank.  Collective unless replicated."""
+    def item(self, *index: Any) -> Any:
+        """Return the element of an array of size 1, or the one at an index, as a Python scalar, on every rank.
+
+        Collective unless the array is replicated.
+        """
+        if len(index) == 1 and isinstance(index[0], tuple):
+            index = index[0]
+        if len(index) == 1 and self.ndim != 1:
+            number = operator.index(index[0])
+            if not -self.size <= number < self.size:
+                raise IndexError(f"item({number}) of an array of {self.size} elements")
+            index = tuple(int(i) for i in np.unravel_index(number % self.size, self.shape))
+        if index:
+            if len(index) != self.ndim:
+                raise ValueError(f"item takes one index, or one for each of {self.ndim} dims, not {len(index)}")
+            return self[tuple(operator.index(i) for i in index)].item()
         if self.size != 1:
             raise ValueError(f"item() takes an array of one element; this one has shape {self.shape}: use gather()")
         if self.layout.axes or self.grid.size < self.grid.world.size:
@@ -438,8 +578,8 @@ class DistArray(NDArrayOperatorsMixin):
         return sys.modules["parlinalg"]
 
     @property
-    def device(self) -> str:
-        """The device of the blocks: "cpu" or "cuda"."""
+    def device(self) -> Device:
+        """The device of the blocks, "cpu" or "cuda"; arrays made with `device=x.device` live on the grid of x."""
         return self.grid.device
 
     def to_device(self, device: Any, /, *, stream: Any = None) -> DistArray:
@@ -451,12 +591,24 @@ class DistArray(NDArrayOperatorsMixin):
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
     ) -> Any:
-        if self.grid.world.size > 1:
-            raise BufferError("the array lies in blocks on several ranks: use .gather(), or .block for this rank's")
-        return self.block.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        """Return the array for another library, such as `np.from_dlpack(A)`: the memory itself on one rank.
+
+        On several ranks it is a copy of the global array, gathered to every one of them.  Collective in that case, and
+        a BufferError for `copy=False` and within `explicit()`.
+        """
+        if self.grid.world.size == 1:
+            return self.block.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
+        from parlinalg.array.align import is_explicit
+
+        if copy is False or is_explicit():
+            raise BufferError(
+                "the array lies in blocks on several ranks, and another library gets a copy of the global array only: "
+                "use pla.asnumpy(x), or .block for this rank's part"
+            )
+        return self.gather().__dlpack__(max_version=max_version, dl_device=dl_device)
 
     def __dlpack_device__(self) -> Any:
-        return self.block.__dlpack_device__()
+        return self.block.__dlpack_device__() if self.grid.world.size == 1 else (1, 0)  # the host
 
     # ------------------------------------------------------------------ NumPy protocols
     def __getattr__(self, name: str) -> Any:
@@ -471,25 +623,28 @@ class DistArray(NDArrayOperatorsMixin):
         raise AttributeError(f"a DistArray has no attribute {name!r}", name=name, obj=self)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a DistArray is not pickled: this rank holds one block of it, on communicators of this run. Pickle the "
-            "global array, .gather()"
-        )
+        from parlinalg.array.pickling import reduced
+
+        return reduced(self)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
-            "a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use .gather() for "
-            "the global array, .block for this rank's part"
+            "a DistArray does not become a NumPy array by itself: this rank holds one block of it. Use pla.asnumpy(x) "
+            "or .gather() for the global array, .block for this rank's part"
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         from parlinalg.array.ufuncs import apply
 
+        if any(takes_over(value) for value in inputs):
+            return NotImplemented
         return apply(ufunc, method, inputs, kwargs)
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
         from parlinalg.array.functions import call
 
+        if any(hasattr(kind, PROTOCOL) for kind in types):
+            return NotImplemented
         return call(function, args, kwargs)
 
     @property
@@ -498,6 +653,17 @@ class DistArray(NDArrayOperatorsMixin):
         return namespace(self.block)
 
     # ------------------------------------------------------------------ printing
+    def __format__(self, spec: str) -> str:
+        """Return the text of an f-string: of an array without dims its element in this format.  Collective."""
+        if not self.ndim:
+            return format(self.item(), spec)
+        if spec:
+            raise TypeError(
+                f"the format {spec!r} is one of a number; this array has shape {self.shape}: format single elements, "
+                "or .gather() with np.array2string"
+            )
+        return str(self)
+
     def __repr__(self) -> str:
         return f"DistArray(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r}, grid={self.grid!r})"
 

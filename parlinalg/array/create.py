@@ -10,10 +10,11 @@ import numpy as np
 
 from parlinalg.array import transfer
 from parlinalg.array.core import DistArray, native, refused_dtype
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.shapes import shape_of
 from parlinalg.comm.check import array_checksum, sample_checksum
 from parlinalg.errors import LayoutError
-from parlinalg.grid import Grid, default_grid
+from parlinalg.grid import Device, Grid, default_grid
 from parlinalg.layout import Layout, cut_lengths, index_of
 from parlinalg.redistribute import check_given, check_kinds, fitting, part_of, redistribute
 from parlinalg.units import ITEMSIZE
@@ -276,7 +277,8 @@ def placed(
     shape: Shape, grid: Grid | None, layout: Layout | None, device: Any = None
 ) -> tuple[tuple[int, ...], Grid, Layout]:
     """Return the shape, grid and layout of an array to be made: the default ones where none are given."""
-    grid = default_grid() if grid is None else grid
+    if grid is None:
+        grid = device.grid if isinstance(device, Device) else default_grid()
     check_kinds(grid, Layout() if layout is None else layout)
     shape = shape_of(shape)
     if device is not None and device != grid.device:
@@ -363,6 +365,7 @@ def full_like(
     return _like(x, fill_value, dtype, device, layout)
 
 
+@primitive
 def asarray(
     obj: Any, /, *, dtype: Any = None, device: Any = None, copy: Any = None, grid: Grid | None = None,
     layout: Layout | None = None,
@@ -391,6 +394,14 @@ def asarray(
         host = host.astype(dtype)
     _, grid, layout = placed(host.shape, grid, layout, device)
     return distribute(host, grid, layout)
+
+
+def array(
+    obj: Any, dtype: Any = None, *, copy: bool = True, device: Any = None, grid: Grid | None = None,
+    layout: Layout | None = None,
+) -> DistArray:  # fmt: skip
+    """Return a new distributed array of the same elements: `asarray` with NumPy's other name, and a copy by default."""
+    return asarray(obj, dtype=dtype, device=device, copy=copy, grid=grid, layout=layout)
 
 
 def _plain(data: Any) -> Any:

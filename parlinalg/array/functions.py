@@ -17,6 +17,7 @@ import numpy as np
 from parlinalg.array import create, joining, products, reductions, shapes, sorting
 from parlinalg.array.align import together
 from parlinalg.array.core import Axis, DistArray, axis_of, delivered, native
+from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.ufuncs import operand
 from parlinalg.layout import Layout
 
@@ -34,21 +35,26 @@ class Implementation:
         The parameters of NumPy's function that may be given by position.
     taken : frozenset of str
         The parameters that `run` takes.
+    several : bool
+        It takes any number of arguments by position: `run` gets all arguments as they are.
     """
 
     name: str
     run: Callable[..., Any]
     positional: tuple[str, ...]
     taken: frozenset[str]
+    several: bool = False
 
 
 HANDLED: dict[Callable[..., Any], Implementation] = {}
 
 #: Parameters that an implementation may leave out, with the values that change nothing.
 _IDLE: dict[str, tuple[Any, ...]] = {
-    "where": (True,), "order": ("C", "K", "A"), "subok": (True, False), "device": (None, "cpu"), "copy": (None, True),
-    "casting": ("same_kind",), "out": (None,), "dtype": (None,), "initial": (), "shape": (None,), "mean": (),
-    "correction": (),
+    "where": (True,), "order": ("C", "K", "A", None), "subok": (True, False), "device": (None, "cpu"),
+    "copy": (None, True), "casting": ("same_kind",), "out": (None,), "dtype": (None,), "shape": (None,),
+    "kind": (None, "introselect"), "overwrite_input": (True, False), "like": (None,), "interpolation": (None,),
+    "weights": (None,),
+    "mode": ("raise",), "stable": (None, True, False), "assume_unique": (True, False),
 }  # fmt: skip
 
 #: The signatures of functions that are written in C; other versions of NumPy do not give them.
@@ -59,6 +65,14 @@ _WRITTEN: dict[Callable[..., Any], tuple[str, ...]] = {
     np.dot: ("a", "b", "out"),
     np.vdot: ("a", "b"),
     np.empty_like: ("prototype", "dtype", "order", "subok", "shape"),
+    np.bincount: ("x", "weights", "minlength"),
+    np.inner: ("a", "b"),
+    np.lexsort: ("keys", "axis"),
+    np.putmask: ("a", "mask", "values"),
+    np.ravel_multi_index: ("multi_index", "dims", "mode", "order"),
+    np.unravel_index: ("indices", "shape", "order"),
+    np.copyto: ("dst", "src", "casting", "where"),
+    np.can_cast: ("from_", "to", "casting"),
 }
 
 
@@ -70,6 +84,8 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             f"np.{_name(function)} is not defined on distributed arrays; those that are: {', '.join(names())}. Or "
             "take the global array by gather()"
         )
+    if found.several:
+        return found.run(*args, **{key: value for key, value in kwargs.items() if value is not np._NoValue})
     given = dict(zip(found.positional, args, strict=False)) | kwargs  # NumPy has found that they fit its signature
     for key in [key for key, value in given.items() if key not in found.taken or value is np._NoValue]:
         value = given.pop(key)
@@ -109,19 +125,20 @@ def handles(
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
         taken = frozenset(inspect.signature(implementation).parameters if takes is None else takes)
         for function in functions:
-            positional = _WRITTEN.get(function)
+            positional, several = _WRITTEN.get(function), False
             if positional is None:
                 parameters = inspect.signature(function).parameters.values()
                 positional = tuple(p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
-            HANDLED[function] = Implementation(_name(function), implementation, positional, taken)
+                several = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+            HANDLED[function] = Implementation(_name(function), implementation, positional, taken, several)
         return implementation
 
     return register
 
 
 def _array(value: Any, name: str) -> DistArray:
-    """Return the value if it is a DistArray; an error if only another argument is one."""
-    if not isinstance(value, DistArray):
+    """Return the value if it is a DistArray, or takes its place; an error if only another argument is one."""
+    if not (isinstance(value, DistArray) or takes_over(value)):
         if not isinstance(value, int | float | complex | np.generic):
             operand(value, f"np.{name}")  # its errors say what to do
         raise TypeError(f"np.{name} takes a DistArray here, not {value!r}")
@@ -130,24 +147,33 @@ def _array(value: Any, name: str) -> DistArray:
 
 # ------------------------------------------------------------------ reductions
 @handles(np.sum)
-def _sum(a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False) -> DistArray:
-    return reductions.total(_array(a, "sum"), axis, dtype, bool(keepdims), out=out)
+def _sum(
+    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
+    where: Any = True,
+) -> DistArray:  # fmt: skip
+    return reductions.reduction("sum", _array(a, "sum"), axis, dtype, out, bool(keepdims), initial, where)
 
 
 @handles(np.mean)
-def _mean(a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False) -> DistArray:
-    return reductions.mean(_array(a, "mean"), axis, dtype, bool(keepdims), out)
+def _mean(
+    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, where: Any = True
+) -> DistArray:
+    a = _array(a, "mean")
+    if where is not True:
+        return reductions.mean_of(a, axis, dtype, bool(keepdims), out, where)
+    return reductions.mean(a, axis, dtype, bool(keepdims), out)
 
 
 def _spread(name: str, root: bool) -> Callable[..., DistArray]:
     def reduce(
         a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, ddof: float = 0, keepdims: Any = False,
-        correction: Any = None,
+        correction: Any = None, where: Any = True, mean: Any = None,
     ) -> DistArray:  # fmt: skip
         if correction is not None and ddof:
             raise ValueError("ddof and correction can't be provided simultaneously.")
         ddof = ddof if correction is None else correction
-        return delivered(reductions.variance(_array(a, name), axis, ddof, bool(keepdims), dtype, root), out, name)
+        found = reductions.variance(_array(a, name), axis, ddof, bool(keepdims), dtype, root, where, mean)
+        return delivered(found, out, name)
 
     return reduce
 
@@ -157,21 +183,27 @@ handles(np.std)(_spread("std", True))
 
 
 def _extreme(name: str) -> Callable[..., DistArray]:
-    def reduce(a: Any, axis: Axis = None, out: Any = None, keepdims: Any = False) -> DistArray:
-        return reductions.extreme(_array(a, name), name, axis, bool(keepdims), out)
+    def reduce(
+        a: Any, axis: Axis = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
+        where: Any = True,
+    ) -> DistArray:  # fmt: skip
+        return reductions.reduction(name, _array(a, name), axis, None, out, bool(keepdims), initial, where)
 
     return reduce
 
 
 handles(np.max, np.amax)(_extreme("max"))
 handles(np.min, np.amin)(_extreme("min"))
-handles(np.any)(_extreme("any"))
-handles(np.all)(_extreme("all"))
+handles(np.any, takes=("a", "axis", "out", "keepdims", "where"))(_extreme("any"))
+handles(np.all, takes=("a", "axis", "out", "keepdims", "where"))(_extreme("all"))
 
 
 @handles(np.prod)
-def _prod(a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False) -> DistArray:
-    return _array(a, "prod").prod(axis, dtype, out, keepdims)
+def _prod(
+    a: Any, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: Any = False, initial: Any = np._NoValue,
+    where: Any = True,
+) -> DistArray:  # fmt: skip
+    return reductions.reduction("prod", _array(a, "prod"), axis, dtype, out, bool(keepdims), initial, where)
 
 
 @handles(np.count_nonzero)
@@ -259,6 +291,7 @@ def _elementwise(name: str, function: Callable[..., Any], *values: Any) -> DistA
 
 
 @handles(np.where)
+@primitive
 def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
     if x is None or y is None:
         if x is None and y is None:
@@ -277,6 +310,7 @@ def _clip(a: Any, a_min: Any = None, a_max: Any = None, out: Any = None, min: An
 
 
 @handles(np.round, np.around)
+@primitive
 def _round(a: Any, decimals: int = 0, out: Any = None) -> DistArray:
     a = reductions.settled(_array(a, "round"), "round")
     return delivered(a.like(a.block.round(decimals)), out, "round")
@@ -427,7 +461,7 @@ def _broadcast_to(array: DistArray, shape: Any) -> DistArray:
 
 
 @handles(np.broadcast_arrays)
-def _broadcast_arrays(*args: DistArray) -> tuple[DistArray, ...]:
+def _broadcast_arrays(*args: DistArray, subok: bool = False) -> tuple[DistArray, ...]:
     return tuple(joining.broadcast_arrays(*args))
 
 

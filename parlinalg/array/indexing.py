@@ -19,6 +19,7 @@ import numpy as np
 
 from parlinalg.array.align import broadcast_shape
 from parlinalg.array.core import DistArray
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.rows import fetch, store
 from parlinalg.exchange import exchange, meet, volume
 from parlinalg.grid import Grid
@@ -51,6 +52,7 @@ class Key:
     order: list[int]
 
 
+@primitive
 def getitem(a: DistArray, key: Any) -> DistArray:
     """Return the elements chosen by `key`; collective where a cut dim is indexed."""
     items = expanded(key, a)
@@ -91,7 +93,7 @@ def is_mask(item: Any) -> bool:
 
 def lone_mask(items: Sequence[Item]) -> Any:
     """Return the mask of an index that is one, of the leading dims; else None."""
-    whole = all(i is ... or (isinstance(i, slice) and i == slice(None)) for i in items[1:])
+    whole = all(i is ... or (isinstance(i, slice) and i.start is i.stop is i.step is None) for i in items[1:])
     if not items or not is_mask(items[0]) or not whole:
         return None
     return items[0]
@@ -240,8 +242,11 @@ def masked(a: DistArray, mask: Any) -> DistArray:
 
 
 # ---------------------------------------------------------------------------------------------------------- setting
-def setitem(a: DistArray, key: Any, value: Any) -> None:
-    """Write `value`, which broadcasts, to the elements chosen by `key`.  Collective unless both lie alike."""
+def setitem(a: DistArray, key: Any, value: Any, *, add: bool = False) -> None:
+    """Write `value`, which broadcasts, to the elements chosen by `key`.  Collective unless both lie alike.
+
+    With `add` values for elements that index arrays choose are added to them, each as often as it is chosen.
+    """
     if a.layout.partial:
         from parlinalg.errors import LayoutError
 
@@ -264,7 +269,7 @@ def setitem(a: DistArray, key: Any, value: Any) -> None:
         return _fill(a, mask, value)
     parsed = parse(items, a)
     if parsed.arrays:
-        return _set_by_arrays(a, parsed, value)
+        return _set_by_arrays(a, parsed, value, add)
     shape = tuple(1 if d < 0 else len(parsed.ranges[d]) for d in parsed.order)
     if not isinstance(value, DistArray):
         if a.grid.inside:
@@ -315,7 +320,7 @@ def _fill(a: DistArray, mask: Any, value: Any) -> None:
         a.writable()[mask.block] = value
 
 
-def _set_by_arrays(a: DistArray, key: Key, value: Any) -> None:
+def _set_by_arrays(a: DistArray, key: Key, value: Any, add: bool) -> None:
     """Write by index arrays: rows where they lead and the other dims are whole, else element by element."""
     index = broadcast_shape([v.shape for v in key.arrays.values()], "index arrays", IndexError)
     rest = [d for d in range(a.ndim) if d not in key.arrays]
@@ -337,7 +342,7 @@ def _set_by_arrays(a: DistArray, key: Key, value: Any) -> None:
             line = np.asarray(key.ranges[d], np.int64)
             arrays.append(line.reshape(-1, *(1,) * (len(full) - place[d] - 1)) if d in place else line.reshape(()))
         dims = [*dims, *rest]
-    store(a, dims, arrays, _fitted(value, full) if isinstance(value, DistArray) else value)
+    store(a, dims, arrays, _fitted(value, full) if isinstance(value, DistArray) else value, add=add)
 
 
 def _with_dims(v: Any, behind: int, before: int = 0) -> Any:

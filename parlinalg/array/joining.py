@@ -10,6 +10,7 @@ import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, narrowed, spread
 from parlinalg.array.core import DistArray, axis_of, mismatch, same_grid
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.indexing import copy_part, getitem
 from parlinalg.array.rows import fetch
 from parlinalg.array.shapes import reshape, shape_of
@@ -36,6 +37,7 @@ def full_range(shape: Shape) -> list[range]:
     return [range(n) for n in shape]
 
 
+@primitive
 def concatenate(arrays: Sequence[DistArray], axis: int | None = 0, dtype: Any = None) -> DistArray:
     """Return the arrays one after the other along a dim (None: flattened), in the layout of the largest of them."""
     arrays = list(arrays)
@@ -79,6 +81,7 @@ def stack(arrays: Sequence[DistArray], axis: int = 0) -> DistArray:
     return concatenate([expand_dims(a, d) for a in arrays], d)
 
 
+@primitive
 def expand_dims(a: DistArray, axis: int | tuple[int, ...]) -> DistArray:
     """Return the array with new dims of size 1, at these places of the result."""
     n = a.ndim + (len(axis) if isinstance(axis, tuple | list) else 1)
@@ -89,15 +92,17 @@ def expand_dims(a: DistArray, axis: int | tuple[int, ...]) -> DistArray:
     block = (
         a.block.reshape(a.grid.block_shape(layout, shape)) if a.grid.inside else a.grid.backend.zeros((0,) * n, a.dtype)
     )
-    return a.like(block.copy(), layout, shape)
+    return a.sharing(block, layout, shape)
 
 
+@primitive
 def flip(a: DistArray, axis: Any = None) -> DistArray:
     """Return the array with the order of elements reversed along these dims (default: all)."""
     dims = range(a.ndim) if axis is None else dims_of(axis, a.ndim)
     return getitem(a, tuple(slice(None, None, -1) if d in dims else slice(None) for d in range(a.ndim)))
 
 
+@primitive
 def roll(a: DistArray, shift: Any, axis: Any = None) -> DistArray:
     """Return the array with elements moved along dims, those beyond the end coming in at the begin."""
     if axis is None:
@@ -128,26 +133,31 @@ def take(a: DistArray, indices: Any, axis: int | None = None) -> DistArray:
     return getitem(a, (*(slice(None),) * d, indices))
 
 
+@primitive
 def take_along_axis(a: DistArray, indices: Any, axis: int = -1) -> DistArray:
     """Return for each element of `indices` the element of its line along a dim."""
     if not isinstance(indices, DistArray):
         from parlinalg.array.create import distribute
 
         indices = distribute(np.asarray(indices), a.grid, a.grid.default_layout(np.shape(indices)))
-    if indices.ndim != a.ndim:
-        raise ValueError(f"take_along_axis takes indices of {a.ndim} dims, not of shape {indices.shape}")
-    d = axis_of(axis, a.ndim)
-    lead = broadcast_shape(
-        [(*a.shape[:d], 1, *a.shape[d + 1 :]), (*indices.shape[:d], 1, *indices.shape[d + 1 :])], "take"
-    )
-    shape = (*lead[:d], indices.shape[d], *lead[d + 1 :])
+    return fetch(a, range(a.ndim), lines_along(a.shape, indices, axis))
+
+
+def lines_along(shape: Shape, indices: DistArray, axis: int = -1) -> list[Any]:
+    """Return the index arrays of `take_along_axis` for all dims of an array of this shape."""
+    ndim = len(shape)
+    if indices.ndim != ndim:
+        raise ValueError(f"take_along_axis takes indices of {ndim} dims, not of shape {indices.shape}")
+    d = axis_of(axis, ndim)
+    lead = broadcast_shape([(*shape[:d], 1, *shape[d + 1 :]), (*indices.shape[:d], 1, *indices.shape[d + 1 :])], "take")
     lines: list[Any] = []
-    for i, n in enumerate(shape):
-        line = np.arange(n) if a.shape[i] != 1 else np.zeros(n, np.int64)
-        lines.append(indices if i == d else line.reshape((-1,) + (1,) * (a.ndim - i - 1)))
-    return fetch(a, range(a.ndim), lines)
+    for i, n in enumerate((*lead[:d], indices.shape[d], *lead[d + 1 :])):
+        line = np.arange(n) if shape[i] != 1 else np.zeros(n, np.int64)
+        lines.append(indices if i == d else line.reshape((-1,) + (1,) * (ndim - i - 1)))
+    return lines
 
 
+@primitive
 def broadcast_to(a: DistArray, shape: Any) -> DistArray:
     """Return the array repeated to a shape; axes that cut nothing cut the new dims, so that none is held twice."""
     full = shape_of(shape)
@@ -199,6 +209,7 @@ def repeat(a: DistArray, repeats: Any, axis: int | None = None) -> DistArray:
     return take(a, index, d)
 
 
+@primitive
 def tile(a: DistArray, reps: Any) -> DistArray:
     """Return the array repeated as a whole, `reps` times along each dim."""
     reps = shape_of(reps)
@@ -237,17 +248,7 @@ def pad(a: DistArray, pad_width: Any, mode: str = "constant", constant_values: A
     if any(w < 0 for pair in widths for w in pair):
         raise ValueError(f"pad_width has no negative numbers: {pad_width}")
     if mode == "constant":
-        values = np.broadcast_to(np.asarray(constant_values), (a.ndim, 2))
-        for d, (before, behind) in enumerate(widths):
-            shape = tuple(n + before + behind if i == d else n for i, n in enumerate(a.shape))
-            out = empty_like(a, shape, a.layout.with_partial(()))
-            places = full_range(shape)
-            places[d] = range(before, before + a.shape[d])
-            for at, value in ((slice(0, before), values[d][0]), (slice(shape[d] - behind, None), values[d][1])):
-                out[(*(slice(None),) * d, at)] = value
-            copy_part(out, places, a.summed(), full_range(a.shape))
-            a = out
-        return a if a.ndim else a.copy()
+        return padded(a, widths, constant_values)
     if mode not in ("edge", "reflect", "symmetric", "wrap"):
         raise ValueError(f"pad takes the modes constant, edge, reflect, symmetric and wrap, not {mode!r}")
     for d, pair in enumerate(widths):
@@ -256,12 +257,29 @@ def pad(a: DistArray, pad_width: Any, mode: str = "constant", constant_values: A
     return a if any(map(any, widths)) else a.copy()
 
 
+@primitive
+def padded(a: DistArray, widths: Sequence[tuple[int, ...]], constant_values: Any = 0) -> DistArray:
+    """Return the array with so many items before and behind each dim, of these values."""
+    values = np.broadcast_to(np.asarray(constant_values), (a.ndim, 2))
+    for d, (before, behind) in enumerate(widths):
+        shape = tuple(n + before + behind if i == d else n for i, n in enumerate(a.shape))
+        out = empty_like(a, shape, a.layout.with_partial(()))
+        places = full_range(shape)
+        places[d] = range(before, before + a.shape[d])
+        for at, value in ((slice(0, before), values[d][0]), (slice(shape[d] - behind, None), values[d][1])):
+            out[(*(slice(None),) * d, at)] = value
+        copy_part(out, places, a.summed(), full_range(a.shape))
+        a = out
+    return a if a.ndim else a.copy()
+
+
 def positions(a: DistArray, dim: int) -> Any:
     """Return the global indices of a dim that this rank holds, shaped to broadcast over its block."""
     held = a.grid.block(a.layout, a.shape)[dim]
     return a.xp.arange(held.start, held.stop).reshape((-1,) + (1,) * (a.ndim - dim - 1))
 
 
+@primitive
 def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
     """Return the matrices with zeros above (or below) diagonal number k."""
     if a.ndim < 2:
@@ -271,6 +289,7 @@ def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
     return a.like(a.xp.where(kept, a.block, a.dtype.type(0)) if a.grid.inside else a.block)
 
 
+@primitive
 def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> DistArray:
     """Return a diagonal of the matrices of two dims, as the last dim."""
     d, e = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
@@ -284,6 +303,7 @@ def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> D
     return found.transpose((*range(1, found.ndim), 0))
 
 
+@primitive
 def diagonal_matrix(v: DistArray, k: int = 0) -> DistArray:
     """Return the matrix with the elements of `v` on diagonal number k, zeros elsewhere."""
     from parlinalg.array.rows import store
@@ -319,9 +339,125 @@ def diff(a: DistArray, n: int = 1, axis: int = -1, prepend: Any = None, append: 
     if not n:
         return a.copy()
     parts = [p for p in (prepend, a, append) if p is not None]
-    a = concatenate(parts, d) if len(parts) > 1 else a
+    return differences(concatenate(parts, d) if len(parts) > 1 else a, n, d)
+
+
+@primitive
+def differences(a: DistArray, n: int, d: int) -> DistArray:
+    """Return the differences of neighbours along dim d, n times."""
     lead = (slice(None),) * d
     for _ in range(n):
         after, before = a[(*lead, slice(1, None))], a[(*lead, slice(0, -1))]
         a = np.not_equal(after, before) if a.dtype.kind == "b" else after - before  # type: ignore[assignment]
     return a
+
+
+def at_least(a: DistArray, n: int) -> DistArray:
+    """Return the array with at least n dims; new ones stand where NumPy's `atleast_3d` and its kin put them."""
+    if a.ndim >= n:
+        return a.sharing(a.block, order=a.order)
+    if n == 3:
+        return at_least(expand_dims(at_least(a, 1), -1), 3) if a.ndim == 2 else expand_dims(at_least(a, 1), (0, 2))
+    return expand_dims(a, tuple(range(n - a.ndim)))
+
+
+def block(parts: Any) -> DistArray:
+    """Return nested lists of blocks as one array: the innermost lists are joined along the last dim."""
+
+    def depth(part: Any) -> int:
+        if not isinstance(part, list):
+            return 0
+        if not part:
+            raise ValueError("block takes no empty lists")
+        levels = {depth(p) for p in part}
+        if len(levels) > 1:
+            raise ValueError(f"block takes lists that are equally deep, not of depths {sorted(levels)}")
+        return levels.pop() + 1
+
+    def leaves(part: Any) -> list[DistArray]:
+        return [leaf for p in part for leaf in leaves(p)] if isinstance(part, list) else [part]
+
+    levels = depth(parts)
+    n = max(levels, *(leaf.ndim for leaf in leaves(parts)))
+
+    def joined(part: Any, level: int) -> DistArray:
+        if not isinstance(part, list):
+            return expand_dims(part, tuple(range(n - part.ndim))) if part.ndim < n else part
+        return concatenate([joined(p, level - 1) for p in part], -level)
+
+    found = joined(parts, levels)
+    return found.copy() if any(found is leaf for leaf in leaves(parts)) else found
+
+
+def _mask(a: DistArray, d: int, chosen: Any) -> DistArray:
+    """Return for each item of a dim True, but False for those that an index chooses, cut as the dim."""
+    from parlinalg.array.create import full
+
+    keep = full((a.shape[d],), True, a.grid, Layout(a.layout.dims[d]))
+    keep[chosen] = False
+    return keep
+
+
+def delete(a: DistArray, chosen: Any, axis: int | None = None) -> DistArray:
+    """Return the array without the items of a dim (default: of all elements) that an index, slice or mask chooses."""
+    if axis is None:
+        a, axis = reshape(a, (a.size,)), 0
+    d = axis_of(axis, a.ndim)
+    lead = (slice(None),) * d
+    if isinstance(chosen, int | np.integer):
+        n = a.shape[d]
+        if not -n <= chosen < n:
+            raise IndexError(f"index {chosen} is out of bounds for axis {d} with size {n}")
+        i = int(chosen) % n
+        return concatenate([a[(*lead, slice(0, i))], a[(*lead, slice(i + 1, None))]], d)
+    if not isinstance(chosen, slice | DistArray):
+        chosen = np.asarray(chosen)
+        chosen = chosen.astype(np.int64) if not chosen.size else chosen.reshape(-1)
+    return a[(*lead, _mask(a, d, chosen))]
+
+
+def insert(a: DistArray, places: Any, values: Any, axis: int | None = None) -> DistArray:
+    """Return the array with values put in before these items of a dim (default: of all elements in C order)."""
+    if axis is None:
+        a, axis = reshape(a, (a.size,)), 0
+    d, n = axis_of(axis, a.ndim), a.shape[axis]
+    lead = (slice(None),) * d
+    if isinstance(places, DistArray):
+        places = places.gather()
+    index = np.arange(n)[places] if isinstance(places, slice) else np.asarray(places)
+    index = np.flatnonzero(index) if index.dtype.kind == "b" else index.astype(np.int64) if not index.size else index
+    if index.size and (index.min() < -n or index.max() > n):
+        raise IndexError(f"index {index.reshape(-1)[0]} is out of bounds for axis {d} with size {n}")
+    index = np.where(index < 0, index + n, index)
+    if not index.ndim:
+        if not isinstance(values, DistArray):
+            from parlinalg.array.create import asarray
+
+            values = asarray(np.asarray(values), grid=a.grid)
+        lone = expand_dims(values, tuple(range(a.ndim - values.ndim))) if values.ndim < a.ndim else values
+        lone = lone.transpose([*range(1, d + 1), 0, *range(d + 1, lone.ndim)])
+        shape = tuple(lone.shape[d] if i == d else m for i, m in enumerate(a.shape))
+        new = broadcast_to(lone.astype(a.dtype, copy=False), shape)
+        return concatenate([a[(*lead, slice(0, int(index)))], new, a[(*lead, slice(int(index), None))]], d)
+    index = index.reshape(-1)
+    order = np.argsort(index, kind="stable")
+    at = index.copy()
+    at[order] += np.arange(len(index))
+    shape = tuple(m + len(index) if i == d else m for i, m in enumerate(a.shape))
+    out = empty_like(a.summed(), shape, a.layout.with_partial(()))
+    out[(*lead, at)] = values
+    out[(*lead, _mask(out, d, at))] = a
+    return out
+
+
+def resize(a: DistArray, shape: Any) -> DistArray:
+    """Return an array of another size: the elements in C order, repeated as often as needed."""
+    new = shape_of(shape)
+    size = int(np.prod(new, dtype=np.int64))
+    flat = reshape(a, (a.size,))
+    if not size or not a.size:
+        layout = a.grid.default_layout(new)
+        return a.like(a.grid.backend.zeros(a.grid.block_shape(layout, new), a.dtype), layout, new)
+    if size > a.size:
+        flat = tile(flat, -(-size // a.size))
+    return reshape(flat[:size].copy(), new)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.array import joining, shapes, sorting
-from parlinalg.array.align import together
 from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.create import (
     arange,
@@ -33,6 +32,7 @@ from parlinalg.array.create import (
     zeros,
     zeros_like,
 )
+from parlinalg.array.dispatch import primitive
 from parlinalg.grid import default_grid
 from parlinalg.layout import Layout
 
@@ -193,11 +193,11 @@ __all__ = [
     "zeros_like",
 ]
 
-# NumPy's scalar types, not its dtype objects: np.dtype("float64") == None is True
-bool = np.bool_
-int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
-uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
-float32, float64, complex64, complex128 = np.float32, np.float64, np.complex64, np.complex128
+bool = np.dtype(np.bool_)
+int8, int16, int32, int64 = (np.dtype(f"int{n}") for n in (8, 16, 32, 64))
+uint8, uint16, uint32, uint64 = (np.dtype(f"uint{n}") for n in (8, 16, 32, 64))
+float32, float64 = np.dtype(np.float32), np.dtype(np.float64)
+complex64, complex128 = np.dtype(np.complex64), np.dtype(np.complex128)
 e, pi, inf, nan, newaxis = math.e, math.pi, math.inf, math.nan, None
 
 DTYPES = (
@@ -389,11 +389,13 @@ tanh = _elementwise("tanh", np.tanh)
 trunc = _elementwise("trunc", np.trunc)
 
 
+@primitive
 def real(x: DistArray, /) -> DistArray:
     """Return the real parts."""
     return x.real
 
 
+@primitive
 def imag(x: DistArray, /) -> DistArray:
     """Return the imaginary parts."""
     return x.imag
@@ -527,17 +529,19 @@ def nonzero(x: DistArray, /) -> tuple[DistArray, ...]:
     return sorting.nonzero(x)
 
 
+@primitive
 def searchsorted(x1: DistArray, x2: Any, /, *, side: str = "left", sorter: DistArray | None = None) -> DistArray:
     """Return where the values x2 would be inserted into x1, sorted or in the order `sorter`."""
     x1 = x1 if sorter is None else joining.take(x1, sorter, 0)
     return sorting.searchsorted(x1, x2 if isinstance(x2, DistArray) else asarray(x2, grid=x1.grid), side)
 
 
-def where(condition: DistArray, x1: Any, x2: Any, /) -> DistArray:
-    """Return elements of x1 where the condition holds, of x2 elsewhere."""
+def where(condition: DistArray, x1: Any = None, x2: Any = None, /) -> Any:
+    """Return elements of x1 where the condition holds, of x2 elsewhere; without the two `nonzero(condition)`."""
     return np.where(condition, x1, x2)
 
 
+@primitive
 def isin(x1: Any, x2: Any, /, *, invert: builtins.bool = False) -> DistArray:
     """Return True for each element of x1 that is among the elements of x2."""
     grid = next(x.grid for x in (x1, x2) if isinstance(x, DistArray))
@@ -590,23 +594,27 @@ class UniqueInverseResult(NamedTuple):
     inverse_indices: DistArray
 
 
+@primitive
 def unique_all(x: DistArray, /) -> UniqueAllResult:
     """Return the distinct values, sorted, where each is first, every element's value's number, and the counts."""
     return UniqueAllResult(*sorting.unique(x))
 
 
+@primitive
 def unique_counts(x: DistArray, /) -> UniqueCountsResult:
     """Return the distinct values, sorted, and how often each is there."""
     values, _, _, counts = sorting.unique(x)
     return UniqueCountsResult(values, counts)
 
 
+@primitive
 def unique_inverse(x: DistArray, /) -> UniqueInverseResult:
     """Return the distinct values, sorted, and for every element the number of its value."""
     values, _, inverse, _ = sorting.unique(x)
     return UniqueInverseResult(values, inverse)
 
 
+@primitive
 def unique_values(x: DistArray, /) -> DistArray:
     """Return the distinct values, sorted."""
     return sorting.unique(x)[0]
@@ -700,7 +708,7 @@ def _running(x: DistArray, name: str, axis: int | None, dtype: Any, initial: bui
 
 
 def diff(
-    x: DistArray, /, *, axis: int = -1, n: int = 1, prepend: DistArray | None = None, append: DistArray | None = None
+    x: DistArray, /, n: int = 1, axis: int = -1, prepend: DistArray | None = None, append: DistArray | None = None
 ) -> DistArray:
     """Return the differences of neighbours along a dim, n times."""
     return joining.diff(x, n, axis, prepend, append)
@@ -718,10 +726,10 @@ def vecdot(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
         raise ValueError(f"vecdot takes an axis from {-builtins.min(x1.ndim, x2.ndim)} to -1, not {axis}")
     if x1.shape[axis] != x2.shape[axis]:
         raise ValueError(f"vecdot: dims of {x1.shape[axis]} and {x2.shape[axis]} elements do not match")
-    _, _, (a, b) = together([x1, x2], "vecdot")
-    return np.sum(a.conj() * b, axis=axis, dtype=np.result_type(x1.dtype, x2.dtype))
+    return np.sum(x1.conj() * x2, axis=axis, dtype=np.result_type(x1.dtype, x2.dtype))
 
 
+@primitive
 def tensordot(x1: DistArray, x2: DistArray, /, *, axes: Any = 2) -> DistArray:
     """Return the sums of products over the last `axes` dims of x1 and the first of x2, or over two lists of dims."""
     if isinstance(axes, int | np.integer):

@@ -12,6 +12,7 @@ import numpy as np
 
 from parlinalg.array.align import together
 from parlinalg.array.core import DistArray, axis_of, delivered, same_grid
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.reductions import reduced, settled
 from parlinalg.array.shapes import reshape
 from parlinalg.array.ufuncs import PRODUCT, operand
@@ -158,6 +159,7 @@ def _broadcast(a: DistArray, x: DistArray, name: str) -> tuple[DistArray, DistAr
     return broadcast_to(a, (*lead, *a.shape[-2:])), broadcast_to(x, (*lead, *x.shape[-1:]))
 
 
+@primitive
 def dot(a: Any, b: Any, out: Any = None) -> DistArray:
     """Return the sum over the last dim of a and the last but one of b (of a vector the only one); `a * b` of scalars.
 
@@ -179,6 +181,7 @@ def dot(a: Any, b: Any, out: Any = None) -> DistArray:
     return delivered(reshape(y, (*a.shape[:-1], *rest)), out, "dot")
 
 
+@primitive
 def vdot(a: Any, b: Any) -> DistArray:
     """Return the sum of `conj(a) * b` over all elements, in C order, of two arrays of equal size."""
     a, b = _operands("vdot", (a, b))

@@ -10,6 +10,7 @@ import numpy as np
 
 from parlinalg.array.align import is_explicit
 from parlinalg.array.core import Axis, DistArray, axis_error, delivered, effective, native, terms_add
+from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.backend.halves import work_dtype
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout, span_of
@@ -42,6 +43,7 @@ def reduced(a: DistArray, dims: tuple[int, ...], keepdims: bool) -> tuple[tuple[
     return shape, layout, over
 
 
+@primitive
 def total(
     a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, partial: bool = False, out: Any = None
 ) -> DistArray:
@@ -90,6 +92,7 @@ def settled(a: DistArray, name: str) -> DistArray:
     return a.summed() if a.layout.partial else a
 
 
+@primitive
 def mean(a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, out: Any = None) -> DistArray:
     """Return the mean over `axis`; of integers in float64, of 16-bit floats computed in float32."""
     count = math.prod(a.shape[d] for d in dims_of(axis, a.ndim))
@@ -99,19 +102,35 @@ def mean(a: DistArray, axis: Axis, dtype: Any = None, keepdims: bool = False, ou
     return delivered(sums.like(_as(block, result)), out, "mean")
 
 
+@primitive
 def variance(
-    a: DistArray, axis: Axis = None, ddof: float = 0, keepdims: bool = False, dtype: Any = None, root: bool = False
-) -> DistArray:
-    """Return the variance over `axis`, or with `root` the standard deviation: mean first, then the centred squares."""
+    a: DistArray, axis: Axis = None, ddof: float = 0, keepdims: bool = False, dtype: Any = None, root: bool = False,
+    where: Any = True, center: Any = None,
+) -> DistArray:  # fmt: skip
+    """Return the variance over `axis`, or with `root` the standard deviation: mean first, then the centred squares.
+
+    Parameters
+    ----------
+    where : bool or DistArray
+        The elements that count.
+    center : DistArray, optional
+        The mean, if it is known; it broadcasts to the array.
+    """
     dims = dims_of(axis, a.ndim)
     count = math.prod(a.shape[d] for d in dims)
     result, work = _dtypes(a.dtype, dtype)
     a = settled(a, "std" if root else "var")
-    centred = a - mean(a, dims, work, True)
-    squares = total(_squares(centred), dims, None, keepdims)
-    block = squares.block / max(0, count - ddof)
+    if center is None:
+        center = mean(a, dims, work, True) if where is True else mean_of(a, dims, work, True, None, where)
+    centred = a - center
     if result.kind == "c":
         result = np.empty(0, result).real.dtype
+    if where is not True:
+        squares = total(chosen_by(where, _squares(centred), 0, "var"), dims, None, keepdims)
+        spread = squares / np.maximum(number_of(where, a, dims, keepdims) - ddof, 0.0)
+        return (np.sqrt(spread) if root else spread).astype(result, copy=False)
+    squares = total(_squares(centred), dims, None, keepdims)
+    block = squares.block / max(0, count - ddof)
     return squares.like(_as(a.xp.sqrt(block) if root else block, result))
 
 
@@ -131,8 +150,9 @@ def _squares(a: DistArray) -> DistArray:
     return a.like(block.real * block.real + block.imag * block.imag if a.dtype.kind == "c" else block * block)
 
 
+@primitive
 def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = False) -> DistArray:
-    """Return a norm of vectors or matrices, as `np.linalg.norm`; those of matrices that need singular values are not.
+    """Return a norm of vectors or matrices, as `np.linalg.norm`; `linalg` has those that need singular values.
 
     Of integers it is computed in float64, of 16-bit floats in float32.
     """
@@ -171,17 +191,15 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
         sums = total(abs(a), along, None, True)
         largest = extreme(sums, "max" if ord > 0 else "min", other, True)
         return finished(largest if keepdims else np.squeeze(largest, axis=(row, column)))  # type: ignore[arg-type]
-    if ord in (2, -2, "nuc"):
-        raise TypeError(
-            f"np.linalg.norm(ord={ord!r}) of matrices is not defined on distributed arrays: it needs their singular "
-            "values; the orders None, 'fro', 1, -1, inf and -inf are"
-        )
-    raise ValueError(f"norm: a norm of matrices has the order None, 'fro', 1, -1, inf or -inf, not {ord!r}")
+    raise ValueError(
+        f"norm: a norm of matrices has the order None, 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}"
+    )
 
 
 _IDENTITY = {"max": -math.inf, "min": math.inf, "any": False, "all": True}
 
 
+@primitive
 def extreme(a: DistArray, name: str, axis: Axis, keepdims: bool = False, out: Any = None) -> DistArray:
     """Return the max, min, any, all or prod over `axis`."""
     return delivered(_extreme(a, name, axis, keepdims), out, name)
@@ -238,25 +256,130 @@ def _identity(name: str, dtype: np.dtype[Any]) -> Any:
     return np.asarray(_IDENTITY[name], dtype=dtype)[()]
 
 
-_BY_UFUNC = {
-    np.maximum: "max", np.minimum: "min", np.logical_or: "any", np.logical_and: "all", np.multiply: "prod",
+_UFUNC: dict[str, np.ufunc] = {
+    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "any": np.logical_or,
+    "all": np.logical_and,
+}  # fmt: skip
+
+
+def reduction(
+    name: str, a: DistArray, axis: Axis, dtype: Any = None, out: Any = None, keepdims: bool = False,
+    initial: Any = np._NoValue, where: Any = True,
+) -> DistArray:  # fmt: skip
+    """Return the sum, prod, max, min, any or all over `axis`, of elements where a mask is True and an initial value.
+
+    Parameters
+    ----------
+    initial : scalar, optional
+        The value with which the reduction begins.
+    where : bool or DistArray
+        It broadcasts to the array.
+
+    Raises
+    ------
+    ValueError
+        If there is a mask and no initial value for a maximum or minimum, which have none by themselves.
+    """
+    given = initial is not np._NoValue and initial is not None
+    if where is not True:
+        if name in ("max", "min") and not given:
+            raise ValueError(f"np.{name}(where=) needs initial=, the value where the mask is False everywhere")
+        neutral = {"sum": 0, "prod": 1, "any": False, "all": True}.get(name, initial)
+        if dtype is None and name in ("any", "all"):
+            a = a != 0
+        a = chosen_by(where, a, neutral, name)
+    if name == "sum":
+        found = total(a, axis, dtype, keepdims)
+    else:
+        a = a if dtype is None or dtype == a.dtype else a.astype(dtype)
+        if given and name in ("max", "min") and not math.prod(a.shape[d] for d in dims_of(axis, a.ndim)):
+            shape, layout, _ = reduced(a, dims_of(axis, a.ndim), keepdims)
+            block = a.grid.backend.empty(a.grid.block_shape(layout, shape), a.dtype)
+            block[...] = initial
+            found = a.like(block, layout, shape)
+        else:
+            found = extreme(a, name, axis, keepdims)
+            if dtype is not None and found.dtype != dtype:  # NumPy widens short integers
+                found = found.astype(dtype)
+    if given:
+        start = initial.item() if isinstance(initial, DistArray) else initial
+        found = _UFUNC[name](found, found.dtype.type(start))
+    return delivered(found, out, name)
+
+
+def chosen_by(where: Any, a: DistArray, other: Any, name: str) -> DistArray:
+    """Return the array where a mask, which broadcasts to it, is True, and another value elsewhere."""
+    if not isinstance(where, DistArray):
+        where = bool(where)
+    elif where.dtype.kind != "b":
+        raise TypeError(f"np.{name}(where=) takes booleans, not an array of {where.dtype}")
+    found: Any = np.where(where, a, a.dtype.type(other))
+    if found.shape != a.shape:
+        raise ValueError(f"np.{name}(where=): a mask of shape {where.shape} does not broadcast to {a.shape}")
+    return found
+
+
+@primitive
+def number_of(where: Any, a: DistArray, axis: Axis, keepdims: bool) -> DistArray:
+    """Return how many elements of the array a mask chooses, over `axis`."""
+    ones = a.like(a.xp.ones(a.block.shape, np.bool_), a.layout.with_partial(()))
+    return total(chosen_by(where, ones, False, "mean"), axis, np.float64, keepdims)
+
+
+def mean_of(a: DistArray, axis: Axis, dtype: Any, keepdims: bool, out: Any, where: Any) -> DistArray:
+    """Return the mean over `axis` of the elements where a mask is True; nan where there are none."""
+    result, work = _dtypes(a.dtype, dtype)
+    sums = total(chosen_by(where, a, 0, "mean"), axis, work, keepdims)
+    found = sums / number_of(where, a, axis, keepdims)
+    return delivered(found.astype(result, copy=False), out, "mean")
+
+
+_BY_UFUNC = {ufunc: name for name, ufunc in _UFUNC.items()}
+
+#: Ufuncs that have a reduction, beside those with a name.
+_OTHERS = {
+    np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.logical_xor, np.gcd, np.lcm, np.fmax, np.fmin, np.logaddexp,
+    np.logaddexp2, np.hypot,
 }  # fmt: skip
 
 
 def reduce_ufunc(ufunc: np.ufunc, a: Any, options: dict[str, Any]) -> DistArray:
-    """Return `ufunc.reduce` for sums, products, extremes and logical and/or."""
+    """Return `ufunc.reduce` for ufuncs that are associative."""
     given = {k: v for k, v in options.items() if v is not np._NoValue}
     axis, dtype, keepdims = given.pop("axis", 0), given.pop("dtype", None), bool(given.pop("keepdims", False))
+    initial, where = given.pop("initial", np._NoValue), given.pop("where", True)
     (out,) = given.pop("out", (None,))
-    if given.get("where", True) is True:
-        given.pop("where", None)
-    if not isinstance(a, DistArray):
+    if not (isinstance(a, DistArray) or takes_over(a)):
         raise TypeError(f"out= of np.{ufunc.__name__}.reduce is distributed, but its operand is not")
-    if given or not (ufunc is np.add or ufunc in _BY_UFUNC):
+    if given or not (ufunc in _BY_UFUNC or ufunc in _OTHERS):
         raise TypeError(
             f"np.{ufunc.__name__}.reduce{f'({next(iter(given))}=)' if given else ''} is not defined on distributed "
             "arrays; gather() first"
         )
-    if ufunc is np.add:
-        return total(a, axis, dtype, keepdims, out=out)
-    return extreme(a if dtype is None else a.astype(dtype), _BY_UFUNC[ufunc], axis, keepdims, out)
+    if ufunc in _BY_UFUNC:
+        return reduction(_BY_UFUNC[ufunc], a, axis, dtype, out, keepdims, initial, where)
+    if initial is not np._NoValue or where is not True or dtype is not None:
+        raise TypeError(f"np.{ufunc.__name__}.reduce on distributed arrays takes axis, out and keepdims only")
+    return delivered(_folded(ufunc, a, axis, keepdims), out, f"{ufunc.__name__}.reduce")
+
+
+def _folded(ufunc: np.ufunc, a: DistArray, axis: Axis, keepdims: bool) -> DistArray:
+    """Return the reduction by a ufunc, by way of the ranks' own results, one of each."""
+    dims, a = dims_of(axis, a.ndim), settled(a, ufunc.__name__)
+    shape, layout, over = reduced(a, dims, True)
+    over = tuple(x for x in a.grid.axes if x in over and a.grid.sizes[x] > 1)
+    if over and a.grid.inside and 0 not in shape:
+        some = all(a.block.shape[d] for d in dims)
+        kind = ufunc.reduce(np.ones(1, a.dtype)).dtype
+        ranks, stacked = span_of(over, a.grid.sizes), Layout(over, *layout.dims)
+        empty = a.grid.backend.zeros(a.grid.block_shape(layout, shape), kind)
+        mine = ufunc.reduce(a.block, axis=dims, keepdims=True) if some else empty
+        filled = redistribute(a.xp.full((1,), some), Layout(over), Layout(None), (ranks,), a.grid)
+        every = redistribute(
+            mine.astype(kind, copy=False)[None], stacked, stacked.with_dim(0, None), (ranks, *shape), a.grid
+        )
+        block = ufunc.reduce(every[filled], axis=0)
+    else:
+        block = _outside(a, ufunc.reduce(a.block, axis=dims, keepdims=True), shape)
+    found = a.like(a.xp.asarray(block), layout, shape)
+    return found if keepdims else found.reshape(tuple(n for d, n in enumerate(a.shape) if d not in dims))

@@ -162,8 +162,10 @@ def _on(grid: Grid, index: np.ndarray) -> Any:
     return index if grid.backend.host_memory else grid.backend.from_host(index)
 
 
-def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any) -> None:
+def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any, *, add: bool = False) -> None:
     """Write `a[arrays] = value` over `dims`; of elements that are chosen twice the last one stays, in C order.
+
+    With `add` the values are added to the elements, each as often as it is chosen.
 
     Parameters
     ----------
@@ -203,8 +205,13 @@ def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any
     elif owners.axes:  # one element, which all ranks know
         mine = owners.split(numbers) == grid.comm(owners.axes).rank
         numbers, rows = numbers[mine], None if rows is None else rows[_on(grid, mine)]
-    if rows is not None and not grid.backend.host_memory:  # a GPU writes in any order
+    if rows is not None and not (grid.backend.host_memory or add):  # a GPU writes in any order
         last = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
         numbers, rows = numbers[last], rows[_on(grid, last)]
     a.writable()
-    owners.front()[tuple(_on(grid, i) for i in owners.local(numbers))] = value if rows is None else rows
+    front, here = owners.front(), tuple(_on(grid, i) for i in owners.local(numbers))
+    written = value if rows is None else rows
+    if add:
+        grid.backend.xp.add.at(front, here, written)
+    else:
+        front[here] = written

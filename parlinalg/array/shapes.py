@@ -12,6 +12,7 @@ import numpy as np
 
 from parlinalg.array.align import is_explicit, spread
 from parlinalg.array.core import DistArray
+from parlinalg.array.dispatch import primitive
 from parlinalg.errors import LayoutError
 from parlinalg.exchange import Runs, exchange_runs
 from parlinalg.grid import Grid
@@ -20,6 +21,7 @@ from parlinalg.layout import Cut, Layout, coordinates, cut_lengths
 Shape = tuple[int, ...]
 
 
+@primitive
 def reshape(a: DistArray, shape: Any, layout: Layout | None = None) -> DistArray:
     """Return the array in another shape of equal size.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from parlinalg.array.align import spread
 from parlinalg.array.core import DistArray, axis_of
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.rows import store, trade
 from parlinalg.array.shapes import reshape
 from parlinalg.exchange import exchange, meet, volume
@@ -86,6 +87,7 @@ def numbers(a: DistArray) -> DistArray:
     return a.like(a.xp.arange(held.start, held.stop, dtype=np.int64))
 
 
+@primitive
 def nonzero(a: DistArray) -> tuple[DistArray, ...]:
     """Return for each dim the indices of the elements that are not zero, in C order."""
     if not a.ndim:
@@ -98,11 +100,13 @@ def nonzero(a: DistArray) -> tuple[DistArray, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ sorting
+@primitive
 def sort(a: DistArray, axis: int = -1, descending: bool = False) -> DistArray:
     """Return the array sorted along a dim, cut as before; NaNs are the largest."""
     return _sorted(a, axis, descending, False)
 
 
+@primitive
 def argsort(a: DistArray, axis: int = -1, descending: bool = False) -> DistArray:
     """Return the indices that sort the array along a dim; equal elements stay in their order."""
     return _sorted(a, axis, descending, True)
@@ -249,6 +253,7 @@ def gathered(comm: Any, mine: np.ndarray) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------ sets
+@primitive
 def unique(a: DistArray) -> tuple[DistArray, DistArray, DistArray, DistArray]:
     """Return the distinct values, sorted; where each is first; for each element its value's number; how often it is."""
     line = on_line(a)
@@ -305,6 +310,7 @@ def _differences(a: DistArray, end: int) -> DistArray:
     return following - a
 
 
+@primitive
 def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArray:
     """Return where values would be inserted into `a`, one dim and sorted: each asks the rank in whose part it lies."""
     if a.ndim != 1:
@@ -341,33 +347,41 @@ def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArr
 
 
 # ------------------------------------------------------------------------------------------------ along a dim
+SCANS = ("add", "multiply", "maximum", "minimum", "logical_and", "logical_or")
+"""The ufuncs whose running results there are."""
+
+
+@primitive
 def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) -> DistArray:
-    """Return the running sums ("add") or products ("multiply") along a dim, by a scan of the ranks' totals."""
+    """Return the running sums ("add"), or the results of another of `SCANS`, along a dim: by a scan of the ranks."""
     a, d = a.summed(), axis_of(axis, a.ndim)
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
-    function = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}[name]
-    block = function(a.block, axis=d, dtype=dtype)
+    ufunc: np.ufunc = getattr(np, name)
+    functions = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}
+    if name in functions:
+        block = functions[name](a.block, axis=d, dtype=dtype)
+    else:
+        block = ufunc.accumulate(a.block, axis=d, dtype=dtype)
     if not cut or not grid.inside:
         return a.like(block)
     lead = (slice(None),) * d
-    empty = not a.block.shape[d]
     shape = tuple(1 if i == d else n for i, n in enumerate(block.shape))
-    total = (
-        grid.backend.xp.full(shape, 0 if name == "add" else 1, block.dtype)
-        if empty
-        else block[(*lead, slice(-1, None))]
-    )
+    empty = not a.block.shape[d]
+    total = grid.backend.zeros(shape, block.dtype) if empty else block[(*lead, slice(-1, None))]
     comm = grid.comm(cut)
     every = grid.backend.empty((comm.size, *shape), block.dtype)
     comm.all_gather(a.xp.ascontiguousarray(total), every, [math.prod(shape)] * comm.size)
-    if comm.rank:
-        if name == "add":
-            block += every[: comm.rank].sum(axis=0, dtype=block.dtype)
-        else:
-            block *= every[: comm.rank].prod(axis=0, dtype=block.dtype)
+    lengths = cut_lengths(a.shape[d], cut, grid.sizes)
+    before = [r for r in range(comm.rank) if lengths[r]]
+    if before and not empty:
+        carried = every[before[0]]
+        for r in before[1:]:
+            carried = ufunc(carried, every[r])
+        block = ufunc(carried, block).astype(block.dtype, copy=False)
     return a.like(block)
 
 
+@primitive
 def arg_extreme(a: DistArray, name: str, axis: int | None, keepdims: bool = False) -> DistArray:
     """Return the index of the first largest ("max") or smallest ("min") element along a dim, of all in C order."""
     if axis is None:

@@ -34,10 +34,16 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
         from parlinalg.array.reductions import reduce_ufunc
 
         return reduce_ufunc(ufunc, inputs[0], kwargs)
+    if method == "accumulate":
+        return _accumulated(ufunc, *inputs, **kwargs)
+    if method == "outer" and ufunc.signature is None:
+        first, second = (operand(value, ufunc.__name__) for value in inputs)
+        behind = (..., *(None,) * second.ndim) if isinstance(second, DistArray) else ...
+        return apply(ufunc, "__call__", [first[behind] if isinstance(first, DistArray) else first, second], kwargs)
     if method != "__call__":
         raise TypeError(
-            f"np.{ufunc.__name__}.{method} is not defined on distributed arrays; gather() first, or use a plain call "
-            "or reduce"
+            f"np.{ufunc.__name__}.{method} is not defined on distributed arrays; gather() first, or use a plain call, "
+            "reduce, accumulate or outer"
         )
     if ufunc is np.matmul and not kwargs:
         return PRODUCT[0](*inputs)
@@ -46,7 +52,8 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
 
         return generalized(ufunc, inputs, kwargs)
     if kwargs.get("where", True) is not True:
-        raise TypeError(f"np.{ufunc.__name__}(where=) is not defined on distributed arrays; use np.where")
+        return _where(ufunc, inputs, kwargs)
+    kwargs.pop("where", None)
     out, dtype = kwargs.pop("out", None), kwargs.get("dtype")
     if dtype is not None:
         native(np.dtype(dtype))
@@ -108,6 +115,32 @@ def apply(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str,
     return arrays[0].like(result, layout, shape)
 
 
+def _where(ufunc: np.ufunc, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Return the result of a ufunc where a mask is True; elsewhere what `out` held, or zeros."""
+    mask, out = options.pop("where"), options.pop("out", None)
+    mask = operand(mask, ufunc.__name__)
+    with np.errstate(all="ignore"):  # elements that are not wanted are computed too
+        found = apply(ufunc, "__call__", inputs, options)
+    results: list[Any] = []
+    for result, target in zip(found if ufunc.nout > 1 else (found,), out or (None,) * ufunc.nout, strict=True):
+        before: Any = result.dtype.type(0) if target is None else target
+        chosen: Any = np.where(mask, result, before)
+        results.append(chosen if target is None else delivered(chosen.astype(target.dtype), target, ufunc.__name__))
+    return tuple(results) if ufunc.nout > 1 else results[0]
+
+
+def _accumulated(ufunc: np.ufunc, array: Any, axis: int = 0, dtype: Any = None, out: Any = None) -> DistArray:
+    """Return the running results of a ufunc along a dim."""
+    from parlinalg.array.sorting import SCANS, cumulative
+
+    if ufunc.__name__ not in SCANS or not isinstance(array, DistArray):
+        raise TypeError(
+            f"np.{ufunc.__name__}.accumulate is not defined on distributed arrays; those that are: {', '.join(SCANS)}"
+        )
+    target = out[0] if isinstance(out, tuple) else out
+    return delivered(cumulative(array, axis, ufunc.__name__, dtype), target, f"{ufunc.__name__}.accumulate")
+
+
 def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
     """Return True if an array of one shape broadcasts to the other."""
     extra = len(full) - len(shape)
@@ -133,9 +166,10 @@ def operand(value: Any, name: str) -> DistArray | Scalar:
     if hasattr(value, "shape") and not isinstance(value, type):
         raise TypeError(
             f"{name}: an array of shape {value.shape} of this rank alone meets a DistArray; distribute it first: "
-            "parlinalg.distribute(array, grid, layout)"
+            "parlinalg.distribute(array[, grid, layout])"
         )
-    raise TypeError(f"{name}: a DistArray takes DistArrays and scalars, not {type(value).__name__}")
+    hint = "; parlinalg.asarray makes an array of it" if isinstance(value, list | tuple) else ""
+    raise TypeError(f"{name}: a DistArray takes DistArrays and scalars, not {type(value).__name__}{hint}")
 
 
 def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Sequence[Any] | None) -> None:

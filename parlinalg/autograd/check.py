@@ -33,7 +33,7 @@ def check_gradients(
     function : callable
         Takes the inputs and returns a tensor of any shape; it is contracted with fixed random numbers.
     inputs : sequence of Tensor
-        Float64, in any layouts; those with requires_grad are checked.  Their gradients are cleared.
+        Float64 or complex128, in any layouts; those with requires_grad are checked.  Their gradients are cleared.
     eps : float
         The step of the differences.
     tol : float
@@ -64,13 +64,13 @@ def check_gradients(
     True
     """
     for i, x in enumerate(inputs):
-        if x.requires_grad and x.dtype != np.float64:
-            raise TypeError(f"check_gradients: input {i} is {x.dtype}; finite differences need float64")
+        if x.requires_grad and x.dtype not in (np.float64, np.complex128):
+            raise TypeError(f"check_gradients: input {i} is {x.dtype}; finite differences need float64 or complex128")
         x.grad = None
     random = np.random.default_rng(seed)
     y = function(*inputs)
     rest = y.layout.with_partial(())
-    weights = _cut(random.standard_normal(y.shape), y.data, rest)
+    weights = _cut(_numbers(y.shape, y.dtype, random), y.data, rest)
     y.backward(weights)
     values = [x.data for x in inputs]
 
@@ -86,7 +86,7 @@ def check_gradients(
         if not x.requires_grad:
             continue
         rows = []
-        for label, direction in _directions(x.shape, directions, random):
+        for label, direction in _directions(x.shape, x.dtype, directions, random):
             step = _cut(direction, x.data, x.layout)
             numeric = (value(i, step * eps) - value(i, step * -eps)) / (2 * eps)
             analytic = 0.0
@@ -111,7 +111,8 @@ def check_gradients(
 
 
 def _dot(a: DistArray, b: DistArray) -> float:
-    return float((a * b).sum().item())
+    """Return the real part of Σ conj(a) b."""
+    return float((a.conj() * b).real.sum().item())
 
 
 def _cut(array: np.ndarray, like: DistArray, layout: Layout) -> DistArray:
@@ -124,14 +125,20 @@ def _cut(array: np.ndarray, like: DistArray, layout: Layout) -> DistArray:
 
 
 def _directions(
-    shape: tuple[int, ...], number: int | None, random: np.random.Generator
+    shape: tuple[int, ...], dtype: np.dtype[Any], number: int | None, random: np.random.Generator
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Random directions, or one along every element."""
     if number is not None:
         for i in range(number):
-            yield f"random direction {i}", np.asarray(random.standard_normal(shape))
+            yield f"random direction {i}", _numbers(shape, dtype, random)
         return
     for index in np.ndindex(*shape):
-        one = np.zeros(shape)
-        one[index] = 1
-        yield f"element {index}", one
+        for label, unit in (("element", 1), ("imaginary part of element", 1j))[: 1 + (dtype.kind == "c")]:
+            one = np.zeros(shape, dtype)
+            one[index] = unit
+            yield f"{label} {index}", one
+
+
+def _numbers(shape: tuple[int, ...], dtype: np.dtype[Any], random: np.random.Generator) -> np.ndarray:
+    found = np.asarray(random.standard_normal(shape))
+    return found + 1j * random.standard_normal(shape) if dtype.kind == "c" else found

@@ -55,7 +55,7 @@ class GradientAccumulator:
         block, layout = term
         layout = self.grid.effective(layout)
         if block.dtype != self.dtype:
-            block, owned = block.astype(self.dtype), True
+            block, owned = cast(block, self.dtype), True
         held = self.terms.get(layout)
         if held is None:
             self.terms[layout], self.mine[layout] = block, owned
@@ -124,6 +124,20 @@ class GradientAccumulator:
         return total, first.with_partial(tuple(partial)), all(total is not self.terms[layout] for layout in layouts)
 
 
+def cast(block: Block, dtype: np.dtype[Any]) -> Block:
+    """Return a term of a gradient in the dtype of its value; of a real value's the real part counts."""
+    return (block.real if block.dtype.kind == "c" != dtype.kind else block).astype(dtype)
+
+
+def conjugated(derivative: Any, g: Block, *held: Any) -> Any:
+    """Return the gradient that a rule gives, which multiplies `g` by the derivative of a holomorphic function.
+
+    The gradient by a complex z = u + iv of a real number L is ∂L/∂u + i ∂L/∂v, as in PyTorch: the direction in which L
+    grows fastest.  So the derivative enters conjugated.
+    """
+    return derivative(g.conj(), *held).conj() if g.dtype.kind == "c" else derivative(g, *held)
+
+
 def _sum(a: Block, b: Block, into: bool) -> Block:
     if into and a.ndim and getattr(a.flags, "writeable", True):  # CuPy's arrays always are
         a += b
@@ -170,7 +184,7 @@ class GradientScatter:
             if node.age in kept:
                 block, have, owned = _with(kept.pop(node.age)[1], (block, have), owned)
         if block.dtype != node.dtype:
-            block, owned = block.astype(node.dtype), True
+            block, owned = cast(block, node.dtype), True
         self.gatherers[id(gatherer)] = gatherer
         nbytes = most_bytes(have, node.shape, grid.sizes, block.itemsize)
         self.land(max(0, gatherer.limit - nbytes))

@@ -28,12 +28,14 @@ class Tensor:
     """A `DistArray` in a computation whose gradient may be asked for.
 
     Operations on tensors check layouts and never communicate, except products (by their plan) and operations whose
-    meaning is a sum over a cut dim.  The gradient of a value has its dtype and layout.
+    meaning is a sum over a cut dim.  The gradient of a value has its dtype and layout; by a complex value u + iv it is
+    ∂L/∂u + i ∂L/∂v, as in PyTorch.  The functions of `parlinalg` and NumPy's take tensors too
+    (`parlinalg.autograd.functions`).
 
     Parameters
     ----------
     data : DistArray
-        An array of a real dtype.
+        The value.
     requires_grad : bool
         Whether `backward()` of what is made from this tensor adds its gradient to `grad`.
 
@@ -48,7 +50,6 @@ class Tensor:
     """
 
     __slots__ = ("__weakref__", "_data", "_node", "origin")
-    __array_ufunc__ = None  # NumPy's scalars and DistArray leave operators to this class
 
     def __init__(self, data: DistArray, requires_grad: bool = False) -> None:
         if not isinstance(data, DistArray):
@@ -56,8 +57,6 @@ class Tensor:
                 f"a Tensor takes a DistArray, not {type(data).__name__}; distribute it first: "
                 "parlinalg.distribute(array, grid, layout)"
             )
-        if data.dtype.kind == "c":
-            raise TypeError(f"a Tensor takes real dtypes, not {data.dtype}; use .real and .imag as two tensors")
         self._data = data
         self._node: Node | None = None
         self.origin: tuple[Parameter, tuple[int, ...]] | None = None
@@ -185,11 +184,19 @@ class Tensor:
 
         return redistribute(self, layout)
 
-    def astype(self, dtype: Any) -> Tensor:
+    def astype(self, dtype: Any, *, copy: bool = True) -> Tensor:
         """The same value in another floating dtype."""
         from parlinalg.autograd.ops.shapes import astype
 
         return astype(self, dtype)
+
+    def summed(self) -> Tensor:
+        """The same value with nothing left to sum.  Collective."""
+        return self.redistribute(self.layout.with_partial(()))
+
+    def copy(self) -> Tensor:
+        """The same value: tensors are not written to."""
+        return self
 
     def reshape(self, *shape: Any) -> Tensor:
         """The same elements in another shape, where blocks stay blocks."""
@@ -218,23 +225,89 @@ class Tensor:
 
         return getitem(self, key)
 
-    def sum(self, axis: Axis = None, keepdims: bool = False, *, partial: bool = False) -> Tensor:
+    def sum(
+        self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False, *, partial: bool = False
+    ) -> Tensor:
         """The sum over dims; over cut ones complete, or with `partial` left partial."""
         from parlinalg.autograd.ops.reductions import sum
 
-        return sum(self, axis, keepdims, partial=partial)
+        refuse_out(out)
+        return sum(self if dtype is None else self.astype(dtype), axis, keepdims, partial=partial)
 
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    def mean(self, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: bool = False) -> Tensor:
         """The mean over dims."""
         from parlinalg.autograd.ops.reductions import mean
 
-        return mean(self, axis, keepdims)
+        refuse_out(out)
+        return mean(self if dtype is None else self.astype(dtype), axis, keepdims)
 
-    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        """The largest elements over dims; equal ones share the gradient."""
-        from parlinalg.autograd.ops.reductions import max
+    # methods of arrays that call functions, which take tensors
+    _reduce: Any = DistArray._reduce
+    max: Any = DistArray.max
+    min: Any = DistArray.min
+    any: Any = DistArray.any
+    all: Any = DistArray.all
+    prod: Any = DistArray.prod
+    var: Any = DistArray.var
+    std: Any = DistArray.std
+    trace: Any = DistArray.trace
+    clip: Any = DistArray.clip
+    round: Any = DistArray.round
+    dot: Any = DistArray.dot
+    ravel: Any = DistArray.ravel
+    flatten: Any = DistArray.flatten
+    squeeze: Any = DistArray.squeeze
+    swapaxes: Any = DistArray.swapaxes
+    conjugate: Any = DistArray.conjugate
+    tolist: Any = DistArray.tolist
+    H: Any = DistArray.H
+    device: Any = DistArray.device
+    itemsize: Any = DistArray.itemsize
+    nbytes: Any = DistArray.nbytes
+    __len__: Any = DistArray.__len__
+    __iter__: Any = DistArray.__iter__
+    __array_namespace__: Any = DistArray.__array_namespace__
 
-        return max(self, axis, keepdims)
+    def conj(self) -> Tensor:
+        """The conjugate of every element."""
+        return self if self.dtype.kind != "c" else _NUMPY.conjugate(self)
+
+    @property
+    def real(self) -> Tensor:
+        """The real parts."""
+        from parlinalg.autograd.functions import real
+
+        return real(self)
+
+    @property
+    def imag(self) -> Tensor:
+        """The imaginary parts."""
+        from parlinalg.autograd.functions import imag
+
+        return imag(self)
+
+    def __abs__(self) -> Tensor:
+        from parlinalg.autograd.ops.elementwise import abs
+
+        return abs(self)
+
+    def __pos__(self) -> Tensor:
+        return self
+
+    def __rpow__(self, base: Any) -> Tensor:
+        return _NUMPY.power(base, self)
+
+    def __mod__(self, other: Any) -> Tensor:
+        return _NUMPY.remainder(self, other)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        return _NUMPY.remainder(other, self)
+
+    def __floordiv__(self, other: Any) -> DistArray:
+        return _NUMPY.floor_divide(self, other)
+
+    def __rfloordiv__(self, other: Any) -> DistArray:
+        return _NUMPY.floor_divide(other, self)
 
     def __add__(self, other: Any) -> Tensor:
         from parlinalg.autograd.ops.arithmetic import add
@@ -290,12 +363,25 @@ class Tensor:
 
         return matmul(other, self)
 
+    def __lt__(self, other: Any) -> DistArray:
+        return _NUMPY.less(self, other)
+
+    def __le__(self, other: Any) -> DistArray:
+        return _NUMPY.less_equal(self, other)
+
+    def __gt__(self, other: Any) -> DistArray:
+        return _NUMPY.greater(self, other)
+
+    def __ge__(self, other: Any) -> DistArray:
+        return _NUMPY.greater_equal(self, other)
+
     def _refuse(self, other: object) -> Any:
         raise TypeError(
-            "tensors are not compared: a comparison has no gradient; compare their values: x.data == y.data"
+            "== and != do not compare tensors, which are keys of sets and dicts; compare their values: "
+            "x.data == y.data, or parlinalg.equal(x, y)"
         )
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __eq__ = __ne__ = _refuse
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
@@ -306,6 +392,39 @@ class Tensor:
             "a Tensor does not become a NumPy array by itself: this rank holds one block of it. Use .gather() for "
             "the global array, .block for this rank's part"
         )
+
+    # ------------------------------------------------------------------ functions of arrays
+    def __parlinalg_function__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        from parlinalg.autograd.primitives import call
+
+        return call(function, args, kwargs)
+
+    def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        from parlinalg.autograd.primitives import call_numpy
+
+        return call_numpy(function, args, kwargs)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        from parlinalg.autograd.primitives import call_ufunc
+
+        return call_ufunc(ufunc, method, inputs, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(DistArray, name):
+            raise AttributeError(
+                f"a Tensor has no {name!r}, which DistArrays have; take it of the value, x.data, without a gradient",
+                name=name, obj=self,
+            )  # fmt: skip
+        return object.__getattribute__(self, name)
+
+
+_NUMPY: Any = np  # whose functions return Tensors, which its types do not know
+
+
+def refuse_out(out: Any) -> None:
+    """Raise an error if a result is to be written into an array: tensors are values."""
+    if out is not None:
+        raise TypeError("functions of tensors take no out=: tensors are not written to")
 
 
 def start_walk(

@@ -6,11 +6,13 @@ import argparse
 
 from parlinalg.cli.parser import Commands, speaks
 from parlinalg.comm.streams import tell
+from parlinalg.errors import ConfigError
+from parlinalg.layout import Layout
 
 
 def add(commands: Commands) -> None:
     """Add the command to the parser."""
-    plan = commands.add_parser("plan", help="explain the plan of a distributed product")
+    plan = commands.add_parser("plan", help="explain the plan of a distributed product or elementwise operation")
     what = plan.add_subparsers(metavar="WHAT", required=True)
     matmul = what.add_parser("matmul", help="the grid and kernel for C[M, N] = A[M, K] B[K, N]")
     for name in ("M", "N", "K"):
@@ -19,6 +21,16 @@ def add(commands: Commands) -> None:
     matmul.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
     matmul.add_argument("--dtype", default="float64", help="of A, B and C (default: %(default)s)")
     matmul.set_defaults(run=run)
+    elementwise = what.add_parser(
+        "elementwise",
+        help="the layout in which operands meet",
+        description="Print the layout of an elementwise operation, and the words it moves. An operand is a shape such "
+        "as 1000,40 and a layout that names for each dim the axes which cut it, joined by +, or a dot: r,. or r+c,. or "
+        ".,c/r, whose terms are not summed over r yet.",
+    )
+    elementwise.add_argument("operands", nargs="+", metavar="SHAPE LAYOUT", help="such as 1000,40 r,. 40 c")
+    elementwise.add_argument("--grid", required=True, metavar="r=2,c=2", help="the grid's axes and their sizes")
+    elementwise.set_defaults(run=run_elementwise)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,3 +41,42 @@ def run(args: argparse.Namespace) -> int:
     if speaks():
         tell(plan.explain())
     return 0
+
+
+def run_elementwise(args: argparse.Namespace) -> int:
+    """Print how the operands of an elementwise operation are brought together."""
+    from parlinalg.array.align import plan_elementwise
+
+    if len(args.operands) % 2:
+        raise ConfigError(f"each operand is a shape and a layout; {len(args.operands)} arguments are given")
+    pairs = zip(args.operands[::2], args.operands[1::2], strict=True)
+    operands = [(_shape(shape), _layout(layout)) for shape, layout in pairs]
+    plan = plan_elementwise(*operands, grid=_grid(args.grid))
+    if speaks():
+        tell(plan.explain())
+    return 0
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not all(size.isdecimal() for size in _parts(text)):
+        raise ConfigError(f"a shape is whole numbers such as 1000,40, not {text!r}")
+    return tuple(map(int, _parts(text)))
+
+
+def _layout(text: str) -> Layout:
+    dims, _, partial = text.partition("/")
+    return Layout(
+        *(None if cut == "." else tuple(cut.split("+")) for cut in _parts(dims)),
+        partial=tuple(partial.split("+")) if partial else (),
+    )
+
+
+def _grid(text: str) -> dict[str, int]:
+    axes = dict(part.partition("=")[::2] for part in _parts(text))
+    if not axes or not all(name and size.isdecimal() and int(size) for name, size in axes.items()):
+        raise ConfigError(f"a grid is axes and their sizes such as r=2,c=2, not {text!r}")
+    return {name: int(size) for name, size in axes.items()}
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text.strip() else []

@@ -33,6 +33,7 @@ import numpy as np
 
 from parlinalg.array import DistArray, from_function
 from parlinalg.array.create import placed
+from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import roll
 from parlinalg.errors import LayoutError
@@ -202,6 +203,7 @@ def _kind(name: str) -> str:
     return "c2r" if name.startswith(("irfft", "hfft")) else "c2c"
 
 
+@primitive
 def _transform(name: str, x: DistArray, s: Any, axes: Any, norm: Norm, layout: Target) -> DistArray:
     if norm not in (*_SWAPPED, None):
         raise ValueError(f'{name}: norm is "backward", "ortho" or "forward", not {norm!r}')
@@ -229,8 +231,8 @@ def _problem(name: str, x: DistArray, s: Any, axes: Any) -> Problem:
     """Return the transform once its arguments are checked, before any communication."""
     if not isinstance(x, DistArray):
         raise TypeError(
-            f"{name} takes a DistArray, not {type(x).__name__}; distribute it first: parlinalg.distribute(array, grid, "
-            "layout)"
+            f"{name} takes a DistArray, not {type(x).__name__}; distribute it first: "
+            "parlinalg.distribute(array[, grid, layout])"
         )
     kind = _kind(name)
     if kind == "r2c" and x.dtype.kind == "c":
@@ -303,8 +305,8 @@ def ifftshift(x: DistArray, /, axes: int | Axes = None) -> DistArray:
     return roll(x, [-(x.shape[d] // 2) for d in dims], dims)
 
 
-def _shifted(name: str, x: DistArray, axes: int | Axes) -> tuple[int, ...]:
-    if not isinstance(x, DistArray):
+def _shifted(name: str, x: Any, axes: int | Axes) -> tuple[int, ...]:
+    if not (isinstance(x, DistArray) or takes_over(x)):
         raise TypeError(f"{name} takes a DistArray, not {type(x).__name__}")
     return _dims(name, range(x.ndim) if axes is None else axes if isinstance(axes, Sequence) else (axes,), x.ndim)
 

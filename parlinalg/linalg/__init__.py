@@ -9,11 +9,13 @@ import numpy as np
 
 from parlinalg.array import reductions
 from parlinalg.array.core import DistArray, axis_of
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
 from parlinalg.array.joining import dims_of, take
 from parlinalg.array.namespace import expand_dims, eye, matrix_transpose, max, min, moveaxis, sum, tensordot, vecdot
 from parlinalg.array.shapes import reshape
+from parlinalg.layout import Layout
 from parlinalg.linalg.factors import (
     LinAlgError,
     cho_factor,
@@ -105,6 +107,7 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
     return sum(diagonal(_matrices(x, "trace"), offset=offset), axis=-1, dtype=dtype)
 
 
+@primitive
 def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> DistArray:
     """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
     dims = tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim)
@@ -148,7 +151,7 @@ def matrix_power(x: DistArray, n: int, /) -> DistArray:
     if n < 0:
         return matrix_power(inv(x), -n)
     if not n:
-        one = eye(x.shape[-1], dtype=x.dtype, grid=x.grid)
+        one = eye(x.shape[-1], dtype=x.dtype, grid=x.grid, layout=Layout(*x.layout.dims[-2:]))
         return x * 0 + one
     out, square = None, x
     while n:
@@ -216,3 +219,8 @@ def _qr(a: DistArray, mode: str = "reduced") -> Any:
     if mode == "r":
         return qr(a).R
     return qr(a, mode=mode)
+
+
+@handles(np.linalg.matrix_power)
+def _matrix_power(a: DistArray, n: int) -> DistArray:
+    return matrix_power(a, n)

@@ -11,6 +11,7 @@ import numpy as np
 
 from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.create import eye
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
@@ -242,6 +243,7 @@ class QRFactor(_Factor):
 
 
 # ------------------------------------------------------------------------------------------------ functions
+@primitive
 def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
     """Return the Cholesky factorization of a matrix in its working form.
 
@@ -260,16 +262,19 @@ def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
     return CholeskyFactor(a, block)
 
 
+@primitive
 def lu_factor(a: DistArray, block: int | None = None) -> LUFactor:
     """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting."""
     return LUFactor(a, block)
 
 
+@primitive
 def qr_factor(a: DistArray, block: int | None = None) -> QRFactor:
     """Return the factorization A = Q R of a matrix [m, n] in its working form."""
     return QRFactor(a, block)
 
 
+@primitive
 def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
     """Return the lower factor L of Hermitian positive definite matrices, A = L Lᴴ, or the upper one, Lᴴ.
 
@@ -290,6 +295,7 @@ def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
     return found if not upper else found.mT.conj().redistribute(found.layout)
 
 
+@primitive
 def solve(x1: DistArray, x2: DistArray, /) -> DistArray:
     """Return x of A x = b for square matrices A = `x1` and b = `x2`, in the layout of b.
 
@@ -322,6 +328,7 @@ def lu_with(a: DistArray, b: DistArray) -> DistArray:
     return LUFactor(a, b=b).carried(b)
 
 
+@primitive
 def inv(x: DistArray, /) -> DistArray:
     """Return the inverses of square matrices [..., n, n], in their layout.
 
@@ -336,6 +343,7 @@ def inv(x: DistArray, /) -> DistArray:
     return lu_with(x, eye(x.shape[0], dtype=x.dtype, grid=x.grid, layout=x.layout.with_partial(())))
 
 
+@primitive
 def slogdet(x: DistArray, /) -> SlogdetResult:
     """Return the signs (or phases) of the determinants of square matrices and the logarithms of their sizes."""
     x = _matrix(x, "slogdet", square=True)
@@ -347,6 +355,7 @@ def slogdet(x: DistArray, /) -> SlogdetResult:
     return SlogdetResult(_scalar(phase, x.dtype, x), _scalar(size, real, x))
 
 
+@primitive
 def det(x: DistArray, /) -> DistArray:
     """Return the determinants of square matrices."""
     x = _matrix(x, "det", square=True)
@@ -358,6 +367,7 @@ def det(x: DistArray, /) -> DistArray:
     return _scalar(value, x.dtype, x)
 
 
+@primitive
 def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     """Return Q [..., m, k] and R [..., k, n] of matrices [..., m, n], in their layout.
 
@@ -380,6 +390,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     return QRResult(work.Q(m), pad(work.R, ((0, m - n), (0, 0))))
 
 
+@primitive
 def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
     """Return P, L and U of a matrix [m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
     work = lu_factor(a)
@@ -395,6 +406,7 @@ def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
     return (p, *work.factors())
 
 
+@primitive
 def solve_triangular(
     a: DistArray, b: DistArray, *, lower: bool = False, adjoint: bool = False, unit_diagonal: bool = False
 ) -> DistArray:

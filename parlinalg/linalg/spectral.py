@@ -9,6 +9,7 @@ import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.array.create import zeros
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import where
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
@@ -38,6 +39,7 @@ class SVDResult(NamedTuple):
     Vh: DistArray
 
 
+@primitive
 def eigh(x: DistArray, /) -> EighResult:
     """Return the eigenvalues [..., n], rising, and eigenvectors [..., n, n] of Hermitian matrices.
 
@@ -58,6 +60,7 @@ def eigh(x: DistArray, /) -> EighResult:
     return EighResult(_vector(values / scale, Layout(layout.dims[-1]), x.grid), found)
 
 
+@primitive
 def eigvalsh(x: DistArray, /) -> DistArray:
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read."""
     x = _matrix(x, "eigvalsh", square=True)
@@ -67,6 +70,7 @@ def eigvalsh(x: DistArray, /) -> DistArray:
     return _vector(tridiagonal_values(reduced.d, reduced.e) / scale, Layout(x.layout.dims[-1]), x.grid)
 
 
+@primitive
 def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     """Return U [..., m, k], the singular values [..., k], falling, and Vᴴ [..., l, n] of matrices [..., m, n].
 
@@ -114,6 +118,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     return SVDResult(u, _vector(s / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
 
 
+@primitive
 def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = _matrix(x, "svdvals")
@@ -141,6 +146,7 @@ def _inverse(s: DistArray, kept: DistArray) -> DistArray:
     return where(kept, 1 / where(kept, s, s.dtype.type(1)), s.dtype.type(0))
 
 
+@primitive
 def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     """Return the ranks of matrices [..., m, n]: their singular values above `rtol` times the largest.
 
@@ -150,6 +156,7 @@ def matrix_rank(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     return (s > _limit(x, s, rtol, max(x.shape[-2:]))).sum(axis=-1, dtype=np.int64)
 
 
+@primitive
 def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     """Return the pseudoinverses [..., n, m] of matrices [..., m, n]; smaller singular values count as 0.
 
@@ -161,6 +168,7 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
 
 
+@primitive
 def cond(x: DistArray, p: Any = None) -> DistArray:
     """Return the condition numbers of matrices, in a norm of `matrix_norm`; None is 2."""
     if p in (None, 2, -2):
@@ -185,6 +193,7 @@ class LstsqResult(NamedTuple):
     s: DistArray
 
 
+@primitive
 def lstsq(a: DistArray, b: DistArray, rcond: float | None = None) -> LstsqResult:
     """Return the x [n] or [n, k] of least norm for which A x - b is least, for A [m, n] and b [m] or [m, k].
 

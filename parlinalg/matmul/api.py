@@ -11,6 +11,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.align import broadcast_shape, is_explicit
 from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import broadcast_to
 from parlinalg.array.ufuncs import PRODUCT
 from parlinalg.backend.halves import work_dtype
@@ -21,6 +22,7 @@ from parlinalg.matmul.execute import check_operands, execute
 from parlinalg.plan import Plan, Shape
 
 
+@primitive
 def matmul(
     a: DistArray, b: DistArray, *, plan: Plan | None = None, alpha: complex = 1, beta: complex = 0,
     out: DistArray | None = None, layout: Layout | None = None, memory: int | str | None = None,
@@ -121,7 +123,7 @@ def _array(value: Any, name: str) -> DistArray:
     if not isinstance(value, DistArray):
         raise TypeError(
             f"matmul: {name} is a {type(value).__name__}, not a DistArray; distribute it first: "
-            "parlinalg.distribute(array, grid, layout)"
+            "parlinalg.distribute(array[, grid, layout])"
         )
     return value
 

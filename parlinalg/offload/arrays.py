@@ -108,7 +108,7 @@ class OffloadedArray(DistArray):
         self, home: Home, at: int, dtype: np.dtype[Any], shape: tuple[int, ...], layout: Layout, grid: Grid
     ) -> None:  # fmt: skip
         self.home, self.at, self._dtype = home, at, np.dtype(dtype)
-        self.shape, self.layout, self.grid, self.order = tuple(shape), layout, grid, None
+        self._shape, self.layout, self.grid, self.order = tuple(shape), layout, grid, None
         self._owner = self._views = None
         self._window: weakref.ref[Any] | None = None
 
@@ -172,7 +172,7 @@ class TransposedArray(DistArray):
     def __init__(self, source: OffloadedArray, dims: tuple[int, ...]) -> None:
         nothing = np.broadcast_to(np.empty((), source.dtype), source.local)
         plain = DistArray(nothing, source.shape, source.layout, source.grid).transpose(dims)
-        self.shape, self.layout, self.grid, self.order = plain.shape, plain.layout, plain.grid, plain.order
+        self._shape, self.layout, self.grid, self.order = plain.shape, plain.layout, plain.grid, plain.order
         self.source, self.dims = source, dims
         self._owner, self._views = source, None
 

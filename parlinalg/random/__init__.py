@@ -3,6 +3,9 @@
 An element depends on the seed, a name, the number of a call, a step, and its index in the global array, and on nothing
 else: not on how the array is cut, nor on what was drawn before.  Nothing is kept to draw the same numbers again.
 
+`default_rng(seed)` draws as NumPy's generators do: its elements depend on the seed, the number of the call, and their
+index.
+
 The numbers are made on the host, and copied where blocks live elsewhere.
 """
 
@@ -18,20 +21,29 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from parlinalg.array import DistArray
-from parlinalg.array.shapes import shape_of
 from parlinalg.backend import Backend
 from parlinalg.backend.kernels.dropout import Counted, draws_on_device, drop, index_terms
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.random.counter import RandomStream, Words, block_words, stream_key
-from parlinalg.redistribute import check_given, fitting, redistribute
+from parlinalg.random.distributions import drawn, float_dtype, normal_quantile, open_unit, unit
+from parlinalg.random.generator import Generator, default_rng
 
 Block = Any
 Indices = range | np.ndarray
 #: Numbers drawn in the time that one call takes.
 CALL = 1 << 13
 
-__all__ = ["Bernoulli", "bernoulli", "integers", "normal", "permutation", "uniform"]
+__all__ = [
+    "Bernoulli",
+    "Generator",
+    "bernoulli",
+    "default_rng",
+    "integers",
+    "normal",
+    "permutation",
+    "uniform",
+]
 
 
 def uniform(
@@ -73,12 +85,14 @@ def uniform(
     width = high - low
 
     def convert(words: Words) -> np.ndarray:
-        u = (words >> np.uint64(11)).astype(np.float64)
-        u *= 2.0**-53 * width
+        u = unit(words)
+        u *= width
         u += low
         return u
 
-    return _draw(convert, 64, shape, grid, layout, _float(dtype, "uniform"), stream_key(seed, name, call, step), start)
+    return drawn(
+        convert, 64, shape, grid, layout, float_dtype(dtype, "uniform"), stream_key(seed, name, call, step), start
+    )
 
 
 def normal(
@@ -88,15 +102,14 @@ def normal(
     """Normally distributed numbers; arguments and errors as of `uniform`."""
 
     def convert(words: Words) -> np.ndarray:
-        u = (words >> np.uint64(12)).astype(np.float64)
-        u += 0.5
-        u *= 2.0**-52  # exact, and so is 1 - u: the two tails are alike
-        z = normal_quantile(u)
+        z = normal_quantile(open_unit(words))
         z *= std
         z += mean
         return z
 
-    return _draw(convert, 64, shape, grid, layout, _float(dtype, "normal"), stream_key(seed, name, call, step), start)
+    return drawn(
+        convert, 64, shape, grid, layout, float_dtype(dtype, "normal"), stream_key(seed, name, call, step), start
+    )
 
 
 def bernoulli(
@@ -112,7 +125,7 @@ def bernoulli(
     """
     numbers = Bernoulli(p)
     stream = stream_key(seed, name, call, step)
-    return _draw(numbers.convert, 32, shape, grid, layout, np.dtype(np.bool_), stream, start)
+    return drawn(numbers.convert, 32, shape, grid, layout, np.dtype(np.bool_), stream, start)
 
 
 class Bernoulli:
@@ -202,7 +215,7 @@ def integers(
         wide = words.astype(np.uint64) * np.uint64(high - low)
         return (wide >> np.uint64(32)).astype(np.int64) + low
 
-    return _draw(convert, 32, shape, grid, layout, np.dtype(np.int64), stream_key(seed, name, call, step), start)
+    return drawn(convert, 32, shape, grid, layout, np.dtype(np.int64), stream_key(seed, name, call, step), start)
 
 
 def permutation(n: int, *, seed: int = 0, epoch: int = 0, name: str = "permutation") -> np.ndarray:
@@ -213,33 +226,6 @@ def permutation(n: int, *, seed: int = 0, epoch: int = 0, name: str = "permutati
     """
     words = RandomStream(stream_key(seed, name, 0, epoch)).take(0, n)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
-
-
-def _draw(
-    convert: Callable[[Words], np.ndarray], bits: int, shape: int | Sequence[int], grid: Grid, layout: Layout,
-    dtype: np.dtype[Any], stream: np.ndarray, start: int,
-) -> DistArray:  # fmt: skip
-    """Return the array of the elements that `convert` makes of their words, tile by tile."""
-    shape = shape_of(shape)
-    cut = fitting(layout, shape, grid).with_partial(())
-    ranges = grid.block(cut, shape)
-    lengths = tuple(len(r) for r in ranges)
-    flat = np.empty(math.prod(lengths), dtype)
-    if grid.inside:
-        for place, words in block_words(RandomStream(stream, bits), shape, ranges, start):
-            flat[place : place + len(words)] = convert(words)
-    block = grid.backend.from_host(flat.reshape(lengths))
-    right = "all ranks draw with the same seed, name, call, step and bounds"
-    keys = {"the key of seed, name, call and step": stream.tolist(), "start": start}
-    check_given("parlinalg.random", block, cut, shape, grid, right, **keys)
-    return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
-
-
-def _float(dtype: DTypeLike, what: str) -> np.dtype[Any]:
-    dtype = np.dtype(dtype)
-    if dtype.kind != "f" and dtype.name != "bfloat16":
-        raise TypeError(f"random.{what} makes float16, bfloat16, float32 or float64, not {dtype}")
-    return dtype
 
 
 # ------------------------------------------------------------------ dropout
@@ -273,66 +259,3 @@ def factors(
         dropped, table = dropping(keep, ones, shape, indices, backend)
         return dropped(ones, table)
     return backend.from_host(keep.part(shape, indices) * dtype.type(1 / keep.p if keep.p else 0))
-
-
-# ------------------------------------------------------------------ the normal distribution
-# Highest power first, as Horner's rule takes them.
-_CENTRE = (
-    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
-     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
-    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
-     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0),
-)  # fmt: skip
-_MIDDLE = (
-    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
-     3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0),
-    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
-     6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0),
-)  # fmt: skip
-_TAIL = (
-    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
-     2.96560571828504891230e-1, 1.78482653991729133580e0, 5.46378491116411436990e0, 6.65790464350110377720e0),
-    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
-     1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0),
-)  # fmt: skip
-Ratio = tuple[tuple[float, ...], tuple[float, ...]]
-
-
-def normal_quantile(p: np.ndarray) -> np.ndarray:
-    """Return x with P(X ≤ x) = p for a standard normal X, to about 1e-16.
-
-    It takes one uniform number an element, unlike methods that take pairs or reject, so that elements stay independent
-    (Wichura, Algorithm AS 241, Applied Statistics 37, 1988).
-
-    Parameters
-    ----------
-    p : array of float64
-        Contiguous, above 0 and below 1.
-    """
-    q = p - 0.5
-    x = q * _ratio(_CENTRE, 0.180625 - q * q)
-    outer = np.flatnonzero(np.abs(q) > 0.425)
-    if outer.size:
-        side = p[outer]
-        r = np.sqrt(-np.log(np.minimum(side, 1.0 - side)))
-        far = r > 5.0
-        z = _ratio(_MIDDLE, r - 1.6)
-        if far.any():
-            z[far] = _ratio(_TAIL, r[far] - 5.0)
-        x[outer] = np.copysign(z, q[outer])
-    return x
-
-
-def _ratio(ratio: Ratio, r: np.ndarray) -> np.ndarray:
-    above, below = (_horner(coefficients, r) for coefficients in ratio)
-    above /= below
-    return above
-
-
-def _horner(coefficients: tuple[float, ...], r: np.ndarray) -> np.ndarray:
-    total = r * coefficients[0]
-    for c in coefficients[1:-1]:
-        total += c
-        total *= r
-    total += coefficients[-1]
-    return total

@@ -279,3 +279,22 @@ def test_from_blocks_copies_nothing(make_grid, world, xp):
     grid = make_grid({"a": world.size})
     block = xp.zeros(3)
     assert pla.from_blocks(block, grid, Layout("a")).block is block
+
+
+def test_array_is_asarray_with_a_copy(grid):
+    for data in ([[1, 2], [3, 4]], np.arange(7.0), 3.5, []):
+        check(pla.array(data, grid=grid), np.array(data))
+        check(pla.array(data, np.float32, grid=grid), np.array(data, np.float32))
+    x = pla.array(range(5), grid=grid)
+    y = pla.array(x)
+    y += 1
+    check(x, np.arange(5))
+    assert pla.array(x, copy=False) is x
+
+
+def test_one_rank_prints(world, backend, capsys):
+    grid = pla.Grid({"a": world.size}, world, backend)
+    with grid:
+        pla.print0("x:", pla.arange(world.size + 1), 2.5, sep="|", end=".\n")
+    out = capsys.readouterr().out
+    assert (out.startswith("x:|DistArray(") and out.endswith("|2.5.\n")) if world.rank == 0 else not out

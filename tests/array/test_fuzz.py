@@ -921,6 +921,92 @@ def product(c: Chain) -> str:
     return f"{c.new()} = {x} @ {y}"
 
 
+# ---------------------------------------------------------------------------------- NumPy's other names
+@step(6)
+def statistic(c: Chain) -> str:
+    x = c.pick(lambda a: a.dtype.kind in "iuf" and a.size and finite(a) and 0 not in a.shape)
+    a = c.pool[x].plain
+    axis = c.axes(a.ndim)
+    method = c.one(("linear", "lower", "hazen", "nearest", "median_unbiased"))
+    how = [f"np.median({x}, axis={axis})", f"np.ptp({x}, axis={axis})", f"np.average({x}, axis={axis})"]
+    how += [f"np.quantile({x}, {c.one((0.0, 0.3, 0.5, 1.0, [0.25, 0.5]))}, axis={axis}, method={method!r})"] * 2
+    how += [f"np.histogram({x}, {c.int(1, 5)})[{c.int(0, 1)}]", f"np.histogram({x}, [-3, 0, 1, 9])[0]"]
+    how += [f"np.digitize({x}, [-2, 0, 1.5])", f"np.nan_to_num({x})"]
+    if a.dtype.kind == "u":
+        how = how[:5]
+    return f"{c.new()} = {c.one(how)}"
+
+
+@step(4)
+def without_nans(c: Chain) -> str:
+    x = c.pick(lambda a: a.dtype.kind in "iuf" and not np.isinf(a).any())
+    name = c.one(("nansum", "nanmean", "nanvar", "nancumsum", "nanmedian"))
+    a = c.pool[x].plain
+    if not a.size:
+        raise Unfit
+    if name == "nancumsum":
+        return f"{c.new()} = np.nancumsum({x}, axis={None if not a.ndim else c.axis(a.ndim)})"
+    return f"{c.new()} = np.{name}({x}, axis={c.axes(a.ndim)})"
+
+
+@step(6)
+def masked_reduction(c: Chain) -> str:
+    x = c.pick(lambda a: a.dtype.kind in "iuf" and finite(a))
+    e = c.pool[x]
+    name = c.one(("sum", "sum", "max", "min", "any", "mean"))
+    mask = c.literal(np.asarray(c.rng.random(e.plain.shape) < 0.6), e.grid, 0)
+    more = ", initial=1" if name in ("max", "min") or (name == "sum" and c.chance(0.5)) else ""
+    return f"{c.new()} = np.{name}({x}, axis={c.axes(e.plain.ndim)}, where={mask}{more})"
+
+
+@step(5)
+def contraction(c: Chain) -> str:
+    x = c.pick(lambda a: 0 < a.ndim <= 3 and number(a) and finite(a) and a.size < 100)
+    e = c.pool[x]
+    a = e.plain
+    y = c.pick(lambda b: 0 < b.ndim <= 2 and number(b) and finite(b) and b.size < 30, e.grid)
+    letters = "ijk"[: a.ndim]
+    b = c.pool[y].plain
+    sizes = dict(zip(letters, a.shape, strict=True))
+    other = "".join(next((s for s in c.rng.permutation(list(letters)) if sizes[s] == n), "pq"[d])
+                    for d, n in enumerate(b.shape))  # fmt: skip
+    every = sorted(set(letters + other))
+    out = "".join(str(s) for s in c.rng.permutation(every)[: c.int(0, len(every))])
+    if c.chance(0.2):
+        return f"{c.new()} = np.kron({x}, {y})" if a.size * b.size < 600 else f"{c.new()} = np.outer({x}, {y})"
+    return f"{c.new()} = np.einsum('{letters},{other}->{out}', {x}, {y})"
+
+
+@step(4)
+def by_neighbours(c: Chain) -> str:
+    x = c.pick(lambda a: a.ndim and a.dtype.kind in "if" and finite(a) and min(a.shape) > 2)
+    a = c.pool[x].plain
+    axis = c.axis(a.ndim)
+    how = [f"np.gradient({x}, 0.5, axis={axis})", f"np.trapezoid({x}, axis={axis})"]
+    how += [f"np.interp({x}, [-2, 0, 1, 4], [1, -1, 0, 2])", f"np.maximum.accumulate({x}, {axis})"]
+    if a.ndim == 1:
+        y = c.pick(lambda b: b.ndim == 1 and b.dtype.kind in "if" and b.size and finite(b), c.pool[x].grid)
+        how += [f"np.convolve({x}, {y}, {c.one(('full', 'same', 'valid'))!r})"] * 2
+        how += [f"np.correlate({x}, {y}, {c.one(('full', 'same', 'valid'))!r})"] * 2
+    return f"{c.new()} = {c.one(how)}"
+
+
+@step(5)
+def edited(c: Chain) -> str:
+    x = c.pick(dims)
+    a = c.pool[x].plain
+    axis = c.int(0, a.ndim - 1)
+    n = a.shape[axis]
+    how = [f"np.insert({x}, {c.int(0, n)}, 1, axis={axis})", f"np.insert({x}, [0, {c.int(0, n)}], 1, axis={axis})"]
+    how += [f"np.resize({x}, {(c.int(0, 3), c.int(1, 5))})", f"np.atleast_3d({x})", f"np.argwhere({x})"]
+    if n:
+        how += [f"np.delete({x}, {c.int(-n, n - 1)}, axis={axis})", f"np.delete({x}, [0, {n - 1}], axis={axis})"]
+        how += [f"np.delete({x}, slice({c.int(0, n)}, {c.int(0, n)}), {axis})"]
+    if a.ndim > 1:
+        how += [f"np.rot90({x}, {c.int(-1, 5)})", f"np.block([[{x}, {x}], [{x}, {x}]])", f"np.dstack([{x}, {x}])"]
+    return f"{c.new()} = {c.one(how)}"
+
+
 # ------------------------------------------------------------------------------------------------ the tests
 @pytest.fixture
 def chains(world: Any, make_grid: Callable[..., Grid], backend: str, tune: Any) -> Callable[[int, int], int]:

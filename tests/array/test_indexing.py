@@ -247,3 +247,13 @@ def test_printing_is_alike_on_all_ranks(grid, world):
             assert text == f"{x!r}\n{np.array2string(values)}"
             assert all(theirs == text for theirs in world.share(text))
     assert repr(x).startswith(f"DistArray(shape=(7, 8, 30), dtype=float64, layout={x.layout!r}, grid=Grid(")
+
+
+def test_ends_of_slices_are_arrays_without_dims(grid):
+    """As NumPy's, by `__index__`; beside a mask, an integer and an index array too."""
+    a = numbers((6, 5))
+    x = placed(a, grid, Layout(grid.axes, None))
+    end = (x > 100).sum() + 3
+    same(x[:, :end], a[:, :3])
+    same(x[1:end, end:], a[1:3, 3:])
+    same(x[x[:, 0] < 100, :end], a[a[:, 0] < 100, :3])

@@ -31,6 +31,28 @@ def test_elementwise_operations_receive_what_their_layout_lacks(grid, shapes):
         check(z, first * second)
 
 
+@pytest.mark.parametrize("shapes", [((6, 5), (6, 5)), ((7, 4), (4,)), ((5, 1), (3, 1, 6)), ((5, 3), ())], ids=str)
+def test_a_plan_says_what_the_ledger_counts(grid, shapes):
+    first, second = (numbers(shape, seed=i) for i, shape in enumerate(shapes))
+    choices = (layouts(grid.axes, a.ndim) for a in (first, second))
+    for one, other in pairs(*choices, 40, seed=len(shapes[1])):
+        x, y = pla.distribute(first, grid, one), pla.distribute(second, grid, other)
+        plan = pla.plan_elementwise(x, y)
+        with pla.ledger(grid) as book:
+            z = np.hypot(x, y)  # not linear: terms are summed
+        assert z.layout == plan.layout
+        assert plan.shape == z.shape
+        mine = sum(plan.words(grid.coords)) if grid.inside else 0
+        assert book.words.total() == mine, (one, other, plan.explain())
+        total = sum(grid.world.share(mine))
+        assert f"{total:,} received by all ranks" in plan.explain()
+        assert ": chosen" in plan.explain()
+        best = min(plan.candidates, key=lambda candidate: candidate.cost)
+        assert best.layout == plan.layout or not total
+        again = pla.plan_elementwise((x.shape, one), (y.shape, other), grid=grid.sizes)
+        assert again == plan
+
+
 @pytest.mark.parametrize("keys", ["random", "equal", "few", "sorted", "reversed"])
 def test_a_sort_receives_little_more_than_its_part(grid, keys):
     n = PER_RANK * grid.size

@@ -174,6 +174,10 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
         (["train", "digits", "--set", "seed"], ["KEY=VALUE"]),
         (["trian"], ["invalid choice: 'trian'"]),
         (["plan", "matmul", "3", "-1", "3", "--ranks", "2"], ["at least 0, not -1"]),
+        (["plan", "elementwise", "9,4", "r,x", "--grid", "r=2"], ["names axis 'x', but the grid has the axes"]),
+        (["plan", "elementwise", "9,4", "--grid", "r=2"], ["each operand is a shape and a layout"]),
+        (["plan", "elementwise", "9,a", "r,.", "--grid", "r=2"], ["whole numbers such as 1000,40"]),
+        (["plan", "elementwise", "9,4", "r,.", "--grid", "2"], ["such as r=2,c=2"]),
         (["plan", "matmul", "999", "999", "999", "--ranks", "2", "--memory", "1KiB"], ["the least that would do is"]),
     ],
 )
@@ -246,6 +250,13 @@ def test_plan_explains_itself() -> None:
     done = run(0, "plan", "matmul", "4096", "4096", "4096", "--ranks", "65", "--memory", "4GiB", "--dtype", "float32")
     assert done.returncode == 0
     assert all(part in done.stdout for part in ("4×4×4", "rank 64 is idle", "float32", "words", "bound", "runners-up"))
+
+
+def test_plan_says_where_operands_meet() -> None:
+    done = run(0, "plan", "elementwise", "1000,40", ".,c", "40", "r", "1000,1", "r,./c", "--grid", "r=2,c=3")
+    assert done.returncode == 0, done.stderr
+    parts = ("Layout(None, 'c')", "partial=", "received by all ranks", "operand 3", ": chosen", "6 ranks")
+    assert all(part in done.stdout for part in parts), done.stdout
 
 
 def test_doctor_examines_one_rank_and_several() -> None:

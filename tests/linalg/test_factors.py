@@ -11,6 +11,8 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import factors, tiles
 from tests.cases import check, grids, layouts, same
 
+pytestmark = pytest.mark.one_in(4)
+
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 SIZES = [0, 1, 2, 7, 33, 97]
 BOUND = 10  # LAPACK's own tests allow 30

@@ -245,7 +245,7 @@ def test_a_model_is_made_where_it_rests(make_grid, tmp_path):
 
 def test_a_limit_decides(make_grid, world, folder, backend):
     grid = make_grid(sizes(world.size))
-    model, update = start(grid)
+    model, update = start(grid, hidden_size=64)  # on eight ranks too a rank's states are more than the tiles they need
     table = offload.plan(model, update).table
     path = folder if backend == "numpy" else None
     assert str(offload.plan(model, update, memory="1GiB", path=path)).startswith("nothing is offloaded for a limit of")
@@ -268,7 +268,7 @@ def test_a_limit_decides(make_grid, world, folder, backend):
             offload.plan(model, update, memory=least, path=path, kept="1kB", optimizer_states="host")
     chosen = offload.plan(model, update, memory=least, path=path, kept="1kB")
     assert "parameters to" in str(chosen)
-    losses = go_on(*start(grid, reduce=False), range(2))
+    losses = go_on(*start(grid, reduce=False, hidden_size=64), range(2))
     with chosen.apply() as done:
         assert done.states is not None
         found = go_on(model, update, range(2))

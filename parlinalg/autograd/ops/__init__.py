@@ -28,7 +28,7 @@ from parlinalg.autograd.ops.items import replace_first, select
 from parlinalg.autograd.ops.losses import count_targets, cross_entropy, cross_entropy_sum, mse_loss, mse_sum
 from parlinalg.autograd.ops.norms import batch_norm, layer_norm, rms_norm
 from parlinalg.autograd.ops.product import matmul
-from parlinalg.autograd.ops.reductions import max, mean, sum
+from parlinalg.autograd.ops.reductions import max, mean, min, sum
 from parlinalg.autograd.ops.ring import ring_attention
 from parlinalg.autograd.ops.rotary import rotary, rotary_frequencies
 from parlinalg.autograd.ops.routing import Queues, Routing, route
@@ -40,7 +40,7 @@ __all__ = [
     "BlockMask", "Queues", "Routing", "abs", "add", "add_positions", "astype", "attention", "balance_loss",
     "band_means", "batch_norm", "chosen", "combine", "conv2d", "cos", "count_targets", "cross_entropy",
     "cross_entropy_sum", "dispatch", "divide", "embedding", "erf", "exp", "gelu", "layer_norm", "log", "log_softmax",
-    "matmul", "max", "max_pool2d", "maximum", "mean", "minimum", "mse_loss", "mse_sum", "multiply", "narrow",
+    "matmul", "max", "max_pool2d", "maximum", "mean", "min", "minimum", "mse_loss", "mse_sum", "multiply", "narrow",
     "negative", "patches", "power", "redistribute", "relu", "replace_first", "reshape", "ring_attention", "rms_norm",
     "rotary", "rotary_frequencies", "route", "select", "share_heads", "sigmoid", "silu", "sin", "softmax", "sqrt",
     "subtract", "sum", "swiglu", "tanh", "transpose", "where", "z_loss",

@@ -11,7 +11,7 @@ import numpy as np
 from parlinalg.array import DistArray
 from parlinalg.array.align import unmoved
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.gradients import Term
+from parlinalg.autograd.gradients import Term, conjugated
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
 from parlinalg.backend import namespace
@@ -20,19 +20,19 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 
 Block = Any
-Scalar = int | float
+Scalar = int | float | complex
 
 
 def operand(value: Any, name: str) -> Tensor | Scalar:
     """A tensor, or a Python number, which takes the dtype of what it meets."""
     if isinstance(value, Tensor | DistArray):
         return as_tensor(value)
-    if isinstance(value, int | float) and not isinstance(value, np.generic):
+    if isinstance(value, int | float | complex) and not isinstance(value, np.generic):
         return value
-    if isinstance(value, np.generic | np.ndarray) and not value.ndim and value.dtype.kind in "biuf":
+    if isinstance(value, np.generic | np.ndarray) and not value.ndim and value.dtype.kind in "biufc":
         return value.item()
     raise TypeError(
-        f"{name}: a tensor takes tensors, DistArrays and real numbers, not {type(value).__name__}; an array of this "
+        f"{name}: a tensor takes tensors, DistArrays and numbers, not {type(value).__name__}; an array of this "
         "rank alone becomes one by parlinalg.distribute(array, grid, layout)"
     )
 
@@ -95,7 +95,7 @@ def _combined(op: str, y: DistArray, *operands: tuple[Any, ...]) -> Tensor:
 
     def part(x: Tensor, derivative: Any, *saved: Any) -> Part:
         shape = Frame.of(x)
-        return Part(lambda g, *held: to_input(derivative(g, *held), frame, shape), *saved)
+        return Part(lambda g, *held: to_input(conjugated(derivative, g, *held), frame, shape), *saved)
 
     tensors = [each for each in operands if isinstance(each[0], Tensor)]
     return record(op, y, [x for x, *_ in tensors], [part(*each) for each in tensors])
@@ -152,11 +152,12 @@ def negative(a: Any) -> Tensor:
 
 
 def power(a: Any, exponent: Any) -> Tensor:
-    """`a ** p` for a number p."""
-    a = as_tensor(a)
-    p = operand(exponent, "power")
-    if isinstance(p, Tensor):
-        raise TypeError("power: the exponent is a number; for a tensor b take exp(b * log(a))")
+    """`a ** p`, for a number or a tensor p."""
+    a, p = operand(a, "power"), operand(exponent, "power")
+    if isinstance(p, Tensor) or not isinstance(a, Tensor):
+        from parlinalg.autograd.functions import power_of_tensors
+
+        return power_of_tensors(a, p)
     y = summed(a.data, "power") ** p
     if not p:  # x⁻¹ is not defined at 0
         return _combined("power", y, (a, lambda g: g * 0))

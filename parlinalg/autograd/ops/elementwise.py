@@ -7,7 +7,7 @@ from typing import Any
 
 from parlinalg.array.core import effective, mismatch
 from parlinalg.array.reductions import summed
-from parlinalg.autograd.gradients import Term
+from parlinalg.autograd.gradients import Term, conjugated
 from parlinalg.autograd.rule import Part
 from parlinalg.autograd.tape import recording, walking
 from parlinalg.autograd.tensor import Tensor, as_tensor, record
@@ -30,7 +30,7 @@ def _of_value(
     data = summed(x.data, name)
     y = data.like(forward(data.block))
     rest = data.layout
-    return record(name, y, [x], [Part(lambda g, y: (derivative(g, y), rest), y.block)])
+    return record(name, y, [x], [Part(lambda g, y: (conjugated(derivative, g, y), rest), y.block)])
 
 
 def _of_argument(
@@ -40,7 +40,8 @@ def _of_argument(
     x = as_tensor(x)
     data = summed(x.data, name)
     rest = data.layout
-    return record(name, data.like(forward(data.block)), [x], [Part(lambda g, x: (derivative(g, x), rest), data.block)])
+    part = Part(lambda g, x: (conjugated(derivative, g, x), rest), data.block)
+    return record(name, data.like(forward(data.block)), [x], [part])
 
 
 def exp(x: Any) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg.array import DistArray
+from parlinalg.array.align import broadcast_shape
 from parlinalg.array.core import effective, mismatch, same_grid
+from parlinalg.array.joining import broadcast_to
 from parlinalg.autograd.gradients import Term
 from parlinalg.autograd.parameter import Parameter
 from parlinalg.autograd.rule import Part
@@ -71,6 +73,9 @@ def matmul(
     x, w = as_tensor(x), as_tensor(w)
     if plan is None and bias is not None:
         return matmul(x, w, keep=keep, memory=memory) + bias
+    if plan is None and x.ndim > 2 < w.ndim and x.shape[:-2] != w.shape[:-2]:
+        lead = broadcast_shape([x.shape[:-2], w.shape[:-2]], "matmul")
+        x, w = (broadcast_to(t, (*lead, *t.shape[-2:])) for t in (x, w))
     if keep is None:
         keep = "xw" if memory is None else ""
     if set(keep) - set("xw"):
@@ -214,7 +219,9 @@ def _operand(array: DistArray, work: Layout, keep: bool) -> DistArray:
 
 
 def _transposed(array: DistArray, order: tuple[int, ...], work: Layout, turned: Layout) -> DistArray:
-    """A transposed view of an operand; one at work has the layout `turned` then."""
+    """A transposed view of an operand, conjugated if complex; one at work has the layout `turned` then."""
+    if array.dtype.kind == "c":
+        array = DistArray(array.block.conj(), array.shape, array.layout, array.grid, array.order)
     if array.layout is not work:
         return array.transpose(order)
     shape = array.shape

@@ -61,10 +61,19 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The largest elements over dims (default: all); equal ones share the gradient evenly."""
+    return _extreme("max", x, axis, keepdims)
+
+
+def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The smallest elements over dims (default: all); equal ones share the gradient evenly."""
+    return _extreme("min", x, axis, keepdims)
+
+
+def _extreme(name: str, x: Any, axis: Axis, keepdims: bool) -> Tensor:
     x = as_tensor(x)
     dims = dims_of(axis, x.ndim)
     with unmoved():
-        y = x.data.max(dims, keepdims=keepdims)
+        y = getattr(x.data, name)(dims, keepdims=keepdims)
     frame, local = Frame.of(x), x.block.shape
 
     def part(g: Block, block: Block, top: Block) -> Term:
@@ -74,7 +83,7 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
         share, _ = _spread(g, local, frame.layout, dims)
         return share * found / count, frame.layout
 
-    return record("max", y, [x], [Part(part, x.block, y.block)])
+    return record(name, y, [x], [Part(part, x.block, y.block)])
 
 
 def _total(block: Block, x: Frame, dims: tuple[int, ...]) -> Block:

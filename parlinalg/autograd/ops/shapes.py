@@ -87,8 +87,15 @@ def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:
     return result
 
 
+def is_plain(key: Any) -> bool:
+    """Return True for an index of integers, slices, `...` and None alone."""
+    items = key if isinstance(key, tuple) else (key,)
+    kinds = int | np.integer | slice | EllipsisType | None
+    return all(isinstance(item, kinds) and not isinstance(item, bool) for item in items)
+
+
 def getitem(x: Tensor, key: Any) -> Tensor:
-    """The elements chosen by integers, slices, `...` and `None`, on dims that are not cut.
+    """The elements chosen by an index; integers, slices, `...` and `None` are taken of dims that are not cut.
 
     Raises
     ------
@@ -96,6 +103,10 @@ def getitem(x: Tensor, key: Any) -> Tensor:
         If a cut dim is sliced; the message names the layout that would do.
     """
     x = as_tensor(x)
+    if not is_plain(key):
+        from parlinalg.autograd.functions import chosen
+
+        return chosen(x, key)
     grid = x.grid
     items = plain_items(key, x.data)
     picks = [item for item in items if item is not None]

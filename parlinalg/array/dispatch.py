@@ -1,0 +1,59 @@
+"""Functions whose calls another kind of array takes over: tensors, which record them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PROTOCOL = "__parlinalg_function__"
+"""The method of a class that takes calls over: it is given the function, its arguments and its keyword arguments."""
+
+
+def primitive(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function one whose calls are taken over by arguments of another kind of array, as NumPy's are.
+
+    The first argument, or item of a list or tuple, whose class has the method `__parlinalg_function__` gets the call.
+
+    Examples
+    --------
+    >>> class Loud:
+    ...     def __parlinalg_function__(self, function, args, kwargs):
+    ...         return f"{function.__name__} of something else"
+    >>> double = primitive(lambda x: 2 * x)
+    >>> double.__name__ = "double"
+    >>> double(3), double(Loud())
+    (6, 'double of something else')
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for value in args:
+            if (taker := _taker(value)) is not None:
+                return taker.__parlinalg_function__(call, args, kwargs)
+        for value in kwargs.values():
+            if (taker := _taker(value)) is not None:
+                return taker.__parlinalg_function__(call, args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def takes_over(value: Any) -> bool:
+    """Return True if a value takes the calls of primitives over."""
+    return hasattr(type(value), PROTOCOL)
+
+
+def _taker(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return next(_items(value), None)
+    return value if takes_over(value) else None
+
+
+def _items(values: tuple[Any, ...] | list[Any]) -> Iterator[Any]:
+    for value in values:
+        if takes_over(value):
+            yield value
