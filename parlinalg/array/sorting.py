@@ -361,7 +361,7 @@ def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) ->
     if name in functions:
         block = functions[name](a.block, axis=d, dtype=dtype)
     else:
-        block = ufunc.accumulate(a.block, axis=d, dtype=dtype)
+        block = _running(ufunc, a.block, d, dtype, grid.backend.host_memory)
     if not cut or not grid.inside:
         return a.like(block)
     lead = (slice(None),) * d
@@ -379,6 +379,19 @@ def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) ->
             carried = ufunc(carried, every[r])
         block = ufunc(carried, block).astype(block.dtype, copy=False)
     return a.like(block)
+
+
+def _running(ufunc: np.ufunc, block: Any, axis: int, dtype: Any, host: bool) -> Any:
+    """Return a ufunc's running results along a dim of a block; CuPy has no `accumulate`, and takes them by doubling."""
+    if host:
+        return ufunc.accumulate(block, axis=axis, dtype=dtype)
+    lead, n, step = (slice(None),) * axis, block.shape[axis], 1
+    kind = dtype if dtype is not None else np.bool_ if ufunc.__name__.startswith("logical") else block.dtype
+    out = block.astype(kind, copy=True)
+    while step < n:
+        out[(*lead, slice(step, None))] = ufunc(out[(*lead, slice(step, None))], out[(*lead, slice(None, -step))])
+        step *= 2
+    return out
 
 
 @primitive

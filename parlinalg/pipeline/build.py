@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -235,6 +236,9 @@ class OpenMeshes:
         """Forget a mesh that is closed."""
         self._found = [each for each in self._found if each() not in (None, mesh)]
 
+    def _alive(self) -> list[Any]:
+        return [mesh for each in self._found if (mesh := each()) is not None]
+
     def only(self) -> Any:
         """Return the mesh that is open; None where there is none.
 
@@ -243,7 +247,10 @@ class OpenMeshes:
         ConfigError
             If there are several.
         """
-        found = [mesh for each in self._found if (mesh := each()) is not None]
+        found = self._alive()
+        if len(found) > 1:
+            gc.collect()  # a mesh that nobody knows any more may lie in a cycle, for longer on one rank than on another
+            found = self._alive()
         if len(found) > 1:
             raise ConfigError(
                 f"{len(found)} meshes are launched and not closed: say which one by mesh=…, or close the others"
