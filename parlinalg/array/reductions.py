@@ -363,9 +363,27 @@ def reduce_ufunc(ufunc: np.ufunc, a: Any, options: dict[str, Any]) -> DistArray:
     return delivered(_folded(ufunc, a, axis, keepdims), out, f"{ufunc.__name__}.reduce")
 
 
+def _fold(ufunc: np.ufunc, block: Any, dims: tuple[int, ...], host: bool) -> Any:
+    """Return a ufunc's reduction of a block, dims kept; CuPy has none of these, and takes halves of what is left."""
+    if host:
+        return ufunc.reduce(block, axis=dims, keepdims=True)
+    block = block.astype(np.bool_) if ufunc is np.logical_xor else block
+    for d in dims:
+        lead, n = (slice(None),) * d, block.shape[d]
+        if not n:
+            shape = tuple(1 if i == d else m for i, m in enumerate(block.shape))
+            block = np.full_like(block, ufunc.reduce(np.zeros(0, block.dtype)), shape=shape)
+        while (n := block.shape[d]) > 1:
+            last = block[(*lead, slice(n - n % 2, None))]
+            block = ufunc(block[(*lead, slice(n // 2))], block[(*lead, slice(n // 2, n - n % 2))])
+            if n % 2:
+                block = np.concatenate([block, last], axis=d)
+    return block
+
+
 def _folded(ufunc: np.ufunc, a: DistArray, axis: Axis, keepdims: bool) -> DistArray:
     """Return the reduction by a ufunc, by way of the ranks' own results, one of each."""
-    dims, a = dims_of(axis, a.ndim), settled(a, ufunc.__name__)
+    dims, a, host = dims_of(axis, a.ndim), settled(a, ufunc.__name__), a.grid.backend.host_memory
     shape, layout, over = reduced(a, dims, True)
     over = tuple(x for x in a.grid.axes if x in over and a.grid.sizes[x] > 1)
     if over and a.grid.inside and 0 not in shape:
@@ -373,13 +391,13 @@ def _folded(ufunc: np.ufunc, a: DistArray, axis: Axis, keepdims: bool) -> DistAr
         kind = ufunc.reduce(np.ones(1, a.dtype)).dtype
         ranks, stacked = span_of(over, a.grid.sizes), Layout(over, *layout.dims)
         empty = a.grid.backend.zeros(a.grid.block_shape(layout, shape), kind)
-        mine = ufunc.reduce(a.block, axis=dims, keepdims=True) if some else empty
+        mine = _fold(ufunc, a.block, dims, host) if some else empty
         filled = redistribute(a.xp.full((1,), some), Layout(over), Layout(None), (ranks,), a.grid)
         every = redistribute(
             mine.astype(kind, copy=False)[None], stacked, stacked.with_dim(0, None), (ranks, *shape), a.grid
         )
-        block = ufunc.reduce(every[filled], axis=0)
+        block = _fold(ufunc, every[filled], (0,), host)[0]
     else:
-        block = _outside(a, ufunc.reduce(a.block, axis=dims, keepdims=True), shape)
+        block = _outside(a, _fold(ufunc, a.block, dims, host), shape)
     found = a.like(a.xp.asarray(block), layout, shape)
     return found if keepdims else found.reshape(tuple(n for d, n in enumerate(a.shape) if d not in dims))
