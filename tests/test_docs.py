@@ -77,6 +77,7 @@ def test_code_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             names.update(test.globs)
         else:
             exec(compile(block, str(page), "exec"), names)
+    names.clear()  # functions that a page registers hold on to its names, and so to the mesh that it launched
 
 
 @pytest.mark.timeout(150)

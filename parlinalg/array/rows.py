@@ -43,22 +43,31 @@ class Owners:
         sizes = self.a.grid.sizes
         strides = {x: span_of(self.axes[i + 1 :], sizes) for i, x in enumerate(self.axes)}
         owner = np.zeros(numbers.shape, np.intp)
-        for d, index in zip(self.dims, np.unravel_index(numbers, self.shape) if numbers.size else [], strict=False):
+        for d, index in zip(self.dims, self._indices(numbers), strict=True):
             cut = tuple(x for x in self.a.layout.dims[d] if sizes[x] > 1)
             stops = np.cumsum(cut_lengths(self.a.shape[d], cut, sizes))
-            piece = np.searchsorted(stops, index, side="right")
+            if len(stops) > 16:
+                piece = np.searchsorted(stops, index, side="right")
+            else:  # to compare with each is faster
+                piece = np.zeros(index.shape, np.intp)
+                for stop in stops[:-1]:
+                    piece += index >= stop
+            rank, left = np.zeros(len(stops), np.intp), np.arange(len(stops))
             for axis in reversed(cut):
-                piece, at = np.divmod(piece, sizes[axis])
-                owner += at * strides[axis]
+                left, at = np.divmod(left, sizes[axis])
+                rank += at * strides[axis]
+            owner += rank[piece]
         return owner
 
     def local(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the index arrays of this rank's block for elements that lie there."""
         starts = [r.start for r in self.a.grid.block(self.a.layout, self.a.shape)]
-        if not numbers.size:
-            return tuple(np.zeros(0, np.intp) for _ in self.dims)
-        index = np.unravel_index(numbers, self.shape)
-        return tuple(i - starts[d] for d, i in zip(self.dims, index, strict=True))
+        return tuple(i - starts[d] if starts[d] else i for d, i in zip(self.dims, self._indices(numbers), strict=True))
+
+    def _indices(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
+        if len(self.dims) == 1:
+            return (numbers,)
+        return np.unravel_index(numbers, self.shape) if numbers.size else (numbers,) * len(self.dims)
 
     def front(self) -> Any:
         """Return this rank's block with the indexed dims first."""
@@ -75,23 +84,27 @@ def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Sha
     """
     grid = owners.a.grid
     held = tuple(slice(r.start, r.stop) for r in grid.block(layout, shape)) if grid.inside else ()
-    number, problem = np.zeros(grid.block_shape(layout, shape), np.int64), ""
+    number: np.ndarray | None = None
+    problem = ""
+    nothing = np.zeros(grid.block_shape(layout, shape), np.int64)
     for d, n, index in zip(owners.dims, owners.shape, arrays, strict=True):
         if isinstance(index, DistArray):
             index = index.summed().redistribute(narrowed(layout, index.shape, shape))
             known = block = grid.backend.to_host(index.block)
         else:
-            known, block = np.asarray(index), np.broadcast_to(index, shape)[held] if grid.inside else number
-        if known.size and (known.min() < -n or known.max() >= n):
+            known, block = np.asarray(index), np.broadcast_to(index, shape)[held] if grid.inside else nothing
+        low = known.min() if known.size else 0
+        if known.size and (low < -n or known.max() >= n):
             bad = known[(known < -n) | (known >= n)][0]
             problem = problem or f"index {bad} is out of bounds for dim {d} of size {n}"
         block = block.astype(np.int64, copy=False)
-        number = number * n + np.where(block < 0, block + n, block)
+        block = np.where(block < 0, block + n, block) if low < 0 else block
+        number = block if number is None else number * n + block
     if any(isinstance(index, DistArray) for index in arrays):
         problem = next(filter(None, grid.world.share(problem)), "")
     if problem:
         raise IndexError(problem)
-    return number.reshape(-1)
+    return nothing.reshape(-1) if number is None else np.broadcast_to(number, nothing.shape).reshape(-1)
 
 
 def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArray:
@@ -133,8 +146,7 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
     for start in range(0, most, step):
         part = numbers[start : start + step]
         owner = owners.split(part)
-        order = np.argsort(owner, kind="stable")
-        counts = np.bincount(owner, minlength=comm.size)
+        order, counts = by_owner(owner, comm.size)
         asked, received = trade(comm, part[order], counts)
         here = tuple(_on(grid, i) for i in owners.local(asked))
         rows = grid.backend.xp.ascontiguousarray(front[here])
@@ -142,6 +154,12 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
         comm.all_to_all(rows, [int(n) * width for n in received], got, [int(n) * width for n in counts])
         out[start + _on(grid, order)] = got
     return DistArray(out.reshape(grid.block_shape(layout, full)), full, layout, grid)
+
+
+def by_owner(owner: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order that brings elements of the same owner together, in their own order, and how many each has."""
+    short = owner.astype(np.uint8 if ranks <= 256 else np.uint16 if ranks <= 1 << 16 else np.intp)  # sorted by radix
+    return np.argsort(short, kind="stable"), np.bincount(owner, minlength=ranks)
 
 
 def trade(comm: Any, values: np.ndarray, counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -195,8 +213,7 @@ def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any
     if shape and owners.axes:
         comm, width = grid.comm(owners.axes), math.prod(held)
         owner = owners.split(numbers)
-        order = np.argsort(owner, kind="stable")
-        counts = np.bincount(owner, minlength=comm.size)
+        order, counts = by_owner(owner, comm.size)
         numbers, received = trade(comm, numbers[order], counts)
         if rows is not None:
             sent = grid.backend.xp.ascontiguousarray(rows[_on(grid, order)])

@@ -38,7 +38,7 @@ def test_a_tour_passes_the_files_that_it_names(title, world, backend, tmp_path, 
 
         def noting(*args, plain=plain, **options):
             frames = [frame.filename for frame in traceback.extract_stack()]
-            passed.update(f.split("/parlinalg/")[-1] for f in frames if f.startswith(str(ROOT / "parlinalg")))
+            passed.update(f.removeprefix(f"{ROOT}/parlinalg/") for f in frames if f.startswith(f"{ROOT}/parlinalg/"))
             return plain(*args, **options)
 
         monkeypatch.setattr(home, name, noting)
