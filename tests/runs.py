@@ -68,7 +68,7 @@ def runs_of(seed: int) -> list[tuple[int, str]]:
 def _period(ranks: int, backend: str) -> int:
     """The number of commits from one to the next whose run on these ranks takes a part of the tests."""
     cycle, run = len(WHOLE) * len(TURNS), (ranks, backend)
-    return cycle // sum(run in runs_of(seed) and run != (whole(seed), "numpy") for seed in range(cycle))
+    return cycle // (sum(run in runs_of(seed) and run != (whole(seed), "numpy") for seed in range(cycle)) or cycle)
 
 
 def seed_of(root: Path = ROOT) -> int:

@@ -52,3 +52,32 @@ def test_what_changes_nothing_is_a_copy_still(grid):
         y += 1
         same(x, values)
     same(np.repeat(x[:0], []), values[:0])
+
+
+@pytest.mark.parametrize("kind", ["random", "few values", "sorted", "signed zeros", "not numbers", "integers", "steps"])
+def test_long_lines(grid, kind):
+    """Long enough for samples to tell which keys go where, and for lines to be taken together."""
+    n, rng = 8000 * grid.world.size, np.random.default_rng(7)
+    values = {
+        "random": lambda: rng.random(n),
+        "few values": lambda: rng.integers(0, 3, n).astype(float),
+        "sorted": lambda: np.arange(n)[::-1] / 7,
+        "signed zeros": lambda: rng.choice([0.0, -0.0, 1.0, -1.0, 0.5], n),
+        "not numbers": lambda: np.where(rng.random(n) < 0.3, np.nan, rng.random(n)),
+        "integers": lambda: rng.integers(-(2**62), 2**62, n),
+        "steps": lambda: np.tile(np.arange(16.0), n // 16) + np.where(np.arange(n) % 16 == 3, rng.random(n), 0),
+    }[kind]()
+    x = pla.distribute(values, grid, Layout(grid.axes))
+    want = np.sort(values, kind="stable")
+    got = pla.sort(x)
+    same(got, want)
+    same(np.signbit(got), np.signbit(want))
+    order = np.argsort(values, kind="stable")
+    same(pla.argsort(x), order)
+    if kind != "not numbers":
+        same(pla.sort(x, descending=True), want[::-1])
+    rows = values.reshape(-1, 8)
+    y = pla.distribute(rows, grid, Layout(grid.axes, None))
+    for axis in (0, 1):
+        same(np.argmin(y, axis=axis), np.argmin(rows, axis=axis))
+        same(np.argmax(y.T, axis=axis), np.argmax(rows.T, axis=axis))
