@@ -55,6 +55,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "kind": (None, "introselect"), "overwrite_input": (True, False), "like": (None,), "interpolation": (None,),
     "weights": (None,),
     "mode": ("raise",), "stable": (None, True, False), "assume_unique": (True, False),
+    "sorted": (True, False),
 }  # fmt: skip
 
 #: The signatures of functions that are written in C; other versions of NumPy do not give them.
@@ -589,8 +590,10 @@ def _searchsorted(a: Any, v: Any, side: str = "left", sorter: Any = None) -> Dis
 
 
 @handles(np.unique)
-def _unique(ar: Any, return_index: Any = False, return_inverse: Any = False, return_counts: Any = False) -> Any:
-    found = sorting.unique(_array(ar, "unique"))
+def _unique(
+    ar: Any, return_index: Any = False, return_inverse: Any = False, return_counts: Any = False, equal_nan: Any = True
+) -> Any:  # fmt: skip
+    found = sorting.unique(_array(ar, "unique"), bool(equal_nan))
     wanted = (True, return_index, return_inverse, return_counts)
     kept = tuple(part for part, want in zip(found, wanted, strict=True) if want)
     return kept if len(kept) > 1 else kept[0]

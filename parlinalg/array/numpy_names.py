@@ -664,7 +664,7 @@ def _isin(element: Any, test_elements: Any, invert: Any = False, kind: Any = Non
 
 def _set_of(ar: Any, grid: Any) -> DistArray:
     a = ar if isinstance(ar, DistArray) else create.asarray(ar, grid=grid)
-    return sorting.unique(shapes.reshape(a, (a.size,)))[0]
+    return sorting.unique(shapes.reshape(a, (a.size,)), equal_nan=True)[0]
 
 
 def _two_sets(ar1: Any, ar2: Any) -> tuple[DistArray, DistArray]:
@@ -674,7 +674,7 @@ def _two_sets(ar1: Any, ar2: Any) -> tuple[DistArray, DistArray]:
 
 @handles(np.union1d)
 def _union1d(ar1: Any, ar2: Any) -> DistArray:
-    return sorting.unique(joining.concatenate(_two_sets(ar1, ar2)))[0]
+    return sorting.unique(joining.concatenate(_two_sets(ar1, ar2)), equal_nan=True)[0]
 
 
 @handles(np.intersect1d)
@@ -686,7 +686,7 @@ def _intersect1d(ar1: Any, ar2: Any, return_indices: Any = False) -> Any:
         return found
     places = []
     for whole in (ar1, ar2):
-        values, first, _, _ = sorting.unique(_array(whole, "intersect1d"))
+        values, first, _, _ = sorting.unique(_array(whole, "intersect1d"), equal_nan=True)
         places.append(first[_isin(values, found)])
     return found, *places
 

@@ -325,8 +325,11 @@ def gathered(comm: Any, mine: np.ndarray) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------ sets
 @primitive
-def unique(a: DistArray) -> tuple[DistArray, DistArray, DistArray, DistArray]:
-    """Return the distinct values, sorted; where each is first; for each element its value's number; how often it is."""
+def unique(a: DistArray, equal_nan: bool = False) -> tuple[DistArray, DistArray, DistArray, DistArray]:
+    """Return the distinct values, sorted; where each is first; for each element its value's number; how often it is.
+
+    NaNs are all distinct, or one value with `equal_nan`.
+    """
     line = on_line(a)
     grid, axes = line.grid, used(line.grid, line.layout.dims[0])
     n = a.size
@@ -344,6 +347,11 @@ def unique(a: DistArray) -> tuple[DistArray, DistArray, DistArray, DistArray]:
     before = _last_before(keys, line, axes)
     if before is not None and keys.size:
         new[:1] = keys[:1] != before
+    if equal_nan and keys.dtype.kind in "fc":
+        lost = xp.isnan(keys)
+        new[1:] &= ~(lost[1:] & lost[:-1])
+        if before is not None and keys.size:
+            new[:1] &= ~(lost[:1] & xp.isnan(before))
     firsts = line.like(new)
     values = compress(firsts, line.like(xp.ascontiguousarray(keys)))
     index = compress(firsts, line.like(xp.ascontiguousarray(places)))

@@ -81,3 +81,15 @@ def test_long_lines(grid, kind):
     for axis in (0, 1):
         same(np.argmin(y, axis=axis), np.argmin(rows, axis=axis))
         same(np.argmax(y.T, axis=axis), np.argmax(rows.T, axis=axis))
+
+
+def test_not_a_number_is_one_value_for_numpy_and_many_for_the_standard(grid):
+    values = np.array([np.nan, 2.0, np.nan, 1.0, 2.0, np.nan, np.nan])
+    for given in (values, values + 0j, values[:3], values[[0, 2]]):
+        x = pla.distribute(given, grid, Layout(grid.axes))
+        for got, want in zip(np.unique(x, True, True, True), np.unique(given, True, True, True), strict=True):
+            same(got, want)
+        same(np.unique(x, equal_nan=False), np.unique(given, equal_nan=False))
+        same(pla.unique_counts(x).counts, np.unique(given, return_counts=True, equal_nan=False)[1])
+        for function in (np.union1d, np.setdiff1d, np.intersect1d, np.setxor1d):
+            same(function(x, x[:2]), function(given, given[:2]))
