@@ -168,6 +168,35 @@ def substituted(
     return True
 
 
+def lapack(name: str, dtype: np.dtype[Any], *arguments: Any) -> int | None:
+    """Call a function of the LAPACK in NumPy's wheel, whose threads are those of NumPy's products; return its `info`.
+
+    Parameters
+    ----------
+    name : str
+        Without the letter of the dtype.
+    *arguments : int, str of a letter or array
+        As in Fortran, but for `info`, which comes last; arrays are overwritten.
+
+    Returns None, and does nothing, where this NumPy has no such function.
+    """
+    function = _in_openblas(f"scipy_{_LETTERS[dtype.char]}{name}_64_")
+    if function is None:
+        return None
+    info, letters = ctypes.c_int64(0), 0
+    given: list[Any] = []
+    for each in arguments:
+        if isinstance(each, str):
+            given.append(ctypes.c_char_p(each.encode()))
+            letters += 1
+        elif isinstance(each, int):
+            given.append(ctypes.byref(ctypes.c_int64(each)))
+        else:
+            given.append(ctypes.c_void_p(each.ctypes.data))
+    function(*given, ctypes.byref(info), *[ctypes.c_size_t(1)] * letters)
+    return info.value
+
+
 def _in_blas(y: np.ndarray) -> bool:
     return y.dtype.char in _LETTERS and y.dtype.isnative and y.flags.writeable
 

@@ -31,6 +31,13 @@ class Cholesky(Panels):
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
 
+    def run(self) -> None:
+        """Factor the whole matrix.  Collective over the grid."""
+        if self.tiles.grid.size == 1 and len(self.a):
+            self.minor = kernels.cholesky(self.a)
+        else:
+            super().run()
+
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         i, j = self.tiles.owner(k)
         r, c = self.row(k), self.column(k)

@@ -238,7 +238,7 @@ class QRFactor(_Factor):
         if self.grid.inside:
             rows, mine = self.rows[self.tiles.i], every[self.tiles.j]
             q = (rows[:, None] == mine[None, :]).astype(self.dtype)
-            self._work.times(q)
+            self._work.times(q, mine)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import blas
 from parlinalg.backend.blas import added, substituted
 
 
@@ -41,21 +42,64 @@ def substitute(
 
 
 def cholesky(a: np.ndarray) -> int:
-    """Replace a by its lower Cholesky factor; return 0, or the order of the first minor that is not positive."""
-    found, info = lapack("potrf", a.dtype)(a, lower=1, clean=1)
-    a[...] = found if not info else np.nan
+    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor; the upper one stays.
+
+    Returns 0, or the order of the first minor that is not positive.
+    """
+    n = len(a)
+    info = blas.lapack(
+        "potrf", a.dtype, "U", n, a, n
+    )  # what lies in rows below the diagonal is LAPACK's upper triangle
+    if info is None:
+        found, info = lapack("potrf", a.dtype)(a, lower=1, clean=0)
+        a[...] = found
+    if info:
+        a[...] = np.nan
     return int(info)
 
 
 def lu(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return L and U in one matrix, by partial pivoting, and the order of the rows."""
-    order = np.arange(len(a))
+    m, n = a.shape
+    order = np.arange(m)
     if not a.size:
         return a.copy(), order
-    found, pivots, _ = lapack("getrf", a.dtype)(a)
-    for x, y in enumerate(pivots):
-        order[[x, y]] = order[[y, x]]
+    found, pivots = np.array(a, order="F"), np.empty(min(m, n), np.int64)
+    if blas.lapack("getrf", a.dtype, m, n, found, m, pivots) is None:
+        found, pivots, _ = lapack("getrf", a.dtype)(a)
+    else:
+        pivots -= 1
+    for x, y in enumerate(pivots.tolist()):
+        if x != y:
+            order[[x, y]] = order[[y, x]]
     return found, order
+
+
+def reflections(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return Y [m, n], T [n, n] and R [n, n] with A = (I - Y T Yᴴ) R for m ≥ n; None where LAPACK has no `geqrt`."""
+    m, n = a.shape
+    y, t, work = np.array(a, order="F"), np.zeros((n, n), a.dtype, order="F"), np.empty(n * n, a.dtype)
+    if blas.lapack("geqrt", a.dtype, m, n, n, y, m, t, n, work) is None:
+        return None
+    r, t = np.triu(y[:n]), np.triu(t)
+    y[:n] = np.tril(y[:n], -1)
+    y[range(n), range(n)] = 1
+    return y, t, r
+
+
+def unpivoted(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return L (ones on its diagonal), U and signs s with A - diag(s) = L U; of each pivot s makes the size largest."""
+    n = len(a)
+    found, signs = np.array(a, order="F"), np.empty(n, a.dtype)
+    if blas.lapack("laorhr_col_getrfnp" if a.dtype.kind == "f" else "launhr_col_getrfnp", a.dtype, n, n, found, n,
+                   signs) is None:  # fmt: skip
+        for j in range(n):
+            size = abs(found[j, j])
+            signs[j] = -found[j, j] / size if size else -1
+            found[j, j] -= signs[j]
+            found[j + 1 :, j] /= found[j, j]
+            found[j + 1 :, j + 1 :] -= np.outer(found[j + 1 :, j], found[j, j + 1 :])
+    return np.tril(found, -1) + np.eye(n, dtype=a.dtype), np.triu(found), signs
 
 
 def qr(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

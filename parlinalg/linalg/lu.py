@@ -53,20 +53,30 @@ class LU(Panels):
         corner, panel = message[head : head + b * b].reshape(b, b), message[head + b * b :].reshape(-1, b)
         if tiles.j == j:
             panel[...] = self.a[done:, c : c + b]
-            mine = kernels.lu(panel)[1][:b]
+            found, order = kernels.lu(panel)
+            mine = order[:b]
             counts = [min(b, n) for n in self._active]
-            proposed = tiles.gather(tiles.down, panel[mine], counts)
-            factored, order = kernels.lu(proposed)
-            corner[...], winners = factored[:b], order[:b]
+            if tiles.R == 1:  # no rival: all is there
+                corner[...], winners = found[:b], np.arange(b)
+            else:
+                proposed = tiles.gather(tiles.down, panel[mine], counts)
+                factored, ranked = kernels.lu(proposed)
+                corner[...], winners = factored[:b], ranked[:b]
             first = np.cumsum([0, *counts])
             owners[...] = np.searchsorted(first, winners, "right") - 1
             places[...] = -1
             own = owners == tiles.i
             places[own] = mine[winners[own] - first[tiles.i]]
             won = int(own.sum())
-            _to_front(0, places[own], panel)
-            panel[:won] = corner[own]
-            kernels.substitute(_regular(corner), panel[won:], right=True)  # L[i, k] := A[i, k] U[k, k]⁻¹
+            if tiles.R == 1:
+                rows, at = np.arange(len(panel)), np.empty(len(panel), np.intp)
+                _to_front(0, places, rows)
+                at[order] = np.arange(len(panel))
+                panel[...] = found[at[rows]]
+            else:
+                _to_front(0, places[own], panel)
+                panel[:won] = corner[own]
+                kernels.substitute(_regular(corner), panel[won:], right=True)  # L[i, k] := A[i, k] U[k, k]⁻¹
         return tiles.across.broadcast(message, j, wait=False), (owners, places, corner, panel)
 
     def take(self, k: int, b: int, panel: Any) -> Any:

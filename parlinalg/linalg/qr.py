@@ -1,8 +1,8 @@
 """QR factorization, A = Q R, on tiles: panels by TSQR, as Householder reflections.
 
-A panel's R comes from a tree of one level over the ranks of a grid column (Demmel, Grigori, Hoemmen and Langou, 2012);
-its reflections are then found from its Q (Ballard and others, "Reconstructing Householder vectors", 2014), so that the
-rest of the matrix is updated by products, I - Y T Yᴴ.
+A panel is orthogonalized by its Gram matrix, or by a tree of one level over the ranks of a grid column if it is ill
+conditioned (Demmel, Grigori, Hoemmen and Langou, 2012).  Its reflections are then found from its Q (Ballard and others,
+"Reconstructing Householder vectors", 2014), so that the rest of the matrix is updated by products, I - Y T Yᴴ.
 """
 
 from __future__ import annotations
@@ -46,23 +46,57 @@ class QR(Panels):
         message = np.empty((2 * b + len(self.rows) - at, b), self.a.dtype)
         t, r, y = message[:b], message[b : 2 * b], message[2 * b :]
         if tiles.j == j:
-            q, mine = kernels.qr(self.a[at:, c : c + b])
-            counts = [min(b, len(x) - int(np.searchsorted(x, k))) for x in self.every_row]
-            merged, r[...] = kernels.qr(tiles.gather(tiles.down, mine, counts))
-            before = sum(counts[: tiles.i])
-            y[...] = q @ merged[before : before + counts[tiles.i]]
-            top = b if tiles.i == i else 0
-            head = np.empty((2 * b + 1, b), self.a.dtype)
-            if top:
-                head[:b], head[b : 2 * b], head[2 * b] = _reconstruct(y[:b])
-            tiles.down.broadcast(head, i)
-            t[...] = head[b : 2 * b]
-            kernels.substitute(head[:b], y[top:], right=True)
-            r *= head[2 * b][:, None]
+            panel = self.a[at:, c : c + b]
+            alone = kernels.reflections(panel) if tiles.R == 1 else None
+            if alone is not None:
+                y[...], t[...], r[...] = alone
+            else:
+                self._together(k, b, panel, t, r, y)
             self.a[at:, c : c + b] = 0
-            if top:
+            if tiles.i == i:
                 self.a[at : at + b, c : c + b] = r
         return tiles.across.broadcast(message, j, wait=False), (t, r, y)
+
+    def _together(self, k: int, b: int, panel: np.ndarray, t: np.ndarray, r: np.ndarray, y: np.ndarray) -> None:
+        """Write T, R and this rank's rows of Y for a panel whose rows lie on several ranks.
+
+        Cholesky's factor of the Gram matrix, taken twice, orthogonalizes well conditioned panels by products alone
+        (Fukaya and others, "CholeskyQR2", 2014); the Gram matrix of the result shows whether it did, and else the
+        panel goes through the tree.
+        """
+        tiles, i = self.tiles, self.tiles.owner(k)[0]
+        top = b if tiles.i == i else 0
+        y[...] = panel
+        first, _ = self._orthogonalized(y)
+        second, gram = self._orthogonalized(y)
+        sound = np.abs(gram - np.eye(b)).max() < 0.1
+        r[...] = np.tril(second).conj().T @ np.tril(first).conj().T
+        head = np.empty((2 * b + 2, b), self.a.dtype)
+        for tree in (False, True):
+            if tree:
+                counts = [min(b, len(x) - int(np.searchsorted(x, k))) for x in self.every_row]
+                q, mine = kernels.qr(panel)
+                merged, r[...] = kernels.qr(tiles.gather(tiles.down, mine, counts))
+                before = sum(counts[: tiles.i])
+                y[...] = q @ merged[before : before + counts[tiles.i]]
+            if top:
+                head[:b], head[b : 2 * b], head[2 * b] = _reconstruct(y[:b])
+                head[2 * b + 1] = tree or sound
+            tiles.down.broadcast(head, i)
+            if head[2 * b + 1, 0]:
+                break
+        t[...] = head[b : 2 * b]
+        kernels.substitute(head[:b], y[top:], right=True)
+        r *= head[2 * b][:, None]
+
+    def _orthogonalized(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Replace Y by Y L⁻ᴴ, where L is the Cholesky factor of YᴴY; return both."""
+        gram = np.ascontiguousarray(kernels.adjoint(y) @ y)
+        self.tiles.down.all_reduce(gram)
+        lower = gram.copy()
+        kernels.cholesky(lower)
+        kernels.substitute(lower, y, right=True, lower=True, adjoint=True)
+        return lower, gram
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         t, r, y = panel
@@ -72,10 +106,14 @@ class QR(Panels):
     def update(self, step: Any, first: int, last: int) -> None:
         reflect(self.tiles, step.y, kernels.adjoint(step.t), self.a[self.row(step.k) :, first:last])
 
-    def times(self, b: np.ndarray) -> None:
-        """Replace b, of which this rank has the same rows, by Q b.  Collective."""
+    def times(self, b: np.ndarray, numbers: np.ndarray | None = None) -> None:
+        """Replace b, of which this rank has the same rows, by Q b.  Collective.
+
+        If b is the identity's columns of these numbers, a reflection turns none before its own.
+        """
         for each in reversed(self.kept):
-            reflect(self.tiles, each.y, each.t, b[self.row(each.k) :])
+            first = 0 if numbers is None else int(np.searchsorted(numbers, each.k))
+            reflect(self.tiles, each.y, each.t, b[self.row(each.k) :, first:])
 
 
 def reflect(tiles: Tiles, y: np.ndarray, t: np.ndarray, b: np.ndarray) -> None:
@@ -90,16 +128,8 @@ def _reconstruct(q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     Q - diag(s) = Y U, and I - Y T Yᴴ are the reflections.
     """
-    b = len(q)
-    signs = np.empty(b, q.dtype)
-    for j in range(b):
-        size = abs(q[j, j])
-        signs[j] = -q[j, j] / size if size else -1
-        q[j, j] -= signs[j]
-        q[j + 1 :, j] /= q[j, j]
-        q[j + 1 :, j + 1 :] -= np.outer(q[j + 1 :, j], q[j, j + 1 :])
-    u = np.triu(q)
-    q[...] = np.tril(q, -1) + np.eye(b, dtype=q.dtype)
+    lower, u, signs = kernels.unpivoted(q)
+    q[...] = lower
     t = -u * signs.conj()
     kernels.substitute(q, t, right=True, lower=True, adjoint=True, unit=True)
     return u, t, signs
