@@ -16,6 +16,8 @@ from parlinalg.comm import Comm, Handle
 
 Block = Any  # an array of the grid's backend
 Rect = tuple[range, ...]
+Shape = tuple[int, ...]
+Corner = tuple[Shape, Shape]  # offsets and sizes
 
 
 def volume(rect: Rect) -> int:
@@ -25,6 +27,37 @@ def volume(rect: Rect) -> int:
 def rect_at(offsets: Sequence[int], sizes: Sequence[int]) -> Rect:
     """Return the rectangle that begins at these indices and has these lengths, for each dim."""
     return tuple(range(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+
+
+def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Corner]:
+    """Elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
+
+    >>> list(rectangles((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        for offsets, sizes in rectangles(shape[1:], start - first * row, stop - first * row):
+            yield (first, *offsets), (1, *sizes)
+        return
+    whole = -(-start // row), stop // row
+    if start % row:
+        yield from _in_row(shape, first, start - first * row, row)
+    if whole[1] > whole[0]:
+        yield (whole[0], *(0,) * (len(shape) - 1)), (whole[1] - whole[0], *shape[1:])
+    if stop % row:
+        yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Shape, i: int, start: int, stop: int) -> Iterator[Corner]:
+    for offsets, sizes in rectangles(shape[1:], start, stop):
+        yield (i, *offsets), (1, *sizes)
 
 
 def piece_size(largest: int) -> int:

@@ -30,6 +30,12 @@ OPTIMIZER_TILE = 1 << 15
 OPTIMIZER_DEVICE_TILE = 1 << 24
 """Elements of a tile of an update on a GPU, which has no such cache."""
 
+WORD_FLOPS = 256
+"""Floating-point operations that take as long as receiving an element, where ways to compute a step are compared."""
+
+CALL_FLOPS = 1 << 19
+"""Floating-point operations that take as long as a collective call of few elements."""
+
 ATTENTION_POLL = 1 << 20
 """Scores of attention between two polls of communication in progress."""
 

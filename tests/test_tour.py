@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(150)]
 
 PROGRAMS = {
     "conjugate_gradients": "257", "kmeans": "1001 3 7", "pagerank": "211", "heat": "47 31 60", "kernel": "199",
-    "large_files": ". 1003 13",
+    "large_files": ". 1003 13", "ridge": "97", "gaussian_process": "97", "pca": "401 17 3",
 }  # fmt: skip
 RUN = """
 import runpy, sys

@@ -1,6 +1,6 @@
 """Reverse-mode differentiation of computations on distributed arrays."""
 
-from parlinalg.autograd import functions, ops
+from parlinalg.autograd import functions, linalg, ops
 from parlinalg.autograd.check import check_gradients
 from parlinalg.autograd.parameter import Buffer, Parameter, settle
 from parlinalg.autograd.recompute import recompute
@@ -11,6 +11,6 @@ from parlinalg.autograd.tensor import Tensor, as_tensor, matmul, record, redistr
 
 __all__ = [
     "Buffer", "Owner", "Parameter", "ParameterStorage", "Part", "Partition", "Reducer", "StorageBytes", "Tensor",
-    "as_tensor", "check_gradients", "functions", "matmul", "no_grad", "no_sync", "ops", "record", "recompute",
+    "as_tensor", "check_gradients", "functions", "linalg", "matmul", "no_grad", "no_sync", "ops", "record", "recompute",
     "recording", "redistribute", "saved_arrays_hooks", "settle", "start_walk",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 A rule gets the gradient `g` of the result and what its parameters name, as DistArrays, and returns the gradient by the
 argument whose name it bears.  At points without a derivative: `abs` and norms of zero, and `std` of equal numbers, have
 the gradient 0; of equal numbers `maximum` and `minimum`, and so `clip` at its bounds, lead it to the first operand;
-`max` and `min` share it evenly.
+`max` and `min` share it evenly.  Those of linear algebra are in `parlinalg.autograd.linalg`.
 """
 
 from __future__ import annotations
@@ -605,80 +605,6 @@ def norm(x: Tensor, ord: Any = None, axis: Axis = None, keepdims: bool = False) 
     return np_.moveaxis(y, (-2, -1), dims) if keepdims else y
 
 
-# ------------------------------------------------------------------------------------------------ linear systems
-def adjoint(a: DistArray) -> DistArray:
-    return a.mT.conj()
-
-
-def halved(a: DistArray) -> DistArray:
-    """Return the lower triangles with half their diagonals."""
-    return (joining.triangle(a, 0, lower=True) + joining.triangle(a, -1, lower=True)) / 2
-
-
-def of_solved(g: DistArray, y: DistArray, x1: DistArray) -> DistArray:
-    """Return the gradient by the matrices of a linear system."""
-    b = linalg.solve(x1.mT, g)
-    return -(b @ y.mT) if y.ndim > 1 else -linalg.outer(b, y)
-
-
-def of_triangular(
-    g: DistArray, y: DistArray, a: DistArray, lower: bool, adjoint: bool, unit_diagonal: bool
-) -> DistArray:
-    b = linalg.solve_triangular(a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal)
-    b, y = (b[:, None], y[:, None]) if y.ndim == 1 else (b, y)
-    d = -(y @ b.mT.conj()) if adjoint else -(b @ y.mT.conj())
-    return joining.triangle(d, (-1 if lower else 1) * bool(unit_diagonal), lower=lower)
-
-
-def of_cholesky(g: DistArray, y: DistArray, upper: bool) -> DistArray:
-    """Return the Hermitian gradient by a matrix: all of it counts, though the lower triangle alone is read."""
-    if upper:
-        g, y = adjoint(g), adjoint(y)
-    s = linalg.solve(adjoint(y), halved(adjoint(y) @ g))  # L⁻ᴴ Φ(Lᴴ g)
-    s = adjoint(linalg.solve(adjoint(y), adjoint(s)))
-    return (s + adjoint(s)) / 2
-
-
-def log_of_det(x: DistArray, found: Any) -> DistArray:
-    return found.logabsdet
-
-
-differentiable(linalg.solve, x1=of_solved, x2=lambda g, x1: linalg.solve(x1.mT, g), moves=True)
-differentiable(linalg.inv, x=lambda g, y: -(y.mT @ g @ y.mT))
-differentiable(linalg.det, x=lambda g, y, x: (g * y)[..., None, None] * linalg.inv(x).mT)
-differentiable(linalg.cholesky, x=of_cholesky, conjugate=False)
-differentiable(
-    linalg.solve_triangular,
-    a=of_triangular,
-    b=lambda g, a, lower, adjoint, unit_diagonal: linalg.solve_triangular(
-        a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal
-    ),
-    conjugate=False,
-    moves=True,
-)
-_log_of_det = differentiable(log_of_det, x=lambda g, x: g[..., None, None] * adjoint(linalg.inv(x)), conjugate=False)
-
-
-@as_op(linalg.slogdet)
-def slogdet(x: Tensor, /) -> Any:
-    """Return the signs of the determinants, which are constants, and the logarithms of their sizes."""
-    if x.dtype.kind == "c" and x.requires_grad:
-        raise TypeError("slogdet of a complex Tensor is not defined: the phase has no derivative here; take det")
-    found = linalg.slogdet(x.data)
-    return type(found)(found.sign, _log_of_det(x, found))
-
-
-refused(
-    "factors have no derivative here; cholesky, solve, inv, det and slogdet have one",
-    linalg.cho_factor, linalg.lu, linalg.lu_factor, linalg.qr, linalg.qr_factor,
-)  # fmt: skip
-refused(
-    "eigenvalues and singular values have no derivative yet; solve, inv, det and slogdet have one",
-    linalg.cond, linalg.eigh, linalg.eigvalsh, linalg.lstsq, linalg.matrix_rank, linalg.pinv, linalg.svd,
-    linalg.svdvals,
-)  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------ Fourier transforms
 INVERSE = {f"{way}{kind}{n}": f"{back}{kind}{n}"
            for kind in ("fft", "rfft") for n in ("", "2", "n") for way, back in (("", "i"), ("i", ""))}  # fmt: skip
@@ -733,11 +659,13 @@ composed(
     np.all, np.amax, np.amin, np.any, np.append, np.argmax, np.argmin, np.argsort, np.array_split, np.around,
     np.average, np.broadcast_arrays, np.broadcast_to, np.clip, np.concatenate, np.copy, np.cumprod, np.cumsum, np.diag,
     np.diagonal, np.diff, np.dot, np.expand_dims, np.flatnonzero, np.flip, np.fliplr, np.flipud, np.hstack, np.imag,
-    np.linalg.cholesky, np.linalg.det, np.linalg.inv, np.linalg.matmul, np.linalg.matrix_norm, np.linalg.matrix_power,
-    np.linalg.matrix_transpose, np.linalg.norm, np.linalg.slogdet, np.linalg.solve, np.linalg.vecdot,
-    np.linalg.diagonal, np.linalg.trace, np.matrix_transpose, np.max, np.mean, np.min, np.moveaxis, np.nonzero, np.pad,
-    np.prod, np.ravel, np.real, np.repeat, np.reshape, np.roll, np.rollaxis, np.round, np.select, np.sort, np.split,
-    np.hsplit, np.vsplit, np.dsplit, np.squeeze, np.stack, np.std, np.sum, np.swapaxes, np.take, np.take_along_axis,
-    np.tile, np.trace, np.transpose, np.tril, np.triu, np.unstack, np.var, np.vdot, np.vstack, np.where,
+    np.linalg.cholesky, np.linalg.cond, np.linalg.det, np.linalg.diagonal, np.linalg.eig, np.linalg.eigh,
+    np.linalg.eigvals, np.linalg.eigvalsh, np.linalg.inv, np.linalg.lstsq, np.linalg.matmul, np.linalg.matrix_norm,
+    np.linalg.matrix_power, np.linalg.matrix_rank, np.linalg.matrix_transpose, np.linalg.norm, np.linalg.pinv,
+    np.linalg.qr, np.linalg.slogdet, np.linalg.solve, np.linalg.svd, np.linalg.svdvals, np.linalg.trace,
+    np.linalg.vecdot, np.matrix_transpose, np.max, np.mean, np.min, np.moveaxis, np.nonzero, np.pad, np.prod, np.ravel,
+    np.real, np.repeat, np.reshape, np.roll, np.rollaxis, np.round, np.select, np.sort, np.split, np.hsplit, np.vsplit,
+    np.dsplit, np.squeeze, np.stack, np.std, np.sum, np.swapaxes, np.take, np.take_along_axis, np.tile, np.trace,
+    np.transpose, np.tril, np.triu, np.unstack, np.var, np.vdot, np.vstack, np.where,
     *(getattr(np.fft, name) for name in (*INVERSE, "fftshift", "ifftshift")),
 )  # fmt: skip

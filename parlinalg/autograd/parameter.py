@@ -36,17 +36,23 @@ class Parameter(Tensor):
     reducer : Reducer or None
     storage : ParameterStorage
         Where the value and the gradient lie, and which part of them this rank updates.
+    matrix : tuple of two ints, or None
+        How the value is a matrix, or several, that a hidden product multiplies by: the number of leading dims that
+        count matrices, and of dims after them that are inputs; the others are outputs.  None: it is none, such as an
+        embedding, a norm, a bias, or the weights of a head.  A layer says so of its parameters; by default those of two
+        dims are one, of (0, 1).
     writes : int
         How often the value was written to in place, but for an optimizer's updates; see `written`.
     """
 
-    __slots__ = ("name", "reducer", "storage", "writes")
+    __slots__ = ("matrix", "name", "reducer", "storage", "writes")
 
     def __init__(self, data: DistArray, name: str = "", requires_grad: bool = True) -> None:
         self.name = name
         self.reducer: Reducer | None = None
         self.storage = ParameterStorage()
         self.writes = 0
+        self.matrix: tuple[int, int] | None = (0, 1) if data.ndim == 2 else None
         super().__init__(data, requires_grad)
         if data.grid.world.checked:
             check_block_replicas(

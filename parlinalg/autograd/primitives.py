@@ -26,6 +26,7 @@ from parlinalg.autograd.gradients import Term, conjugated
 from parlinalg.autograd.ops.arithmetic import Frame, to_input
 from parlinalg.autograd.rule import Part, is_array
 from parlinalg.autograd.tensor import Tensor, record, refuse_out
+from parlinalg.linalg.factors import Factor
 
 Block = Any
 Function = Callable[..., Any]
@@ -131,8 +132,9 @@ def as_op(*many: Function) -> Callable[[Function], Function]:
 
 
 def differentiable(
-    function: Function, *, conjugate: bool = True, moves: bool = False, **rules: Callable[..., DistArray]
-) -> Function:
+    function: Function, *, conjugate: bool = True, moves: bool = False,
+    shared: Callable[..., DistArray] | None = None, **rules: Callable[..., DistArray],
+) -> Function:  # fmt: skip
     """Let a function take tensors, by a rule for each argument that may be one.
 
     Parameters
@@ -144,6 +146,9 @@ def differentiable(
         holomorphic function, such as `g * y` of `exp`.  Otherwise a rule gives ∂L/∂u + i ∂L/∂v by u + iv itself.
     moves : bool
         Whether operands of unlike layouts are brought together, as in products.  Otherwise they are an error.
+    shared : callable, optional
+        A rule that runs before the others, which take what it returns in place of the gradient; with
+        `conjugate=False`.  It returns an array of the result's shape.
     **rules : callable
         By the argument's name a function of DistArrays, which returns the gradient by this argument.  It takes the
         gradient of the result, and its other parameters say what it needs, and so what is saved: `y` is the result,
@@ -157,7 +162,8 @@ def differentiable(
         The function of tensors.
     """
     signature = _signature(function)
-    needs = {name: tuple(inspect.signature(rule).parameters)[1:] for name, rule in rules.items()}
+    every = rules if shared is None else rules | {"": shared}
+    needs = {name: tuple(inspect.signature(rule).parameters)[1:] for name, rule in every.items()}
     label = name_of(function)
 
     def op(*args: Any, **kwargs: Any) -> Tensor:
@@ -176,7 +182,7 @@ def differentiable(
 
         def part(name: str, x: Tensor, likes: Any, i: int) -> Part:
             special = {"y": y, "like": Frame.of(x), "likes": likes, "i": i}
-            saved: list[Block] = []
+            saved: list[Any] = []
             kept = {n: _kept(special[n] if n in special else values[n], saved) for n in needs[name]}
             rule, like, real = rules[name], Frame.of(x), x.dtype.kind != "c"
 
@@ -189,6 +195,17 @@ def differentiable(
 
             return Part(gradient, *saved)
 
+        def preparation(rule: Callable[..., DistArray]) -> Part:
+            saved: list[Any] = []
+            kept = {n: _kept(y if n == "y" else values[n], saved) for n in needs[""]}
+
+            def prepare(g: Block, *held: Any) -> Block:
+                with explicit(False):
+                    d = rule(DistArray(g, *out), **{n: _given(each, held) for n, each in kept.items()})
+                    return d.redistribute(out.layout.with_partial(())).block
+
+            return Part(prepare, *saved)
+
         inputs: list[Tensor] = []
         parts: list[Part] = []
         for name in rules:
@@ -199,7 +216,8 @@ def differentiable(
                 if isinstance(x, Tensor):
                     inputs.append(x)
                     parts.append(part(name, x, likes, i) if x.node is not None else Part(_none))
-        return record(label, y, inputs, parts)
+        wanted = shared is not None and any(x.requires_grad for x in inputs)
+        return record(label, y, inputs, parts, preparation(shared) if wanted else None)  # type: ignore[arg-type]
 
     TABLE[function] = op
     return op
@@ -242,8 +260,17 @@ class _Place(NamedTuple):
     frame: Frame | None
 
 
-def _kept(value: Any, saved: list[Block]) -> Any:
+class _FactorPlace(NamedTuple):
+    """The place of the tiles of a factorization among what is saved; what they are joined with lies behind them."""
+
+    at: int
+
+
+def _kept(value: Any, saved: list[Any]) -> Any:
     """Return a value with its arrays put into `saved`, and their places instead of them."""
+    if isinstance(value, Factor):
+        saved.extend(value.apart())
+        return _FactorPlace(len(saved) - 2)
     if isinstance(value, DistArray):
         saved.append(value.block)
         return _Place(len(saved) - 1, Frame(value.shape, value.layout, value.grid))
@@ -255,8 +282,10 @@ def _kept(value: Any, saved: list[Block]) -> Any:
     return value
 
 
-def _given(value: Any, held: tuple[Block, ...]) -> Any:
+def _given(value: Any, held: tuple[Any, ...]) -> Any:
     """Undo `_kept`."""
+    if isinstance(value, _FactorPlace):
+        return held[value.at + 1].joined(held[value.at])
     if isinstance(value, _Place):
         block = held[value.at]
         return block if value.frame is None else DistArray(block, *value.frame)
@@ -265,7 +294,7 @@ def _given(value: Any, held: tuple[Block, ...]) -> Any:
     return value
 
 
-def _term(d: DistArray, like: Frame, real: bool, held: tuple[Block, ...]) -> Term:
+def _term(d: DistArray, like: Frame, real: bool, held: tuple[Any, ...]) -> Term:
     """Return the gradient that a rule gave as a term for its argument."""
     if real and d.dtype.kind == "c":
         d = d.real

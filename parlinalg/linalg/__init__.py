@@ -30,20 +30,32 @@ from parlinalg.linalg.factors import (
     solve,
     solve_triangular,
 )
+from parlinalg.linalg.general import eig, eigvals
+from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
+from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
+from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
 from parlinalg.linalg.spectral import cond, eigh, eigvalsh, lstsq, matrix_rank, pinv, svd, svdvals
 from parlinalg.matmul import matmul
 
 __all__ = [
     "LinAlgError",
+    "cg",
     "cho_factor",
     "cholesky",
     "cond",
     "cross",
     "det",
     "diagonal",
+    "eig",
     "eigh",
+    "eigsh",
+    "eigvals",
     "eigvalsh",
+    "expm",
+    "gmres",
     "inv",
+    "lobpcg",
+    "lsqr",
     "lstsq",
     "lu",
     "lu_factor",
@@ -52,14 +64,22 @@ __all__ = [
     "matrix_power",
     "matrix_rank",
     "matrix_transpose",
+    "minres",
+    "null_space",
+    "orth",
     "outer",
     "pinv",
+    "polar",
     "qr",
     "qr_factor",
+    "range_finder",
     "slogdet",
     "solve",
     "solve_triangular",
+    "sqrtm",
     "svd",
+    "svd_lowrank",
+    "svds",
     "svdvals",
     "tensordot",
     "trace",
@@ -164,7 +184,7 @@ def matrix_power(x: DistArray, n: int, /) -> DistArray:
 
 handles(np.linalg.cholesky, takes=("a", "upper"))(lambda a, upper=False: cholesky(a, upper=bool(upper)))
 handles(np.linalg.solve, takes=("a", "b"))(lambda a, b: solve(a, b))  # noqa: PLW0108 - NumPy's names of arguments
-for _function in (inv, det, slogdet):
+for _function in (inv, det, slogdet, eig, eigvals):
     handles(getattr(np.linalg, _function.__name__), takes=("a",))(lambda a, f=_function: f(a))
 handles(np.linalg.svdvals, takes=("x",))(lambda x: svdvals(x))  # noqa: PLW0108
 handles(np.linalg.cond)(cond)

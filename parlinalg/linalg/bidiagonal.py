@@ -7,9 +7,7 @@ its tiles of the singular vectors back through the reflections.
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -104,18 +102,6 @@ class Bidiagonal:
             reflect(self.tiles, u, t, z[int(np.searchsorted(self._lines, k)) :])
 
 
-@cache
-def _bdsdc(letter: str) -> Any:
-    """Return LAPACK's divide and conquer for bidiagonal matrices, which SciPy has for Cython alone."""
-    from scipy.linalg import cython_lapack
-
-    capsule = cython_lapack.__pyx_capi__[f"{letter}bdsdc"]
-    name, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
-    name.restype, name.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 14)(pointer(capsule, name(capsule)))
-
-
 def bidiagonal_svd(d: np.ndarray, e: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return U, the singular values, falling, and Vᵀ of a real upper bidiagonal matrix."""
     n = len(d)
@@ -124,14 +110,11 @@ def bidiagonal_svd(d: np.ndarray, e: np.ndarray, vectors: bool) -> tuple[np.ndar
     u, vt = (np.zeros((size, size), d.dtype, order="F") for _ in range(2))
     if not n:
         return u, values, vt
-    work, steps = np.zeros(3 * n * n + 8 * n, d.dtype), np.zeros(8 * n, np.intc)
-    ints = [np.array(x, np.intc) for x in (n, max(1, size), max(1, size), 0)]
-    chars = [ctypes.create_string_buffer(x) for x in (b"U", b"I" if vectors else b"N")]
-    at = [x.ctypes.data for x in (ints[0], values, off, u, ints[1], vt, ints[2], d, steps, work, steps, ints[3])]
-    unused = np.zeros(1, d.dtype)
-    at[7] = unused.ctypes.data  # Q, of the compact form
-    order = [ctypes.addressof(chars[0]), ctypes.addressof(chars[1]), *at[:7], at[7], at[8], at[9], at[10], at[11]]
-    _bdsdc("s" if d.dtype == np.float32 else "d")(*order)
-    if ints[3]:
+    work, steps, unused = np.zeros(3 * n * n + 8 * n, d.dtype), np.zeros(8 * n, np.intc), np.zeros(1, d.dtype)
+    kind, lead = "I" if vectors else "N", max(1, size)
+    failed = kernels.call(
+        "bdsdc", d.dtype, "U", kind, n, values, off, u, lead, vt, lead, unused, np.zeros(1, np.intc), work, steps
+    )
+    if failed:
         raise np.linalg.LinAlgError("SVD did not converge")
     return u, values, vt

@@ -1,19 +1,21 @@
 """Eigenvalues and eigenvectors of Hermitian matrices on tiles.
 
 The matrix becomes tridiagonal by reflections, panel by panel, as in LAPACK's `sytrd` and `hetrd`, with two all-reduces
-a column.  Every rank finds the eigenvalues of the tridiagonal matrix by divide and conquer, and takes its tiles of the
-eigenvectors back through the reflections.
+a column.  Divide and conquer gives each rank some rows of the eigenvectors of the tridiagonal matrix (`divide`); they
+move to tiles and go back through the reflections.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from parlinalg.linalg import kernels
+from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Tiles
+from parlinalg.linalg.tiles import Tiles, move
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
@@ -123,14 +125,21 @@ def tridiagonal_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     return values
 
 
-def vectors(reduced: Tridiagonal) -> tuple[np.ndarray, np.ndarray]:
-    """Return the eigenvalues, rising, and this rank's tiles of the eigenvectors.  Collective over the grid."""
-    n, d, e = reduced.n, reduced.d, reduced.e
-    if n < 2:
-        values, z = d.copy(), np.ones((n, n), d.dtype)
-    else:
-        values, z, info = kernels.lapack("stevd", d.dtype)(d, e)
-        if info:
-            raise np.linalg.LinAlgError("Eigenvalues did not converge")
-    mine = np.array(z[np.ix_(reduced.rows, reduced.columns)], order="C")
-    return values, mine
+def vectors(reduced: Tridiagonal, choose: Callable[[np.ndarray], slice]) -> tuple[np.ndarray, np.ndarray, slice]:
+    """Return all eigenvalues, rising, this rank's tiles of the vectors that are chosen, and which these are.
+
+    Collective over all ranks.
+    """
+    tiles, n, grid = reduced.tiles, reduced.n, reduced.tiles.grid
+    values, at, z = np.zeros(n, reduced.d.dtype), slice(0, 0), np.empty((0, 0), reduced.d.dtype)
+    if grid.inside:
+        rows = np.arange(grid.rank, n, grid.size)
+        values, z = tridiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone, choose)
+        at = choose(values)
+    failed, start, stop = tiles.worst([not np.isfinite(values).all(), at.start, at.stop])
+    if failed:
+        raise np.linalg.LinAlgError("Eigenvalues did not converge")
+    at = slice(int(start), int(stop))
+    k = at.stop - at.start
+    have = [(np.arange(p, n, grid.size), np.arange(k)) for p in range(grid.size)]
+    return values, move(z, have, tiles.places(tiles.rows(n), tiles.columns(k)), grid), at

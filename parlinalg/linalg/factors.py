@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg.array.core import DistArray, same_grid
-from parlinalg.array.create import eye
+from parlinalg.array.create import computed, eye
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
+from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import triangular
 from parlinalg.linalg.cholesky import Cholesky
@@ -42,13 +44,25 @@ class SlogdetResult(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ factor objects
-class _Factor:
+class Factor:
     """A factorization that stays in its working form, so that many solutions pay the way there once."""
 
     tiles: Tiles
+    _t: np.ndarray
 
     def __init__(self, a: DistArray) -> None:
         self.grid, self.shape, self.dtype, self.layout = a.grid, a.shape, a.dtype, a.layout.with_partial(())
+
+    def apart(self) -> tuple[np.ndarray, Factor]:
+        """Return this rank's tiles, and the rest of the factorization, to which `joined` gives them back."""
+        return self._t, self.joined(np.empty((0, 0), self.dtype))
+
+    def joined(self, t: np.ndarray) -> Any:
+        """Return the factorization with these tiles."""
+        found = copy(self)
+        found._t = t
+        found.__dict__.pop("L", None)
+        return found
 
     def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[np.ndarray, list[Numbers], DistArray]:
         """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix."""
@@ -68,7 +82,7 @@ class _Factor:
         return found if like.ndim == 2 else reshape(found, (n,))
 
 
-class CholeskyFactor(_Factor):
+class CholeskyFactor(Factor):
     """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`."""
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
@@ -107,7 +121,7 @@ class CholeskyFactor(_Factor):
         return self._home(x, self.rows, columns, n, matrix, b)
 
 
-class LUFactor(_Factor):
+class LUFactor(Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`."""
 
     def __init__(self, a: DistArray, block: int | None = None, b: DistArray | None = None) -> None:
@@ -127,7 +141,7 @@ class LUFactor(_Factor):
         work = LU(tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             work.run()
-        self._t, self._work = t, work
+        self._t, self._order = t, work.rows
         self.positions = work.positions
         self.diagonal = np.concatenate([np.diag(d) for d in work.diagonals] or [np.zeros(0, a.dtype)])
         zeros = np.flatnonzero(self.diagonal == 0)
@@ -142,7 +156,7 @@ class LUFactor(_Factor):
         if not self.grid.inside:
             return self.positions
         counts = [len(x) for x in self.positions]
-        mine = np.ascontiguousarray(self._work.rows, np.int64)[:, None]
+        mine = np.ascontiguousarray(self._order, np.int64)[:, None]
         every = self.tiles.gather(self.tiles.down, mine, counts)[:, 0]
         return np.split(every, np.cumsum(counts)[:-1])
 
@@ -153,6 +167,16 @@ class LUFactor(_Factor):
         for at, rows in zip(self.positions, self.rows, strict=True):
             found[at] = rows
         return found
+
+    @property
+    def P(self) -> DistArray:
+        """The permutation matrix [m, m] of A = P L U, in the layout of A."""
+        order, m = self.permutation, self.shape[0]
+
+        def ones(i: Any, j: Any) -> Any:
+            return order[j] == i if m else np.zeros(np.broadcast_shapes(np.shape(i), np.shape(j)), bool)
+
+        return computed("lu", ones, (m, m), self.grid, self.layout, self.dtype)
 
     def check(self) -> None:
         """Raise LinAlgError if A is singular to working precision, naming the first zero of U's diagonal."""
@@ -198,16 +222,30 @@ class LUFactor(_Factor):
             self.tiles.home(upper.astype(self.dtype, copy=False), tops, self._columns, (k, n), self.layout),
         )
 
-    def sign_and_log(self) -> tuple[Any, float]:
-        """Return the sign (or phase) of the determinant and the logarithm of its absolute value."""
+    @property
+    def det(self) -> DistArray:
+        """The determinant of A."""
+        self._square()
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            value = self.diagonal.prod(dtype=self.dtype) * parity(self.permutation) if self.zero is None else 0
+        return _scalar(value, self.dtype, self.grid)
+
+    def slogdet(self) -> SlogdetResult:
+        """Return the sign (or phase) of the determinant and the logarithm of its size."""
+        self._square()
         sizes = np.abs(self.diagonal)
-        if self.zero is not None:
-            return self.dtype.type(0), -math.inf
-        phases = self.diagonal / sizes
-        return phases.prod(dtype=self.dtype) * parity(self.permutation), float(np.log(sizes.astype(np.float64)).sum())
+        sign, log = self.dtype.type(0), -math.inf
+        if self.zero is None:
+            sign = (self.diagonal / sizes).prod(dtype=self.dtype) * parity(self.permutation)
+            log = float(np.log(sizes.astype(np.float64)).sum())
+        return SlogdetResult(_scalar(sign, self.dtype, self.grid), _scalar(log, sizes.dtype, self.grid))
+
+    def _square(self) -> None:
+        if self.shape[0] != self.shape[1]:
+            raise LinAlgError(f"only square matrices have determinants, not {self.shape}")
 
 
-class QRFactor(_Factor):
+class QRFactor(Factor):
     """The factorization A = Q R by Householder reflections; made by `qr_factor`."""
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
@@ -310,22 +348,24 @@ def solve(x1: DistArray, x2: DistArray, /) -> DistArray:
     LinAlgError
         If a matrix is singular.
     """
-    a, b = _matrix(x1, "solve", square=True), _matrix(x2, "solve", vectors=True)
+    return solved(x1, x2)[0]
+
+
+def solved(a: DistArray, b: DistArray) -> tuple[DistArray, LUFactor | None]:
+    """Return x of A x = b, and of one matrix the factorization; of stacks None."""
+    a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
     same_grid([a, b])
     if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
         raise ValueError(f"solve takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
     dtype = np.result_type(a.dtype, b.dtype)
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     if b.ndim == 1:
-        return reshape(solve(a, b[:, None]), (*a.shape[:-1],))
+        x, factor = solved(a, b[:, None])
+        return reshape(x, (*a.shape[:-1],)), factor
     if a.ndim > 2 or b.ndim > 2:
-        return _batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0]
-    return lu_with(a, b)
-
-
-def lu_with(a: DistArray, b: DistArray) -> DistArray:
-    """Return the solution of A x = b for one matrix; the right-hand sides ride along with the factorization."""
-    return LUFactor(a, b=b).carried(b)
+        return _batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0], None
+    factor = LUFactor(a, b=b)  # the right-hand sides ride along
+    return factor.carried(b), factor
 
 
 @primitive
@@ -340,7 +380,7 @@ def inv(x: DistArray, /) -> DistArray:
     x = _matrix(x, "inv", square=True)
     if x.ndim > 2:
         return _batches("inv", lambda xp, a: xp.linalg.inv(a), inv, x)[0]
-    return lu_with(x, eye(x.shape[0], dtype=x.dtype, grid=x.grid, layout=x.layout.with_partial(())))
+    return solved(x, eye(x.shape[0], dtype=x.dtype, grid=x.grid, layout=x.layout.with_partial(())))[0]
 
 
 @primitive
@@ -350,9 +390,7 @@ def slogdet(x: DistArray, /) -> SlogdetResult:
     if x.ndim > 2:
         sign, log = _batches("slogdet", lambda xp, a: tuple(xp.linalg.slogdet(a)), slogdet, x)
         return SlogdetResult(sign, log)
-    phase, size = LUFactor(x).sign_and_log()
-    real = np.zeros(0, x.dtype).real.dtype
-    return SlogdetResult(_scalar(phase, x.dtype, x), _scalar(size, real, x))
+    return LUFactor(x).slogdet()
 
 
 @primitive
@@ -361,10 +399,7 @@ def det(x: DistArray, /) -> DistArray:
     x = _matrix(x, "det", square=True)
     if x.ndim > 2:
         return _batches("det", lambda xp, a: xp.linalg.det(a), det, x)[0]
-    work = LUFactor(x)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        value = work.diagonal.prod(dtype=x.dtype) * parity(work.permutation) if work.zero is None else 0
-    return _scalar(value, x.dtype, x)
+    return LUFactor(x).det
 
 
 @primitive
@@ -379,7 +414,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     x = _matrix(x, "qr")
     if mode not in ("reduced", "complete"):
         raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
-    if x.ndim > 2:
+    if x.ndim > 2 or x.grid.size == 1:
         return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
     work = qr_factor(x)
     m, n = x.shape
@@ -394,29 +429,20 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
 def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
     """Return P, L and U of a matrix [m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
     work = lu_factor(a)
-    order = work.permutation
-    m = work.shape[0]
-
-    def ones(i: Any, j: Any) -> Any:
-        return order[j] == i if m else np.zeros(np.broadcast_shapes(np.shape(i), np.shape(j)), bool)
-
-    from parlinalg.array.create import computed
-
-    p = computed("lu", ones, (m, m), a.grid, a.layout.with_partial(()), work.dtype)
-    return (p, *work.factors())
+    return (work.P, *work.factors())
 
 
 @primitive
 def solve_triangular(
     a: DistArray, b: DistArray, *, lower: bool = False, adjoint: bool = False, unit_diagonal: bool = False
 ) -> DistArray:
-    """Return x of A x = b for a triangular matrix, or with `adjoint` of Aᴴ x = b, in the layout of b.
+    """Return x of A x = b for triangular matrices, or with `adjoint` of Aᴴ x = b, in the layout of b.
 
     Parameters
     ----------
-    a : DistArray [n, n]
+    a : DistArray [..., n, n]
         The other triangle is not read.
-    b : DistArray [n] or [n, k]
+    b : DistArray [n] or [..., n, k]
 
     Raises
     ------
@@ -425,10 +451,12 @@ def solve_triangular(
     """
     a, b = _matrix(a, "solve_triangular", square=True), _matrix(b, "solve_triangular", vectors=True)
     same_grid([a, b])
-    if a.ndim > 2 or b.ndim > 2:
-        raise ValueError(f"solve_triangular takes one matrix, not stacks: {a.shape} and {b.shape}")
     dtype = np.result_type(a.dtype, b.dtype)
-    held = _Factor(a.astype(dtype, copy=False))
+    if a.ndim > 2 or b.ndim > 2:
+        return _stacks_of_triangles(
+            a.astype(dtype, copy=False), b.astype(dtype, copy=False), lower, adjoint, unit_diagonal
+        )
+    held = Factor(a.astype(dtype, copy=False))
     held.tiles, n = _tiles(a, None), a.shape[0]
     rows, columns = held.tiles.rows(n), held.tiles.columns(n)
     t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
@@ -444,6 +472,23 @@ def solve_triangular(
         raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
     triangular.substitute(held.tiles, t, rows, x, n, lower=lower, adjoint=adjoint, unit=unit_diagonal)
     return held._home(x, rows, wide, n, matrix, b)
+
+
+def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool, unit: bool) -> DistArray:
+    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-1:]:
+        raise ValueError(f"solve_triangular takes right-hand sides of {a.shape[-1]} rows, not of shape {b.shape}")
+    if b.ndim == 1:
+        return reshape(_stacks_of_triangles(a, b[:, None], lower, adjoint, unit), a.shape[:-1])
+
+    def local(xp: Any, p: Any, q: Any) -> Any:
+        p = (xp.tril if lower else xp.triu)(p, (-1 if lower else 1) * unit)
+        p = p + xp.eye(p.shape[-1], dtype=p.dtype) if unit else p
+        return xp.linalg.solve(p.swapaxes(-1, -2).conj() if adjoint else p, q)
+
+    def one(p: DistArray, q: DistArray) -> DistArray:
+        return solve_triangular(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit)
+
+    return _batches("solve_triangular", local, one, a, b, like=1)[0]
 
 
 # ------------------------------------------------------------------------------------------------ helpers
@@ -495,8 +540,8 @@ def _refuse(odd: bool | float, name: str) -> None:
         raise ValueError(f"{name} takes finite numbers; the array has {ODD}")
 
 
-def _scalar(value: Any, dtype: Any, like: DistArray) -> DistArray:
-    return DistArray(like.grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), like.grid)
+def _scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
+    return DistArray(grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), grid)
 
 
 def _batches(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,45 @@ def lapack(name: str, dtype: np.dtype[Any]) -> Any:
     from scipy.linalg import get_lapack_funcs
 
     return get_lapack_funcs((name,), dtype=dtype)[0]
+
+
+LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+
+
+@cache
+def _fortran(name: str, arguments: int) -> Any:
+    """Return a function of LAPACK from what SciPy has for Cython."""
+    from scipy.linalg import cython_lapack
+
+    capsule = cython_lapack.__pyx_capi__[name]
+    label, pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    label.restype, label.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(pointer(capsule, label(capsule)))
+
+
+def bound(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> Callable[[], int]:
+    """Return the call of a function of LAPACK that SciPy has for Cython alone, which returns its last argument, `info`.
+
+    All arguments but `info` are given: strings and ints, and arrays, which are changed in place and read anew by every
+    call.  Matrices are in Fortran's order.
+    """
+    held = [
+        np.frombuffer(a.encode(), np.uint8) if isinstance(a, str) else np.array(a, np.intc) if isinstance(a, int) else a
+        for a in (*args, np.zeros(1, np.intc))
+    ]
+    function, pointers = _fortran(LETTERS[dtype.char] + name, len(held)), [a.ctypes.data for a in held]
+
+    def run() -> int:
+        function(*pointers)
+        return int(held[-1][0])
+
+    return run
+
+
+def call(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> int:
+    """Call a function of LAPACK as `bound` does, and return `info`."""
+    return bound(name, dtype, *args)()
 
 
 def subtract(y: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:

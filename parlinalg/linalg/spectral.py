@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,34 +42,80 @@ class SVDResult(NamedTuple):
 
 
 @primitive
-def eigh(x: DistArray, /) -> EighResult:
+def eigh(
+    x: DistArray, /, *, subset_by_index: tuple[int, int] | None = None,
+    subset_by_value: tuple[float, float] | None = None,
+) -> EighResult:  # fmt: skip
     """Return the eigenvalues [..., n], rising, and eigenvectors [..., n, n] of Hermitian matrices.
 
-    Only lower triangles are read.  The vectors lie like `x`, the values like its columns.  Beside its tiles each rank
-    holds the n × n eigenvectors of the tridiagonal matrix for a while.
+    Only lower triangles are read.  The vectors lie like `x`, the values like its columns.  No rank holds more than a
+    few times its share of the matrix.
+
+    Parameters
+    ----------
+    subset_by_index : (int, int), optional
+        The first and the last number of the eigenvalues that are wanted, as `scipy.linalg.eigh` counts: (n - 3, n - 1)
+        are the three largest.
+    subset_by_value : (float, float), optional
+        (low, high): the eigenvalues w with low < w ≤ high, of one matrix.
+
+    Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are:
+    terms 1 / (wⱼ - wᵢ) of values that differ by at most 10 n ε of the largest count as 0.
     """
     x = _matrix(x, "eigh", square=True)
-    if x.ndim > 2:
-        return EighResult(*_batches("eigh", lambda xp, a: tuple(xp.linalg.eigh(a)), eigh, x))
+    choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
+    if x.ndim > 2 or _alone(x, subset_by_value):
+        every = EighResult(*_batches("eigh", lambda xp, a: tuple(xp.linalg.eigh(a)), eigh, x))
+        if subset_by_index is None:
+            return every
+        return EighResult(*(each[..., choose(None)] for each in every))
     reduced, scale = _tridiagonal(x, "eigh")
     tiles, n = reduced.tiles, x.shape[0]
-    values, z = vectors(reduced)
+    values, z, at = vectors(reduced, lambda w: choose(w / scale))
     turned: np.ndarray = z.astype(x.dtype, copy=False)
     if x.grid.inside:
         reduced.times(turned)
-    layout = x.layout.with_partial(())
-    found = tiles.home(turned, tiles.rows(n), tiles.columns(n), x.shape, layout)  # type: ignore[arg-type]
-    return EighResult(_vector(values / scale, Layout(layout.dims[-1]), x.grid), found)
+    values, layout = values[at] / scale, x.layout.with_partial(())
+    found = tiles.home(turned, tiles.rows(n), tiles.columns(len(values)), (n, len(values)), layout)
+    return EighResult(_vector(values, Layout(layout.dims[-1]), x.grid), found)
 
 
 @primitive
-def eigvalsh(x: DistArray, /) -> DistArray:
-    """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read."""
+def eigvalsh(
+    x: DistArray, /, *, subset_by_index: tuple[int, int] | None = None,
+    subset_by_value: tuple[float, float] | None = None,
+) -> DistArray:  # fmt: skip
+    """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
     x = _matrix(x, "eigvalsh", square=True)
-    if x.ndim > 2:
-        return _batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x)[0]
+    choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
+    if x.ndim > 2 or _alone(x, subset_by_value):
+        every = _batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x)[0]
+        return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh")
-    return _vector(tridiagonal_values(reduced.d, reduced.e) / scale, Layout(x.layout.dims[-1]), x.grid)
+    values = tridiagonal_values(reduced.d, reduced.e) / scale
+    at = choose(values) if x.grid.inside else slice(0, 0)
+    at = slice(*map(int, reduced.tiles.worst([at.start, at.stop])))
+    return _vector(values[at], Layout(x.layout.dims[-1]), x.grid)
+
+
+def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[[Any], slice]:
+    """Return the function from all eigenvalues to where those of a subset are."""
+    n = x.shape[-1]
+    if by_index is not None and by_value is not None:
+        raise ValueError(f"{name} takes subset_by_index or subset_by_value, not both")
+    if by_index is not None:
+        low, high = (operator.index(i) for i in by_index)
+        if not 0 <= low <= high < n:
+            raise ValueError(f"subset_by_index is (first, last) with 0 <= first <= last < {n}, not {by_index}")
+        return lambda values: slice(low, high + 1)
+    if by_value is None:
+        return lambda values: slice(0, n)
+    least, most = (float(v) for v in by_value)
+    if not least < most:
+        raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
+    if x.ndim > 2:
+        raise ValueError(f"subset_by_value is of one matrix, not of a stack of shape {x.shape}; take subset_by_index")
+    return lambda values: slice(*np.searchsorted(values, [least, most], side="right").tolist())
 
 
 @primitive
@@ -81,9 +129,12 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
 
     U and Vᴴ lie like `x`, the values like its columns.  Beside its tiles each rank holds the singular vectors of the
     bidiagonal matrix, two of min(m, n)², for a while.
+
+    Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
+    as of `eigh`.  Of columns and rows that complete a basis the space counts.
     """
     x = _matrix(x, "svd")
-    if x.ndim > 2:
+    if x.ndim > 2 or _alone(x):
         return SVDResult(
             *_batches(
                 "svd", lambda xp, a: tuple(xp.linalg.svd(a, full_matrices)),
@@ -122,7 +173,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
 def svdvals(x: DistArray, /) -> DistArray:
     """Return the singular values [..., min(m, n)], falling, of matrices [..., m, n]."""
     x = _matrix(x, "svdvals")
-    if x.ndim > 2:
+    if x.ndim > 2 or _alone(x):
         return _batches("svdvals", lambda xp, a: xp.linalg.svd(a, compute_uv=False), svdvals, x)[0]
     if x.shape[0] < x.shape[1]:
         x = x.mT
@@ -168,7 +219,6 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
     return matmul(vh.mT.conj() * inverse[..., None, :], u.mT.conj())
 
 
-@primitive
 def cond(x: DistArray, p: Any = None) -> DistArray:
     """Return the condition numbers of matrices, in a norm of `matrix_norm`; None is 2."""
     if p in (None, 2, -2):
@@ -200,6 +250,13 @@ def lstsq(a: DistArray, b: DistArray, rcond: float | None = None) -> LstsqResult
     By singular values, as LAPACK's `gelsd`; those below `rcond` times the largest count as 0, by default max(m, n)
     times the dtype's eps.  The residuals are empty where A has a rank below n or no more rows than columns, as NumPy's.
     """
+    return least_squares(a, b, rcond)[0]
+
+
+def least_squares(
+    a: DistArray, b: DistArray, rcond: float | None = None
+) -> tuple[LstsqResult, tuple[DistArray, DistArray, DistArray]]:
+    """Return the result of `lstsq`, and U, the inverses of the singular values that count and Vᴴ."""
     a, b = _matrix(a, "lstsq"), _matrix(b, "lstsq", vectors=True)
     if a.ndim != 2 or b.ndim > 2 or b.shape[0] != a.shape[0]:
         raise LinAlgError(
@@ -217,10 +274,16 @@ def lstsq(a: DistArray, b: DistArray, rcond: float | None = None) -> LstsqResult
     residuals = zeros((0,), dtype=s.dtype, grid=a.grid)
     if rank == n and m > n:
         residuals = (abs(sides - matmul(a, x)) ** 2).sum(axis=0)
-    return LstsqResult(x if b.ndim == 2 else reshape(x, (n,)), residuals, rank, s)
+    found = LstsqResult(x if b.ndim == 2 else reshape(x, (n,)), residuals, rank, s)
+    return found, (u, inverse, vh)
 
 
 # ------------------------------------------------------------------------------------------------ helpers
+def _alone(x: DistArray, subset: Any = None) -> bool:
+    """Return True if LAPACK, or the GPU's library, has all it needs on one rank."""
+    return x.grid.size == 1 and subset is None
+
+
 def _vector(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
     """Return a vector that every rank has as a distributed one."""
     (part,) = grid.block(layout, values.shape)

@@ -104,7 +104,9 @@ class TransformerBlock(Module):
         form: dict[str, Any] = {
             "scheme": scheme, "grid": grid, "activation": activation, "bias": bias, "dtype": dtype
         }  # fmt: skip
-        self.mlp: Module = MLP((hidden, inner, hidden), **form) if mlp is None else mlp(hidden, inner, **form)
+        self.mlp: Module = (
+            MLP((hidden, inner, hidden), head=False, **form) if mlp is None else mlp(hidden, inner, **form)
+        )
         self.dropout2 = Dropout(dropout)
         for module in self.modules():
             chosen = module is self if recompute == "block" else isinstance(module, Attention)

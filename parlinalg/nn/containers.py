@@ -242,6 +242,8 @@ class MLP(Sequential):
         The probability of dropping an element after an activation.
     bias : bool
     dtype : dtype
+    head : bool
+        Whether the last layer is the last of a model, as of `Linear`; False for a perceptron within one.
     weight_init : callable, optional
         As of `Linear`.
     seed : int, optional
@@ -253,7 +255,7 @@ class MLP(Sequential):
 
     def __init__(
         self, sizes: Sequence[int], scheme: Scheme, grid: Grid, activation: str = "relu", *, dropout: float = 0.0,
-        bias: bool = True, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
+        bias: bool = True, head: bool = True, dtype: DTypeLike = np.float32, weight_init: Initializer | None = None,
         seed: int | None = None,
     ) -> None:  # fmt: skip
         if len(sizes) < 2:
@@ -268,7 +270,10 @@ class MLP(Sequential):
                     layers.append(Dropout(dropout))
             kind = "contract" if i % 2 else "expand"
             out = (m, 2) if gated and i < len(sizes) - 2 else m
-            layers.append(Linear(n, out, scheme, grid, kind, bias=bias, dtype=dtype, weight_init=weight_init))
+            last = head and i == len(sizes) - 2
+            layers.append(
+                Linear(n, out, scheme, grid, kind, bias=bias, head=last, dtype=dtype, weight_init=weight_init)
+            )
         super().__init__(*layers)
         self.scheme = scheme
         self.products = len(sizes) - 1

@@ -131,12 +131,14 @@ class MixtureOfExperts(Module):
         outputs = (inner, 2) if self.gated else (inner,)
         one = dtype_named(dtype)
 
-        def declared(shape: tuple[int, ...], layout: Layout, init: Initializer, fan: int) -> Any:
-            return Declared(shape, layout, grid, one, init, fan, shape[-1])
+        def declared(
+            shape: tuple[int, ...], layout: Layout, init: Initializer, fan: int, matrix: tuple[int, int] | None = None
+        ) -> Any:
+            return Declared(shape, layout, grid, one, init, fan, shape[-1], matrix=matrix)
 
         self.router = declared((hidden, experts), Layout(scheme.residual.dims[2], None), made, hidden)
-        self.expand = declared((experts, hidden, *outputs), expand.w, made, hidden)
-        self.contract = declared((experts, inner, hidden), contract.w, made, inner)
+        self.expand = declared((experts, hidden, *outputs), expand.w, made, hidden, (1, 1))
+        self.contract = declared((experts, inner, hidden), contract.w, made, inner, (1, 1))
         self.expand_bias = self.contract_bias = None
         if bias:
             self.expand_bias = declared((experts, *outputs), _bias(expand), init.zeros, hidden)

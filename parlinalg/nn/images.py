@@ -95,7 +95,7 @@ class Conv2d(Module):
         area = math.prod(self.windows.kernel)
         fans = area * shape[2], area * self.out_channels // self.groups
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
-        self.weight = Declared(shape, plan.w, grid, dtype_named(dtype), made, *fans)  # type: ignore[assignment]
+        self.weight = Declared(shape, plan.w, grid, dtype_named(dtype), made, *fans, matrix=(0, 3))  # type: ignore[assignment]
         self.bias = None
         if flag("bias", bias):
             rest = bias_layout(plan)

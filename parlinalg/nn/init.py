@@ -37,6 +37,8 @@ class Declared:
         How many inputs and outputs the parameter connects, for initializers that scale by them.
     buffer : bool
         Whether it becomes a `Buffer`, which no optimizer changes, in place of a parameter.
+    matrix : tuple of two ints, optional
+        As of `Parameter`; None, the default, for what is no weight of a hidden product.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +49,7 @@ class Declared:
     fan_in: int = 1
     fan_out: int = 1
     buffer: bool = False
+    matrix: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         sizes: tuple[Any, ...] = self.shape  # whatever their annotation says

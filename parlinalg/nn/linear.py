@@ -41,6 +41,9 @@ class Linear(Module):
     spread, shared : tuple of str
         Axes of the scheme's inside that cut the second dim of the group there in place of the first, or, of an
         "expand", none (`schemes.spread_axes`, `schemes.shared`).
+    head : bool
+        Whether it is the last layer of a model, whose outputs are scores; optimizers of hidden matrices, such as Muon,
+        leave it to AdamW.
     weight_init, bias_init : callable
         See `parlinalg.nn.init`; by default uniform within ±1/√in_features, and zeros.
     seed, name : optional
@@ -65,7 +68,7 @@ class Linear(Module):
 
     def __init__(
         self, in_features: Features, out_features: Features, scheme: Scheme, grid: Grid, kind: str = "expand", *,
-        bias: bool = True, spread: Cut = (), shared: Cut = (), dtype: DTypeLike = np.float32,
+        bias: bool = True, spread: Cut = (), shared: Cut = (), head: bool = False, dtype: DTypeLike = np.float32,
         weight_init: Initializer | None = None, bias_init: Initializer = init.zeros, seed: int | None = None,
         name: str = "",
     ) -> None:  # fmt: skip
@@ -77,7 +80,8 @@ class Linear(Module):
         fans = math.prod(self.inputs), math.prod(self.outputs)
         made = weight_init or init.Kaiming(gain=1 / math.sqrt(3))
         shape = (*self.inputs, *self.outputs)
-        self.weight = Declared(shape, plan.w, grid, dtype_named(dtype), made, *fans)  # type: ignore[assignment]
+        matrix = None if head else (0, len(self.inputs))
+        self.weight = Declared(shape, plan.w, grid, dtype_named(dtype), made, *fans, matrix=matrix)  # type: ignore[assignment]
         if bias:
             self.bias = Declared(self.outputs, bias_layout(plan), grid, dtype_named(dtype), bias_init, *fans)  # type: ignore[assignment]
         else:

@@ -288,10 +288,14 @@ class Module:
                 if isinstance(held, Parameter):
                     held.name = qualified
                     if declared is not None:
+                        held.matrix = declared.matrix
+                    if declared is not None:
                         held.data = made(declared, qualified)
                 else:
                     kind = Buffer if held.buffer else Parameter
-                    module._parameters[own] = kind(made(held, qualified), qualified)
+                    parameter = kind(made(held, qualified), qualified)
+                    parameter.matrix = held.matrix
+                    module._parameters[own] = parameter
         return self
 
     def _check_memory(self, wanted: Collection[int] | None) -> None:

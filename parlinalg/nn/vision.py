@@ -115,7 +115,9 @@ class Classifier(Module):
         if pool not in ("first", "mean"):
             raise ConfigError(f"a classifier's pool is 'first' or 'mean', not {pool!r}")
         self.pool = pool
-        self.head = Linear(hidden, classes, scheme, grid, "expand", bias=bias, dtype=dtype, weight_init=weight_init)
+        self.head = Linear(
+            hidden, classes, scheme, grid, "expand", bias=bias, head=True, dtype=dtype, weight_init=weight_init
+        )
         self.targets_layout = Layout(self.head.plan(1).y.dims[0])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,17 +44,20 @@ HINT = '; with path="a folder on a disk" the rest would go there'
 def bytes_left(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
     """Return the bytes that stay in memory, the buffers of what is offloaded counted."""
     t, away = table, set(offloaded)
-    left = t.total
+    left, during = t.values + t.older + t.gradients + t.states, t.activations + t.transient
     if "optimizer" in away:
         held = (BUFFERS + 1) * tile * (t.states + t.updated)  # a tile has the values of its states too
         left += min(0, -(-held // max(1, t.states)) - t.states)
     if "activations" in away:
-        left += min(0, 3 * t.block + t.stays - t.activations)
+        during += min(0, 3 * t.block + t.stays - t.activations)
+    freed = 0
     if "parameters" in away:
-        left += min(0, 3 * t.largest + t.fixed - t.values - t.gradients - t.transient_buckets)
+        freed = t.values + t.gradients + t.transient_buckets - 3 * t.largest - t.fixed
     elif "gradients" in away:
-        left += min(0, 2 * t.largest - t.gradients - t.transient_buckets)
-    return left
+        freed = t.gradients + t.transient_buckets - 2 * t.largest
+    if freed > 0:
+        left, during = left - freed + t.transient_buckets, during - t.transient_buckets
+    return left + max(during, t.step)
 
 
 def peak_bytes(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
@@ -124,6 +127,7 @@ class OffloadPlan:
             + f"{format_bytes(t.gradients)} of gradients, {format_bytes(t.states)} of optimizer states"
             + (f", {format_bytes(t.activations)} of activations" if t.activations else "")
             + (f", {format_bytes(t.transient)} in transit during a pass" if t.transient else "")
+            + (f", {format_bytes(t.step)} during a step of the optimizer" if t.step else "")
         )
         limit = "" if self.memory is None else f" for a limit of {format_bytes(self.memory)}"
         there = f"; {' and '.join(self.there)} rest in host memory in any case, since NumPy computes there"
@@ -225,7 +229,7 @@ def plan(
     ------
     ConfigError
         If the limit is too low even with everything offloaded: it names the lowest that works.  In a pipeline on the
-        ranks of all stages, if it is too low on any.
+        ranks of all stages, if it is too low on any.  Also if optimizer states are to be offloaded that stay in memory.
     """
     chosen = _chosen(places)
     cpu = all(p.grid.backend.host_memory for p in model.parameters())
@@ -235,6 +239,8 @@ def plan(
             raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
     there = tuple(kind for kind in KINDS if cpu and chosen.get(kind) == "host")
     chosen = {kind: place for kind, place in chosen.items() if kind not in there}
+    if "optimizer" in chosen:
+        optimizer.check_movable()
     activations = kept if isinstance(kept, ActivationMemory) else ActivationMemory(bytes_of("kept", kept))
     if not activations.block:
         activations = replace(activations, block=-(-activations.most // max(1, len(blocks_of(model)))))
@@ -244,6 +250,7 @@ def plan(
         where = "disk" if folder is not None else "host" if not cpu else None
         rests = not activations.versions and table.fixed < table.values + table.gradients
         movable = {k for k in ORDER if where and (k != "parameters" or rests)} - set(there) | set(chosen)
+        movable -= set() if optimizer.MOVABLE else {"optimizer"}
         found = decide(table, limit, movable, tile_of(limit), chosen)
         _enough(model, table, limit, movable, found is None, "" if where else HINT)
         for kind in found or ():

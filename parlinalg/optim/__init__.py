@@ -9,15 +9,17 @@ from parlinalg import hints
 from parlinalg.optim import schedules
 from parlinalg.optim.adam import Adam, AdamW
 from parlinalg.optim.flat import FlatParameters, InMemory, States
-from parlinalg.optim.groups import Option, decay_groups
+from parlinalg.optim.groups import Option, decay_groups, matrix_groups
 from parlinalg.optim.layerwise import LAMB, LARS
+from parlinalg.optim.muon import Muon
 from parlinalg.optim.optimizer import Optimizer
+from parlinalg.optim.preconditioned import SOAP, Shampoo
 from parlinalg.optim.schedules import Scheduler
 from parlinalg.optim.sgd import SGD
 
 __all__ = [
-    "LAMB", "LARS", "SGD", "Adam", "AdamW", "FlatParameters", "InMemory", "Optimizer", "Option", "Scheduler", "States",
-    "decay_groups", "discover", "schedules",
+    "LAMB", "LARS", "SGD", "SOAP", "Adam", "AdamW", "FlatParameters", "InMemory", "Muon", "Optimizer", "Option",
+    "Scheduler", "Shampoo", "States", "decay_groups", "discover", "matrix_groups", "schedules",
 ]  # fmt: skip
 
 

@@ -272,26 +272,28 @@ class FlatParameters:
             owner.gather()
 
     # ------------------------------------------------------------------ what is updated
-    def arrange(self, names: tuple[str, ...]) -> list[Entry]:
-        """Return what this rank updates, with states of these names.  Collective over axes along which it has changed.
+    def arrange(self, names: Sequence[tuple[str, ...]]) -> list[Entry]:
+        """Return what this rank updates, with states of these names for each group.
 
-        Values move to flat buffers the first time.
+        Values move to flat buffers the first time.  Collective over axes along which it has changed.
         """
         parameters, old = self.parameters, self.entries
         for owner in owners(parameters):
             owner.adopt()
-        fewer = len(old) != len(parameters) or not old or not set(names) <= set(old[0].names)
+        numbers = self.numbers()
+        fewer = len(old) != len(parameters) or not old
+        fewer = fewer or not all(set(names[numbers[id(e.parameter)]]) <= set(e.names) for e in old)
         if fewer or not all(e.shared for e in old):
             self.check_shared()
             kept = self._kept(old)
-            entries = flatten(parameters, names, self.master, self.numbers())
+            entries = flatten(parameters, names, self.master, numbers)
             self.states.make(entries)
             self.entries = entries
             self.where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
         elif any(e.parameter.data is not e.data for e in old):
             order = [e.parameter for e in old]
             place = {id(p): i for i, p in enumerate(order)}
-            fresh = flatten(order, names, self.master, self.numbers())
+            fresh = flatten(order, names, self.master, numbers)
             self.entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
             for entry, before in zip(self.entries, old, strict=True):
                 entry.writes = before.writes - (entry.data is not before.data)
@@ -402,34 +404,35 @@ class FlatParameters:
 
 
 def flatten(
-    parameters: Sequence[Parameter], names: tuple[str, ...], master: np.dtype[Any] | None,
-    groups: Mapping[int, int] | None = None,
+    parameters: Sequence[Parameter], names: Sequence[tuple[str, ...]], master: np.dtype[Any] | None,
+    groups: Mapping[int, int],
 ) -> list[Entry]:  # fmt: skip
-    """Return the parameters' entries, those of each dtype one after the other in the order in which gradients lie.
+    """Return the parameters' entries, those of each dtype and with the same states one after the other in the order in
+    which gradients lie.
 
     Values move to flat buffers; those that lie in an owner's already, and those that do not stay in memory, stay.
 
     Parameters
     ----------
-    names : tuple of str
-        The states.
+    names : sequence of tuples of str
+        The states of the parameters of each group.
     master : numpy.dtype or None
         Parameters of fewer bits have a state "master" of this dtype.
-    groups : dict of int to int, optional
+    groups : dict of int to int
         The number of the parameter group of each parameter, by its identity.
     """
-    of = groups or {}
-    alike: dict[tuple[int, str, bool], Order] = {}
+    alike: dict[tuple[int, str, bool, tuple[str, ...]], Order] = {}
     for p in as_gradients_lie(parameters):
-        alike.setdefault((id(p.grid.backend), p.dtype.str, bool(p.storage.axes)), []).append(p)
+        key = id(p.grid.backend), p.dtype.str, bool(p.storage.axes), names[groups[id(p)]]
+        alike.setdefault(key, []).append(p)
     entries = []
-    for group in alike.values():
+    for (_, _, _, states), group in alike.items():
         if not group[0].storage.axes:
             _move([p for p in group if p.data.resident is not None])
         dtype, mastered = states_of(group[0].dtype, master)
-        kept = (*names, "master") if mastered else names
+        kept = (*states, "master") if mastered else states
         for p in group:
-            entries.append(Entry(p, p.data, p.storage.partition(p.data), dtype, kept, p.writes, of.get(id(p), 0)))
+            entries.append(Entry(p, p.data, p.storage.partition(p.data), dtype, kept, p.writes, groups[id(p)]))
     return entries
 
 
@@ -511,3 +514,12 @@ def runs(entries: Sequence[Entry]) -> Iterator[Run]:
 
 def _run(chain: Sequence[tuple[Entry, Block, Block]]) -> Run:
     return Run([e for e, _, _ in chain], joined([v for _, v, _ in chain]), joined([g for _, _, g in chain]))
+
+
+def segments(run: Run) -> Iterator[tuple[Entry, slice, int]]:
+    """The entries of a run, where their elements lie in it, and which of an entry's is the first."""
+    at, skipped = 0, run.at
+    for entry in run.entries:
+        n = min(entry.size - skipped, run.g.size - at)
+        yield entry, slice(at, at + n), skipped
+        at, skipped = at + n, 0

@@ -58,7 +58,7 @@ def groups_of(given: Any, defaults: Mapping[str, Any]) -> list[Group]:
             f"an optimizer takes a list of parameters, such as model.parameters(), or of dicts with 'params', not one "
             f"{type(given).__name__}"
         )
-    each = _ordered(given)
+    each = ordered(given)
     if not any(isinstance(item, Mapping) for item in each):
         each = [{"params": each}]
     groups = [group_of(item, i, defaults) for i, item in enumerate(each)]
@@ -85,7 +85,7 @@ def group_of(given: Any, number: int, defaults: Mapping[str, Any]) -> Group:
                 f"optimizer may have {', '.join(defaults)}"
             )
     held = given["params"]
-    pairs = [_parameter(item) for item in ([held] if isinstance(held, Parameter) else _ordered(held))]
+    pairs = [_parameter(item) for item in ([held] if isinstance(held, Parameter) else ordered(held))]
     params = list({id(p): p for p in pairs}.values())
     return {"params": params, **{name: given.get(name, value) for name, value in defaults.items()}}
 
@@ -101,7 +101,7 @@ def check_apart(groups: Sequence[Group]) -> None:
                 )
 
 
-def _ordered(given: Any) -> list[Any]:
+def ordered(given: Any) -> list[Any]:
     if isinstance(given, set | frozenset | str) or not isinstance(given, Iterable):
         raise ConfigError(
             f"an optimizer's parameters are listed in the same order on all ranks, such as model.parameters(), not by "
@@ -152,18 +152,71 @@ def decay_groups(
     """
     if isinstance(no_decay, str):
         raise ConfigError(f"no_decay is a list of parts of names, such as [{no_decay!r}], not a string")
-    given = parameters.named_parameters() if hasattr(parameters, "named_parameters") else _ordered(parameters)
     decayed: list[Parameter] = []
     others: list[Parameter] = []
-    for item in given:
-        p = _parameter(item)
-        name = p.name or (item[0] if isinstance(item, tuple) else "")
+    for name, p in _named(parameters):
         if no_decay is None:
             out = name.endswith("bias") or p.ndim < 2
         else:
-            out = any(fnmatch.fnmatchcase(name, n) if set(n) & set("*?[") else n in name for n in no_decay)
+            out = _matches(name, no_decay)
         (others if out else decayed).append(p)
     return [
         {"params": decayed, "weight_decay": weight_decay, **options},
         {"params": others, "weight_decay": 0.0, **options},
     ]
+
+
+def matrix_groups(
+    parameters: Any, *, adamw: Sequence[str] = (), adamw_lr: float | None = None, **options: Any
+) -> list[Group]:  # fmt: skip
+    """Return two parameter groups: the matrices of hidden layers, and what AdamW updates beside them.
+
+    The matrices are the weights of linear layers, convolutions and experts.  Embeddings, positions, norms, biases,
+    routers and the last layer of a model are AdamW's (Jordan, "Muon", 2024).
+
+    Parameters
+    ----------
+    parameters : Module, or iterable of Parameter or of (name, Parameter)
+    adamw : sequence of str
+        Further parameters for AdamW: those with one of these in their qualified names; patterns with `*`, `?` or `[`
+        match the whole name.
+    adamw_lr : float, optional
+        The learning rate of the second group; by default that of the optimizer.
+    **options
+        Further options of both groups.
+
+    Returns
+    -------
+    list of dict
+        Always two, in this order; one may be empty, as on a stage of a pipeline.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> from parlinalg import nn, optim, schemes
+    >>> grid, scheme = pla.Grid({"axis": 1}), schemes.discover()["serial"].SCHEME
+    >>> model = nn.MLP([4, 6, 3], scheme, grid, seed=1)
+    >>> optimizer = optim.Muon(optim.matrix_groups(model, adamw_lr=1e-3), lr=0.02)
+    >>> [([p.name for p in g["params"]], g["matrices"], g["lr"]) for g in optimizer.param_groups]
+    [(['0.weight'], True, 0.02), (['0.bias', '2.weight', '2.bias'], False, 0.001)]
+    """
+    if isinstance(adamw, str):
+        raise ConfigError(f"adamw is a list of parts of names, such as [{adamw!r}], not a string")
+    matrices: list[Parameter] = []
+    others: list[Parameter] = []
+    for name, p in _named(parameters):
+        (matrices if p.matrix is not None and not _matches(name, adamw) else others).append(p)
+    second = dict(options) if adamw_lr is None or "lr" in options else {**options, "lr": adamw_lr}
+    return [{"params": matrices, "matrices": True, **options}, {"params": others, "matrices": False, **second}]
+
+
+def _named(parameters: Any) -> list[tuple[str, Parameter]]:
+    """Return parameters with their qualified names, from a module, or from parameters or pairs."""
+    given = parameters.named_parameters() if hasattr(parameters, "named_parameters") else ordered(parameters)
+    pairs = [(_parameter(item), item) for item in given]
+    return [(p.name or (item[0] if isinstance(item, tuple) else ""), p) for p, item in pairs]
+
+
+def _matches(name: str, parts: Sequence[str]) -> bool:
+    """Return True if a name has one of these parts, or matches one that is a pattern."""
+    return any(fnmatch.fnmatchcase(name, n) if set(n) & set("*?[") else n in name for n in parts)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
 from parlinalg.autograd.parameter import sums_over_ranks
 from parlinalg.backend.kernels.optimizers import lamb_moments, lamb_step, lars_step, square_sum
-from parlinalg.optim.flat import Entry, FlatOptions, Run
+from parlinalg.optim.flat import FlatOptions, Run, segments
 from parlinalg.optim.groups import Option
 from parlinalg.optim.optimizer import Optimizer, at_least_zero, below_one, check_moments
 
@@ -28,7 +28,7 @@ class Layerwise(Optimizer):
     def apply(self) -> None:
         squares: dict[int, Sequence[Any]] = {}
         for run in self.windows():
-            for entry, part in segments(run):
+            for entry, part, _ in segments(run):
                 terms = self.measure(run, part)
                 held = squares.get(id(entry.parameter), (0.0, 0.0))
                 squares[id(entry.parameter)] = [a + b for a, b in zip(held, terms, strict=True)]
@@ -40,7 +40,7 @@ class Layerwise(Optimizer):
             rates[id(p)] = self.lr * self.ratio(*pair)
         self._group = 0
         for run in self.windows():
-            for entry, part in segments(run):
+            for entry, part, _ in segments(run):
                 self.move(run, part, rates[id(entry.parameter)])
 
     def norms(self, squares: Sequence[Sequence[Any]]) -> list[tuple[float, float]]:
@@ -64,15 +64,6 @@ class Layerwise(Optimizer):
 
     def update(self, run: Run) -> None:
         raise NotImplementedError(f"{type(self).__name__} needs norms of all parameters before it updates one: step()")
-
-
-def segments(run: Run) -> Iterator[tuple[Entry, slice]]:
-    """The entries of a run and where their elements lie in it."""
-    at, skipped = 0, run.at
-    for entry in run.entries:
-        n = min(entry.size - skipped, run.g.size - at)
-        yield entry, slice(at, at + n)
-        at, skipped = at + n, 0
 
 
 class LAMB(Layerwise):

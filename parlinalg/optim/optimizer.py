@@ -4,15 +4,55 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.comm.check import compare_states
 from parlinalg.errors import ConfigError
 from parlinalg.grid import worlds
-from parlinalg.optim.flat import Entry, FlatOptions, FlatParameters, Run, States
+from parlinalg.optim.flat import Entry, FlatOptions, FlatParameters, InMemory, Run, States
 from parlinalg.optim.groups import Option, check_apart, group_of, groups_of
 from parlinalg.state_dict import check_arrays
+
+
+@dataclass
+class HomeState:
+    """A state that is not cut as its parameter is, and lies whole on one rank.
+
+    Attributes
+    ----------
+    parameter : Parameter
+    name : str
+    shape : tuple of int
+    dtype : numpy.dtype
+    home : int
+        The rank of the parameter's grid that has it.
+    array : array or None
+        On that rank.
+    """
+
+    parameter: Parameter
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    home: int
+    array: Any
+
+    def whole(self) -> np.ndarray:
+        """Return the state on all ranks.  Collective over the grid."""
+        grid = self.parameter.grid
+        block = grid.backend.empty(self.shape, self.dtype) if self.array is None else self.array.copy()
+        grid.everyone.broadcast(block, self.home)
+        return grid.backend.to_host(block)
+
+    def take(self, values: Any) -> None:
+        """Set the state where it lies, from host memory."""
+        if self.array is not None:
+            host = np.array(values, self.dtype, order="C").reshape(self.shape)
+            self.array[...] = self.parameter.grid.backend.from_host(host)
 
 
 class Optimizer(ABC):
@@ -65,7 +105,11 @@ class Optimizer(ABC):
     STATES: ClassVar[tuple[str, ...]] = ()
     ELEMENTWISE: ClassVar[bool] = False
     """Whether each element is updated from its own gradient and states alone, so that `update` may be given parts of
-    parameters; of classes where it is not, those that have `norms` sum what else they need over all parts."""
+    parameters; of classes where it is not, those that have `norms` sum what else they need over all parts, and those
+    that have `directions` bring the parts together."""
+
+    MOVABLE: ClassVar[bool] = True
+    """Whether states may be kept elsewhere than in memory."""
 
     lr = Option[float]()
     weight_decay = Option[float]()
@@ -119,6 +163,19 @@ class Optimizer(ABC):
     def states(self) -> tuple[str, ...]:
         """The names of the arrays kept for each parameter."""
         return self.STATES
+
+    def states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the arrays kept for each parameter of a group, where groups differ in them."""
+        return self.states
+
+    def home_states(self) -> list[HomeState]:
+        """Return the states that are not cut as their parameters are, in one order on all ranks."""
+        return []
+
+    @property
+    def step_bytes(self) -> int:
+        """The temporary bytes of a step on this rank, where it needs more than tiles."""
+        return 0
 
     @abstractmethod
     def update(self, run: Run) -> None:
@@ -178,25 +235,37 @@ class Optimizer(ABC):
         Raises
         ------
         ConfigError
-            If states come to the update in tiles, and the class does not say that it can be made so.
+            If states come to the update in tiles, and the class does not say that it can be made so, or keeps states in
+            memory.
         OffloadError
             On all ranks, if states cannot be read where they are, or written to where they go, on any; they then stay.
         """
+        if not isinstance(states, InMemory):
+            self.check_movable()
         self.flat.place(states)
+
+    @classmethod
+    def check_movable(cls) -> None:
+        """Raise a ConfigError if states cannot be kept elsewhere than in memory."""
+        if not cls.MOVABLE:
+            raise ConfigError(
+                f"{cls.__name__} keeps preconditioners in memory, at a home rank of each parameter: do not offload the "
+                "optimizer's states, or use Muon or AdamW, whose states may be offloaded"
+            )
 
     def arrange(self) -> list[Entry]:
         """Return what this rank updates, with states.  Collective over the axes along which ranks share it anew."""
-        return self.flat.arrange(self.states)
+        return self.flat.arrange([self.states_of(group) for group in self.param_groups])
 
     @classmethod
     def check_parts(cls, why: str, instead: str) -> None:
         """Raise a ConfigError if the update cannot be made part by part."""
-        if not cls.ELEMENTWISE and not hasattr(cls, "norms"):
+        if not cls.ELEMENTWISE and not hasattr(cls, "norms") and not hasattr(cls, "directions"):
             name = cls.__name__
             raise ConfigError(
                 f"{name} may update an element from others of its parameter, and {why}; if it goes element by element, "
                 f"say {name}.ELEMENTWISE = True, else use an optimizer that does, such as SGD, Adam or AdamW, or one "
-                f"with a rule for norms over all parts, such as LAMB or LARS, or {instead}"
+                f"with a rule for all parts, such as LAMB, LARS or Muon, or {instead}"
             )
 
     def zero_grad(self) -> None:
@@ -215,6 +284,9 @@ class Optimizer(ABC):
         """
         self.arrange()
         states = self.flat.whole_states()
+        names = self._by_parameter()
+        for each in self.home_states():
+            states[names[id(each.parameter)]][each.name] = each.whole()
         groups = [{**options, "params": names} for options, names in zip(self.options(), self._names(), strict=True)]
         return {"steps": self.steps, "lr": self.lr, "param_groups": groups, "states": states}
 
@@ -239,6 +311,10 @@ class Optimizer(ABC):
             known = {name: value for name, value in saved.items() if name in self.defaults}
             group.update({n: tuple(v) if isinstance(v, list) else v for n, v in known.items()})
 
+    def _by_parameter(self) -> dict[int, str]:
+        """The names of the parameters, by their identities."""
+        return {id(entry.parameter): name for name, entry in self.flat.named().items()}
+
     def _names(self) -> list[list[str]]:
         """The names of each group's parameters."""
         numbers = {id(p): str(i) for i, p in enumerate(self.parameters)}
@@ -259,6 +335,9 @@ class Optimizer(ABC):
         given = self.flat.together(lambda: self._checked(state), "loading the optimizer's state")
         compare_states(worlds(p.grid for p in self.parameters), {**given, "steps": state["steps"], "lr": state["lr"]})
         self.flat.load(given)
+        names = self._by_parameter()
+        for each in self.home_states():
+            each.take(given[f"{names[id(each.parameter)]}.{each.name}"])
         self.steps = int(state["steps"])
         if "param_groups" in state:
             self.set_options(state["param_groups"])
@@ -284,6 +363,8 @@ class Optimizer(ABC):
             raise ConfigError("the optimizer's states are dicts of arrays, by the names of the parameters")
         given = {f"{n}.{s}": a for n, arrays in states.items() for s, a in arrays.items()}
         want = {f"{n}.{s}": e.data.shape for n, e in self.flat.named().items() for s in e.names}
+        names = self._by_parameter()
+        want |= {f"{names[id(each.parameter)]}.{each.name}": each.shape for each in self.home_states()}
         check_arrays("the optimizer's state", want, given)
         self._check_groups(state.get("param_groups"))
         return given

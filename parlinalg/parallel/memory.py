@@ -76,6 +76,8 @@ class MemoryTable:
         The part of `transient` that is not needed when gradients are reduced one by one, without buckets.
     updated : int
         Bytes of the values that the rank has optimizer states of.
+    step : int
+        Temporary bytes of the optimizer's step, which begins when the passes have ended.
     first_step : int
         Temporary bytes in the first step, besides values and gradients: it moves them to where they lie side by
         side, a buffer at a time.
@@ -93,20 +95,24 @@ class MemoryTable:
     transient: int = 0
     transient_buckets: int = 0
     updated: int = 0
+    step: int = 0
     first_step: int = 0
 
     @property
     def total(self) -> int:
         """All that a step holds with nothing offloaded."""
-        return self.values + self.older + self.gradients + self.states + self.activations + self.transient
+        rest = self.values + self.older + self.gradients + self.states
+        return rest + max(self.activations + self.transient, self.step)
 
 
 def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory = NOTHING) -> MemoryTable:
     """Return what a rank holds with nothing offloaded, the largest over all ranks of its grid.  Collective."""
     parameters = list(model.parameters())
     mine = dict.fromkeys((each.name for each in fields(MemoryTable)), 0)
-    names, moves = len(optimizer.states), 0
+    numbers, moves = optimizer.flat.numbers(), 0
+    states = [len(optimizer.states_of(group)) for group in optimizer.param_groups]
     for p in parameters:
+        names = states[numbers[id(p)]] if id(p) in numbers else 0
         dtype, mastered = states_of(p.dtype, optimizer.flat.master)
         held = p.storage.nbytes(p.data)
         mine["values"] += held.value
@@ -119,6 +125,8 @@ def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory 
             continue
         moves += held.value
         mine["fixed"] += 0 if replaceable(p.reducer) else held.gradient
+    mine["states"] += sum(s.array.nbytes for s in optimizer.home_states() if s.array is not None)
+    mine["step"] = optimizer.step_bytes
     mine["activations"], mine["stays"], mine["block"] = activations.most, activations.stays, activations.block
     mine["older"] = max(0, activations.versions - 1) * mine["values"]
     reducers = {id(p.reducer): p.reducer for p in parameters if isinstance(p.reducer, GradientReducer)}

@@ -25,11 +25,12 @@ from parlinalg.autograd import Parameter
 from parlinalg.comm import Comm
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import CheckpointError, ConfigError, brief
+from parlinalg.exchange import Corner
 from parlinalg.optim import Optimizer
 from parlinalg.train import checkpoint_files as folders
 from parlinalg.train.checkpoint_files import Part, RankFile, Reader, check_fits, read_index
 from parlinalg.train.checkpoint_index import INDEX, Entry, File, Index, Rectangle, name_of
-from parlinalg.train.checkpoint_pieces import Corner, description, pieces_of, share_out
+from parlinalg.train.checkpoint_pieces import description, pieces_of, share_out
 from parlinalg.train.config import CheckpointConfig
 from parlinalg.train.lock import FolderLock
 from parlinalg.train.schema import integer, refuse

@@ -27,11 +27,11 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.create import dtype_named
 from parlinalg.errors import CheckpointError, ParlinalgError
-from parlinalg.exchange import Rect, local, meet, rect_at, volume
+from parlinalg.exchange import Corner, Rect, local, meet, rect_at, volume
 from parlinalg.files import free_space, open_regular, read_bytes, sync_folder
 from parlinalg.nn.pretrained.tensorfile import Writer, read_header
 from parlinalg.train.checkpoint_index import INDEX, Entry, File, Index, Rectangle, checksums, name_of
-from parlinalg.train.checkpoint_pieces import Corner, Piece
+from parlinalg.train.checkpoint_pieces import Piece
 
 
 @dataclass(eq=False)

@@ -18,12 +18,12 @@ from parlinalg import tunables
 from parlinalg.autograd import Parameter
 from parlinalg.backend.views import flat
 from parlinalg.errors import ConfigError
-from parlinalg.exchange import Rect, volume
+from parlinalg.exchange import Corner, Rect, rectangles, volume
 from parlinalg.optim import Optimizer
 from parlinalg.optim.flat import InMemory
+from parlinalg.optim.optimizer import HomeState
 
 Shape = tuple[int, ...]
-Corner = tuple[Shape, Shape]  # offsets and sizes
 
 
 @dataclass(eq=False)
@@ -86,37 +86,6 @@ class Piece:
         raise ValueError(f"{self.name!r}: no rectangle of this rank has {corner}")
 
 
-def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Corner]:
-    """Elements `start` to `stop` of a flattened block as rectangles, in their order, each without gaps.
-
-    >>> list(rectangles((3, 4), 2, 9))
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and stop - start < row:
-        for offsets, sizes in rectangles(shape[1:], start - first * row, stop - first * row):
-            yield (first, *offsets), (1, *sizes)
-        return
-    whole = -(-start // row), stop // row
-    if start % row:
-        yield from _in_row(shape, first, start - first * row, row)
-    if whole[1] > whole[0]:
-        yield (whole[0], *(0,) * (len(shape) - 1)), (whole[1] - whole[0], *shape[1:])
-    if stop % row:
-        yield from _in_row(shape, last, 0, stop - last * row)
-
-
-def _in_row(shape: Shape, i: int, start: int, stop: int) -> Iterator[Corner]:
-    for offsets, sizes in rectangles(shape[1:], start, stop):
-        yield (i, *offsets), (1, *sizes)
-
-
 # ---------------------------------------------------------------------------------------------- of a training
 
 
@@ -140,7 +109,23 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
                     _writes(optimizer, entry, state),
                 )
             )  # fmt: skip
+    for home in [] if optimizer is None else optimizer.home_states():
+        p, mine = home.parameter, home.array is not None
+        if id(p) not in names:
+            raise ConfigError(f"the optimizer has the parameter {p.name!r}, which is not one of the model's")
+        block = tuple(range(n if mine else 0) for n in home.shape)
+        found.append(
+            Piece(
+                f"optimizer.{names[id(p)]}.{home.name}", home.dtype, home.shape, block, 0, volume(block), _group(p),
+                mine, True, _read_home(home), home.take,
+            )
+        )  # fmt: skip
     return found
+
+
+def _read_home(home: HomeState) -> Callable[[slice], np.ndarray]:
+    backend = home.parameter.grid.backend
+    return lambda part: backend.to_host(home.array.reshape(-1)[part])
 
 
 def _value(name: str, p: Parameter) -> Piece:

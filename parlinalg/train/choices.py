@@ -18,6 +18,8 @@ from parlinalg.autograd.ops import cross_entropy_sum
 from parlinalg.errors import ConfigError
 from parlinalg.nn import GPT, MLP, Llama
 from parlinalg.nn.activations import hidden_acts
+from parlinalg.optim import muon, preconditioned
+from parlinalg.optim.newton_schulz import executions
 from parlinalg.optim.schedules import Constant, Cosine, Linear, Scheduler, Step, WarmUp
 from parlinalg.train.losses import Criterion
 from parlinalg.train.schema import (
@@ -105,7 +107,11 @@ def _no_decay(where: str, value: Any) -> bool | tuple[str, ...]:
 #: Checks of optimizers' options by name; of others by type.
 _options: dict[str, Check] = {
     "lr": real(0), "weight_decay": real(0), "betas": several(_dropout, length=2), "eps": _positive,
-    "momentum": _dropout, "trust": _positive,
+    "momentum": _dropout, "trust": _positive, "adamw": several(text), "adamw_lr": optional(real(0)),
+    "ns_steps": integer(1), "ns_coefficients": several(real(-math.inf), length=3),
+    "adjust_lr_fn": one_of(*muon.ADJUST), "execution": one_of(None, *executions()), "beta2": real(0, 1, above=True),
+    "damping": _positive, "precondition_frequency": integer(1), "max_precond_dim": integer(1),
+    "grafting": one_of(*preconditioned.GRAFTS), "root": one_of(*preconditioned.ROOTS),
 }  # fmt: skip
 _types: dict[type, Check] = {float: real(-math.inf), bool: flag, int: integer(0), str: text}
 

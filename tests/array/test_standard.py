@@ -22,8 +22,6 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(3600), pytest.mark.one_in(
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = ROOT / "tests" / "standin"
 VERSION = "2025.12"
-#: Functions of the extension linalg that parlinalg does not have yet: general eigenvalues.
-LATER = ["eig", "eigvals"]
 EXPECTED = {
     "test_data_type_functions.py::test_can_cast": "the test finds no dtype, None, equal to NumPy's dtype('float64')",
 }
@@ -41,16 +39,7 @@ def suite() -> Path | None:
 
 def left_out(gpu: bool) -> list[str]:
     """Return the tests of the suite that are not run."""
-    later = [
-        f"{test}{name}{end}"
-        for name in LATER
-        for test, end in (
-            ("test_has_names.py::test_has_names[linalg-", "]"),
-            ("test_linalg.py::test_", ""),
-            ("test_signatures.py::test_extension_func_signature[linalg.", "]"),
-        )
-    ]
-    return [*later, *EXPECTED, *(EXPECTED_ON_GPUS if gpu else ())]
+    return [*EXPECTED, *(EXPECTED_ON_GPUS if gpu else ())]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from parlinalg.array import extras, namespace
 from parlinalg.array.functions import HANDLED
 from parlinalg.autograd import primitives
 from tests.autograd.cases import agree, close, cut, numbers, tensor, value_and_gradients
+from tests.autograd.decompositions import EXAMPLES
 
 X, Y = numbers(5, 7), numbers(5, 7, seed=1)
 P = np.abs(numbers(5, 7, seed=2)) + 0.5
@@ -367,6 +368,7 @@ CONSTANT: dict[str, Callable[[Any], Any]] = {
         )
     },
     **{name: lambda x, f=getattr(pla, name): f(x, x > 0) for name in ("logical_and", "logical_or", "logical_xor")},
+    "linalg.matrix_rank": pla.linalg.matrix_rank,
     "isin": lambda x: pla.isin(x, x),
     "searchsorted": lambda x: pla.searchsorted(pla.asarray(np.arange(3.0), grid=x.grid), x),
     "can_cast": lambda x: pla.can_cast(x, np.complex128),
@@ -375,25 +377,11 @@ CONSTANT: dict[str, Callable[[Any], Any]] = {
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "nextafter": lambda x: pla.nextafter(x, 1.0),
-    **{
-        f"linalg.{name}": getattr(pla.linalg, name)
-        for name in (
-            "cho_factor",
-            "cond",
-            "eigh",
-            "eigvalsh",
-            "lu",
-            "lu_factor",
-            "matrix_rank",
-            "pinv",
-            "qr",
-            "qr_factor",
-            "svd",
-            "svdvals",
-        )
-    },
-    "linalg.lstsq": lambda x: pla.linalg.lstsq(x, x.data),
     **{name: getattr(pla, name) for name in ("unique_all", "unique_counts", "unique_inverse", "unique_values")},
+    **{
+        f"linalg.{name}": lambda x, name=name: getattr(pla.linalg, name)(x, x)
+        for name in ("cg", "eigsh", "gmres", "lobpcg", "lsqr", "minres", "range_finder", "svd_lowrank", "svds")
+    },
 }
 
 #: No functions of arrays of floating dtypes: constants, dtypes, functions that make arrays or take integers.
@@ -465,7 +453,8 @@ def public() -> set[str]:
 
 @pytest.mark.serial
 def test_every_function_is_differentiable_constant_or_refused() -> None:
-    kinds = [set(DIFFERENTIABLE) - {"matmul"}, set(CONSTANT), set(REFUSED), OTHER]
+    factorizations = {f"linalg.{name}" for name in EXAMPLES} - set(DIFFERENTIABLE)
+    kinds = [set(DIFFERENTIABLE) - {"matmul"}, factorizations, set(CONSTANT), set(REFUSED), OTHER]
     assert set.union(*kinds) == public()
     assert sum(map(len, kinds)) == len(public()), "a function is listed twice"
 

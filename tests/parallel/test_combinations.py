@@ -40,8 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped": {"name": "llama", **SIZES, **DROP, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 6},
     "experts": {"name": "llama", **SIZES, "head_dim": 6, "num_local_experts": 3, "num_experts_per_tok": 2},
 }
-OPTIMIZERS = {"gpt, LAMB": {"name": "lamb", "lr": 5e-2}, "gpt, LARS": {"name": "lars", "lr": 5.0, "weight_decay": 0.1}}
-MODELS |= dict.fromkeys(OPTIMIZERS, MODELS["gpt"])
+OPTIMIZERS = {
+    "gpt, LAMB": {"name": "lamb", "lr": 5e-2}, "gpt, LARS": {"name": "lars", "lr": 5.0, "weight_decay": 0.1},
+    "gpt, Muon": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1, "adamw_lr": 5e-3},
+    "experts, Muon": {"name": "muon", "lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"},
+}  # fmt: skip
+MODELS |= {kind: MODELS[kind.partition(",")[0]] for kind in OPTIMIZERS}
 
 Case = tuple[int, str, dict[str, Any]]
 
@@ -78,6 +82,11 @@ CASES: list[Case] = [
     (4, "gpt", {"data": 4, "zero": {"stage": 2, "within": 2, "accumulate": "whole"}, "parts": 2}),
     (4, "gpt", {"data": 2, "sequence": RING, "zero": 3, "offload": {"optimizer": "disk", "activations": "disk"}}),
     (4, "gpt, LAMB", {"data": 2, "tensor": shaped("2d", 1, 2), "zero": 2}),
+    (2, "gpt, Muon", {"data": 2, "zero": 2, "offload": DISK}),
+    (2, "experts, Muon", {"data": 2, "zero": 1}),
+    (4, "gpt, Muon", {"data": 2, "tensor": one_d(2), "zero": 1, "parts": 2}),
+    (4, "experts, Muon", {"data": 2, "tensor": one_d(2), "zero": 3}),
+    (8, "gpt, Muon", {"tensor": shaped("3d", 2, 2, 2)}),
     (6, "gpt, LARS", {"data": 2, "tensor": one_d(3), "zero": 3}),
     (6, "gpt", {"sequence": {"size": 3}, "tensor": shaped("2d", 1, 2), "recompute": "attention"}),
     (6, "llama", {"data": 3, "tensor": shaped("2d", 2, 1), "zero": {"stage": 3, "accumulate": "whole"}, "parts": 2}),

@@ -136,7 +136,7 @@ WRONG = [
     ({"model": {"name": "mlpp"}}, ("model.name", "'mlp'")),
     ({"model": {"hidden": (3, 0)}}, ("model.hidden[1]", "at least 1", "0")),
     ({"model": {"dropout": 1.0}}, ("model.dropout", "below 1")),
-    ({"optimizer": "adamx"}, ("optimizer.name", "'adamw', 'lamb', 'lars' or 'sgd'")),
+    ({"optimizer": "adamx"}, ("optimizer.name", "'adamw', 'lamb', 'lars', 'muon', 'shampoo', 'soap' or 'sgd'")),
     ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ("optimizer (adamw)", "'momentum'", "betas")),
     ({"optimizer": {"lr": float("nan")}}, ("optimizer.lr", "nan")),
     ({"optimizer": {"lr": -1}}, ("optimizer.lr", "at least 0")),

@@ -206,6 +206,37 @@ def lars_step(
         subtract(p[part], q, d)
 
 
+# ------------------------------------------------------------------ updates of matrices
+
+
+@kernel()
+def muon_momentum(g: Array, m: Array, out: Array, *, momentum: float, nesterov: bool, factor: float) -> None:
+    """Set `m = momentum m + (1 - momentum) factor g`, and `out` to m, or to `momentum m + (1 - momentum) factor g`."""
+    xp = namespace(m)
+    for part, (s,) in tiles(m, 1):
+        mean, to = m[part], out[part]
+        xp.multiply(scaled(g[part], factor, s), 1 - momentum, out=s)
+        mean *= momentum
+        mean += s
+        if nesterov:
+            xp.multiply(mean, momentum, out=to)
+            to += s
+        else:
+            to[...] = mean
+
+
+@kernel()
+def matrix_step(p: Array, d: Array, *, rate: float, decay: float) -> None:
+    """Make the step `p = (1 - decay) p - rate d`."""
+    xp = namespace(p)
+    for part, (s, t) in tiles(p, 2):
+        q = read(p[part], s.dtype)
+        xp.multiply(d[part], rate, out=s)
+        if decay:
+            s += xp.multiply(q, decay, out=t)
+        subtract(p[part], q, s)
+
+
 # ------------------------------------------------------------------ sums, and work by tiles
 
 
@@ -292,6 +323,12 @@ def _lamb(p: Array, g: Array, m: Array, v: Array) -> None:
     lamb_step(p, m, v, rate=0.01, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.1, step=3)
 
 
+def _muon(p: Array, g: Array, m: Array) -> None:
+    out = m.copy()
+    muon_momentum(g, m, out, momentum=0.9, nesterov=True, factor=0.5)
+    matrix_step(p, out, rate=0.1, decay=0.01)
+
+
 def _scaled_sums(x: Array) -> tuple[Array, Array]:
     x = x.reshape(-1).copy()
     scale(x, 0.5 if all_finite(x) else 0.0)
@@ -306,4 +343,5 @@ example("AdamW", _tried(partial(_ADAM, decoupled=True), 2), "x", "g", "m")
 example("SGD", _tried(_SGD, 1), "x", "g", "m")
 example("LAMB", _tried(_lamb, 2), "x", "g", "m")
 example("LARS", _tried(_LARS, 1), "x", "g", "m")
+example("Muon", _tried(_muon, 1), "x", "g", "m")
 example("sum of squares", _scaled_sums, "x")

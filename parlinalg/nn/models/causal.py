@@ -77,7 +77,9 @@ class CausalModel(Transformer, Pretrained):
         self.blocks = Sequential(*blocks)
         self.norm = norm
         if not self.tied:
-            self.head = Linear(hidden, vocabulary, self.scheme, self.grid, "expand", bias=False, dtype=self.dtype)
+            self.head = Linear(
+                hidden, vocabulary, self.scheme, self.grid, "expand", bias=False, head=True, dtype=self.dtype
+            )
         self.start_from(spread(self.config["initializer_range"], len(self.blocks) if divided else 0))
         if seed is not None:
             self.initialize(seed)

@@ -101,7 +101,7 @@ class ResNet(Module):
         self.avgpool = AdaptiveAvgPool2d(1)
         fan_in = 1 / math.sqrt(wide)
         self.fc = Linear(
-            wide, classes, scheme, grid, "expand", dtype=self.dtype, bias_init=init.Uniform(-fan_in, fan_in)
+            wide, classes, scheme, grid, "expand", head=True, dtype=self.dtype, bias_init=init.Uniform(-fan_in, fan_in)
         )
         self.images_layout = Layout(self.conv1.input_layout.dims[0], None, None, None)
         self.targets_layout = Layout(self.fc.plan(1).y.dims[0])

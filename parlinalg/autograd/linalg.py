@@ -1,0 +1,647 @@
+"""The derivatives of linear algebra: products, and triangular solves with factors that the forward pass made.
+
+By a complex matrix Z = U + iV the gradient of a real number L is ∂L/∂U + i ∂L/∂V, as PyTorch's: G for which
+dL = Re tr(Gᴴ dZ).  A function of several results has a rule for each of them, and their gradients add up.  By Hermitian
+matrices, of which functions read one triangle, it is Hermitian: all of it counts.
+
+Eigenvectors and singular vectors of equal values are one basis of many of the space that belongs to these values, and a
+single vector is unique up to its phase.  Where no derivative exists, 1 / (wⱼ - wᵢ) counts as 0 (`inverses`): values are
+equal if they differ by at most 10 n ε of the largest, which rounding makes of equal ones.  Of vectors that complete
+others to a basis the space counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from parlinalg import linalg
+from parlinalg.array import DistArray, create, joining
+from parlinalg.autograd.functions import np_, of_product
+from parlinalg.autograd.ops.arithmetic import Frame
+from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
+from parlinalg.autograd.tape import tracing
+from parlinalg.autograd.tensor import Tensor, as_tensor
+from parlinalg.layout import Layout
+from parlinalg.linalg import factors, spectral
+
+
+def adjoint(a: DistArray) -> DistArray:
+    return a.mT.conj()
+
+
+def tril(a: DistArray, k: int = 0) -> DistArray:
+    return joining.triangle(a, k, lower=True)
+
+
+def triu(a: DistArray, k: int = 0) -> DistArray:
+    return joining.triangle(a, k, lower=False)
+
+
+def hermitian(a: DistArray) -> DistArray:
+    return (a + adjoint(a)) / 2
+
+
+def skew(a: DistArray) -> DistArray:
+    return (a - adjoint(a)) / 2
+
+
+def halved(a: DistArray) -> DistArray:
+    """Return the lower triangles with half their diagonals."""
+    return (tril(a) + tril(a, -1)) / 2
+
+
+def mirrored(a: DistArray) -> DistArray:
+    """Return the Hermitian matrices with these upper triangles; of diagonals the real parts count."""
+    return adjoint(halved(adjoint(a))) + halved(adjoint(a))
+
+
+def divided(a: DistArray, r: DistArray, *, lower: bool = False, unit_diagonal: bool = False) -> DistArray:
+    """Return A R⁻ᴴ for triangular matrices R."""
+    return adjoint(linalg.solve_triangular(r, adjoint(a), lower=lower, unit_diagonal=unit_diagonal))
+
+
+def widened(a: DistArray, m: int, n: int) -> DistArray:
+    """Return the matrices with zeros below and right of them, of shape [..., m, n]."""
+    more = m - a.shape[-2], n - a.shape[-1]
+    return joining.padded(a, [(0, 0)] * (a.ndim - 2) + [(0, k) for k in more]) if any(more) else a
+
+
+def beside(*matrices: DistArray) -> DistArray:
+    """Return the columns of all matrices, those without columns left out."""
+    wide = [a for a in matrices if a.shape[-1]] or list(matrices[:1])
+    return joining.concatenate(wide, axis=-1) if len(wide) > 1 else wide[0]
+
+
+def below(*matrices: DistArray) -> DistArray:
+    """Return the rows of all matrices."""
+    return beside(*(a.mT for a in matrices)).mT
+
+
+def known(name: str, parameters: str, **rules: Any) -> Any:
+    """Return the operation that records a result which is there already, as its argument `found`.
+
+    Parameters
+    ----------
+    name : str
+    parameters : str
+        The names of its arguments: tensors, `found`, and what else rules need.
+    **rules
+        As of `differentiable`.
+    """
+    names = parameters.split()
+
+    def function(*args: Any) -> DistArray:
+        return args[names.index("found")]
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    function.__name__ = name
+    function.__signature__ = inspect.Signature([inspect.Parameter(each, kind) for each in names])  # type: ignore[attr-defined]
+    return differentiable(function, conjugate=False, **rules)
+
+
+# ------------------------------------------------------------------------------------------------ linear systems
+def solved_back(g: DistArray, factor: Any, matrices: Any, other: bool) -> DistArray:
+    """Return A⁻ᴴ g, with `other` A⁻¹ g, by the factorization of A if there is one."""
+    if factor is None:
+        return linalg.solve(adjoint(matrices), g)
+    return factor.solve(g, adjoint=not other)
+
+
+_solution = known(
+    "solve", "a b found factor matrices other",
+    shared=solved_back,
+    a=lambda g, y, other: -(y @ adjoint(g)) if other else -(g @ adjoint(y)),
+    b=lambda g: g,
+)  # fmt: skip
+
+
+@as_op(linalg.solve)
+def solve(x1: Any, x2: Any, /) -> Tensor:
+    """Return x of A x = b; the backward pass solves with the factorization that is there."""
+    a, b = as_tensor(x1), as_tensor(x2)
+    if b.ndim == 1:
+        return solve(a, b[:, None])[..., 0]
+    x, factor = factors.solved(a.data, b.data)
+    return _solution(a, b, x, factor, a.data if factor is None else None, False)
+
+
+def of_triangular(
+    g: DistArray, y: DistArray, a: DistArray, lower: bool, adjoint: bool, unit_diagonal: bool
+) -> DistArray:
+    b = linalg.solve_triangular(a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal)
+    d = -(y @ b.mT.conj()) if adjoint else -(b @ y.mT.conj())
+    return joining.triangle(d, (-1 if lower else 1) * bool(unit_diagonal), lower=lower)
+
+
+_solve_triangular = differentiable(
+    linalg.solve_triangular,
+    a=of_triangular,
+    b=lambda g, a, lower, adjoint, unit_diagonal: linalg.solve_triangular(
+        a, g, lower=lower, adjoint=not adjoint, unit_diagonal=unit_diagonal
+    ),
+    conjugate=False,
+    moves=True,
+)
+
+
+@as_op(linalg.solve_triangular)
+def solve_triangular(a: Any, b: Any, **options: Any) -> Tensor:
+    """Return x of A x = b for triangular matrices."""
+    a, b = as_tensor(a), as_tensor(b)
+    if b.ndim == 1:
+        return _solve_triangular(a, b[:, None], **options)[..., 0]
+    return _solve_triangular(a, b, **options)
+
+
+differentiable(linalg.inv, x=lambda g, y: -(y.mT @ g @ y.mT))
+
+
+def inverse_adjoint(scale: DistArray, like: Frame, factor: Any, matrices: Any) -> DistArray:
+    """Return `scale` A⁻ᴴ, for a number or one for every matrix."""
+    if factor is None:
+        return scale[..., None, None] * adjoint(linalg.inv(matrices))
+    one = create.eye(like.shape[-1], dtype=factor.dtype, grid=like.grid, layout=like.layout.with_partial(()))
+    return factor.solve(one * scale, adjoint=True)
+
+
+def of_determinant(g: DistArray, y: DistArray, like: Frame, factor: Any, matrices: Any) -> DistArray:
+    """Return g times the conjugate of det(A) A⁻ᵀ, or of singular matrices of the cofactors, by singular values."""
+    if not bool(np_.any(y == 0)):
+        return inverse_adjoint(g * y.conj(), like, factor, matrices)
+    u, s, vh = linalg.svd(matrices, full_matrices=False)
+    phase = (linalg.det(u) * linalg.det(vh)).conj() * g
+    others = of_product(np_.ones_like(s[..., :1]), s, -1, True)
+    return phase[..., None, None] * ((u * others[..., None, :]) @ vh)
+
+
+_determinant = known("det", "x found factor matrices", x=of_determinant)
+
+
+def determinant_of(a: Tensor, factor: Any) -> Tensor:
+    found = linalg.det(a.data) if factor is None else factor.det
+    regular = factor is not None and factor.zero is None and bool(found != 0)
+    return _determinant(a, found, factor if regular else None, None if regular else a.data)
+
+
+@as_op(linalg.det)
+def det(x: Tensor, /) -> Tensor:
+    """Return the determinants of square matrices; singular ones have derivatives too."""
+    return determinant_of(x, factored(x))
+
+
+_logarithm = known("slogdet", "x found factor matrices", x=inverse_adjoint)
+_phase = known(
+    "slogdet", "x found factor matrices",
+    x=lambda g, y, like, factor, matrices: inverse_adjoint(1j * (g * y.conj()).imag, like, factor, matrices),
+)  # fmt: skip
+
+
+def slogdet_of(a: Tensor, factor: Any) -> factors.SlogdetResult:
+    found = linalg.slogdet(a.data) if factor is None else factor.slogdet()
+    held = (factor, a.data if factor is None else None)
+    sign = _phase(a, found.sign, *held) if a.dtype.kind == "c" else found.sign
+    return factors.SlogdetResult(sign, _logarithm(a, found.logabsdet, *held))
+
+
+@as_op(linalg.slogdet)
+def slogdet(x: Tensor, /) -> factors.SlogdetResult:
+    """Return the signs of the determinants and the logarithms of their sizes; real signs are constants."""
+    return slogdet_of(x, factored(x))
+
+
+def factored(x: Tensor) -> Any:
+    """Return the LU factorization of one square matrix; None for stacks of them, and for what is none."""
+    return factors.LUFactor(x.data) if x.ndim == 2 and x.shape[0] == x.shape[1] else None
+
+
+# ------------------------------------------------------------------------------------------------ factorizations
+def of_cholesky(g: DistArray, y: DistArray, upper: bool) -> DistArray:
+    if upper:
+        g, y = adjoint(g), adjoint(y)
+    s = linalg.solve_triangular(y, halved(adjoint(y) @ g), lower=True, adjoint=True)  # L⁻ᴴ Φ(Lᴴ g)
+    return hermitian(adjoint(linalg.solve_triangular(y, adjoint(s), lower=True, adjoint=True)))
+
+
+_cholesky = known("cholesky", "x found upper", x=of_cholesky)
+
+
+@as_op(linalg.cholesky)
+def cholesky(x: Tensor, /, *, upper: bool = False) -> Tensor:
+    """Return the Cholesky factors of Hermitian positive definite matrices."""
+    return _cholesky(x, linalg.cholesky(x.data, upper=upper), upper)
+
+
+def of_lower(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
+    """Return P L₁⁻ᴴ [tril(L₁ᴴ g₁, -1) - triu(L₂ᴴ g₂)] U₁⁻ᴴ, and below it g₂ U₁⁻ᴴ; zeros beside them."""
+    (m, k), n = l.shape, u.shape[1]
+    e = tril(adjoint(l[:k]) @ g[:k], -1)
+    e = e - triu(adjoint(l[k:]) @ g[k:]) if m > k else e
+    top = linalg.solve_triangular(l[:k], e, lower=True, adjoint=True, unit_diagonal=True)
+    return unpermuted(widened(divided(below(top, g[k:]), u[:, :k]), m, n), order)
+
+
+def of_upper(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
+    """Return P L₁⁻ᴴ [triu(g₁ U₁ᴴ) - tril(g₂ U₂ᴴ, -1)] U₁⁻ᴴ, and beside it P L₁⁻ᴴ g₂; zeros below them."""
+    (m, k), n = l.shape, u.shape[1]
+    e = triu(g[:, :k] @ adjoint(u[:, :k]))
+    e = e - tril(g[:, k:] @ adjoint(u[:, k:]), -1) if n > k else e
+    both = beside(divided(e, u[:, :k]), g[:, k:])
+    top = linalg.solve_triangular(l[:k], both, lower=True, adjoint=True, unit_diagonal=True)
+    return unpermuted(widened(top, m, n), order)
+
+
+def unpermuted(a: DistArray, order: Any) -> DistArray:
+    return joining.take(a, np.argsort(order), axis=0)
+
+
+_lower = known("lu", "a found l u order", a=of_lower)
+_upper = known("lu", "a found l u order", a=of_upper)
+
+
+@as_op(linalg.lu)
+def lu(a: Tensor) -> tuple[DistArray, Tensor, Tensor]:
+    """Return P, which is a constant, L and U of a matrix A = P L U, of which min(m, n) rows and columns are regular."""
+    factor = lu_factor(a)
+    return (factor.P, *factor.factors())
+
+
+def of_completed(g: DistArray, q: DistArray, k: int) -> DistArray:
+    """Return the gradient by the first k columns of Q; more of them span what these do not."""
+    if g.shape[-1] <= k:
+        return widened(g, q.shape[-2], k)
+    return g[..., :k] - q[..., k:] @ (adjoint(g[..., k:]) @ q[..., :k])
+
+
+def of_q(g: DistArray, q: DistArray, r: DistArray) -> DistArray:
+    """Return [g - Q mirrored(Qᴴ g)] R₁⁻ᴴ, and zeros beside it."""
+    (m, n), k = (q.shape[-2], r.shape[-1]), min(q.shape[-2], r.shape[-1])
+    g, q = of_completed(g, q, k), q[..., :k]
+    return widened(divided(g - q @ mirrored(triu(adjoint(q) @ g)), r[..., :k, :k]), m, n)
+
+
+def of_r(g: DistArray, q: DistArray, r: DistArray) -> DistArray:
+    """Return Q [mirrored(g₁ R₁ᴴ - Z) + Z] R₁⁻ᴴ with Z = R₂ g₂ᴴ, and beside it Q g₂."""
+    k = min(q.shape[-2], r.shape[-1])
+    g, q, r = g[..., :k, :], q[..., :k], r[..., :k, :]
+    t = g[..., :k] @ adjoint(r[..., :k])
+    if r.shape[-1] == k:
+        return q @ divided(mirrored(t), r)
+    z = r[..., k:] @ adjoint(g[..., k:])
+    return q @ beside(divided(mirrored(t - z) + z, r[..., :k]), g[..., k:])
+
+
+_q = known("qr", "x found q r", x=of_q)
+_r = known("qr", "x found q r", x=of_r)
+
+
+@as_op(linalg.qr)
+def qr(x: Tensor, /, *, mode: str = "reduced") -> factors.QRResult:
+    """Return Q and R of matrices whose first min(m, n) columns are independent."""
+    q, r = linalg.qr(x.data, mode=mode)
+    return factors.QRResult(_q(x, q, q, r), _r(x, r, q, r))
+
+
+# ------------------------------------------------------------------------------------------------ factor objects
+class TensorFactor:
+    """A factorization of a tensor in its working form: solutions, and their gradients, come from it.
+
+    Parameters
+    ----------
+    a : Tensor [m, n]
+    factor : Factor
+        The factorization of its value.
+    """
+
+    def __init__(self, a: Tensor, factor: Any) -> None:
+        self.a, self.factor = a, factor
+        self.grid, self.shape, self.dtype, self.layout = factor.grid, factor.shape, factor.dtype, factor.layout
+
+
+class TensorCholesky(TensorFactor):
+    """The factorization A = L Lᴴ of a tensor; made by `cho_factor`."""
+
+    @property
+    def L(self) -> Tensor:
+        """The lower triangular factor."""
+        return _cholesky(self.a, self.factor.L, False)
+
+    def solve(self, b: Any) -> Tensor:
+        """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
+        b = as_tensor(b)
+        if b.ndim == 1:
+            return self.solve(b[:, None])[:, 0]
+        return _positive_solution(self.a, b, self.factor.solve(b.data), self.factor)
+
+
+_positive_solution = known(
+    "solve", "a b found factor",
+    shared=lambda g, factor: factor.solve(g),
+    a=lambda g, y: -hermitian(g @ adjoint(y)),
+    b=lambda g: g,
+)  # fmt: skip
+
+
+class TensorLU(TensorFactor):
+    """The factorization P A = L U of a tensor; made by `lu_factor`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("P", "permutation", "zero"):
+            return getattr(self.factor, name)
+        return object.__getattribute__(self, name)
+
+    @property
+    def det(self) -> Tensor:
+        """The determinant of A."""
+        return determinant_of(self.a, self.factor)
+
+    def slogdet(self) -> factors.SlogdetResult:
+        """Return the sign (or phase) of the determinant and the logarithm of its size."""
+        return slogdet_of(self.a, self.factor)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return L [m, k] and U [k, n] in the layout of A."""
+        (l, u), order = self.factor.factors(), self.factor.permutation
+        return _lower(self.a, l, l, u, order), _upper(self.a, u, l, u, order)
+
+    def solve(self, b: Any, adjoint: bool = False) -> Tensor:
+        """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b."""
+        b = as_tensor(b)
+        if b.ndim == 1:
+            return self.solve(b[:, None], adjoint)[:, 0]
+        return _solution(self.a, b, self.factor.solve(b.data, adjoint), self.factor, None, adjoint)
+
+
+class TensorQR(TensorFactor):
+    """The factorization A = Q R of a tensor; made by `qr_factor`."""
+
+    @property
+    def R(self) -> Tensor:
+        """The upper triangular factor [k, n] with k = min(m, n)."""
+        r = self.factor.R
+        return _r(self.a, r, self.factor.Q(), r)
+
+    def Q(self, columns: int | None = None) -> Tensor:
+        """Return the first columns of Q [m, m], by default min(m, n) of them."""
+        q = self.factor.Q(None if columns is None else max(columns, min(self.shape)))
+        return _q(self.a, q if columns is None else q[:, :columns], q, self.factor.R)
+
+
+as_op(linalg.cho_factor)(lambda a, block=None: TensorCholesky(a, linalg.cho_factor(a.data, block)))
+as_op(linalg.qr_factor)(lambda a, block=None: TensorQR(a, linalg.qr_factor(a.data, block)))
+
+
+@as_op(linalg.lu_factor)
+def lu_factor(a: Tensor, block: int | None = None) -> TensorLU:
+    """Return the LU factorization of a tensor in its working form."""
+    return TensorLU(a, linalg.lu_factor(a.data, block))
+
+
+# ------------------------------------------------------------------------------------------------ spectra
+def inverses(x: DistArray, values: DistArray, n: int) -> DistArray:
+    """Return 1 / x, and 0 where rounding makes x of 0: for |x| up to 10 n ε times the largest of `values`, [..., k]."""
+    limit = spectral._limit(x, abs(values), None, 10 * n)
+    limit = limit if x.ndim == values.ndim else limit[..., None]
+    return spectral._inverse(x, abs(x) > limit)
+
+
+def differences(w: DistArray) -> DistArray:
+    """Return wⱼ - wᵢ in row i and column j."""
+    return w[..., None, :] - w[..., :, None]
+
+
+def of_eigenvalues(g: DistArray, v: DistArray, start: int) -> DistArray:
+    """Return V diag(g) Vᴴ, for the vectors from number `start` on."""
+    v = v[..., start : start + g.shape[-1]]
+    return of_values(g, v, adjoint(v))
+
+
+def of_eigenvectors(g: DistArray, w: DistArray, v: DistArray, start: int) -> DistArray:
+    """Return V (F ∘ skew(Vᴴ g)) Vᴴ with Fᵢⱼ = 1 / (wⱼ - wᵢ), for the gradients by the vectors from `start` on."""
+    if (k := g.shape[-1]) < (n := w.shape[-1]):
+        g = joining.padded(g, [(0, 0)] * (g.ndim - 1) + [(start, n - start - k)])
+    return v @ (inverses(differences(w), w, w.shape[-1]) * skew(adjoint(v) @ g)) @ adjoint(v)
+
+
+def of_left(g: DistArray, u: DistArray, s: DistArray, vh: DistArray) -> DistArray:
+    """Return U ((F + H) ∘ skew(Uᴴ g)) Vᴴ with Fᵢⱼ = 1 / (sⱼ - sᵢ), Hᵢⱼ = 1 / (sᵢ + sⱼ), and (1 - U Uᴴ) g S⁻¹ Vᴴ.
+
+    The terms of both sides' vectors whose sum has no derivative at equal values are those of F; those of H have one.
+    """
+    k, most = s.shape[-1], max(u.shape[-2], vh.shape[-1])
+    g, u, vh = of_completed(g, u, k), u[..., :k], vh[..., :k, :]
+    f, h = (inverses(x, s, most) for x in (differences(s), s[..., None, :] + s[..., :, None]))
+    inner = adjoint(u) @ g
+    found = u @ ((f + h) * skew(inner))
+    if u.shape[-2] > k:
+        found = found + (g - u @ inner) * inverses(s, s, most)[..., None, :]
+    return found @ vh
+
+
+def of_values(g: DistArray, u: DistArray, vh: DistArray) -> DistArray:
+    """Return U diag(g) Vᴴ."""
+    k = g.shape[-1]
+    return (u[..., :k] * g[..., None, :]) @ vh[..., :k, :]
+
+
+_eigenvalues = known("eigh", "x found v start", x=of_eigenvalues)
+_eigenvectors = known("eigh", "x found w v start", x=of_eigenvectors)
+_left = known("svd", "x found u s vh", x=of_left)
+_singular_values = known("svd", "x found u vh", x=of_values)
+_right = known(
+    "svd", "x found u s vh", x=lambda g, u, s, vh: adjoint(of_left(adjoint(g), adjoint(vh), s, adjoint(u)))
+)  # fmt: skip
+
+
+@as_op(linalg.eigh)
+def eigh(x: Tensor, /, *, subset_by_index: Any = None, subset_by_value: Any = None) -> spectral.EighResult:
+    """Return the eigenvalues and eigenvectors of Hermitian matrices; derivatives of some need all vectors."""
+    choose = spectral._chooser(x.data, "eigh", subset_by_index, subset_by_value)
+    w, v = linalg.eigh(x.data)
+    if subset_by_index is subset_by_value is None:
+        return spectral.EighResult(_eigenvalues(x, w, v, 0), _eigenvectors(x, v, w, v, 0))
+    at = choose(w.gather())
+    values, vectors = (a[..., at].redistribute(a.layout) for a in (w, v))
+    return spectral.EighResult(_eigenvalues(x, values, v, at.start), _eigenvectors(x, vectors, w, v, at.start))
+
+
+@as_op(linalg.eigvalsh)
+def eigvalsh(x: Tensor, /, **subset: Any) -> Tensor:
+    """Return the eigenvalues of Hermitian matrices; their derivatives need the vectors."""
+    return eigh(x, **subset).eigenvalues if wants(x) else Tensor(linalg.eigvalsh(x.data, **subset))
+
+
+@as_op(linalg.svd)
+def svd(x: Tensor, /, *, full_matrices: bool = True) -> spectral.SVDResult:
+    """Return U, the singular values and Vᴴ of matrices."""
+    u, s, vh = linalg.svd(x.data, full_matrices=full_matrices)
+    return spectral.SVDResult(_left(x, u, u, s, vh), _singular_values(x, s, u, vh), _right(x, vh, u, s, vh))
+
+
+@as_op(linalg.svdvals)
+def svdvals(x: Tensor, /) -> Tensor:
+    """Return the singular values of matrices; their derivatives need the vectors."""
+    return svd(x, full_matrices=False).S if wants(x) else Tensor(linalg.svdvals(x.data))
+
+
+def wants(x: Tensor) -> bool:
+    return x.requires_grad and tracing()
+
+
+constant(linalg.matrix_rank, moves=True)
+refused(
+    "it stops where an answer is good enough; solve and its kin have derivatives",
+    linalg.cg, linalg.minres, linalg.gmres, linalg.lsqr, linalg.eigsh, linalg.svds, linalg.svd_lowrank,
+    linalg.range_finder, linalg.lobpcg,
+)  # fmt: skip
+
+
+def of_general_values(g: DistArray, v: DistArray) -> DistArray:
+    """Return V⁻ᴴ diag(g) Vᴴ."""
+    return linalg.solve(adjoint(v), g[..., :, None] * adjoint(v))
+
+
+def of_general_vectors(g: DistArray, w: DistArray, v: DistArray) -> DistArray:
+    """Return V⁻ᴴ [conj(F) ∘ (Vᴴ g - Vᴴ V Re diag(Vᴴ g))] Vᴴ with Fᵢⱼ = 1 / (wⱼ - wᵢ), for vectors of norm 1."""
+    inner = adjoint(v) @ g
+    inner = inner - (adjoint(v) @ v) * linalg.diagonal(inner).real[..., None, :]
+    f = inverses(differences(w), w, w.shape[-1]).conj()
+    return linalg.solve(adjoint(v), (f * inner) @ adjoint(v))
+
+
+_general_values = known("eig", "x found v", x=of_general_values)
+_general_vectors = known("eig", "x found w v", x=of_general_vectors)
+
+
+@as_op(linalg.eig)
+def eig(x: Tensor, /) -> Any:
+    """Return the eigenvalues and eigenvectors of square matrices."""
+    found = linalg.eig(x.data)
+    w, v = found
+    return type(found)(_general_values(x, w, v), _general_vectors(x, v, w, v))
+
+
+@as_op(linalg.eigvals)
+def eigvals(x: Tensor, /) -> Tensor:
+    """Return the eigenvalues of square matrices; their derivatives need the vectors."""
+    return eig(x).eigenvalues if wants(x) else Tensor(linalg.eigvals(x.data))
+
+
+# ------------------------------------------------------------------------------------------------ matrix functions
+def along(function: Any, a: DistArray, g: DistArray) -> DistArray:
+    """Return the derivative of a function of A along g, a corner of that of [[A, g], [0, A]] (Mathias 1996)."""
+    n = a.shape[-1]
+    both = function(below(beside(a, g), beside(0 * a, a)).redistribute(a.layout)) if n else a
+    return both[..., :n, n:]
+
+
+def of_root(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
+    """Return Z of Yᴴ Z + Z Yᴴ = g."""
+    if not bool((x == adjoint(x)).all()):
+        return along(linalg.sqrtm, adjoint(x), g)
+    w, v = linalg.eigh(y)
+    sums = w[..., None, :] + w[..., :, None]
+    return v @ (inverses(sums, w, w.shape[-1]) * (adjoint(v) @ g @ v)) @ adjoint(v)
+
+
+def of_polar(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
+    """Return W (H ∘ 2 skew(Wᴴ g V)) Vᴴ with Hᵢⱼ = 1 / (sᵢ + sⱼ), and (1 - W Wᴴ) g V S⁻¹ Vᴴ; P = V S Vᴴ and W = U V."""
+    (m, n) = y.shape[-2:]
+    if m < n:
+        return adjoint(of_polar(adjoint(g), adjoint(y), adjoint(x)))
+    s, v = linalg.eigh(hermitian(adjoint(y) @ x))
+    w, g = y @ v, g @ v
+    inner = adjoint(w) @ g
+    found = w @ (2 * inverses(s[..., None, :] + s[..., :, None], s, m) * skew(inner))
+    if m > n:
+        found = found + (g - w @ inner) * inverses(s, s, m)[..., None, :]
+    return found @ adjoint(v)
+
+
+def of_semidefinite(g: DistArray, u: DistArray, x: DistArray, side: str) -> DistArray:
+    """Return the gradient through P, the Hermitian part of Uᴴ A, or of A Uᴴ."""
+    g = hermitian(g)
+    return u @ g + of_polar(x @ g, u, x) if side == "right" else g @ u + of_polar(g @ x, u, x)
+
+
+_unitary = known("polar", "x found", x=of_polar)
+_semidefinite = known("polar", "x found u side", x=of_semidefinite)
+
+differentiable(linalg.expm, x=lambda g, x: along(linalg.expm, adjoint(x), g), conjugate=False, moves=True)
+differentiable(linalg.sqrtm, x=of_root, conjugate=False, moves=True)
+
+
+@as_op(linalg.polar)
+def polar(a: Tensor, side: str = "right") -> Any:
+    """Return U and P of matrices A = U P of full rank, or A = P U."""
+    found = linalg.polar(a.data, side)
+    return type(found)(_unitary(a, found.U), _semidefinite(a, found.P, found.U, side))
+
+
+differentiable(
+    linalg.orth,
+    a=lambda g, y, a, rcond: (g - y @ (adjoint(y) @ g)) @ (adjoint(y) @ adjoint(linalg.pinv(a, rtol=rcond))),
+    conjugate=False,
+    moves=True,
+)
+differentiable(
+    linalg.null_space,
+    a=lambda g, y, a, rcond: -(adjoint(linalg.pinv(a, rtol=rcond)) @ g) @ adjoint(y),
+    conjugate=False,
+    moves=True,
+)
+
+
+# ------------------------------------------------------------------------------------------------ least squares
+def of_pinv(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
+    """Return -Pᴴ g Pᴴ + (1 - A P) gᴴ P Pᴴ + Pᴴ P gᴴ (1 - P A), for matrices of one rank (Golub and Pereyra 1973)."""
+    p, back = adjoint(y), adjoint(g)
+    left, right = back @ (y @ p), (p @ y) @ back
+    return left - x @ (y @ left) + right - (right @ y) @ x - p @ g @ p
+
+
+differentiable(linalg.pinv, x=of_pinv, conjugate=False, moves=True)
+
+
+def through(u: DistArray, inverse: DistArray, vh: DistArray, b: DistArray) -> DistArray:
+    """Return U diag(inverse) Vᴴ b."""
+    return u @ (inverse[:, None] * (vh @ b))
+
+
+def of_system(
+    g: DistArray, y: DistArray, a: DistArray, b: DistArray, u: DistArray, inverse: DistArray, vh: DistArray
+) -> DistArray:
+    """Return -z xᴴ + r (P z)ᴴ + Pᴴ x (g - P A g)ᴴ with z = Pᴴ g and r = b - A x, for the pseudoinverse P of A."""
+    z = through(u, inverse, vh, g)
+    pz = through(adjoint(vh), inverse, adjoint(u), z)
+    rest = g - through(adjoint(vh), (inverse != 0).astype(inverse.dtype), vh, g)
+    return (b - a @ y) @ adjoint(pz) + through(u, inverse, vh, y) @ adjoint(rest) - z @ adjoint(y)
+
+
+_least = known(
+    "lstsq", "a b found u inverse vh",
+    a=of_system,
+    b=lambda g, u, inverse, vh: through(u, inverse, vh, g),
+)  # fmt: skip
+_residuals = known(
+    "lstsq", "a b x found",
+    a=lambda g, a, b, x: -2 * ((b - a @ x) * g) @ adjoint(x),
+    b=lambda g, a, b, x: 2 * ((b - a @ x) * g),
+)  # fmt: skip
+
+
+@as_op(linalg.lstsq)
+def lstsq(a: Any, b: Any, rcond: float | None = None) -> spectral.LstsqResult:
+    """Return the x of least norm for which A x - b is least, the residuals, the rank, and the singular values."""
+    a, b = as_tensor(a), as_tensor(b)
+    if b.ndim == 1:
+        x, *others = lstsq(a, b[:, None], rcond)
+        return spectral.LstsqResult(x.redistribute(Layout(x.layout.dims[0], None))[:, 0], *others)
+    found, (u, inverse, vh) = spectral.least_squares(a.data, b.data, rcond)
+    residuals: Any = found.residuals
+    if residuals.size:
+        residuals = _residuals(a, b, found.x, residuals)
+    x = _least(a, b, found.x, u, inverse, vh)
+    return spectral.LstsqResult(x, residuals, found.rank, _singular_values(a, found.s, u, vh))

@@ -1,0 +1,151 @@
+"""Eigenvalues and eigenvectors of general square matrices, and their Schur forms."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.array.core import DistArray
+from parlinalg.array.dispatch import primitive
+from parlinalg.layout import Layout
+from parlinalg.linalg.factors import LinAlgError, _batches, _matrix
+from parlinalg.linalg.hessenberg import (
+    Hessenberg,
+    alone,
+    exponents,
+    isolated,
+    schur,
+    sent_home,
+    triangular_vectors,
+)
+from parlinalg.linalg.spectral import _scaled, _vector
+from parlinalg.linalg.tiles import Tiles, move
+from parlinalg.matmul import matmul
+
+
+class EigResult(NamedTuple):
+    """Eigenvalues, in no order, and eigenvectors as columns."""
+
+    eigenvalues: DistArray
+    eigenvectors: DistArray
+
+
+@primitive
+def eig(x: DistArray, /) -> EigResult:
+    """Return the eigenvalues [..., n] and eigenvectors [..., n, n] of square matrices.
+
+    Both are complex, of real matrices too (the Array API standard, 2025.12), so that dtypes never depend on values;
+    `np.linalg.eig` of a DistArray gives the same.  Vectors have norm 1 and lie like `x`, values like its columns.
+
+    The matrix is balanced, as by LAPACK's `geev`: small eigenvalues of badly scaled matrices are accurate, but
+    |A v - w v| may then be larger than rounding beside |A|.  It is reduced to Hessenberg form on all ranks; one rank,
+    which holds three n × n matrices for a while, finds the Schur form by LAPACK's QR iteration, about 25 n³ operations.
+    The other ranks wait.
+
+    Raises
+    ------
+    LinAlgError
+        If the QR iteration does not converge.
+    """
+    x = _matrix(x, "eig", square=True)
+    if x.ndim > 2:
+        return EigResult(*_batches("eig", lambda xp, a: _on_host(x, np.linalg.eig, a), eig, x))
+    n, layout, grid = x.shape[0], x.layout.with_partial(()), x.grid
+    form = Schur(x, "eig", balance=True)
+    complex_ = form.values.dtype
+    right = sent_home(form.eigenvectors(), n, x.dtype, layout, grid)
+    across = Layout(grid.axes, None)
+    v = matmul(form.vectors(layout), right, layout=across)
+    xp, block = grid.backend.xp, v.block
+    if x.dtype.kind != "c":  # a pair of eigenvalues has the real and the imaginary parts of its vectors in turn
+        at = np.flatnonzero(form.values.imag > 0)
+        re, im = block[:, xp.asarray(at)], block[:, xp.asarray(at + 1)]
+        block = block.astype(complex_)
+        block[:, xp.asarray(at)], block[:, xp.asarray(at + 1)] = re + 1j * im, re - 1j * im
+    v = DistArray(block, (n, n), across, grid)
+    if n:
+        v = v / abs(v).max(axis=0)
+        v = v / np.sqrt((abs(v) ** 2).sum(axis=0))
+    values = _vector(form.values / form.scale, Layout(layout.dims[-1]), grid)
+    return EigResult(values, v.redistribute(layout))
+
+
+@primitive
+def eigvals(x: DistArray, /) -> DistArray:
+    """Return the eigenvalues [..., n] of square matrices, complex and in no order; see `eig`.
+
+    One rank finds those of the Hessenberg form, of which it holds one n × n matrix, in about 10 n³ operations.
+    """
+    x = _matrix(x, "eigvals", square=True)
+    if x.ndim > 2:
+        return _batches("eigvals", lambda xp, a: _on_host(x, np.linalg.eigvals, a)[0], eigvals, x)[0]
+    form = Schur(x, "eigvals", balance=True, vectors=False)
+    return _vector(form.values / form.scale, Layout(x.layout.dims[-1]), x.grid)
+
+
+def _on_host(x: DistArray, function: Any, block: Any) -> tuple[Any, ...]:
+    """Return what a function of NumPy gives for this rank's matrices, in complex numbers."""
+    found, backend = function(x.grid.backend.to_host(block)), x.grid.backend
+    parts = found if isinstance(found, tuple) else (found,)
+    return tuple(backend.from_host(a.astype(np.result_type(x.dtype, np.complex64))) for a in parts)
+
+
+class Schur:
+    """The Schur form A = S T S⁻¹, with S unitary, or with `balance` a diagonal of powers of two times a unitary matrix.
+
+    Attributes
+    ----------
+    values : array
+        The eigenvalues of T, complex, on every rank.
+    scale : float
+        The power of two by which A was multiplied: T is the form of `scale * A`.
+    t : array or None
+        T, on the first rank alone; of a real A real, with blocks of two rows for pairs of eigenvalues.
+    """
+
+    def __init__(self, x: DistArray, name: str, balance: bool, vectors: bool = True) -> None:
+        self.x, self.tiles = x, Tiles(x.grid)
+        tiles, n, grid = self.tiles, x.shape[0], x.grid
+        rows, columns = tiles.rows(n), tiles.columns(n)
+        a = tiles.bring(x, rows, columns)
+        scale = _scaled(tiles, a, name)
+        self.scale = a.real.dtype.type(scale)
+        self._rows, self._powers = rows, np.zeros(n)
+        if balance and grid.inside:
+            order, low, high = isolated(tiles, a, n)
+            if (order != np.arange(n)).any():
+                self._rows = [order[each] for each in rows]
+                a = tiles.bring(x, self._rows, [order[each] for each in columns])
+                a *= self.scale
+            self._powers = exponents(tiles, a, n, low, high)
+            a *= np.exp2(self._powers[columns[tiles.j]][None, :] - self._powers[rows[tiles.i]][:, None]).astype(
+                a.real.dtype
+            )
+        self._reduced = Hessenberg(tiles, a, n)
+        places = tiles.places(rows, columns)
+        h = move(a, places, alone(n, grid), grid)
+        self.values = np.zeros(n, np.result_type(x.dtype, np.complex64))
+        self.t: np.ndarray | None = None
+        self._z = np.empty((0, 0), x.dtype)
+        failed = 0
+        if grid.inside and grid.rank == 0:
+            self.t, z, self.values, failed = schur(h, vectors)
+            self._z = z if vectors else self._z
+        if tiles.worst([abs(failed)])[0]:
+            raise LinAlgError("Eigenvalues did not converge")
+        if grid.inside:
+            grid.everyone.broadcast(self.values, 0)
+            if vectors:
+                self._z = move(self._z, alone(n, grid), places, grid)
+                self._reduced.times(self._z)
+                self._z *= np.exp2(self._powers[rows[tiles.i]]).astype(a.real.dtype)[:, None]
+
+    def vectors(self, layout: Layout) -> DistArray:
+        """Return S in a layout.  Collective."""
+        n = self.x.shape[0]
+        return self.tiles.home(self._z, self._rows, self.tiles.columns(n), (n, n), layout)
+
+    def eigenvectors(self) -> np.ndarray | None:
+        """Return the eigenvectors of T, on the first rank alone (`triangular_vectors`)."""
+        return None if self.t is None else triangular_vectors(self.t)

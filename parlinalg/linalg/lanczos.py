@@ -1,0 +1,309 @@
+"""A few eigenvalues or singular values of large matrices, by products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from parlinalg.array.core import DistArray
+from parlinalg.array.dispatch import primitive
+from parlinalg.array.namespace import eye
+from parlinalg.layout import Layout
+from parlinalg.linalg.factors import LinAlgError, lu_factor, qr
+from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied
+from parlinalg.linalg.spectral import EighResult, SVDResult, svd
+from parlinalg.matmul import matmul
+from parlinalg.random.generator import default_rng
+
+WHICH: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "LM": lambda w: -np.abs(w),
+    "SM": np.abs,
+    "LA": np.negative,
+    "SA": lambda w: w,
+}
+"""By what eigenvalues come first."""
+
+
+def _count(k: Any, n: int, name: str, most: int) -> int:
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise ValueError(f"{name}: k is a whole number from 1 to {most} for {n} columns, not {k!r}")
+    return k
+
+
+@primitive
+def eigsh(
+    A: Operator, k: int = 6, *, sigma: float | None = None, which: str = "LM", v0: DistArray | None = None,
+    ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0,
+) -> EighResult:  # fmt: skip
+    """Return k eigenvalues, rising, and their eigenvectors [n, k] of a Hermitian matrix.
+
+    Parameters
+    ----------
+    A : DistArray [n, n], or function of a DistArray [n], for which `v0` says n
+    sigma : float, optional
+        Find the eigenvalues next to it: `which` is of 1 / (w − sigma) then, and A is a DistArray, of which A − sigma I
+        is factored once.
+    which : {"LM", "SM", "LA", "SA"}
+        The largest or smallest by size, or algebraically.  Small ones take many products without `sigma`.
+    v0 : DistArray [n], optional
+        Where to begin; the vectors lie like it.  Random by default, the same on every grid.
+    ncv : int, optional
+        Vectors that are held, more than k; max(2 k + 1, 20) by default.
+    maxiter : int, optional
+        Restarts, 10 n by default.
+    tol : float
+        Relative accuracy of the eigenvalues; 0 for what the dtype has.
+
+    A step takes one product and two all-reduces (Lanczos with thick restarts and full orthogonalization: Wu and Simon
+    2000).  Arguments are those of `scipy.sparse.linalg.eigsh`.
+
+    Raises
+    ------
+    LinAlgError
+        If they do not converge in `maxiter` restarts.
+    """
+    if not isinstance(A, DistArray) and v0 is None:
+        raise ValueError("eigsh of a function takes a DistArray v0 [n], where to begin: it says n and how vectors lie")
+    if which not in WHICH:
+        raise ValueError(f"eigsh: which is one of {', '.join(map(repr, WHICH))}, not {which!r}")
+    n = A.shape[0] if isinstance(A, DistArray) else v0.shape[0]  # type: ignore[union-attr]
+    times = applied(A, "eigsh", n)
+    k = _count(k, n, "eigsh", n - 1)
+    kinds = [x.dtype for x in (A, v0) if isinstance(x, DistArray)]
+    dtype = np.result_type(*kinds, np.float32 if max(d.itemsize for d in kinds) <= 4 else np.float64)
+    if v0 is None:
+        v0 = _start(A, n)  # type: ignore[arg-type]
+    elif v0.shape != (n,):
+        raise ValueError(f"eigsh: v0 has shape ({n},), not {v0.shape}")
+    if sigma is not None:
+        if not isinstance(A, DistArray):
+            raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
+        shifted = lu_factor(A.astype(dtype, copy=False) - dtype.type(sigma) * eye(n, dtype=dtype, grid=A.grid))
+        shifted.check()
+        times = shifted.solve
+    v = v0.summed().astype(dtype)
+    vectors = Vectors(v)
+    held = min(n, max(2 * k + 1, 20) if ncv is None else ncv)
+    if not k < held <= n:
+        raise ValueError(f"eigsh: ncv is a whole number above k = {k} and up to {n}, not {ncv!r}")
+    basis, t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
+    basis.append(v, vectors.norm(v))
+    eps = float(np.finfo(dtype).eps)
+    draws = default_rng(0)
+    for _ in range(10 * n if maxiter is None else maxiter):
+        last, scale = 0.0, 1.0
+        for j in range(basis.count - 1, held):
+            w, h, last = basis.orthogonalized(times(basis[j]).redistribute(v.layout).astype(dtype, copy=False))
+            t[: j + 1, j], t[j, : j + 1] = h, h.conj()
+            if not np.isfinite(h).all():
+                raise LinAlgError("eigsh met NaNs or infinities")
+            scale = max(float(np.abs(t[: j + 1, : j + 1]).max()), float(np.finfo(dtype).tiny))
+            if last <= eps * scale:  # the vectors so far are a space of their own: go on with any other
+                last = 0.0
+                w = draws.normal(size=n, grid=v.grid, layout=v.layout).astype(dtype)
+                w, _, size = basis.orthogonalized(w)
+                basis.append(w, size if j + 1 < n else 0.0)
+            else:
+                basis.append(w, last)
+        values, s = np.linalg.eigh(t)
+        order = np.argsort(WHICH[which](values), kind="stable")
+        wanted = order[:k]
+        bounds = np.abs(last * s[-1])
+        enough = max(tol, eps) * np.maximum(np.abs(values), eps ** (2 / 3) * scale)
+        if held == n or (bounds[wanted] <= enough[wanted]).all():
+            wanted = np.sort(wanted)
+            found = values[wanted] if sigma is None else sigma + 1 / values[wanted]
+            rising = np.argsort(found)
+            return EighResult(*_assembled(basis, found[rising], s[:, wanted[rising]], v))
+        kept = order[: min(held - 1, k + max(1, (held - k) // 2))]
+        basis.turn(s[:, kept])
+        basis.rows[len(kept)] = basis.rows[held]
+        basis.count = len(kept) + 1
+        t[:] = 0
+        t[range(len(kept)), range(len(kept))] = values[kept]
+    done = int((bounds[wanted] <= enough[wanted]).sum())
+    raise LinAlgError(
+        f"eigsh: {done} of {k} eigenvalues converged in {maxiter or 10 * n} restarts; raise maxiter or ncv"
+    )
+
+
+def _start(a: DistArray, n: int) -> DistArray:
+    """Return a random vector that lies like the rows of a matrix, the same on every grid."""
+    return default_rng(0).normal(size=n, grid=a.grid, layout=Layout(a.layout.dims[0]))
+
+
+def _assembled(basis: Basis, values: np.ndarray, s: np.ndarray, like: DistArray) -> tuple[DistArray, DistArray]:
+    grid, n, k = like.grid, like.shape[0], len(values)
+    basis.turn(s)
+    block = like.xp.ascontiguousarray(basis.rows[:k].T)
+    w = np.ascontiguousarray(values, np.zeros(0, like.dtype).real.dtype)
+    layout = Layout(like.layout.dims[0], None)
+    return (
+        DistArray(grid.backend.from_host(w), (k,), Layout(None), grid),
+        DistArray(block, (n, k), layout, grid),
+    )
+
+
+@primitive
+def svds(
+    A: DistArray, k: int = 6, *, ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0
+) -> SVDResult:
+    """Return the k largest singular values, falling, of a matrix [m, n], with U [m, k] and Vᴴ [k, n].
+
+    By `eigsh` of AᴴA (or A Aᴴ, which is smaller), and the singular values of A on its vectors, so that relative
+    accuracy is lost only of values below the square root of eps times the largest.
+    """
+    if not isinstance(A, DistArray) or A.ndim != 2:
+        raise LinAlgError(f"svds takes a matrix, not {getattr(A, 'shape', type(A).__name__)}")
+    m, n = A.shape
+    if m < n:
+        turned = svds(A.mT.conj(), k, ncv=ncv, maxiter=maxiter, tol=tol)
+        return SVDResult(turned.Vh.mT.conj(), turned.S, turned.U.mT.conj())
+    A = A.summed()
+    k = _count(k, n, "svds", n - 1)
+    adjoint = A.mT.conj()
+    first = _start(adjoint, n)
+    _, v = eigsh(
+        lambda x: matmul(adjoint, matmul(A, x)), k, v0=first.astype(np.result_type(A.dtype, first.dtype)), ncv=ncv,
+        maxiter=maxiter, tol=tol,
+    )  # fmt: skip
+    u, s, turn = svd(matmul(A, v), full_matrices=False)
+    return SVDResult(u, s, matmul(turn, v.mT.conj()))
+
+
+@primitive
+def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> DistArray:
+    """Return Q [m, size] with orthonormal columns that about span what a matrix [m, n] mostly maps to.
+
+    Parameters
+    ----------
+    size : int
+        Some more than the values that are wanted.
+    n_iter : int
+        Times that A Aᴴ is applied, with orthogonalization between: more for values that fall slowly.
+    seed : int
+        Of the random matrix, the same on every grid.
+
+    Takes 2 + 2 `n_iter` products of A with `size` columns (Halko, Martinsson and Tropp 2011, algorithm 4.4).
+    """
+    if not isinstance(A, DistArray) or A.ndim != 2:
+        raise LinAlgError(f"range_finder takes a matrix, not {getattr(A, 'shape', type(A).__name__)}")
+    m, n = A.shape
+    size = _count(size, n, "range_finder", max(1, min(m, n)))
+    A = A.summed()
+    adjoint = A.mT.conj()
+    dtype = np.result_type(A.dtype, np.float32)
+    y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[1], None))
+    q = qr(matmul(A, y.astype(dtype))).Q
+    for _ in range(n_iter):
+        q = qr(matmul(A, qr(matmul(adjoint, q)).Q)).Q
+    return q
+
+
+@primitive
+def svd_lowrank(A: DistArray, k: int = 6, *, oversamples: int = 10, n_iter: int = 4, seed: int = 0) -> SVDResult:
+    """Return about the k largest singular values, falling, of a matrix [m, n], with U [m, k] and Vᴴ [k, n].
+
+    By `range_finder` with k + `oversamples` columns: few products, all with many columns.  What is found is as good as
+    the values beyond the k + `oversamples`-th are small; for digits that hold take `svds`.
+    """
+    if not isinstance(A, DistArray) or A.ndim != 2:
+        raise LinAlgError(f"svd_lowrank takes a matrix, not {getattr(A, 'shape', type(A).__name__)}")
+    least = min(A.shape)
+    k = _count(k, A.shape[1], "svd_lowrank", max(1, least))
+    q = range_finder(A, min(least, k + oversamples), n_iter=n_iter, seed=seed)
+    u, s, vh = svd(matmul(q.mT.conj(), A.summed()), full_matrices=False)
+    return SVDResult(matmul(q, u[:, :k]), s[:k], vh[:k])
+
+
+@primitive
+def lobpcg(
+    A: Operator, X: DistArray, B: Operator | None = None, M: Operator | None = None, *, tol: float | None = None,
+    maxiter: int = 20, largest: bool = True, callback: Callable[[DistArray], Any] | None = None,
+) -> EighResult:  # fmt: skip
+    """Return extreme eigenvalues of A x = w B x and their eigenvectors [n, k], by LOBPCG (Knyazev 2001).
+
+    Parameters
+    ----------
+    A : DistArray [n, n], or function of a DistArray [n, k]
+        Hermitian.
+    X : DistArray [n, k]
+        Where to begin: k independent vectors, of which 3 k are at most n.  The vectors lie like it.
+    B : DistArray or function, optional
+        Hermitian positive definite; the identity by default.
+    M : DistArray or function, optional
+        About the inverse of A.
+    tol : float, optional
+        It ends when every ‖A x − w B x‖ ≤ tol; by default √eps n.
+    maxiter : int
+        What is found by then is returned.
+    largest : bool
+        The largest eigenvalues, falling, else the smallest, rising.
+    callback : function, optional
+        Called with the eigenvalues after each iteration, on all ranks.
+
+    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.
+    """
+    if not isinstance(X, DistArray) or X.ndim != 2:
+        raise ValueError(f"lobpcg takes X as a DistArray [n, k], not {getattr(X, 'shape', type(X).__name__)}")
+    n, k = X.shape
+    if k < 1 or 3 * k > n:
+        raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
+    kinds = [v.dtype for v in (A, X, B) if isinstance(v, DistArray)]
+    dtype = np.result_type(*kinds, np.float32 if max(d.itemsize for d in kinds) <= 4 else np.float64)
+    layout = Layout(X.layout.dims[0], None)
+    steps = {name: applied(v, name, n) for name, v in (("A", A), ("B", B), ("M", M)) if v is not None}
+
+    def times(name: str, block: Any) -> Any:
+        if name not in steps:
+            return block
+        y = steps[name](DistArray(block, (n, block.shape[1]), layout, X.grid))
+        return y.redistribute(layout).astype(dtype, copy=False).block
+
+    start = X.redistribute(layout).astype(dtype)
+    vectors = Vectors(DistArray(start.block[:, 0].copy(), (n,), Layout(layout.dims[0]), X.grid))
+    xp, back = start.xp, X.grid.backend.from_host
+    eps = float(np.finfo(dtype).eps)
+    limit = eps**0.5 * n if tol is None else tol
+
+    def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray]:
+        width = s.shape[1]
+        both = vectors.sums(lambda: [s.conj().T @ a_s, s.conj().T @ b_s], 2 * width * width)()
+        t, g = (part + part.conj().T for part in both.reshape(2, width, width) / 2)
+        if not np.isfinite(both).all():
+            raise LinAlgError("lobpcg met NaNs or infinities")
+        size = np.sqrt(np.maximum(np.diag(g).real, np.finfo(dtype).tiny))
+        d, q = np.linalg.eigh(g / size[:, None] / size[None, :])
+        kept = d > 10 * width * eps * d[-1]
+        if kept.sum() < k:
+            raise LinAlgError(f"lobpcg: X has only {int(kept.sum())} independent vectors of {k}, or B is not definite")
+        whiten = q[:, kept] / np.sqrt(d[kept]) / size[:, None]
+        w, c = np.linalg.eigh(whiten.conj().T @ t @ whiten)
+        at = np.arange(len(w))[::-1][:k] if largest else np.arange(k)
+        return w[at], (whiten @ c[:, at]).astype(dtype)
+
+    s = start.block
+    a_s, b_s = times("A", s), times("B", s)
+    w, c = ritz(s, a_s, b_s)
+    x, ax, bx = (each @ back(c) for each in (s, a_s, b_s))
+    p = ap = bp = x[:, :0]
+    for _ in range(maxiter):
+        r = ax - bx * back(w.astype(dtype))
+        sizes = vectors.sums(lambda: [(abs(r) ** 2).sum(axis=0)], k)()  # noqa: B023
+        if (np.sqrt(sizes.real) <= limit).all():
+            break
+        r = times("M", r)
+        s, a_s, b_s = (
+            xp.concatenate(each, axis=1) for each in ((x, r, p), (ax, times("A", r), ap), (bx, times("B", r), bp))
+        )
+        w, c = ritz(s, a_s, b_s)
+        rest = c.copy()
+        rest[:k] = 0
+        x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, rest) for each in (s, a_s, b_s))
+        if callback is not None:
+            callback(DistArray(back(w), (k,), Layout(None), X.grid))
+    values = np.ascontiguousarray(w, np.zeros(0, dtype).real.dtype)
+    found = DistArray(xp.ascontiguousarray(x), (n, k), layout, X.grid)
+    return EighResult(DistArray(back(values), (k,), Layout(None), X.grid), found)

@@ -1,0 +1,384 @@
+"""Functions of square matrices, the polar decomposition, and bases of ranges and null spaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.array.core import DistArray
+from parlinalg.array.create import eye, ones
+from parlinalg.array.dispatch import primitive
+from parlinalg.array.joining import concatenate
+from parlinalg.linalg import kernels
+from parlinalg.linalg.factors import (
+    LinAlgError,
+    _batches,
+    _matrix,
+    _refuse,
+    cho_factor,
+    qr_factor,
+    solve,
+    solve_triangular,
+)
+from parlinalg.linalg.general import Schur
+from parlinalg.linalg.hessenberg import sent_home
+from parlinalg.linalg.spectral import eigh, svd
+from parlinalg.matmul import matmul
+
+# ------------------------------------------------------------------------------------------------ exponential
+#: By the degree of the Padé approximant the largest norm for which it is as accurate as float64.
+THETA = {3: 1.495585217958292e-2, 5: 2.539398330063230e-1, 7: 9.504178996162932e-1, 9: 2.097847961257068, 13: 4.25}
+#: By the degree the inverse of the first coefficient of its error.
+ERROR = {
+    3: 100800.0, 5: 10059033600.0, 7: 4487938430976000.0, 9: 5914384781877411840000.0,
+    13: 113250775606021113483283660800000000.0,
+}  # fmt: skip
+
+
+@primitive
+def expm(x: DistArray, /) -> DistArray:
+    """Return the exponentials of square matrices [..., n, n], in their layout.
+
+    By scaling and squaring with Padé approximants up to degree 13 (Al-Mohy and Higham, "A new scaling and squaring
+    algorithm for the matrix exponential", 2009): products and one solution on all ranks.  The scaling is chosen by
+    norms of high powers, which are estimated by products with vectors.
+    """
+    x = _matrix(x, "expm", square=True)
+    if x.ndim > 2:
+        return _batches("expm", lambda xp, a: _scipy("expm", x, a), expm, x)[0]
+    a, layout = _finite(x, "expm"), x.layout.with_partial(())
+    n = x.shape[0]
+    if not n:
+        return a.copy()
+    one = eye(n, dtype=a.dtype, grid=a.grid, layout=layout)
+    powers = [one, a @ a]  # A⁰, A², A⁴, …
+    powers.append(powers[1] @ powers[1])
+    powers.append(powers[1] @ powers[2])
+    d4, d6 = (_norm(powers[k]) ** (1 / (2 * k)) for k in (2, 3))
+    d8 = _estimate(powers[2], powers[2]) ** (1 / 8)
+    degree, squarings, theta = 13, 0, max(d6, d8)
+    for m, limit in ((3, max(d4, d6)), (5, max(d4, d6)), (7, theta), (9, theta)):
+        if limit <= THETA[m] and not _excess(a, m, 0):
+            degree = m
+            break
+    else:
+        d10 = _estimate(powers[2], powers[3]) ** (1 / 10)
+        theta = min(theta, max(d8, d10))
+        squarings = max(0, math.ceil(math.log2(theta / THETA[13]))) if theta else 0
+        squarings += _excess(a, 13, squarings)
+    if degree == 9:
+        powers.append(powers[2] @ powers[2])
+    if squarings:
+        real = a.real.dtype.type
+        a = a * real(2.0**-squarings)
+        powers = [p * real(2.0 ** (-2 * k * squarings)) for k, p in enumerate(powers)]
+    odd, even = _pade(a, powers, degree)
+    found = solve(even - odd, even + odd)
+    for _ in range(squarings):
+        found = found @ found
+    return found.redistribute(layout)
+
+
+def _pade(a: DistArray, powers: list[DistArray], m: int) -> tuple[DistArray, DistArray]:
+    """Return the odd and the even part of the numerator of the Padé approximant of degree m, by the powers of A²."""
+    f, real = math.factorial, a.real.dtype.type
+    b = [f(2 * m - j) * f(m) / (f(2 * m) * f(j) * f(m - j)) for j in range(m + 1)]
+
+    def combined(coefficients: list[float], first: int = 0) -> DistArray:
+        terms = [powers[first + k] * real(c) for k, c in enumerate(coefficients)]
+        return sum(terms[1:], start=terms[0])
+
+    if m < 13:
+        return a @ combined(b[1::2]), combined(b[::2])
+    odd = powers[3] @ combined(b[9::2], 1) + combined(b[1:9:2])
+    even = powers[3] @ combined(b[8::2], 1) + combined(b[:8:2])
+    return a @ odd, even
+
+
+def _norm(a: DistArray) -> float:
+    """Return the largest sum of the absolute values of a column."""
+    return float(abs(a).sum(axis=0).max())
+
+
+def _estimate(*factors: DistArray) -> float:
+    """Return an estimate of the 1-norm of a product, from below (Hager 1984, Higham 1988)."""
+    n, like = factors[0].shape[0], factors[0]
+    v = ones(n, grid=like.grid, dtype=like.dtype) / like.real.dtype.type(n)
+    found = 0.0
+    for _ in range(5):
+        y = v
+        for each in reversed(factors):
+            y = each @ y
+        size = abs(y)
+        now = float(size.sum())
+        if not math.isfinite(now) or now <= found:
+            return max(now, found)
+        found = now
+        z = y / np.where(size > 0, size, 1) + (size == 0)
+        for each in factors:
+            z = each.mT.conj() @ z
+        at = int(np.argmax(abs(z)))
+        if float(abs(z[at])) <= float(np.vdot(z, v).real):
+            break
+        v = np.equal(_numbers(v), at).astype(v.dtype)
+    return found
+
+
+def _numbers(v: DistArray) -> DistArray:
+    from parlinalg.array.create import arange
+
+    return arange(v.shape[0], grid=v.grid, layout=v.layout)
+
+
+def _excess(a: DistArray, m: int, squarings: int) -> int:
+    """Return how many squarings more the degree needs, by the norm of |A|^(2m + 1)."""
+    size, one = abs(a), _norm(a)
+    if not one:
+        return 0
+    size = size / size.dtype.type(one)
+    v = ones(a.shape[0], grid=a.grid, dtype=size.dtype)
+    for _ in range(2 * m + 1):
+        v = v @ size
+    largest = float(v.max())
+    if not largest:
+        return 0
+    log = math.log2(largest) + 2 * m * (math.log2(one) - squarings) - math.log2(ERROR[m])
+    return max(0, math.ceil((log - math.log2(float(np.finfo(a.dtype).eps) / 2)) / (2 * m)))
+
+
+# ------------------------------------------------------------------------------------------------ square root
+@primitive
+def sqrtm(x: DistArray, /) -> DistArray:
+    """Return the principal square roots of square matrices [..., n, n]: X X = A, with eigenvalues of real parts ≥ 0.
+
+    A Hermitian matrix is taken apart by `eigh`, any other by its Schur form (Björck and Hammarling 1983; Deadman,
+    Higham and Ralha 2013), whose root one rank finds (see `eig`; memory and time are alike).  Negative eigenvalues
+    within rounding of 0, n ε times the largest, count as 0.  The residual X X - A is of the size n ε ‖X‖².  The root
+    lies like A.
+
+    Raises
+    ------
+    LinAlgError
+        If a real matrix has a negative eigenvalue, so that its root is not real (`x.astype(complex)` has one), or if
+        the matrix is singular and has no root.
+    """
+    x = _matrix(x, "sqrtm", square=True)
+    if x.ndim > 2:
+        found = [sqrtm(x[at]) for at in np.ndindex(*x.shape[:-2])]
+        from parlinalg.array.joining import stack
+        from parlinalg.array.shapes import reshape
+
+        return reshape(stack(found), x.shape).redistribute(x.layout.with_partial(())) if found else x.copy()
+    x = _finite(x, "sqrtm")
+    layout, n = x.layout, x.shape[0]
+    if not n:
+        return x.copy()
+    if bool((x == x.mT.conj()).all()):
+        w, v = eigh(x)
+        least, most = float(w.min()), float(abs(w).max())
+        if x.dtype.kind != "c" and least < -n * float(np.finfo(x.dtype).eps) * most:
+            raise _negative(least)
+        root = np.where(abs(w) <= n * float(np.finfo(x.dtype).eps) * most, w * 0, w)
+        root = np.sqrt(root if x.dtype.kind != "c" else root.astype(x.dtype))
+        return matmul(v * root, v.mT.conj(), layout=layout)
+    form = Schur(x, "sqrtm", balance=False)
+    values, t = form.values, form.t
+    if x.dtype.kind != "c":
+        real = values.real[values.imag == 0]
+        negative, most = form.tiles.worst([float(-real.min(initial=0)), float(abs(values).max())])
+        if negative > n * float(np.finfo(x.dtype).eps) * most:
+            raise _negative(-negative / float(form.scale))
+        if t is not None:
+            zeros = np.flatnonzero((values.imag == 0) & (values.real < 0))
+            t[zeros, zeros] = 0
+    t = None if t is None else _root(t)
+    if form.tiles.worst([t is not None and not np.isfinite(t).all()])[0]:
+        raise LinAlgError("the matrix is singular and has no square root")
+    if t is not None:
+        t /= np.sqrt(form.scale)
+    s = form.vectors(layout)
+    return matmul(matmul(s, sent_home(t, n, x.dtype, layout, x.grid)), s.mT.conj(), layout=layout)
+
+
+def _negative(value: float) -> LinAlgError:
+    return LinAlgError(
+        f"the matrix has the eigenvalue {value:.6g}, and so no real square root; x.astype(complex) has one"
+    )
+
+
+def _root(t: np.ndarray) -> np.ndarray:
+    """Return the root of a Schur form; NaNs where there is none.  Halves are joined by a Sylvester equation."""
+    n = len(t)
+    if n == 1:
+        return np.sqrt(t)
+    if n == 2 and t[1, 0]:  # a pair of eigenvalues: equal diagonal elements
+        mean, size = t[0, 0], math.hypot(t[0, 0], math.sqrt(abs(t[0, 1])) * math.sqrt(abs(t[1, 0])))
+        imaginary = math.sqrt(abs(t[0, 1])) * math.sqrt(abs(t[1, 0]))
+        real = math.sqrt((size + mean) / 2) if mean >= 0 else imaginary / math.sqrt(2 * (size - mean))
+        root = t / (2 * real)
+        root[[0, 1], [0, 1]] = real
+        return root
+    k = n // 2
+    k += bool(t[k, k - 1])
+    found = np.zeros_like(t, order="F")
+    found[:k, :k], found[k:, k:] = _root(t[:k, :k]), _root(t[k:, k:])
+    corner, scale, info = kernels.lapack("trsyl", t.dtype)(found[:k, :k], found[k:, k:], t[:k, k:])
+    found[:k, k:] = corner / scale if not info or not t[:k, k:].any() else np.nan
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ polar decomposition
+class PolarResult(NamedTuple):
+    """U, with orthonormal columns or rows, and the Hermitian positive semidefinite P."""
+
+    U: DistArray
+    P: DistArray
+
+
+@primitive
+def polar(a: DistArray, side: str = "right") -> PolarResult:
+    """Return U [..., m, n] and P of the polar decomposition A = U P of matrices, or A = P U; like `scipy.linalg.polar`.
+
+    By the QR-based dynamically weighted Halley iteration, at most six or seven steps, of QR factorizations first and
+    of Cholesky factorizations once the iterate is well conditioned (Nakatsukasa and Higham, 2013); a matrix that is not
+    of full rank by singular values.
+
+    Parameters
+    ----------
+    side : {"right", "left"}
+        A = U P with P [..., n, n], or A = P U with P [..., m, m].
+    """
+    a = _matrix(a, "polar")
+    if side not in ("right", "left"):
+        raise ValueError(f"side is 'right' or 'left', not {side!r}")
+    if a.ndim > 2:
+        u = _batches("polar", _polar_factor, lambda x: polar(x).U, a)[0]
+    else:
+        a = _finite(a, "polar")
+        (m, n), layout = a.shape, a.layout
+        u = _unitary(a) if m >= n else _unitary(a.mT.conj()).mT.conj()
+        u = u.redistribute(layout)
+    p = u.mT.conj() @ a if side == "right" else a @ u.mT.conj()
+    p = (p + p.mT.conj()) / 2
+    return PolarResult(u, p.redistribute(a.layout.with_partial(())))
+
+
+def _polar_factor(xp: Any, a: Any) -> Any:
+    u, _, vh = xp.linalg.svd(a, full_matrices=False)
+    return u @ vh
+
+
+def _unitary(a: DistArray) -> DistArray:
+    """Return the polar factor of a matrix [m, n] with m ≥ n."""
+    (m, n), layout = a.shape, a.layout
+    real = a.real.dtype.type
+    eps = float(np.finfo(a.dtype).eps)
+    largest = float(abs(a).max()) if a.size else 0.0
+    if not largest:
+        return eye(m, n, dtype=a.dtype, grid=a.grid, layout=layout)
+    x = a / real(largest)
+    x = x / real(_frobenius(x))
+    one = eye(n, dtype=a.dtype, grid=a.grid, layout=layout)
+    low = _least(qr_factor(x).R, one, eps)
+    for _ in range(12):
+        if abs(low - 1) < 10 * eps:
+            break
+        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
+        root = math.sqrt(1 + d)
+        p = root + math.sqrt(max(0.0, 8 - 4 * d + 8 * (2 - low**2) / (low**2 * root))) / 2
+        q = (p - 1) ** 2 / 4
+        r = p + q - 1
+        low = min(1.0, low * (p + q * low**2) / (1 + r * low**2))
+        if r > 100:
+            stacked = qr_factor(concatenate([x * real(math.sqrt(r)), one], axis=0).redistribute(layout)).Q()
+            step, weight = matmul(stacked[:m], stacked[m:].mT.conj()), (p - q / r) / math.sqrt(r)
+        else:
+            w = cho_factor((one + (x.mT.conj() @ x) * real(r)).redistribute(layout))
+            step, weight = w.solve(x.mT.conj()).mT.conj(), p - q / r
+        x = (x * real(q / r) + step * real(weight)).redistribute(layout)
+    for _ in range(4):
+        inner = x.mT.conj() @ x
+        odd = float(abs(inner - one).max())
+        if odd <= 10 * eps:
+            return x
+        if not odd < 0.5:
+            break
+        x = (x * real(1.5) - (x @ inner) * real(0.5)).redistribute(layout)  # Newton and Schulz's step
+    if odd <= 100 * n * eps:
+        return x
+    u, _, vh = svd(a, full_matrices=False)
+    return matmul(u, vh)
+
+
+def _least(r: DistArray, one: DistArray, eps: float) -> float:
+    """Return a lower bound of the least singular value of R, or of one within rounding of 0 what may stand for it."""
+    floor = eps / (10 * r.shape[0])
+    try:
+        inverse = solve_triangular(r, one)
+    except LinAlgError:
+        return floor
+    size = _frobenius(inverse)
+    return max(floor, 0.9 / size) if math.isfinite(size) else floor
+
+
+def _frobenius(a: DistArray) -> float:
+    """Return the square root of the sum of squares, which may be out of range themselves."""
+    largest = float(abs(a).max())
+    if not largest or not math.isfinite(largest):
+        return largest
+    return largest * math.sqrt(float((abs(a / a.real.dtype.type(largest)) ** 2).sum()))
+
+
+# ------------------------------------------------------------------------------------------------ bases
+def _rank(s: DistArray, shape: tuple[int, ...], rcond: float | None) -> int:
+    if rcond is None:
+        rcond = float(np.finfo(s.dtype).eps) * max(shape)
+    return int((s > s.max() * s.dtype.type(rcond)).sum()) if s.size else 0
+
+
+def _one(a: DistArray, name: str) -> DistArray:
+    a = _matrix(a, name)
+    if a.ndim != 2:
+        raise ValueError(f"{name} takes one matrix, not a stack of shape {a.shape}: their bases may differ in number")
+    return a
+
+
+@primitive
+def orth(a: DistArray, rcond: float | None = None) -> DistArray:
+    """Return an orthonormal basis [m, k] of the range of a matrix [m, n], by singular values, in its layout.
+
+    Those below `rcond` times the largest count as 0, by default max(m, n) times the dtype's eps.
+    """
+    a = _one(a, "orth")
+    u, s, _ = svd(a, full_matrices=False)
+    return u[:, : _rank(s, a.shape, rcond)].redistribute(u.layout)
+
+
+@primitive
+def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
+    """Return an orthonormal basis [n, k] of the null space of a matrix [m, n], by singular values, in its layout.
+
+    Those below `rcond` times the largest count as 0, by default max(m, n) times the dtype's eps.
+    """
+    a = _one(a, "null_space")
+    _, s, vh = svd(a)
+    return vh[_rank(s, a.shape, rcond) :].mT.conj().redistribute(vh.layout)
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+def _finite(x: DistArray, name: str) -> DistArray:
+    """Return the array with its terms summed; refuse NaNs and infinities."""
+    x = x.redistribute(x.layout.with_partial(()))
+    _refuse(not bool(np.isfinite(x).all()), name)
+    return x
+
+
+def _scipy(name: str, x: DistArray, block: Any) -> Any:
+    """Return what a function of SciPy gives for this rank's matrices."""
+    import scipy.linalg
+
+    function: Callable[..., Any] = getattr(scipy.linalg, name)
+    return x.grid.backend.from_host(function(x.grid.backend.to_host(block)).astype(x.dtype, copy=False))

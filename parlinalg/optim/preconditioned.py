@@ -1,0 +1,449 @@
+"""Optimizers with a preconditioner of each side of a matrix, which lie at the matrix's home rank: Shampoo and SOAP."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Unpack
+
+import numpy as np
+
+from parlinalg.autograd import Parameter
+from parlinalg.backend import namespace
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.optim.flat import Entry, FlatOptions, Run, states_of
+from parlinalg.optim.groups import Group, Option
+from parlinalg.optim.matrices import Exchange, Slots, balanced, matrices_of, packed, resting, split_of
+from parlinalg.optim.matrixwise import Matrixwise
+from parlinalg.optim.optimizer import HomeState, below_one
+
+Block = Any
+GRAFTS = (None, "sgd", "adam")
+ROOTS = ("eigh", "newton")
+
+
+@dataclass
+class Brought:
+    """How matrices come home and their directions go back: the exchanges, and what this rank has at home."""
+
+    bring: Exchange
+    back: Exchange
+    slots: Slots
+
+
+class Preconditioned(Matrixwise):
+    """An optimizer that keeps its states of a parameter's matrices at one home rank, and computes their steps there.
+
+    The parameters are shared out over all ranks of their grid, so that all have about the same to do; a step brings the
+    gradients home by one all-to-all, and the directions back by another.  Home states lie in memory.
+    """
+
+    MOVABLE: ClassVar[bool] = False
+    max_precond_dim = Option[int]()
+    precondition_frequency = Option[int]()
+    _homes: dict[int, int]
+
+    def __init__(self, parameters: Iterable[Any], lr: float, weight_decay: float, **options: Any) -> None:
+        self._homes = {}
+        self._held: dict[tuple[int, str], Block] = {}
+        self._brought: dict[tuple[int, str], Brought] = {}
+        super().__init__(parameters, lr, weight_decay, **options)
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        for name in ("max_precond_dim", "precondition_frequency"):
+            if not options[name] >= 1:
+                raise ConfigError(f"{type(self).__name__}'s {name} is at least 1, not {options[name]}")
+
+    def states_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if group["matrices"] else self.OTHERS
+
+    # ------------------------------------------------------------------ states at home
+    @abstractmethod
+    def shapes(self, p: Parameter, group: Group) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the states of a parameter, by their names: batch dims, and then a matrix's."""
+
+    def homes(self) -> dict[int, int]:
+        """Return the home rank of each parameter of matrices, by its identity; what has one keeps it."""
+        new: dict[int, list[Parameter]] = {}
+        for p in self._matrices():
+            if id(p) not in self._homes:
+                new.setdefault(id(p.grid), []).append(p)
+        for alike in new.values():
+            costs = [sum(m.rows**3 + m.columns**3 for m in matrices_of(0, p.shape, split_of(p))) for p in alike]
+            self._homes |= dict(zip(map(id, alike), balanced(costs, alike[0].grid.size), strict=True))
+        return self._homes
+
+    def _matrices(self) -> list[Parameter]:
+        return [p for group in self.param_groups if group["matrices"] for p in group["params"]]
+
+    def home_states(self) -> list[HomeState]:
+        homes, found = self.homes(), []
+        for group in self.param_groups:
+            for p in group["params"] if group["matrices"] else ():
+                dtype = states_of(p.dtype, self.flat.master)[0]
+                mine = p.grid.inside and p.grid.rank == homes[id(p)]
+                for name, shape in self.shapes(p, group).items():
+                    key = id(p), name
+                    if mine and key not in self._held:
+                        self._held[key] = p.grid.backend.zeros(shape, dtype)
+                    found.append(HomeState(p, name, shape, dtype, homes[id(p)], self._held.get(key)))
+        return found
+
+    # ------------------------------------------------------------------ a step
+    def measure(self, run: Run, part: slice, out: Block) -> None:
+        out[...] = run.g[part]
+        if self.factor != 1.0:
+            out *= out.dtype.type(self.factor)
+
+    def directions(self, entries: Sequence[Entry], buffer: Block) -> None:
+        grid = entries[0].data.grid
+        place = id(grid), entries[0].dtype.str
+        homes = self.homes()
+        if self.changed(entries, grid):
+            self._brought[place] = self._exchanges(entries, grid, homes)
+        made, backend = self._brought[place], grid.backend
+        held = backend.empty((made.bring.size,), buffer.dtype)
+        made.bring.run(buffer, held, backend)
+        states: dict[int, dict[str, Block]] = {}
+        for state in self.home_states():
+            if state.array is not None:
+                states.setdefault(id(state.parameter), {})[state.name] = state.array
+        for slot in made.slots:
+            entry = entries[slot.tensor]
+            group, mine = self.param_groups[entry.group], states[id(entry.parameter)]
+            mine["count"] += 1
+            for m in matrices_of(0, entry.data.shape, split_of(entry.parameter)):
+                at = tuple(r.start for r in m.rect[: len(m.rect) - len(m.inputs) - len(m.outputs)])
+                x = slot.view(held)[at].reshape(m.rows, m.columns)
+                parts = {name: array[at] for name, array in mine.items() if name != "count"}
+                parts |= {name: parts[name].reshape(m.rows, m.columns) for name in self.ALIKE if name in parts}
+                x[...] = self.direct(x, parts, int(mine["count"][0]), group)
+        made.back.run(held, buffer, backend)
+
+    ALIKE: ClassVar[tuple[str, ...]] = ()
+    """The states of a parameter's own shape."""
+
+    def _exchanges(self, entries: Sequence[Entry], grid: Grid, homes: Mapping[int, int]) -> Brought:
+        rest = resting(entries, grid)
+        parts: list[list[tuple[int, Any, int]]] = [[] for _ in range(grid.size)]
+        for number, e in enumerate(entries):
+            if e.data.size:
+                parts[homes[id(e.parameter)]].append((number, tuple(map(range, e.data.shape)), number))
+        slots = [packed(each) for each in parts]
+        cuts = [(*e.data.layout.cut_axes, *e.partition.axes) for e in entries]
+        repeated = [tuple(a for a in grid.axes if a not in cut) for cut in cuts]
+        bring, back = Exchange(grid, rest, slots, repeated), Exchange(grid, slots, rest, [()] * len(entries))
+        return Brought(bring, back, slots[grid.everyone.rank])
+
+    @abstractmethod
+    def direct(self, g: Block, states: dict[str, Block], step: int, group: Group) -> Block:
+        """Return the direction of a matrix's step from its gradient.
+
+        Parameters
+        ----------
+        g : array
+            [rows, columns].
+        states : dict of str to array
+            Of this matrix, to be changed in place.
+        step : int
+            The number of this parameter's step, from 1.
+        group : dict
+            Its parameter group.
+        """
+
+    def sides(self, p: Parameter, group: Group) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a parameter's preconditioners, of sides of at most `max_precond_dim`."""
+        batch, inputs = split_of(p)
+        lead, first, second = p.shape[:batch], p.shape[batch : batch + inputs], p.shape[batch + inputs :]
+        lengths = {"left": int(np.prod(first)), "right": int(np.prod(second))}
+        return {side: (*lead, n, n) for side, n in lengths.items() if n <= group["max_precond_dim"]}
+
+
+class Shampoo(Preconditioned):
+    """Shampoo (Gupta, Koren and Singer, "Shampoo: preconditioned stochastic tensor optimization", 2018).
+
+    `L += g gᵀ`; `R += gᵀ g`; `m = momentum m + (1 - momentum) g`; `p -= lr (L + damping)^(-¼) m (R + damping)^(-¼)`.
+    The roots are computed anew every `precondition_frequency` steps.  Matrices are those of `matrix_groups`; AdamW
+    updates all other parameters.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter, or of dict
+        See `Optimizer`; groups without an option "matrices" are split by `matrix_groups`.
+    lr : float
+    momentum : float
+        At least 0 and below 1.
+    beta2 : float
+        1: the preconditioners are sums, as in the paper.  Below 1 they are running means `L = β₂ L + (1 - β₂) g gᵀ`,
+        corrected for their start at zero (Shi et al., "A distributed data-parallel PyTorch implementation of the
+        distributed Shampoo optimizer", 2023).
+    damping : float
+        Above 0.
+    precondition_frequency : int
+    max_precond_dim : int
+        A longer side has no preconditioner; the other side's exponent is then -1/2.
+    grafting : {None, "sgd", "adam"}
+        Whose step each matrix's direction takes the norm of (Anil et al., "Scalable second order optimization for deep
+        learning", 2020).
+    root : {"eigh", "newton"}
+        By eigenvalues, or by the coupled Newton iteration (Anil et al.).
+    weight_decay : float
+        Decoupled.
+    adamw_lr, betas, eps, adamw
+        As of `Muon`; betas and eps also of grafting's Adam.
+    master : bool or dtype, optional
+        See `Optimizer`.
+    """
+
+    NAME: ClassVar[str] = "shampoo"
+    ALIKE: ClassVar[tuple[str, ...]] = ("momentum", "square")
+    momentum = Option[float]()
+    beta2 = Option[float]()
+    damping = Option[float]()
+    grafting = Option[str | None]()
+    root = Option[str]()
+
+    def __init__(
+        self, parameters: Iterable[Any], lr: float = 0.1, momentum: float = 0.9, *, beta2: float = 1.0,
+        damping: float = 1e-4, precondition_frequency: int = 20, max_precond_dim: int = 8192,
+        grafting: str | None = None, root: str = "eigh", weight_decay: float = 0.0, adamw_lr: float | None = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adamw: Sequence[str] = (),
+        **kept: Unpack[FlatOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            parameters, lr, weight_decay, momentum=momentum, beta2=beta2, damping=damping, grafting=grafting, root=root,
+            precondition_frequency=precondition_frequency, max_precond_dim=max_precond_dim, adamw=adamw,
+            adamw_lr=adamw_lr, betas=betas, eps=eps, **kept,
+        )  # fmt: skip
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        super().check_options(options)
+        below_one(momentum=options["momentum"])
+        if not 0 < options["beta2"] <= 1:
+            raise ConfigError(f"Shampoo's beta2 is above 0 and at most 1, not {options['beta2']}")
+        if not options["damping"] > 0:
+            raise ConfigError(f"Shampoo's damping is above 0, not {options['damping']}")
+        for name, right in (("grafting", GRAFTS), ("root", ROOTS)):
+            if options[name] not in right:
+                raise ConfigError(f"Shampoo's {name} is {', '.join(map(repr, right))}, not {options[name]!r}")
+
+    def shapes(self, p: Parameter, group: Group) -> dict[str, tuple[int, ...]]:
+        sides = self.sides(p, group)
+        roots = {f"{side}_root": shape for side, shape in sides.items()}
+        own = ["momentum"] * bool(group["momentum"]) + ["square"] * (group["grafting"] == "adam")
+        return {"count": (1,), **dict.fromkeys(own, tuple(p.shape)), **sides, **roots}
+
+    def direct(self, g: Block, states: dict[str, Block], step: int, group: Group) -> Block:
+        beta2, momentum = group["beta2"], group["momentum"]
+        sides = [side for side in ("left", "right") if side in states]
+        for side in sides:
+            a = states[side]
+            a *= beta2
+            a += (1.0 if beta2 == 1 else 1 - beta2) * (g @ g.T if side == "left" else g.T @ g)
+        if (step - 1) % group["precondition_frequency"] == 0:
+            correction = 1.0 if beta2 == 1 else 1 - beta2**step
+            for side in sides:
+                inverse = inverse_root if group["root"] == "eigh" else newton_inverse_root
+                states[f"{side}_root"][...] = inverse(states[side] / correction, 2 * len(sides), group["damping"])
+        mean = g
+        if momentum:
+            mean = states["momentum"]
+            mean *= momentum
+            mean += (1 - momentum) * g
+        d = states["left_root"] @ mean if "left" in states else mean
+        d = d @ states["right_root"] if "right" in states else d
+        return d if group["grafting"] is None else self._grafted(d, mean, g, states, step, group)
+
+    def _grafted(
+        self, d: Block, mean: Block, g: Block, states: dict[str, Block], step: int, group: Group
+    ) -> Block:  # fmt: skip
+        xp, like = namespace(g), mean
+        if group["grafting"] == "adam":
+            square, beta = states["square"], group["betas"][1]
+            square *= beta
+            square += (1 - beta) * g * g
+            corrected = mean / (1 - group["momentum"] ** step)
+            like = corrected / (xp.sqrt(square / (1 - beta**step)) + group["eps"])
+        norm = float(xp.linalg.norm(d))
+        return d * (float(xp.linalg.norm(like)) / norm) if norm else d
+
+
+class SOAP(Preconditioned):
+    """SOAP (Vyas et al., "SOAP: improving and stabilizing Shampoo using Adam", 2024): Adam in Shampoo's eigenbasis.
+
+    `L = β₂ L + (1 - β₂) g gᵀ` and `R` alike; their eigenvectors Q are those of the first gradient, and every
+    `precondition_frequency` steps `Q = qr(L Q)`, with the columns sorted by their Rayleigh quotients.  Adam's second
+    moments are of `Qᵀ g Q`, and its step is taken back from there.  The first gradient only sets the bases up.  The
+    matrices are those of `matrix_groups`; AdamW updates all other parameters.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter, or of dict
+        See `Optimizer`; groups without an option "matrices" are split by `matrix_groups`.
+    lr : float
+    betas : tuple of two floats
+        Of Adam in the eigenbasis, and of AdamW; each at least 0 and below 1.
+    eps : float
+    precondition_frequency : int
+    max_precond_dim : int
+        A longer side keeps its own basis.
+    weight_decay : float
+        Decoupled.
+    adamw_lr : float, optional
+        The learning rate of what AdamW updates; by default `lr`.
+    adamw
+        As of `matrix_groups`.
+    master : bool or dtype, optional
+        See `Optimizer`.
+
+    Notes
+    -----
+    Where the first gradient is of low rank, the basis of the rest of a side is the one in which diag(1, …, n) is
+    diagonal, so that it does not hang on rounding.  Eigenvectors of small eigenvalues do: two grids agree to rounding
+    times the largest eigenvalue of a preconditioner over those.
+    """
+
+    NAME: ClassVar[str] = "soap"
+    ALIKE: ClassVar[tuple[str, ...]] = ("mean", "square")
+
+    def __init__(
+        self, parameters: Iterable[Any], lr: float = 3e-3, betas: tuple[float, float] = (0.95, 0.95), *,
+        eps: float = 1e-8, precondition_frequency: int = 10, max_precond_dim: int = 10000, weight_decay: float = 0.01,
+        adamw_lr: float | None = None, adamw: Sequence[str] = (), **kept: Unpack[FlatOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            parameters, lr, weight_decay, precondition_frequency=precondition_frequency,
+            max_precond_dim=max_precond_dim, adamw=adamw, adamw_lr=adamw_lr, betas=betas, eps=eps, **kept,
+        )  # fmt: skip
+
+    def shapes(self, p: Parameter, group: Group) -> dict[str, tuple[int, ...]]:
+        sides = self.sides(p, group)
+        bases = {f"{side}_basis": shape for side, shape in sides.items()}
+        return {"count": (1,), "mean": tuple(p.shape), "square": tuple(p.shape), **sides, **bases}
+
+    def direct(self, g: Block, states: dict[str, Block], step: int, group: Group) -> Block:
+        xp, (beta1, beta2), sides = namespace(g), group["betas"], [s for s in ("left", "right") if s in states]
+        if step == 1:
+            self._accumulate(g, states, sides, beta2)
+            left, values, right = xp.linalg.svd(g, full_matrices=False)
+            rank = int((values > max(g.shape) * float(xp.finfo(g.dtype).eps) * values[:1]).sum())
+            for side, vectors in (("left", left), ("right", right.T)):
+                if side in sides:
+                    states[f"{side}_basis"][...] = completed(vectors[:, :rank])
+            return xp.zeros_like(g)
+        mean, square, t = states["mean"], states["square"], step - 1
+        mean *= beta1
+        mean += (1 - beta1) * g
+        turned = self._turned(g, states)
+        square *= beta2
+        square += (1 - beta2) * turned * turned
+        rate = (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+        d = rate * self._turned_back(self._turned(mean, states) / (xp.sqrt(square) + group["eps"]), states)
+        self._accumulate(g, states, sides, beta2)
+        if t % group["precondition_frequency"] == 0:
+            for side in sides:
+                self._refresh(states, side)
+        return d
+
+    @staticmethod
+    def _accumulate(g: Block, states: dict[str, Block], sides: Sequence[str], beta: float) -> None:
+        for side in sides:
+            a = states[side]
+            a *= beta
+            a += (1 - beta) * (g @ g.T if side == "left" else g.T @ g)
+
+    @staticmethod
+    def _refresh(states: dict[str, Block], side: str) -> None:
+        """Make one step of the power iteration, with the columns in the order of their eigenvalues so far.
+
+        Where the preconditioner is of low rank, products of columns beyond it are rounding alone: those columns stay,
+        but for what the others take.
+        """
+        a, basis, square = states[side], states[f"{side}_basis"], states["square"]
+        xp, product = namespace(a), a @ basis
+        values = xp.einsum("ij,ij->j", basis, product)
+        tiny = len(a) * float(xp.finfo(a.dtype).eps)
+        order = xp.argsort(xp.where(values > tiny * values.max(), -values, 0), kind="stable")
+        square[...] = square[order] if side == "left" else square[:, order]
+        old = basis[:, order]
+        found, r = xp.linalg.qr(product[:, order])
+        sizes = xp.abs(xp.diagonal(r))
+        good = sizes > tiny * sizes.max()
+        if not bool(good.all()):
+            places = xp.argsort(~good, kind="stable")
+            found[:, places] = xp.linalg.qr(xp.concatenate([found[:, good], old[:, ~good]], axis=1))[0]
+        basis[...] = found
+
+    @staticmethod
+    def _turned(x: Block, states: dict[str, Block]) -> Block:
+        x = states["left_basis"].T @ x if "left" in states else x
+        return x @ states["right_basis"] if "right" in states else x
+
+    @staticmethod
+    def _turned_back(x: Block, states: dict[str, Block]) -> Block:
+        x = states["left_basis"] @ x if "left" in states else x
+        return x @ states["right_basis"].T if "right" in states else x
+
+
+def completed(columns: Block) -> Block:
+    """Return a square orthogonal matrix that begins with these orthonormal columns.
+
+    On the complement the others diagonalize diag(1, …, n): they are unique but for signs.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> abs(completed(np.array([[0.0], [1.0], [0.0]]))).round(3).tolist()
+    [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    """
+    xp, (n, rank) = namespace(columns), columns.shape
+    if rank == n:
+        return columns
+    rest = xp.eye(n, dtype=columns.dtype) - columns @ columns.T
+    weights = xp.arange(1, n + 1, dtype=columns.dtype)
+    return xp.concatenate([columns, xp.linalg.eigh(rest * weights @ rest)[1][:, ::-1][:, : n - rank]], axis=1)
+
+
+def inverse_root(a: Block, p: int, damping: float) -> Block:
+    """Return `(a + damping)^(-1/p)` of a positive semidefinite matrix, by its eigenvalues.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> inverse_root(np.diag([15.0, 80.0]), 4, 1.0).round(3).tolist()
+    [[0.5, 0.0], [0.0, 0.333]]
+    """
+    xp = namespace(a)
+    values, vectors = xp.linalg.eigh(a)
+    return (vectors * (xp.maximum(values, 0) + damping) ** (-1 / p)) @ vectors.T
+
+
+def newton_inverse_root(a: Block, p: int, damping: float, steps: int = 100) -> Block:
+    """Return `(a + damping)^(-1/p)` of a positive semidefinite matrix, by the coupled Newton iteration.
+
+    `X = X T`; `M = Tᵖ M`, with `T = ((p + 1) - M) / p`, until M is the identity (Guo and Higham, "A Schur–Newton method
+    for the matrix pth root and its inverse", 2006).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> newton_inverse_root(np.diag([15.0, 80.0]), 4, 1.0).round(3).tolist()
+    [[0.5, 0.0], [0.0, 0.333]]
+    """
+    xp = namespace(a)
+    one = xp.eye(len(a), dtype=a.dtype)
+    a = a + a.dtype.type(damping) * one
+    z = (1 + p) / (2 * float(xp.linalg.norm(a)))
+    x, m, error = z ** (1 / p) * one, z * a, np.inf
+    for _ in range(steps):
+        t = ((p + 1) * one - m) / p
+        fresh, power = x @ t, xp.linalg.matrix_power(t, p)
+        m = power @ m
+        now = float(xp.linalg.norm(m - one))
+        if not now < error:
+            break  # rounding is all that is left
+        x, error = fresh, now
+    return x

@@ -1,0 +1,263 @@
+"""Derivatives of factorizations on every grid; where eigenvalues are equal; and that nothing is factored twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import Grid, Layout, Tensor, linalg
+from parlinalg.linalg import factors, spectral
+from tests.autograd.cases import close, cut, numbers, tensor, value_and_gradients
+from tests.autograd.decompositions import EXAMPLES, hermitian, positive, spaced, whole
+from tests.autograd.test_functions import LAYOUTS
+
+pytestmark = pytest.mark.one_in(6)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_gradients(name: str, grid: Grid, serial: Grid, request: pytest.FixtureRequest) -> None:
+    """Each example in one layout: as finite differences, and on several ranks some of them as on one."""
+    seed, some = request.config.getoption("--seed"), 1 if grid.size == 1 else 3
+    for i, example in enumerate(EXAMPLES[name]):
+        if (i + seed) % some:
+            continue
+        layouts = [LAYOUTS[a.ndim][i % len(LAYOUTS[a.ndim])] for a in example.arrays]
+
+        def function(*x: Tensor) -> Tensor:
+            return example.function(linalg, *x)
+
+        found = value_and_gradients(function, example.arrays, layouts, grid)
+        if grid.size > 1:
+            known = value_and_gradients(function, example.arrays, layouts, serial)
+            for mine, right in zip(found, known, strict=True):
+                close(mine, right, 1e-11)
+        else:
+            pla.check_gradients(
+                function, [tensor(a, grid, l) for a, l in zip(example.arrays, layouts)], tol=1e-6, directions=2
+            )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_single_precision(dtype: Any, widest: Grid) -> None:
+    for name in ("qr", "eigh", "svd", "lu", "lstsq"):
+        example = EXAMPLES[name][0]
+        arrays = [a.astype(dtype) for a in example.arrays]
+        found = value_and_gradients(
+            lambda *x: example.function(linalg, *x), arrays, [LAYOUTS[2][0]] * len(arrays), widest
+        )
+        right = value_and_gradients(
+            lambda *x: example.function(linalg, *x), [a.astype(np.result_type(dtype, float)) for a in arrays],
+            [LAYOUTS[2][0]] * len(arrays), widest,
+        )  # fmt: skip
+        for mine, theirs in zip(found, right, strict=True):
+            assert mine.dtype == dtype
+            close(mine, theirs, 1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (1, 1), (3, 0), (0, 2), (1, 4)], ids=str)
+def test_small_matrices(shape: tuple[int, int], widest: Grid, serial: Grid) -> None:
+    x = numbers(*shape) + 2
+    functions: list[Callable[[Tensor], Any]] = [
+        lambda x: linalg.svd(x, full_matrices=False).S,
+        lambda x: linalg.svd(x).U ** 2,
+        lambda x: linalg.qr(x).R ** 2,
+        lambda x: linalg.lu(x)[2],
+    ]
+    if shape[0] == shape[1]:
+        functions += [linalg.det, linalg.inv, linalg.eigvalsh, lambda x: linalg.solve(x, x), linalg.cholesky]
+    for function in functions:
+        found = value_and_gradients(function, [x], [Layout("a", "b")], widest)
+        known = value_and_gradients(function, [x], [Layout("a", "b")], serial)
+        for mine, right in zip(found, known, strict=True):
+            close(mine, right)
+
+
+# ------------------------------------------------------------------------------------------------ equal values
+def turned(values: list[float], dtype: Any) -> np.ndarray:
+    """A Hermitian matrix with these eigenvalues, in a basis of its own."""
+    q = np.linalg.qr(spaced(len(values), len(values), seed=3, dtype=dtype))[0]
+    a = (q * values) @ q.conj().T
+    return (a + a.conj().T) / 2
+
+
+EQUAL_EIGENVALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sums of functions of the values": lambda w, v: pla.sum(pla.exp(w)),
+    "projections to spaces": lambda w, v: whole(v)[:, :3] @ whole(v)[:, :3].mT.conj(),
+    "traces": lambda w, v: linalg.trace((whole(v) * whole(w) ** 3) @ whole(v).mT.conj()),
+    "functions that are flat there": lambda w, v: (whole(v) * (whole(w) - 1) ** 2) @ whole(v).mT.conj(),
+}
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("name", EQUAL_EIGENVALUES)
+def test_equal_eigenvalues(name: str, dtype: Any, grid: Grid) -> None:
+    """Functions of eigenspaces have the derivative that finite differences find, and no NaNs."""
+    x = tensor(turned([1, 1, 1, 2, 3], dtype), grid, LAYOUTS[2][0])
+    pla.check_gradients(lambda x: EQUAL_EIGENVALUES[name](*linalg.eigh(hermitian(x))), [x], directions=2)
+
+
+@pytest.mark.parametrize("name", ["expm", "sqrtm", "polar"])
+def test_functions_of_matrices_with_equal_eigenvalues(name: str, grid: Grid) -> None:
+    """Where eigenvectors have no derivative, these have."""
+
+    def function(x: Tensor) -> Any:
+        return sum(linalg.polar(x)) if name == "polar" else getattr(linalg, name)(x)
+
+    for a in (turned([1, 1, 1, 2, 3], complex), np.eye(4), np.eye(4) + np.eye(4, k=1)):
+        x = tensor(a, grid, LAYOUTS[2][0])
+        pla.check_gradients(lambda x: function(x), [x], directions=1)
+
+
+EQUAL_SINGULAR_VALUES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sums of functions of the values": lambda u, s, vh: pla.sum(pla.exp(s)),
+    "polar factors": lambda u, s, vh: whole(u) @ whole(vh),
+    "projections to spaces": lambda u, s, vh: whole(u)[:, 1:] @ whole(u)[:, 1:].mT.conj(),
+    "functions that are flat there": lambda u, s, vh: (whole(u) * (whole(s) - 1) ** 2) @ whole(vh),
+}
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("name", EQUAL_SINGULAR_VALUES)
+def test_equal_singular_values(name: str, dtype: Any, grid: Grid) -> None:
+    u, _, vh = np.linalg.svd(spaced(6, 4, dtype=dtype), full_matrices=False)
+    x = tensor((u * [2, 1, 1, 1]) @ vh, grid, LAYOUTS[2][0])
+    pla.check_gradients(lambda x: EQUAL_SINGULAR_VALUES[name](*linalg.svd(x, full_matrices=False)), [x], directions=2)
+
+
+def test_singular_matrices(grid: Grid) -> None:
+    """Determinants have derivatives there, norms and pseudoinverses finite ones, and factors none."""
+    for a in (
+        spaced(5, 4) @ spaced(4, 5, seed=2),
+        spaced(5, 5) * [[0], [1], [1], [1], [1]],
+        np.diag([0.0, 0, 1, 2, 3]),
+    ):
+        x = tensor(a, grid, LAYOUTS[2][0])
+        pla.check_gradients(linalg.det, [x], directions=2)
+        for order in ("nuc", 2, -2):
+            linalg.matrix_norm(x, ord=order).backward()
+        assert x.grad is not None
+        assert np.isfinite(x.grad.gather()).all()
+    zeros = tensor(np.zeros((4, 4)), grid, LAYOUTS[2][0])
+    for function in (linalg.svdvals, linalg.eigvalsh, linalg.pinv, lambda x: linalg.svd(x).U, linalg.det):
+        function(zeros).sum().backward()
+        assert np.isfinite(zeros.grad.gather()).all()  # type: ignore[union-attr]
+    for function in (lambda x: linalg.qr(x).Q, lambda x: linalg.lu(x)[1]):
+        with pytest.raises(np.linalg.LinAlgError, match="singular"):
+            function(zeros).sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------ reuse
+class Counted:
+    """How often something was factored."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        for home, names in (
+            (factors, ("LU", "QR", "Cholesky", "_batches")),
+            (spectral, ("Tridiagonal", "Bidiagonal", "_batches")),
+        ):
+            for name in names:
+                patch.setattr(home, name, self.counting(getattr(home, name)))
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.times += 1
+            return function(*args, **kwargs)
+
+        return run
+
+
+REUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "solve": linalg.solve,
+    "vectors": lambda a, b: linalg.solve(a, whole(b)[:, 0]),
+    "inv": lambda a, b: linalg.inv(a),
+    "det": lambda a, b: linalg.det(a),
+    "slogdet": lambda a, b: linalg.slogdet(a).logabsdet,
+    "qr": lambda a, b: linalg.qr(a).Q.sum() + linalg.qr_factor(a.data).R.sum() * 0,
+    "lu": lambda a, b: linalg.lu(a)[1].sum(),
+    "cholesky": lambda a, b: linalg.cholesky(positive(a)),
+    "eigh": lambda a, b: linalg.eigh(a).eigenvectors.sum() * linalg.eigvalsh(a).sum(),
+    "svd": lambda a, b: linalg.svd(a, full_matrices=False).U,
+    "lstsq": lambda a, b: linalg.lstsq(a, b).x,
+    "pinv": lambda a, b: linalg.pinv(a),
+    "cond": lambda a, b: linalg.cond(a),
+}
+TWICE = {"qr", "eigh"}
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_the_backward_pass_does_not_factor(name: str, widest: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    a, b = tensor(spaced(5, 5), widest, LAYOUTS[2][0]), tensor(numbers(5, 2), widest, LAYOUTS[2][1])
+    y = REUSED[name](a, b)
+    assert counted.times == 1 + (name in TWICE)
+    y.sum().backward()
+    assert counted.times == 1 + (name in TWICE)
+
+
+def test_factors_are_made_once(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solutions, determinants and all gradients come from one factorization."""
+    counted = Counted(monkeypatch)
+    array, sides = spaced(6, 6), numbers(6, 2)
+    a, b = tensor(array, grid, LAYOUTS[2][0]), tensor(sides, grid, LAYOUTS[2][1])
+    factor = linalg.lu_factor(a)
+    x = factor.solve(factor.solve(b), adjoint=True)
+    (x.sum() * factor.det + factor.slogdet().logabsdet).backward()
+    assert counted.times == 1
+    c, d = tensor(array, grid, LAYOUTS[2][0]), tensor(sides, grid, LAYOUTS[2][1])
+    y = linalg.solve(c.mT, linalg.solve(c, d))
+    (y.sum() * linalg.det(c) + linalg.slogdet(c).logabsdet).backward()
+    for mine, right in ((a, c), (b, d)):
+        assert mine.grad is not None
+        assert right.grad is not None
+        close(mine.grad.gather(), right.grad.gather(), 1e-11)
+    counted.times = 0
+    s, e = positive(c), tensor(sides[:, 0].copy(), grid, LAYOUTS[1][0])
+    z = linalg.cho_factor(s)
+    (z.solve(e).sum() + z.solve(z.solve(d)).sum() + z.L.sum()).backward()
+    assert counted.times == 1
+
+
+def test_saved_arrays_of_factors_pass_hooks(widest: Grid) -> None:
+    """The tiles of a factorization are saved arrays as others are, and nothing else is saved."""
+    from parlinalg.autograd import saved_arrays_hooks
+
+    packed: list[Any] = []
+
+    def pack(array: Any) -> Any:
+        packed.append(array)
+        return array.copy()
+
+    a, b = tensor(spaced(5, 5), widest, LAYOUTS[2][0]), tensor(numbers(5, 2), widest, LAYOUTS[2][1])
+    with saved_arrays_hooks(pack, lambda array: array):
+        y = linalg.solve(a, b)
+    assert len(packed) == 2  # the tiles and the solution
+    y.backward(cut(numbers(5, 2, seed=99), widest, y.layout))
+    known = value_and_gradients(linalg.solve, [spaced(5, 5), numbers(5, 2)], [LAYOUTS[2][0], LAYOUTS[2][1]], widest)
+    assert a.grad is not None
+    close(a.grad.gather(), known[1])
+
+
+def test_names_of_numpy(widest: Grid) -> None:
+    a = spaced(5, 4)
+    for function, size in (
+        (lambda x: np.linalg.svd(x, full_matrices=False)[1], 4),
+        (lambda x: np.linalg.svd(x, compute_uv=False), 4),
+        (lambda x: np.linalg.eigh(x.T @ x, "U")[0], 4),
+        (lambda x: np.linalg.qr(x, mode="r") ** 2, 16),
+        (lambda x: np.linalg.lstsq(x, x[:, 0] if isinstance(x, np.ndarray) else whole(x)[:, 0], rcond=None)[0], 4),
+        (lambda x: np.linalg.norm(x, "nuc"), 1),
+        (np.linalg.pinv, 20),
+        (np.linalg.cond, 1),
+    ):
+        x = tensor(a, widest, LAYOUTS[2][0])
+        y = function(x)
+        assert isinstance(y, Tensor)
+        close(y.gather(), function(a), 1e-11)
+        assert y.size == size
+        y.sum().backward()
+        assert x.grad is not None

@@ -1,0 +1,247 @@
+"""General eigenvalues and functions of matrices on every grid: residuals, and SciPy's answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+
+import parlinalg as pla
+from parlinalg import linalg
+from parlinalg.layout import Layout
+from tests.cases import grids, layouts, same
+from tests.linalg.test_factors import DTYPES, eps, norm, random
+from tests.linalg.test_spectral import cases, ratio
+
+pytestmark = pytest.mark.one_in(8)
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    found = grids(world.size)
+    return pla.Grid(found[request.param % len(found)], world, backend, idle=True)
+
+
+def test_eig(grid):
+    """LAPACK's ratio for a general matrix: |A V - V W| / (n eps |A|), the columns of V having norm 1."""
+    for name, a, layout, _ in cases(grid, 11):
+        n, dtype = len(a), a.dtype
+        x = pla.distribute(a, grid, layout)
+        values, vectors = linalg.eig(x)
+        assert vectors.layout == x.layout
+        w, v = values.gather(), vectors.gather()
+        assert w.dtype == v.dtype == np.result_type(dtype, np.complex64)
+        np.testing.assert_allclose(np.linalg.norm(v, axis=0), 1, atol=20 * eps(dtype))
+        ratio(norm(a @ v - v * w), norm(a), n, dtype, (name, n, dtype))
+        if dtype.kind != "c":  # pairs are exact
+            assert sorted(w.tolist(), key=_key) == sorted(w.conj().tolist(), key=_key)
+        assert abs(w.sum() - np.trace(a)) <= 10 * max(n, 1) * eps(dtype) * max(norm(a), 1e-300), (name, n, dtype)
+
+
+def _key(z):
+    return z.real, z.imag
+
+
+def test_eigenvalues_alone(grid):
+    rng = np.random.default_rng(12)
+    for n, dtype in ((0, "float64"), (1, "complex64"), (2, "float32"), (37, "float64"), (65, "complex128")):
+        a = random((n, n), dtype, rng)
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        got, want = linalg.eigvals(x).gather(), linalg.eig(x).eigenvalues.gather()
+        assert got.dtype == np.result_type(dtype, np.complex64)
+        worst = max((abs(got - z).min() for z in want), default=0)
+        assert worst <= 1e5 * eps(dtype) * norm(a), (n, dtype, worst)
+
+
+def test_isolated_eigenvalues_are_exact(grid):
+    """Rows and columns that balancing isolates give the elements of the diagonal themselves."""
+    rng = np.random.default_rng(13)
+    n = 41
+    lower = np.tril(rng.integers(-3, 4, (n, n))).astype(float)
+    order = rng.permutation(n)
+    for a in (lower, lower.T, lower[order][:, order], np.diag(np.arange(n))):
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        w = linalg.eigvals(x).gather()
+        np.testing.assert_array_equal(np.sort(w.real), np.sort(np.diag(a)))
+        assert not w.imag.any()
+    block = np.kron(np.eye(3), [[0.0, 2.0], [-2.0, 0.0]])
+    w = linalg.eigvals(pla.distribute(block, grid, Layout(None, None))).gather()
+    np.testing.assert_allclose(np.sort(w.imag), [-2, -2, -2, 2, 2, 2], atol=1e-14)
+
+
+def test_balancing(grid):
+    """A badly scaled matrix keeps the eigenvalues of the one that it was made of."""
+    rng = np.random.default_rng(14)
+    a = rng.standard_normal((30, 30))
+    powers = 2.0 ** rng.integers(-40, 40, 30)
+    x = pla.distribute(a * powers[:, None] / powers, grid, grid.default_layout(a.shape))
+    got, want = linalg.eigvals(x).gather(), np.linalg.eigvals(a)
+    assert max(abs(got - z).min() for z in want) < 1e-11
+
+
+@pytest.mark.parametrize("stacks", [(1,), (3, 4), (0,)])
+def test_stacks(grid, stacks):
+    rng = np.random.default_rng(15)
+    a = rng.standard_normal((*stacks, 5, 5))
+    s = a @ a.swapaxes(-1, -2) + np.eye(5)
+    for layout in (grid.default_layout(a.shape), Layout(*[None] * a.ndim)):
+        x, y = (pla.distribute(v, grid, layout) for v in (a, s))
+        w, v = (f.gather() for f in linalg.eig(x))
+        assert w.dtype == v.dtype == np.complex128
+        np.testing.assert_allclose(a @ v, v * w[..., None, :], atol=1e-12)
+        assert linalg.eigvals(x).shape == w.shape
+        same(linalg.expm(x), scipy.linalg.expm(a), 1e-12)
+        root = linalg.sqrtm(y)
+        np.testing.assert_allclose((root @ root).gather(), s, atol=1e-12)
+        for side in ("right", "left"):
+            u, p = (f.gather() for f in linalg.polar(x, side))
+            np.testing.assert_allclose(u @ p if side == "right" else p @ u, a, atol=1e-12)
+        same(linalg.eigvalsh(y, subset_by_index=(1, 3)), np.linalg.eigvalsh(s)[..., 1:4], 1e-12)
+        assert linalg.eigh(y, subset_by_index=(1, 3)).eigenvectors.shape == (*stacks, 5, 3)
+
+
+def test_numpys_names(grid):
+    a = np.array([[2.0, 1.0], [1.0, 3.0]])
+    x = pla.distribute(a, grid, Layout(None, None))
+    found = np.linalg.eig(x)
+    assert found.eigenvalues.dtype == np.complex128
+    np.testing.assert_allclose(np.sort(np.linalg.eigvals(x).gather().real), np.linalg.eigvalsh(a))
+    whole = pla.distribute(np.array([[0, 1], [0, 0]]), grid, Layout(None, None))
+    same(linalg.expm(whole), np.array([[1.0, 1.0], [0.0, 1.0]]))
+
+
+def test_subsets(grid):
+    rng = np.random.default_rng(16)
+    every = layouts(grid.axes, 2, partial=False)
+    for n in (1, 70):
+        a = random((n, n), "complex128", rng)
+        a = a + a.conj().T
+        x = pla.distribute(a, grid, every[rng.integers(len(every))])
+        w = np.linalg.eigvalsh(a)
+        middle = n // 2
+        for keys, at in (
+            ({"subset_by_index": (0, 0)}, slice(0, 1)),
+            ({"subset_by_index": (middle, n - 1)}, slice(middle, n)),
+            ({"subset_by_value": (w[0] - 1, w[middle] + 1e-9)}, slice(0, middle + 1)),
+            ({"subset_by_value": (w[-1] + 1, np.inf)}, slice(n, n)),
+        ):
+            found, v = linalg.eigh(x, **keys)
+            assert v.layout == x.layout
+            same(found, w[at], 1e-12)
+            same(linalg.eigvalsh(x, **keys), w[at], 1e-12)
+            z = v.gather()
+            assert z.shape == (n, len(w[at]))
+            np.testing.assert_allclose(a @ z, z * w[at], atol=1e-12 * n)
+            np.testing.assert_allclose(z.conj().T @ z, np.eye(len(w[at])), atol=1e-13 * n)
+    with pytest.raises(ValueError, match=r"with 0 <= first <= last < 70, not \(3, 70\)"):
+        linalg.eigh(x, subset_by_index=(3, 70))
+    with pytest.raises(ValueError, match=r"subset_by_value is \(low, high\) with low < high, not \(2, 1\)"):
+        linalg.eigvalsh(x, subset_by_value=(2, 1))
+    with pytest.raises(ValueError, match="not both"):
+        linalg.eigh(x, subset_by_index=(0, 1), subset_by_value=(0, 1))
+
+
+def test_expm(grid):
+    """SciPy's answers, for norms that lead to every degree and to squaring, and where |A| and A differ much."""
+    rng = np.random.default_rng(17 + grid.size)
+    every = layouts(grid.axes, 2, partial=False)
+    for n in (0, 1, 7, 33):
+        for dtype in DTYPES if grid.size == 1 else DTYPES[1::2]:
+            for size in (0, 1e-3, 0.1, 0.5, 1, 4, 30):
+                if n > 1 and rng.random() < 1 - 0.25 / grid.size:
+                    continue
+                a = random((n, n), dtype, rng)
+                a *= size / max(norm(a), 1e-30)
+                x = pla.distribute(a.astype(dtype), grid, every[rng.integers(len(every))])
+                found = linalg.expm(x)
+                assert found.layout == x.layout
+                same(found, scipy.linalg.expm(a.astype(dtype)), 20 * max(n, 1) * max(1, size) * eps(dtype))
+    a = np.array([[1.0, 1e6], [0, -1]])  # overscaling: the norm is large, those of its powers are not
+    same(linalg.expm(pla.distribute(a, grid, Layout(None, None))), scipy.linalg.expm(a), 1e-12)
+
+
+def test_sqrtm(grid):
+    for name, a, layout, _ in cases(grid, 18, (0, 1, 2, 7, 17)):
+        n, dtype = len(a), a.dtype
+        if n and name not in ("random", "clustered", "geometric", "near overflow"):
+            continue
+        hermitian = a @ a.conj().T
+        b = hermitian / (norm(hermitian) or 1)
+        for matrix in (a.astype(np.result_type(dtype, np.complex64)), b, b @ b + np.triu(b) + np.eye(n, dtype=dtype)):
+            x = pla.distribute(matrix, grid, layout)
+            root = linalg.sqrtm(x)
+            assert root.layout == x.layout
+            assert root.dtype == matrix.dtype
+            r = root.gather()
+            ratio(norm(r @ r - matrix), norm(r) ** 2, n, dtype, (name, n, dtype))
+            assert (np.linalg.eigvals(r).real >= -1e3 * n * eps(dtype) * norm(r)).all()
+
+
+def test_roots_that_do_not_exist(grid):
+    for a in (np.diag([1.0, -4.0, 2.0]), np.array([[-4.0, 1.0], [0.0, 2.0]])):
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        with pytest.raises(np.linalg.LinAlgError, match="the matrix has the eigenvalue -4, and so no real square root"):
+            linalg.sqrtm(x)
+        root = linalg.sqrtm(x.astype(np.complex128))
+        np.testing.assert_allclose((root @ root).gather(), a, atol=1e-13)
+    with pytest.raises(np.linalg.LinAlgError, match="singular and has no square root"):
+        linalg.sqrtm(pla.distribute(np.eye(6, k=1), grid, Layout(None, None)))
+    same(linalg.sqrtm(pla.distribute(np.zeros((3, 3)), grid, Layout(None, None))), np.zeros((3, 3)))
+
+
+@pytest.mark.parametrize("shape_of", [lambda n: (n, n), lambda n: (n + 3, n), lambda n: (n, 2 * n + 1)])
+def test_polar(grid, shape_of):
+    for name, a, layout, rng in cases(grid, 19, (0, 1, 2, 7, 17)):
+        shape, dtype = shape_of(len(a)), a.dtype
+        if shape != a.shape:
+            if name != "random":
+                continue
+            a = random(shape, dtype, rng)
+        n, k = max(1, *a.shape), min(a.shape)
+        x = pla.distribute(a, grid, layout)
+        for side in ("right", "left"):
+            u, p = linalg.polar(x, side)
+            assert u.layout == p.layout == x.layout
+            u, p = u.gather(), p.gather()
+            ratio(norm((u @ p if side == "right" else p @ u) - a), norm(a), n, dtype, (name, a.shape, dtype, side))
+            inner = u.conj().T @ u if a.shape[0] >= a.shape[1] else u @ u.conj().T
+            ratio(norm(inner - np.eye(k)), 1, n, dtype, (name, a.shape, dtype, "orthogonality"))
+            np.testing.assert_array_equal(p, p.conj().T)
+            least = np.linalg.eigvalsh(p.astype(np.result_type(p, np.float64))).min(initial=0)
+            assert least >= -10 * n * eps(dtype) * norm(a), (name, a.shape, dtype)
+
+
+def test_bases(grid):
+    rng = np.random.default_rng(20)
+    for m, n, k in ((9, 5, 3), (5, 9, 5), (70, 66, 40), (4, 4, 0), (0, 3, 0), (3, 0, 0)):
+        a = rng.standard_normal((m, k)) @ rng.standard_normal((k, n))
+        x = pla.distribute(a, grid, grid.default_layout(a.shape))
+        inner, outer = linalg.null_space(x), linalg.orth(x)
+        assert inner.shape == (n, n - k)
+        assert outer.shape == (m, k)
+        z, q = inner.gather(), outer.gather()
+        np.testing.assert_allclose(a @ z, 0, atol=1e-12)
+        np.testing.assert_allclose(z.T @ z, np.eye(n - k), atol=1e-13)
+        np.testing.assert_allclose(q.T @ q, np.eye(k), atol=1e-13)
+        np.testing.assert_allclose(q @ (q.T @ a), a, atol=1e-12)
+    a = np.diag([1.0, 1e-3, 1e-9])
+    x = pla.distribute(a, grid, Layout(None, None))
+    assert [linalg.orth(x, r).shape[1] for r in (None, 1e-6, 1e-2)] == [3, 2, 1]
+    assert linalg.null_space(x, 1e-6).shape == (3, 1)
+    with pytest.raises(ValueError, match=r"orth takes one matrix, not a stack of shape \(2, 3, 3\)"):
+        linalg.orth(pla.ones((2, 3, 3), grid))
+
+
+@pytest.mark.parametrize("name", ["eig", "eigvals", "expm", "sqrtm", "polar", "orth", "null_space"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_odd_numbers(grid, name, value):
+    a = np.eye(9)
+    a[-1, 0] = value
+    with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
+        getattr(linalg, name)(pla.distribute(a, grid, grid.default_layout(a.shape)))
+    if name in ("eig", "eigvals", "expm", "sqrtm"):
+        with pytest.raises(np.linalg.LinAlgError, match=rf"{name} takes square matrices, not of shape \(3, 4\)"):
+            getattr(linalg, name)(pla.ones((3, 4), grid))
+    if name == "polar":
+        with pytest.raises(ValueError, match="side is 'right' or 'left', not 'up'"):
+            linalg.polar(pla.ones((3, 4), grid), "up")

@@ -1,0 +1,214 @@
+"""Iterative methods against the serial answers, on every grid and in any layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg.layout import Layout
+from parlinalg.linalg import cg, eigsh, gmres, lobpcg, lsqr, minres, range_finder, svd_lowrank, svds
+from tests.cases import grids, layouts
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.one_in(4)]
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["one axis", "two axes"])
+def grid(request, world, backend):
+    return pla.Grid(grids(world.size)[request.param], world, backend, idle=True)
+
+
+def random(*shape, dtype=np.float64, seed=0):
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape)
+    return (values + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else values).astype(dtype)
+
+
+def definite(n, dtype=np.float64, low=1.0, seed=1):
+    """A Hermitian matrix of eigenvalues from `low` to 30, and those."""
+    q = np.linalg.qr(random(n, n, dtype=dtype, seed=seed))[0]
+    w = np.linspace(low, 30, n)
+    return ((q * w) @ q.conj().T).astype(dtype), w
+
+
+def placed(grid, values, seed):
+    """The array in a layout of this grid that the seed chooses."""
+    every = layouts(grid.axes, values.ndim)
+    return pla.distribute(values, grid, every[seed % len(every)])
+
+
+def close(got, want, error):
+    got = got.gather() if hasattr(got, "gather") else got
+    if got is not None:
+        scale = max(1e-300, float(np.abs(want).max(initial=0)))
+        assert got.shape == np.shape(want)
+        assert np.abs(got - want).max(initial=0) <= error * scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+@pytest.mark.parametrize("n", [1, 29])
+def test_systems(grid, n, dtype):
+    a, _ = definite(n, dtype)
+    b = random(n, dtype=dtype, seed=2)
+    error = 1e-4 if dtype == "float32" else 1e-9
+    rtol = error / 100
+    mixed = a - np.eye(n, dtype=dtype) * 11.3  # indefinite
+    odd = a + 3 * random(n, n, dtype=dtype, seed=5) / max(1, n) ** 0.5
+    for seed in range(2):
+        rhs = placed(grid, b, seed)
+        for function, matrix, options in (
+            (cg, a, {}), (cg, a, {"pipelined": True}), (minres, mixed, {}), (gmres, odd, {"restart": 30}),
+            (gmres, mixed, {"restart": n}),
+        ):  # fmt: skip
+            x, info = function(placed(grid, matrix, 3 * seed + 1), rhs, **{"rtol": rtol, "maxiter": 400, **options})
+            assert info == 0
+            assert x.layout == rhs.layout.with_partial(())
+            assert x.dtype == b.dtype
+            close(x, np.linalg.solve(matrix, b), 50 * error)
+    columns, info = cg(placed(grid, a, 1), placed(grid, b[:, None], 2), rtol=rtol)
+    close(columns, np.linalg.solve(a, b[:, None]), 50 * error)
+
+
+def test_preconditioners_guesses_callbacks_and_functions(grid):
+    n = 30
+    a = np.diag(np.linspace(1, 1e3, n)) + definite(n)[0]
+    b, inverse = random(n, seed=3), np.diag(1 / np.diag(a))
+    A, B, M = placed(grid, a, 1), placed(grid, b, 1), placed(grid, inverse, 2)
+    want = np.linalg.solve(a, b)
+    for function in (cg, minres, gmres):
+        plain, better = [], []
+        options = {"restart": n} if function is gmres else {}
+        function(A, B, rtol=1e-10, callback=plain.append, **({"restart": 5} if function is gmres else {}))
+        x, info = function(lambda v: A @ v, B, rtol=1e-10, M=M, callback=better.append, **options)
+        assert info == 0
+        close(x, want, 1e-8)
+        assert 0 < len(better) < len(plain)
+        if function is not gmres:
+            close(better[-1], x.gather(), 1e-15)
+        again, info = function(A, B, x, rtol=1e-6, maxiter=0)
+        assert info == 0
+        close(again, x.gather(), 0)
+        assert function(A, B, rtol=1e-14, maxiter=2, **({"restart": 1} if function is gmres else {}))[1] == 2
+    x, info = cg(A, B, rtol=1e-10, M=lambda r: M @ r, pipelined=True)
+    close(x, want, 1e-7)
+    assert not pla.any(cg(A, B * 0)[0])
+
+
+def test_one_all_reduce_a_step_of_conjugate_gradients(grid, world):
+    n = 24
+    line = Layout(grid.axes)
+    scale = pla.distribute(np.linspace(1, 2, n), grid, line)
+    b = pla.distribute(random(n), grid, line)
+    for pipelined in (False, True):
+        steps = []
+        with pla.ledger(grid) as book:
+            cg(lambda x: scale * x, b, rtol=1e-10, callback=steps.append, pipelined=pipelined)
+        calls = sum(n for (kind, _), n in book.calls.items() if kind == "all_reduce")
+        assert calls == (len(steps) + 2 if grid.size > 1 and grid.inside else 0)
+
+
+@pytest.mark.parametrize("shape", [(40, 13), (13, 13), (9, 21)], ids=str)
+def test_least_squares(grid, shape):
+    m, n = shape
+    a, b = random(m, n, seed=4), random(m, seed=5)
+    for seed in range(2):
+        A, B = placed(grid, a, 2 * seed + 1), placed(grid, b, seed)
+        found = lsqr(A, B, atol=1e-13, btol=1e-13, iter_lim=400)
+        assert found.istop in (1, 2)
+        close(found.x, np.linalg.lstsq(a, b)[0], 1e-8)
+        assert abs(found.r1norm - np.linalg.norm(b - a @ np.linalg.lstsq(a, b)[0])) < 1e-9
+        damped = lsqr((lambda x: A @ x, lambda y: A.mT @ y), B, 2.0, atol=1e-13, btol=1e-13)
+        close(damped.x, np.linalg.solve(a.T @ a + 4 * np.eye(n), a.T @ b), 1e-9)
+    assert lsqr(A, B * 0).istop == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_a_few_eigenvalues(grid, dtype):
+    n = 37
+    a, w = definite(n, dtype, low=-20)
+    error = 2e-4 if dtype == "float32" else 1e-10
+    for seed, (which, wanted) in enumerate(
+        {"LM": w[-4:], "LA": w[-4:], "SA": w[:4], "SM": np.sort(w[np.argsort(abs(w))[:4]])}.items()
+    ):
+        A = placed(grid, a, 2 * seed + 1)
+        values, v = eigsh(A, 4, which=which, ncv=n if which == "SM" else None)
+        close(values, wanted, error)
+        assert v.dtype == a.dtype
+        assert float(pla.max(abs(A @ v - v * values))) < error * 30
+        assert float(pla.max(abs(v.mT.conj() @ v - pla.eye(4, grid=grid)))) < error
+    values, _ = eigsh(placed(grid, a, 3), 3, sigma=float(w[15]) + 0.01)
+    close(values, w[14:17], error)
+    x = placed(grid, random(n, 3, dtype=dtype, seed=8), 1)
+    for largest in (True, False):
+        seen = []
+        values, v = lobpcg(
+            placed(grid, a, 2), x, largest=largest, maxiter=200, tol=error, M=None, callback=lambda w: seen.append(1)
+        )
+        close(values, w[::-1][:3] if largest else w[:3], 10 * error)
+        assert seen
+    weights = np.diag(np.linspace(1, 3, n)).astype(dtype)
+    values, _ = lobpcg(placed(grid, a, 1), x, placed(grid, weights, 3), maxiter=300, tol=error / 10)
+    root = np.sqrt(np.diag(weights).real)
+    close(values, np.linalg.eigvalsh(a / root[:, None] / root)[::-1][:3], 10 * error)
+
+
+def test_equal_eigenvalues_and_invariant_spaces(grid):
+    n = 23
+    values, v = eigsh(pla.eye(n, grid=grid), 3)
+    close(values, np.ones(3), 1e-13)
+    assert float(pla.max(abs(v.mT @ v - pla.eye(3, grid=grid)))) < 1e-12
+    a = np.diag([5.0] * 3 + [1.0] * (n - 3))
+    close(eigsh(placed(grid, a, 1), 5)[0], np.array([1, 1, 5, 5, 5.0]), 1e-12)
+    close(eigsh(placed(grid, a * 0, 1), 2)[0], np.zeros(2), 0)
+
+
+@pytest.mark.parametrize("shape", [(50, 31), (31, 50)], ids=str)
+def test_a_few_singular_values(grid, shape):
+    u, _, vh = np.linalg.svd(random(*shape, seed=6), full_matrices=False)
+    s = 10.0 * 0.6 ** np.arange(31)
+    a = (u * s) @ vh
+    for seed in range(2):
+        A = placed(grid, a, seed)
+        for found in (svds(A, 5), svd_lowrank(A, 5)):
+            close(found.S, s[:5], 1e-9)
+            close((found.U * found.S) @ found.Vh, (u[:, :5] * s[:5]) @ vh[:5], 1e-6)
+    q = range_finder(A, 12)
+    assert q.shape == (shape[0], 12)
+    assert float(pla.max(abs(A - q @ (q.mT @ A)))) < 2 * s[11]
+    assert float(pla.max(abs(q.mT @ q - pla.eye(12, grid=grid)))) < 1e-13
+
+
+def test_the_same_steps_on_every_number_of_ranks(grid):
+    """Against numbers of one rank: iterations count alike wherever the sums are made."""
+    a, b = definite(64, low=0.01)[0], random(64, seed=9)
+    steps = []
+    cg(placed(grid, a, 1), placed(grid, b, 1), rtol=1e-8, callback=steps.append)
+    assert abs(len(steps) - 50) <= 2
+
+
+def test_wrong_use(grid):
+    a, b = placed(grid, definite(6)[0], 1), placed(grid, random(6), 1)
+    wrong = [
+        (lambda: cg(a[:4], b), np.linalg.LinAlgError, r"cg takes a matrix of shape \(6, 6\), not \(4, 6\)"),
+        (lambda: cg("a", b), TypeError, "cg takes a DistArray or a function of DistArrays for a matrix, not str"),
+        (lambda: cg(a, a), ValueError, r"right-hand side of shape \(n,\) or \(n, 1\), a DistArray, not .*\(6, 6\)"),
+        (lambda: cg(a, b, rtol=-1), ValueError, "rtol is a number of at least 0, not -1"),
+        (lambda: cg(a, b, b[:2]), ValueError, r"x0 has the shape of b, \(6,\), not \(2,\)"),
+        (lambda: cg(a, b, maxiter=1.5), ValueError, "maxiter is a whole number of at least 0, not 1.5"),
+        (lambda: cg(lambda x: x[:2], b), ValueError, r"A x is to be a DistArray of shape \(6,\)"),
+        (lambda: cg(-a, b), np.linalg.LinAlgError, "cg takes positive definite A"),
+        (lambda: cg(a, b, M=-1 * pla.eye(6, grid=grid)), np.linalg.LinAlgError, "cg takes positive definite M"),
+        (lambda: minres(a, b * np.nan), ValueError, "minres takes finite numbers"),
+        (lambda: gmres(a, b, restart=0), ValueError, "restart is a whole number of at least 1, not 0"),
+        (lambda: lsqr(a, b[:3]), np.linalg.LinAlgError, r"lsqr takes a matrix \[m, n\] and b \[m\]"),
+        (lambda: eigsh(a, 6), ValueError, "k is a whole number from 1 to 5 for 6 columns, not 6"),
+        (lambda: eigsh(a, 2, which="LR"), ValueError, "which is one of 'LM', 'SM', 'LA', 'SA', not 'LR'"),
+        (lambda: eigsh(lambda x: x, 2), ValueError, "eigsh of a function takes a DistArray v0"),
+        (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, not \(6,\)"),
+        (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
+    ]
+    for call, error, text in wrong:
+        with pytest.raises(error, match=text):
+            call()
+    with pytest.raises(TypeError, match="it stops where an answer is good enough"):
+        cg(pla.Tensor(a), b)
