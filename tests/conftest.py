@@ -25,7 +25,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,7 @@ from parlinalg.comm.startup import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
-from tests.runs import MANY, WHOLE, begin, chosen, seed_of, whole  # noqa: E402
+from tests.runs import MANY, WHOLE, WHOLE_SHARES, begin, chosen, seed_of, whole  # noqa: E402
 from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
@@ -75,6 +77,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        SIZE > 1 and config.option.basetemp is None
+    ):  # ranks that make pytest's numbered folders at once disturb each other
+        folder = tempfile.mkdtemp(prefix="pytest-rank-")
+        config.option.basetemp = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     config.option.with_mpi = True  # mpiexec is noticed, and a test that needs more ranks is left out, not skipped
     for mark in (
         "serial: runs once, on one rank without MPI",
@@ -153,7 +161,8 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
     if backend == "numpy" and (named or _home(item, whole(seed)) == ranks > 1):
         mark = item.get_closest_marker("one_in")
         few = full or "PARLINALG_TEST_REPORT" not in os.environ  # asked for, not launched by the run of all tests
-        return mark is None or few or chosen(item.name, ranks, backend, mark.args[0], seed)
+        kin = mark.args[0] if mark else 1 if named or _home(item) == ranks else WHOLE_SHARES.get(ranks, 1)
+        return few or chosen(item.name, ranks, backend, kin, seed)
     return chosen(item.name, ranks, backend, 1 if full else share, seed)
 
 

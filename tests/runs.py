@@ -20,12 +20,13 @@ from tests.launching import ROOT, launch
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
 WHOLE = [2, 4]
-"""Commits run all tests in turn on 2 and on 4 ranks, and on the others of these a part."""
+"""Commits run the tests in turn on 2 and on 4 ranks, and on the others of these a small part."""
+WHOLE_SHARES = {2: 1, 4: 2}  # all tests on 2 ranks, every other one on 4, which take twice as long
 TURNS = [[(4, "cupy"), (8, "numpy")], [(4, "cupy"), (3, "numpy"), (5, "numpy")],
          [(4, "cupy"), (6, "numpy"), (7, "numpy")], [(4, "cupy"), (12, "numpy")]]  # fmt: skip
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 12, (1, "cupy"): 16, (2, "numpy"): 30, (3, "numpy"): 9, (4, "numpy"): 30, (4, "cupy"): 30,
-          (5, "numpy"): 3, (6, "numpy"): 18, (7, "numpy"): 3, (8, "numpy"): 90, (12, "numpy"): 3}  # fmt: skip
+SHARES = {(1, "numpy"): 12, (1, "cupy"): 16, (2, "numpy"): 30, (3, "numpy"): 9, (4, "numpy"): 60, (4, "cupy"): 40,
+          (5, "numpy"): 9, (6, "numpy"): 30, (7, "numpy"): 9, (8, "numpy"): 120, (12, "numpy"): 15}  # fmt: skip
 """In these runs one in so many of the tests that also run on other numbers of ranks, unless it is their turn to run
 all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops

@@ -18,7 +18,7 @@ from parlinalg.random.counter import RandomStream, stream_key
 from parlinalg.random.distributions import words_at
 from tests.cases import grids, layouts, pairs
 
-pytestmark = pytest.mark.one_in(4)
+pytestmark = pytest.mark.one_in(6)
 
 SHAPES = [(), (1,), (13,), (5, 7), (3, 0, 2)]
 N = 20_000

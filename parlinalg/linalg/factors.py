@@ -23,6 +23,7 @@ from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Numbers, Tiles
+from parlinalg.matmul import matmul
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
@@ -334,7 +335,7 @@ def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
 
 
 @primitive
-def solve(x1: DistArray, x2: DistArray, /) -> DistArray:
+def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False) -> DistArray:
     """Return x of A x = b for square matrices A = `x1` and b = `x2`, in the layout of b.
 
     Parameters
@@ -342,13 +343,79 @@ def solve(x1: DistArray, x2: DistArray, /) -> DistArray:
     x1 : DistArray [..., n, n]
     x2 : DistArray [n] or [..., n, k]
         One vector, or matrices.
+    refine : bool
+        Factor one matrix of float64 (complex128) in float32 (complex64), which moves half the bytes, and
+        refine the solution by residuals of full precision until it is as accurate as without: by GMRES with the
+        factors, where they alone do not suffice (Carson and Higham 2017).  A matrix too ill conditioned for that is
+        factored once more, in full precision.
 
     Raises
     ------
     LinAlgError
         If a matrix is singular.
+    TypeError
+        If `refine` is given for numbers of half the precision, or for stacks.
     """
-    return solved(x1, x2)[0]
+    return refined(x1, x2) if refine else solved(x1, x2)[0]
+
+
+LOWER = {"d": np.dtype(np.float32), "D": np.dtype(np.complex64)}
+ROUNDS = 5
+"""Times that a solution is refined by each way before the next is tried."""
+
+
+def refined(a: DistArray, b: DistArray) -> DistArray:
+    """Return x of A x = b by a factorization in half the precision; see `solve`."""
+    a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
+    same_grid([a, b])
+    n, dtype = a.shape[-1], np.result_type(a.dtype, b.dtype)
+    if dtype.char not in LOWER or a.ndim > 2 or b.ndim > 2:
+        raise TypeError(
+            f"solve(refine=True) takes one matrix of float64 or complex128, not {dtype} of shapes {a.shape}, {b.shape}"
+        )
+    if b.shape[0] != n:
+        raise ValueError(f"solve takes right-hand sides of {n} rows, not of shape {b.shape}")
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    if b.ndim == 1:
+        return reshape(refined(a, b[:, None]), (n,)).redistribute(b.layout.with_partial(()))
+    if not b.size:
+        return solved(a, b)[0]
+    largest = float(abs(a).max())
+    if not largest or not math.isfinite(largest):
+        return solved(a, b)[0]
+    try:
+        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]))
+        factor.check()
+    except LinAlgError:
+        return solved(a, b)[0]
+
+    def approximate(r: DistArray) -> DistArray:
+        sizes = abs(r).max(axis=0)
+        sizes = sizes + (sizes == 0)
+        return factor.solve((r / sizes).astype(factor.dtype)).astype(dtype) * (sizes / largest)
+
+    bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
+
+    def lacking(x: DistArray, r: DistArray) -> np.ndarray:
+        """Return the columns whose residual is larger than rounding makes it (LAPACK's `dsgesv`)."""
+        excess = abs(r).max(axis=0) - bound * abs(x).max(axis=0)
+        return np.flatnonzero(~(np.asarray(excess.tolist()) <= 0))
+
+    from parlinalg.linalg.krylov import gmres
+
+    x = approximate(b)
+    for turn in range(2 * ROUNDS):
+        r = b - matmul(a, x)
+        left = lacking(x, r)
+        if not len(left):
+            return x.redistribute(b.layout.with_partial(()))
+        if turn < ROUNDS:
+            x = x + approximate(r)
+            continue
+        for j in left.tolist():
+            step, _ = gmres(a, r[:, j], rtol=1e-6, restart=min(n, 30), maxiter=1, M=approximate)
+            x[:, j] += step
+    return solved(a, b)[0]
 
 
 def solved(a: DistArray, b: DistArray) -> tuple[DistArray, LUFactor | None]:

@@ -356,7 +356,8 @@ def gmres(
     maxiter : int, optional
         The most restarts; 10 n by default.
     M : DistArray or function, optional
-        About the inverse of A, applied from the right, so that residuals are those of A x = b.
+        About the inverse of A, applied from the right, so that residuals are those of A x = b.  It may differ from step
+        to step (Saad 1993), for which its results are held too.
     callback : function, optional
         Called with x after each restart.
 
@@ -374,18 +375,22 @@ def gmres(
         if turn == s.maxiter:
             break
         basis, h = Basis(s.vectors, most + 1), np.zeros((most + 1, most), s.vectors.dtype)
+        directions = basis if M is None else Basis(s.vectors, most)
         basis.append(s.r, size)
         right, j = np.zeros(most + 1, s.vectors.dtype), 0
         right[0] = size
         for j in range(most):
-            w, h[: j + 1, j], length = basis.orthogonalized(s.times(s.preconditioned(basis[j])))
+            z = s.preconditioned(basis[j])
+            if M is not None:
+                directions.append(z, 1.0)
+            w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
             h[j + 1, j] = s.finite(length, steps)
             steps += 1
             y, left = _least(h[: j + 2, : j + 1], right[: j + 2])
             if left <= s.limit or length <= np.finfo(s.dtype).eps * abs(h[: j + 1, j]).max(initial=0):
                 break
             basis.append(w, length)
-        s.x = s.x + s.preconditioned(basis.combined(y))
+        s.x = s.x + directions.combined(y)
         s.r = s.b - s.times(s.x)
         if callback is not None:
             callback(s.x)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.launching import ROOT, launch
 
-pytestmark = [pytest.mark.serial, pytest.mark.one_in(4)]
+pytestmark = [pytest.mark.serial, pytest.mark.one_in(8)]
 VIEWS = {"GaussianMixture full": "ill-defined empirical covariance"}
 """Estimators that write to `a[k]` in the belief that it is a view of a; here it is a value."""
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.launching import mpiexec
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(3600), pytest.mark.one_in(6)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(3600), pytest.mark.one_in(12)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = ROOT / "tests" / "standin"

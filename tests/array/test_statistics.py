@@ -12,7 +12,7 @@ from parlinalg.array.statistics import METHODS, RULES
 from parlinalg.layout import Layout
 from tests.cases import DTYPES, grids, layouts, numbers, pairs, placed, same, terms
 
-pytestmark = pytest.mark.one_in(4)
+pytestmark = pytest.mark.one_in(6)
 
 SHAPES = [(100,), (6, 5), (3, 4, 5), (1, 6)]
 

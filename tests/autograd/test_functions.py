@@ -473,13 +473,13 @@ def check(cases: list[Case], grid: Grid, serial: Grid) -> None:
                 pla.check_gradients(case.function, inputs, directions=2 if grid.size == 1 else 1)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients(name: str, grid: Grid, serial: Grid) -> None:
     check(DIFFERENTIABLE[name], grid, serial)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", EXTRAS)
 def test_gradients_of_other_names(name: str, grid: Grid, serial: Grid) -> None:
     check(EXTRAS[name], grid, serial)
@@ -497,7 +497,7 @@ def test_other_names_are_known() -> None:
             primitives.call_numpy(getattr(np, name), (x,), {})
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", CONSTANT)
 def test_constants(name: str, widest: Grid) -> None:
     """Of a tensor they give what they give of its value."""
@@ -598,7 +598,7 @@ NUMPY: dict[str, list[Case]] = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", NUMPY)
 def test_functions_of_numpy(kind: str, grid: Grid, serial: Grid) -> None:
     check(NUMPY[kind], grid, serial)

@@ -15,7 +15,7 @@ from tests.autograd.cases import close, cut, numbers, tensor, value_and_gradient
 from tests.autograd.decompositions import EXAMPLES, hermitian, positive, spaced, whole
 from tests.autograd.test_functions import LAYOUTS
 
-pytestmark = pytest.mark.one_in(6)
+pytestmark = pytest.mark.one_in(8)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -11,9 +11,10 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import factors, tiles
 from tests.cases import check, grids, layouts, same
 
-pytestmark = pytest.mark.one_in(4)
+pytestmark = pytest.mark.one_in(8)
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
+LOWER = {"float64": "float32", "complex128": "complex64"}
 SIZES = [0, 1, 2, 7, 33, 97]
 BOUND = 10  # LAPACK's own tests allow 30
 
@@ -321,3 +322,34 @@ def test_parity():
     assert factors.parity(np.array([], int)) == 1
     for order in ([0], [1, 0], [2, 0, 1], [3, 1, 2, 0], [1, 0, 3, 2]):
         assert factors.parity(np.array(order)) == round(np.linalg.det(np.eye(len(order))[order]))
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e5, 1e9, 1e15])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
+    """Factors of half the precision; of full precision only where the others do not help."""
+    n, rng, made = 23, np.random.default_rng(3), []
+
+    class Seen(factors.LUFactor):
+        def __init__(self, a, *args, **options):
+            made.append(a.dtype.name)
+            super().__init__(a, *args, **options)
+
+    monkeypatch.setattr(factors, "LUFactor", Seen)
+    u, v = (np.linalg.qr(random((n, n), dtype, rng))[0] for _ in range(2))
+    a, b = ((u * np.geomspace(1e200, 1e200 / condition, n)) @ v).astype(dtype), random((n, 3), dtype, rng)
+    A = pla.distribute(a, grid, Layout(grid.axes, None))
+    for given in (b, b[:, 0]):
+        B = pla.distribute(given, grid, Layout(grid.axes, *[None] * (given.ndim - 1)))
+        made.clear()
+        x = pla.linalg.solve(A, B, refine=True)
+        half = LOWER[dtype]
+        assert made == [half] if condition < 1e12 else made in ([half], [half, dtype])
+        assert x.layout == B.layout
+        residual = float(pla.max(abs(B - A @ x)))
+        assert residual <= 10 * n * 2.3e-16 * float(pla.max(abs(A))) * float(pla.max(abs(x))) * n
+    low = np.zeros(0, LOWER[dtype]).dtype
+    with pytest.raises(TypeError, match=f"takes one matrix of float64 or complex128, not {low}"):
+        pla.linalg.solve((A / 1e200).astype(low), B.astype(low), refine=True)
+    with pytest.raises(np.linalg.LinAlgError, match="the matrix is singular"):
+        pla.linalg.solve(A * 0, B, refine=True)

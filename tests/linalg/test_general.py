@@ -13,7 +13,7 @@ from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, norm, random
 from tests.linalg.test_spectral import cases, ratio
 
-pytestmark = pytest.mark.one_in(8)
+pytestmark = pytest.mark.one_in(10)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])

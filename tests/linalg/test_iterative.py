@@ -10,7 +10,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import cg, eigsh, gmres, lobpcg, lsqr, minres, range_finder, svd_lowrank, svds
 from tests.cases import grids, layouts
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.one_in(4)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.one_in(8)]
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["one axis", "two axes"])

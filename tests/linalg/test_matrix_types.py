@@ -19,7 +19,7 @@ from parlinalg.linalg.divide import tridiagonal_vectors
 from tests.cases import grids, layouts
 from tests.linalg.test_factors import BOUND, DTYPES, eps, norm, random
 
-pytestmark = pytest.mark.one_in(6)
+pytestmark = pytest.mark.one_in(10)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])

@@ -11,7 +11,7 @@ from parlinalg.layout import Layout
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, matrices, norm, random
 
-pytestmark = pytest.mark.one_in(4)
+pytestmark = pytest.mark.one_in(8)
 
 BOUND = 10
 

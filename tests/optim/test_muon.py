@@ -26,7 +26,7 @@ from tests.agreement import once
 from tests.optim.test_optimizers import textbook_adamw
 from tests.train.trainings import Training
 
-pytestmark = pytest.mark.one_in(4)
+pytestmark = pytest.mark.one_in(8)
 
 L = pla.Layout
 EXECUTIONS = list(executions())

@@ -18,7 +18,7 @@ from tests.agreement import once
 from tests.optim.test_muon import KINDS, check, give, grids, losses, numbers, parameters, sharded
 from tests.optim.test_optimizers import textbook_adamw
 
-pytestmark = pytest.mark.one_in(4)
+pytestmark = pytest.mark.one_in(8)
 
 L = pla.Layout
 STEPS = 5
