@@ -181,7 +181,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class ElementwisePlan:
-    """What an elementwise operation on operands of unlike layouts does, before it runs.
+    """The plan of an elementwise operation on operands of unlike layouts, before it runs.
 
     Attributes
     ----------

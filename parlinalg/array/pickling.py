@@ -30,7 +30,7 @@ _made: list[Grid] = []
 
 @dataclass(frozen=True)
 class Description:
-    """What an array needs of a grid.
+    """The facts of a grid that an array needs.
 
     Attributes
     ----------

@@ -32,7 +32,7 @@ Block = Any
 Function = Callable[..., Any]
 
 TABLE: dict[Function, Function] = {}
-"""What each function does with tensors."""
+"""The operation on tensors of each function."""
 COMPOSED: dict[Function, None] = {}
 """The functions of NumPy whose bodies take tensors."""
 REFUSED: dict[Function, str] = {}
@@ -231,7 +231,7 @@ def _signature(function: Function) -> inspect.Signature:
 
 
 def _none() -> None:
-    """Be the rule of an input that wants no gradient."""
+    """Stand for the rule of an input that wants no gradient."""
 
 
 def _flat(value: Any) -> list[Any]:

@@ -25,7 +25,7 @@ LinAlgError = np.linalg.LinAlgError
 
 
 class Vectors:
-    """What vectors that lie alike have in common: inner products, several by one all-reduce.
+    """Inner products of vectors that lie alike, several by one all-reduce.
 
     Parameters
     ----------
@@ -404,7 +404,7 @@ def _least(h: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 class LsqrResult(NamedTuple):
-    """What `lsqr` found, in the order of SciPy's: the solution, why it ended, iterations, and norms.
+    """The result of `lsqr`, in SciPy's order: the solution, why it ended, iterations, and norms.
 
     `istop` is 0 if x = 0 is the solution, 1 if A x = b is solved to the tolerances, 2 if the least squares are, and 7
     if the iterations did not suffice.  `r1norm` is ‖b − A x‖, `r2norm` has the damping in it, `anorm` and `acond`

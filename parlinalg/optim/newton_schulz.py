@@ -172,7 +172,7 @@ class Execution(ABC):
 
     @cached_property
     def slots(self) -> list[Slots]:
-        """What every rank has at work."""
+        """Return the parts of matrices that every rank has at work."""
         return self.at_work()
 
     @abstractmethod

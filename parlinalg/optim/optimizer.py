@@ -109,7 +109,7 @@ class Optimizer(ABC):
     that have `directions` bring the parts together."""
 
     MOVABLE: ClassVar[bool] = True
-    """Whether states may be kept elsewhere than in memory."""
+    """True if states may be kept elsewhere than in memory."""
 
     lr = Option[float]()
     weight_decay = Option[float]()
