@@ -94,7 +94,7 @@ def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Sha
         else:
             known, block = np.asarray(index), np.broadcast_to(index, shape)[held] if grid.inside else nothing
         low = known.min() if known.size else 0
-        if known.size and (low < -n or known.max() >= n):
+        if all(shape) and known.size and (low < -n or known.max() >= n):  # NumPy forgives where none is looked up
             bad = known[(known < -n) | (known >= n)][0]
             problem = problem or f"index {bad} is out of bounds for dim {d} of size {n}"
         block = block.astype(np.int64, copy=False)

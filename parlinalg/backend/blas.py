@@ -148,7 +148,7 @@ def substituted(
     Parameters
     ----------
     t : array [n, n]
-        A triangular matrix in rows one behind the other; the other triangle is not read.
+        A triangular matrix, in rows or in columns; the other triangle is not read.
     b : array
     lower, unit : bool
         t is a lower triangle; its diagonal is taken to be ones.
@@ -158,10 +158,16 @@ def substituted(
     if not (t.size and b.size) or not _in_blas(b) or t.dtype != b.dtype:
         return False
     trsm, (turn, ld), (turn_t, ld_t) = _cblas("trsm", b.dtype), _lying(b), _lying(t)
-    if trsm is None or turn != AS_IT_IS or turn_t != AS_IT_IS:
+    if trsm is None or turn != AS_IT_IS or not turn_t:
         return False
+    if turn_t == TURNED:  # what lies there is its transpose
+        if adjoint and t.dtype.kind == "c":
+            return False
+        lower, operation = not lower, AS_IT_IS if adjoint else TURNED
+    else:
+        operation = ADJOINT if adjoint else AS_IT_IS
     trsm(
-        ROWS, RIGHT if right else LEFT, LOWER if lower else UPPER, ADJOINT if adjoint else AS_IT_IS,
+        ROWS, RIGHT if right else LEFT, LOWER if lower else UPPER, operation,
         UNIT if unit else DIAGONAL, *map(ctypes.c_int64, b.shape), _number(b.dtype, 1),
         ctypes.c_void_p(t.ctypes.data), ctypes.c_int64(ld_t), ctypes.c_void_p(b.ctypes.data), ctypes.c_int64(ld),
     )  # fmt: skip

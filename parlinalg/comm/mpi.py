@@ -124,7 +124,8 @@ class MpiHandle(Handle):
         if request is not None:
             slot.state = (monotonic(), self._comm, self._op, self._number)
             try:
-                if self._number < 0 and self._comm.crowded:  # the other's turn to compute, perhaps on this core
+                if self._comm.crowded and (self._number < 0 or self._blocks is None):
+                    # a message or a barrier: the others' turn to compute, perhaps on this core
                     wait_asleep(request)
                 else:
                     request.Wait()

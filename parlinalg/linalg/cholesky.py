@@ -25,6 +25,8 @@ class Cholesky(Panels):
         The order of the first leading minor that is not positive, as far as this rank knows; 0 for none.
     """
 
+    STRIP = 128  # what is above the diagonal in a strip is updated for nothing
+
     def __init__(self, tiles: Tiles, a: np.ndarray, n: int) -> None:
         super().__init__(tiles, a, (n, n))
         self.minor = 0
@@ -41,27 +43,29 @@ class Cholesky(Panels):
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         i, j = self.tiles.owner(k)
         r, c = self.row(k), self.column(k)
-        panel = np.empty((len(self.rows) - r, b), self.a.dtype)
+        panel = self.message(k, (len(self.rows) - r) * b).reshape(-1, b)
         if self.tiles.j == j:
-            panel[...] = self.a[r:, c : c + b]
+            mine = self.a[r:, c : c + b]
             top = b if self.tiles.i == i else 0
             corner = np.empty((b, b), self.a.dtype)
             if top:
-                corner[...] = panel[:b]
+                corner[...] = mine[:b]
                 failed = kernels.cholesky(corner)
                 self.minor = self.minor or (k + failed if failed else 0)
-                panel[:b] = corner
+                mine[:b] = corner
             self.tiles.down.broadcast(corner, i)  # L[k, k] := A[k, k]
             # L[i, k] := A[i, k] L[k, k]⁻ᴴ
-            kernels.substitute(corner, panel[top:], right=True, lower=True, adjoint=True)
-            self.a[r:, c : c + b] = panel
-        return self.tiles.across.broadcast(panel, j, wait=False), panel
+            kernels.substitute(corner, mine[top:], right=True, lower=True, adjoint=True)
+            panel[...] = mine
+        return self.pass_on(panel, j), panel
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         r, c = self.row(k + b), self.column(k + b)
         mine = panel[self._mine[np.searchsorted(self._mine, r) :] - self.row(k)]
+        if self.tiles.R == 1:  # all the rows, in the order of the columns
+            return panel[r - self.row(k) :], kernels.adjoint(mine), r, c
         later = [at[np.searchsorted(at, c) :] - c for at in self._meet]
-        gathered = self.tiles.gather(self.tiles.down, mine, [len(at) for at in later])
+        gathered = self.gather(mine, [len(at) for at in later])
         right = np.empty((len(self.columns) - c, b), self.a.dtype)
         right[np.concatenate(later)] = gathered
         return panel[r - self.row(k) :], kernels.adjoint(right), r, c

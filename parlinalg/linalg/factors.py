@@ -22,11 +22,17 @@ from parlinalg.linalg import triangular
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR
-from parlinalg.linalg.tiles import Numbers, Tiles
+from parlinalg.linalg.tiles import SIZE, Numbers, Tiles
 from parlinalg.matmul import matmul
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
+TALL = 4
+"""Rows of a matrix by its columns from which on its columns are not dealt."""
+BLOCK, LEAST = 96, 32
+"""Rows and columns of a tile: of large matrices, and of small ones."""
+FEW = 4
+"""Ranks of one node up to which rows are not dealt."""
 ODD = "NaNs or infinities"
 
 
@@ -92,7 +98,7 @@ class CholeskyFactor(Factor):
         n = a.shape[0]
         self.tiles = tiles = _tiles(a, block)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
-        self._t = tiles.bring(a, self.rows, self.columns)
+        self._t = tiles.bring(a, self.rows, self.columns, lower=True)
         finite = _finite(self._t)
         work = Cholesky(tiles, self._t, n)
         with np.errstate(all="ignore"):
@@ -107,11 +113,14 @@ class CholeskyFactor(Factor):
     @cached_property
     def L(self) -> DistArray:
         """The lower triangular factor, in the layout of A."""
-        lower = self._t.copy()
-        if self.grid.inside:
-            rows, columns = self.rows[self.tiles.i], self.columns[self.tiles.j]
-            lower[rows[:, None] < columns[None, :]] = 0
-        return self.tiles.home(lower, self.rows, self.columns, self.shape, self.layout)  # type: ignore[arg-type]
+        if self.grid.inside:  # what the factorization left above the diagonal
+            rows, size = self.rows[self.tiles.i], self.tiles.size
+            for k in range(0, len(columns := self.columns[self.tiles.j]), size):
+                first = int(columns[k])
+                top, end = np.searchsorted(rows, [first, first + size])
+                self._t[:top, k : k + size] = 0
+                self._t[top:end, k : k + size] = np.tril(self._t[top:end, k : k + size])
+        return self.tiles.home(self._t, self.rows, self.columns, self.shape, self.layout, lower=True)  # type: ignore[arg-type]
 
     def solve(self, b: DistArray) -> DistArray:
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
@@ -142,7 +151,7 @@ class LUFactor(Factor):
         work = LU(tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             work.run()
-        self._t, self._order = t, work.rows
+        self._t, self._further, self._order = work.a, work.further, work.rows
         self.positions = work.positions
         self.diagonal = np.concatenate([np.diag(d) for d in work.diagonals] or [np.zeros(0, a.dtype)])
         zeros = np.flatnonzero(self.diagonal == 0)
@@ -201,7 +210,7 @@ class LUFactor(Factor):
         """Return the solutions of the right-hand sides that rode along."""
         self.check()
         n = self.shape[0]
-        x = np.ascontiguousarray(self._t[:, len(self._columns[self.tiles.j]) :]) if self.grid.inside else self._t
+        x = np.ascontiguousarray(self._further)
         triangular.substitute(self.tiles, self._t, self.positions, x, n, lower=False)
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
@@ -481,7 +490,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     x = _matrix(x, "qr")
     if mode not in ("reduced", "complete"):
         raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
-    if x.ndim > 2 or x.grid.size == 1:
+    if x.ndim > 2 or (x.grid.size == 1 and (not x.grid.backend.cpu or min(x.shape) <= SIZE)):
         return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
     work = qr_factor(x)
     m, n = x.shape
@@ -595,11 +604,21 @@ def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> D
 def _tiles(a: DistArray, block: int | None) -> Tiles:
     if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
         raise ValueError(f"block is the rows of a tile, a positive int, not {block!r}")
-    return Tiles(a.grid) if block is None else Tiles(a.grid, block)
+    grid, (m, n) = a.grid, a.shape[-2:]
+    if m >= TALL * n:
+        shape = "tall"
+    else:  # few ranks that share memory pass panels on at no cost
+        near = grid.inside and grid.everyone.local_size == grid.size <= FEW
+        shape = "wide" if near else "square"
+    tiles = Tiles(grid, SIZE if block is None else block, shape)
+    if block is None:  # four tiles a rank and dim at least, if they are not too small for products
+        tiles.size = min(BLOCK, max(LEAST, min(m // tiles.R, n // tiles.C) // 32 * 8))
+    return tiles
 
 
 def _finite(block: np.ndarray) -> bool:
-    return bool(np.isfinite(block).all())
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(block.sum()) or np.isfinite(block).all())
 
 
 def _refuse(odd: bool | float, name: str) -> None:

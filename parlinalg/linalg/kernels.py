@@ -21,6 +21,8 @@ def lapack(name: str, dtype: np.dtype[Any]) -> Any:
 
 
 LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}
+WIDE = 256
+"""Columns of which as many lines of the cache are no trouble."""
 
 
 @cache
@@ -70,7 +72,6 @@ def substitute(
     unit: bool = False,
 ) -> None:  # fmt: skip
     """Replace b by the solution x of `op(t) x = b`, with `right` of `x op(t) = b`; see `blas.substituted`."""
-    t = np.ascontiguousarray(t)
     if not b.size or substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
         return
     from scipy.linalg import solve_triangular
@@ -103,18 +104,27 @@ def cholesky(a: np.ndarray) -> int:
 def lu(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return L and U in one matrix, by partial pivoting, and the order of the rows."""
     m, n = a.shape
-    order = np.arange(m)
     if not a.size:
-        return a.copy(), order
-    found, pivots = np.array(a, order="F"), np.empty(min(m, n), np.int64)
+        return a.copy(), np.arange(m)
+    found, pivots = in_columns(a), np.empty(min(m, n), np.int64)
     if blas.lapack("getrf", a.dtype, m, n, found, m, pivots) is None:
         found, pivots, _ = lapack("getrf", a.dtype)(a)
     else:
         pivots -= 1
+    order = list(range(m))
     for x, y in enumerate(pivots.tolist()):
-        if x != y:
-            order[[x, y]] = order[[y, x]]
-    return found, order
+        order[x], order[y] = order[y], order[x]
+    return found, np.array(order)
+
+
+def in_columns(a: np.ndarray) -> np.ndarray:
+    """Return a copy in Fortran's order, made some rows at a time: whole lines of the cache are read and written."""
+    if a.shape[1] <= WIDE:
+        return np.array(a, order="F")
+    out = np.empty(a.shape, a.dtype, order="F")
+    for start in range(0, len(a), 8):
+        out[start : start + 8] = a[start : start + 8]
+    return out
 
 
 def reflections(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

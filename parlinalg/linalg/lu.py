@@ -23,6 +23,8 @@ class LU(Panels):
 
     Attributes
     ----------
+    a, further : array
+        L and U, and the further columns.
     rows : array of int
         The rows of A that this rank has, in their new order.
     diagonals : list of array
@@ -31,6 +33,7 @@ class LU(Panels):
 
     def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
         super().__init__(tiles, a, shape, extra)
+        self.further = a[:, int(np.searchsorted(self.columns, shape[1])) :]
         self.rows = self.rows.copy()
         self.diagonals: list[np.ndarray] = []
         self._active = [len(x) for x in self.every_row]  # rows that are no pivots yet, of every grid row
@@ -45,10 +48,24 @@ class LU(Panels):
             after += left
         return found
 
+    def run(self) -> None:
+        """Factor the whole matrix.  Collective over the grid."""
+        (m, n), k = self.shape, min(self.shape)
+        if self.tiles.grid.size > 1 or not k:
+            super().run()
+            return
+        found, order = kernels.lu(self.a[:, :n])
+        right = self.a[order, n:]
+        self.diagonals, self.rows = [found], order
+        self._won, self._active = [list(range(k))], [m - k]
+        kernels.substitute(found[:k, :k], right[:k], lower=True, unit=True)
+        kernels.subtract(right[k:], found[k:, :k], right[:k])
+        self.a, self.further = found, right
+
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         tiles, j, done, c = self.tiles, self.tiles.owner(k)[1], len(self._won[self.tiles.i]), self.column(k)
         dtype, head = self.a.dtype, 2 * b * 8 // self.a.itemsize
-        message = np.empty(head + b * b + self._active[tiles.i] * b, dtype)
+        message = self.message(k, head + b * b + self._active[tiles.i] * b)
         owners, places = message[:head].view(np.int64).reshape(2, b)  # the winners' grid rows, and their places there
         corner, panel = message[head : head + b * b].reshape(b, b), message[head + b * b :].reshape(-1, b)
         if tiles.j == j:
@@ -72,26 +89,36 @@ class LU(Panels):
                 rows, at = np.arange(len(panel)), np.empty(len(panel), np.intp)
                 _to_front(0, places, rows)
                 at[order] = np.arange(len(panel))
-                panel[...] = found[at[rows]]
+                panel[...] = found
+                other = np.flatnonzero(order != rows)
+                panel[other] = found[at[rows[other]]]
             else:
                 _to_front(0, places[own], panel)
                 panel[:won] = corner[own]
                 kernels.substitute(_regular(corner), panel[won:], right=True)  # L[i, k] := A[i, k] U[k, k]⁻¹
-        return tiles.across.broadcast(message, j, wait=False), (owners, places, corner, panel)
+        return self.pass_on(message, j), (owners, places, corner, panel)
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         tiles, c = self.tiles, self.column(k + b)
         owners, places, corner, below = panel
-        done, own = len(self._won[tiles.i]), owners == tiles.i
-        _to_front(done, places[own] + done, self.a, self.rows)
+        done, own, before = len(self._won[tiles.i]), owners == tiles.i, self.column(k)
+        chosen = places[own] + done
+        won = len(chosen)
+        front = np.arange(done, done + won)
+        pushed, holes = np.setdiff1d(front, chosen), np.setdiff1d(chosen, front)
+        _to_front(done, chosen, self.a[:, :before], self.rows)
         if tiles.j == tiles.owner(k)[1]:
-            self.a[done:, self.column(k) : c] = below
-        won = int(own.sum())
-        right = np.empty((b, len(self.columns) - c), self.a.dtype)
+            self.a[done:, before:c] = below
+        behind = self.a[:, c:]
+        right = np.empty((b, behind.shape[1]), self.a.dtype)
         counts = np.bincount(owners, minlength=tiles.R).tolist()
-        right[np.argsort(owners, kind="stable")] = tiles.gather(tiles.down, self.a[done : done + won, c:], counts)
+        if tiles.R == 1:
+            right[...] = behind[chosen]
+        else:
+            right[np.argsort(owners, kind="stable")] = self.gather(behind[chosen], counts)
+        behind[holes] = behind[pushed]
         kernels.substitute(corner, right, lower=True, unit=True)  # U[k, j] := L[k, k]⁻¹ (P A)[k, j]
-        self.a[done : done + won, c:] = right[own]
+        behind[done : done + won] = right if tiles.R == 1 else right[own]
         for i, won_there in enumerate(self._won):
             won_there += (k + np.flatnonzero(owners == i)).tolist()
             self._active[i] -= counts[i]

@@ -7,16 +7,21 @@ and factored before the rest of the matrix, while nobody waits for it (lookahead
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 from parlinalg.comm import Handle
 from parlinalg.comm.base import DONE
+from parlinalg.comm.mpi import MpiComm
+from parlinalg.comm.shared import common
 from parlinalg.linalg.tiles import Tiles
 
-STRIP = 256
-"""Columns that are updated at once; between strips messages in progress move on."""
+LANES = 3
+"""Panels in common memory at once: nobody reads one any more when the third after it is written, since a rank that has
+seen the second after it knows that all have come to the first after it."""
 
 
 class Panels(ABC):
@@ -28,12 +33,19 @@ class Panels(ABC):
         This rank's rows and columns; with right-hand sides as further columns, which are updated alike.
     rows, columns : array of int
         Their numbers.
+    STRIP : int
+        Columns that are updated at once; between strips messages in progress move on.
     """
+
+    STRIP = 512
 
     def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
         self.tiles, self.a, self.shape = tiles, a, shape
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
+        self._lanes: Any = None  # common memory for panels, of the ranks of a grid row
+        self._board: Any = None  # and for rows, of the ranks of a grid column
+        self._turn = 0
 
     def row(self, k: int) -> int:
         """Return this rank's first row from number k on."""
@@ -56,11 +68,25 @@ class Panels(ABC):
         """Update this rank's columns from `first` up to `last`."""
 
     def run(self) -> None:
-        """Factor the whole matrix.  Collective over the grid."""
-        n, size = min(self.shape), self.tiles.size
-        width = len(self.columns)
-        if not n or not self.tiles.grid.inside:
+        """Factor the whole matrix.  Collective over the grid.
+
+        Between ranks of one node panels and gathered rows lie in common memory, where the others read them.
+        """
+        n, tiles = min(self.shape), self.tiles
+        if not n or not tiles.grid.inside:
             return
+        size, wide = tiles.size, max(map(len, self.every_column))
+        panel = (len(self.rows) + 2 * size + 4) * size
+        with ExitStack() as stack:
+            self._lanes = stack.enter_context(common(tiles.across, (LANES, panel), self.a.dtype))
+            self._board = stack.enter_context(common(tiles.down, (2, tiles.R, wide * size), self.a.dtype))
+            try:
+                self._run(n, size)
+            finally:
+                self._lanes = self._board = None
+
+    def _run(self, n: int, size: int) -> None:
+        width = len(self.columns)
         handle, panel = self.factor(0, min(size, n))
         for k in range(0, n, size):
             handle.wait()
@@ -75,6 +101,52 @@ class Panels(ABC):
                 self._strips(step, self.column(after), width, DONE)
 
     def _strips(self, step: Any, first: int, last: int, handle: Handle) -> None:
-        for start in range(first, last, STRIP):
-            self.update(step, start, min(start + STRIP, last))
+        for start in range(first, last, self.STRIP):
+            self.update(step, start, min(start + self.STRIP, last))
             handle.test()
+
+    # ------------------------------------------------------------------ communication
+    def message(self, k: int, size: int) -> np.ndarray:
+        """Return room for the panel from column k on, of so many elements, flat; it lasts for two further panels."""
+        if self._lanes is None:
+            return np.empty(size, self.a.dtype)
+        found: np.ndarray = self._lanes[k // self.tiles.size % LANES, :size]
+        return found
+
+    def pass_on(self, message: np.ndarray, root: int) -> Handle:
+        """Begin to give a panel, which lies in its `message`, from grid column `root` to the others."""
+        across = self.tiles.across
+        if self._lanes is None:
+            return across.broadcast(message, root, wait=False)
+        assert isinstance(across, MpiComm)  # others have no common memory
+        across.count("broadcast", 0 if across.rank == root else message.size, message.itemsize)
+        return across.barrier_of("broadcast")
+
+    def gather(self, mine: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the rows of all ranks of this grid column, one's after the other's; valid until the next but one."""
+        tiles, (rows, width) = self.tiles, mine.shape
+        if self._board is None:
+            return tiles.gather(tiles.down, mine, counts)
+        self._turn = 1 - self._turn
+        before, total = sum(counts[: tiles.i]), sum(counts)
+        whole: np.ndarray = self._board[self._turn].reshape(-1)[: total * width].reshape(total, width)
+        whole[before : before + rows] = mine
+        tiles.down.count("all_gather", (total - rows) * width, mine.itemsize)
+        tiles.down.barrier()
+        return whole
+
+    def total(self, term: np.ndarray) -> np.ndarray:
+        """Return the sum of a term over this grid column; it may replace the term."""
+        down = self.tiles.down
+        if self._board is None or term.size > self._board.shape[2]:
+            term = np.ascontiguousarray(term)
+            down.all_reduce(term)
+            return term
+        self._turn = 1 - self._turn
+        terms = self._board[self._turn, :, : term.size].reshape(down.size, *term.shape)
+        terms[down.rank] = term
+        own = term.size // down.size + (down.rank < term.size % down.size)
+        down.count("all_reduce", 2 * (term.size - own), term.itemsize)
+        down.barrier()
+        found: np.ndarray = terms.sum(axis=0)
+        return found

@@ -43,7 +43,7 @@ class QR(Panels):
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         tiles, (i, j) = self.tiles, self.tiles.owner(k)
         at, c = self.row(k), self.column(k)
-        message = np.empty((2 * b + len(self.rows) - at, b), self.a.dtype)
+        message = self.message(k, (2 * b + len(self.rows) - at) * b).reshape(-1, b)
         t, r, y = message[:b], message[b : 2 * b], message[2 * b :]
         if tiles.j == j:
             panel = self.a[at:, c : c + b]
@@ -55,7 +55,7 @@ class QR(Panels):
             self.a[at:, c : c + b] = 0
             if tiles.i == i:
                 self.a[at : at + b, c : c + b] = r
-        return tiles.across.broadcast(message, j, wait=False), (t, r, y)
+        return self.pass_on(message, j), message
 
     def _together(self, k: int, b: int, panel: np.ndarray, t: np.ndarray, r: np.ndarray, y: np.ndarray) -> None:
         """Write T, R and this rank's rows of Y for a panel whose rows lie on several ranks.
@@ -99,12 +99,13 @@ class QR(Panels):
         return lower, gram
 
     def take(self, k: int, b: int, panel: Any) -> Any:
-        t, r, y = panel
-        self.kept.append(Reflections(k, y, t, r))
+        panel = panel if self._lanes is None else panel.copy()
+        self.kept.append(Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b]))
         return self.kept[-1]
 
     def update(self, step: Any, first: int, last: int) -> None:
-        reflect(self.tiles, step.y, kernels.adjoint(step.t), self.a[self.row(step.k) :, first:last])
+        b = self.a[self.row(step.k) :, first:last]
+        kernels.subtract(b, step.y, kernels.adjoint(step.t) @ self.total(kernels.adjoint(step.y) @ b))
 
     def times(self, b: np.ndarray, numbers: np.ndarray | None = None) -> None:
         """Replace b, of which this rank has the same rows, by Q b.  Collective.

@@ -2,21 +2,21 @@
 
 At rest a matrix lies in a `Layout`, in one piece a rank; a factorization would leave the ranks of the first pieces idle
 after its first steps.  So it moves to tiles of `size` rows and columns, of which tile (i, j) is that of rank
-(i mod R, j mod C), as in ScaLAPACK; one all-to-all goes there and one comes back, and no rank receives an element that
-it has already.  What lies where is data: for every rank the numbers of its rows and columns, in any order, so that rows
+(i mod R, j mod C), as in ScaLAPACK, and back; no rank receives an element that it has already.  What lies where is data: for every rank the numbers of its rows and columns, in any order, so that rows
 that pivoting has interchanged go home in their order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import combinations, pairwise
-from typing import Any
+from itertools import chain, combinations, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.array.core import DistArray, effective
 from parlinalg.comm import Comm
 from parlinalg.grid import Grid
@@ -29,6 +29,8 @@ Places = list[tuple[Numbers, Numbers]]
 
 SIZE = 64
 """Rows and columns of a tile."""
+SHORT = 8
+"""Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
 
 class Tiles:
@@ -84,20 +86,25 @@ class Tiles:
         return k // self.size % self.R, k // self.size % self.C
 
     # ------------------------------------------------------------------ between rest and work
-    def bring(self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> np.ndarray:
-        """Return this rank's rows and columns of a matrix, in an array of its own on the host.  Collective."""
+    def bring(
+        self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False
+    ) -> np.ndarray:
+        """Return this rank's rows and columns of a matrix, in an array of its own on the host.  Collective.
+
+        With `lower` what lies in tiles above the diagonal stays behind, and is 0.
+        """
         a = a.summed()
         block = self.grid.backend.to_host(a.block)
         rest, free = resting(a.layout, a.shape, self.grid)
-        return move(block, rest, self.places(rows, columns), self.grid, free)
+        return move(block, rest, self.places(rows, columns), self.grid, free, self.size if lower else 0)
 
     def home(
         self, block: np.ndarray, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
-        layout: Layout,
+        layout: Layout, *, lower: bool = False,
     ) -> DistArray:  # fmt: skip
-        """Return the matrix of which every rank has these rows and columns, in a layout.  Collective."""
+        """Return the matrix of which every rank has these rows and columns, in a layout; `lower` as of `bring`."""
         rest, _ = resting(layout, shape, self.grid)
-        block = move(block, self.places(rows, columns), rest, self.grid)
+        block = move(block, self.places(rows, columns), rest, self.grid, lower=self.size if lower else 0)
         return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
 
     # ------------------------------------------------------------------ communication
@@ -151,8 +158,33 @@ def resting(layout: Layout, shape: tuple[int, ...], grid: Grid) -> tuple[Places,
     return places, tuple(a for a, n in grid.sizes.items() if n > 1 and a not in cut.cut_axes)  # type: ignore[return-value]
 
 
-def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut = ()) -> np.ndarray:
-    """Return this rank's rows and columns of a matrix of which every rank has others, by one all-to-all.
+class _Part(NamedTuple):
+    """Rows and columns that two ranks both have: their numbers, rising, and where this rank has them."""
+
+    rows: Numbers
+    i: np.ndarray
+    columns: Numbers
+    j: np.ndarray
+
+    def between(self, first: int, last: int) -> _Part:
+        """Return the part with the columns from number `first` up to `last`."""
+        a, b = np.searchsorted(self.columns, [first, last])
+        return _Part(self.rows, self.i, self.columns[a:b], self.j[a:b])
+
+    def rectangles(self, lower: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the places of rows and columns; with `lower` for the columns of each tile the rows from it on."""
+        if not len(self.rows) or not len(self.columns):
+            return []
+        if not lower:
+            return [(self.i, self.j)]
+        tiles = self.columns // lower
+        edges = [0, *(np.flatnonzero(np.diff(tiles)) + 1).tolist(), len(tiles)]
+        tops = np.searchsorted(self.rows, tiles[edges[:-1]] * lower).tolist()
+        return [(self.i[top:], self.j[a:b]) for top, (a, b) in zip(tops, pairwise(edges), strict=True)]
+
+
+def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0) -> np.ndarray:
+    """Return this rank's rows and columns of a matrix of which every rank has others, by all-to-alls.
 
     Parameters
     ----------
@@ -162,77 +194,87 @@ def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut 
         The rows and columns of every rank, before and after, in any order.
     copies : tuple of str
         The axes along which ranks have the same block; a rank gets what it wants from the one at its own place.
+    lower : int
+        If not 0, of tiles of so many columns only the rows from their first column on move; the others become 0.
 
-    Each rank receives exactly what it lacks.
+    Each rank receives exactly what it lacks.  Columns travel some at a time, so that what is on the way stays small.
     """
     if not grid.inside:
         return np.empty((0, 0), block.dtype)
-    if grid.size == 1 and all(np.array_equal(x, y) for x, y in zip(have[0], want[0], strict=True)):
+    if grid.size == 1 and not lower and all(np.array_equal(x, y) for x, y in zip(have[0], want[0], strict=True)):
         return np.array(block, order="C")
-    me = grid.rank
-    at = [tuple(grid.coords_of(p)[a] for a in copies) for p in range(grid.size)]
-    memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+    me, size = grid.rank, grid.size
+    at = [tuple(grid.coords_of(p)[a] for a in copies) for p in range(size)]
+    memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def common(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
+    def common(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = (id(x), id(y))
         if key not in memo:
-            memo[key] = np.intersect1d(x, y, assume_unique=True, return_indices=True)[1:]
+            memo[key] = np.intersect1d(x, y, assume_unique=True, return_indices=True)
         return memo[key]
 
-    none = np.zeros(0, np.intp)
-    takes = [
-        (common(have[me][0], rows)[0], common(have[me][1], columns)[0]) if at[p] == at[me] else (none, none)
-        for p, (rows, columns) in enumerate(want)
-    ]
-    puts = [
-        (common(rows, want[me][0])[1], common(columns, want[me][1])[1]) if at[p] == at[me] else (none, none)
-        for p, (rows, columns) in enumerate(have)
-    ]
-    out = np.empty((len(want[me][0]), len(want[me][1])), block.dtype)
-    send_counts, counts = ([len(r) * len(c) for r, c in each] for each in (takes, puts))
-    if grid.size == 1:
-        _put(out, puts[0][0], puts[0][1], _picked(block, takes[0][0], takes[0][1]))
+    gives, gets = ([_Part(*[np.zeros(0, np.intp)] * 4)] * size for _ in range(2))
+    for p in range(size):
+        if at[p] == at[me]:
+            (rows, i, _), (columns, j, _) = (common(x, y) for x, y in zip(have[me], want[p], strict=True))
+            gives[p] = _Part(rows, i, columns, j)
+            (rows, _, i), (columns, _, j) = (common(x, y) for x, y in zip(have[p], want[me], strict=True))
+            gets[p] = _Part(rows, i, columns, j)
+    out = (np.zeros if lower else np.empty)((len(want[me][0]), len(want[me][1])), block.dtype)
+    for there, here in zip(gets[me].rectangles(lower), gives[me].rectangles(lower), strict=True):
+        _copy(out, there, block, here)
+    if size == 1:
         return out
-    send = np.empty(sum(send_counts), block.dtype)
-    start = 0
-    for (r, c), n in zip(takes, send_counts, strict=True):
-        if n:
-            _picked(block, r, c, send[start : start + n].reshape(len(r), len(c)))
-        start += n
-    got = np.empty(sum(counts), block.dtype)
-    grid.everyone.all_to_all(send, send_counts, got, counts)
-    start = 0
-    for (r, c), n in zip(puts, counts, strict=True):
-        if n:
-            _put(out, r, c, got[start : start + n].reshape(len(r), len(c)))
-        start += n
+    gives[me] = gets[me] = _Part(*[np.zeros(0, np.intp)] * 4)
+    m, n = (1 + max((int(places[d].max()) for places in have if len(places[d])), default=-1) for d in range(2))
+    width = max(1, size * tunables.TILES_MOVED // max(1, m))
+    for first in range(0, n, width):
+        send, receive = (
+            [part.between(first, first + width).rectangles(lower) for part in parts] for parts in (gives, gets)
+        )
+        send_counts, counts = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
+        sent, got = np.empty(sum(send_counts), block.dtype), np.empty(sum(counts), block.dtype)
+        for part, here in _cut(sent, send):
+            _copy(part, None, block, here)
+        grid.everyone.all_to_all(sent, send_counts, got, counts)
+        for part, there in _cut(got, receive):
+            _copy(out, there, part, None)
     return out
 
 
-def stretches(at: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return the runs of consecutive numbers: where each begins in `at`, its first number, and its length.
-
-    >>> stretches(np.array([4, 5, 6, 2, 3]))
-    [(0, 4, 3), (3, 2, 2)]
-    """
-    begins = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1, [len(at)]]) if len(at) else np.zeros(1, int)
-    return [(int(a), int(at[a]), int(b - a)) for a, b in pairwise(begins)]
+Rectangle = tuple[np.ndarray, np.ndarray]
+"""Rows and columns of a matrix, by their places in it."""
 
 
-def _rows(at: np.ndarray) -> Any:
-    """Return what indexes these rows the fastest."""
-    return slice(int(at[0]), int(at[0]) + len(at)) if len(at) and (np.diff(at) == 1).all() else at
+def _cut(flat: np.ndarray, parts: Iterable[Iterable[Rectangle]]) -> Iterator[tuple[np.ndarray, Rectangle]]:
+    """Yield the rectangles of all parts, which lie one after the other in `flat`, as matrices, with their places."""
+    start = 0
+    for i, j in chain.from_iterable(parts):
+        end = start + len(i) * len(j)
+        yield flat[start:end].reshape(len(i), len(j)), (i, j)
+        start = end
 
 
-def _picked(a: np.ndarray, rows: np.ndarray, columns: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    out = np.empty((len(rows), len(columns)), a.dtype) if out is None else out
-    down = _rows(rows)
-    for begin, first, n in stretches(columns):
-        out[:, begin : begin + n] = a[down, first : first + n]
-    return out
+def _copy(to: np.ndarray, there: Rectangle | None, of: np.ndarray, here: Rectangle | None) -> None:
+    """Copy a rectangle of one matrix to one of another, in stretches that lie together in both; None is all of it."""
+    whole = to if there is None else of
+    rows, columns = (
+        list(_together(*(places[d] if places is not None else np.arange(whole.shape[d]) for places in (there, here))))
+        for d in range(2)
+    )
+    for i, k in rows:
+        for j, l in columns:
+            if isinstance(i, slice) or isinstance(j, slice):
+                to[i, j] = of[k, l]
+            else:
+                to[i[:, None], j] = of[k[:, None], l]
 
 
-def _put(a: np.ndarray, rows: np.ndarray, columns: np.ndarray, part: np.ndarray) -> None:
-    down = _rows(rows)
-    for begin, first, n in stretches(columns):
-        a[down, first : first + n] = part[:, begin : begin + n]
+def _together(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[Any, Any]]:
+    """Yield slices for the stretches in which both rise by ones; where they are short, all at once as they are."""
+    edges = np.flatnonzero((np.diff(x) != 1) | (np.diff(y) != 1)) + 1
+    if len(edges) * SHORT > len(x):
+        yield x, y
+        return
+    for a, b in pairwise([0, *edges.tolist(), len(x)] if len(x) else ()):
+        yield slice(int(x[a]), int(x[a]) + b - a), slice(int(y[a]), int(y[a]) + b - a)

@@ -29,6 +29,9 @@ def substitute(
     """
     if not tiles.grid.inside:
         return
+    if tiles.grid.size == 1:
+        kernels.substitute(t[:, :n], b, lower=lower, adjoint=adjoint, unit=unit)
+        return
     columns = tiles.columns(n)[tiles.j]
     mine, wide = rows[tiles.i], b.shape[1]
     starts = range(0, n, tiles.size)

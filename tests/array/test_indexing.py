@@ -115,6 +115,16 @@ def test_an_index_out_of_bounds_raises_on_all_ranks(make_grid, world):
             x[np.array([0, 1]), np.array([0, 1, 2])]
 
 
+def test_indices_are_not_looked_up_where_there_are_none(grid):
+    """NumPy forgives numbers out of bounds that are broadcast to no element."""
+    values = numbers((3, 1))
+    x, none, wrong = placed(values, grid, Layout(grid.axes, None)), np.zeros(0, int), np.array([-2])
+    for index in (wrong, pla.distribute(wrong, grid, Layout(None))):
+        check(x[none, index], values[none, wrong])
+        x[none, index] = 1
+    check(x, values)
+
+
 def test_values_lie_as_they_like_along_new_dims(grid):
     """A dim of one item is cut too: the rank that holds it gives it to the others."""
     values, line = numbers((4, 5), seed=4), numbers((1,), seed=5)
