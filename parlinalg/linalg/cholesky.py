@@ -25,8 +25,6 @@ class Cholesky(Panels):
         The order of the first leading minor that is not positive, as far as this rank knows; 0 for none.
     """
 
-    STRIP = 128  # what is above the diagonal in a strip is updated for nothing
-
     def __init__(self, tiles: Tiles, a: np.ndarray, n: int) -> None:
         super().__init__(tiles, a, (n, n))
         self.minor = 0
@@ -45,18 +43,18 @@ class Cholesky(Panels):
         r, c = self.row(k), self.column(k)
         panel = self.message(k, (len(self.rows) - r) * b).reshape(-1, b)
         if self.tiles.j == j:
-            mine = self.a[r:, c : c + b]
+            panel[...] = self.a[r:, c : c + b]
             top = b if self.tiles.i == i else 0
             corner = np.empty((b, b), self.a.dtype)
             if top:
-                corner[...] = mine[:b]
+                corner[...] = panel[:b]
                 failed = kernels.cholesky(corner)
                 self.minor = self.minor or (k + failed if failed else 0)
-                mine[:b] = corner
+                panel[:b] = corner
             self.tiles.down.broadcast(corner, i)  # L[k, k] := A[k, k]
             # L[i, k] := A[i, k] L[k, k]⁻ᴴ
-            kernels.substitute(corner, mine[top:], right=True, lower=True, adjoint=True)
-            panel[...] = mine
+            kernels.substitute(corner, panel[top:], right=True, lower=True, adjoint=True)
+            self.a[r:, c : c + b] = panel
         return self.pass_on(panel, j), panel
 
     def take(self, k: int, b: int, panel: Any) -> Any:
@@ -72,5 +70,8 @@ class Cholesky(Panels):
 
     def update(self, step: Any, first: int, last: int) -> None:
         left, right, r, c = step
-        top = self.row(self.columns[first])  # above the diagonal nothing is needed
-        kernels.subtract(self.a[top:, first:last], left[top - r :], right[:, first - c : last - c])
+        tiles = self.columns[first:last] // self.tiles.size
+        edges = [first, *(first + 1 + np.flatnonzero(np.diff(tiles))).tolist(), last]
+        tops = [self.row(self.columns[at]) for at in edges[:-1]]  # above the diagonal nothing is needed
+        for top, bottom, end in zip(tops, [*tops[1:], len(self.rows)], edges[1:], strict=True):
+            kernels.subtract(self.a[top:bottom, first:end], left[top - r : bottom - r], right[:, first - c : end - c])
