@@ -21,7 +21,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import triangular
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
-from parlinalg.linalg.qr import QR
+from parlinalg.linalg.qr import QR, orthogonalized
 from parlinalg.linalg.tiles import SIZE, Numbers, Tiles
 from parlinalg.matmul import matmul
 
@@ -492,13 +492,38 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
         raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
     if x.ndim > 2 or (x.grid.size == 1 and (not x.grid.backend.cpu or min(x.shape) <= SIZE)):
         return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
-    work = qr_factor(x)
     m, n = x.shape
+    if mode == "reduced" and m >= TALL * n and (found := _tall_qr(x)) is not None:
+        return found
+    work = qr_factor(x)
     if mode == "reduced" or m <= n:
         return QRResult(work.Q(), work.R)
     from parlinalg.array.joining import pad
 
     return QRResult(work.Q(m), pad(work.R, ((0, m - n), (0, 0))))
+
+
+def _tall_qr(x: DistArray) -> QRResult | None:
+    """Return Q and R of a matrix of few columns by its Gram matrix, without a trip to tiles; None if it is not sound.
+
+    Each rank has R for a while, and as many rows as columns at least.
+    """
+    (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
+    axes = tuple(a for a, size in grid.sizes.items() if size > 1)
+    rest = Layout(axes, None)
+    if not n or n * grid.size > m or not grid.backend.cpu:
+        return None
+    y, r, sound = np.empty((0, n), x.dtype), np.empty((0, 0), x.dtype), True
+    if grid.inside:
+        y = np.array(x.redistribute(rest).block, order="C")
+        with np.errstate(all="ignore"):
+            r, sound = orthogonalized(y, grid.everyone)
+    if grid.world.share(sound).count(False):
+        return None
+    q = DistArray(y, (m, n), rest, grid).redistribute(layout)
+    block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
+    mine = np.ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
+    return QRResult(q, DistArray(mine, (n, n), layout, grid))
 
 
 @primitive

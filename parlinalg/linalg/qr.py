@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.comm import Handle
+from parlinalg.comm import Comm, Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles
+
+NEAR = 0.1
+"""How far a Gram matrix may be from I, element by element, for another Cholesky factor of it to make columns
+orthonormal to working precision."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,12 @@ class QR(Panels):
     def _together(self, k: int, b: int, panel: np.ndarray, t: np.ndarray, r: np.ndarray, y: np.ndarray) -> None:
         """Write T, R and this rank's rows of Y for a panel whose rows lie on several ranks.
 
-        Cholesky's factor of the Gram matrix, taken twice, orthogonalizes well conditioned panels by products alone
-        (Fukaya and others, "CholeskyQR2", 2014); the Gram matrix of the result shows whether it did, and else the
-        panel goes through the tree.
+        Well conditioned panels are orthogonalized by products alone; others go through the tree.
         """
         tiles, i = self.tiles, self.tiles.owner(k)[0]
         top = b if tiles.i == i else 0
         y[...] = panel
-        first, _ = self._orthogonalized(y)
-        second, gram = self._orthogonalized(y)
-        sound = np.abs(gram - np.eye(b)).max() < 0.1
-        r[...] = np.tril(second).conj().T @ np.tril(first).conj().T
+        r[...], sound = orthogonalized(y, tiles.down)
         head = np.empty((2 * b + 2, b), self.a.dtype)
         for tree in (False, True):
             if tree:
@@ -89,15 +88,6 @@ class QR(Panels):
         kernels.substitute(head[:b], y[top:], right=True)
         r *= head[2 * b][:, None]
 
-    def _orthogonalized(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Replace Y by Y L⁻ᴴ, where L is the Cholesky factor of YᴴY; return both."""
-        gram = np.ascontiguousarray(kernels.adjoint(y) @ y)
-        self.tiles.down.all_reduce(gram)
-        lower = gram.copy()
-        kernels.cholesky(lower)
-        kernels.substitute(lower, y, right=True, lower=True, adjoint=True)
-        return lower, gram
-
     def take(self, k: int, b: int, panel: Any) -> Any:
         panel = panel if self._lanes is None else panel.copy()
         self.kept.append(Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b]))
@@ -115,6 +105,24 @@ class QR(Panels):
         for each in reversed(self.kept):
             first = 0 if numbers is None else int(np.searchsorted(numbers, each.k))
             reflect(self.tiles, each.y, each.t, b[self.row(each.k) :, first:])
+
+
+def orthogonalized(y: np.ndarray, comm: Comm) -> tuple[np.ndarray, bool]:
+    """Replace Y, whose rows lie on the ranks of `comm`, by Q of its QR factorization; return R, and whether Q is sound.
+
+    Cholesky's factor of the Gram matrix, taken twice, makes the columns of well conditioned matrices orthonormal by
+    products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows whether they
+    are: the same on all ranks, to rounding.  Collective.
+    """
+    r, gram = np.eye(y.shape[1], dtype=y.dtype), np.empty(0)
+    for _ in range(2):
+        gram = np.ascontiguousarray(kernels.adjoint(y) @ y)
+        comm.all_reduce(gram)
+        lower = np.tril(gram)
+        kernels.cholesky(lower)
+        kernels.substitute(lower, y, right=True, lower=True, adjoint=True)
+        r = kernels.adjoint(lower) @ r
+    return r, bool(np.abs(gram - np.eye(len(gram))).max(initial=0) < NEAR)
 
 
 def reflect(tiles: Tiles, y: np.ndarray, t: np.ndarray, b: np.ndarray) -> None:
