@@ -19,15 +19,21 @@ class Cholesky(Panels):
     rows of L that have the numbers of its columns.  A minor that is not positive travels on as NaN, so that no rank
     leaves a collective; `minor` says which, on the rank that found it.
 
+    Parameters
+    ----------
+    target : (array, range, range), optional
+        A block of zeros with its rows and columns, to which every panel of L is copied as it passes: for ranks that
+        see whole panels, as those of a grid of one row do.  The tiles do not become L then.
+
     Attributes
     ----------
     minor : int
         The order of the first leading minor that is not positive, as far as this rank knows; 0 for none.
     """
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, n: int) -> None:
+    def __init__(self, tiles: Tiles, a: np.ndarray, n: int, target: tuple[np.ndarray, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
-        self.minor = 0
+        self.minor, self._target = 0, target
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
 
@@ -50,14 +56,22 @@ class Cholesky(Panels):
                 corner[...] = panel[:b]
                 failed = kernels.cholesky(corner)
                 self.minor = self.minor or (k + failed if failed else 0)
-                panel[:b] = corner
+                panel[:b] = corner = np.tril(corner)
             self.tiles.down.broadcast(corner, i)  # L[k, k] := A[k, k]
             # L[i, k] := A[i, k] L[k, k]⁻ᴴ
             kernels.substitute(corner, panel[top:], right=True, lower=True, adjoint=True)
-            self.a[r:, c : c + b] = panel
+            if self._target is None:
+                self.a[r:, c : c + b] = panel
         return self.pass_on(panel, j), panel
 
     def take(self, k: int, b: int, panel: Any) -> Any:
+        if self._target is not None:
+            out, rows, columns = self._target
+            first, last = max(k, columns.start), min(k + b, columns.stop)
+            if first < last and rows.stop > k:
+                out[max(0, k - rows.start) :, first - columns.start : last - columns.start] = panel[
+                    max(k, rows.start) - k : rows.stop - k, first - k : last - k
+                ]
         r, c = self.row(k + b), self.column(k + b)
         mine = panel[self._mine[np.searchsorted(self._mine, r) :] - self.row(k)]
         if self.tiles.R == 1:  # all the rows, in the order of the columns

@@ -90,9 +90,12 @@ class Factor:
 
 
 class CholeskyFactor(Factor):
-    """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`."""
+    """The factorization A = L Lᴴ of a Hermitian positive definite matrix; made by `cho_factor`.
 
-    def __init__(self, a: DistArray, block: int | None = None) -> None:
+    With `passing` only `L` is made, which needs no trip home where every rank sees the whole of it pass.
+    """
+
+    def __init__(self, a: DistArray, block: int | None = None, *, passing: bool = False) -> None:
         a = _matrix(a, "cholesky", square=True)
         super().__init__(a)
         n = a.shape[0]
@@ -100,7 +103,11 @@ class CholeskyFactor(Factor):
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
         self._t = tiles.bring(a, self.rows, self.columns, lower=True)
         finite = _finite(self._t)
-        work = Cholesky(tiles, self._t, n)
+        target = None
+        if passing and self.grid.inside and self.grid.size > tiles.R == 1:
+            where = self.grid.block(self.layout, a.shape)
+            target = (np.zeros(tuple(map(len, where)), a.dtype), *where)
+        work = Cholesky(tiles, self._t, n, target)
         with np.errstate(all="ignore"):
             work.run()
         odd, minor = tiles.worst([not finite, n + 1 - work.minor if work.minor else 0])
@@ -109,6 +116,8 @@ class CholeskyFactor(Factor):
             raise LinAlgError(
                 f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
             )
+        if target is not None:
+            self.L = DistArray(self.grid.backend.from_host(target[0]), self.shape, self.layout, self.grid)
 
     @cached_property
     def L(self) -> DistArray:
@@ -339,7 +348,7 @@ def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
     if x.ndim > 2:
         found = _batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x)[0]
     else:
-        found = cho_factor(x).L
+        found = CholeskyFactor(x, passing=True).L
     return found if not upper else found.mT.conj().redistribute(found.layout)
 
 
