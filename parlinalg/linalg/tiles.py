@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations, pairwise, permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.array.core import DistArray, effective
 from parlinalg.comm import Comm
+from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, index_of, span_of
 
@@ -29,6 +30,8 @@ Places = list[tuple[Numbers, Numbers]]
 
 SIZE = 64
 """Rows and columns of a tile."""
+FEW = 16
+"""Ranks of one node up to which what moves between them lies in common memory."""
 SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
@@ -228,18 +231,49 @@ def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut 
     gives[me] = gets[me] = _Part(*[np.zeros(0, np.intp)] * 4)
     m, n = (1 + max((int(places[d].max()) for places in have if len(places[d])), default=-1) for d in range(2))
     width = max(1, size * tunables.TILES_MOVED // max(1, m))
-    for first in range(0, n, width):
-        send, receive = (
-            [part.between(first, first + width).rectangles(lower) for part in parts] for parts in (gives, gets)
-        )
-        send_counts, counts = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
-        sent, got = np.empty(sum(send_counts), block.dtype), np.empty(sum(counts), block.dtype)
-        for part, here in _cut(sent, send):
-            _copy(part, None, block, here)
-        grid.everyone.all_to_all(sent, send_counts, got, counts)
-        for part, there in _cut(got, receive):
-            _copy(out, there, part, None)
+    width = -(-width // lower) * lower if lower else width
+    ends: Any = None  # for each pair of ranks and turn, where in common memory ends what goes from one to the other
+    if size <= FEW:
+        amounts = np.zeros((size, size, -(-n // width)), np.int64)
+        for p, q in permutations(range(size), 2):
+            if at[p] == at[q]:
+                (rows, *_), (columns, *_) = (common(x, y) for x, y in zip(have[p], want[q], strict=True))
+                amounts[p, q] = _amounts(rows, columns, n, width, lower)
+        ends = amounts.reshape(size * size, -1).cumsum(axis=0).reshape(amounts.shape)
+    with shared(grid.everyone, (2, 0 if ends is None else int(ends[-1, -1].max(initial=0))), block.dtype) as memory:
+        for turn, first in enumerate(range(0, n, width)):
+            send, receive = (
+                [part.between(first, first + width).rectangles(lower) for part in parts] for parts in (gives, gets)
+            )
+            gave, got = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
+            if memory is None:
+                outbox, inbox = np.empty(sum(gave), block.dtype), np.empty(sum(got), block.dtype)
+                sources, targets = _cut(inbox, receive), _cut(outbox, send)
+            else:
+                room = memory[turn % 2]
+                to, of = ends[me, :, turn] - gave, ends[:, me, turn] - got
+                targets = chain.from_iterable(_cut(room[k:], [each]) for k, each in zip(to, send, strict=True))
+                sources = chain.from_iterable(_cut(room[k:], [each]) for k, each in zip(of, receive, strict=True))
+            for part, here in targets:
+                _copy(part, None, block, here)
+            if memory is None:
+                grid.everyone.all_to_all(outbox, gave, inbox, got)
+            else:
+                grid.everyone.count("all_to_all", sum(got), block.itemsize)
+                grid.everyone.barrier()
+            for part, there in sources:
+                _copy(out, there, part, None)
     return out
+
+
+def _amounts(rows: Numbers, columns: Numbers, n: int, width: int, lower: int) -> np.ndarray:
+    """Return how many elements of these rows and columns travel at each turn, of `width` columns."""
+    if not lower:
+        return len(rows) * np.bincount(columns // width, minlength=-(-n // width))
+    starts = np.arange(0, n, lower)
+    each = np.bincount(columns // lower, minlength=len(starts)) * (len(rows) - np.searchsorted(rows, starts))
+    found: np.ndarray = np.add.reduceat(each, np.arange(0, len(starts), width // lower))
+    return found
 
 
 Rectangle = tuple[np.ndarray, np.ndarray]
