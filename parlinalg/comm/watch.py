@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic, sleep
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -164,15 +165,29 @@ def main_line() -> str:
 
 PAUSES = 2e-5, 2e-4
 """Seconds between two looks: the first, and the longest after doubling."""
+YIELDS = 2e-3
+"""Seconds for which a core is yielded before it is given up."""
+
+
+_give_way = getattr(os, "sched_yield", partial(sleep, 0))
 
 
 def wait_asleep(request: MPI.Request) -> None:
-    """Return when a request is done, without polling: where ranks outnumber cores, MPI polls against the ranks it
-    waits for."""
-    pause, longest = PAUSES
+    """Return when a request is done, leaving the core to others: where ranks outnumber cores, MPI polls against the
+    ranks it waits for.
+
+    The core is yielded between two looks for a while, then given up: sleep takes far longer than it is asked to.
+    """
+    end = monotonic() + YIELDS
     while not request.Test():
-        sleep(pause)
-        pause = min(2 * pause, longest)
+        if monotonic() < end:
+            _give_way()
+            continue
+        pause, longest = PAUSES
+        while not request.Test():
+            sleep(pause)
+            pause = min(2 * pause, longest)
+        return
 
 
 Report = Mapping[str, Any]
