@@ -60,7 +60,7 @@ MOVE_SHARE = 16
 an eighth of the block to the memory of a move."""
 
 TILES_MOVED = 1 << 18
-"""Elements of a rank's tiles that travel at a time between rest and a factorization: few enough to stay in the cache."""
+"""Elements a rank that travel at a time between rest and a factorization: few enough to stay in the cache."""
 
 LONG_MESSAGE = 1 << 20
 """Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""

@@ -12,9 +12,8 @@ from functools import partial
 import numpy as np
 
 from parlinalg.linalg import kernels
-from parlinalg.linalg.eigh import PANEL, first, reflector, triangle
-from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Tiles
+from parlinalg.linalg.eigh import PANEL, Kept, first, places, reflector, share
+from parlinalg.linalg.tiles import Board, Tiles, board
 
 
 class Bidiagonal:
@@ -33,73 +32,73 @@ class Bidiagonal:
         self._lines = tiles.rows(n)[tiles.i]  # the rows that this rank has of matrices [n, ...]
         real = a.real.dtype
         self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
-        self._left: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._right: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._left, self._right = Kept(self.rows), Kept(self._lines)
         if tiles.grid.inside:
-            for k in range(0, n, PANEL):
-                self._panel(a, k, min(PANEL, n - k))
+            with board(tiles.grid.everyone, max(shape), a.dtype) as lent:
+                for k in range(0, n, PANEL):
+                    self._panel(lent, a, k, min(PANEL, n - k))
+            self._left.close()
+            self._right.close()
 
-    def _panel(self, a: np.ndarray, k: int, b: int) -> None:
+    def _panel(self, lent: Board, a: np.ndarray, k: int, b: int) -> None:
         """Reduce b columns and rows from k on, then apply A := A - V Yᴴ - X Uᴴ to what is behind them."""
         tiles, (m, n), rows, columns = self.tiles, self.shape, self.rows, self.columns
-        every = tiles.grid.everyone
-        v, x = np.zeros((m - k, b), a.dtype), np.zeros((m - k, b), a.dtype)
-        u, y = np.zeros((n - k, b), a.dtype), np.zeros((n - k, b), a.dtype)
+        v, x = np.zeros((b, m - k), a.dtype), np.zeros((b, m - k), a.dtype)  # columns of V and X, one in a row
+        u, y = np.zeros((b, n - k), a.dtype), np.zeros((b, n - k), a.dtype)
         tau, pi = np.zeros(b, a.dtype), np.zeros(b, a.dtype)
         down, right = partial(first, rows), partial(first, columns)
-        here, there = rows[down(k) :] - k, columns[right(k) :] - k
+        low, left = down(k), right(k)
+        here, there = places(rows[low:] - k), places(columns[left:] - k)
         for q in range(b):
             j = k + q
+            i, behind = tiles.owner(j)
             column = np.zeros(m - k, a.dtype)
-            if tiles.j == tiles.owner(j)[1]:
-                column[here] = a[down(k) :, right(j)]
-                column[here] -= v[here, :q] @ y[q, :q].conj() + x[here, :q] @ u[q, :q].conj()
-            every.all_reduce(column)
-            v[q:, q], tau[q], self.d[j] = reflector(column[q:])
+            if tiles.j == behind:
+                column[here] = a[low:, right(j)]
+                if q:
+                    column[here] -= (y[:q, q].conj() @ v[:q] + u[:q, q].conj() @ x[:q])[here]
+            column = lent.total(column)
+            v[q, q:], tau[q], self.d[j] = reflector(column[q:])
             if j == n - 1:
                 break
             # y := tau (A - V Yᴴ - X Uᴴ)ᴴ v
-            found = np.zeros(n - k, a.dtype)
-            low, behind = down(j), right(j + 1)
-            found[columns[behind:] - k] = (v[rows[low:] - k, q].conj() @ a[low:, behind:]).conj()
-            mine = np.s_[q + 1 + every.rank :: every.size]  # each rank corrects its share of the elements
-            found[mine] -= y[mine, :q] @ (v[:, :q].conj().T @ v[:, q]) + u[mine, :q] @ (x[:, :q].conj().T @ v[:, q])
-            every.all_reduce(found)
+            found, mine = np.zeros(n - k, a.dtype), share(q + 1, n - k, lent.comm)  # each corrects its share
+            top, after, inner = down(j), right(j + 1), v[q].conj()
+            later = places(columns[after:] - k)
+            found[later] = (inner[places(rows[top:] - k)] @ a[top:, after:]).conj()
+            if q:
+                found[mine] -= (v[:q] @ inner).conj() @ y[:q, mine] + (x[:q] @ inner).conj() @ u[:q, mine]
+            found = lent.total(found)
             found[: q + 1] = 0
-            y[:, q] = tau[q] * found
+            y[q] = tau[q] * found
             # row j, as a column of its conjugates
             line = np.zeros(n - k, a.dtype)
-            if tiles.i == tiles.owner(j)[0]:
-                line[there] = a[down(j), right(k) :].conj()
-                line[there] -= y[there, : q + 1] @ v[q, : q + 1].conj() + u[there, :q] @ x[q, :q].conj()
-            every.all_reduce(line)
-            u[q + 1 :, q], pi[q], self.e[j] = reflector(line[q + 1 :])
+            if tiles.i == i:
+                line[there] = a[down(j), left:].conj()
+                line[there] -= (v[: q + 1, q].conj() @ y[: q + 1] + x[:q, q].conj() @ u[:q])[there]
+            line = lent.total(line)
+            u[q, q + 1 :], pi[q], self.e[j] = reflector(line[q + 1 :])
             # x := pi (A - V Yᴴ - X Uᴴ) u
-            found = np.zeros(m - k, a.dtype)
-            low = down(j + 1)
-            found[rows[low:] - k] = a[low:, behind:] @ u[columns[behind:] - k, q]
-            found[mine] -= v[mine, : q + 1] @ (y[:, : q + 1].conj().T @ u[:, q])
-            found[mine] -= x[mine, :q] @ (u[:, :q].conj().T @ u[:, q])
-            every.all_reduce(found)
+            found, mine = np.zeros(m - k, a.dtype), share(q + 1, m - k, lent.comm)
+            top, inner = down(j + 1), u[q].conj()
+            found[places(rows[top:] - k)] = a[top:, after:] @ u[q, later]
+            found[mine] -= (y[: q + 1] @ inner).conj() @ v[: q + 1, mine] + (u[:q] @ inner).conj() @ x[:q, mine]
+            found = lent.total(found)
             found[: q + 1] = 0
-            x[:, q] = pi[q] * found
-        after = k + b
-        lower, later = here[down(after) - down(k) :], there[right(after) - right(k) :]
-        both, other = np.hstack([v[lower], x[lower]]), np.hstack([y[later], u[later]])
-        kernels.subtract(a[down(after) :, right(after) :], both, np.ascontiguousarray(kernels.adjoint(other)))
-        at = int(np.searchsorted(self._lines, k))
-        self._left.append((k, v[here], triangle(v, tau)))
-        self._right.append((k, u[self._lines[at:] - k], triangle(u, pi)))
+            x[q] = pi[q] * found
+        below, later = rows[down(k + b) :] - k, columns[right(k + b) :] - k
+        both, other = np.concatenate([v[:, below], x[:, below]]), np.concatenate([y[:, later], u[:, later]])
+        kernels.subtract(a[down(k + b) :, right(k + b) :], both.T, np.conj(other))
+        self._left.add(k, v, tau)
+        self._right.add(k, u, pi)
 
     def left(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
-        for k, v, t in reversed(self._left):
-            reflect(self.tiles, v, t, z[int(np.searchsorted(self.rows, k)) :])
+        self._left.times(self.tiles, z)
 
     def right(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the rows that it would have of A's columns, by P z.  Collective."""
-        for k, u, t in reversed(self._right):
-            reflect(self.tiles, u, t, z[int(np.searchsorted(self._lines, k)) :])
+        self._right.times(self.tiles, z)
 
 
 def bidiagonal_svd(d: np.ndarray, e: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

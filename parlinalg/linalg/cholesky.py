@@ -77,7 +77,7 @@ class Cholesky(Panels):
         if self.tiles.R == 1:  # all the rows, in the order of the columns
             return panel[r - self.row(k) :], kernels.adjoint(mine), r, c
         later = [at[np.searchsorted(at, c) :] - c for at in self._meet]
-        gathered = self.gather(mine, [len(at) for at in later])
+        gathered = self.board.gather(mine, [len(at) for at in later])
         right = np.empty((len(self.columns) - c, b), self.a.dtype)
         right[np.concatenate(later)] = gathered
         return panel[r - self.row(k) :], kernels.adjoint(right), r, c

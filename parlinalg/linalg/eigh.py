@@ -7,18 +7,25 @@ move to tiles and go back through the reflections.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Tiles, move
+from parlinalg.linalg.tiles import Board, Tiles, board, move
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
+TOGETHER = 4
+"""Panels whose reflections are applied to vectors at once."""
+TINY = 1e-25
+"""A square of a length from which on to its inverse lengths are formed by squares, in all dtypes."""
 
 
 class Tridiagonal:
@@ -35,52 +42,107 @@ class Tridiagonal:
         self.rows, self.columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
         real = a.real.dtype
         self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
-        self._kept: list[tuple[int, np.ndarray, np.ndarray]] = []  # row number, this rank's rows of V from there on, T
+        self._kept = Kept(self.rows)
         if tiles.grid.inside:
-            for k in range(0, n, PANEL):
-                self._panel(a, k, min(PANEL, n - k))
+            with board(tiles.grid.everyone, n, a.dtype) as lent:
+                for k in range(0, n, PANEL):
+                    self._panel(lent, a, k, min(PANEL, n - k))
+            self._kept.close()
 
-    def _panel(self, a: np.ndarray, k: int, b: int) -> None:
+    def _panel(self, lent: Board, a: np.ndarray, k: int, b: int) -> None:
         """Reduce b columns from k on, then apply A := A - V Wᴴ - W Vᴴ to what is right of them."""
-        tiles, n, rows, columns = self.tiles, self.n, self.rows, self.columns
-        every = tiles.grid.everyone
-        v, w = np.zeros((n - k, b), a.dtype), np.zeros((n - k, b), a.dtype)
+        tiles, m, rows, columns = self.tiles, self.n - k, self.rows, self.columns
+        v, w = np.zeros((b, m), a.dtype), np.zeros((b, m), a.dtype)  # columns of V and W, one in a row
         tau = np.zeros(b, a.dtype)
         down, right = partial(first, rows), partial(first, columns)
-        here, there = rows[down(k) :] - k, columns[right(k) :] - k
+        low, here, there = down(k), places(rows[down(k) :] - k), columns[right(k) :] - k
         for q in range(b):
             j = k + q
-            x = np.zeros(n - k, a.dtype)
+            x = np.zeros(m, a.dtype)
             if tiles.j == tiles.owner(j)[1]:  # column j, with the reflections of this panel so far
-                x[here] = a[down(k) :, right(j)]
-                x[here] -= v[here, :q] @ w[q, :q].conj() + w[here, :q] @ v[q, :q].conj()
-            every.all_reduce(x)
+                x[here] = a[low:, right(j)]
+                if q:
+                    x[here] -= (w[:q, q].conj() @ v[:q] + v[:q, q].conj() @ w[:q])[here]
+            x = lent.total(x)
             self.d[j] = x[q].real
-            if j == n - 1:
+            if j == self.n - 1:
                 break
-            v[q + 1 :, q], tau[q], self.e[j] = reflector(x[q + 1 :])
+            v[q, q + 1 :], tau[q], self.e[j] = reflector(x[q + 1 :])
             if not tau[q]:
                 continue
-            y = np.zeros(n - k, a.dtype)
-            low = down(j + 1)
-            y[rows[low:] - k] = a[low:, right(j + 1) :] @ v[columns[right(j + 1) :] - k, q]
-            mine = np.s_[q + 1 + every.rank :: every.size]  # each rank corrects its share of the elements
-            y[mine] -= v[mine, :q] @ (w[:, :q].conj().T @ v[:, q]) + w[mine, :q] @ (v[:, :q].conj().T @ v[:, q])
-            every.all_reduce(y)
+            y = np.zeros(m, a.dtype)
+            top, left = down(j + 1), right(j + 1)
+            y[places(rows[top:] - k)] = a[top:, left:] @ v[q, places(columns[left:] - k)]
+            if q:
+                mine = share(q + 1, m, lent.comm)  # each rank corrects its share of the elements
+                inner = v[q].conj()
+                y[mine] -= (w[:q] @ inner).conj() @ v[:q, mine] + (v[:q] @ inner).conj() @ w[:q, mine]
+            y = lent.total(y)
             y[: q + 1] = 0
             y *= tau[q]
-            w[:, q] = y - (0.5 * tau[q] * np.vdot(y, v[:, q])) * v[:, q]
+            w[q] = y - (0.5 * tau[q] * np.vdot(y, v[q])) * v[q]
         after = k + b
-        below, behind = here[down(after) - down(k) :], there[right(after) - right(k) :]
-        rest = a[down(after) :, right(after) :]
-        both, other = np.hstack([v[below], w[below]]), np.hstack([w[behind], v[behind]])
-        kernels.subtract(rest, both, np.ascontiguousarray(kernels.adjoint(other)))
-        self._kept.append((k, v[here], triangle(v, tau)))
+        below, behind = rows[down(after) :] - k, there[right(after) - right(k) :]
+        both, other = np.concatenate([v[:, below], w[:, below]]), np.concatenate([w[:, behind], v[:, behind]])
+        kernels.subtract(a[down(after) :, right(after) :], both.T, np.conj(other))
+        self._kept.add(k, v, tau)
 
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
-        for k, v, t in reversed(self._kept):
-            reflect(self.tiles, v, t, z[int(np.searchsorted(self.rows, k)) :])
+        self._kept.times(self.tiles, z)
+
+
+class Kept:
+    """Reflections in the order in which they were found, of some panels together: so that products of them are fast.
+
+    Parameters
+    ----------
+    rows : array of int
+        The numbers of this rank's rows.
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
+        self._open: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._closed: list[tuple[int, np.ndarray, np.ndarray]] = []  # row number, this rank's rows of V from there, T
+
+    def add(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
+        """Keep the reflections of a panel: row i of v, from element number k of vectors on, and tau[i]."""
+        self._open.append((k, v, tau))
+        if len(self._open) == TOGETHER:
+            self.close()
+
+    def close(self) -> None:
+        """Put the panels that came last together."""
+        if not self._open:
+            return
+        k, longest, _ = self._open[0]
+        v = np.zeros((sum(len(x) for _, x, _ in self._open), longest.shape[1]), longest.dtype)
+        at = 0
+        for start, each, _ in self._open:
+            v[at : at + len(each), start - k :] = each
+            at += len(each)
+        t = triangle(v.T, np.concatenate([tau for _, _, tau in self._open]))
+        self._closed.append((k, np.ascontiguousarray(v[:, places(self._rows[first(self._rows, k) :] - k)]).T, t))
+        self._open = []
+
+    def times(self, tiles: Tiles, z: np.ndarray) -> None:
+        """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective."""
+        for k, v, t in reversed(self._closed):
+            reflect(tiles, v, t, z[first(self._rows, k) :])
+
+
+def places(numbers: np.ndarray) -> Any:
+    """Return what indexes these places, which rise, the fastest: a slice where they lie side by side."""
+    if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
+
+
+def share(start: int, stop: int, comm: Comm) -> slice:
+    """Return this rank's share of the places from `start` up to `stop`."""
+    n = stop - start
+    return slice(start + n * comm.rank // comm.size, start + n * (comm.rank + 1) // comm.size)
 
 
 def first(numbers: np.ndarray, k: int) -> int:
@@ -93,16 +155,21 @@ def reflector(x: np.ndarray) -> tuple[np.ndarray, complex, float]:
 
     This is LAPACK's `larfg`.
     """
-    v = np.zeros_like(x)
+    alpha, rest = x[0], x[1:]
+    square = np.vdot(rest, rest).real
+    if TINY < square < 1 / TINY:
+        size = math.sqrt(square + abs(alpha) ** 2)
+    else:  # squares under- or overflow
+        largest = float(np.abs(x).max())
+        size = largest * float(np.linalg.norm(x / largest)) if largest else 0.0
+        if not rest.any() and not alpha.imag:
+            v = np.zeros_like(x)
+            v[0] = 1
+            return v, 0, float(alpha.real)
+    beta = x.real.dtype.type(-math.copysign(size, alpha.real))
+    v = x / (alpha - beta)
     v[0] = 1
-    alpha, largest = x[0], float(np.abs(x).max())
-    if not largest or not (np.any(x[1:]) or alpha.imag):
-        return v, 0, float(alpha.real)
-    scaled = x / largest
-    beta = -np.copysign(np.linalg.norm(scaled), scaled[0].real)
-    tau = (beta - scaled[0]) / beta
-    v[1:] = scaled[1:] / (scaled[0] - beta)
-    return v, tau, float(beta * largest)
+    return v, (beta - alpha) / beta, float(beta)
 
 
 def triangle(v: np.ndarray, tau: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from parlinalg.linalg import triangular
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, orthogonalized
-from parlinalg.linalg.tiles import SIZE, Numbers, Tiles
+from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles
 from parlinalg.matmul import matmul
 
 LinAlgError = np.linalg.LinAlgError
@@ -103,10 +103,10 @@ class CholeskyFactor(Factor):
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
         self._t = tiles.bring(a, self.rows, self.columns, lower=True)
         finite = _finite(self._t)
-        target = None
+        target: Any = None
         if passing and self.grid.inside and self.grid.size > tiles.R == 1:
             where = self.grid.block(self.layout, a.shape)
-            target = (np.zeros(tuple(map(len, where)), a.dtype), *where)
+            target = np.zeros(tuple(map(len, where)), a.dtype), *where
         work = Cholesky(tiles, self._t, n, target)
         with np.errstate(all="ignore"):
             work.run()
@@ -176,7 +176,7 @@ class LUFactor(Factor):
             return self.positions
         counts = [len(x) for x in self.positions]
         mine = np.ascontiguousarray(self._order, np.int64)[:, None]
-        every = self.tiles.gather(self.tiles.down, mine, counts)[:, 0]
+        every = Board(self.tiles.down, None).gather(mine, counts)[:, 0]
         return np.split(every, np.cumsum(counts)[:-1])
 
     @property

@@ -64,7 +64,7 @@ class LU(Panels):
 
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         tiles, j, done, c = self.tiles, self.tiles.owner(k)[1], len(self._won[self.tiles.i]), self.column(k)
-        dtype, head = self.a.dtype, 2 * b * 8 // self.a.itemsize
+        head = 2 * b * 8 // self.a.itemsize
         message = self.message(k, head + b * b + self._active[tiles.i] * b)
         owners, places = message[:head].view(np.int64).reshape(2, b)  # the winners' grid rows, and their places there
         corner, panel = message[head : head + b * b].reshape(b, b), message[head + b * b :].reshape(-1, b)
@@ -76,7 +76,7 @@ class LU(Panels):
             if tiles.R == 1:  # no rival: all is there
                 corner[...], winners = found[:b], np.arange(b)
             else:
-                proposed = tiles.gather(tiles.down, panel[mine], counts)
+                proposed = self.board.gather(panel[mine], counts)
                 factored, ranked = kernels.lu(proposed)
                 corner[...], winners = factored[:b], ranked[:b]
             first = np.cumsum([0, *counts])
@@ -115,7 +115,7 @@ class LU(Panels):
         if tiles.R == 1:
             right[...] = behind[chosen]
         else:
-            right[np.argsort(owners, kind="stable")] = self.gather(behind[chosen], counts)
+            right[np.argsort(owners, kind="stable")] = self.board.gather(behind[chosen], counts)
         behind[holes] = behind[pushed]
         kernels.substitute(corner, right, lower=True, unit=True)  # U[k, j] := L[k, k]⁻¹ (P A)[k, j]
         behind[done : done + won] = right if tiles.R == 1 else right[own]

@@ -7,7 +7,6 @@ and factored before the rest of the matrix, while nobody waits for it (lookahead
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +16,7 @@ from parlinalg.comm import Handle
 from parlinalg.comm.base import DONE
 from parlinalg.comm.mpi import MpiComm
 from parlinalg.comm.shared import common
-from parlinalg.linalg.tiles import Tiles
+from parlinalg.linalg.tiles import Board, Tiles, board
 
 LANES = 3
 """Panels in common memory at once: nobody reads one any more when the third after it is written, since a rank that has
@@ -33,6 +32,8 @@ class Panels(ABC):
         This rank's rows and columns; with right-hand sides as further columns, which are updated alike.
     rows, columns : array of int
         Their numbers.
+    board : Board
+        Of the ranks of this grid column.
     STRIP : int
         Columns that are updated at once; between strips messages in progress move on.
     """
@@ -44,8 +45,7 @@ class Panels(ABC):
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
         self._lanes: Any = None  # common memory for panels, of the ranks of a grid row
-        self._board: Any = None  # and for rows, of the ranks of a grid column
-        self._turn = 0
+        self.board = Board(tiles.down, None)
 
     def row(self, k: int) -> int:
         """Return this rank's first row from number k on."""
@@ -79,11 +79,11 @@ class Panels(ABC):
         panel = (len(self.rows) + 2 * size + 4) * size
         with ExitStack() as stack:
             self._lanes = stack.enter_context(common(tiles.across, (LANES, panel), self.a.dtype))
-            self._board = stack.enter_context(common(tiles.down, (2, tiles.R, wide * size), self.a.dtype))
+            self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
             try:
                 self._run(n, size)
             finally:
-                self._lanes = self._board = None
+                self._lanes, self.board = None, Board(tiles.down, None)
 
     def _run(self, n: int, size: int) -> None:
         width = len(self.columns)
@@ -121,32 +121,3 @@ class Panels(ABC):
         assert isinstance(across, MpiComm)  # others have no common memory
         across.count("broadcast", 0 if across.rank == root else message.size, message.itemsize)
         return across.barrier_of("broadcast")
-
-    def gather(self, mine: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return the rows of all ranks of this grid column, one's after the other's; valid until the next but one."""
-        tiles, (rows, width) = self.tiles, mine.shape
-        if self._board is None:
-            return tiles.gather(tiles.down, mine, counts)
-        self._turn = 1 - self._turn
-        before, total = sum(counts[: tiles.i]), sum(counts)
-        whole: np.ndarray = self._board[self._turn].reshape(-1)[: total * width].reshape(total, width)
-        whole[before : before + rows] = mine
-        tiles.down.count("all_gather", (total - rows) * width, mine.itemsize)
-        tiles.down.barrier()
-        return whole
-
-    def total(self, term: np.ndarray) -> np.ndarray:
-        """Return the sum of a term over this grid column; it may replace the term."""
-        down = self.tiles.down
-        if self._board is None or term.size > self._board.shape[2]:
-            term = np.ascontiguousarray(term)
-            down.all_reduce(term)
-            return term
-        self._turn = 1 - self._turn
-        terms = self._board[self._turn, :, : term.size].reshape(down.size, *term.shape)
-        terms[down.rank] = term
-        own = term.size // down.size + (down.rank < term.size % down.size)
-        down.count("all_reduce", 2 * (term.size - own), term.itemsize)
-        down.barrier()
-        found: np.ndarray = terms.sum(axis=0)
-        return found

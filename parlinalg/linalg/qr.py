@@ -75,7 +75,7 @@ class QR(Panels):
             if tree:
                 counts = [min(b, len(x) - int(np.searchsorted(x, k))) for x in self.every_row]
                 q, mine = kernels.qr(panel)
-                merged, r[...] = kernels.qr(tiles.gather(tiles.down, mine, counts))
+                merged, r[...] = kernels.qr(self.board.gather(mine, counts))
                 before = sum(counts[: tiles.i])
                 y[...] = q @ merged[before : before + counts[tiles.i]]
             if top:
@@ -95,7 +95,7 @@ class QR(Panels):
 
     def update(self, step: Any, first: int, last: int) -> None:
         b = self.a[self.row(step.k) :, first:last]
-        kernels.subtract(b, step.y, kernels.adjoint(step.t) @ self.total(kernels.adjoint(step.y) @ b))
+        kernels.subtract(b, step.y, kernels.adjoint(step.t) @ self.board.total(kernels.adjoint(step.y) @ b))
 
     def times(self, b: np.ndarray, numbers: np.ndarray | None = None) -> None:
         """Replace b, of which this rank has the same rows, by Q b.  Collective.

@@ -2,14 +2,16 @@
 
 At rest a matrix lies in a `Layout`, in one piece a rank; a factorization would leave the ranks of the first pieces idle
 after its first steps.  So it moves to tiles of `size` rows and columns, of which tile (i, j) is that of rank
-(i mod R, j mod C), as in ScaLAPACK, and back; no rank receives an element that it has already.  What lies where is data: for every rank the numbers of its rows and columns, in any order, so that rows
-that pivoting has interchanged go home in their order.
+(i mod R, j mod C), as in ScaLAPACK, and back; no rank receives an element that it has already.  What lies where is
+data: for every rank the numbers of its rows and columns, in any order, so that rows that pivoting has interchanged go
+home in their order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, combinations, pairwise, permutations
 from typing import Any, NamedTuple
@@ -32,6 +34,8 @@ SIZE = 64
 """Rows and columns of a tile."""
 FEW = 16
 """Ranks of one node up to which what moves between them lies in common memory."""
+SMALL = 256
+"""Elements of sums below which no common memory is made for them."""
 SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
@@ -111,20 +115,73 @@ class Tiles:
         return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
 
     # ------------------------------------------------------------------ communication
-    def gather(self, comm: Comm, mine: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Return the rows of all ranks of `comm`, one rank's after the other's; counts[i] rows are rank i's."""
-        if comm.size == 1:
-            return np.ascontiguousarray(mine)
-        width = mine.shape[1]
-        out = np.empty((sum(counts), width), mine.dtype)
-        comm.all_gather(np.ascontiguousarray(mine), out, [n * width for n in counts])
-        return out
-
     def worst(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks, those outside the grid included.  Collective."""
         found = np.asarray(values, np.float64)
         self.grid.world.all_reduce(found, op="max")
         return found.tolist()
+
+
+class Board:
+    """Rows and sums of the ranks of a communicator, in memory that they have in common, where there is some.
+
+    What it returns is valid until the next call but one.
+
+    Parameters
+    ----------
+    comm : Comm
+    memory : array [2, comm.size, most] or None
+        Room for `most` elements of each rank, of which a sum may have no more; gathered rows share it.
+    """
+
+    def __init__(self, comm: Comm, memory: Any) -> None:
+        self.comm, self._memory, self._turn = comm, memory, 0
+
+    def _next(self) -> Any:
+        self._turn = 1 - self._turn
+        return self._memory[self._turn]
+
+    def gather(self, mine: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+        """Return the rows of all ranks, one rank's after the other's; counts[i] rows are rank i's.  Collective."""
+        comm, (rows, width), total = self.comm, mine.shape, sum(counts)
+        if comm.size == 1:
+            return np.ascontiguousarray(mine)
+        if self._memory is None or total * width > self._memory[0].size:
+            out = np.empty((total, width), mine.dtype)
+            comm.all_gather(np.ascontiguousarray(mine), out, [n * width for n in counts])
+            return out
+        whole: np.ndarray = self._next().reshape(-1)[: total * width].reshape(total, width)
+        before = sum(counts[: comm.rank])
+        whole[before : before + rows] = mine
+        comm.count("all_gather", (total - rows) * width, mine.itemsize)
+        comm.barrier()
+        return whole
+
+    def total(self, term: np.ndarray) -> np.ndarray:
+        """Return the sum of the ranks' terms, which it may replace.  Collective."""
+        comm = self.comm
+        if self._memory is None or term.size > self._memory.shape[2]:
+            term = np.ascontiguousarray(term)
+            comm.all_reduce(term)
+            return term
+        terms = self._next()[:, : term.size].reshape(comm.size, *term.shape)
+        terms[comm.rank] = term
+        own = term.size // comm.size + (comm.rank < term.size % comm.size)
+        comm.count("all_reduce", 2 * (term.size - own), term.itemsize)
+        comm.barrier()
+        found: np.ndarray = terms.sum(axis=0)
+        return found
+
+
+@contextmanager
+def board(comm: Comm, most: int, dtype: Any) -> Iterator[Board]:
+    """Provide a board for rows and sums of at most so many elements a rank.  Collective."""
+    if most < SMALL:
+        yield Board(comm, None)
+        return
+    least = -(-tunables.SHARED_BYTES // (2 * comm.size * np.dtype(dtype).itemsize))  # else there is no common memory
+    with shared(comm, (2, comm.size, max(most, least)), dtype) as memory:
+        yield Board(comm, memory)
 
 
 def dealt(n: int, size: int, parts: int) -> list[Numbers]:

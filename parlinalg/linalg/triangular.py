@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import Numbers, Tiles
+from parlinalg.linalg.tiles import Board, Numbers, Tiles
 
 
 def substitute(
@@ -47,7 +47,7 @@ def substitute(
         tiles.across.broadcast(panel, j)
         corner, rest = (panel[: hi - lo], panel[hi - lo :]) if lower else (panel[lo:], panel[:lo])
         others = slice(hi, len(mine)) if lower else slice(0, lo)
-        both = tiles.gather(tiles.down, np.hstack([corner, b[lo:hi]]), [v - u for u, v in cuts])
+        both = Board(tiles.down, None).gather(np.hstack([corner, b[lo:hi]]), [v - u for u, v in cuts])
         order = np.argsort(np.concatenate([each[u:v] for each, (u, v) in zip(rows, cuts, strict=True)]))
         diagonal, x = both[order, :size], np.ascontiguousarray(both[order, size:])
         if adjoint:  # x[k] := op(T[k, k]) (b[k] - sum over i of T[i, k]ᴴ x[i])
