@@ -26,6 +26,7 @@ from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.layout import Layout
 from parlinalg.linalg import factors, spectral
+from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 
 
 def adjoint(a: DistArray) -> DistArray:
@@ -388,6 +389,13 @@ class TensorQR(TensorFactor):
         q = self.factor.Q(None if columns is None else max(columns, min(self.shape)))
         return _q(self.a, q if columns is None else q[:, :columns], q, self.factor.R)
 
+    def solve(self, b: Any) -> Tensor:
+        """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b."""
+        b = as_tensor(b)
+        if b.ndim == 1:
+            return self.solve(b[:, None])[:, 0]
+        return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R))
+
 
 as_op(linalg.cho_factor)(lambda a, block=None: TensorCholesky(a, linalg.cho_factor(a.data, block)))
 as_op(linalg.qr_factor)(lambda a, block=None: TensorQR(a, linalg.qr_factor(a.data, block)))
@@ -605,26 +613,18 @@ def of_pinv(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
 differentiable(linalg.pinv, x=of_pinv, conjugate=False, moves=True)
 
 
-def through(u: DistArray, inverse: DistArray, vh: DistArray, b: DistArray) -> DistArray:
-    """Return U diag(inverse) Vᴴ b."""
-    return u @ (inverse[:, None] * (vh @ b))
-
-
-def of_system(
-    g: DistArray, y: DistArray, a: DistArray, b: DistArray, u: DistArray, inverse: DistArray, vh: DistArray
-) -> DistArray:
+def of_system(g: DistArray, y: DistArray, a: DistArray, b: DistArray, parts: Any) -> DistArray:
     """Return -z xᴴ + r (P z)ᴴ + Pᴴ x (g - P A g)ᴴ with z = Pᴴ g and r = b - A x, for the pseudoinverse P of A."""
-    z = through(u, inverse, vh, g)
-    pz = through(adjoint(vh), inverse, adjoint(u), z)
-    rest = g - through(adjoint(vh), (inverse != 0).astype(inverse.dtype), vh, g)
-    return (b - a @ y) @ adjoint(pz) + through(u, inverse, vh, y) @ adjoint(rest) - z @ adjoint(y)
+    z = times(parts, g, adjoint=True)
+    found = -z @ adjoint(y)
+    if parts[0] != "wide":  # else r = 0
+        found = found + (b - a @ y) @ adjoint(times(parts, z))
+    if parts[0] != "tall":  # else P A = 1
+        found = found + times(parts, y, adjoint=True) @ adjoint(g - times(parts, a @ g))
+    return found
 
 
-_least = known(
-    "lstsq", "a b found u inverse vh",
-    a=of_system,
-    b=lambda g, u, inverse, vh: through(u, inverse, vh, g),
-)  # fmt: skip
+_least = known("lstsq", "a b found parts", a=of_system, b=lambda g, parts: times(parts, g, adjoint=True))
 _residuals = known(
     "lstsq", "a b x found",
     a=lambda g, a, b, x: -2 * ((b - a @ x) * g) @ adjoint(x),
@@ -632,16 +632,27 @@ _residuals = known(
 )  # fmt: skip
 
 
+def of_singular_values(g: DistArray, x: DistArray) -> DistArray:
+    """Return U diag(g) Vᴴ, by singular vectors that are computed for it."""
+    u, _, vh = linalg.svd(x, full_matrices=False)
+    return of_values(g, u, vh)
+
+
+_values_alone = known("lstsq", "x found", x=of_singular_values)
+
+
 @as_op(linalg.lstsq)
-def lstsq(a: Any, b: Any, rcond: float | None = None) -> spectral.LstsqResult:
-    """Return the x of least norm for which A x - b is least, the residuals, the rank, and the singular values."""
+def lstsq(a: Any, b: Any, rcond: float | None = None, *, refine: bool = False) -> LstsqResult:
+    """Return the x of least norm for which ‖A x - b‖ is least, the residuals, the rank, and the singular values.
+
+    The factorization is saved for the gradient, and has full precision also with `refine`.
+    """
     a, b = as_tensor(a), as_tensor(b)
     if b.ndim == 1:
         x, *others = lstsq(a, b[:, None], rcond)
-        return spectral.LstsqResult(x.redistribute(Layout(x.layout.dims[0], None))[:, 0], *others)
-    found, (u, inverse, vh) = spectral.least_squares(a.data, b.data, rcond)
+        return LstsqResult(x.redistribute(Layout(x.layout.dims[0], None))[:, 0], *others)
+    found, parts = least_squares(a.data, b.data, rcond, keep=True)
     residuals: Any = found.residuals
     if residuals.size:
         residuals = _residuals(a, b, found.x, residuals)
-    x = _least(a, b, found.x, u, inverse, vh)
-    return spectral.LstsqResult(x, residuals, found.rank, _singular_values(a, found.s, u, vh))
+    return LstsqResult(_least(a, b, found.x, parts), residuals, found.rank, _values_alone(a, found.s))

@@ -176,7 +176,10 @@ EXAMPLES: dict[str, list[Example]] = {
         *each(lambda la, x: of_qr(la, x, "complete"), TALL, torch=False),
         *each(lambda la, x: of_completed(la, x, "qr"), TALL, torch=False),
     ],
-    "qr_factor": each(by_qr, TALL, SQUARE, torch=False),
+    "qr_factor": [
+        *each(by_qr, TALL, SQUARE, torch=False),
+        *each(lambda la, a, b: la.qr_factor(a).solve(b), TALL, SQUARE, more=((0, 2),), torch=False),
+    ],
     "lu": each(of_lu, SQUARE, TALL, WIDE),
     "lu_factor": each(by_lu, SQUARE, more=((0, 2),), torch=False),
     "cho_factor": each(by_cholesky, SQUARE, more=((0, 2),), torch=False),
@@ -241,7 +244,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "lstsq": [
         *each(of_lstsq, TALL, SQUARE, WIDE, more=((0, 2),)),
         *each(lambda la, a, b: la.lstsq(a, whole(b)[:, 0])[0], TALL, more=((0, 2),), torch=False),
-        *each(lambda la, a, b: la.lstsq(low_rank(la, a), b)[0], SQUARE, more=((0, 2),), torch=False),
+        *each(lambda la, a, b: la.lstsq(low_rank(la, a), b)[0], SQUARE, WIDE, more=((0, 2),), torch=False),
         *each(lambda la, a, b: la.lstsq(a, b)[1] * (la.lstsq(a, b)[3] ** 2).sum(), TALL, more=((0, 2),), torch=False),
     ],
     "slogdet": each(of_slogdet, SQUARE, STACK),
