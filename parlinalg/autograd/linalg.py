@@ -237,24 +237,27 @@ def cholesky(x: Tensor, /, *, upper: bool = False) -> Tensor:
 
 def of_lower(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
     """Return P L₁⁻ᴴ [tril(L₁ᴴ g₁, -1) - triu(L₂ᴴ g₂)] U₁⁻ᴴ, and below it g₂ U₁⁻ᴴ; zeros beside them."""
-    (m, k), n = l.shape, u.shape[1]
-    e = tril(adjoint(l[:k]) @ g[:k], -1)
-    e = e - triu(adjoint(l[k:]) @ g[k:]) if m > k else e
-    top = linalg.solve_triangular(l[:k], e, lower=True, adjoint=True, unit_diagonal=True)
-    return unpermuted(widened(divided(below(top, g[k:]), u[:, :k]), m, n), order)
+    (m, k), n = l.shape[-2:], u.shape[-1]
+    e = tril(adjoint(l[..., :k, :]) @ g[..., :k, :], -1)
+    e = e - triu(adjoint(l[..., k:, :]) @ g[..., k:, :]) if m > k else e
+    top = linalg.solve_triangular(l[..., :k, :], e, lower=True, adjoint=True, unit_diagonal=True)
+    return unpermuted(widened(divided(below(top, g[..., k:, :]), u[..., :k]), m, n), order)
 
 
 def of_upper(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
     """Return P L₁⁻ᴴ [triu(g₁ U₁ᴴ) - tril(g₂ U₂ᴴ, -1)] U₁⁻ᴴ, and beside it P L₁⁻ᴴ g₂; zeros below them."""
-    (m, k), n = l.shape, u.shape[1]
-    e = triu(g[:, :k] @ adjoint(u[:, :k]))
-    e = e - tril(g[:, k:] @ adjoint(u[:, k:]), -1) if n > k else e
-    both = beside(divided(e, u[:, :k]), g[:, k:])
-    top = linalg.solve_triangular(l[:k], both, lower=True, adjoint=True, unit_diagonal=True)
+    (m, k), n = l.shape[-2:], u.shape[-1]
+    e = triu(g[..., :k] @ adjoint(u[..., :k]))
+    e = e - tril(g[..., k:] @ adjoint(u[..., k:]), -1) if n > k else e
+    both = beside(divided(e, u[..., :k]), g[..., k:])
+    top = linalg.solve_triangular(l[..., :k, :], both, lower=True, adjoint=True, unit_diagonal=True)
     return unpermuted(widened(top, m, n), order)
 
 
 def unpermuted(a: DistArray, order: Any) -> DistArray:
+    """Return P A, for the order of the rows in A, or for P of stacks."""
+    if isinstance(order, DistArray):
+        return order @ a
     return joining.take(a, np.argsort(order), axis=0)
 
 
@@ -311,8 +314,8 @@ class TensorFactor:
 
     Parameters
     ----------
-    a : Tensor [m, n]
-    factor : Factor
+    a : Tensor [..., m, n]
+    factor : Factor or FactorStack
         The factorization of its value.
     """
 
@@ -322,7 +325,7 @@ class TensorFactor:
 
 
 class TensorCholesky(TensorFactor):
-    """The factorization A = L Lᴴ of a tensor; made by `cho_factor`."""
+    """The factorization A = L Lᴴ of a tensor, or of each matrix of a stack; made by `cho_factor`."""
 
     @property
     def L(self) -> Tensor:
@@ -333,7 +336,7 @@ class TensorCholesky(TensorFactor):
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
         b = as_tensor(b)
         if b.ndim == 1:
-            return self.solve(b[:, None])[:, 0]
+            return self.solve(b[:, None])[..., 0]
         return _positive_solution(self.a, b, self.factor.solve(b.data), self.factor)
 
 
@@ -346,7 +349,7 @@ _positive_solution = known(
 
 
 class TensorLU(TensorFactor):
-    """The factorization P A = L U of a tensor; made by `lu_factor`."""
+    """The factorization P A = L U of a tensor, or of each matrix of a stack; made by `lu_factor`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("P", "permutation", "zero"):
@@ -356,27 +359,27 @@ class TensorLU(TensorFactor):
     @property
     def det(self) -> Tensor:
         """The determinant of A."""
-        return determinant_of(self.a, self.factor)
+        return determinant_of(self.a, self.factor if self.a.ndim == 2 else None)
 
     def slogdet(self) -> factors.SlogdetResult:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
-        return slogdet_of(self.a, self.factor)
+        return slogdet_of(self.a, self.factor if self.a.ndim == 2 else None)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return L [m, k] and U [k, n] in the layout of A."""
-        (l, u), order = self.factor.factors(), self.factor.permutation
+        (l, u), order = self.factor.factors(), self.factor.permutation if self.a.ndim == 2 else self.factor.P
         return _lower(self.a, l, l, u, order), _upper(self.a, u, l, u, order)
 
     def solve(self, b: Any, adjoint: bool = False) -> Tensor:
         """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b."""
         b = as_tensor(b)
         if b.ndim == 1:
-            return self.solve(b[:, None], adjoint)[:, 0]
+            return self.solve(b[:, None], adjoint)[..., 0]
         return _solution(self.a, b, self.factor.solve(b.data, adjoint), self.factor, None, adjoint)
 
 
 class TensorQR(TensorFactor):
-    """The factorization A = Q R of a tensor; made by `qr_factor`."""
+    """The factorization A = Q R of a tensor, or of each matrix of a stack; made by `qr_factor`."""
 
     @property
     def R(self) -> Tensor:
@@ -386,14 +389,14 @@ class TensorQR(TensorFactor):
 
     def Q(self, columns: int | None = None) -> Tensor:
         """Return the first columns of Q [m, m], by default min(m, n) of them."""
-        q = self.factor.Q(None if columns is None else max(columns, min(self.shape)))
-        return _q(self.a, q if columns is None else q[:, :columns], q, self.factor.R)
+        q = self.factor.Q(None if columns is None else max(columns, min(self.shape[-2:])))
+        return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R)
 
     def solve(self, b: Any) -> Tensor:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b."""
         b = as_tensor(b)
         if b.ndim == 1:
-            return self.solve(b[:, None])[:, 0]
+            return self.solve(b[:, None])[..., 0]
         return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R))
 
 

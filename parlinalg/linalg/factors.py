@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, reflect
 from parlinalg.linalg.tiles import Numbers, Tiles
 from parlinalg.matmul import matmul
+
+if TYPE_CHECKING:
+    from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
@@ -360,12 +363,12 @@ class QRFactor(Factor):
 
 # ------------------------------------------------------------------------------------------------ functions
 @primitive
-def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
-    """Return the Cholesky factorization of a matrix in its working form.
+def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor | CholeskyStack:
+    """Return the Cholesky factorization of a matrix, or those of a stack of matrices, in their working form.
 
     Parameters
     ----------
-    a : DistArray [n, n]
+    a : DistArray [..., n, n]
         Hermitian and positive definite; only its lower triangle is read.
     block : int, optional
         Rows and columns of a tile.
@@ -375,18 +378,33 @@ def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
     LinAlgError
         If a leading minor is not positive, which it names.
     """
+    if _matrix(a, "cholesky").ndim > 2:
+        from parlinalg.linalg.stacks import CholeskyStack
+
+        return CholeskyStack(a, block)
     return CholeskyFactor(a, block)
 
 
 @primitive
-def lu_factor(a: DistArray, block: int | None = None) -> LUFactor:
-    """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting."""
+def lu_factor(a: DistArray, block: int | None = None) -> LUFactor | LUStack:
+    """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting.
+
+    A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are shared out.
+    """
+    if _matrix(a, "lu_factor").ndim > 2:
+        from parlinalg.linalg.stacks import LUStack
+
+        return LUStack(a, block)
     return LUFactor(a, block)
 
 
 @primitive
-def qr_factor(a: DistArray, block: int | None = None) -> QRFactor:
-    """Return the factorization A = Q R of a matrix [m, n] in its working form."""
+def qr_factor(a: DistArray, block: int | None = None) -> QRFactor | QRStack:
+    """Return the factorization A = Q R of a matrix [m, n], or those of matrices [..., m, n], in their working form."""
+    if _matrix(a, "qr").ndim > 2:
+        from parlinalg.linalg.stacks import QRStack
+
+        return QRStack(a, block)
     return QRFactor(a, block)
 
 
@@ -571,7 +589,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
 
 @primitive
 def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
-    """Return P, L and U of a matrix [m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
+    """Return P, L and U of matrices [..., m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
     work = lu_factor(a)
     return (work.P, *work.factors())
 
