@@ -26,6 +26,7 @@ from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
 from parlinalg.layout import Layout
 from parlinalg.linalg import factors, spectral
+from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 
 
 def adjoint(a: DistArray) -> DistArray:
@@ -236,24 +237,27 @@ def cholesky(x: Tensor, /, *, upper: bool = False) -> Tensor:
 
 def of_lower(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
     """Return P L₁⁻ᴴ [tril(L₁ᴴ g₁, -1) - triu(L₂ᴴ g₂)] U₁⁻ᴴ, and below it g₂ U₁⁻ᴴ; zeros beside them."""
-    (m, k), n = l.shape, u.shape[1]
-    e = tril(adjoint(l[:k]) @ g[:k], -1)
-    e = e - triu(adjoint(l[k:]) @ g[k:]) if m > k else e
-    top = linalg.solve_triangular(l[:k], e, lower=True, adjoint=True, unit_diagonal=True)
-    return unpermuted(widened(divided(below(top, g[k:]), u[:, :k]), m, n), order)
+    (m, k), n = l.shape[-2:], u.shape[-1]
+    e = tril(adjoint(l[..., :k, :]) @ g[..., :k, :], -1)
+    e = e - triu(adjoint(l[..., k:, :]) @ g[..., k:, :]) if m > k else e
+    top = linalg.solve_triangular(l[..., :k, :], e, lower=True, adjoint=True, unit_diagonal=True)
+    return unpermuted(widened(divided(below(top, g[..., k:, :]), u[..., :k]), m, n), order)
 
 
 def of_upper(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
     """Return P L₁⁻ᴴ [triu(g₁ U₁ᴴ) - tril(g₂ U₂ᴴ, -1)] U₁⁻ᴴ, and beside it P L₁⁻ᴴ g₂; zeros below them."""
-    (m, k), n = l.shape, u.shape[1]
-    e = triu(g[:, :k] @ adjoint(u[:, :k]))
-    e = e - tril(g[:, k:] @ adjoint(u[:, k:]), -1) if n > k else e
-    both = beside(divided(e, u[:, :k]), g[:, k:])
-    top = linalg.solve_triangular(l[:k], both, lower=True, adjoint=True, unit_diagonal=True)
+    (m, k), n = l.shape[-2:], u.shape[-1]
+    e = triu(g[..., :k] @ adjoint(u[..., :k]))
+    e = e - tril(g[..., k:] @ adjoint(u[..., k:]), -1) if n > k else e
+    both = beside(divided(e, u[..., :k]), g[..., k:])
+    top = linalg.solve_triangular(l[..., :k, :], both, lower=True, adjoint=True, unit_diagonal=True)
     return unpermuted(widened(top, m, n), order)
 
 
 def unpermuted(a: DistArray, order: Any) -> DistArray:
+    """Return P A, for the order of the rows in A, or for P of stacks."""
+    if isinstance(order, DistArray):
+        return order @ a
     return joining.take(a, np.argsort(order), axis=0)
 
 
@@ -310,8 +314,8 @@ class TensorFactor:
 
     Parameters
     ----------
-    a : Tensor [m, n]
-    factor : Factor
+    a : Tensor [..., m, n]
+    factor : Factor or FactorStack
         The factorization of its value.
     """
 
@@ -321,7 +325,7 @@ class TensorFactor:
 
 
 class TensorCholesky(TensorFactor):
-    """The factorization A = L Lᴴ of a tensor; made by `cho_factor`."""
+    """The factorization A = L Lᴴ of a tensor, or of each matrix of a stack; made by `cho_factor`."""
 
     @property
     def L(self) -> Tensor:
@@ -332,7 +336,7 @@ class TensorCholesky(TensorFactor):
         """Return x of A x = b, for b of shape (n,) or (n, k), in the layout of b."""
         b = as_tensor(b)
         if b.ndim == 1:
-            return self.solve(b[:, None])[:, 0]
+            return self.solve(b[:, None])[..., 0]
         return _positive_solution(self.a, b, self.factor.solve(b.data), self.factor)
 
 
@@ -345,7 +349,7 @@ _positive_solution = known(
 
 
 class TensorLU(TensorFactor):
-    """The factorization P A = L U of a tensor; made by `lu_factor`."""
+    """The factorization P A = L U of a tensor, or of each matrix of a stack; made by `lu_factor`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("P", "permutation", "zero"):
@@ -355,27 +359,27 @@ class TensorLU(TensorFactor):
     @property
     def det(self) -> Tensor:
         """The determinant of A."""
-        return determinant_of(self.a, self.factor)
+        return determinant_of(self.a, self.factor if self.a.ndim == 2 else None)
 
     def slogdet(self) -> factors.SlogdetResult:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
-        return slogdet_of(self.a, self.factor)
+        return slogdet_of(self.a, self.factor if self.a.ndim == 2 else None)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return L [m, k] and U [k, n] in the layout of A."""
-        (l, u), order = self.factor.factors(), self.factor.permutation
+        (l, u), order = self.factor.factors(), self.factor.permutation if self.a.ndim == 2 else self.factor.P
         return _lower(self.a, l, l, u, order), _upper(self.a, u, l, u, order)
 
     def solve(self, b: Any, adjoint: bool = False) -> Tensor:
         """Return x of A x = b, or with `adjoint` of Aᴴ x = b, for b of shape (n,) or (n, k), in the layout of b."""
         b = as_tensor(b)
         if b.ndim == 1:
-            return self.solve(b[:, None], adjoint)[:, 0]
+            return self.solve(b[:, None], adjoint)[..., 0]
         return _solution(self.a, b, self.factor.solve(b.data, adjoint), self.factor, None, adjoint)
 
 
 class TensorQR(TensorFactor):
-    """The factorization A = Q R of a tensor; made by `qr_factor`."""
+    """The factorization A = Q R of a tensor, or of each matrix of a stack; made by `qr_factor`."""
 
     @property
     def R(self) -> Tensor:
@@ -385,8 +389,15 @@ class TensorQR(TensorFactor):
 
     def Q(self, columns: int | None = None) -> Tensor:
         """Return the first columns of Q [m, m], by default min(m, n) of them."""
-        q = self.factor.Q(None if columns is None else max(columns, min(self.shape)))
-        return _q(self.a, q if columns is None else q[:, :columns], q, self.factor.R)
+        q = self.factor.Q(None if columns is None else max(columns, min(self.shape[-2:])))
+        return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R)
+
+    def solve(self, b: Any) -> Tensor:
+        """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b."""
+        b = as_tensor(b)
+        if b.ndim == 1:
+            return self.solve(b[:, None])[..., 0]
+        return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R))
 
 
 as_op(linalg.cho_factor)(lambda a, block=None: TensorCholesky(a, linalg.cho_factor(a.data, block)))
@@ -605,26 +616,18 @@ def of_pinv(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
 differentiable(linalg.pinv, x=of_pinv, conjugate=False, moves=True)
 
 
-def through(u: DistArray, inverse: DistArray, vh: DistArray, b: DistArray) -> DistArray:
-    """Return U diag(inverse) Vᴴ b."""
-    return u @ (inverse[:, None] * (vh @ b))
-
-
-def of_system(
-    g: DistArray, y: DistArray, a: DistArray, b: DistArray, u: DistArray, inverse: DistArray, vh: DistArray
-) -> DistArray:
+def of_system(g: DistArray, y: DistArray, a: DistArray, b: DistArray, parts: Any) -> DistArray:
     """Return -z xᴴ + r (P z)ᴴ + Pᴴ x (g - P A g)ᴴ with z = Pᴴ g and r = b - A x, for the pseudoinverse P of A."""
-    z = through(u, inverse, vh, g)
-    pz = through(adjoint(vh), inverse, adjoint(u), z)
-    rest = g - through(adjoint(vh), (inverse != 0).astype(inverse.dtype), vh, g)
-    return (b - a @ y) @ adjoint(pz) + through(u, inverse, vh, y) @ adjoint(rest) - z @ adjoint(y)
+    z = times(parts, g, adjoint=True)
+    found = -z @ adjoint(y)
+    if parts[0] != "wide":  # else r = 0
+        found = found + (b - a @ y) @ adjoint(times(parts, z))
+    if parts[0] != "tall":  # else P A = 1
+        found = found + times(parts, y, adjoint=True) @ adjoint(g - times(parts, a @ g))
+    return found
 
 
-_least = known(
-    "lstsq", "a b found u inverse vh",
-    a=of_system,
-    b=lambda g, u, inverse, vh: through(u, inverse, vh, g),
-)  # fmt: skip
+_least = known("lstsq", "a b found parts", a=of_system, b=lambda g, parts: times(parts, g, adjoint=True))
 _residuals = known(
     "lstsq", "a b x found",
     a=lambda g, a, b, x: -2 * ((b - a @ x) * g) @ adjoint(x),
@@ -632,16 +635,27 @@ _residuals = known(
 )  # fmt: skip
 
 
+def of_singular_values(g: DistArray, x: DistArray) -> DistArray:
+    """Return U diag(g) Vᴴ, by singular vectors that are computed for it."""
+    u, _, vh = linalg.svd(x, full_matrices=False)
+    return of_values(g, u, vh)
+
+
+_values_alone = known("lstsq", "x found", x=of_singular_values)
+
+
 @as_op(linalg.lstsq)
-def lstsq(a: Any, b: Any, rcond: float | None = None) -> spectral.LstsqResult:
-    """Return the x of least norm for which A x - b is least, the residuals, the rank, and the singular values."""
+def lstsq(a: Any, b: Any, rcond: float | None = None, *, refine: bool = False) -> LstsqResult:
+    """Return the x of least norm for which ‖A x - b‖ is least, the residuals, the rank, and the singular values.
+
+    The factorization is saved for the gradient, and has full precision also with `refine`.
+    """
     a, b = as_tensor(a), as_tensor(b)
     if b.ndim == 1:
         x, *others = lstsq(a, b[:, None], rcond)
-        return spectral.LstsqResult(x.redistribute(Layout(x.layout.dims[0], None))[:, 0], *others)
-    found, (u, inverse, vh) = spectral.least_squares(a.data, b.data, rcond)
+        return LstsqResult(x.redistribute(Layout(x.layout.dims[0], None))[:, 0], *others)
+    found, parts = least_squares(a.data, b.data, rcond, keep=True)
     residuals: Any = found.residuals
     if residuals.size:
         residuals = _residuals(a, b, found.x, residuals)
-    x = _least(a, b, found.x, u, inverse, vh)
-    return spectral.LstsqResult(x, residuals, found.rank, _singular_values(a, found.s, u, vh))
+    return LstsqResult(_least(a, b, found.x, parts), residuals, found.rank, _values_alone(a, found.s))

@@ -33,8 +33,9 @@ from parlinalg.linalg.factors import (
 from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
 from parlinalg.linalg.lanczos import eigsh, lobpcg, range_finder, svd_lowrank, svds
+from parlinalg.linalg.least_squares import lstsq
 from parlinalg.linalg.matrix_functions import expm, null_space, orth, polar, sqrtm
-from parlinalg.linalg.spectral import cond, eigh, eigvalsh, lstsq, matrix_rank, pinv, svd, svdvals
+from parlinalg.linalg.spectral import cond, eigh, eigvalsh, matrix_rank, pinv, svd, svdvals
 from parlinalg.matmul import matmul
 
 __all__ = [
@@ -188,7 +189,7 @@ for _function in (inv, det, slogdet, eig, eigvals):
     handles(getattr(np.linalg, _function.__name__), takes=("a",))(lambda a, f=_function: f(a))
 handles(np.linalg.svdvals, takes=("x",))(lambda x: svdvals(x))  # noqa: PLW0108
 handles(np.linalg.cond)(cond)
-handles(np.linalg.lstsq)(lstsq)
+handles(np.linalg.lstsq, takes=("a", "b", "rcond"))(lambda a, b, rcond=None: lstsq(a, b, rcond))
 
 
 def _triangle(a: DistArray, UPLO: str) -> DistArray:

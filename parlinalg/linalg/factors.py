@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,15 @@ from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg import triangular
+from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
-from parlinalg.linalg.qr import QR, orthogonalized
+from parlinalg.linalg.qr import QR, orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles
 from parlinalg.matmul import matmul
+
+if TYPE_CHECKING:
+    from parlinalg.linalg.stacks import CholeskyStack, LUStack, QRStack
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
@@ -86,7 +89,7 @@ class Factor:
 
     def _home(self, x: np.ndarray, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
         found = self.tiles.home(x, rows, columns, (n, b.shape[1]), b.layout.with_partial(()))
-        return found if like.ndim == 2 else reshape(found, (n,))
+        return found if like.ndim == 2 else reshape(found, (n,)).redistribute(like.layout.with_partial(()))
 
 
 class CholeskyFactor(Factor):
@@ -267,25 +270,40 @@ class LUFactor(Factor):
 class QRFactor(Factor):
     """The factorization A = Q R by Householder reflections; made by `qr_factor`."""
 
-    def __init__(self, a: DistArray, block: int | None = None) -> None:
-        a = _matrix(a, "qr")
+    def __init__(
+        self, a: DistArray, block: int | None = None, b: DistArray | None = None, name: str = "qr"
+    ) -> None:  # fmt: skip
+        a = _matrix(a, name)
         super().__init__(a)
         (m, n), self.tiles = a.shape, _tiles(a, block)
-        self.rows, self.columns = self.tiles.rows(m), self.tiles.columns(n)
+        self.rows, self.columns, extra = self.tiles.rows(m), self.tiles.columns(n), 0
         t = self.tiles.bring(a, self.rows, self.columns)
+        if b is not None:  # right-hand sides ride along, in tiles behind those of A, and become Qᴴ b
+            extra = b.shape[1]
+            self._more = [x[x >= n] - n for x in self.tiles.columns(n + extra)]
+            t = np.hstack([t, self.tiles.bring(b, self.rows, self._more)])
         finite = _finite(t)
-        self._work = QR(self.tiles, t, (m, n))
+        self._work = QR(self.tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             self._work.run()
-        _refuse(self.tiles.worst([not finite])[0], "qr")
+        _refuse(self.tiles.worst([not finite])[0], name)
+
+    @cached_property
+    def tops(self) -> list[Numbers]:
+        """For every grid row the rows of R that it has."""
+        return [x[x < min(self.shape)] for x in self.rows]
+
+    @cached_property
+    def _r(self) -> np.ndarray:
+        """This rank's rows of R."""
+        return self._work.a[: len(self.tops[self.tiles.i]) if self.grid.inside else 0]
 
     @property
     def R(self) -> DistArray:
         """The upper triangular factor [k, n] with k = min(m, n), in the layout of A."""
         n, k = self.shape[1], min(self.shape)
-        tops = [x[x < k] for x in self.rows]
-        mine = len(tops[self.tiles.i]) if self.grid.inside else 0
-        return self.tiles.home(self._work.a[:mine], tops, self.columns, (k, n), self.layout)
+        mine = self._r[:, : len(self.columns[self.tiles.j])] if self.grid.inside else self._r
+        return self.tiles.home(mine, self.tops, self.columns, (k, n), self.layout)
 
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
@@ -298,15 +316,77 @@ class QRFactor(Factor):
             self._work.times(q, mine)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
+    @cached_property
+    def zero(self) -> int | None:
+        """The first zero of R's diagonal; None where A has full rank.  The first use is collective."""
+        k, zeros = min(self.shape), np.zeros(0, int)
+        if self.grid.inside:
+            rows, columns = self.tops[self.tiles.i], self.columns[self.tiles.j]
+            both, at, also = np.intersect1d(rows, columns, return_indices=True)
+            zeros = both[self._r[at, also] == 0]
+        found = int(self.tiles.worst([k - zeros[0] if len(zeros) else 0])[0])
+        return k - found if found else None
+
+    def solve(self, b: DistArray) -> DistArray:
+        """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b.
+
+        Raises
+        ------
+        LinAlgError
+            If A has more columns than rows, or an element of R's diagonal is 0, which it names.
+        """
+        m, n = self.shape
+        if m < n:
+            raise LinAlgError(
+                f"the QR factorization of a matrix {self.shape} does not give solutions of least norm; lstsq does"
+            )
+        if self.zero is not None:
+            raise LinAlgError(f"the columns are dependent: R[{self.zero}, {self.zero}] is 0; lstsq takes them")
+        x, columns, matrix = self._right_hand_sides(b, self.rows, m)
+        if self.grid.inside:
+            for each in self._work.kept:
+                reflect(self.tiles, each.y, kernels.adjoint(each.t), x[self._work.row(each.k) :])
+        x = np.ascontiguousarray(x[: len(self._r)])
+        triangular.substitute(self.tiles, self._r, self.tops, x, n, lower=False)
+        return self._home(x, self.tops, columns, n, matrix, b)
+
+    def carried(self, b: DistArray, solve: bool) -> DistArray:
+        """Return the first n rows of Qᴴ b, for the b that rode along, or with `solve` x of R x = them; like b."""
+        n = self.shape[1]
+        x = self._r
+        if self.grid.inside:
+            x = np.ascontiguousarray(x[:, len(self.columns[self.tiles.j]) :])
+        if solve:
+            triangular.substitute(self.tiles, self._r, self.tops, x, n, lower=False)
+        return self.tiles.home(x, self.tops, self._more, (n, b.shape[1]), b.layout.with_partial(()))
+
+    def substituted(self, b: DistArray, adjoint: bool = False) -> DistArray:
+        """Return x of R x = b, or with `adjoint` of Rᴴ x = b, for m ≥ n and b [n, k] of any precision; like b."""
+        n, columns = self.shape[1], self.tiles.columns(b.shape[1])
+        x, r = self.tiles.bring(b, self.tops, columns), self._r.astype(b.dtype, copy=False)
+        triangular.substitute(self.tiles, r, self.tops, x, n, lower=False, adjoint=adjoint)
+        return self.tiles.home(x, self.tops, columns, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
+
+    def turned(self, b: DistArray) -> DistArray:
+        """Return Q b [m, k], for b of at most m rows, with the layout of b."""
+        m, columns = self.shape[0], self.tiles.columns(b.shape[1])
+        tops = [x[x < b.shape[0]] for x in self.rows]
+        x = top = self.tiles.bring(b, tops, columns)
+        if self.grid.inside:
+            x = np.zeros((len(self.rows[self.tiles.i]), top.shape[1]), top.dtype)
+            x[: len(top)] = top
+            self._work.times(x)
+        return self.tiles.home(x, self.rows, columns, (m, b.shape[1]), b.layout.with_partial(()))
+
 
 # ------------------------------------------------------------------------------------------------ functions
 @primitive
-def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
-    """Return the Cholesky factorization of a matrix in its working form.
+def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor | CholeskyStack:
+    """Return the Cholesky factorization of a matrix, or those of a stack of matrices, in their working form.
 
     Parameters
     ----------
-    a : DistArray [n, n]
+    a : DistArray [..., n, n]
         Hermitian and positive definite; only its lower triangle is read.
     block : int, optional
         Rows and columns of a tile.
@@ -316,18 +396,33 @@ def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor:
     LinAlgError
         If a leading minor is not positive, which it names.
     """
+    if _matrix(a, "cholesky").ndim > 2:
+        from parlinalg.linalg.stacks import CholeskyStack
+
+        return CholeskyStack(a, block)
     return CholeskyFactor(a, block)
 
 
 @primitive
-def lu_factor(a: DistArray, block: int | None = None) -> LUFactor:
-    """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting."""
+def lu_factor(a: DistArray, block: int | None = None) -> LUFactor | LUStack:
+    """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting.
+
+    A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are shared out.
+    """
+    if _matrix(a, "lu_factor").ndim > 2:
+        from parlinalg.linalg.stacks import LUStack
+
+        return LUStack(a, block)
     return LUFactor(a, block)
 
 
 @primitive
-def qr_factor(a: DistArray, block: int | None = None) -> QRFactor:
-    """Return the factorization A = Q R of a matrix [m, n] in its working form."""
+def qr_factor(a: DistArray, block: int | None = None) -> QRFactor | QRStack:
+    """Return the factorization A = Q R of a matrix [m, n], or those of matrices [..., m, n], in their working form."""
+    if _matrix(a, "qr").ndim > 2:
+        from parlinalg.linalg.stacks import QRStack
+
+        return QRStack(a, block)
     return QRFactor(a, block)
 
 
@@ -537,7 +632,7 @@ def _tall_qr(x: DistArray) -> QRResult | None:
 
 @primitive
 def lu(a: DistArray) -> tuple[DistArray, DistArray, DistArray]:
-    """Return P, L and U of a matrix [m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
+    """Return P, L and U of matrices [..., m, n], A = P L U, as `scipy.linalg.lu` does, in the layout of A."""
     work = lu_factor(a)
     return (work.P, *work.factors())
 

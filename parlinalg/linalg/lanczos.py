@@ -11,7 +11,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import eye
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import LinAlgError, lu_factor, qr
+from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
 from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied
 from parlinalg.linalg.spectral import EighResult, SVDResult, svd
 from parlinalg.matmul import matmul
@@ -80,7 +80,7 @@ def eigsh(
     if sigma is not None:
         if not isinstance(A, DistArray):
             raise TypeError("eigsh with sigma takes a DistArray, which it can factor; give a function of the inverse")
-        shifted = lu_factor(A.astype(dtype, copy=False) - dtype.type(sigma) * eye(n, dtype=dtype, grid=A.grid))
+        shifted = LUFactor(A.astype(dtype, copy=False) - dtype.type(sigma) * eye(n, dtype=dtype, grid=A.grid))
         shifted.check()
         times = shifted.solve
     v = v0.summed().astype(dtype)

@@ -234,50 +234,6 @@ def cond(x: DistArray, p: Any = None) -> DistArray:
     return matrix_norm(x, ord=p) * matrix_norm(inv(x), ord=p)
 
 
-class LstsqResult(NamedTuple):
-    """The solution, the sums of squared residuals, the rank, and the singular values."""
-
-    x: DistArray
-    residuals: DistArray
-    rank: int
-    s: DistArray
-
-
-@primitive
-def lstsq(a: DistArray, b: DistArray, rcond: float | None = None) -> LstsqResult:
-    """Return the x [n] or [n, k] of least norm for which A x - b is least, for A [m, n] and b [m] or [m, k].
-
-    By singular values, as LAPACK's `gelsd`; those below `rcond` times the largest count as 0, by default max(m, n)
-    times the dtype's eps.  The residuals are empty where A has a rank below n or no more rows than columns, as NumPy's.
-    """
-    return least_squares(a, b, rcond)[0]
-
-
-def least_squares(
-    a: DistArray, b: DistArray, rcond: float | None = None
-) -> tuple[LstsqResult, tuple[DistArray, DistArray, DistArray]]:
-    """Return the result of `lstsq`, and U, the inverses of the singular values that count and Vᴴ."""
-    a, b = _matrix(a, "lstsq"), _matrix(b, "lstsq", vectors=True)
-    if a.ndim != 2 or b.ndim > 2 or b.shape[0] != a.shape[0]:
-        raise LinAlgError(
-            f"lstsq takes a matrix [m, n] and right-hand sides [m] or [m, k], not {a.shape} and {b.shape}"
-        )
-    dtype = np.result_type(a.dtype, b.dtype)
-    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-    u, s, vh = svd(a, full_matrices=False)
-    kept = s > _limit(a, s, rcond, max(a.shape))
-    rank = int(kept.sum())
-    sides = b if b.ndim == 2 else b[:, None]
-    inverse = _inverse(s, kept)
-    x = matmul(vh.mT.conj(), inverse[:, None] * matmul(u.mT.conj(), sides))
-    m, n = a.shape
-    residuals = zeros((0,), dtype=s.dtype, grid=a.grid)
-    if rank == n and m > n:
-        residuals = (abs(sides - matmul(a, x)) ** 2).sum(axis=0)
-    found = LstsqResult(x if b.ndim == 2 else reshape(x, (n,)), residuals, rank, s)
-    return found, (u, inverse, vh)
-
-
 # ------------------------------------------------------------------------------------------------ helpers
 def _alone(x: DistArray, subset: Any = None) -> bool:
     """Return True if LAPACK, or the GPU's library, has all it needs on one rank."""

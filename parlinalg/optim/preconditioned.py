@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Unpack
 
 import numpy as np
@@ -13,9 +15,10 @@ from parlinalg.autograd import Parameter
 from parlinalg.backend import namespace
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.layout import piece
 from parlinalg.optim.flat import Entry, FlatOptions, Run, states_of
 from parlinalg.optim.groups import Group, Option
-from parlinalg.optim.matrices import Exchange, Slots, balanced, matrices_of, packed, resting, split_of
+from parlinalg.optim.matrices import Exchange, Matrix, Slots, balanced, matrices_of, packed, resting, split_of
 from parlinalg.optim.matrixwise import Matrixwise
 from parlinalg.optim.optimizer import HomeState, below_one
 
@@ -72,9 +75,20 @@ class Preconditioned(Matrixwise):
             if id(p) not in self._homes:
                 new.setdefault(id(p.grid), []).append(p)
         for alike in new.values():
-            costs = [sum(m.rows**3 + m.columns**3 for m in matrices_of(0, p.shape, split_of(p))) for p in alike]
+            groups = {id(p): group for group in self.param_groups for p in group["params"]}
+            costs = [self._cost(p, groups[id(p)]) for p in alike]
             self._homes |= dict(zip(map(id, alike), balanced(costs, alike[0].grid.size), strict=True))
         return self._homes
+
+    @staticmethod
+    def _cost(p: Parameter, group: Group) -> int:
+        """Return about the flops of a parameter's roots or bases, in a unit of its own."""
+        found = matrices_of(0, p.shape, split_of(p))
+        if not found:
+            return 0
+        return len(found) * sum(
+            a**3 + b**3 for a, b in product(*(map(len, parts) for parts in blocks(found[0], group)))
+        )
 
     def _matrices(self) -> list[Parameter]:
         return [p for group in self.param_groups if group["matrices"] for p in group["params"]]
@@ -120,11 +134,30 @@ class Preconditioned(Matrixwise):
                 x = slot.view(held)[at].reshape(m.rows, m.columns)
                 parts = {name: array[at] for name, array in mine.items() if name != "count"}
                 parts |= {name: parts[name].reshape(m.rows, m.columns) for name in self.ALIKE if name in parts}
-                x[...] = self.direct(x, parts, int(mine["count"][0]), group)
+                for block, views in self._blocks(m, parts, group):
+                    x[block] = self.direct(x[block], views, int(mine["count"][0]), group)
         made.back.run(held, buffer, backend)
 
     ALIKE: ClassVar[tuple[str, ...]] = ()
     """The states of a parameter's own shape."""
+
+    def _blocks(
+        self, m: Matrix, states: dict[str, Block], group: Group
+    ) -> Iterator[tuple[tuple[slice, slice], dict[str, Block]]]:  # fmt: skip
+        """Iterate over the blocks of a matrix, with views of their states."""
+        used = {"left": 0, "right": 0}
+        for parts in product(*blocks(m, group)):
+            where = tuple(slice(r.start, r.stop) for r in parts)
+            views = {name: states[name][where] for name in self.ALIKE if name in states}
+            for side, n in zip(used, map(len, parts), strict=True):
+                if n > group["max_precond_dim"]:
+                    continue
+                at = used[side]
+                used[side] += n * n
+                for name in states:
+                    if name.startswith(side):
+                        views[name] = states[name].reshape(-1)[at : at + n * n].reshape(n, n)
+            yield where, views  # type: ignore[misc]
 
     def _exchanges(self, entries: Sequence[Entry], grid: Grid, homes: Mapping[int, int]) -> Brought:
         rest = resting(entries, grid)
@@ -155,11 +188,40 @@ class Preconditioned(Matrixwise):
         """
 
     def sides(self, p: Parameter, group: Group) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a parameter's preconditioners, of sides of at most `max_precond_dim`."""
+        """Return the shapes of a parameter's preconditioners, of sides of at most `max_precond_dim`.
+
+        Those of several blocks lie flat, one after the other.
+        """
         batch, inputs = split_of(p)
         lead, first, second = p.shape[:batch], p.shape[batch : batch + inputs], p.shape[batch + inputs :]
-        lengths = {"left": int(np.prod(first)), "right": int(np.prod(second))}
-        return {side: (*lead, n, n) for side, n in lengths.items() if n <= group["max_precond_dim"]}
+        whole = Matrix(0, tuple(map(range, (*first, *second))), first, second)
+        cut = blocks(whole, group)
+        several = math.prod(map(len, cut)) > 1
+        found: dict[str, tuple[int, ...]] = {}
+        for side, lengths in zip(("left", "right"), zip(*product(*(map(len, each) for each in cut)), strict=True)):
+            kept = [n for n in lengths if n <= group["max_precond_dim"]]
+            if kept:
+                found[side] = (*lead, sum(n * n for n in kept)) if several else (*lead, kept[0], kept[0])
+        return found
+
+
+def blocks(m: Matrix, group: Group) -> tuple[list[range], list[range]]:
+    """Return the ranges of rows and of columns that cut a matrix into blocks of at most `block_size`, if that is set.
+
+    All are of about the same length.
+
+    Examples
+    --------
+    >>> blocks(Matrix(0, (range(5), range(3)), (5,), (3,)), {"block_size": 3})
+    ([range(0, 3), range(3, 5)], [range(0, 3)])
+    """
+    size = group.get("block_size")
+
+    def cut(n: int) -> list[range]:
+        parts = max(1, -(-n // size)) if size else 1
+        return [piece(n, parts, i) for i in range(parts)]
+
+    return cut(m.rows), cut(m.columns)
 
 
 class Shampoo(Preconditioned):
@@ -183,8 +245,11 @@ class Shampoo(Preconditioned):
     damping : float
         Above 0.
     precondition_frequency : int
+    block_size : int, optional
+        A matrix with a longer side is cut into blocks of at most so many rows and columns, of about the same lengths,
+        and each is preconditioned as a matrix of its own, grafting included (Shi et al.).  None: none is cut.
     max_precond_dim : int
-        A longer side has no preconditioner; the other side's exponent is then -1/2.
+        A longer side, of a block if matrices are cut, has no preconditioner; the other side's exponent is then -1/2.
     grafting : {None, "sgd", "adam"}
         Whose step each matrix's direction takes the norm of (Anil et al., "Scalable second order optimization for deep
         learning", 2020).
@@ -203,20 +268,22 @@ class Shampoo(Preconditioned):
     momentum = Option[float]()
     beta2 = Option[float]()
     damping = Option[float]()
+    block_size = Option[int | None]()
     grafting = Option[str | None]()
     root = Option[str]()
 
     def __init__(
         self, parameters: Iterable[Any], lr: float = 0.1, momentum: float = 0.9, *, beta2: float = 1.0,
-        damping: float = 1e-4, precondition_frequency: int = 20, max_precond_dim: int = 8192,
-        grafting: str | None = None, root: str = "eigh", weight_decay: float = 0.0, adamw_lr: float | None = 3e-4,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adamw: Sequence[str] = (),
+        damping: float = 1e-4, precondition_frequency: int = 20, block_size: int | None = 1024,
+        max_precond_dim: int = 8192, grafting: str | None = None, root: str = "eigh", weight_decay: float = 0.0,
+        adamw_lr: float | None = 3e-4, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        adamw: Sequence[str] = (),
         **kept: Unpack[FlatOptions],
     ) -> None:  # fmt: skip
         super().__init__(
             parameters, lr, weight_decay, momentum=momentum, beta2=beta2, damping=damping, grafting=grafting, root=root,
-            precondition_frequency=precondition_frequency, max_precond_dim=max_precond_dim, adamw=adamw,
-            adamw_lr=adamw_lr, betas=betas, eps=eps, **kept,
+            precondition_frequency=precondition_frequency, block_size=block_size, max_precond_dim=max_precond_dim,
+            adamw=adamw, adamw_lr=adamw_lr, betas=betas, eps=eps, **kept,
         )  # fmt: skip
 
     def check_options(self, options: dict[str, Any]) -> None:
@@ -224,6 +291,8 @@ class Shampoo(Preconditioned):
         below_one(momentum=options["momentum"])
         if not 0 < options["beta2"] <= 1:
             raise ConfigError(f"Shampoo's beta2 is above 0 and at most 1, not {options['beta2']}")
+        if options["block_size"] is not None and not options["block_size"] >= 1:
+            raise ConfigError(f"Shampoo's block_size is at least 1, or None, not {options['block_size']}")
         if not options["damping"] > 0:
             raise ConfigError(f"Shampoo's damping is above 0, not {options['damping']}")
         for name, right in (("grafting", GRAFTS), ("root", ROOTS)):

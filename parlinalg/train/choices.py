@@ -111,6 +111,7 @@ _options: dict[str, Check] = {
     "ns_steps": integer(1), "ns_coefficients": several(real(-math.inf), length=3),
     "adjust_lr_fn": one_of(*muon.ADJUST), "execution": one_of(None, *executions()), "beta2": real(0, 1, above=True),
     "damping": _positive, "precondition_frequency": integer(1), "max_precond_dim": integer(1),
+    "block_size": optional(integer(1)),
     "grafting": one_of(*preconditioned.GRAFTS), "root": one_of(*preconditioned.ROOTS),
 }  # fmt: skip
 _types: dict[type, Check] = {float: real(-math.inf), bool: flag, int: integer(0), str: text}

@@ -137,7 +137,8 @@ def of_lstsq(la: Any, a: Any, b: Any) -> Any:
 def by_lu(la: Any, a: Any, b: Any) -> Any:
     factor = la.lu_factor(a)
     l, u = factor.factors()
-    return factor.solve(b) * factor.det + factor.solve(b, adjoint=True) + factor.slogdet().logabsdet + l.sum() * u.sum()
+    size = factor.slogdet().logabsdet.sum() + l.sum() * u.sum()
+    return factor.solve(b) * factor.det.sum() + factor.solve(b, adjoint=True) + size
 
 
 def by_cholesky(la: Any, a: Any, b: Any) -> Any:
@@ -176,10 +177,13 @@ EXAMPLES: dict[str, list[Example]] = {
         *each(lambda la, x: of_qr(la, x, "complete"), TALL, torch=False),
         *each(lambda la, x: of_completed(la, x, "qr"), TALL, torch=False),
     ],
-    "qr_factor": each(by_qr, TALL, SQUARE, torch=False),
-    "lu": each(of_lu, SQUARE, TALL, WIDE),
-    "lu_factor": each(by_lu, SQUARE, more=((0, 2),), torch=False),
-    "cho_factor": each(by_cholesky, SQUARE, more=((0, 2),), torch=False),
+    "qr_factor": [
+        *each(by_qr, TALL, SQUARE, STACK, torch=False),
+        *each(lambda la, a, b: la.qr_factor(a).solve(b), TALL, SQUARE, STACK, more=((0, 2),), torch=False),
+    ],
+    "lu": each(of_lu, SQUARE, TALL, WIDE, STACK),
+    "lu_factor": each(by_lu, SQUARE, STACK, more=((0, 2),), torch=False),
+    "cho_factor": each(by_cholesky, SQUARE, STACK, more=((0, 2),), torch=False),
     "eigh": [
         *each(lambda la, x: columns(la.eigh(hermitian(x))[1]), SQUARE, STACK),
         *each(lambda la, x: la.eigh(hermitian(x))[0] ** 2, SQUARE),
@@ -241,7 +245,7 @@ EXAMPLES: dict[str, list[Example]] = {
     "lstsq": [
         *each(of_lstsq, TALL, SQUARE, WIDE, more=((0, 2),)),
         *each(lambda la, a, b: la.lstsq(a, whole(b)[:, 0])[0], TALL, more=((0, 2),), torch=False),
-        *each(lambda la, a, b: la.lstsq(low_rank(la, a), b)[0], SQUARE, more=((0, 2),), torch=False),
+        *each(lambda la, a, b: la.lstsq(low_rank(la, a), b)[0], SQUARE, WIDE, more=((0, 2),), torch=False),
         *each(lambda la, a, b: la.lstsq(a, b)[1] * (la.lstsq(a, b)[3] ** 2).sum(), TALL, more=((0, 2),), torch=False),
     ],
     "slogdet": each(of_slogdet, SQUARE, STACK),

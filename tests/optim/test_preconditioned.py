@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,6 +55,19 @@ def textbook_shampoo(p, grads, lr, momentum=0.9, beta2=1.0, damping=1e-4, every=
     return p
 
 
+def textbook_blocks(p, grads, *args, size=None, **options):
+    """Each block of at most `size` rows and columns as a matrix of its own; the longer ones come first."""
+    if size is None:
+        return textbook_shampoo(p, grads, *args, **options)
+    rows, columns = (np.array_split(np.arange(n), max(1, -(-n // size))) for n in p.shape)
+    found = np.empty_like(p)
+    for r in rows:
+        for c in columns:
+            at = np.ix_(r, c)
+            found[at] = textbook_shampoo(p[at], [g[at] for g in grads], *args, **options)
+    return found
+
+
 def textbook_soap(p, grads, lr, betas=(0.95, 0.95), eps=1e-8, every=10, most=10000, weight_decay=0.01):
     (b1, b2), sides = betas, [s for s in (0, 1) if p.shape[s] <= most]
     grams, bases = {s: np.zeros((p.shape[s],) * 2) for s in sides}, {s: np.eye(p.shape[s]) for s in (0, 1)}
@@ -98,10 +112,12 @@ CASES = [
     (optim.Shampoo, textbook_shampoo, {"lr": 0.1, "momentum": 0.0, "beta2": 0.9}, {"max_precond_dim": 7}),
     (optim.Shampoo, textbook_shampoo, {"lr": 0.1, "grafting": "adam"}, {"precondition_frequency": 1}),
     (optim.Shampoo, textbook_shampoo, {"lr": 0.1, "grafting": "sgd", "damping": 0.1}, {"root": "newton"}),
+    (optim.Shampoo, textbook_blocks, {"lr": 0.1, "grafting": "sgd"}, {"block_size": 4, "precondition_frequency": 2}),
+    (optim.Shampoo, textbook_blocks, {"lr": 0.1}, {"block_size": 6, "max_precond_dim": 4}),
     (optim.SOAP, textbook_soap, {"lr": 0.01}, {"precondition_frequency": 2}),
     (optim.SOAP, textbook_soap, {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.0}, {"max_precond_dim": 7}),
 ]
-NAMES = {"precondition_frequency": "every", "max_precond_dim": "most"}
+NAMES = {"precondition_frequency": "every", "max_precond_dim": "most", "block_size": "size"}
 
 
 def wanted(textbook, options, more, steps):
@@ -157,7 +173,7 @@ def test_roots_are_inverse_roots():
     np.testing.assert_allclose(newton_inverse_root(np.zeros((3, 3)), 4, 1e-4), 10 * np.eye(3), rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [optim.Shampoo, optim.SOAP])
+@pytest.mark.parametrize("kind", [optim.Shampoo, partial(optim.Shampoo, block_size=4), optim.SOAP])
 def test_states_move_from_grid_to_grid(kind, make_grid, world, folder):
     """By the state of the optimizer, and by a checkpoint; homes differ, since grids do."""
     steps = [numbers(1 + t) for t in range(5)]
@@ -206,6 +222,7 @@ def test_memory_homes_and_what_is_refused(make_grid, world):
     for kind, options, says in [
         (optim.SOAP, {"precondition_frequency": 0}, "SOAP's precondition_frequency is at least 1, not 0"),
         (optim.Shampoo, {"max_precond_dim": 0}, "Shampoo's max_precond_dim is at least 1, not 0"),
+        (optim.Shampoo, {"block_size": 0}, "Shampoo's block_size is at least 1, or None, not 0"),
         (optim.Shampoo, {"damping": 0.0}, "damping is above 0, not 0.0"),
         (optim.Shampoo, {"beta2": 1.5}, "beta2 is above 0 and at most 1, not 1.5"),
         (optim.Shampoo, {"grafting": "rms"}, "grafting is None, 'sgd', 'adam', not 'rms'"),

@@ -1,0 +1,207 @@
+"""Least squares on every grid: NumPy's answers, of full and lower rank, and refined from half the precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import linalg
+from parlinalg.layout import Layout
+from parlinalg.linalg import factors, least_squares
+from tests.cases import grids, layouts, same
+from tests.linalg.test_factors import DTYPES, LOWER, eps, random
+
+pytestmark = pytest.mark.one_in(8)
+
+SHAPES = [(9, 5), (5, 9), (6, 6), (70, 7), (7, 70), (67, 66), (1, 1), (1, 4), (4, 1)]
+EMPTY = [(0, 0), (5, 0), (0, 5)]
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    found = grids(world.size)
+    return pla.Grid(found[request.param % len(found)], world, backend, idle=True)
+
+
+def placed(grid, a, rng):
+    every = layouts(grid.axes, a.ndim)
+    layout = every[rng.integers(len(every))]
+    return pla.distribute(a, grid, layout.with_partial(())).redistribute(layout)
+
+
+def of_rank(shape, rank, dtype, rng):
+    return random((shape[0], rank), dtype, rng) @ random((rank, shape[1]), dtype, rng)
+
+
+def agrees(x, y, a, b, rcond=None, **options):
+    """The four results of NumPy, of `a` and `b`, lie on the grid of `x` and `y`."""
+    tiny = eps(a.dtype)
+    limit = tiny * max(a.shape) if rcond is None else rcond  # NumPy takes float64's eps for all dtypes
+    got, want = linalg.lstsq(x, y, rcond, **options), np.linalg.lstsq(a, b, limit)
+    s = want[3]
+    kept = s[: want[2]]
+    condition = float(kept.max() / kept.min()) if len(kept) else 1.0
+    tol = 300 * tiny * condition**2
+    assert got.rank == want[2]
+    assert type(got.rank) is int
+    assert got.x.layout == y.layout.with_partial(())
+    same(got.x, want[0], tol)
+    assert got.residuals.dtype == want[1].dtype
+    squares = float((np.abs(b).astype(float) ** 2).sum(axis=0).max(initial=0)) if b.size else 0.0
+    np.testing.assert_allclose(got.residuals.gather(), want[1], atol=tol * squares)
+    assert got.s.shape == s.shape
+    assert got.s.dtype == s.dtype
+    np.testing.assert_allclose(got.s.gather(), s, atol=100 * tiny * float(s.max(initial=0)))
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_that_numpy_returns(grid, dtype):
+    rng = np.random.default_rng(1)
+    for shape in SHAPES + EMPTY:
+        m, _ = shape
+        for rank in {min(shape), min(shape) - 2}:
+            if rank < 1 and (shape not in EMPTY or rank < 0):
+                continue
+            if grid.size > 1 and rng.random() < 0.5:
+                continue
+            a = random(shape, dtype, rng) if rank == min(shape) else of_rank(shape, rank, dtype, rng)
+            for b in (random((m,), dtype, rng), random((m, 3), dtype, rng)):
+                agrees(placed(grid, a, rng), placed(grid, b, rng), a, b)
+
+
+def test_singular_values_that_count(grid):
+    """`rcond` decides, as NumPy's, and not the diagonal of R."""
+    rng = np.random.default_rng(2)
+    for shape in ((40, 9), (9, 40), (9, 9)):
+        u, v = (np.linalg.qr(rng.standard_normal((n, 9)))[0] for n in shape)
+        a, b = (u * np.geomspace(1, 1e-6, 9)) @ v.T, rng.standard_normal((shape[0], 2))
+        for rcond, rank in ((None, 9), (-1, 9), (1e-9, 9), (1e-4, 6), (0.9, 1), (0, 9), (2.0, 9)):
+            x, y = placed(grid, a, rng), placed(grid, b, rng)
+            got, want = linalg.lstsq(x, y, rcond), np.linalg.lstsq(a, b, rcond)
+            assert got.rank == want[2] == rank, (shape, rcond)
+            same(got.x, want[0], 1e-8)
+            assert got.residuals.shape == want[1].shape
+    kahan = np.sin(1.2) ** np.arange(60)[:, None] * (np.eye(60) - np.cos(1.2) * np.triu(np.ones((60, 60)), 1))
+    s = np.linalg.svd(kahan, compute_uv=False)  # the least is far below the diagonal
+    limit = float(np.sqrt(s[-1] * s[-2]) / s[0])
+    assert s[-1] < 1e-3 * np.diag(kahan).min()
+    x, y = placed(grid, kahan, rng), placed(grid, np.ones(60), rng)
+    assert linalg.lstsq(x, y, limit).rank == np.linalg.lstsq(kahan, np.ones(60), limit)[2] == 59
+    zero = linalg.lstsq(x * 0, y)
+    assert (zero.rank, float(pla.max(abs(zero.x)))) == (0, 0.0)
+
+
+def test_a_matrix_of_full_rank_has_no_singular_vectors(grid, monkeypatch):
+    def none(*args, **options):
+        raise AssertionError("singular vectors")
+
+    monkeypatch.setattr(least_squares, "svd", none)
+    rng = np.random.default_rng(3)
+    for shape in ((40, 9), (9, 40), (9, 9)):
+        a, b = rng.standard_normal(shape), rng.standard_normal((shape[0], 2))
+        agrees(placed(grid, a, rng), placed(grid, b, rng), a, b)
+
+
+def backward_error(a, b, x):
+    """The relative change of A for which x is a solution; from above, by Grcar's estimate."""
+    r = b - a @ x
+    size = np.linalg.norm(x, axis=0)
+    size[size == 0] = 1
+    if a.shape[0] < a.shape[1]:
+        return (np.linalg.norm(r, axis=0) / size).max() / np.linalg.norm(a)
+    found = []
+    for j in range(x.shape[1]):
+        weight = np.linalg.norm(r[:, j]) / size[j]
+        if weight:
+            wide = np.vstack([a, weight * np.eye(a.shape[1])])
+            r_ = np.linalg.qr(wide, "r")
+            found.append(np.linalg.norm(np.linalg.solve(r_.conj().T, a.conj().T @ r[:, j])) / size[j])
+    return max(found, default=0.0) / np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("condition", [1.0, 1e5, 1e9])
+def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
+    """Factors of half the precision; of full precision only where the rank would be in doubt."""
+    rng, made = np.random.default_rng(4), []
+
+    class Seen(factors.QRFactor):
+        def __init__(self, a, *args, **options):
+            made.append(a.dtype.name)
+            super().__init__(a, *args, **options)
+
+    monkeypatch.setattr(least_squares, "QRFactor", Seen)
+    for m, n in ((60, 23), (23, 60), (23, 23)):
+        k = min(m, n)
+        u, v = (np.linalg.qr(random((p, k), dtype, rng))[0] for p in (m, n))
+        for size, far in ((1e200, 1.0), (1e-200, 1e-8))[:: 1 if rng.random() < 0.5 else -1][: 1 + (grid.size == 1)]:
+            a = ((u * np.geomspace(size, size / condition, k)) @ v.conj().T).astype(dtype)
+            b = far * random((m, 3), dtype, rng) + (a / size) @ random((n, 3), dtype, rng)
+            b[:, 1] *= 1e-30
+            for given in (b, b[:, 0]):
+                A, B = placed(grid, a, rng), placed(grid, given, rng)
+                made.clear()
+                found = linalg.lstsq(A, B, refine=True)
+                if condition < 1e9:
+                    assert made == [LOWER[dtype]]
+                else:
+                    assert made in ([LOWER[dtype]], [LOWER[dtype], dtype])
+                assert found.rank == k
+                assert found.x.layout == B.layout.with_partial(())
+                assert found.residuals.shape == np.linalg.lstsq(a / size, given)[1].shape
+                sides = given if given.ndim == 2 else given[:, None]
+                unit = 2.0 ** -np.frexp(size)[1]
+                x = (found.x.gather().reshape(n, -1) / unit).astype(dtype)
+                assert backward_error(a * unit, sides, x) < 20 * eps(dtype)
+                s = np.geomspace(size, size / condition, k)
+                np.testing.assert_allclose(found.s.gather() / size, s / size, atol=1e-6)
+
+
+def test_what_is_not_refined(grid):
+    """Half the precision already, dependent columns, nothing at all: as without `refine`."""
+    rng = np.random.default_rng(5)
+    for dtype in ("float32", "complex64"):
+        a, b = random((30, 7), dtype, rng), random((30, 2), dtype, rng)
+        agrees(placed(grid, a, rng), placed(grid, b, rng), a, b, refine=True)
+    for a in (of_rank((30, 7), 4, "float64", rng), np.zeros((30, 7)), np.zeros((30, 0)), np.zeros((0, 7))):
+        b = rng.standard_normal(len(a))
+        agrees(placed(grid, a, rng), placed(grid, b, rng), a, b, refine=True)
+    a, b = random((9, 4), "float64", rng), np.zeros((9, 2))
+    assert not linalg.lstsq(placed(grid, a, rng), placed(grid, b, rng), refine=True).x.gather().any()
+    assert linalg.lstsq(placed(grid, a, rng), placed(grid, b[:, :0], rng), refine=True).x.shape == (4, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_factor_serves_many_solutions(grid, dtype):
+    rng = np.random.default_rng(6)
+    for shape in ((40, 9), (9, 9), (5, 1), (4, 0)):
+        a = random(shape, dtype, rng)
+        factor = linalg.qr_factor(placed(grid, a, rng), [None, 4][rng.integers(2)])
+        for b in (random((shape[0],), dtype, rng), random((shape[0], 70), dtype, rng)):
+            y = placed(grid, b, rng)
+            x = factor.solve(y)
+            assert x.layout == y.layout.with_partial(())
+            same(x, np.linalg.lstsq(a, b)[0], 2000 * eps(dtype))
+    dependent = np.ones((6, 3))
+    dependent[:, 1] = 0
+    with pytest.raises(np.linalg.LinAlgError, match=r"the columns are dependent: R\[1, 1\] is 0; lstsq takes them"):
+        linalg.qr_factor(pla.distribute(dependent, grid, Layout(None, None))).solve(pla.ones(6, grid))
+    with pytest.raises(np.linalg.LinAlgError, match=r"matrix \(3, 6\) does not give solutions of least norm; lstsq"):
+        linalg.qr_factor(pla.distribute(dependent.T, grid, Layout(None, None))).solve(pla.ones(3, grid))
+
+
+@pytest.mark.parametrize("refine", [False, True])
+def test_wrong_use(grid, refine):
+    a = np.eye(9, 4)
+    for shape in ((9, 4), (4, 9)):
+        for where in "ab":
+            a, b = np.eye(*shape), np.ones((shape[0], 2))
+            (a if where == "a" else b)[-1, 0] = np.nan
+            x, y = (pla.distribute(v, grid, grid.default_layout(v.shape)) for v in (a, b))
+            with pytest.raises(ValueError, match="lstsq takes finite numbers; the array has NaNs or infinities"):
+                linalg.lstsq(x, y, refine=refine)
+    for x, y in ((pla.ones((3, 2), grid), pla.ones(4, grid)), (pla.ones((2, 3, 2), grid), pla.ones(3, grid))):
+        with pytest.raises(np.linalg.LinAlgError, match=r"lstsq takes a matrix \[m, n\] and right-hand sides"):
+            linalg.lstsq(x, y, refine=refine)
