@@ -597,7 +597,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     if x.ndim > 2 or (x.grid.size == 1 and (not x.grid.backend.cpu or min(x.shape) <= SIZE)):
         return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
     m, n = x.shape
-    if mode == "reduced" and m >= TALL * n and (found := _tall_qr(x)) is not None:
+    if mode == "reduced" and (found := tall_qr(x)) is not None:
         return found
     work = qr_factor(x)
     if mode == "reduced" or m <= n:
@@ -607,7 +607,7 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     return QRResult(work.Q(m), pad(work.R, ((0, m - n), (0, 0))))
 
 
-def _tall_qr(x: DistArray) -> QRResult | None:
+def tall_qr(x: DistArray) -> QRResult | None:
     """Return Q and R of a matrix of few columns by its Gram matrix, without a trip to tiles; None if it is not sound.
 
     Each rank has R for a while, and as many rows as columns at least.
@@ -615,7 +615,7 @@ def _tall_qr(x: DistArray) -> QRResult | None:
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
     axes = tuple(a for a, size in grid.sizes.items() if size > 1)
     rest = Layout(axes, None)
-    if not n or n * grid.size > m or not grid.backend.cpu:
+    if not n or m < n * max(TALL, grid.size) or not grid.backend.cpu:
         return None
     y, r, sound = np.empty((0, n), x.dtype), np.empty((0, 0), x.dtype), True
     if grid.inside:

@@ -12,9 +12,19 @@ from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import diagonal
+from parlinalg.array.namespace import isfinite
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import LOWER, LinAlgError, QRFactor, _finite, _matrix, _refuse, solve_triangular
+from parlinalg.linalg.factors import (
+    LOWER,
+    LinAlgError,
+    QRFactor,
+    _finite,
+    _matrix,
+    _refuse,
+    solve_triangular,
+    tall_qr,
+)
 from parlinalg.linalg.spectral import _inverse, _limit, svd, svdvals
 from parlinalg.matmul import matmul
 
@@ -102,6 +112,8 @@ def least_squares(
         limit = float(rcond)
     parts: Pseudoinverse = ()
     found = refined(a, sides, limit) if refine and dtype.char in LOWER and not keep else None
+    if found is None and not keep:
+        found = _products(a, sides, limit)
     if found is None and a.grid.size == 1 and a.size and sides.size and not keep:
         found = _alone(a, sides, limit)
     if found is None:
@@ -167,6 +179,19 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         left = factor.turned(u)
         parts = ("svd", vh.mT.conj(), inverse, left.mT.conj()) if wide else ("svd", left, inverse, vh)
     return (x, int(kept.sum()), s), parts
+
+
+def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
+    """Return x, the rank and the singular values of a tall matrix by products alone; None where they do not do."""
+    factors = tall_qr(a)
+    if factors is None:
+        return None
+    q, r = factors
+    s = svdvals(r)
+    sides = matmul(q.mT.conj(), b)
+    if int((s > _limit(r, s, limit, 0)).sum()) < len(s) or not bool(isfinite(sides).all()):
+        return None
+    return solve_triangular(r, sides), len(s), s
 
 
 def times(parts: Pseudoinverse, b: DistArray, adjoint: bool = False) -> DistArray:

@@ -156,7 +156,7 @@ def test_refined_solutions_are_as_accurate(grid, dtype, condition, monkeypatch):
                 x = (found.x.gather().reshape(n, -1) / unit).astype(dtype)
                 assert backward_error(a * unit, sides, x) < 20 * eps(dtype)
                 s = np.geomspace(size, size / condition, k)
-                np.testing.assert_allclose(found.s.gather() / size, s / size, atol=1e-6)
+                np.testing.assert_allclose(found.s.gather() / size, s / size, atol=2 * k * eps(LOWER[dtype]))
 
 
 def test_what_is_not_refined(grid):
