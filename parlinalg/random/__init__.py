@@ -26,8 +26,9 @@ from parlinalg.backend.kernels.dropout import Counted, draws_on_device, drop, in
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.random.counter import RandomStream, Words, block_words, stream_key
-from parlinalg.random.distributions import drawn, float_dtype, normal_quantile, open_unit, unit
+from parlinalg.random.distributions import drawn, float_dtype, keyed, unit
 from parlinalg.random.generator import Generator, default_rng
+from parlinalg.random.normals import write_normals
 
 Block = Any
 Indices = range | np.ndarray
@@ -99,17 +100,13 @@ def normal(
     shape: int | Sequence[int], grid: Grid, layout: Layout, *, mean: float = 0.0, std: float = 1.0,
     dtype: DTypeLike = np.float64, seed: int = 0, name: str = "", call: int = 0, step: int = 0, start: int = 0,
 ) -> DistArray:  # fmt: skip
-    """Normally distributed numbers; arguments and errors as of `uniform`."""
+    """Return normally distributed numbers; arguments and errors as of `uniform`."""
+    stream = stream_key(seed, name, call, step)
 
-    def convert(words: Words) -> np.ndarray:
-        z = normal_quantile(open_unit(words))
-        z *= std
-        z += mean
-        return z
+    def fill(shape: tuple[int, ...], ranges: Sequence[range], flat: np.ndarray) -> None:
+        write_normals(stream, shape, ranges, flat, mean, std, start)
 
-    return drawn(
-        convert, 64, shape, grid, layout, float_dtype(dtype, "normal"), stream_key(seed, name, call, step), start
-    )
+    return keyed(fill, shape, grid, layout, float_dtype(dtype, "normal"), stream, start)
 
 
 def bernoulli(

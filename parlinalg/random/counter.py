@@ -74,6 +74,31 @@ class RandomStream:
         return raw.astype("<u8", copy=False).view(self._dtype)[skip : skip + n]
 
 
+def philox(key: np.ndarray, numbers: np.ndarray, again: int) -> Words:
+    """Return the four words of each of the counters (number, 0, 0, again), [4, number]; `RandomStream` has again = 0.
+
+    For single numbers far apart, where to make and drop the words between them would cost more.
+    """
+    a = numbers.astype(np.uint64)
+    b, c, d = (np.full(a.shape, n, np.uint64) for n in (0, 0, again))
+    k0, k1 = (int(k) for k in key)
+    for _ in range(10):
+        (high_a, low_a), (high_c, low_c) = _product(a, 0xD2E7470EE14C6C93), _product(c, 0xCA5A826395121157)
+        a, b, c, d = high_c ^ b ^ np.uint64(k0), low_c, high_a ^ d ^ np.uint64(k1), low_a
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) % (1 << 64), (k1 + 0xBB67AE8584CAA73B) % (1 << 64)
+    return np.stack([a, b, c, d])
+
+
+def _product(a: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the high and the low 64 bits of a product."""
+    half, mask = np.uint64(32), np.uint64((1 << 32) - 1)
+    b0, b1 = np.uint64(b & 0xFFFFFFFF), np.uint64(b >> 32)
+    a0, a1 = a & mask, a >> half
+    middle = ((a0 * b0) >> half) + a0 * b1
+    other = (middle & mask) + a1 * b0
+    return a1 * b1 + (middle >> half) + (other >> half), a * np.uint64(b)
+
+
 def block_words(
     stream: RandomStream, shape: Sequence[int], block: Sequence[range], start: int = 0
 ) -> Iterator[tuple[int, Words]]:

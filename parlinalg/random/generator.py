@@ -22,11 +22,11 @@ from parlinalg.random.counter import RandomStream, Words, block_words, stream_ke
 from parlinalg.random.distributions import (
     filled,
     float_dtype,
-    normal_quantile,
     open_unit,
     unit,
     write_integers,
 )
+from parlinalg.random.normals import normal_quantile, write_normals
 
 Size = int | Sequence[int] | None
 Number = Any
@@ -146,9 +146,8 @@ class Generator:
         grid: Grid | None = None, layout: Layout | None = None,
     ) -> DistArray:  # fmt: skip
         """Return normally distributed numbers of mean 0 and variance 1."""
-        return self._quantiles(
-            "standard_normal", normal_quantile, (), size, float_dtype(dtype, "standard_normal"), grid, layout, out
-        )
+        dtype = float_dtype(dtype, "standard_normal")
+        return self._normals("standard_normal", (), size, dtype, grid, layout, out)
 
     def normal(
         self, loc: Number = 0.0, scale: Number = 1.0, size: Size = None, *, dtype: DTypeLike = np.float64,
@@ -156,12 +155,20 @@ class Generator:
     ) -> DistArray:  # fmt: skip
         """Return normally distributed numbers of mean `loc` and standard deviation `scale`."""
         _not_negative(scale=scale)
-        dtype = float_dtype(dtype, "normal")
+        return self._normals("normal", (loc, scale), size, float_dtype(dtype, "normal"), grid, layout)
 
-        def quantile(u: Any, loc: Any, scale: Any) -> Any:
-            return loc + scale * normal_quantile(u)
+    def _normals(
+        self, name: str, parameters: Sequence[Any], size: Size, dtype: np.dtype[Any], grid: Grid | None,
+        layout: Layout | None, out: DistArray | None = None,
+    ) -> DistArray:  # fmt: skip
+        """Return normally distributed numbers; the parameters are none, or mean and standard deviation."""
 
-        return self._quantiles("normal", quantile, (loc, scale), size, dtype, grid, layout)
+        def fill(
+            key: np.ndarray, shape: tuple[int, ...], ranges: Sequence[range], flat: np.ndarray, parts: Any
+        ) -> None:
+            write_normals(key, shape, ranges, flat, *parts)
+
+        return self._filled(name, fill, parameters, size, dtype, grid, layout, out)
 
     def lognormal(
         self, mean: Number = 0.0, sigma: Number = 1.0, size: Size = None, *, grid: Grid | None = None,
@@ -617,19 +624,32 @@ class Generator:
         grid: Grid | None, layout: Layout | None, out: DistArray | None = None,
     ) -> DistArray:  # fmt: skip
         """Return the array of what `convert` makes of words and the parameters' elements."""
+
+        def fill(
+            key: np.ndarray, shape: tuple[int, ...], ranges: Sequence[range], flat: np.ndarray, parts: Any
+        ) -> None:
+            for place, words in block_words(RandomStream(key), shape, ranges):
+                tile = slice(place, place + len(words))
+                flat[tile] = convert(words, *(v[tile] if isinstance(v, np.ndarray) else v for v in parts))
+
+        return self._filled(name, fill, parameters, size, dtype, grid, layout, out)
+
+    def _filled(
+        self, name: str, fill: Callable[..., None], parameters: Sequence[Any], size: Size, dtype: np.dtype[Any],
+        grid: Grid | None, layout: Layout | None, out: DistArray | None,
+    ) -> DistArray:  # fmt: skip
+        """Return the array whose blocks `fill` writes, from the key, as for `filled`, and the parameters' elements."""
         if out is not None:
             size, grid = out.shape if size is None else size, out.grid
         shape, grid, layout = _placed(name, parameters, size, grid, layout)
         key = self._next()(0)
         parts = _parts(parameters, shape, grid, layout, np.float64)
 
-        def fill(shape: tuple[int, ...], ranges: Sequence[range], flat: np.ndarray) -> None:
-            for place, words in block_words(RandomStream(key), shape, ranges):
-                tile = slice(place, place + len(words))
-                flat[tile] = convert(words, *(v[tile] if isinstance(v, np.ndarray) else v for v in parts))
+        def write(shape: tuple[int, ...], ranges: Sequence[range], flat: np.ndarray) -> None:
+            fill(key, shape, ranges, flat, parts)
 
         facts = _facts(key, parameters)
-        result = filled(f"Generator.{name}", fill, shape, grid, layout, dtype, RIGHT, facts, always=True)
+        result = filled(f"Generator.{name}", write, shape, grid, layout, dtype, RIGHT, facts, always=True)
         return delivered(result, out, name)
 
 
