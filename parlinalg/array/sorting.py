@@ -25,6 +25,8 @@ from parlinalg.layout import Cut, Layout, cut_lengths
 from parlinalg.redistribute import Move
 
 Block = Any
+CHUNK = 1 << 15
+"""Elements that stay in the cache while several passes are made over them."""
 
 
 def used(grid: Grid, cut: Cut) -> Cut:
@@ -86,7 +88,7 @@ def _chosen(rows: Block, mask: Block) -> Block:
     if not isinstance(rows, np.ndarray):
         return rows[mask]
     out = np.empty((int(np.count_nonzero(mask)), *rows.shape[1:]), rows.dtype)
-    step, done = max(1, 32768 // max(1, math.prod(rows.shape[1:]))), 0
+    step, done = max(1, CHUNK // max(1, math.prod(rows.shape[1:]))), 0
     for start in range(0, len(rows), step):
         at = np.flatnonzero(mask[start : start + step])
         rows[start : start + step].take(at, axis=0, out=out[done : done + len(at)], mode="clip")
@@ -141,6 +143,9 @@ def _sorted(a: DistArray, axis: int, descending: bool, index: bool) -> DistArray
         whole = a.redistribute(spread(shape, a.layout.dims[d], others))
         return whole.like(_sorted_block(whole.block, d, descending, index)).redistribute(a.layout)
     lengths = cut_lengths(a.shape[d], cut, grid.sizes)
+    if a.ndim == 1:
+        keys, places = sort_line(a.block, lengths, grid.comm(cut), grid, descending=descending, index=index)
+        return a.like(a.xp.ascontiguousarray(places if index else keys))
     front = a.xp.moveaxis(a.block, d, -1)
     out = grid.backend.empty(front.shape, dtype)
     for at in np.ndindex(front.shape[:-1]):
@@ -168,18 +173,15 @@ def sort_line(
 ) -> tuple[Block, Block]:
     """Return this rank's part of a sorted line, in pieces of these lengths, and with `index` where elements were."""
     xp, backend = grid.backend.xp, grid.backend
-    block = block[::-1] if descending else block  # equal elements come in the reverse order then, and are turned back
     begins = np.cumsum([0, *lengths])
     n, me = int(begins[-1]), comm.rank
     bounds = n - begins[::-1] if descending else begins
+    if not index and (found := _sorted_by_samples(block, bounds, comm, backend, descending)) is not None:
+        return found, None
+    block = block[::-1] if descending else block  # equal elements come in the reverse order then, and are turned back
     order = _argsort(block) if index else None
-    cuts = None if index else _sampled_splitters(block, n, bounds[1:-1], comm, backend, descending)
-    if cuts is not None and not _signed_zeros(block):  # they are sorted where they arrive
-        keys = np.partition(block, cuts[(cuts > 0) & (cuts < len(block))])
-    else:
-        keys = xp.ascontiguousarray(_sort(block) if order is None else block[order])
-    if cuts is None:
-        cuts = _splitters(keys, n, bounds[1:-1], comm, backend, descending)
+    keys = xp.ascontiguousarray(_sort(block) if order is None else block[order])
+    cuts = _splitters(keys, n, bounds[1:-1], comm, backend, descending)
     counts = np.diff(np.concatenate([[0], cuts, [len(keys)]]))
     if descending:
         counts = counts[::-1]
@@ -191,7 +193,7 @@ def sort_line(
         values.append(xp.ascontiguousarray(at.astype(np.int64)))
     received = np.empty(comm.size, np.int64)
     comm.all_to_all(np.ascontiguousarray(counts, np.int64), [1] * comm.size, received, [1] * comm.size)
-    found = []
+    arrived = []
     for value in values:
         send = xp.concatenate([value[s : s + c] for s, c in runs]) if descending else value
         got = backend.empty((lengths[me],), value.dtype)
@@ -199,30 +201,35 @@ def sort_line(
         if descending:  # runs of later ranks first
             ends = np.cumsum(received)
             got = xp.concatenate([got[int(e - c) : int(e)] for e, c in zip(ends[::-1], received[::-1], strict=True)])
-        found.append(got)
+        arrived.append(got)
     back = slice(None, None, -1) if descending else slice(None)
     if order is None:
-        return _sort(found[0])[back], None
-    merged = _argsort(found[0])
-    return found[0][merged][back], found[1][merged][back]
+        return _sort(arrived[0])[back], None
+    merged = _argsort(arrived[0])
+    return arrived[0][merged][back], arrived[1][merged][back]
 
 
 def _sort(block: Block, d: int = -1) -> Block:
-    """Return a block sorted along a dim: equal elements keep their order where they can be told apart."""
+    """Return a block sorted along a dim: equal elements keep their order where they can be told apart.
+
+    Of equal floats only zeros can, by their signs.  To leave the order free makes NumPy's sorts several times as fast.
+    """
     out = block.copy()
     if not isinstance(block, np.ndarray) or block.dtype.kind in "biu":
         out.sort(axis=d)
-        return out
-    out.sort(axis=d, kind="stable" if block.dtype.kind == "c" or _signed_zeros(block) else None)
+    elif block.ndim == 1 and block.dtype.kind == "f":
+        out.sort()
+        zeros = slice(*(int(out.searchsorted(out.dtype.type(0), side=side)) for side in ("left", "right")))
+        if np.signbit(out[zeros]).any():
+            out[zeros] = block[block == 0]
+    else:
+        out.sort(axis=d, kind="stable" if block.dtype.kind == "c" or _signed_zeros(block) else None)
     return out
 
 
 def _signed_zeros(block: np.ndarray) -> bool:
-    """Return True if a block has negative zeros: of equal floats only zeros differ, if the order of equal ones is free.
-
-    To leave it free makes NumPy's sorts several times as fast.
-    """
-    return block.dtype.kind == "f" and bool(((block == 0) & np.signbit(block)).any())
+    """Return True if a block has negative zeros."""
+    return block.dtype.kind == "f" and bool((zeros := block == 0).any() and np.signbit(block[zeros]).any())
 
 
 def _argsort(block: Block) -> Block:
@@ -279,37 +286,81 @@ def _splitters(keys: Block, n: int, places: np.ndarray, comm: Any, backend: Any,
     return cuts
 
 
-def _sampled_splitters(
-    block: Block, n: int, places: np.ndarray, comm: Any, backend: Any, reverse: bool
-) -> np.ndarray | None:
-    """Return what `_splitters` does, of keys in any order; None, on all ranks, where sorted keys are the shorter way.
+def _sorted_by_samples(
+    block: Block, bounds: np.ndarray, comm: Any, backend: Any, descending: bool
+) -> Block | None:  # fmt: skip
+    """Return what `sort_line` does, of keys alone; None, on all ranks, where sorted keys are the shorter way.
 
-    Samples tell between which keys a place is likely to lie; only the keys between them are sorted.
+    Samples tell between which keys each of `bounds` (of the line in rising order) is likely to lie.  Only the keys
+    between them are sorted to part them exactly; all others are sorted once, where they arrive.
     """
-    p, few = comm.size, 4
+    p, me, n = comm.size, comm.rank, int(bounds[-1])
+    places = bounds[1:-1]
     each = min(1024, n // (50 * p * p))
-    if len(places) > few or each < 32 or block.dtype.kind not in "iuf" or not backend.host_memory:
+    if p > 5 or each < 32 or block.dtype.kind not in "iuf" or not backend.host_memory:
         return None
     mine = block[(np.arange(each) * len(block)) // each] if len(block) else np.zeros(each, block.dtype)
     samples = np.sort(gathered(comm, mine).reshape(-1))
     m = len(samples)
-    cuts, between = np.zeros(len(places), np.int64), []
-    for i, place in enumerate(places.tolist()):
-        at, off = m * place / n, 4 * math.sqrt(m * place * (n - place)) / n + 2
-        low, high = samples[max(0, int(at - off))], samples[min(m - 1, int(at + off))]
-        if np.isnan(low) or np.isnan(high):  # NaNs, the same on all ranks
-            return None
-        below = block < low if at > off else np.zeros(len(block), np.bool_)
-        upto = block <= high if at + off < m - 1 else np.ones(len(block), np.bool_)
-        cuts[i] = np.count_nonzero(below)
-        between.append(np.sort(_chosen(block, upto & ~below)))
-    counts = gathered(comm, np.stack([cuts, [len(keys) for keys in between]])).sum(axis=0)
-    if (counts[0] > places).any() or (counts.sum(axis=0) < places).any() or counts[1].sum() > n // 2:
+    at, off = m * places / n, 4 * np.sqrt(m * places * (n - places)) / n + 2
+    edges = samples[np.clip(np.stack([at - off, at + off], 1).astype(np.int64), 0, m - 1).reshape(-1)]
+    if (at <= off).any() or (at + off >= m).any() or (edges[1:-1:2] >= edges[2::2]).any() or np.isnan(edges).any():
         return None
-    for i, keys in enumerate(between):
-        at = np.array([places[i] - counts[0, i]])
-        cuts[i] += _splitters(keys, int(counts[1, i]), at, comm, backend, reverse)[0]
-    return cuts
+    upto, parts = np.zeros(2 * p, np.int64), []
+    signed = False  # of zeros with signs the order is not free
+    for chunk in _chunks(block):
+        masks = _nested(chunk, edges)
+        upto += [np.count_nonzero(mask) for mask in masks]
+        parts.append([chunk[np.flatnonzero(masks[i] ^ masks[i + 1])] for i in range(1, 2 * p - 1, 2)])
+        signed = signed or _signed_zeros(chunk)
+    classes = np.diff(upto)  # below the first two edges, between them, …
+    every = gathered(comm, np.array([*classes, signed], np.int64)).sum(axis=0)
+    below = np.cumsum(every[:-1])
+    if every[-1] or (below[:-1:2] > places).any() or (below[1::2] < places).any() or every[1:-1:2].sum() > n // 2:
+        return None
+    between = [np.sort(np.concatenate(part)) for part in zip(*parts, strict=True)] or [block] * len(places)
+    cuts = [
+        int(_splitters(keys, int(every[2 * i + 1]), places[i : i + 1] - below[2 * i], comm, backend, descending)[0])
+        for i, keys in enumerate(between)
+    ]
+    pieces: list[list[Block]] = [[] for _ in range(p)]  # of keys between edges, for each part of the line
+    for i, (keys, cut) in enumerate(zip(between, cuts, strict=True)):
+        pieces[i].append(keys[:cut])
+        pieces[i + 1].append(keys[cut:])
+    counts = np.array([classes[2 * j] + sum(map(len, pieces[j])) for j in range(p)], np.int64)
+    order = range(p)[::-1] if descending else range(p)  # the part of each rank
+    sent, received = counts[order], np.empty(p, np.int64)
+    comm.all_to_all(sent, [1] * p, received, [1] * p)
+    own = int(sent[me])
+    sent[me] = received[me] = 0
+    out, send = np.empty(own + int(received.sum()), block.dtype), np.empty(int(sent.sum()), block.dtype)
+    starts = np.cumsum(sent) - sent
+    goals = [out if r == me else send[starts[r] :] for r in order]  # for each part of the line
+    for chunk in _chunks(block):
+        masks = _nested(chunk, edges)
+        for j, goal in enumerate(goals):
+            chosen = np.flatnonzero(masks[2 * j] ^ masks[2 * j + 1])
+            chunk.take(chosen, out=goal[: len(chosen)], mode="clip")
+            goals[j] = goal[len(chosen) :]
+    for goal, some in zip(goals, pieces, strict=True):
+        start = 0
+        for keys in some:
+            goal[start : start + len(keys)] = keys
+            start += len(keys)
+    comm.all_to_all(send, sent.tolist(), out[own:], received.tolist())
+    out.sort()
+    return out[::-1] if descending else out
+
+
+def _chunks(block: Block) -> list[Block]:
+    """Return the parts of a block that stay in the cache."""
+    return [block[start : start + CHUNK] for start in range(0, len(block), CHUNK)]
+
+
+def _nested(keys: Block, edges: np.ndarray) -> list[Block]:
+    """Return none of the keys, those below the first edge, up to the second, below the third, …, and all: as masks."""
+    inner = [keys <= edge if i % 2 else keys < edge for i, edge in enumerate(edges)]
+    return [np.zeros(len(keys), np.bool_), *inner, np.ones(len(keys), np.bool_)]
 
 
 def _host_index(index: np.ndarray, backend: Any) -> Any:
