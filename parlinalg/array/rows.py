@@ -42,21 +42,21 @@ class Owners:
         """Return for each element (its number in C order over the indexed dims) the rank among `axes` that holds it."""
         sizes = self.a.grid.sizes
         strides = {x: span_of(self.axes[i + 1 :], sizes) for i, x in enumerate(self.axes)}
-        owner = np.zeros(numbers.shape, np.intp)
+        dtype = _short(span_of(self.axes, sizes))
+        owner = np.zeros(numbers.shape, dtype)
         for d, index in zip(self.dims, self._indices(numbers), strict=True):
             cut = tuple(x for x in self.a.layout.dims[d] if sizes[x] > 1)
             stops = np.cumsum(cut_lengths(self.a.shape[d], cut, sizes))
-            if len(stops) > 16:
-                piece = np.searchsorted(stops, index, side="right")
-            else:  # to compare with each is faster
-                piece = np.zeros(index.shape, np.intp)
-                for stop in stops[:-1]:
-                    piece += index >= stop
-            rank, left = np.zeros(len(stops), np.intp), np.arange(len(stops))
+            rank, left = np.zeros(len(stops), dtype), np.arange(len(stops))
             for axis in reversed(cut):
                 left, at = np.divmod(left, sizes[axis])
-                rank += at * strides[axis]
-            owner += rank[piece]
+                rank += (at * strides[axis]).astype(dtype)
+            if len(stops) > FEW:
+                owner += rank[np.searchsorted(stops, index, side="right")]
+            else:  # to compare with each is faster; steps between ranks add up, modulo 2⁸
+                owner += rank[0]
+                for stop, step in zip(stops[:-1], np.diff(rank), strict=True):
+                    owner += (index >= stop) * step
         return owner
 
     def local(self, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -86,13 +86,14 @@ def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Sha
     held = tuple(slice(r.start, r.stop) for r in grid.block(layout, shape)) if grid.inside else ()
     number: np.ndarray | None = None
     problem = ""
-    nothing = np.zeros(grid.block_shape(layout, shape), np.int64)
+    mine = grid.block_shape(layout, shape)
     for d, n, index in zip(owners.dims, owners.shape, arrays, strict=True):
         if isinstance(index, DistArray):
             index = index.summed().redistribute(narrowed(layout, index.shape, shape))
             known = block = grid.backend.to_host(index.block)
         else:
-            known, block = np.asarray(index), np.broadcast_to(index, shape)[held] if grid.inside else nothing
+            known = np.asarray(index)
+            block = np.broadcast_to(index, shape)[held] if grid.inside else np.zeros(mine, np.int64)
         low = known.min() if known.size else 0
         if known.size and (low < -n or known.max() >= n):
             bad = known[(known < -n) | (known >= n)][0]
@@ -104,7 +105,7 @@ def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Sha
         problem = next(filter(None, grid.world.share(problem)), "")
     if problem:
         raise IndexError(problem)
-    return nothing.reshape(-1) if number is None else np.broadcast_to(number, nothing.shape).reshape(-1)
+    return np.broadcast_to(np.zeros((), np.int64) if number is None else number, mine).reshape(-1)
 
 
 def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArray:
@@ -137,29 +138,48 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
     front = owners.front()
     held = front.shape[len(owners.dims) :]
     if not owners.axes:
-        here = tuple(_on(grid, i) for i in owners.local(numbers))
-        return DistArray(front[here].reshape(grid.block_shape(layout, full)), full, layout, grid)
+        rows = _rows(front, owners.local(numbers), grid)
+        return DistArray(rows.reshape(grid.block_shape(layout, full)), full, layout, grid)
     comm, width = grid.comm(owners.axes), math.prod(held)
     out = grid.backend.empty((len(numbers), *held), a.dtype)
     most = math.prod(index.block_shape(shape, grid.sizes, dict.fromkeys(grid.sizes, 0)))
     step = max(1, piece_size(most * max(1, width)) // max(1, width))
     for start in range(0, most, step):
-        part = numbers[start : start + step]
-        owner = owners.split(part)
-        order, counts = by_owner(owner, comm.size)
+        part, goal = numbers[start : start + step], out[start : start + step]
+        shares = by_owner(owners.split(part), comm.size)
+        own, shares[comm.rank] = shares[comm.rank], shares[comm.rank][:0]
+        order, counts = np.concatenate(shares), [len(share) for share in shares]
         asked, received = trade(comm, part[order], counts)
-        here = tuple(_on(grid, i) for i in owners.local(asked))
-        rows = grid.backend.xp.ascontiguousarray(front[here])
-        got = grid.backend.empty((len(part), *held), a.dtype)
+        rows = _rows(front, owners.local(asked), grid)
+        got = grid.backend.empty((len(order), *held), a.dtype)
         comm.all_to_all(rows, [int(n) * width for n in received], got, [int(n) * width for n in counts])
-        out[start + _on(grid, order)] = got
+        goal[_on(grid, order)] = got
+        goal[_on(grid, own)] = _rows(front, owners.local(part[own]), grid)
     return DistArray(out.reshape(grid.block_shape(layout, full)), full, layout, grid)
 
 
-def by_owner(owner: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that brings elements of the same owner together, in their own order, and how many each has."""
-    short = owner.astype(np.uint8 if ranks <= 256 else np.uint16 if ranks <= 1 << 16 else np.intp)  # sorted by radix
-    return np.argsort(short, kind="stable"), np.bincount(owner, minlength=ranks)
+def _rows(front: Any, here: tuple[np.ndarray, ...], grid: Grid) -> Any:
+    """Return the rows at these indices of the first dims of a block, which all lie in it, without gaps."""
+    if len(here) == 1 and isinstance(front, np.ndarray) and front.flags.c_contiguous:
+        return front.take(here[0], axis=0, mode="clip")  # faster than an index
+    return grid.backend.xp.ascontiguousarray(front[tuple(_on(grid, i) for i in here)])
+
+
+FEW = 16
+"""Ranks, or pieces of a dim, up to which elements are compared with each of them."""
+
+
+def _short(ranks: int) -> type[np.unsignedinteger[Any]]:
+    """Return the dtype of numbers of ranks: of short ones passes are fast, and sorts count."""
+    return np.uint8 if ranks <= 1 << 8 else np.uint16 if ranks <= 1 << 16 else np.uintp
+
+
+def by_owner(owner: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """Return for each rank the places of the elements that it owns, in their order."""
+    short = owner.astype(_short(ranks), copy=False)
+    if ranks <= FEW:
+        return [np.flatnonzero(short == rank) for rank in range(ranks)]
+    return np.split(np.argsort(short, kind="stable"), np.cumsum(np.bincount(short, minlength=ranks))[:-1])
 
 
 def trade(comm: Any, values: np.ndarray, counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -212,8 +232,8 @@ def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any
         rows = rows.reshape((len(numbers), *held)).astype(a.dtype, copy=False)
     if shape and owners.axes:
         comm, width = grid.comm(owners.axes), math.prod(held)
-        owner = owners.split(numbers)
-        order, counts = by_owner(owner, comm.size)
+        shares = by_owner(owners.split(numbers), comm.size)
+        order, counts = np.concatenate(shares), [len(share) for share in shares]
         numbers, received = trade(comm, numbers[order], counts)
         if rows is not None:
             sent = grid.backend.xp.ascontiguousarray(rows[_on(grid, order)])

@@ -296,7 +296,7 @@ def _sorted_by_samples(
     """
     p, me, n = comm.size, comm.rank, int(bounds[-1])
     places = bounds[1:-1]
-    each = min(1024, n // (50 * p * p))
+    each = min(4096, n // (50 * p * p))
     if p > 5 or each < 32 or block.dtype.kind not in "iuf" or not backend.host_memory:
         return None
     mine = block[(np.arange(each) * len(block)) // each] if len(block) else np.zeros(each, block.dtype)
@@ -464,7 +464,8 @@ def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArr
     if not held.size:
         return values.like(backend.zeros(values.block.shape, np.int64))
     owner = held[np.minimum(lasts.searchsorted(flat, side=side), len(held) - 1)]
-    order, counts = by_owner(owner, comm.size)
+    shares = by_owner(owner, comm.size)
+    order, counts = np.concatenate(shares), [len(share) for share in shares]
     wanted, received = trade(comm, flat[order], counts)
     on = wanted if backend.host_memory else backend.from_host(wanted)
     places = backend.to_host(a.xp.searchsorted(keys, on, side=side)).astype(np.int64) + int(starts[comm.rank])
