@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
+from parlinalg.array import sorting
 from parlinalg.layout import Layout
 from tests.cases import grids, layouts, numbers, pairs, same
 
@@ -54,7 +55,13 @@ def test_what_changes_nothing_is_a_copy_still(grid):
     same(np.repeat(x[:0], []), values[:0])
 
 
-@pytest.mark.parametrize("kind", ["random", "few values", "sorted", "signed zeros", "not numbers", "integers", "steps"])
+KINDS = [
+    "random", "few values", "sorted", "signed zeros", "some signed zeros", "not numbers", "few not numbers", "integers",
+    "short integers", "steps", "halves",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_long_lines(grid, kind):
     """Long enough for samples to tell which keys go where, and for lines to be taken together."""
     n, rng = 8000 * grid.world.size, np.random.default_rng(7)
@@ -63,6 +70,10 @@ def test_long_lines(grid, kind):
         "few values": lambda: rng.integers(0, 3, n).astype(float),
         "sorted": lambda: np.arange(n)[::-1] / 7,
         "signed zeros": lambda: rng.choice([0.0, -0.0, 1.0, -1.0, 0.5], n),
+        "some signed zeros": lambda: np.where(rng.random(n) < 0.05, rng.choice([0.0, -0.0], n), rng.normal(size=n)),
+        "few not numbers": lambda: np.where(rng.random(n) < 1e-3, np.nan, rng.random(n)),
+        "short integers": lambda: rng.integers(-100, 100, n).astype(np.int8),
+        "halves": lambda: rng.normal(size=n).astype(np.float16),
         "not numbers": lambda: np.where(rng.random(n) < 0.3, np.nan, rng.random(n)),
         "integers": lambda: rng.integers(-(2**62), 2**62, n),
         "steps": lambda: np.tile(np.arange(16.0), n // 16) + np.where(np.arange(n) % 16 == 3, rng.random(n), 0),
@@ -74,13 +85,26 @@ def test_long_lines(grid, kind):
     same(np.signbit(got), np.signbit(want))
     order = np.argsort(values, kind="stable")
     same(pla.argsort(x), order)
-    if kind != "not numbers":
+    if "not numbers" not in kind:
         same(pla.sort(x, descending=True), want[::-1])
     rows = values.reshape(-1, 8)
     y = pla.distribute(rows, grid, Layout(grid.axes, None))
     for axis in (0, 1):
         same(np.argmin(y, axis=axis), np.argmin(rows, axis=axis))
         same(np.argmax(y.T, axis=axis), np.argmax(rows.T, axis=axis))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["random", "few not numbers", "integers"])
+def test_few_ranks_sort_keys_once(make_grid, world, backend, monkeypatch, kind):
+    """Samples suffice to part them; the other way, which sorts them before and after, is not taken."""
+    n, rng = 100_000 * world.size, np.random.default_rng(7)
+    values = rng.integers(-(2**62), 2**62, n) if kind == "integers" else rng.random(n)
+    if kind == "few not numbers":
+        values[rng.integers(0, n, 9)] = np.nan
+    if backend == "numpy" and world.size <= 5:
+        monkeypatch.setattr(sorting, "_sort", None)
+    same(pla.sort(pla.distribute(values, make_grid({"a": world.size}), Layout("a"))), np.sort(values))
 
 
 def test_not_a_number_is_one_value_for_numpy_and_many_for_the_standard(grid):
