@@ -296,15 +296,10 @@ def _sorted_by_samples(
     """
     p, me, n = comm.size, comm.rank, int(bounds[-1])
     places = bounds[1:-1]
-    each = min(4096, n // (50 * p * p))
-    if p > 5 or each < 32 or block.dtype.kind not in "iuf" or not backend.host_memory:
+    if p > 5 or block.dtype.kind not in "iuf" or not backend.host_memory:
         return None
-    mine = block[(np.arange(each) * len(block)) // each] if len(block) else np.zeros(each, block.dtype)
-    samples = np.sort(gathered(comm, mine).reshape(-1))
-    m = len(samples)
-    at, off = m * places / n, 4 * np.sqrt(m * places * (n - places)) / n + 2
-    edges = samples[np.clip(np.stack([at - off, at + off], 1).astype(np.int64), 0, m - 1).reshape(-1)]
-    if (at <= off).any() or (at + off >= m).any() or (edges[1:-1:2] >= edges[2::2]).any() or np.isnan(edges).any():
+    edges = _likely(block, places, n, comm)
+    if edges is None:
         return None
     upto, parts = np.zeros(2 * p, np.int64), []
     signed = False  # of zeros with signs the order is not free
@@ -335,7 +330,32 @@ def _sorted_by_samples(
     sent[me] = received[me] = 0
     out, send = np.empty(own + int(received.sum()), block.dtype), np.empty(int(sent.sum()), block.dtype)
     starts = np.cumsum(sent) - sent
-    goals = [out if r == me else send[starts[r] :] for r in order]  # for each part of the line
+    _part(block, edges, pieces, [out if r == me else send[starts[r] :] for r in order])
+    comm.all_to_all(send, sent.tolist(), out[own:], received.tolist())
+    out.sort()
+    return out[::-1] if descending else out
+
+
+def _likely(block: Block, places: np.ndarray, n: int, comm: Any) -> np.ndarray | None:
+    """Return for each place of a line of `n` the keys between which its own is likely to lie, from samples.
+
+    None, on all ranks, if there are too few samples, or keys are not numbers or so often equal that places share them.
+    """
+    each = min(4096, n // (50 * comm.size**2))
+    if each < 32:
+        return None
+    mine = block[(np.arange(each) * len(block)) // each] if len(block) else np.zeros(each, block.dtype)
+    samples = np.sort(gathered(comm, mine).reshape(-1))
+    m = len(samples)
+    at, off = m * places / n, 4 * np.sqrt(m * places * (n - places)) / n + 2  # four standard deviations
+    if (at <= off).any() or (at + off >= m).any():
+        return None
+    edges = samples[np.stack([at - off, at + off], 1).astype(np.int64).reshape(-1)]
+    return None if (edges[1:-1:2] >= edges[2::2]).any() or np.isnan(edges).any() else edges
+
+
+def _part(block: Block, edges: np.ndarray, pieces: list[list[Block]], goals: list[Block]) -> None:
+    """Write the keys outside of the pairs of edges, and the `pieces` of those inside, to the goal of each part."""
     for chunk in _chunks(block):
         masks = _nested(chunk, edges)
         for j, goal in enumerate(goals):
@@ -347,9 +367,6 @@ def _sorted_by_samples(
         for keys in some:
             goal[start : start + len(keys)] = keys
             start += len(keys)
-    comm.all_to_all(send, sent.tolist(), out[own:], received.tolist())
-    out.sort()
-    return out[::-1] if descending else out
 
 
 def _chunks(block: Block) -> list[Block]:

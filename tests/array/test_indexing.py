@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parlinalg as pla
+from parlinalg.array import rows
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Layout
 from tests.agreement import agreed
@@ -86,6 +87,27 @@ def test_slices_of_any_dims_of_permuted_arrays(grid, tune, buffer):
         check(turned[key[:1]], want[key[:1]])
         check(turned[(..., None, *key[1:])], want[(..., None, *key[1:])])
     check(x, values)
+
+
+@pytest.mark.parametrize("few", [1, 16])
+def test_index_arrays_on_few_ranks_and_many(grid, monkeypatch, few):
+    """Elements are parted by comparisons with each rank, or from some ranks on by a search and a sort."""
+    monkeypatch.setattr(rows, "FEW", few)
+    values, rng = numbers((11, 5), seed=3), np.random.default_rng(4)
+    at, to = rng.integers(-11, 11, (3, 7)), rng.integers(0, 5, 7)
+    for layout, _ in pairs(layouts(grid.axes, 2), [0], 6, seed=5):
+        x = pla.distribute(values, grid, layout)
+        for index in (at, pla.distribute(at, grid, Layout(None, grid.axes))):
+            check(x[index], values[at])
+            check(x[index, to], values[at, to])
+        check(x[:, to], values[:, to])
+        if not layout.partial:
+            y, want = x.copy(), values.copy()
+            y[at[0], to] = x[at[1], to]
+            want[at[0], to] = values[at[1], to]
+            check(y, want)
+    line = pla.distribute(np.arange(11.0), grid, Layout(grid.axes))
+    check(np.searchsorted(line, line[::-1] - 0.5), np.arange(11)[::-1])
 
 
 def test_wrong_keys(grid):
