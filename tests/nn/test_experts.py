@@ -41,7 +41,7 @@ def layer(scheme: Any, grid: Any, *, experts: int = EXPERTS, **options: Any) -> 
         HIDDEN, INNER, experts, scheme, grid, aux_loss_coef=0.3, z_loss_coef=0.05, dtype="float64", **options
     )
     made.start_from(lambda name, declared: nn.init.Normal(0.7))
-    return made.initialize(3)
+    return made.initialize(5)
 
 
 def inputs() -> tuple[np.ndarray, np.ndarray]:
