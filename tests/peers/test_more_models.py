@@ -95,7 +95,8 @@ def reads(torch, case, folder, dtype):
     )
     assert not any(said.values()), said
     got = computed(torch, back.eval(), "bert" if kind == "BertModel" else case).numpy()
-    assert np.array_equal(got, np.load(folder / "want.npy"))
+    # torch's convolutions differ in the last bits from load to load, by where their arrays lie
+    np.testing.assert_allclose(got, np.load(folder / "want.npy"), rtol=100 * float(np.finfo(got.dtype).eps))
 
 
 def test_what_is_not_the_same_is_refused(on_root, peer_folder, torch, make_grid, world):
