@@ -342,7 +342,8 @@ def _set_by_arrays(a: DistArray, key: Key, value: Any, add: bool) -> None:
             line = np.asarray(key.ranges[d], np.int64)
             arrays.append(line.reshape(-1, *(1,) * (len(full) - place[d] - 1)) if d in place else line.reshape(()))
         dims = [*dims, *rest]
-    store(a, dims, arrays, _fitted(value, full) if isinstance(value, DistArray) else value, add=add)
+    value = _fitted(value, full) if isinstance(value, DistArray) else value
+    store(a, dims, arrays, value, add=add, looked_up=all(index))
 
 
 def _with_dims(v: Any, behind: int, before: int = 0) -> Any:

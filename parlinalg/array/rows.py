@@ -74,8 +74,12 @@ class Owners:
         return self.a.block.transpose((*self.dims, *self.rest))
 
 
-def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape) -> np.ndarray:
+def numbered(
+    owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Shape, *, looked_up: bool = True
+) -> np.ndarray:
     """Return the numbers of the elements that this rank's part of the index chooses, flat.
+
+    Without `looked_up` numbers out of bounds are forgiven: NumPy does so where index arrays are broadcast to no element.
 
     Raises
     ------
@@ -95,7 +99,7 @@ def numbered(owners: Owners, arrays: Sequence[Index], layout: Layout, shape: Sha
             known = np.asarray(index)
             block = np.broadcast_to(index, shape)[held] if grid.inside else np.zeros(mine, np.int64)
         low = known.min() if known.size else 0
-        if all(shape) and known.size and (low < -n or known.max() >= n):  # NumPy forgives where none is looked up
+        if looked_up and known.size and (low < -n or known.max() >= n):
             bad = known[(known < -n) | (known >= n)][0]
             problem = problem or f"index {bad} is out of bounds for dim {d} of size {n}"
         block = block.astype(np.int64, copy=False)
@@ -132,7 +136,7 @@ def fetch(a: DistArray, dims: Sequence[int], arrays: Sequence[Index]) -> DistArr
     index = spread(shape, [x for x in owners.axes if x not in used], given)
     layout = Layout(*index.dims, *(a.layout.dims[d] for d in owners.rest))
     full = (*shape, *(a.shape[d] for d in owners.rest))
-    numbers = numbered(owners, arrays, index, shape)
+    numbers = numbered(owners, arrays, index, shape, looked_up=all(shape))
     if not grid.inside:
         return DistArray(grid.backend.zeros(grid.block_shape(layout, full), a.dtype), full, layout, grid)
     front = owners.front()
@@ -200,7 +204,9 @@ def _on(grid: Grid, index: np.ndarray) -> Any:
     return index if grid.backend.host_memory else grid.backend.from_host(index)
 
 
-def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any, *, add: bool = False) -> None:
+def store(
+    a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any, *, add: bool = False, looked_up: bool = True
+) -> None:
     """Write `a[arrays] = value` over `dims`; of elements that are chosen twice the last one stays, in C order.
 
     With `add` the values are added to the elements, each as often as it is chosen.
@@ -209,6 +215,8 @@ def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any
     ----------
     value : scalar, or DistArray
         It broadcasts to [dims of the broadcast index, other dims of a].
+    looked_up : bool
+        As of `numbered`.
     """
     grid = a.grid
     owners = Owners(a, dims)
@@ -221,7 +229,7 @@ def store(a: DistArray, dims: Sequence[int], arrays: Sequence[Index], value: Any
         if broadcast_shape([value.shape, full], "setting elements") != full:
             raise ValueError(f"a value of shape {value.shape} does not broadcast to {full}")
         value = value.redistribute(narrowed(layout, value.shape, full))
-    numbers = numbered(owners, arrays, index, shape)
+    numbers = numbered(owners, arrays, index, shape, looked_up=looked_up)
     if not grid.inside:
         return
     front = owners.front()

@@ -144,6 +144,8 @@ def test_indices_are_not_looked_up_where_there_are_none(grid):
     for index in (wrong, pla.distribute(wrong, grid, Layout(None))):
         check(x[none, index], values[none, wrong])
         x[none, index] = 1
+        with pytest.raises(IndexError, match="index -2 is out of bounds for dim 1 of size 1"):
+            x[3:, index] = 1
     check(x, values)
 
 
