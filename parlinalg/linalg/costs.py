@@ -25,7 +25,7 @@ from parlinalg.layout import Cut, Layout, coordinates, span_of
 from parlinalg.linalg import blocks
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
-from parlinalg.linalg.eigh import PANEL
+from parlinalg.linalg.eigh import PANEL, TOGETHER
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting
 from parlinalg.matmul.assign import assign
@@ -368,8 +368,11 @@ def substitute(
     return costs
 
 
-def qr_factor(costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Collection[int] = ()) -> Costs:
-    """Add what `qr_factor` receives of a matrix.
+def qr_factor(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Collection[int] = (), extra: int = 0,
+    extra_layout: Layout | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `qr_factor` receives of a matrix, with so many right-hand sides that ride along.
 
     Parameters
     ----------
@@ -377,8 +380,10 @@ def qr_factor(costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Co
         The first columns of the panels that go through the tree (`QR.trees`).
     """
     deal, (m, n) = costs.deal, shape
-    rows, columns = deal.rows(m), deal.columns(n)
-    costs.bring(layout, shape, rows, columns)
+    rows, columns = deal.rows(m), deal.columns(n + extra)
+    costs.bring(layout, shape, rows, deal.columns(n))
+    if extra_layout is not None:
+        costs.bring(extra_layout, (m, extra), rows, [x[x >= n] - n for x in columns])
     k_end = min(m, n)
     for k, b in panels(k_end, deal.size):
         i, j = deal.owner(k)
@@ -498,7 +503,7 @@ def eigh(
     rows, columns = deal.rows(n), deal.columns(wanted)
     costs.trip("vectors to work", [(np.arange(p, n, ranks), np.arange(wanted)) for p in range(ranks)],
                deal.places(rows, columns))  # fmt: skip
-    turn(costs, panels(n, PANEL), after(columns, 0))
+    turn(costs, panels(n, PANEL * TOGETHER), after(columns, 0))
     costs.home(layout, (n, wanted), rows, columns)
     return costs
 
@@ -563,7 +568,7 @@ def svd(
     bidiagonal(costs, layout, (top, n))
     k = m if full_matrices and not tall else n
     for wide in (k, n):
-        turn(costs, panels(n, PANEL), after(deal.columns(wide), 0))
+        turn(costs, panels(n, PANEL * TOGETHER), after(deal.columns(wide), 0))
     costs.home(layout, (top, k), deal.rows(top), deal.columns(k))
     costs.home(layout, (n, n), deal.rows(n), deal.columns(n))
     if tall:

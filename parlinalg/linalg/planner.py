@@ -13,7 +13,7 @@ import numpy as np
 from parlinalg.errors import PlanError
 from parlinalg.grid import default_layout
 from parlinalg.layout import Layout
-from parlinalg.linalg import blocks, costs
+from parlinalg.linalg import bidiagonal, blocks, costs
 from parlinalg.linalg.blocks import Machine, Time
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.tiles import Deal
@@ -66,8 +66,14 @@ class LinalgPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The rows and columns of the matrix at work, of which there are no fewer rows in an `svd`."""
-        return (self.n, self.m) if self.routine == "svd" and self.m < self.n else (self.m, self.n)
+        """The rows and columns of the matrix at work: of a tall one in an `svd` R of its QR factorization."""
+        return at_work(self.routine, self.m, self.n)
+
+    @property
+    def first(self) -> Deal | None:
+        """How the tiles of the QR factorization are dealt that comes before an `svd` of a tall matrix."""
+        m, n = max(self.m, self.n), min(self.m, self.n)
+        return dealt("qr", m, n, self.sizes, None, self.near) if self.routine == "svd" and self.shape[0] < m else None
 
     @cached_property
     def deal(self) -> Deal:
@@ -94,9 +100,7 @@ class LinalgPlan:
             return costs.qr(found, rest, (self.m, self.n))
         if self.routine == "eigh":
             return costs.eigh(found, rest, self.n, real=self.dtype.startswith("float"))
-        m, n = self.shape
-        first = dealt("qr", m, n, self.sizes, None, self.near)
-        return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=first)
+        return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=self.first)
 
     @property
     def busiest(self) -> int:
@@ -121,7 +125,12 @@ class LinalgPlan:
     @property
     def time(self) -> Time:
         """The time of the model, without the trips, in operations of a fast product."""
-        return blocks.predicted(self.routine, *self.shape, self.deal.R, self.deal.C, self.block, self.machine)
+        found = blocks.predicted(self.routine, *self.shape, self.deal.R, self.deal.C, self.block, self.machine)
+        if (first := self.first) is not None:
+            m, n = max(self.m, self.n), min(self.m, self.n)
+            before = blocks.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
+            found = Time(*(x + y for x, y in zip(found, before, strict=True)))
+        return found
 
     @cached_property
     def memory(self) -> dict[str, int]:
@@ -142,6 +151,14 @@ class LinalgPlan:
     def explain(self) -> str:
         """Return the plan's grid, tiles, words, messages, memory and time, and what was not chosen, as text."""
         return explain(self)
+
+
+def at_work(routine: str, m: int, n: int) -> tuple[int, int]:
+    """Return the rows and columns of the tiles of a routine; an `svd` works on no fewer rows than columns."""
+    if routine != "svd":
+        return m, n
+    m, n = max(m, n), min(m, n)
+    return (n, n) if m > bidiagonal.TALL * n and n else (m, n)
 
 
 def dealt(routine: str, m: int, n: int, sizes: Mapping[str, int], block: int | None, near: bool) -> Deal:
@@ -226,8 +243,7 @@ def plan_linalg(
     given = None if block is None else _number("block", block, 1)
 
     def on(grid: dict[str, int]) -> LinalgPlan:
-        shape = (n, m) if routine == "svd" and m < n else (m, n)
-        size = dealt(routine, *shape, grid, given, near).size
+        size = dealt(routine, *at_work(routine, m, n), grid, given, near).size
         return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate)
 
     plan = min(map(on, grids), key=lambda each: each.time.total)
@@ -336,10 +352,15 @@ def _time(plan: LinalgPlan) -> str:
 
 def _others(plan: LinalgPlan) -> list[str]:
     """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
-    (m, n), deal, best = plan.shape, plan.deal, plan.time.total or 1
+    (m, n), deal = plan.shape, plan.deal
+
+    def predicted(R: int, C: int, b: int) -> float:
+        return blocks.predicted(plan.routine, m, n, R, C, b, plan.machine).total
+
+    best = predicted(deal.R, deal.C, plan.block) or 1
 
     def time(R: int, C: int, b: int) -> float:
-        return 100 * (blocks.predicted(plan.routine, m, n, R, C, b, plan.machine).total / best - 1)
+        return 100 * (predicted(R, C, b) / best - 1)
 
     sizes = sorted({*blocks.candidates(plan.routine, m, n, deal.R, deal.C), plan.block})
     at = sizes.index(plan.block)

@@ -158,7 +158,7 @@ def test_solve(grid, dtype, deals):
 def test_qr(grid, dtype, deals, dependent, monkeypatch):
     monkeypatch.setattr(QR, "STRIP", 24)
     found, expected = set(), False
-    for deal, shape, layout, _, rng in deals(SHAPES, 5):
+    for deal, shape, layout, other, rng in deals(SHAPES, 5):
         a = random(shape, dtype, rng)
         if dependent:  # panels that the Gram matrices do not orthogonalize
             a[:, 1::2] = a[:, : shape[1] // 2 * 2 : 2]
@@ -170,6 +170,13 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
         found |= trees
         costs = formulas.qr_factor(counting(grid, deal), layout, shape, trees=trees)
         equal(book, costs, grid, (shape, deal, layout))
+        sides = int(rng.integers(6))
+        b = pla.distribute(random((shape[0], sides), dtype, rng), grid, other)
+        with pla.ledger(grid) as book:
+            factor = factors.QRFactor(x, b=b)
+        others, costs = set().union(*grid.world.share(factor._work.trees)), counting(grid, deal)
+        formulas.qr_factor(costs, layout, shape, trees=others, extra=sides, extra_layout=other)
+        equal(book, costs, grid, (shape, deal, layout, "right-hand sides"))
         with pla.ledger(grid) as book:
             linalg.qr(x)
         if grid.size > 1:  # else it may be one call of LAPACK
@@ -177,7 +184,7 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
                 counting(grid, deal), layout, shape, trees=trees, sound=not dependent if grid.backend.cpu else None
             )
             equal(book, costs, grid, (shape, deal, layout), words_alone=True)
-    assert bool(found) == expected
+    assert found or not expected
 
 
 def test_reductions(grid, dtype, deals):
