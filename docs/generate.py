@@ -15,6 +15,7 @@ from pathlib import Path
 
 from parlinalg.array import functions
 from parlinalg.layout import coordinates
+from parlinalg.linalg.planner import plan_linalg
 from parlinalg.schemes import discover, scheme_words, table_of_schemes
 from parlinalg.schemes.scheme import Scheme
 from parlinalg.train import config
@@ -90,6 +91,29 @@ def words() -> str:
     return table(("scheme", "grid", "forward", "backward", "together", "weights per rank"), rows())
 
 
+HALVES = "n²/2R (1 − 1/C) + n²/2C (1 − 1/R)"
+LINALG = {
+    "cholesky": f"{HALVES}; trips n²/p (1 − 1/p)",
+    "lu": f"{HALVES} + n b (R − 1)/C for tournaments + n b (1 − 1/C) for corners; trips 3 n²/p (1 − 1/p)",
+    "solve": "the same and n²/2R (1 − 1/C) for the substitution; trips n²/p (1 − 1/p)",
+    "qr": "n²/2R (1 − 1/C) + 2 n²/C (1 − 1/R) + 6 n b/C (1 − 1/R) + 2 n b (1 − 1/C); trips 3 n²/p (1 − 1/p)",
+    "eigh": "2 n² (1 − 1/p) + 2 n²/C (1 − 1/R); trips 4 n²/p (1 − 1/p)",
+    "svd": "4 n² (1 − 1/p) + 4 n²/C (1 − 1/R); trips 4 n²/p (1 − 1/p)",
+}
+
+
+def words_of_factorizations() -> str:
+    """The words of factorizations to leading order, and exactly for an example, with the calls."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for routine, formula in LINALG.items():
+            plan = plan_linalg(routine, 4096, sizes={"r": 4, "c": 4})
+            mean = f"{plan.costs.words.mean():,.0f}"
+            yield f"`{routine}`", formula, str(plan.block), mean, f"{plan.words:,}", f"{plan.messages:,}"
+
+    return table(("routine", "words received, the mean of all ranks", "b", "n = 4096 on 4×4", "most", "calls"), rows())
+
+
 def numpy_functions() -> str:
     """The functions of NumPy that take distributed arrays."""
     return ", ".join(f"`{name}`" for name in functions.names()) + "."
@@ -145,6 +169,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "words": words,
     "numpy functions": numpy_functions,
+    "words of factorizations": words_of_factorizations,
     **{f"program {file.stem}": program(file) for file in sorted((DOCS / "examples").glob("*.py"))},
     **{f"keys of {name}": keys_of(name, section) for name, section in SECTIONS.items()},
 }

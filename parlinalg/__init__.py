@@ -34,6 +34,7 @@ from parlinalg.errors import (
 )
 from parlinalg.grid import Grid, default_grid, set_default_grid
 from parlinalg.layout import Layout
+from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
 from parlinalg.sequence import sequence_order
@@ -118,6 +119,7 @@ __all__ = [
     "parallel",
     "pipeline",
     "plan_elementwise",
+    "plan_linalg",
     "plan_matmul",
     "print0",
     "random",

@@ -235,14 +235,7 @@ class Grid:
         >>> grid.default_layout((6, 6)), grid.default_layout((1000, 3)), grid.default_layout((1,))
         (Layout('r', 'c'), Layout(('r', 'c'), None), Layout(None))
         """
-        dims: list[Cut] = [()] * len(shape)
-        lengths = list(shape)
-        for axis in self.axes:
-            longest = max(range(len(shape)), key=lambda d: lengths[d], default=-1)
-            if longest >= 0 and lengths[longest] > 1:
-                dims[longest] = (*dims[longest], axis)
-                lengths[longest] = -(-lengths[longest] // 2)
-        return Layout(*dims)
+        return default_layout(self.axes, shape)
 
     def block(self, layout: Layout, shape: tuple[int, ...]) -> tuple[range, ...]:
         """Return for each dim the range of global indices in this rank's block (empty ranges outside the grid)."""
@@ -277,6 +270,18 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid({self.sizes}, backend={self.backend.name!r})"
+
+
+def default_layout(axes: Cut, shape: tuple[int, ...]) -> Layout:
+    """Return what `Grid.default_layout` returns on a grid with these axes."""
+    dims: list[Cut] = [()] * len(shape)
+    lengths = list(shape)
+    for axis in axes:
+        longest = max(range(len(shape)), key=lambda d: lengths[d], default=-1)
+        if longest >= 0 and lengths[longest] > 1:
+            dims[longest] = (*dims[longest], axis)
+            lengths[longest] = -(-lengths[longest] // 2)
+    return Layout(*dims)
 
 
 _entered: list[Grid] = []

@@ -36,6 +36,15 @@ WORD_FLOPS = 256
 CALL_FLOPS = 1 << 19
 """Floating-point operations that take as long as a collective call of few elements."""
 
+GEMM_DEPTH = 14
+"""The inner dim at which products of matrices run at half their rate."""
+
+PANEL_SLOWNESS = 2
+"""How many times longer than in products an operation takes in the factorization of a panel of columns."""
+
+STEP_FLOPS = 1 << 22
+"""Floating-point operations that take as long as a step of a factorization beside its operations, words and calls."""
+
 ATTENTION_POLL = 1 << 20
 """Scores of attention between two polls of communication in progress."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import Backend
-from parlinalg.comm import Comm
+from parlinalg.backend.blas import gemm_rate
+from parlinalg.comm import Comm, open_comm
+from parlinalg.grid import Grid
+from parlinalg.linalg import blocks
+from parlinalg.linalg.blocks import Machine
 
 LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
 
@@ -25,6 +30,23 @@ def collectives(comm: Comm, backend: Backend) -> list[tuple[str, float, float]]:
         call, received = _call(comm, backend, name, BANDWIDTH_BYTES)
         rows.append((name, short, received / _timed(comm, call, received, calls=4)))
     return rows
+
+
+def machine(dtype: str) -> tuple[Machine, float]:
+    """Return the constants of the model of factorizations on this machine, and the operations a second of a product.
+
+    Collective over all ranks; the slowest one counts.  On one rank words and calls keep their usual constants.
+    """
+    comm = open_comm()
+    with Grid({"ranks": comm.size}, comm) as grid:
+        rate = min(comm.share(gemm_rate(grid.backend, dtype)))
+        found = blocks.machine()
+        if comm.size > 1:
+            rows = {name: row for name, *row in collectives(comm, grid.backend)}
+            latency, bandwidth = rows["all_gather"][0], min(rows["all_gather"][1], rows["broadcast"][1])
+            word = np.dtype(dtype).itemsize / bandwidth
+            found = found._replace(word=word * rate, call=latency / math.log2(comm.size) * rate)
+    return found, rate
 
 
 def _call(comm: Comm, backend: Backend, name: str, size: int) -> tuple[Callable[[], Any], int]:

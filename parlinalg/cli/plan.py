@@ -9,10 +9,17 @@ from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.layout import Layout
 
+ROUTINES = {
+    "cholesky": "A = L Lᴴ", "lu": "P A = L U", "solve": "A X = B by LU", "qr": "A = Q R",
+    "eigh": "the eigenvalues and eigenvectors of a Hermitian matrix", "svd": "A = U S Vᴴ",
+}  # fmt: skip
+
 
 def add(commands: Commands) -> None:
     """Add the command to the parser."""
-    plan = commands.add_parser("plan", help="explain the plan of a distributed product or elementwise operation")
+    plan = commands.add_parser(
+        "plan", help="explain the plan of a distributed product, factorization or elementwise operation"
+    )
     what = plan.add_subparsers(metavar="WHAT", required=True)
     matmul = what.add_parser("matmul", help="the grid and kernel for C[M, N] = A[M, K] B[K, N]")
     for name in ("M", "N", "K"):
@@ -21,6 +28,28 @@ def add(commands: Commands) -> None:
     matmul.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
     matmul.add_argument("--dtype", default="float64", help="of A, B and C (default: %(default)s)")
     matmul.set_defaults(run=run)
+    for name, matrix in ROUTINES.items():
+        routine = what.add_parser(
+            name, help=f"the grid and the tiles for {matrix}",
+            description=f"Print the grid, the tiles, the words, calls and memory of a rank, and the time of {matrix} "
+            "in a model, whose constants are those of parlinalg.tunables or measured here.",
+        )  # fmt: skip
+        routine.add_argument("size", metavar="N", type=int, nargs="+", help="rows and columns; of a rectangle both")
+        ranks = routine.add_mutually_exclusive_group(required=True)
+        ranks.add_argument("--ranks", "-p", type=int, metavar="P", help="the ranks there are")
+        ranks.add_argument("--grid", metavar="r=2,c=2", help="the grid's axes and their sizes, to take these")
+        if name == "solve":
+            routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
+        routine.add_argument("--block", type=int, metavar="B", help="rows and columns of a tile, to take these")
+        routine.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
+        routine.add_argument("--dtype", default="float64", help="of the matrix (default: %(default)s)")
+        routine.add_argument(
+            "--apart", action="store_true", help="the ranks share no memory (default: up to 4 ranks share it)"
+        )
+        routine.add_argument(
+            "--measure", action="store_true", help="measure products, and under mpiexec latency and bandwidth"
+        )
+        routine.set_defaults(run=run_routine, routine=name)
     elementwise = what.add_parser(
         "elementwise",
         help="the layout in which operands meet",
@@ -38,6 +67,24 @@ def run(args: argparse.Namespace) -> int:
     from parlinalg.matmul.planner import plan_matmul
 
     plan = plan_matmul(args.M, args.N, args.K, ranks=args.ranks, dtype=args.dtype, memory=args.memory)
+    if speaks():
+        tell(plan.explain())
+    return 0
+
+
+def run_routine(args: argparse.Namespace) -> int:
+    """Print the plan of a factorization."""
+    from parlinalg.cli.measure import machine
+    from parlinalg.linalg.planner import plan_linalg
+
+    if len(args.size) > 2:
+        raise ConfigError(f"a matrix has rows and columns; {len(args.size)} sizes are given")
+    constants, rate = machine(args.dtype) if args.measure else (None, None)
+    plan = plan_linalg(
+        args.routine, *args.size, ranks=args.ranks, sizes=None if args.grid is None else _grid(args.grid),
+        sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
+        near=False if args.apart else None, machine=constants, rate=rate,
+    )  # fmt: skip
     if speaks():
         tell(plan.explain())
     return 0

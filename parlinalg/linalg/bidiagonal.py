@@ -15,6 +15,9 @@ from parlinalg.linalg import kernels
 from parlinalg.linalg.eigh import PANEL, Kept, first, places, reflector, share
 from parlinalg.linalg.tiles import Board, Tiles, board
 
+TALL = 1.5
+"""Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
+
 
 class Bidiagonal:
     """The reduction A = Q B Pᴴ of a matrix [m, n] with m ≥ n, of which this rank has tiles; overwritten.

@@ -19,6 +19,7 @@ from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
+from parlinalg.linalg.blocks import TALL, arrangement, block_size
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, orthogonalized, reflect
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
-TALL = 4
-"""Rows of a matrix by its columns from which on its columns are not dealt."""
-BLOCK, LEAST = 96, 32
-"""Rows and columns of a tile: of large matrices, and of small ones."""
-FEW = 4
-"""Ranks of one node up to which rows are not dealt."""
 ODD = "NaNs or infinities"
 
 
@@ -102,7 +97,7 @@ class CholeskyFactor(Factor):
         a = _matrix(a, "cholesky", square=True)
         super().__init__(a)
         n = a.shape[0]
-        self.tiles = tiles = _tiles(a, block)
+        self.tiles = tiles = _tiles(a, block, "cholesky")
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
         self._t = tiles.bring(a, self.rows, self.columns, lower=True)
         finite = _finite(self._t)
@@ -149,7 +144,7 @@ class LUFactor(Factor):
     def __init__(self, a: DistArray, block: int | None = None, b: DistArray | None = None) -> None:
         a = _matrix(a, "lu_factor")
         super().__init__(a)
-        self.tiles = tiles = _tiles(a, block)
+        self.tiles = tiles = _tiles(a, block, "lu")
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
         t = tiles.bring(a, tiles.rows(m), every)
@@ -275,7 +270,7 @@ class QRFactor(Factor):
     ) -> None:  # fmt: skip
         a = _matrix(a, name)
         super().__init__(a)
-        (m, n), self.tiles = a.shape, _tiles(a, block)
+        (m, n), self.tiles = a.shape, _tiles(a, block, "qr")
         self.rows, self.columns, extra = self.tiles.rows(m), self.tiles.columns(n), 0
         t = self.tiles.bring(a, self.rows, self.columns)
         if b is not None:  # right-hand sides ride along, in tiles behind those of A, and become Qᴴ b
@@ -662,7 +657,7 @@ def solve_triangular(
             a.astype(dtype, copy=False), b.astype(dtype, copy=False), lower, adjoint, unit_diagonal
         )
     held = Factor(a.astype(dtype, copy=False))
-    held.tiles, n = _tiles(a, None), a.shape[0]
+    held.tiles, n = _tiles(a, None, "solve_triangular"), a.shape[0]
     rows, columns = held.tiles.rows(n), held.tiles.columns(n)
     t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
     x, wide, matrix = held._right_hand_sides(b, rows, n)
@@ -730,18 +725,15 @@ def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> D
     return x
 
 
-def _tiles(a: DistArray, block: int | None) -> Tiles:
+def _tiles(a: DistArray, block: int | None, routine: str) -> Tiles:
+    """Return the tiles of a matrix, by default of the size that the planner chooses for a routine."""
     if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
         raise ValueError(f"block is the rows of a tile, a positive int, not {block!r}")
     grid, (m, n) = a.grid, a.shape[-2:]
-    if m >= TALL * n:
-        shape = "tall"
-    else:  # few ranks that share memory pass panels on at no cost
-        near = grid.inside and grid.everyone.local_size == grid.size <= FEW
-        shape = "wide" if near else "square"
-    tiles = Tiles(grid, SIZE if block is None else block, shape)
-    if block is None:  # four tiles a rank and dim at least, if they are not too small for products
-        tiles.size = min(BLOCK, max(LEAST, min(m // tiles.R, n // tiles.C) // 32 * 8))
+    near = grid.inside and grid.everyone.local_size == grid.size
+    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, grid.size, near))
+    if block is None:
+        tiles.size = block_size(routine, m, n, tiles.R, tiles.C)
     return tiles
 
 

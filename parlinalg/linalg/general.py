@@ -9,7 +9,7 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import LinAlgError, _batches, _matrix
+from parlinalg.linalg.factors import LinAlgError, _batches, _matrix, _tiles
 from parlinalg.linalg.hessenberg import (
     Hessenberg,
     alone,
@@ -20,7 +20,7 @@ from parlinalg.linalg.hessenberg import (
     triangular_vectors,
 )
 from parlinalg.linalg.spectral import _scaled, _vector
-from parlinalg.linalg.tiles import Tiles, move
+from parlinalg.linalg.tiles import move
 from parlinalg.matmul import matmul
 
 
@@ -105,7 +105,7 @@ class Schur:
     """
 
     def __init__(self, x: DistArray, name: str, balance: bool, vectors: bool = True) -> None:
-        self.x, self.tiles = x, Tiles(x.grid)
+        self.x, self.tiles = x, _tiles(x, None, "eig")
         tiles, n, grid = self.tiles, x.shape[0], x.grid
         rows, columns = tiles.rows(n), tiles.columns(n)
         a = tiles.bring(x, rows, columns)

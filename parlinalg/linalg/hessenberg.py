@@ -86,7 +86,7 @@ def alone(n: int, grid: Grid) -> Places:
 def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid: Grid) -> DistArray:
     """Return a matrix that the first rank has, in a layout.  Collective over the grid."""
     block = np.empty((0, 0), dtype) if whole is None else whole
-    rest, _ = resting(layout, (n, n), grid)
+    rest, _ = resting(layout, (n, n), grid.sizes)
     block = move(block, alone(n, grid), rest, grid)
     return DistArray(grid.backend.from_host(block), (n, n), layout, grid)
 

@@ -38,11 +38,14 @@ class QR(Panels):
     Attributes
     ----------
     kept : list of Reflections
+    trees : list of int
+        The first columns of the panels that went through the tree, as far as this rank knows.
     """
 
     def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
         super().__init__(tiles, a, shape, extra)
         self.kept: list[Reflections] = []
+        self.trees: list[int] = []
 
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         tiles, (i, j) = self.tiles, self.tiles.owner(k)
@@ -73,6 +76,7 @@ class QR(Panels):
         head = np.empty((2 * b + 2, b), self.a.dtype)
         for tree in (False, True):
             if tree:
+                self.trees.append(k)
                 counts = [min(b, len(x) - int(np.searchsorted(x, k))) for x in self.every_row]
                 q, mine = kernels.qr(panel)
                 merged, r[...] = kernels.qr(self.board.gather(mine, counts))

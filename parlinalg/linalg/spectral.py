@@ -16,14 +16,11 @@ from parlinalg.array.namespace import where
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg.bidiagonal import Bidiagonal, bidiagonal_svd
+from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, bidiagonal_svd
 from parlinalg.linalg.eigh import Tridiagonal, tridiagonal_values, vectors
 from parlinalg.linalg.factors import LinAlgError, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
-from parlinalg.linalg.tiles import SIZE, Tiles
+from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
-
-TALL = 1.5
-"""Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
 
 
 class EighResult(NamedTuple):
@@ -263,7 +260,7 @@ def _scaled(tiles: Tiles, t: np.ndarray, name: str) -> float:
 
 def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix and by what it was multiplied."""
-    tiles, n = _tiles(x, SIZE), x.shape[0]
+    tiles, n = _tiles(x, None, "eigh"), x.shape[0]
     rows, columns = tiles.rows(n), tiles.columns(n)
     lower, upper = (tiles.bring(each, rows, columns) for each in (x, x.mT.conj()))
     if x.grid.inside:  # the upper triangle is made from the lower one
@@ -280,7 +277,7 @@ def _bidiagonal(x: DistArray, name: str, vectors: bool) -> tuple[Bidiagonal, Any
     if m > TALL * n and n:
         q = qr_factor(x)
         x = q.R
-    tiles = _tiles(x, SIZE)
+    tiles = _tiles(x, None, "svd")
     t = tiles.bring(x, tiles.rows(x.shape[0]), tiles.columns(n))
     scale = _scaled(tiles, t, name)
     return Bidiagonal(tiles, t, x.shape), t.real.dtype.type(scale), q  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ home in their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, combinations, pairwise, permutations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.array.core import DistArray, effective
+from parlinalg.array.core import DistArray
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
-from parlinalg.layout import Cut, Layout, index_of, span_of
+from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
 
 Numbers = np.ndarray
 """The numbers of rows or columns, in the order in which a rank has them."""
@@ -40,12 +40,13 @@ SHORT = 8
 """Rows or columns in a mean stretch from which on stretches are copied one by one."""
 
 
-class Tiles:
-    """The R × C ranks of a grid and the size of the tiles that they are dealt.
+class Deal:
+    """The R × C ranks among which the tiles of matrices are dealt.  Pure data: no communication.
 
     Parameters
     ----------
-    grid : Grid
+    sizes : dict of str to int
+        The axes of a grid and their sizes.
     size : int
         Rows and columns of a tile.
     shape : {"square", "tall", "wide"}
@@ -53,28 +54,22 @@ class Tiles:
 
     Attributes
     ----------
-    down, across : Comm
-        The ranks of this rank's grid column, among which the rows of a matrix are dealt, and of its grid row.
+    row_axes, column_axes : tuple of str
+        The axes along which rows are dealt, and columns.
     R, C : int
-        Their numbers.
-    i, j : int
-        This rank's grid row and grid column.
+        The numbers of grid rows and grid columns.
     """
 
-    def __init__(self, grid: Grid, size: int = SIZE, shape: str = "square") -> None:
-        self.grid, self.size = grid, size
-        self.row_axes, self.column_axes = _parted(grid, shape)
-        self.R, self.C = span_of(self.row_axes, grid.sizes), span_of(self.column_axes, grid.sizes)
-        self.down: Comm = grid.comm(self.row_axes)
-        self.across: Comm = grid.comm(self.column_axes)
-        here = grid.coords if grid.inside else dict.fromkeys(grid.axes, 0)
-        self.i, self.j = (index_of(axes, grid.sizes, here) for axes in (self.row_axes, self.column_axes))
+    def __init__(self, sizes: Mapping[str, int], size: int = SIZE, shape: str = "square") -> None:
+        self.sizes, self.size, self.shape = sizes, size, shape
+        self.row_axes, self.column_axes = _parted(sizes, shape)
+        self.R, self.C = span_of(self.row_axes, sizes), span_of(self.column_axes, sizes)
 
     @cached_property
     def coords(self) -> list[tuple[int, int]]:
         """The grid row and the grid column of every rank."""
-        sizes, every = self.grid.sizes, map(self.grid.coords_of, range(self.grid.size))
-        return [(index_of(self.row_axes, sizes, at), index_of(self.column_axes, sizes, at)) for at in every]
+        every = coordinates(tuple(self.sizes), self.sizes)
+        return [tuple(index_of(axes, self.sizes, at) for axes in (self.row_axes, self.column_axes)) for at in every]  # type: ignore[misc]
 
     def rows(self, m: int) -> list[Numbers]:
         """Return for every grid row the numbers of its rows of m, in order."""
@@ -92,6 +87,26 @@ class Tiles:
         """Return the grid row and the grid column of row and column number k."""
         return k // self.size % self.R, k // self.size % self.C
 
+
+class Tiles(Deal):
+    """The tiles of this rank of a grid, and its communication with the others; the parameters are those of `Deal`.
+
+    Attributes
+    ----------
+    down, across : Comm
+        The ranks of this rank's grid column, among which the rows of a matrix are dealt, and of its grid row.
+    i, j : int
+        This rank's grid row and grid column.
+    """
+
+    def __init__(self, grid: Grid, size: int = SIZE, shape: str = "square") -> None:
+        super().__init__(grid.sizes, size, shape)
+        self.grid = grid
+        self.down: Comm = grid.comm(self.row_axes)
+        self.across: Comm = grid.comm(self.column_axes)
+        here = grid.coords if grid.inside else dict.fromkeys(grid.axes, 0)
+        self.i, self.j = (index_of(axes, grid.sizes, here) for axes in (self.row_axes, self.column_axes))
+
     # ------------------------------------------------------------------ between rest and work
     def bring(
         self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False
@@ -102,7 +117,7 @@ class Tiles:
         """
         a = a.summed()
         block = self.grid.backend.to_host(a.block)
-        rest, free = resting(a.layout, a.shape, self.grid)
+        rest, free = resting(a.layout, a.shape, self.sizes)
         return move(block, rest, self.places(rows, columns), self.grid, free, self.size if lower else 0)
 
     def home(
@@ -110,7 +125,7 @@ class Tiles:
         layout: Layout, *, lower: bool = False,
     ) -> DistArray:  # fmt: skip
         """Return the matrix of which every rank has these rows and columns, in a layout; `lower` as of `bring`."""
-        rest, _ = resting(layout, shape, self.grid)
+        rest, _ = resting(layout, shape, self.sizes)
         block = move(block, self.places(rows, columns), rest, self.grid, lower=self.size if lower else 0)
         return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
 
@@ -194,28 +209,27 @@ def dealt(n: int, size: int, parts: int) -> list[Numbers]:
     return [numbers[numbers // size % parts == p] for p in range(parts)]
 
 
-def _parted(grid: Grid, shape: str) -> tuple[Cut, Cut]:
+def _parted(sizes: Mapping[str, int], shape: str) -> tuple[Cut, Cut]:
     """Return the axes along which rows are dealt, and the others."""
-    axes = tuple(a for a, n in grid.sizes.items() if n > 1)
+    axes = tuple(a for a, n in sizes.items() if n > 1)
     if shape != "square":
         return (axes, ()) if shape == "tall" else ((), axes)
     found: tuple[Cut, Cut] = ((), axes)
-    least = math.inf
+    least, ranks = math.inf, span_of(axes, sizes)
     for k in range(len(axes) + 1):
         for rows in combinations(axes, k):
-            r = span_of(rows, grid.sizes)
-            if (worse := max(r, grid.size // r)) < least:  # of equals the first: fewer rows
+            r = span_of(rows, sizes)
+            if (worse := max(r, ranks // r)) < least:  # of equals the first: fewer rows
                 found, least = (rows, tuple(a for a in axes if a not in rows)), worse
     return found
 
 
-def resting(layout: Layout, shape: tuple[int, ...], grid: Grid) -> tuple[Places, Cut]:
+def resting(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Places, Cut]:
     """Return what every rank has of a matrix in a layout, and the axes along which ranks have the same."""
-    cut = effective(layout, grid)
-    every = [layout.block(shape, grid.sizes, grid.coords_of(p)) for p in range(grid.size)]
+    every = [layout.block(shape, sizes, at) for at in coordinates(tuple(sizes), sizes)]
     known: dict[range, Numbers] = {}
     places = [tuple(known.setdefault(r, np.arange(r.start, r.stop)) for r in block) for block in every]
-    return places, tuple(a for a, n in grid.sizes.items() if n > 1 and a not in cut.cut_axes)  # type: ignore[return-value]
+    return places, tuple(a for a, n in sizes.items() if n > 1 and a not in layout.cut_axes)  # type: ignore[return-value]
 
 
 class _Part(NamedTuple):

@@ -179,6 +179,10 @@ def test_wrong_settings_end_all_ranks_with_one_sentence(arguments: list[str], pa
         (["plan", "elementwise", "9,a", "r,.", "--grid", "r=2"], ["whole numbers such as 1000,40"]),
         (["plan", "elementwise", "9,4", "r,.", "--grid", "2"], ["such as r=2,c=2"]),
         (["plan", "matmul", "999", "999", "999", "--ranks", "2", "--memory", "1KiB"], ["the least that would do is"]),
+        (["plan", "solve", "9", "8", "--ranks", "2"], ["solve takes square matrices, not [9, 8]"]),
+        (["plan", "lu", "9", "--grid", "2"], ["such as r=2,c=2"]),
+        (["plan", "qr", "9", "8", "7", "--ranks", "2"], ["a matrix has rows and columns; 3 sizes are given"]),
+        (["plan", "svd", "9"], ["one of the arguments --ranks/-p --grid is required"]),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], parts: list[str]) -> None:
@@ -250,6 +254,26 @@ def test_plan_explains_itself() -> None:
     done = run(0, "plan", "matmul", "4096", "4096", "4096", "--ranks", "65", "--memory", "4GiB", "--dtype", "float32")
     assert done.returncode == 0
     assert all(part in done.stdout for part in ("4×4×4", "rank 64 is idle", "float32", "words", "bound", "runners-up"))
+
+
+@pytest.mark.parametrize("routine", ["solve", "cholesky", "lu", "qr", "eigh", "svd"])
+def test_plan_explains_factorizations(routine: str) -> None:
+    done = run(0, "plan", routine, "4096", "--ranks", "16", "--memory", "4GiB", "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    parts = (routine, "A[4096, 4096]", "float32 over 16 ranks", " on Grid({", "trip to work", "messages", "memory")
+    assert all(part in done.stdout for part in parts), done.stdout
+    assert ("2.5D      not offered" in done.stdout) == (routine in ("solve", "cholesky", "lu"))
+
+
+def test_plan_takes_tiles_and_measures_the_machine() -> None:
+    done = run(2, "plan", "lu", "500", "400", "--grid", "r=1,c=2", "--block", "40", "--apart", "--measure")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1×2 on Grid") == 1
+    assert "40 rows and columns, 10 steps; the model would choose " in done.stdout
+    assert re.search(r"time +\d\.\d\de[-+]\d\d s at \d+\.\d GFLOP/s", done.stdout), done.stdout
+    done = run(0, "plan", "solve", "500", "-p", "6", "--sides", "30", "--measure")
+    assert "X = B[500, 30]" in done.stdout
+    assert "GFLOP/s" in done.stdout
 
 
 def test_plan_says_where_operands_meet() -> None:

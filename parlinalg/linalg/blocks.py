@@ -1,0 +1,136 @@
+"""The size of the tiles of a factorization, chosen by a model of its time.  Pure: no communication.
+
+With tiles of b rows and columns a factorization has n / b steps.  Wide tiles make products fast and steps few; narrow
+ones make panels cheap and the work even.  The model adds up, for the ranks that all others wait for and in operations
+of a fast product:
+
+- products: the operations of a rank, times 1 + GEMM_DEPTH / b, and as many more as the busiest rank has more tiles;
+- panels: their operations, PANEL_SLOWNESS times, shared by a grid column, while the other grid columns go on;
+- words: WORD_FLOPS for each that a rank receives;
+- steps: STEP_FLOPS for each, and CALL_FLOPS for each collective call in it, times log₂ of the ranks that take part.
+
+The constants are in `parlinalg.tunables`.  Tiles have at least 16 rows, and beyond that every grid row and grid column
+has two tiles or more, so that all ranks work on small matrices too.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from parlinalg import tunables
+from parlinalg.linalg.eigh import PANEL
+from parlinalg.linalg.panels import Panels
+
+SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""The sizes of tiles from which the model chooses."""
+TALL = 4
+"""Rows of a matrix by its columns from which on its columns are not dealt."""
+FEW = 4
+"""Ranks of one node up to which rows are not dealt."""
+REDUCTIONS = ("eigh", "svd", "eig")
+
+
+class Machine(NamedTuple):
+    """The constants of the model: operations that take as long as a word, a call and a step; and see `tunables`."""
+
+    word: float
+    call: float
+    step: float
+    depth: float
+    slowness: float
+
+
+def machine() -> Machine:
+    """Return the constants that `tunables` has."""
+    return Machine(
+        tunables.WORD_FLOPS, tunables.CALL_FLOPS, tunables.STEP_FLOPS, tunables.GEMM_DEPTH, tunables.PANEL_SLOWNESS
+    )
+
+
+class Time(NamedTuple):
+    """The parts of a time, in operations of a fast product."""
+
+    products: float
+    panels: float
+    words: float
+    steps: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
+    """Return how the ranks of a grid stand for a matrix [m, n]: the parameter `shape` of `Deal`.
+
+    Tall matrices are dealt by rows alone.  Few ranks that share memory, `near`, are dealt columns alone, since they
+    pass panels on at no cost.
+    """
+    if routine == "eig":
+        return "square"
+    if m >= TALL * n:
+        return "tall"
+    return "wide" if near and ranks <= FEW else "square"
+
+
+def block_size(routine: str, m: int, n: int, R: int, C: int) -> int:
+    """Return the rows and columns of a tile for a matrix [m, n] on R × C ranks, the same on all of them.
+
+    Parameters
+    ----------
+    routine : {"cholesky", "lu", "solve", "solve_triangular", "qr", "eigh", "svd", "eig"}
+    """
+    return _chosen(routine, m, n, R, C, machine())
+
+
+@lru_cache(maxsize=4096)
+def _chosen(routine: str, m: int, n: int, R: int, C: int, constants: Machine) -> int:
+    return min(candidates(routine, m, n, R, C), key=lambda b: predicted(routine, m, n, R, C, b, constants).total)
+
+
+def candidates(routine: str, m: int, n: int, R: int, C: int) -> list[int]:
+    """Return the sizes that give every grid row and column two tiles, or the smallest one.
+
+    For the reductions of `eigh` and `svd`, whose products have panels of their own, it is the widest up to a panel's.
+    """
+    dealt = [-(-length // (2 * parts)) for length, parts in ((m, R), (n, C)) if parts > 1]
+    most = min([*dealt, max(SIZES[0], min(m, n)), PANEL if routine in REDUCTIONS else SIZES[-1]])
+    found = [b for b in SIZES if b <= most] or [SIZES[0]]
+    return found[-1:] if routine in REDUCTIONS else found
+
+
+def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: Machine) -> Time:
+    """Return the time that the model predicts for tiles of b rows, without the trips to work and home."""
+    k, ranks = min(m, n), R * C
+    steps = max(1, -(-k // b))
+    down, across = math.log2(R), math.log2(C)
+    uneven = (R - 1) / 2, (C - 1) / 2  # tiles that the busiest rank has more, times the ranks that share them
+    most = 1 + 1.5 * sum(uneven) / steps + 3 * math.prod(uneven) / steps**2
+    flops = 2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3
+    left, below = (m * k - k**2 / 2) / R, (n * k - k**2 / 2) / C
+    """Elements of a rank's rows of all panels, and of its columns of all rows beside them."""
+    if routine in REDUCTIONS:
+        sides = 2 if routine == "svd" else 1
+        calls = k * 2 * sides * 2 * math.log2(ranks)
+        words = 2 * sides * 2 * (m + n) / 2 * k / 2 * (ranks > 1)
+        return Time(2 * sides * flops / ranks * most, 0, constants.word * words, constants.call * calls)
+    received = left * (C > 1) + below * (R > 1)
+    if routine in ("cholesky", "solve_triangular"):
+        flops, work = flops / 2, b * left
+        received += k * b / 2 * (R > 1)
+        calls = 2 * down + across
+    elif routine == "qr":
+        strips = 1 + below / max(1, k) / Panels.STRIP
+        flops, work = 2 * flops, 4 * b * left
+        received += (2 * k * b) * (C > 1) + (below + 6 * k * b) * (R > 1)
+        calls = across + (5 + 2 * strips) * down
+    else:
+        work = 2 * b * left + 2 * R * b**2 * k * (R > 1)
+        received += k * b * (C > 1) + R * k * b * (R > 1)
+        calls = 2 * down + across
+    return Time(
+        flops / ranks * most * (1 + constants.depth / b), constants.slowness * work / C,
+        constants.word * received, (constants.step + constants.call * calls) * steps,
+    )  # fmt: skip

@@ -1,0 +1,583 @@
+"""What factorizations receive: words and collective calls of every rank, step by step.  Pure data: nothing is sent.
+
+The counts follow from the same dealt numbers that the factorizations work with, and equal those of the ledger exactly.
+Words are elements, as the ledger counts them: an all-gather of n elements receives n − own, an all-reduce 2(n − own),
+a broadcast n (0 at its root), a trip to work or home what a rank lacks.
+
+Four things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has (`winners`;
+by default as evenly as its rows allow), which panels of QR are so ill conditioned that they go through the tree
+(`trees`; by default none), which columns need no reflection on the way to tridiagonal form (`skipped`; by default none)
+and how many eigenvectors of each merge of divide and conquer are no longer known (`kept`; by default all).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from parlinalg import tunables
+from parlinalg.comm.ledger import Key
+from parlinalg.layout import Cut, Layout, coordinates, span_of
+from parlinalg.linalg import blocks
+from parlinalg.linalg.bidiagonal import TALL
+from parlinalg.linalg.divide import LEAF
+from parlinalg.linalg.eigh import PANEL, TOGETHER
+from parlinalg.linalg.qr import QR
+from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting
+from parlinalg.matmul.assign import assign
+from parlinalg.moves import moves
+
+Counts = np.ndarray
+"""A number for every rank of the grid."""
+TO_WORK, HOME, AGREEMENT = "trip to work", "trip home", "agreement on errors"
+ALONG_ROWS, ALONG_COLUMNS = "panels along grid rows", "panels along grid columns"
+
+
+@dataclass
+class Part:
+    """One kind of step: the operation, the axes over which it runs, and for every rank the words and calls."""
+
+    name: str
+    op: str
+    axes: Cut
+    words: Counts
+    calls: Counts
+
+
+class Group(NamedTuple):
+    """The ranks of a communicator: its axes, as the ledger names them, its size, and every rank's number in it."""
+
+    axes: Cut
+    size: int
+    place: Counts
+
+
+class Costs:
+    """What every rank of a grid receives, in parts; the functions of this module add to it.
+
+    Parameters
+    ----------
+    deal : Deal
+        The grid rows and columns, and the size of the tiles.
+    itemsize : int
+        Bytes of an element.
+    ranks : int, optional
+        The ranks that agree on errors, where some are outside the grid.
+
+    Attributes
+    ----------
+    parts : list of Part
+        In the order in which they first occur.
+    """
+
+    def __init__(self, deal: Deal, itemsize: int = 8, ranks: int | None = None) -> None:
+        self.deal, self.itemsize = deal, itemsize
+        self.i, self.j = np.array(deal.coords).reshape(-1, 2).T
+        """The grid row and the grid column of every rank."""
+        size = len(self.i)
+        self.down = Group(self._label(deal.row_axes), deal.R, self.i)
+        self.across = Group(self._label(deal.column_axes), deal.C, self.j)
+        self.everyone = Group(tuple(deal.sizes), size, np.arange(size))
+        self.world = Group((), size if ranks is None else ranks, np.arange(size))
+        self._parts: dict[tuple[str, str, Cut], Part] = {}
+
+    def _label(self, axes: Cut) -> Cut:
+        sizes = self.deal.sizes
+        longer = tuple(a for a in axes if sizes[a] > 1)
+        return tuple(sizes) if longer == tuple(a for a, n in sizes.items() if n > 1) else longer
+
+    def turned(self, deal: Deal) -> Costs:
+        """Return costs of another deal on the same grid, which add to the same parts."""
+        found = Costs(deal, self.itemsize, self.world.size)
+        found._parts = self._parts
+        return found
+
+    @property
+    def parts(self) -> list[Part]:
+        return list(self._parts.values())
+
+    @property
+    def words(self) -> Counts:
+        """The words that every rank receives."""
+        return sum((part.words for part in self.parts), np.zeros(len(self.i), np.int64))
+
+    @property
+    def calls(self) -> Counts:
+        """The collective calls in which every rank takes part."""
+        return sum((part.calls for part in self.parts), np.zeros(len(self.i), np.int64))
+
+    def book(self, rank: int) -> tuple[Counter[Key], Counter[Key]]:
+        """Return the words and the calls of a rank by operation and axes, as a ledger has them."""
+        words: Counter[Key] = Counter()
+        calls: Counter[Key] = Counter()
+        for part in self.parts:
+            if part.calls[rank]:
+                words[part.op, part.axes] += int(part.words[rank])
+                calls[part.op, part.axes] += int(part.calls[rank])
+        return words, calls
+
+    # ------------------------------------------------------------------ the operations
+    def note(
+        self, name: str, op: str, group: Group, words: Counts, who: Counts | bool = True, times: Counts | int = 1
+    ) -> None:
+        """Add calls of an operation, in which a rank receives so many words in all, on the ranks `who`."""
+        if group.size == 1:
+            return
+        zero = np.zeros(len(self.i), np.int64)
+        part = self._parts.setdefault((name, op, group.axes), Part(name, op, group.axes, zero, zero))
+        calls = np.where(who, times, 0)
+        part.words, part.calls = part.words + np.where(who, words, 0), part.calls + calls
+
+    def broadcast(self, name: str, group: Group, size: Counts | int, root: int, who: Counts | bool = True) -> None:
+        self.note(name, "broadcast", group, np.where(group.place == root, 0, size), who)
+
+    def all_gather(self, name: str, group: Group, total: Counts | int, own: Counts, who: Counts | bool = True) -> None:
+        self.note(name, "all_gather", group, total - own, who)
+
+    def all_reduce(
+        self, name: str, group: Group, size: Counts | int, who: Counts | bool = True, times: Counts | int = 1
+    ) -> None:
+        own = size // group.size + (group.place < size % group.size)
+        self.note(name, "all_reduce", group, 2 * (size - own) * times, who, times)
+
+    def trip(self, name: str, have: Places, want: Places, lower: int = 0) -> None:
+        """Add the all-to-alls in which every rank receives what it lacks of the rows and columns that it wants.
+
+        With `lower` of tiles of so many columns only the rows from their first column on move.
+        """
+        known: dict[tuple[int, int], Numbers] = {}
+
+        def common(x: Numbers, y: Numbers) -> Numbers:
+            key = (id(x), id(y))
+            if key not in known:
+                known[key] = np.intersect1d(x, y, assume_unique=True)
+            return known[key]
+
+        def elements(rows: Numbers, columns: Numbers) -> int:
+            if not lower:
+                return len(rows) * len(columns)
+            tiles, counts = np.unique(columns // lower, return_counts=True)
+            return int(((len(rows) - np.searchsorted(rows, tiles * lower)) * counts).sum())
+
+        pairs = zip(have, want, strict=True)
+        words = [elements(r, c) - elements(common(x, r), common(y, c)) for (x, y), (r, c) in pairs]
+        m, n = (1 + max((int(places[d].max()) for places in have if len(places[d])), default=-1) for d in range(2))
+        width = max(1, len(self.i) * tunables.TILES_MOVED // max(1, m))
+        times = -(-n // (-(-width // lower) * lower if lower else width))
+        self.note(name, "all_to_all", self.everyone, np.array(words, np.int64), times=times)
+
+    def redistribute(self, name: str, src: Layout, dst: Layout, shape: tuple[int, int]) -> None:
+        """Add a change of layout; a long one goes in pieces, which count as one call here."""
+        sizes = self.deal.sizes
+        at = list(coordinates(tuple(sizes), sizes))
+        for step in moves(src, dst, sizes):
+            if step.op in ("mask", "embed", "slice"):
+                continue
+            words = np.array([step.words(shape, sizes, here) for here in at], np.int64)
+            op = "all_to_all" if step.op == "exchange" else step.op
+            self.note(name, op, Group(self._label(step.axes), span_of(step.axes, sizes), self.everyone.place), words)
+
+    # ------------------------------------------------------------------ what the factorizations begin and end with
+    def bring(
+        self, layout: Layout, shape: tuple[int, int], rows: Sequence[Numbers], columns: Sequence[Numbers],
+        lower: int = 0,
+    ) -> None:  # fmt: skip
+        """Add the trip of a matrix from its layout to work."""
+        self.trip(TO_WORK, resting(layout, shape, self.deal.sizes)[0], self.deal.places(rows, columns), lower)
+
+    def home(
+        self, layout: Layout, shape: tuple[int, int], rows: Sequence[Numbers], columns: Sequence[Numbers],
+        lower: int = 0,
+    ) -> None:  # fmt: skip
+        """Add the trip of a matrix from work to a layout."""
+        self.trip(HOME, self.deal.places(rows, columns), resting(layout, shape, self.deal.sizes)[0], lower)
+
+    def agree(self, count: int) -> None:
+        """Add the agreement of all ranks on so many numbers."""
+        self.all_reduce(AGREEMENT, self.world, count)
+
+
+def panels(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first column and the width of every panel."""
+    return ((k, min(size, n - k)) for k in range(0, n, size))
+
+
+def after(every: Sequence[Numbers], k: int) -> Counts:
+    """Return for each grid row (or column) how many of its numbers are k or more."""
+    return np.array([len(x) - np.searchsorted(x, k) for x in every], np.int64)
+
+
+# ------------------------------------------------------------------------------------------------ factorizations
+def cho_factor(costs: Costs, layout: Layout, n: int) -> Costs:
+    """Add what `cho_factor` receives of a matrix [n, n] that lies in a layout."""
+    deal = costs.deal
+    rows, columns = deal.rows(n), deal.columns(n)
+    costs.bring(layout, (n, n), rows, columns, lower=deal.size)
+    both = [np.intersect1d(x, y) for x in rows for y in columns]
+    for k, b in panels(n, deal.size):
+        i, j = deal.owner(k)
+        costs.broadcast("corners down grid columns", costs.down, b * b, i, who=costs.j == j)
+        costs.broadcast(ALONG_ROWS, costs.across, after(rows, k)[costs.i] * b, j)
+        own = after(both, k + b).reshape(deal.R, deal.C)
+        costs.all_gather(
+            ALONG_COLUMNS, costs.down, after(columns, k + b)[costs.j] * b, own[costs.i, costs.j] * b
+        )  # fmt: skip
+    costs.agree(2)
+    return costs
+
+
+def cholesky(costs: Costs, layout: Layout, n: int) -> Costs:
+    """Add what `cholesky` receives: the factorization, and L's trip home, but where all ranks see all panels pass."""
+    deal = costs.deal
+    cho_factor(costs, layout, n)
+    if deal.R > 1:
+        costs.home(layout, (n, n), deal.rows(n), deal.columns(n), lower=deal.size)
+    return costs
+
+
+def even_winners(deal: Deal, m: int, n: int) -> Counts:
+    """Return for every panel and every grid row how many pivots are its own, if each has its share of those left."""
+    active = after(deal.rows(m), 0)
+    found = []
+    for _, b in panels(min(m, n), deal.size):
+        share = np.minimum(active, b * active // max(1, active.sum()))
+        for i in np.argsort(-(b * active % max(1, active.sum())), kind="stable")[: b - share.sum()]:
+            share[i] += 1
+        active = active - share
+        found.append(share)
+    return np.array(found, np.int64).reshape(-1, deal.R)
+
+
+def lu_factor(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, winners: Counts | None = None, extra: int = 0,
+    extra_layout: Layout | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `lu_factor` receives of a matrix, with so many right-hand sides that ride along.
+
+    Parameters
+    ----------
+    winners : array [panels, R], optional
+        For every panel and every grid row how many of the panel's pivots it has.
+    """
+    deal, (m, n) = costs.deal, shape
+    costs.bring(layout, shape, deal.rows(m), deal.columns(n))
+    columns = deal.columns(n + extra)
+    if extra_layout is not None:
+        costs.bring(extra_layout, (m, extra), deal.rows(m), [x[x >= n] - n for x in columns])
+    winners = even_winners(deal, m, n) if winners is None else winners
+    active = after(deal.rows(m), 0)
+    for (k, b), won in zip(panels(min(m, n), deal.size), winners, strict=True):
+        j = deal.owner(k)[1]
+        proposed, wide = np.minimum(b, active) * b, after(columns, k + b)[costs.j]
+        costs.all_gather("tournament", costs.down, proposed.sum(), proposed[costs.i], who=costs.j == j)
+        head = 2 * b * 8 // costs.itemsize + b * b  # who has won, and the corner
+        costs.broadcast(ALONG_ROWS, costs.across, head + active[costs.i] * b, j)
+        costs.all_gather("rows of U down grid columns", costs.down, b * wide, won[costs.i] * wide)
+        active = active - won
+    costs.agree(2)
+    return costs
+
+
+def positions(deal: Deal, m: int, n: int, winners: Counts | None = None) -> list[Numbers]:
+    """Return for every grid row the numbers of its rows in P A; of a panel's winners the first grid row has the first.
+
+    In which order the winners of one panel stand depends on the values, and changes what the trip home receives.
+    """
+    winners = even_winners(deal, m, n) if winners is None else winners
+    won: list[list[int]] = [[] for _ in range(deal.R)]
+    for (k, _), counts in zip(panels(min(m, n), deal.size), winners, strict=True):
+        first = k
+        for mine, count in zip(won, counts.tolist(), strict=True):
+            mine += range(first, first + count)
+            first += count
+    start, found = min(m, n), []
+    for mine, total in zip(won, after(deal.rows(m), 0).tolist(), strict=True):
+        left = total - len(mine)
+        found.append(np.array([*mine, *range(start, start + left)], np.int64))
+        start += left
+    return found
+
+
+def lu(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, places: Sequence[Numbers] | None = None
+) -> Costs:  # fmt: skip
+    """Add what `lu` receives: the factorization, the rows' numbers, and the trips of L and U home.
+
+    Parameters
+    ----------
+    places : list of array, optional
+        `LUFactor.positions`: for every grid row the numbers of its rows in P A.
+    """
+    deal, (m, n) = costs.deal, shape
+    k = min(m, n)
+    places = positions(deal, m, n) if places is None else places
+    lu_factor(costs, layout, shape, winners=winners_of(places, deal, k))
+    costs.all_gather("order of the rows", costs.down, m, after(places, 0)[costs.i])
+    columns = deal.columns(n)
+    costs.home(layout, (m, k), places, [x[x < k] for x in columns])
+    costs.home(layout, (k, n), [x[x < k] for x in places], columns)
+    return costs
+
+
+def winners_of(places: Sequence[Numbers], deal: Deal, k: int) -> Counts:
+    """Return for every panel and every grid row how many pivots are its own, from the numbers of its rows in P A."""
+    bounds = [*range(0, k, deal.size), k]
+    return np.array([np.diff(np.searchsorted(x, bounds)) for x in places], np.int64).T
+
+
+def solve(
+    costs: Costs, layout: Layout, n: int, sides: int, sides_layout: Layout, *,
+    places: Sequence[Numbers] | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `solve` receives for right-hand sides [n, sides], which ride along with LU, and U's substitution."""
+    deal = costs.deal
+    places = positions(deal, n, n) if places is None else places
+    lu_factor(
+        costs, layout, (n, n), winners=winners_of(places, deal, n), extra=sides, extra_layout=sides_layout
+    )  # fmt: skip
+    more = [x[x >= n] - n for x in deal.columns(n + sides)]
+    substitute(costs, places, n, after(more, 0), lower=False)
+    costs.home(sides_layout, (n, sides), places, more)
+    return costs
+
+
+def substitute(
+    costs: Costs, rows: Sequence[Numbers], n: int, wide: Counts, *, lower: bool, adjoint: bool = False
+) -> Costs:  # fmt: skip
+    """Add what forward or backward substitution receives.
+
+    Parameters
+    ----------
+    rows : sequence of array
+        For every grid row the numbers of its rows.
+    wide : array
+        For every grid column how many right-hand sides it has.
+    """
+    wide, total = wide[costs.j], after(rows, 0)
+    for k, b in panels(n, costs.deal.size):
+        low, high = after(rows, k), after(rows, k + b)
+        size, own = (low if lower else total - high)[costs.i], (low - high)[costs.i]
+        costs.broadcast("triangle along grid rows", costs.across, size * b, costs.deal.owner(k)[1])
+        costs.all_gather("right-hand sides down grid columns", costs.down, b * (b + wide), own * (b + wide))
+        if adjoint:
+            costs.all_reduce("sums down grid columns", costs.down, b * wide)
+    return costs
+
+
+def qr_factor(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Collection[int] = (), extra: int = 0,
+    extra_layout: Layout | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `qr_factor` receives of a matrix, with so many right-hand sides that ride along.
+
+    Parameters
+    ----------
+    trees : collection of int
+        The first columns of the panels that go through the tree (`QR.trees`).
+    """
+    deal, (m, n) = costs.deal, shape
+    rows, columns = deal.rows(m), deal.columns(n + extra)
+    costs.bring(layout, shape, rows, deal.columns(n))
+    if extra_layout is not None:
+        costs.bring(extra_layout, (m, extra), rows, [x[x >= n] - n for x in columns])
+    k_end = min(m, n)
+    for k, b in panels(k_end, deal.size):
+        i, j = deal.owner(k)
+        who, left = costs.j == j, after(rows, k)
+        costs.all_reduce("Gram matrices of panels", costs.down, b * b, who, times=2)
+        costs.broadcast("reflections down grid columns", costs.down, (2 * b + 2) * b, i, who)
+        if k in trees:
+            part = np.minimum(b, left) * b
+            costs.all_gather("trees of panels", costs.down, part.sum(), part[costs.i], who)
+            costs.broadcast("reflections down grid columns", costs.down, (2 * b + 2) * b, i, who)
+        costs.broadcast(ALONG_ROWS, costs.across, (2 * b + left[costs.i]) * b, j)
+        end = min(k + 2 * deal.size, k_end) if k + b < k_end else k + b  # the next panel is updated by itself
+        behind, last = after(columns, k + b)[costs.j], after(columns, end)[costs.j]
+        for width in (behind - last, last):
+            whole, rest = np.divmod(width, QR.STRIP)
+            costs.all_reduce(UPDATES, costs.down, b * QR.STRIP * np.ones_like(whole), times=whole)
+            costs.all_reduce(UPDATES, costs.down, b * rest, times=(rest > 0).astype(np.int64))
+    costs.agree(1)
+    return costs
+
+
+UPDATES = "products of updates down grid columns"
+TURNS = "products of reflections down grid columns"
+
+
+def turn(costs: Costs, reflections: Iterable[tuple[int, int]], wide: Counts) -> Costs:
+    """Add what panels (k, b) of reflections receive that turn a matrix of so many columns in each grid column."""
+    for _, b in reflections:
+        costs.all_reduce(TURNS, costs.down, b * wide[costs.j])
+    return costs
+
+
+def by_gram(shape: tuple[int, int], ranks: int) -> bool:
+    """Return True if `qr` first tries the Gram matrix of a matrix of this shape."""
+    m, n = shape
+    return bool(n) and m >= blocks.TALL * n and n * ranks <= m
+
+
+def qr(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, trees: Collection[int] = (), sound: bool | None = True
+) -> Costs:  # fmt: skip
+    """Add what `qr` receives: the factorization, Q from its reflections, and the trips of Q and R home.
+
+    Parameters
+    ----------
+    sound : bool, optional
+        The Gram matrix of a tall matrix orthogonalizes it, without reflections.  If not, that is tried in vain; None:
+        it is not tried, as on GPUs.
+    """
+    deal, (m, n) = costs.deal, shape
+    if sound is not None and by_gram(shape, len(costs.i)):
+        rest = Layout(tuple(a for a, size in deal.sizes.items() if size > 1), None)
+        costs.redistribute("trip to rows", layout, rest, shape)
+        costs.all_reduce("Gram matrices", costs.everyone, n * n, times=2)
+        if sound:
+            costs.redistribute(HOME, rest, layout, shape)
+            return costs
+    k = min(m, n)
+    qr_factor(costs, layout, shape, trees=trees)
+    orthogonal(costs, layout, shape, k)
+    costs.home(layout, (k, n), [x[x < k] for x in deal.rows(m)], deal.columns(n))
+    return costs
+
+
+def orthogonal(costs: Costs, layout: Layout, shape: tuple[int, int], columns: int) -> Costs:
+    """Add what the first columns of Q receive, from the reflections of a matrix of this shape to a layout."""
+    deal, m = costs.deal, shape[0]
+    every = deal.columns(columns)
+    for k, b in panels(min(shape), deal.size):  # of the identity's columns those before k stay as they are
+        turn(costs, [(k, b)], after(every, k))
+    costs.home(layout, (m, columns), deal.rows(m), every)
+    return costs
+
+
+# ------------------------------------------------------------------------------------------------ reductions
+def tridiagonal(
+    costs: Costs, layout: Layout, n: int, *, real: bool = True, skipped: Collection[int] = ()
+) -> Costs:  # fmt: skip
+    """Add what `eigh` receives to make a Hermitian matrix tridiagonal: two all-reduces a column.
+
+    Parameters
+    ----------
+    real : bool
+        The last reflection but one is of a single element, of which a real one needs none.
+    skipped : collection of int
+        Other columns that need no reflection, since they are zero below the subdiagonal.
+    """
+    rows, columns = costs.deal.rows(n), costs.deal.columns(n)
+    for each in (layout, Layout(*layout.dims[::-1])):
+        costs.bring(each, (n, n), rows, columns)
+    costs.agree(2)
+    none = {n - 1, *skipped, *([n - 2] if real else [])}
+    for k, b in panels(n, PANEL):
+        both = b - len(none & set(range(k, k + b)))
+        costs.all_reduce("columns and products of the reduction", costs.everyone, n - k, times=b + both)
+    return costs
+
+
+def eigh(
+    costs: Costs, layout: Layout, n: int, wanted: int | None = None, *, real: bool = True,
+    skipped: Collection[int] = (), kept: Sequence[int] | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `eigh` receives for so many eigenvectors, by default all.
+
+    Parameters
+    ----------
+    kept : sequence of int, optional
+        For every merge of divide and conquer the number of vectors that are not known before it.  Without it the words
+        of divide and conquer are an upper bound.
+    """
+    deal = costs.deal
+    wanted = n if wanted is None else wanted
+    tridiagonal(costs, layout, n, real=real, skipped=skipped)
+    conquer(costs, n, kept)
+    costs.agree(3)
+    ranks = len(costs.i)
+    rows, columns = deal.rows(n), deal.columns(wanted)
+    costs.trip("vectors to work", [(np.arange(p, n, ranks), np.arange(wanted)) for p in range(ranks)],
+               deal.places(rows, columns))  # fmt: skip
+    turn(costs, panels(n, PANEL * TOGETHER), after(columns, 0))
+    costs.home(layout, (n, wanted), rows, columns)
+    return costs
+
+
+def merges(n: int) -> Iterator[int]:
+    """Yield the rows of every merge of divide and conquer, in order."""
+    if n > LEAF:
+        yield from merges(n // 2)
+        yield from merges(n - n // 2)
+        yield n
+
+
+def conquer(costs: Costs, n: int, kept: Sequence[int] | None = None) -> Costs:
+    """Add what divide and conquer receives: vectors' ends from one rank, then roots and vectors' factors from all."""
+    ranks = len(costs.i)
+    found = list(merges(n))
+    for m, k in zip(found, found if kept is None else kept, strict=True):
+        costs.broadcast("divide and conquer", costs.everyone, 2 * m, 0)
+        own = after(dealt(k, 1, ranks), 0)
+        costs.all_gather("divide and conquer", costs.everyone, 3 * k, 3 * own)
+        if k > 2:
+            costs.all_gather("divide and conquer", costs.everyone, k, own)
+    return costs
+
+
+def bidiagonal(costs: Costs, layout: Layout, shape: tuple[int, int]) -> Costs:
+    """Add what `svd` receives to make a matrix [m, n], m ≥ n, bidiagonal: four all-reduces a column."""
+    m, n = shape
+    costs.bring(layout, shape, costs.deal.rows(m), costs.deal.columns(n))
+    costs.agree(2)
+    name = "columns, rows and products of the reduction"
+    for k, b in panels(n, PANEL):
+        last = int(k + b == n)  # of the last column only itself is needed
+        costs.all_reduce(name, costs.everyone, m - k, times=2 * b - last)
+        costs.all_reduce(name, costs.everyone, n - k, times=2 * (b - last))
+    return costs
+
+
+def svd(
+    costs: Costs, layout: Layout, shape: tuple[int, int], *, full_matrices: bool = True, trees: Collection[int] = (),
+    first: Deal | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `svd` receives; a tall matrix is factored by QR first.
+
+    Of a tall matrix with `full_matrices` the cut and the join of U's columns are not counted.
+
+    Parameters
+    ----------
+    first : Deal, optional
+        How the tiles of that QR factorization are dealt; by default as the others.
+    """
+    if shape[0] < shape[1]:
+        layout, shape = Layout(*layout.dims[::-1]), shape[::-1]
+    deal, (m, n) = costs.deal, shape
+    first = deal if first is None else first
+    tall = m > TALL * n and n > 0
+    top = n if tall else m
+    if tall:
+        before = costs.turned(first)
+        qr_factor(before, layout, shape, trees=trees)
+        before.home(layout, (n, n), [x[x < n] for x in first.rows(m)], first.columns(n))
+    bidiagonal(costs, layout, (top, n))
+    k = m if full_matrices and not tall else n
+    for wide in (k, n):
+        turn(costs, panels(n, PANEL * TOGETHER), after(deal.columns(wide), 0))
+    costs.home(layout, (top, k), deal.rows(top), deal.columns(k))
+    costs.home(layout, (n, n), deal.rows(n), deal.columns(n))
+    if tall:
+        orthogonal(costs.turned(first), layout, shape, m if full_matrices else n)
+        plan = assign(layout, layout, (m, n), (n, n), deal.sizes)
+        name = "Q times U"
+        costs.redistribute(name, plan.x, plan.x_work, (m, n))
+        costs.redistribute(name, plan.w, plan.w_work, (n, n))
+        costs.redistribute(name, plan.y_work, plan.y, (m, n))
+        costs.redistribute(name, plan.y, layout, (m, n))
+    costs.redistribute("transpose of V", Layout(*layout.dims[::-1]), layout, (n, n))
+    return costs

@@ -1,0 +1,399 @@
+"""What a factorization will cost, and why its grid and its tiles are as they are.  Pure: nothing runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import SupportsIndex
+
+import numpy as np
+
+from parlinalg.errors import PlanError
+from parlinalg.grid import default_layout
+from parlinalg.layout import Layout
+from parlinalg.linalg import bidiagonal, blocks, costs
+from parlinalg.linalg.blocks import Machine, Time
+from parlinalg.linalg.costs import Costs
+from parlinalg.linalg.tiles import Deal
+from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
+
+ROUTINES = ("cholesky", "lu", "solve", "qr", "eigh", "svd")
+SQUARE = ("cholesky", "solve", "eigh")
+REPLICATED = ("cholesky", "lu", "solve")
+"""The routines for which algorithms on replicated matrices (2.5D) are known."""
+DTYPES = ("float32", "float64", "complex64", "complex128")
+
+
+@dataclass(frozen=True)
+class LinalgPlan:
+    """A grid and tiles for a factorization, as `plan_linalg` finds them.
+
+    Attributes
+    ----------
+    routine : str
+    m, n, sides : int
+        The rows and columns of the matrix, and the right-hand sides of `solve`.
+    sizes : dict of str to int
+        The axes of the grid and their sizes.
+    dtype : str
+    block : int
+        Rows and columns of a tile.
+    near : bool
+        The ranks share memory.
+    machine : Machine
+        The constants of the model of time.
+    rate : float or None
+        Operations a second of a fast product, where it is known.
+    """
+
+    routine: str
+    m: int
+    n: int
+    sides: int
+    sizes: Mapping[str, int]
+    dtype: str
+    block: int
+    near: bool
+    machine: Machine
+    rate: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows and columns of the matrix at work: of a tall one in an `svd` R of its QR factorization."""
+        return at_work(self.routine, self.m, self.n)
+
+    @property
+    def first(self) -> Deal | None:
+        """How the tiles of the QR factorization are dealt that comes before an `svd` of a tall matrix."""
+        m, n = max(self.m, self.n), min(self.m, self.n)
+        return dealt("qr", m, n, self.sizes, None, self.near) if self.routine == "svd" and self.shape[0] < m else None
+
+    @cached_property
+    def deal(self) -> Deal:
+        """How tiles are dealt to the ranks; of it `R` and `C` are the grid rows and grid columns."""
+        return dealt(self.routine, *self.shape, self.sizes, self.block, self.near)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout at rest that is assumed, the default one."""
+        return default_layout(tuple(self.sizes), (self.m, self.n))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The words and calls of every rank, part by part."""
+        found, rest = Costs(self.deal, ITEMSIZE[self.dtype]), self.layout
+        if self.routine == "cholesky":
+            return costs.cholesky(found, rest, self.n)
+        if self.routine == "lu":
+            return costs.lu(found, rest, (self.m, self.n))
+        if self.routine == "solve":
+            other = default_layout(tuple(self.sizes), (self.n, self.sides))
+            return costs.solve(found, rest, self.n, self.sides, other)
+        if self.routine == "qr":
+            return costs.qr(found, rest, (self.m, self.n))
+        if self.routine == "eigh":
+            return costs.eigh(found, rest, self.n, real=self.dtype.startswith("float"))
+        return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=self.first)
+
+    @property
+    def busiest(self) -> int:
+        """The rank that receives the most words, the first of several."""
+        return int(np.argmax(self.costs.words))
+
+    @property
+    def gram(self) -> bool:
+        """True if `qr` takes the way by Gram matrices, which leaves the matrix where it lies."""
+        return self.routine == "qr" and costs.by_gram((self.m, self.n), self.ranks)
+
+    @property
+    def words(self) -> int:
+        """The words that the busiest rank receives, from the layout at rest back to it."""
+        return int(self.costs.words[self.busiest])
+
+    @property
+    def messages(self) -> int:
+        """The collective calls in which that rank takes part."""
+        return int(self.costs.calls[self.busiest])
+
+    @property
+    def time(self) -> Time:
+        """The time of the model, without the trips, in operations of a fast product."""
+        found = blocks.predicted(self.routine, *self.shape, self.deal.R, self.deal.C, self.block, self.machine)
+        if (first := self.first) is not None:
+            m, n = max(self.m, self.n), min(self.m, self.n)
+            before = blocks.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
+            found = Time(*(x + y for x, y in zip(found, before, strict=True)))
+        return found
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes of the rank that needs the most: at rest, in tiles, and in buffers and results; about."""
+        item, (m, n), deal = ITEMSIZE[self.dtype], self.shape, self.deal
+        rest = -(-self.m * self.n // self.ranks)
+        rows, columns = len(deal.rows(m)[0]), len(deal.columns(n)[0])
+        tiles = rows * columns
+        b = min(deal.size, m, n)
+        panels = 3 * (rows + 2 * b) * b + 2 * columns * b
+        if self.routine == "solve":
+            rest += -(-self.n * self.sides // self.ranks)
+            tiles += rows * len(deal.columns(self.sides)[0])
+        results = {"lu": 2 * tiles, "qr": 3 * tiles, "eigh": 4 * tiles, "svd": 3 * tiles + 5 * n * n}
+        more = max(panels, rest) + results.get(self.routine, rest)
+        return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
+
+    def explain(self) -> str:
+        """Return the plan's grid, tiles, words, messages, memory and time, and what was not chosen, as text."""
+        return explain(self)
+
+
+def at_work(routine: str, m: int, n: int) -> tuple[int, int]:
+    """Return the rows and columns of the tiles of a routine; an `svd` works on no fewer rows than columns."""
+    if routine != "svd":
+        return m, n
+    m, n = max(m, n), min(m, n)
+    return (n, n) if m > bidiagonal.TALL * n and n else (m, n)
+
+
+def dealt(routine: str, m: int, n: int, sizes: Mapping[str, int], block: int | None, near: bool) -> Deal:
+    """Return how a routine deals the tiles of a matrix [m, n], by default of the size that the model chooses."""
+    kind = blocks.arrangement(routine, m, n, math.prod(sizes.values()), near)
+    deal = Deal(sizes, 1, kind)
+    deal.size = blocks.block_size(routine, m, n, deal.R, deal.C) if block is None else block
+    return deal
+
+
+def plan_linalg(
+    routine: str,
+    m: SupportsIndex,
+    n: SupportsIndex | None = None,
+    *,
+    ranks: SupportsIndex | None = None,
+    sizes: Mapping[str, int] | None = None,
+    sides: SupportsIndex = 1,
+    block: SupportsIndex | None = None,
+    dtype: object = "float64",
+    memory: SupportsIndex | str | None = None,
+    near: bool | None = None,
+    machine: Machine | None = None,
+    rate: float | None = None,
+) -> LinalgPlan:
+    """Choose the grid and the tiles for a factorization of a matrix [m, n], by default [m, m].
+
+    Of the grids with two axes the one with the least time is chosen, in the model of `parlinalg.linalg.blocks`; of
+    equals the default grid, then the one with fewer rows.
+
+    Parameters
+    ----------
+    routine : {"cholesky", "lu", "solve", "qr", "eigh", "svd"}
+    ranks : int, optional
+        The number of ranks, where no grid is given.
+    sizes : dict of str to int, optional
+        The axes of a grid and their sizes, to take this one.
+    sides : int
+        The right-hand sides of `solve`.
+    block : int, optional
+        Rows and columns of a tile, to take these.
+    dtype : str or dtype
+    memory : int or str, optional
+        Bytes a rank may use, or text such as "4GiB".
+    near : bool, optional
+        The ranks share memory; by default up to four do.
+    machine : Machine, optional
+        Measured constants of the model; by default those of `parlinalg.tunables`.
+    rate : float, optional
+        Operations a second of a fast product: then the plan tells seconds.
+
+    Raises
+    ------
+    PlanError
+        If the routine is unknown, an argument is not what it should be, or the memory does not suffice.
+
+    Examples
+    --------
+    >>> plan = plan_linalg("lu", 4096, ranks=16)
+    >>> plan.sizes, plan.block, plan.words
+    ({'r': 4, 'c': 4}, 64, 6586372)
+    """
+    if routine not in ROUTINES:
+        raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
+    m = _number("m", m, 0)
+    n = m if n is None else _number("n", n, 0)
+    if routine in SQUARE and m != n:
+        raise PlanError(f"{routine} takes square matrices, not [{m}, {n}]")
+    try:
+        name, limit = dtype_name(dtype), None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if name not in DTYPES:
+        raise PlanError(f"linalg takes {', '.join(DTYPES)}, not {name}")
+    if (ranks is None) == (sizes is None):
+        raise PlanError("give the number of ranks, or a grid, not both" if sizes else "give the number of ranks")
+    grids = [dict(sizes)] if sizes else list(_grids(_number("ranks", ranks, 1)))
+    count = math.prod(grids[0].values())
+    near = count <= blocks.FEW if near is None else near
+    sides = _number("sides", sides, 0)
+    constants = blocks.machine() if machine is None else machine
+    given = None if block is None else _number("block", block, 1)
+
+    def on(grid: dict[str, int]) -> LinalgPlan:
+        size = dealt(routine, *at_work(routine, m, n), grid, given, near).size
+        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate)
+
+    plan = min(map(on, grids), key=lambda each: each.time.total)
+    need = sum(plan.memory.values())
+    if limit is not None and need > limit:
+        raise PlanError(
+            f"{routine} of {m}×{n} in {name} over {count} ranks needs about {format_bytes(need)} a rank, more than "
+            f"{format_bytes(limit)}; give that or more ranks"
+        )
+    return plan
+
+
+def _number(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
+        raise PlanError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value.__index__()
+
+
+def _grids(ranks: int) -> list[dict[str, int]]:
+    """Return all grids of two axes, the default one first."""
+    columns = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    found = [{"r": ranks // c, "c": c} for c in reversed(columns)]
+    first = max(c for c in columns if c * c <= ranks)
+    return sorted(found, key=lambda sizes: sizes["c"] != first)
+
+
+# ------------------------------------------------------------------------------------------------ the explanation
+RUNNERS_UP = 3
+
+
+def explain(plan: LinalgPlan) -> str:
+    """Return why a plan is as it is."""
+    rows = [
+        (plan.routine, _matrix(plan)), ("grid", _grid(plan)), ("tiles", _tiles(plan)), ("words", _words(plan)),
+        *_parts(plan),
+        ("messages", f"{_count(plan.messages, 'collective call')} in which this rank takes part"),
+        ("memory", _memory(plan)), ("time", _time(plan)),
+        ("others", "; ".join(_others(plan)) or "none, no other grid or size of tiles is possible"),
+    ]  # fmt: skip
+    if plan.routine in REPLICATED and plan.m == plan.n:
+        rows.append(("2.5D", _replicated(plan)))
+    return "\n".join(f"{name:<10}{text}" for name, text in rows)
+
+
+def _matrix(plan: LinalgPlan) -> str:
+    sides = f" X = B[{plan.n}, {plan.sides}]" if plan.routine == "solve" else ""
+    return f"A[{plan.m}, {plan.n}]{sides} in {plan.dtype} over {_count(plan.ranks, 'rank')}"
+
+
+def _grid(plan: LinalgPlan) -> str:
+    deal = plan.deal
+    why = {
+        "square": "as near to a square as its axes make",
+        "tall": "rows alone are dealt, since the matrix is tall",
+        "wide": "columns alone are dealt, since few ranks share memory and pass panels on at no cost",
+    }[deal.shape if plan.ranks > 1 else "square"]
+    made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
+    return f"{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
+
+
+def _tiles(plan: LinalgPlan) -> str:
+    text = f"{plan.block} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
+    own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near).size
+    text += "" if own == plan.block else f"; the model would choose {own}"
+    if plan.gram:
+        text += ", but only if the matrix is too ill conditioned for its Gram matrix; else all stays where it lies"
+    return text
+
+
+def _words(plan: LinalgPlan) -> str:
+    text = f"{plan.words:,} received by rank {plan.busiest}, which receives the most; at rest A lies in {plan.layout!r}"
+    if plan.routine in ("lu", "solve") and plan.deal.R > 1:
+        text += "; pivots are taken to fall evenly on the grid rows"
+    if plan.routine == "eigh" and plan.ranks > 1:
+        text += "; those of divide and conquer are a bound"
+    if plan.routine == "qr" and plan.deal.R > 1:
+        text += "; panels are taken to be well conditioned"
+    return text
+
+
+def _parts(plan: LinalgPlan) -> list[tuple[str, str]]:
+    """Return a line for each part with the words and calls of the busiest rank."""
+    found: dict[str, list[int]] = {}
+    for part in plan.costs.parts:
+        sums = found.setdefault(part.name, [0, 0])
+        sums[0] += int(part.words[plan.busiest])
+        sums[1] += int(part.calls[plan.busiest])
+    return [
+        ("", f"{name:<42}{words:>14,} in {_count(calls, 'call')}") for name, (words, calls) in found.items() if calls
+    ]
+
+
+def _memory(plan: LinalgPlan) -> str:
+    parts = ", ".join(f"{format_bytes(size)} {where}" for where, size in plan.memory.items())
+    return f"about {format_bytes(sum(plan.memory.values()))} a rank: {parts}"
+
+
+def _time(plan: LinalgPlan) -> str:
+    total = plan.time.total or 1
+    parts = zip(Time._fields, plan.time, strict=True)
+    shares = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in parts)
+    measure = f"{total:.2e} operations of a product" if plan.rate is None else f"{total / plan.rate:.2e} s"
+    at = "" if plan.rate is None else f" at {plan.rate / 1e9:.1f} GFLOP/s"
+    return f"{measure}{at} but for the trips{' if by tiles' * plan.gram}: {shares}"
+
+
+def _others(plan: LinalgPlan) -> list[str]:
+    """Return the neighbouring sizes of tiles and the best other grids, with the time that they take."""
+    (m, n), deal = plan.shape, plan.deal
+
+    def predicted(R: int, C: int, b: int) -> float:
+        return blocks.predicted(plan.routine, m, n, R, C, b, plan.machine).total
+
+    best = predicted(deal.R, deal.C, plan.block) or 1
+
+    def time(R: int, C: int, b: int) -> float:
+        return 100 * (predicted(R, C, b) / best - 1)
+
+    sizes = sorted({*blocks.candidates(plan.routine, m, n, deal.R, deal.C), plan.block})
+    at = sizes.index(plan.block)
+    found = [(f"tiles of {b}", time(deal.R, deal.C, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
+    deals = [dealt(plan.routine, m, n, grid, None, plan.near) for grid in _grids(plan.ranks)]
+    grids = {(d.R, d.C): time(d.R, d.C, d.size) for d in deals if (d.R, d.C) != (deal.R, deal.C)}
+    best_grids = sorted(grids.items(), key=lambda item: item[1])[:RUNNERS_UP]
+    found += [(f"{R}×{C}", more) for (R, C), more in best_grids]
+    return [f"{name}: {abs(more):.0f}% {'more' if more >= 0 else 'less'} time" for name, more in found]
+
+
+def _replicated(plan: LinalgPlan) -> str:
+    """Return what an algorithm on replicated matrices would save, which there is none of here.
+
+    On r × c × d ranks panels are n² (r + c - 2) / (2 r c d) words, and the sums over d of the terms that its layers
+    add up n² (d - 1) / (r c d) (Solomonik and Demmel, 2011).
+    """
+
+    def words(r: int, c: int, d: int) -> float:
+        sums = (d - 1) / (r * c * d) * (0.5 if plan.routine == "cholesky" else 1)
+        return plan.n**2 * ((r + c - 2) / (2 * r * c * d) + sums)
+
+    flat = min(words(g["r"], g["c"], 1) for g in _grids(plan.ranks))
+    layers = [d for d in range(2, plan.ranks + 1) if plan.ranks % d == 0]
+    found = [(words(g["r"], g["c"], d), d) for d in layers for g in _grids(plan.ranks // d)]
+    least, d = min(found, default=(flat, 1))
+    if least >= flat:
+        return f"not offered; on {_count(plan.ranks, 'rank')} it would save no words"
+    return (
+        f"not offered; with {d} copies of the tiles panels would be {least:,.0f} words, not {flat:,.0f} or more, "
+        f"{100 * (1 - least / flat):.0f}% fewer"
+    )
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"

@@ -1,0 +1,256 @@
+"""Words and calls of factorizations, as the ledger counts them, are those of the formulas, on every rank and step."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import linalg
+from parlinalg.linalg import costs as formulas
+from parlinalg.linalg import divide, factors, spectral
+from parlinalg.linalg.costs import Costs
+from parlinalg.linalg.qr import QR
+from parlinalg.linalg.tiles import Deal
+from tests.cases import grids, layouts
+
+pytestmark = pytest.mark.one_in(4)
+
+SHAPES = [(0, 0), (1, 1), (2, 2), (7, 7), (33, 33), (80, 80), (40, 9), (150, 30), (9, 40), (24, 110)]
+SQUARES = [s for s in SHAPES if s[0] == s[1]]
+BLOCKS = [1, 5, 16, 64]
+TAKEN = 2
+"""Cases of any size a test and arrangement, beside two of several steps."""
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    found = grids(world.size)
+    return pla.Grid(found[request.param % len(found)], world, backend, idle=True)
+
+
+@pytest.fixture(params=["float64", "complex64"])
+def dtype(request):
+    return np.dtype(request.param)
+
+
+def random(shape, dtype, rng):
+    a = rng.standard_normal(shape)
+    return (a + 1j * rng.standard_normal(shape) if dtype.kind == "c" else a).astype(dtype)
+
+
+@pytest.fixture
+def deals(grid, dtype, monkeypatch):
+    """Cases: a deal that the factorizations are made to take, the shape of a matrix, its layout, another, and numbers.
+
+    A seeded sample, which differs with the grid and the dtype.
+    """
+
+    def made(shapes, seed):
+        rng = np.random.default_rng([seed, len(grid.sizes), dtype.itemsize])
+        every = layouts(grid.axes, 2, partial=False)
+        sizes = [(shape, block) for shape, block in itertools.product(shapes, BLOCKS) if block > 1 or max(shape) < 50]
+        large = [each for each in sizes if min(each[0]) > each[1]]  # several steps
+        for (some, taken), kind in itertools.product([(large, 2), (sizes, TAKEN)], ["square", "tall", "wide"]):
+            for at in rng.permutation(len(some))[:taken]:
+                yield placed(*some[at], kind, every, rng)
+
+    def placed(shape, block, kind, every, rng):
+        monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
+        monkeypatch.setattr(factors, "block_size", lambda *_: block)
+        return Deal(grid.sizes, block, kind), shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
+
+    return made
+
+
+def equal(book, costs, grid, what, *, bounded=(), words_alone=False):
+    """What this rank received, by operation and axes, is what the formulas say; of `bounded` no more."""
+    what = [vars(each) if isinstance(each, Deal) else each for each in what] if isinstance(what, tuple) else what
+    assert all(part.words.shape == part.calls.shape == (grid.size,) for part in costs.parts)
+    if not grid.inside:
+        return
+    words, calls = costs.book(grid.rank)
+    found = {key: n for key, n in book.words.items() if n or key in words}
+    if words_alone:
+        words, found = ({key: n for key, n in each.items() if n} for each in (words, found))
+    else:
+        assert dict(book.calls) == dict(calls) or bounded, (what, book.calls, calls)
+    for key in found.keys() | words.keys():
+        have, expected = found.get(key, 0), words.get(key, 0)
+        assert have <= expected if key in bounded else have == expected, (what, key, have, expected)
+
+
+def counting(grid, deal, dtype=np.dtype("float64")):
+    return Costs(deal, dtype.itemsize, grid.world.size)
+
+
+def test_cholesky(grid, dtype, deals):
+    for deal, (n, _), layout, _, rng in deals(SQUARES, 1):
+        a = random((n, n), dtype, rng)
+        x = pla.distribute(a @ a.conj().T + n * np.eye(n, dtype=dtype), grid, layout)
+        with pla.ledger(grid) as book:
+            factor = linalg.cho_factor(x)
+        equal(book, formulas.cho_factor(counting(grid, deal), layout, n), grid, (n, deal, layout))
+        with pla.ledger(grid) as book:
+            linalg.cholesky(x)
+        equal(book, formulas.cholesky(counting(grid, deal), layout, n), grid, (n, deal, layout))
+        b = pla.distribute(random((n, 5), dtype, rng), grid, layout)
+        with pla.ledger(grid) as book:
+            factor.solve(b)
+        costs, rows, columns = counting(grid, deal), deal.rows(n), deal.columns(5)
+        costs.bring(layout, (n, 5), rows, columns)
+        for adjoint in (False, True):
+            formulas.substitute(costs, rows, n, formulas.after(columns, 0), lower=True, adjoint=adjoint)
+        costs.home(layout, (n, 5), rows, columns)
+        equal(book, costs, grid, (n, deal, layout, "solve"))
+
+
+def test_lu(grid, dtype, deals):
+    for deal, shape, layout, _, rng in deals(SHAPES, 2):
+        x = pla.distribute(random(shape, dtype, rng), grid, layout)
+        with pla.ledger(grid) as book:
+            factor = linalg.lu_factor(x)
+        winners = formulas.winners_of(factor.positions, deal, min(shape))
+        costs = formulas.lu_factor(counting(grid, deal, dtype), layout, shape, winners=winners)
+        equal(book, costs, grid, (shape, deal, layout))
+        with pla.ledger(grid) as book:
+            linalg.lu(x)
+        costs = formulas.lu(counting(grid, deal, dtype), layout, shape, places=factor.positions)
+        equal(book, costs, grid, (shape, deal, layout))
+
+
+@pytest.mark.parametrize("shape", [(70, 50), (50, 70), (3, 3), (0, 4)], ids=str)
+def test_without_the_winners_each_grid_row_has_its_share(grid, shape):
+    deal = Deal(grid.sizes, 8, "tall")
+    k = min(shape)
+    even = formulas.even_winners(deal, *shape)
+    assert even.sum(axis=1).tolist() == [min(8, k - at) for at in range(0, k, 8)]
+    assert (even.sum(axis=0) <= [len(x) for x in deal.rows(shape[0])]).all()
+    places = formulas.positions(deal, *shape)
+    assert sorted(np.concatenate(places)) == list(range(shape[0]))
+    np.testing.assert_array_equal(formulas.winners_of(places, deal, k), even.reshape(-1, deal.R))
+
+
+def test_solve(grid, dtype, deals):
+    for deal, (n, _), layout, other, rng in deals(SQUARES, 3):
+        x, sides = pla.distribute(random((n, n), dtype, rng), grid, layout), int(rng.integers(6))
+        b = pla.distribute(random((n, sides), dtype, rng), grid, other)
+        with pla.ledger(grid) as book:
+            _, factor = factors.solved(x, b)
+        places = factor.positions
+        costs = formulas.solve(counting(grid, deal, dtype), layout, n, sides, other, places=places)
+        equal(book, costs, grid, (n, deal, layout))
+        before = factor.rows
+        with pla.ledger(grid) as book:
+            factor.solve(b, adjoint=True)
+        if grid.inside:
+            costs, columns = counting(grid, deal, dtype), deal.columns(sides)
+            costs.bring(other, (n, sides), places, columns)
+            for lower in (False, True):
+                formulas.substitute(costs, places, n, formulas.after(columns, 0), lower=lower, adjoint=True)
+            costs.home(other, (n, sides), before, columns)
+            equal(book, costs, grid, (n, deal, layout, "adjoint"))
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_qr(grid, dtype, deals, dependent, monkeypatch):
+    monkeypatch.setattr(QR, "STRIP", 24)
+    found, expected = set(), False
+    for deal, shape, layout, other, rng in deals(SHAPES, 5):
+        a = random(shape, dtype, rng)
+        if dependent:  # panels that the Gram matrices do not orthogonalize
+            a[:, 1::2] = a[:, : shape[1] // 2 * 2 : 2]
+        expected = expected or (dependent and deal.R > 1 and min(*shape, deal.size) > 1)
+        x = pla.distribute(a, grid, layout)
+        with pla.ledger(grid) as book:
+            factor = linalg.qr_factor(x)
+        trees = set().union(*grid.world.share(factor._work.trees))
+        found |= trees
+        costs = formulas.qr_factor(counting(grid, deal), layout, shape, trees=trees)
+        equal(book, costs, grid, (shape, deal, layout))
+        sides = int(rng.integers(6))
+        b = pla.distribute(random((shape[0], sides), dtype, rng), grid, other)
+        with pla.ledger(grid) as book:
+            factor = factors.QRFactor(x, b=b)
+        others, costs = set().union(*grid.world.share(factor._work.trees)), counting(grid, deal)
+        formulas.qr_factor(costs, layout, shape, trees=others, extra=sides, extra_layout=other)
+        equal(book, costs, grid, (shape, deal, layout, "right-hand sides"))
+        with pla.ledger(grid) as book:
+            linalg.qr(x)
+        if grid.size > 1:  # else it may be one call of LAPACK
+            costs = formulas.qr(
+                counting(grid, deal), layout, shape, trees=trees, sound=not dependent if grid.backend.cpu else None
+            )
+            equal(book, costs, grid, (shape, deal, layout), words_alone=True)
+    assert found or not expected
+
+
+def test_reductions(grid, dtype, deals):
+    real = dtype.kind != "c"
+    for deal, (n, _), layout, _, rng in deals(SQUARES, 6):
+        a = random((n, n), dtype, rng)
+        x = pla.distribute(a + a.conj().T, grid, layout)
+        with pla.ledger(grid) as book:
+            spectral._tridiagonal(x, "eigh")
+        equal(book, formulas.tridiagonal(counting(grid, deal), layout, n, real=real), grid, (n, deal, layout))
+        a = random((n + n // 3, n), dtype, rng)
+        with pla.ledger(grid) as book:
+            spectral._bidiagonal(pla.distribute(a, grid, layout), "svd", vectors=True)
+        equal(book, formulas.bidiagonal(counting(grid, deal), layout, a.shape), grid, (n, deal, layout))
+
+
+def test_columns_that_need_no_reflection(grid):
+    n, layout = 20, layouts(grid.axes, 2, partial=False)[-1]
+    x = pla.distribute(np.diag(np.arange(20.0)), grid, layout)
+    with pla.ledger(grid) as book:
+        reduced, _ = spectral._tridiagonal(x, "eigh")
+    costs = formulas.tridiagonal(counting(grid, reduced.tiles), layout, n, skipped=range(n))
+    equal(book, costs, grid, "diagonal")
+
+
+def test_eigh(grid, dtype, deals, monkeypatch):
+    monkeypatch.setattr(divide, "LEAF", 16)
+    monkeypatch.setattr(formulas, "LEAF", 16)
+    everyone, deflated = tuple(grid.sizes), divide._deflated
+    for deal, (n, _), layout, _, rng in deals(SQUARES, 7) if grid.size > 1 else []:
+        kept = []
+        monkeypatch.setattr(divide, "_deflated", lambda *args, kept=kept: kept.append(deflated(*args)) or kept[-1])
+        a = random((n, n), dtype, rng)
+        x, wanted = pla.distribute(a + a.conj().T, grid, layout), max(1, n // 3)
+        with pla.ledger(grid) as book:
+            linalg.eigh(x, subset_by_index=(0, wanted - 1) if n else None)
+        given = (layout, n, min(n, wanted))
+        real = dtype.kind != "c"
+        if grid.inside:
+            costs = formulas.eigh(counting(grid, deal), *given, real=real, kept=[len(k) for k, _ in kept])
+            equal(book, costs, grid, (n, deal, layout))
+        costs = formulas.eigh(counting(grid, deal), *given, real=real)
+        equal(book, costs, grid, (n, deal, layout), bounded=[("all_gather", everyone)])
+
+
+def test_svd(grid, dtype, deals):
+    for deal, shape, layout, _, rng in deals(SHAPES, 8) if grid.size > 1 else []:
+        x, full = pla.distribute(random(shape, dtype, rng), grid, layout), bool(rng.integers(2))
+        full = full and max(shape) <= spectral.TALL * min(shape)
+        with pla.ledger(grid) as book:
+            linalg.svd(x, full_matrices=full)
+        costs = formulas.svd(counting(grid, deal), layout, shape, full_matrices=full)
+        equal(book, costs, grid, (shape, deal, layout, full), words_alone=True)
+
+
+def test_a_long_trip_goes_in_pieces(grid, tune):
+    tune(ranks=2, TILES_MOVED=100)
+    layout = layouts(grid.axes, 2, partial=False)[-1]
+    x = pla.distribute(np.eye(60), grid, layout)
+    with pla.ledger(grid) as book:
+        chol = linalg.cho_factor(x, 7)
+    costs = formulas.cho_factor(counting(grid, chol.tiles), layout, 60)
+    equal(book, costs, grid, "lower")
+    with pla.ledger(grid) as book:
+        lu = linalg.lu_factor(x, 7)
+    winners = formulas.winners_of(lu.positions, lu.tiles, 60)
+    costs = formulas.lu_factor(counting(grid, lu.tiles), layout, (60, 60), winners=winners)
+    equal(book, costs, grid, "whole")
+    assert grid.size == 1 or next(part.calls.min() for part in costs.parts if part.name == formulas.TO_WORK) > 2
