@@ -79,7 +79,7 @@ def numbered(
 ) -> np.ndarray:
     """Return the numbers of the elements that this rank's part of the index chooses, flat.
 
-    Without `looked_up` numbers out of bounds are forgiven: NumPy does so where index arrays are broadcast to no element.
+    Without `looked_up` numbers out of bounds are forgiven, as NumPy does where index arrays choose no element.
 
     Raises
     ------
