@@ -1,0 +1,22 @@
+"""Small matrices take the ways of large ones in some tests, and few ranks those of many; the same ones on all ranks."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+
+from parlinalg import tunables
+from parlinalg.linalg import blocks, tiles
+
+
+@pytest.fixture(autouse=True)
+def ways(request, monkeypatch):
+    """Half the tests deal few ranks rows too; half have sums and panels in common memory, and short pieces of trips."""
+    number = crc32(request.node.name.encode())
+    if number & 1:
+        monkeypatch.setattr(blocks, "FEW", 0)
+    if number & 2:
+        monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
+        monkeypatch.setattr(tunables, "TILES_MOVED", 64)
+        monkeypatch.setattr(tiles, "SMALL", 1)
