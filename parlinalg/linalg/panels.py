@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from parlinalg.comm import Handle
 from parlinalg.comm.base import DONE
-from parlinalg.comm.mpi import MpiComm
 from parlinalg.comm.shared import common
 from parlinalg.linalg.tiles import Board, Tiles, board
+
+if TYPE_CHECKING:
+    from parlinalg.comm.mpi import MpiComm
 
 LANES = 3
 """Panels in common memory at once: nobody reads one any more when the third after it is written, since a rank that has
@@ -118,6 +120,5 @@ class Panels(ABC):
         across = self.tiles.across
         if self._lanes is None:
             return across.broadcast(message, root, wait=False)
-        assert isinstance(across, MpiComm)  # others have no common memory
         across.count("broadcast", 0 if across.rank == root else message.size, message.itemsize)
-        return across.barrier_of("broadcast")
+        return cast("MpiComm", across).barrier_of("broadcast")  # others have no common memory

@@ -144,6 +144,9 @@ class LinalgPlan:
         if self.routine == "solve":
             rest += -(-self.n * self.sides // self.ranks)
             tiles += rows * len(deal.columns(self.sides)[0])
+        if (first := self.first) is not None:  # before the SVD of R
+            m = max(self.m, self.n)
+            tiles = max(tiles, len(first.rows(m)[0]) * len(first.columns(n)[0]))
         results = {"lu": 2 * tiles, "qr": 3 * tiles, "eigh": 4 * tiles, "svd": 3 * tiles + 5 * n * n}
         more = max(panels, rest) + results.get(self.routine, rest)
         return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
