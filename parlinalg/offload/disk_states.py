@@ -145,6 +145,7 @@ class DiskStates(TiledStates, Closing):
 
         def commit() -> None:
             if self.file is not None:
+                self._flush()
                 self.file.commit({"steps": steps})
 
         try:
@@ -155,6 +156,11 @@ class DiskStates(TiledStates, Closing):
             self._undo()
             raise
         self._touched.clear()
+        self._begun = False
+
+    def undo(self) -> None:
+        """Put states and values back to the last generation, if the step has changed any."""
+        self._undo()
 
     def _prepare(self) -> None:
         """Before a step: what was set since the last one, and values changed by others, become a generation.
@@ -165,6 +171,8 @@ class DiskStates(TiledStates, Closing):
             return
         self._begun = False
         for entry in self.layout.entries if self.VALUES else ():
+            if entry.home:
+                continue
             known = entry.parameter.writes, id(entry.parameter.data)
             if self._known.get(id(entry.parameter)) != known:
                 for piece in self.layout.of(entry):
@@ -182,6 +190,8 @@ class DiskStates(TiledStates, Closing):
         """Put states and values back to the last generation, if the step has changed any."""
         if self.file is None or not self._begun:
             return
+        if self._buffer is not None:  # a tile of the step that was not written yet
+            self._buffer, self._dirty = (-1, self._buffer[1]), False
         self.file.rollback()
         touched, self._touched = sorted(self._touched), set()
         if touched and not self.VALUES and any(s.recorded for s in self.layout.groups):
@@ -192,7 +202,7 @@ class DiskStates(TiledStates, Closing):
             for tile in touched:
                 self.file.read(tile, buffer)
                 for entry in self.layout.entries:
-                    for piece in self.layout.of(entry):
+                    for piece in self.layout.of(entry) if not entry.home else ():
                         if piece.tile == tile:
                             self._restore(piece, entry, buffer)
         except OffloadError as error:
@@ -225,6 +235,8 @@ class DiskStates(TiledStates, Closing):
             self.file.read(tile, buffer)
             self._buffer = (tile, buffer)
         self._dirty = self._dirty or write
+        if write and self._begun:
+            self._touched.add(tile)
         return buffer
 
     def _flush(self) -> None:
@@ -272,9 +284,9 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
         On all ranks, if a file is missing, cut short or damaged, or of another model or grid; nothing is changed then.
         Also if the states cannot be written to where they lie now; then load a checkpoint.
     """
-    entries = optimizer.arrange()
+    entries = [*optimizer.arrange(), *optimizer.flat.homes]
     comms = worlds(e.data.grid for e in entries)
-    kinds = {(e.parameter.name, e.start): e for e in entries}
+    kinds = {(e.parameter.name, e.start, e.key[1]): e for e in entries}
     file: TileFile | None = None
 
     def open_() -> None:
@@ -311,18 +323,26 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
     return steps
 
 
-def _check(file: TileFile, kinds: dict[tuple[str, int], Entry]) -> None:
+Known = dict[tuple[str, int, str], Entry]
+
+
+def _key(row: list[Any]) -> tuple[str, int, str]:
+    """Return what tells the rows of a file's label apart: name, first element, and the state if it is at home."""
+    return row[0], row[2], row[3][0] if row[6:] else ""
+
+
+def _check(file: TileFile, kinds: Known) -> None:
     """Raise unless the file is of these entries."""
-    theirs = {(row[0], row[2]): row for row in file.label["entries"]}
-    strange = sorted({name for name, start in theirs if (name, start) not in kinds})
+    theirs = {_key(row): row for row in file.label["entries"]}
+    strange = sorted({key[0] for key in theirs if key not in kinds})
     if strange:
         raise OffloadError(
             f"{file.path} is of another model, grid or optimizer: it has states of {', '.join(map(repr, strange))}, as "
             "this rank does not"
         )
     for key, e in kinds.items():
-        if e.size and e.names:
-            mine = [key[0], e.size, key[1], list(e.names), e.dtype.name, e.data.dtype.name]
+        if e.size and (e.names or key in theirs):
+            mine = [key[0], e.size, key[1], list(e.names), e.dtype.name, e.data.dtype.name, *["home"] * e.home]
             if theirs.get(key) != mine:
                 raise OffloadError(
                     f"{file.path} is of another model, grid or optimizer: of {key[0]!r} it has {theirs.get(key)}, this "
@@ -330,9 +350,9 @@ def _check(file: TileFile, kinds: dict[tuple[str, int], Entry]) -> None:
                 )
 
 
-def _take(file: TileFile, kinds: dict[tuple[str, int], Entry], optimizer: Optimizer | None) -> None:
+def _take(file: TileFile, kinds: Known, optimizer: Optimizer | None) -> None:
     """Read all tiles; with an optimizer, into it."""
-    ordered: Sequence[Entry] = [kinds[row[0], row[2]] for row in file.label["entries"]]
+    ordered: Sequence[Entry] = [kinds[_key(row)] for row in file.label["entries"]]
     layout = TileLayout(ordered, file.label["tile"], values=file.parts[1] > 0)
     buffer = aligned(sum(file.parts))
     if optimizer is None:

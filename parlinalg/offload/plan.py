@@ -44,8 +44,9 @@ HINT = '; with path="a folder on a disk" the rest would go there'
 def bytes_left(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
     """Return the bytes that stay in memory, the buffers of what is offloaded counted."""
     t, away = table, set(offloaded)
-    left, during = t.values + t.older + t.gradients + t.states, t.activations + t.transient
+    left, during, step = t.values + t.older + t.gradients + t.states, t.activations + t.transient, t.step
     if "optimizer" in away:
+        step += t.home
         held = (BUFFERS + 1) * tile * (t.states + t.updated)  # a tile has the values of its states too
         left += min(0, -(-held // max(1, t.states)) - t.states)
     if "activations" in away:
@@ -57,7 +58,7 @@ def bytes_left(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
         freed = t.gradients + t.transient_buckets - 2 * t.largest
     if freed > 0:
         left, during = left - freed + t.transient_buckets, during - t.transient_buckets
-    return left + max(during, t.step)
+    return left + max(during, step)
 
 
 def peak_bytes(table: MemoryTable, offloaded: Iterable[str], tile: int) -> int:
@@ -239,8 +240,6 @@ def plan(
             raise ConfigError(f"offload: {kind} to the disk needs path=, a folder that every rank may write")
     there = tuple(kind for kind in KINDS if cpu and chosen.get(kind) == "host")
     chosen = {kind: place for kind, place in chosen.items() if kind not in there}
-    if "optimizer" in chosen:
-        optimizer.check_movable()
     activations = kept if isinstance(kept, ActivationMemory) else ActivationMemory(bytes_of("kept", kept))
     if not activations.block:
         activations = replace(activations, block=-(-activations.most // max(1, len(blocks_of(model)))))
@@ -250,7 +249,6 @@ def plan(
         where = "disk" if folder is not None else "host" if not cpu else None
         rests = not activations.versions and table.fixed < table.values + table.gradients
         movable = {k for k in ORDER if where and (k != "parameters" or rests)} - set(there) | set(chosen)
-        movable -= set() if optimizer.MOVABLE else {"optimizer"}
         found = decide(table, limit, movable, tile_of(limit), chosen)
         _enough(model, table, limit, movable, found is None, "" if where else HINT)
         for kind in found or ():

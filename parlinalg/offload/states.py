@@ -37,6 +37,8 @@ class TileGroup:
         The dtypes of the states, and of the values that they belong to.
     backend : Backend
         The backend of the values.
+    home : bool
+        They are states of entries at home (`Entry.home`).
     """
 
     first: int
@@ -46,6 +48,7 @@ class TileGroup:
     dtype: np.dtype[Any]
     value: np.dtype[Any]
     backend: Backend
+    home: bool = False
 
     @property
     def tiles(self) -> int:
@@ -55,7 +58,7 @@ class TileGroup:
     @property
     def recorded(self) -> bool:
         """True if values are kept with the states: if they are not rounded from one of these."""
-        return value_state(self.names) is None
+        return not self.home and value_state(self.names) is None
 
     def state(self, buffer: np.ndarray, name: str) -> np.ndarray:
         """Return a state's elements in a tile."""
@@ -102,6 +105,8 @@ class Piece:
 class TileLayout:
     """The layout of entries, in their order, in tiles of at most `nbytes` bytes.
 
+    Entries without states are left out, unless their values are to be kept for those that lie at home.
+
     Attributes
     ----------
     groups : list of TileGroup
@@ -114,28 +119,36 @@ class TileLayout:
     def __init__(self, entries: Sequence[Entry], nbytes: int, *, values: bool) -> None:
         self.entries = list(entries)
         self.groups: list[TileGroup] = []
-        self._of: dict[int, tuple[TileGroup, int]] = {}
+        self._of: dict[tuple[int, str], tuple[TileGroup, int]] = {}
         first = 0
-        groups = [(key, list(members)) for key, members in groupby((e for e in entries if e.names and e.size), _kind)]
-        for (_, names, dtype, value), members in groups:
+
+        def kept_here(e: Entry) -> bool:
+            return e.size > 0 and (bool(e.names) or (values and e.homed))
+
+        groups = [(key, list(members)) for key, members in groupby(filter(kept_here, entries), _kind)]
+        for (_, names, dtype, value, home), members in groups:
             size = sum(e.size for e in members)
-            per_tile = max(LINE, nbytes // (len(names) * dtype.itemsize) // LINE * LINE)
+            per_tile = max(LINE, nbytes // (max(1, len(names)) * dtype.itemsize) // LINE * LINE)
             per_tile = min(per_tile, -(-size // LINE) * LINE)
-            group = TileGroup(first, per_tile, size, names, dtype, value, members[0].data.grid.backend)
+            group = TileGroup(first, per_tile, size, names, dtype, value, members[0].data.grid.backend, home)
             self.groups.append(group)
             first += group.tiles
             at = 0
             for e in members:
-                self._of[id(e.parameter)] = (group, at)
+                self._of[e.key] = (group, at)
                 at += e.size
         self.count = first
         states = max((s.per_tile * len(s.names) * s.dtype.itemsize for s in self.groups), default=0)
         kept = max((s.per_tile * s.value.itemsize for s in self.groups if s.recorded and values), default=0)
         self.parts = whole_pages(states), whole_pages(kept)
 
+    def has(self, entry: Entry) -> bool:
+        """Return True if the entry lies in tiles."""
+        return entry.key in self._of
+
     def of(self, entry: Entry) -> Iterator[Piece]:
         """The pieces of an entry."""
-        if not entry.size or not entry.names:
+        if not entry.size or not (entry.names or self.has(entry)):
             return
         group, start = self._found(entry)
         yield from _cut(group, start, entry.size)
@@ -152,20 +165,20 @@ class TileLayout:
             yield piece, window
 
     def _found(self, entry: Entry) -> tuple[TileGroup, int]:
-        if id(entry.parameter) not in self._of:
+        if entry.key not in self._of:
             raise OffloadError(f"there are no states of {entry.parameter.name!r}: they were not made, or are closed")
-        return self._of[id(entry.parameter)]
+        return self._of[entry.key]
 
     def label(self) -> list[list[Any]]:
-        """Describe the file: a row of name, elements, their start in the block, and states for each entry."""
+        """Describe the file: a row of name, elements, their start in the block, states and dtypes for each entry."""
         return [
-            [e.parameter.name, e.size, e.start, list(e.names), e.dtype.name, e.data.dtype.name]
-            for e in self.entries if id(e.parameter) in self._of
+            [e.parameter.name, e.size, e.start, list(e.names), e.dtype.name, e.data.dtype.name, *["home"] * e.home]
+            for e in self.entries if e.key in self._of
         ]  # fmt: skip
 
 
-def _kind(entry: Entry) -> tuple[int, tuple[str, ...], np.dtype[Any], np.dtype[Any]]:
-    return id(entry.data.grid.backend), entry.names, entry.dtype, entry.data.dtype
+def _kind(entry: Entry) -> tuple[int, tuple[str, ...], np.dtype[Any], np.dtype[Any], bool]:
+    return id(entry.data.grid.backend), entry.names, entry.dtype, entry.data.dtype, entry.home
 
 
 def _cut(group: TileGroup, start: int, size: int) -> Iterator[Piece]:
@@ -211,14 +224,19 @@ class TiledStates(ABC):
     def complete(self, steps: int) -> None:
         """End a step.  Collective."""
 
+    @abstractmethod
+    def undo(self) -> None:
+        """Forget what a step that failed wrote, where that can be done."""
+
     def windows(self, runs: Iterable[Run]) -> Iterator[Run]:
         """Yield the runs tile by tile, with their states in the memory of the values."""
-        due = [e for e in self.layout.entries if _has_gradient(e)]
+        cut = [e for e in self.layout.entries if not e.home]
+        due = [e for e in cut if _has_gradient(e)]
         tiles = list(dict.fromkeys(piece.tile for e in due for piece in self.layout.of(e)))
-        stream = self.iterate_tiles(tiles, values=len(due) < len(self.layout.entries))
+        stream = self.iterate_tiles(tiles, values=len(due) < len(cut))
         tile, buffer = -1, np.empty(0, np.uint8)
         for run in runs:
-            if not run.entries[0].names:
+            if not run.entries[0].names and not self.layout.has(run.entries[0]):
                 yield run
                 continue
             for piece, window in self.layout.of_run(run):
@@ -299,6 +317,9 @@ class HostStates(TiledStates):
 
     def complete(self, steps: int) -> None:
         """Nothing is left to do."""
+
+    def undo(self) -> None:
+        """Leave everything as it is."""
 
     def close(self) -> None:
         """Free the memory."""

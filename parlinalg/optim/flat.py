@@ -60,6 +60,11 @@ class Entry:
         The parameter's `writes` that the states know of.
     group : int
         The number of its parameter group.
+    home : bool
+        It has one state of the parameter, `names`, of a shape of its own, which is on this rank alone (see
+        `Optimizer.home_states`): `partition` is all of it, and no run has elements of it.
+    homed : bool
+        The parameter has states that lie whole on some rank: undoing a step takes its values too.
     """
 
     parameter: Parameter
@@ -69,6 +74,13 @@ class Entry:
     names: tuple[str, ...]
     writes: int = 0
     group: int = 0
+    home: bool = False
+    homed: bool = False
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What tells entries apart: the parameter, and the state that is at home."""
+        return id(self.parameter), self.names[0] if self.home else ""
 
     @property
     def start(self) -> int:
@@ -139,7 +151,7 @@ class States(Protocol):
     """Keeps an optimizer's states.
 
     An entry has the states `entry.names`, each of `entry.size` elements of `entry.dtype`.  An entry is known by its
-    parameter: after `make`, entries made anew of the same parameters and sizes mean the same states.
+    key: after `make`, entries made anew of the same parameters and sizes mean the same states.
 
     Attributes
     ----------
@@ -166,7 +178,10 @@ class States(Protocol):
         """Set a state of an entry."""
 
     def complete(self, steps: int) -> None:
-        """Complete step number `steps`: what its windows wrote counts, or, if that fails, nothing of it does."""
+        """Complete step number `steps`: what it wrote counts, or, if that fails, nothing of it does."""
+
+    def undo(self) -> None:
+        """Forget what a step that failed wrote, where that can be done."""
 
     @property
     def nbytes(self) -> int:
@@ -210,6 +225,9 @@ class InMemory:
     def complete(self, steps: int) -> None:
         pass
 
+    def undo(self) -> None:
+        pass
+
     @property
     def nbytes(self) -> int:
         return sum(int(buffer.nbytes) for buffer in self._flats)
@@ -230,6 +248,8 @@ class FlatParameters:
     Attributes
     ----------
     entries : list of Entry
+    homes : list of Entry
+        The states that lie whole on this rank.
     states : States
         Where the states lie.
     """
@@ -239,6 +259,8 @@ class FlatParameters:
     ) -> None:  # fmt: skip
         self.groups, self.master, self.by_parts = groups, master_dtype(master), by_parts
         self.entries: list[Entry] = []
+        self.homes: list[Entry] = []
+        self._told: list[Any] = []
         self.states: States = InMemory()
         self.check_shared()
 
@@ -272,8 +294,8 @@ class FlatParameters:
             owner.gather()
 
     # ------------------------------------------------------------------ what is updated
-    def arrange(self, names: Sequence[tuple[str, ...]]) -> list[Entry]:
-        """Return what this rank updates, with states of these names for each group.
+    def arrange(self, names: Sequence[tuple[str, ...]], homes: Sequence[HomeState] = ()) -> list[Entry]:
+        """Return what this rank updates, with states of these names for each group, and those at home on any rank.
 
         Values move to flat buffers the first time.  Collective over axes along which it has changed.
         """
@@ -283,12 +305,17 @@ class FlatParameters:
         numbers = self.numbers()
         fewer = len(old) != len(parameters) or not old
         fewer = fewer or not all(set(names[numbers[id(e.parameter)]]) <= set(e.names) for e in old)
-        if fewer or not all(e.shared for e in old):
+        told = [(id(h.parameter), h.name, h.shape, h.dtype, h.home) for h in homes]
+        if fewer or told != self._told or not all(e.shared for e in old):
             self.check_shared()
-            kept = self._kept(old)
+            kept = self._kept([*old, *self.homes])
             entries = flatten(parameters, names, self.master, numbers)
-            self.states.make(entries)
-            self.entries = entries
+            whole = {id(h.parameter) for h in homes}
+            for entry in entries:
+                entry.homed = id(entry.parameter) in whole
+            mine = [h.entry for h in homes if h.entry is not None]
+            self.states.make([*entries, *mine])
+            self.entries, self.homes, self._told = entries, mine, told
             self.where_they_lie(lambda: self._fill(kept), "making the optimizer's states")
         elif any(e.parameter.data is not e.data for e in old):
             order = [e.parameter for e in old]
@@ -297,6 +324,7 @@ class FlatParameters:
             self.entries = sorted(fresh, key=lambda e: place[id(e.parameter)])
             for entry, before in zip(self.entries, old, strict=True):
                 entry.writes = before.writes - (entry.data is not before.data)
+                entry.homed = before.homed
         written = [e for e in self.entries if e.writes != e.parameter.writes]
         if any("master" in e.names for e in written):
             self.where_they_lie(lambda: self._take(written), "taking values that were written as masters")
@@ -306,8 +334,12 @@ class FlatParameters:
 
     def moved(self) -> None:
         """Take the values where they lie now, side by side as before: they were moved there as they are."""
-        for entry in self.entries:
+        for entry in (*self.entries, *self.homes):
             entry.data = entry.parameter.data
+
+    def forget(self) -> None:
+        """Set all states to zero.  Collective where they lie on a disk."""
+        self.states.make([*self.entries, *self.homes])
 
     def numbers(self) -> dict[int, int]:
         """Return the number of the group of each parameter, by its identity."""
@@ -320,7 +352,7 @@ class FlatParameters:
             storage, data = entry.parameter.storage, entry.parameter.data
             for name in entry.names:
                 block = self.where_they_lie(partial(self.states.read, entry, name), "moving the optimizer's states")
-                if not entry.shared:
+                if not entry.home and not entry.shared:
                     partition = storage.partition(data)
                     block = entry.whole(block).block.reshape(-1)
                     block = block[partition.start : partition.stop].copy() if partition.axes else block
@@ -329,7 +361,7 @@ class FlatParameters:
 
     def _fill(self, kept: dict[tuple[int, str], Block]) -> None:
         """Write the states that were kept, or the masters of the values."""
-        for entry in self.entries:
+        for entry in (*self.entries, *self.homes):
             for name in entry.names:
                 if (id(entry.parameter), name) in kept:
                     self.states.write(entry, name, kept.pop((id(entry.parameter), name)))
@@ -350,10 +382,10 @@ class FlatParameters:
         """Keep the states elsewhere from now on; see `Optimizer.place`.  Collective."""
         if not isinstance(states, InMemory):
             self.by_parts(f"{type(states).__name__} bring its parameters tile by tile", "states in memory")
-        states.make(self.entries)
+        states.make([*self.entries, *self.homes])
 
         def move() -> None:
-            for entry in self.entries:
+            for entry in (*self.entries, *self.homes):
                 for name in entry.names:
                     states.write(entry, name, self.states.read(entry, name))
 
@@ -401,6 +433,58 @@ class FlatParameters:
     def where_they_lie(self, function: Callable[[], Result], what: str) -> Result:
         """Do the same with a function that fails only if the states lie where reading or writing can fail."""
         return function() if isinstance(self.states, InMemory) else self.together(function, what)
+
+
+@dataclass
+class HomeState:
+    """A state that is not cut as its parameter is, and lies whole on one rank.
+
+    Attributes
+    ----------
+    parameter : Parameter
+    name : str
+    shape : tuple of int
+    dtype : numpy.dtype
+    home : int
+        The rank of the parameter's grid that has it.
+    flat : FlatParameters
+        Where it is kept.
+    entry : Entry or None
+        On that rank.
+    """
+
+    parameter: Parameter
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    home: int
+    flat: FlatParameters
+    entry: Entry | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of it on this rank."""
+        return 0 if self.entry is None else self.entry.size * self.dtype.itemsize
+
+    def read(self) -> Any:
+        """Return the state as a flat block, which is not to be written to; nothing on ranks that do not have it."""
+        if self.entry is None:
+            return self.parameter.grid.backend.empty((0,), self.dtype)
+        return self.flat.states.read(self.entry, self.name)
+
+    def whole(self) -> np.ndarray:
+        """Return the state on all ranks.  Collective over the parameters' grids."""
+        grid = self.parameter.grid
+        mine = self.flat.where_they_lie(self.read, f"reading the state {self.parameter.name}.{self.name}")
+        block = grid.backend.empty(self.shape, self.dtype) if self.entry is None else mine.copy().reshape(self.shape)
+        grid.everyone.broadcast(block, self.home)
+        return grid.backend.to_host(block)
+
+    def take(self, values: Any) -> None:
+        """Set the state where it lies, from host memory."""
+        if self.entry is not None:
+            host = np.array(values, self.dtype, order="C").reshape(-1)
+            self.flat.states.write(self.entry, self.name, self.parameter.grid.backend.from_host(host))
 
 
 def flatten(

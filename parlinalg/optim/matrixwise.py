@@ -149,6 +149,7 @@ class Matrixwise(Optimizer):
                 self.measure(run, part, buffers[key][at + first : at + first + part.stop - part.start])
         for key, alike in members.items():
             self.directions(alike, buffers[key])
+        self.check_directions()
         for run in self.windows():
             if not self.matrices:
                 continue
@@ -183,6 +184,9 @@ class Matrixwise(Optimizer):
         buffer : array
             Flat: this rank's elements of each, one after the other.
         """
+
+    def check_directions(self) -> None:
+        """Raise an error on all ranks if `directions` met one on any."""
 
     def scale(self, matrix: Matrix | None) -> float:
         """Return what the learning rate of a parameter is multiplied by; the matrix is one of its, if it has any."""

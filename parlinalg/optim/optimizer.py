@@ -4,55 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
-
-import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.comm.check import compare_states
 from parlinalg.errors import ConfigError
 from parlinalg.grid import worlds
-from parlinalg.optim.flat import Entry, FlatOptions, FlatParameters, InMemory, Run, States
+from parlinalg.optim.flat import Entry, FlatOptions, FlatParameters, HomeState, Run, States
 from parlinalg.optim.groups import Option, check_apart, group_of, groups_of
 from parlinalg.state_dict import check_arrays
-
-
-@dataclass
-class HomeState:
-    """A state that is not cut as its parameter is, and lies whole on one rank.
-
-    Attributes
-    ----------
-    parameter : Parameter
-    name : str
-    shape : tuple of int
-    dtype : numpy.dtype
-    home : int
-        The rank of the parameter's grid that has it.
-    array : array or None
-        On that rank.
-    """
-
-    parameter: Parameter
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    home: int
-    array: Any
-
-    def whole(self) -> np.ndarray:
-        """Return the state on all ranks.  Collective over the grid."""
-        grid = self.parameter.grid
-        block = grid.backend.empty(self.shape, self.dtype) if self.array is None else self.array.copy()
-        grid.everyone.broadcast(block, self.home)
-        return grid.backend.to_host(block)
-
-    def take(self, values: Any) -> None:
-        """Set the state where it lies, from host memory."""
-        if self.array is not None:
-            host = np.array(values, self.dtype, order="C").reshape(self.shape)
-            self.array[...] = self.parameter.grid.backend.from_host(host)
 
 
 class Optimizer(ABC):
@@ -107,9 +67,6 @@ class Optimizer(ABC):
     """Whether each element is updated from its own gradient and states alone, so that `update` may be given parts of
     parameters; of classes where it is not, those that have `norms` sum what else they need over all parts, and those
     that have `directions` bring the parts together."""
-
-    MOVABLE: ClassVar[bool] = True
-    """True if states may be kept elsewhere than in memory."""
 
     lr = Option[float]()
     weight_decay = Option[float]()
@@ -214,6 +171,7 @@ class Optimizer(ABC):
             states.complete(self.steps)
         except BaseException:
             self.steps -= 1
+            states.undo()
             raise
         self.flat.gather()
 
@@ -235,27 +193,15 @@ class Optimizer(ABC):
         Raises
         ------
         ConfigError
-            If states come to the update in tiles, and the class does not say that it can be made so, or keeps states in
-            memory.
+            If states come to the update in tiles, and the class does not say that it can be made so.
         OffloadError
             On all ranks, if states cannot be read where they are, or written to where they go, on any; they then stay.
         """
-        if not isinstance(states, InMemory):
-            self.check_movable()
         self.flat.place(states)
-
-    @classmethod
-    def check_movable(cls) -> None:
-        """Raise a ConfigError if states cannot be kept elsewhere than in memory."""
-        if not cls.MOVABLE:
-            raise ConfigError(
-                f"{cls.__name__} keeps preconditioners in memory, at a home rank of each parameter: do not offload the "
-                "optimizer's states, or use Muon or AdamW, whose states may be offloaded"
-            )
 
     def arrange(self) -> list[Entry]:
         """Return what this rank updates, with states.  Collective over the axes along which ranks share it anew."""
-        return self.flat.arrange([self.states_of(group) for group in self.param_groups])
+        return self.flat.arrange([self.states_of(group) for group in self.param_groups], self.home_states())
 
     @classmethod
     def check_parts(cls, why: str, instead: str) -> None:
@@ -336,8 +282,12 @@ class Optimizer(ABC):
         compare_states(worlds(p.grid for p in self.parameters), {**given, "steps": state["steps"], "lr": state["lr"]})
         self.flat.load(given)
         names = self._by_parameter()
-        for each in self.home_states():
-            each.take(given[f"{names[id(each.parameter)]}.{each.name}"])
+
+        def take() -> None:
+            for each in self.home_states():
+                each.take(given[f"{names[id(each.parameter)]}.{each.name}"])
+
+        self.flat.where_they_lie(take, "loading the optimizer's state")
         self.steps = int(state["steps"])
         if "param_groups" in state:
             self.set_options(state["param_groups"])

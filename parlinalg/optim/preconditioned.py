@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Unpack
 
 import numpy as np
 
-from parlinalg.autograd import Parameter
+from parlinalg.autograd import Parameter, Partition
 from parlinalg.backend import namespace
-from parlinalg.errors import ConfigError
+from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import piece
-from parlinalg.optim.flat import Entry, FlatOptions, Run, states_of
+from parlinalg.optim.flat import Entry, FlatOptions, HomeState, InMemory, Run, states_of
 from parlinalg.optim.groups import Group, Option
 from parlinalg.optim.matrices import Exchange, Matrix, Slots, balanced, matrices_of, packed, resting, split_of
 from parlinalg.optim.matrixwise import Matrixwise
-from parlinalg.optim.optimizer import HomeState, below_one
+from parlinalg.optim.optimizer import below_one
 
 Block = Any
 GRAFTS = (None, "sgd", "adam")
@@ -40,17 +40,17 @@ class Preconditioned(Matrixwise):
     """An optimizer that keeps its states of a parameter's matrices at one home rank, and computes their steps there.
 
     The parameters are shared out over all ranks of their grid, so that all have about the same to do; a step brings the
-    gradients home by one all-to-all, and the directions back by another.  Home states lie in memory.
+    gradients home by one all-to-all, and the directions back by another.  Home states that are offloaded come to memory
+    one parameter at a time.
     """
 
-    MOVABLE: ClassVar[bool] = False
     max_precond_dim = Option[int]()
     precondition_frequency = Option[int]()
     _homes: dict[int, int]
 
     def __init__(self, parameters: Iterable[Any], lr: float, weight_decay: float, **options: Any) -> None:
         self._homes = {}
-        self._held: dict[tuple[int, str], Block] = {}
+        self._problem: OffloadError | None = None
         self._brought: dict[tuple[int, str], Brought] = {}
         super().__init__(parameters, lr, weight_decay, **options)
 
@@ -100,11 +100,11 @@ class Preconditioned(Matrixwise):
                 dtype = states_of(p.dtype, self.flat.master)[0]
                 mine = p.grid.inside and p.grid.rank == homes[id(p)]
                 for name, shape in self.shapes(p, group).items():
-                    key = id(p), name
-                    if mine and key not in self._held:
-                        self._held[key] = p.grid.backend.zeros(shape, dtype)
-                    found.append(HomeState(p, name, shape, dtype, homes[id(p)], self._held.get(key)))
-        return found
+                    entry = None
+                    if mine:
+                        entry = Entry(p, p.data, Partition(0, math.prod(shape)), dtype, (name,), home=True)
+                    found.append(HomeState(p, name, shape, dtype, homes[id(p)], self.flat, entry))
+        return sorted(found, key=lambda each: each.name)  # alike ones lie side by side
 
     # ------------------------------------------------------------------ a step
     def measure(self, run: Run, part: slice, out: Block) -> None:
@@ -121,22 +121,39 @@ class Preconditioned(Matrixwise):
         made, backend = self._brought[place], grid.backend
         held = backend.empty((made.bring.size,), buffer.dtype)
         made.bring.run(buffer, held, backend)
-        states: dict[int, dict[str, Block]] = {}
+        states: dict[int, list[HomeState]] = {}
         for state in self.home_states():
-            if state.array is not None:
-                states.setdefault(id(state.parameter), {})[state.name] = state.array
-        for slot in made.slots:
-            entry = entries[slot.tensor]
-            group, mine = self.param_groups[entry.group], states[id(entry.parameter)]
-            mine["count"] += 1
-            for m in matrices_of(0, entry.data.shape, split_of(entry.parameter)):
-                at = tuple(r.start for r in m.rect[: len(m.rect) - len(m.inputs) - len(m.outputs)])
-                x = slot.view(held)[at].reshape(m.rows, m.columns)
-                parts = {name: array[at] for name, array in mine.items() if name != "count"}
-                parts |= {name: parts[name].reshape(m.rows, m.columns) for name in self.ALIKE if name in parts}
-                for block, views in self._blocks(m, parts, group):
-                    x[block] = self.direct(x[block], views, int(mine["count"][0]), group)
+            if state.entry is not None:
+                states.setdefault(id(state.parameter), []).append(state)
+        try:
+            self._problem = None
+            for slot in made.slots:
+                self._direct_all(entries[slot.tensor], states[id(entries[slot.tensor].parameter)], slot.view(held))
+        except OffloadError as error:  # the others wait for what they are sent
+            self._problem = error
         made.back.run(held, buffer, backend)
+
+    def _direct_all(self, entry: Entry, states: Sequence[HomeState], g: Block) -> None:
+        """Replace the gradient of a parameter that is at home here by the directions of its matrices."""
+        group, mine = self.param_groups[entry.group], {s.name: s.read().reshape(s.shape) for s in states}
+        mine["count"] += 1
+        for m in matrices_of(0, entry.data.shape, split_of(entry.parameter)):
+            at = tuple(r.start for r in m.rect[: len(m.rect) - len(m.inputs) - len(m.outputs)])
+            x = g[at].reshape(m.rows, m.columns)
+            parts = {name: array[at] for name, array in mine.items() if name != "count"}
+            parts |= {name: parts[name].reshape(m.rows, m.columns) for name in self.ALIKE if name in parts}
+            for block, views in self._blocks(m, parts, group):
+                x[block] = self.direct(x[block], views, int(mine["count"][0]), group)
+        if not isinstance(self.flat.states, InMemory):
+            for s in states:
+                self.flat.states.write(s.entry, s.name, mine[s.name])  # type: ignore[arg-type]
+
+    def check_directions(self) -> None:
+        def check() -> None:
+            if self._problem is not None:
+                raise self._problem
+
+        self.flat.where_they_lie(check, "computing the steps of matrices at home")
 
     ALIKE: ClassVar[tuple[str, ...]] = ()
     """The states of a parameter's own shape."""

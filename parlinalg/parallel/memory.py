@@ -78,6 +78,8 @@ class MemoryTable:
         Bytes of the values that the rank has optimizer states of.
     step : int
         Temporary bytes of the optimizer's step, which begins when the passes have ended.
+    home : int
+        The states of one parameter that lie whole on the rank; they come to memory together where they are offloaded.
     first_step : int
         Temporary bytes in the first step, besides values and gradients: it moves them to where they lie side by
         side, a buffer at a time.
@@ -96,6 +98,7 @@ class MemoryTable:
     transient_buckets: int = 0
     updated: int = 0
     step: int = 0
+    home: int = 0
     first_step: int = 0
 
     @property
@@ -125,7 +128,11 @@ def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory 
             continue
         moves += held.value
         mine["fixed"] += 0 if replaceable(p.reducer) else held.gradient
-    mine["states"] += sum(s.array.nbytes for s in optimizer.home_states() if s.array is not None)
+    home: dict[int, int] = {}
+    for s in optimizer.home_states():
+        home[id(s.parameter)] = home.get(id(s.parameter), 0) + s.nbytes
+    mine["states"] += sum(home.values())
+    mine["home"] = max(home.values(), default=0)
     mine["step"] = optimizer.step_bytes
     mine["activations"], mine["stays"], mine["block"] = activations.most, activations.stays, activations.block
     mine["older"] = max(0, activations.versions - 1) * mine["values"]

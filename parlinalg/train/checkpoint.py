@@ -460,7 +460,8 @@ class Checkpoints:
         everyone = self.comm.share([p.name for p in pieces])
         self._together(lambda: check_fits(index, folder, pieces, everyone), "reading")
         if self.optimizer is not None:
-            self.optimizer.flat.states.make(self.optimizer.arrange())  # also where a step has failed half-way
+            self.optimizer.arrange()
+            self.optimizer.flat.forget()  # also where a step has failed half-way
         with Reader(folder, index) as reader:
 
             def fill() -> None:

@@ -20,8 +20,7 @@ from parlinalg.backend.views import flat
 from parlinalg.errors import ConfigError
 from parlinalg.exchange import Corner, Rect, rectangles, volume
 from parlinalg.optim import Optimizer
-from parlinalg.optim.flat import InMemory
-from parlinalg.optim.optimizer import HomeState
+from parlinalg.optim.flat import HomeState, InMemory
 
 Shape = tuple[int, ...]
 
@@ -110,14 +109,14 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
                 )
             )  # fmt: skip
     for home in [] if optimizer is None else optimizer.home_states():
-        p, mine = home.parameter, home.array is not None
+        p, mine = home.parameter, home.entry is not None
         if id(p) not in names:
             raise ConfigError(f"the optimizer has the parameter {p.name!r}, which is not one of the model's")
         block = tuple(range(n if mine else 0) for n in home.shape)
         found.append(
             Piece(
                 f"optimizer.{names[id(p)]}.{home.name}", home.dtype, home.shape, block, 0, volume(block), _group(p),
-                mine, True, _read_home(home), home.take,
+                mine, resident, _read_home(home), home.take,
             )
         )  # fmt: skip
     return found
@@ -125,7 +124,7 @@ def pieces_of(parameters: Mapping[str, Parameter], optimizer: Optimizer | None) 
 
 def _read_home(home: HomeState) -> Callable[[slice], np.ndarray]:
     backend = home.parameter.grid.backend
-    return lambda part: backend.to_host(home.array.reshape(-1)[part])
+    return lambda part: backend.to_host(home.read()[part])
 
 
 def _value(name: str, p: Parameter) -> Piece:

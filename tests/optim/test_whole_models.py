@@ -43,6 +43,8 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
     (2, tensor("1d", size=2)),
     (2, {"parallel": {"data": 2}, "zero": 3}),
     (2, {"parallel": {"pipeline": 2}, "schedule": {"name": "1f1b", "microbatches": 2}}),
+    (2, {"parallel": {"pipeline": 2}, "offload": {"optimizer": "disk"}}),
+    (4, {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}, "zero": 1, "offload": {"optimizer": "disk"}}),
     (4, tensor("2d", shape=(2, 2))),
     (4, tensor("2.5d", shape=(2, 2, 1))),
     (4, tensor("2.5d", shape=(2, 1, 2), depth_on="k")),
@@ -86,6 +88,8 @@ def losses(comm: Any, settings: dict[str, Any], backend: str, out: Path, referen
     """The losses and norms of all steps; of a reference values are what the formulas make of all gradients so far."""
     with launch(settings, comm, backend) as mesh:
         training = Training(mesh, out)
+        if training.offload is not None and backend == "numpy":
+            assert training.offload.places["optimizer"] == "disk"
         if reference:
             optimizer, name = training.optimizer, settings["optimizer"]["name"]
             groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
@@ -98,7 +102,8 @@ def losses(comm: Any, settings: dict[str, Any], backend: str, out: Path, referen
                     p.written()
 
             optimizer.apply = apply
-        return [number for step in training.steps() for number in (step.loss, step.norm)]
+        with training.away():
+            return [number for step in training.steps() for number in (step.loss, step.norm)]
 
 
 _known: dict[str, list[float]] = {}
