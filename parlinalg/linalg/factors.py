@@ -780,13 +780,15 @@ def _batches(
             results = local(arrays[0].xp, *blocks) if not problem else ()
     except LinAlgError as error:
         problem = f"{name}: {error}"
-    told = grid.world.share(problem)
+    blocks = list(results) if isinstance(results, tuple) else [results]
+    everyone = grid.world.share((problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]))
+    told = [each for each, _ in everyone]
     _refuse(ODD in told, name)
     if any(told):
         raise LinAlgError(next(filter(None, told)))
     made = []
-    for block in results if isinstance(results, tuple) else (results,):
+    for block, core in zip(blocks, everyone[0][1], strict=True):  # ranks outside of the grid have no shapes
         layout = Layout(*cut.dims, *[None] * (block.ndim - len(stacks)))
-        x = DistArray(block, (*stacks, *block.shape[len(stacks) :]), layout, grid)
+        x = DistArray(block, (*stacks, *core), layout, grid)
         made.append(x.redistribute(Layout(*rest.dims[: x.ndim])))
     return tuple(made)

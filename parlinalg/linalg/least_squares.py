@@ -229,12 +229,12 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
     b = b / sizes
     factor = QRFactor((a.mT.conj() if wide else a).astype(LOWER[a.dtype.char]), name="lstsq")
     s = svdvals(factor.R).astype(np.float64)
-    values = s.tolist()
+    most, least = float(s.max()), float(s.min())  # on ranks outside of the grid too
     doubt = max(20.0, math.sqrt(max(m, n))) * float(np.finfo(np.float32).eps)
-    if not values[-1] > (limit + doubt) * values[0]:
+    if not least > (limit + doubt) * most:
         return None
     back = a.mT.conj()
-    bound = float(np.finfo(a.dtype).eps) * math.sqrt(k) * values[0]
+    bound = float(np.finfo(a.dtype).eps) * math.sqrt(k) * most
 
     def normal(y: DistArray) -> DistArray:
         """Return BᴴB y, or B Bᴴ y."""

@@ -205,3 +205,19 @@ def test_wrong_use(grid, refine):
     for x, y in ((pla.ones((3, 2), grid), pla.ones(4, grid)), (pla.ones((2, 3, 2), grid), pla.ones(3, grid))):
         with pytest.raises(np.linalg.LinAlgError, match=r"lstsq takes a matrix \[m, n\] and right-hand sides"):
             linalg.lstsq(x, y, refine=refine)
+
+
+@pytest.mark.parametrize("refine", [False, True])
+def test_ranks_outside_of_the_grid(world, backend, refine):
+    rng = np.random.default_rng(7)
+    for sizes in ({"a": 1}, {"a": max(1, world.size - 1)}):
+        idle = pla.Grid(sizes, world, backend, idle=True)
+        for shape, rank in (((40, 9), 9), ((9, 40), 9), ((40, 9), 5)):
+            a, b = of_rank(shape, rank, "float64", rng), rng.standard_normal((shape[0], 2))
+            x, y = (pla.distribute(v, idle, Layout("a", None)) for v in (a, b))
+            got, want = linalg.lstsq(x, y, refine=refine), np.linalg.lstsq(a, b)
+            assert got.rank == want[2]
+            assert (got.x.shape, got.residuals.shape, got.s.shape) == (want[0].shape, want[1].shape, want[3].shape)
+            found = got.x.gather()
+            if idle.inside:
+                np.testing.assert_allclose(found, want[0], atol=1e-10)
