@@ -180,9 +180,13 @@ class LUFactor(Factor):
     @property
     def permutation(self) -> np.ndarray:
         """The rows of A in their order in P A: (P A)[i] = A[permutation[i]]; the same on all ranks."""
-        found = np.empty(self.shape[0], np.int64)
-        for at, rows in zip(self.positions, self.rows, strict=True):
-            found[at] = rows
+        found = np.arange(self.shape[0])
+        if self.grid.inside:
+            for at, rows in zip(self.positions, self.rows, strict=True):
+                found[at] = rows
+        if self.grid.world.size > self.grid.size:  # ranks outside the grid have none
+            told = self.grid.world.share(found.tolist() if self.grid.inside else None)
+            found = np.array(next(each for each in told if each is not None), np.int64)
         return found
 
     @property

@@ -318,6 +318,39 @@ def test_the_trip_to_tiles_receives_what_is_lacking(grid):
         assert book.words.total() == len(have[0]) * len(have[1]) - known[0] * known[1]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_outside_the_grid(world, backend):
+    """They take part in every call, and know pivots and ranks as the others do."""
+    rng = np.random.default_rng(1)
+    with pla.Grid({"a": world.size - 1}, world, backend, idle=True) as grid:
+        layout = Layout("a", None)
+        a, b, tall = (rng.standard_normal(shape) for shape in ((40, 40), (40, 3), (300, 5)))
+        x, y, z = (pla.distribute(each, grid, layout) for each in (a, b, tall))
+        factor = linalg.lu_factor(x)
+        assert sorted(factor.permutation.tolist()) == list(range(40))
+        told = world.share(factor.permutation.tolist())
+        assert all(each == told[0] for each in told)
+        stack = linalg.lu_factor(x.reshape((1, 40, 40)))
+        found = [
+            factor.det,
+            stack.det,
+            linalg.solve(x, y, refine=True),
+            linalg.cholesky(x @ x.mT + pla.eye(40, grid=grid)),
+        ]
+        solution = linalg.lstsq(z, z[:, :2])
+        assert solution.rank == 5
+        if grid.inside:
+            wanted = [
+                np.linalg.det(a),
+                [np.linalg.det(a)],
+                np.linalg.solve(a, b),
+                np.linalg.cholesky(a @ a.T + np.eye(40)),
+            ]
+            for got, want in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(got.gather(), want, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(solution.x.gather(), np.eye(5)[:, :2], atol=1e-12)
+
+
 def test_parity():
     assert factors.parity(np.array([], int)) == 1
     for order in ([0], [1, 0], [2, 0, 1], [3, 1, 2, 0], [1, 0, 3, 2]):
