@@ -90,7 +90,7 @@ def small(value, scale, n, dtype, what):
 
 
 def test_cholesky(grid):
-    for name, a, _, block, rng in cases(grid, 1):
+    for name, a, given, block, rng in cases(grid, 1):
         n, dtype = len(a), a.dtype
         if n and ("near" in name or "growth" in name):
             continue
@@ -105,6 +105,12 @@ def test_cholesky(grid):
         b = random((n, 3), dtype, rng)
         y = factor.solve(pla.distribute(b, grid, Layout(None, grid.axes[0]))).gather()
         small(norm(s @ y - b), norm(s) * norm(y), n, dtype, (name, n, dtype, "solve"))
+        placed = pla.distribute(s, grid, given.layout)  # L goes there without a trip, where ranks see all panels
+        direct = linalg.cholesky(placed)
+        assert direct.layout == placed.layout
+        lower = direct.gather()
+        assert not np.triu(lower, 1).any()
+        small(norm(lower @ lower.conj().T - s), norm(s), n, dtype, (name, n, dtype, "without a factor"))
         upper = linalg.cholesky(x, upper=True)
         assert upper.layout == x.layout
         np.testing.assert_array_equal(upper.gather(), linalg.cholesky(x).gather().conj().T)
