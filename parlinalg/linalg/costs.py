@@ -1,4 +1,4 @@
-"""What factorizations receive: words and collective calls of every rank, step by step.  Pure data: nothing is sent.
+"""Words and collective calls of factorizations, of every rank and step by step.  Pure data: nothing is sent.
 
 The counts follow from the same dealt numbers that the factorizations work with, and equal those of the ledger exactly.
 Words are elements, as the ledger counts them: an all-gather of n elements receives n − own, an all-reduce 2(n − own),
@@ -57,7 +57,7 @@ class Group(NamedTuple):
 
 
 class Costs:
-    """What every rank of a grid receives, in parts; the functions of this module add to it.
+    """Words and calls of every rank of a grid, in parts; the functions of this module add to them.
 
     Parameters
     ----------

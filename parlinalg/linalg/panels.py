@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from parlinalg.comm.mpi import MpiComm
 
 LANES = 3
-"""Panels in common memory at once: nobody reads one any more when the third after it is written, since a rank that has
-seen the second after it knows that all have come to the first after it."""
+"""Panels in common memory at once.  The third after a panel takes its place, written by a rank that waited for the
+second after it, which no rank passes on or waits for before it has done with the first one."""
 
 
 class Panels(ABC):
@@ -109,7 +109,7 @@ class Panels(ABC):
 
     # ------------------------------------------------------------------ communication
     def message(self, k: int, size: int) -> np.ndarray:
-        """Return room for the panel from column k on, of so many elements, flat; it lasts for two further panels."""
+        """Return room for the panel from column k on, of so many elements, flat; it lasts until the next but one."""
         if self._lanes is None:
             return np.empty(size, self.a.dtype)
         found: np.ndarray = self._lanes[k // self.tiles.size % LANES, :size]

@@ -1,4 +1,4 @@
-"""What a factorization will cost, and why its grid and its tiles are as they are.  Pure: nothing runs."""
+"""Plans of factorizations: their cost, and the reasons for the grid and the tiles.  Pure: nothing runs."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class LinalgPlan:
 
     @property
     def first(self) -> Deal | None:
-        """How the tiles of the QR factorization are dealt that comes before an `svd` of a tall matrix."""
+        """The deal of the QR factorization that comes before the `svd` of a tall matrix."""
         m, n = max(self.m, self.n), min(self.m, self.n)
         return dealt("qr", m, n, self.sizes, None, self.near) if self.routine == "svd" and self.shape[0] < m else None
 
     @cached_property
     def deal(self) -> Deal:
-        """How tiles are dealt to the ranks; of it `R` and `C` are the grid rows and grid columns."""
+        """The deal of the tiles, whose `R` and `C` are the numbers of grid rows and grid columns."""
         return dealt(self.routine, *self.shape, self.sizes, self.block, self.near)
 
     @property

@@ -18,7 +18,7 @@ from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles
 
 NEAR = 0.1
-"""How far a Gram matrix may be from I, element by element, for another Cholesky factor of it to make columns
+"""The largest difference of an element between a Gram matrix and I with which one more Cholesky factor makes columns
 orthonormal to working precision."""
 
 

@@ -140,7 +140,7 @@ class Tiles(Deal):
 class Board:
     """Rows and sums of the ranks of a communicator, in memory that they have in common, where there is some.
 
-    What it returns is valid until the next call but one.
+    Gathered rows are valid until the next call: once all have come to that, the call after it may write over them.
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells entries apart: the parameter, and the state that is at home."""
+        """The identity of an entry: its parameter, and the state that is at home."""
         return id(self.parameter), self.names[0] if self.home else ""
 
     @property

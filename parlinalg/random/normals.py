@@ -21,7 +21,7 @@ from parlinalg.random.distributions import numbers_of, open_unit
 
 LAYERS = 256
 BASE = Decimal("3.6541528853610087716454297203995157629749")
-"""Where the tail begins, for which the top of the last of 256 layers is that of the curve."""
+"""The beginning of the tail with which the last of 256 layers ends at the top of the curve."""
 AREA = Decimal("0.0049286732339746553473617754023360280691354")
 """The area of a layer under exp(-x²/2): of the lowest one with the tail."""
 TAIL = math.erfc(float(BASE) / math.sqrt(2)) / 2
