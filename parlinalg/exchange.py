@@ -13,7 +13,10 @@ import numpy as np
 from parlinalg import tunables
 from parlinalg.backend import Backend
 from parlinalg.comm import Comm, Handle
+from parlinalg.comm.shared import common
 
+FEW = 16
+"""Ranks of one node up to which what they exchange lies in common memory."""
 Block = Any  # an array of the grid's backend
 Rect = tuple[range, ...]
 Shape = tuple[int, ...]
@@ -110,7 +113,7 @@ def exchange(
     sends[i] is the part of `have` that rank i gets, receives[i] the part of `want` that rank i sends.  `largest` is the
     elements of the largest block involved on any rank of `comm`: up to `tunables.MOVE_BUFFER` all goes in one
     all-to-all, above it pair by pair in pieces of at most `piece_size(largest)`, so that no more than source, target
-    and two pieces are ever held.
+    and two pieces are ever held.  Ranks of one node that wait for the end hand over smaller pieces in common memory.
     """
     out, limit = backend.empty(tuple(len(r) for r in want), dtype), piece_size(largest)
     if comm.size == 1:
@@ -134,6 +137,12 @@ def exchange(
     me = comm.rank
     if volume(sends[me]):
         out[local(receives[me], want)] = block[local(sends[me], have)]
+    if wait and backend.host_memory and comm.size <= FEW:
+        piece = max(1, tunables.MOVE_COMMON // comm.size)
+        with common(comm, (2, comm.size, comm.size, piece), dtype) as memory:
+            if memory is not None:
+                _hand_over(memory, block, have, out, want, sends, receives, comm)
+                return out
     for shift in range(1, comm.size):
         to, source = (me + shift) % comm.size, (me - shift) % comm.size
         outgoing, incoming = list(_split(sends[to], limit)), list(_split(receives[source], limit))
@@ -156,6 +165,39 @@ def exchange(
     return out
 
 
+def _hand_over(
+    memory: np.ndarray, block: Block, have: Rect, out: Block, want: Rect, sends: Sequence[Rect],
+    receives: Sequence[Rect], comm: Comm,
+) -> None:  # fmt: skip
+    """Exchange all but this rank's own part through common memory, [turn, from, to, piece], in pieces in the cache.
+
+    What is written at one turn is read after a barrier, while the next turn's pieces are written beside it.
+    """
+    me, piece = comm.rank, memory.shape[-1]
+    outgoing, incoming = (
+        [[] if p == me else list(_split(rect, piece)) for p, rect in enumerate(rects)] for rects in (sends, receives)
+    )
+    for to, get in zip(outgoing, incoming, strict=True):
+        if to:
+            comm.count("send", 0, out.itemsize)
+        if get:
+            comm.count("receive", sum(map(volume, get)), out.itemsize)
+    for turn in range(max(comm.share(max(map(len, outgoing))))):
+        room = memory[turn % 2]
+        for p, parts in enumerate(outgoing):
+            for part in parts[turn : turn + 1]:
+                _laid(room[me, p], part)[...] = block[local(part, have)]
+        comm.barrier()
+        for p, parts in enumerate(incoming):
+            for part in parts[turn : turn + 1]:
+                out[local(part, want)] = _laid(room[p, me], part)
+
+
+def _laid(flat: np.ndarray, rect: Rect) -> np.ndarray:
+    """Return the first elements of a flat array as those of a rectangle."""
+    return flat[: volume(rect)].reshape(tuple(len(r) for r in rect))
+
+
 def _pack(send: Block, block: Block, have: Rect, rects: Sequence[Rect]) -> None:
     start = 0
     for rect in rects:
@@ -165,14 +207,18 @@ def _pack(send: Block, block: Block, have: Rect, rects: Sequence[Rect]) -> None:
 
 
 def _split(rect: Rect, limit: int) -> Iterator[Rect]:
-    """Cut a rectangle into parts of at most `limit` elements along its longest dims, alike for both sides."""
+    """Cut a rectangle into parts of at most `limit` elements, alike for both sides.
+
+    It is cut along its longest dims, and along the last one, in which elements lie together, only where it must be.
+    """
     n = volume(rect)
     if n == 0:
         return
     if n <= limit:
         yield rect
         return
-    dim = max(range(len(rect)), key=lambda d: len(rect[d]))
+    last = len(rect) - 1
+    dim = max(range(len(rect)), key=lambda d: (d < last and len(rect[d]) > 1, len(rect[d])))
     rows = max(1, len(rect[dim]) * limit // n)
     for start in range(0, len(rect[dim]), rows):
         yield from _split((*rect[:dim], rect[dim][start : start + rows], *rect[dim + 1 :]), limit)

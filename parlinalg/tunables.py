@@ -68,6 +68,9 @@ MOVE_SHARE = 16
 """A large block moves in about so many pieces: each takes far longer than a latency, and one sent and one received add
 an eighth of the block to the memory of a move."""
 
+MOVE_COMMON = 1 << 18
+"""Elements a rank that ranks of one node hand over at a time in common memory: few enough to stay in the cache."""
+
 TILES_MOVED = 1 << 18
 """Elements a rank that travel at a time between rest and a factorization: few enough to stay in the cache."""
 

@@ -33,7 +33,8 @@ def test_any_layout_to_any_other(make_grid, world, full, tune, which, ndim):
     most = None if full and ndim < 3 else SAMPLE[world.size]
     for t, (src, dst) in enumerate(pairs(every, every, most, seed=ndim)):
         for shape in shapes if full else shapes[t % len(shapes) :][:1]:
-            tune(ranks=2, must=ndim > 1, MOVE_BUFFER=7 if t % 4 == 0 else 1 << 19)
+            tune(ranks=2, must=ndim > 1, MOVE_BUFFER=1 << 19 if t % 2 else 7)
+            tune(must=False, SHARED_BYTES=1 << (1 if t % 4 else 18), MOVE_COMMON=3 * world.size)  # small pieces there
             expected = numbers(shape, seed=3)
             if (src, shape) not in sources:
                 sources[src, shape] = terms(expected, grid, src)

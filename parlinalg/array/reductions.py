@@ -11,7 +11,9 @@ import numpy as np
 from parlinalg.array.align import is_explicit
 from parlinalg.array.core import Axis, DistArray, axis_error, delivered, effective, native, terms_add
 from parlinalg.array.dispatch import primitive, takes_over
+from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.kernels import spans
 from parlinalg.errors import LayoutError
 from parlinalg.layout import Cut, Layout, span_of
 from parlinalg.redistribute import redistribute
@@ -57,10 +59,9 @@ def total(
     half = work_dtype(a.dtype) != a.dtype and (given is None or given == a.dtype)  # terms of 16 bits are summed in 32
     block = a.xp.asarray(a.block.sum(axis=dims, dtype=np.float32 if half else given, keepdims=keepdims))
     block = _outside(a, block, shape)
-    if partial:
-        return delivered(a.like(block.astype(a.dtype) if half else block, terms, shape), out, "sum")
-    block = redistribute(block, terms, layout, shape, a.grid, owned=True)
-    return delivered(a.like(block.astype(a.dtype) if half else block, layout, shape), out, "sum")
+    if not partial:
+        block, terms = redistribute(block, terms, layout, shape, a.grid, owned=True), layout
+    return delivered(a.like(block.astype(a.dtype) if half else block, terms, shape), out, "sum")
 
 
 def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -120,11 +121,18 @@ def variance(
     count = math.prod(a.shape[d] for d in dims)
     result, work = _dtypes(a.dtype, dtype)
     a = settled(a, "std" if root else "var")
+    known = center is not None
     if center is None:
         center = mean(a, dims, work, True) if where is True else mean_of(a, dims, work, True, None, where)
-    centred = a - center
     if result.kind == "c":
         result = np.empty(0, result).real.dtype
+    if where is True and not known and a.ndim and a.grid.inside:
+        shape, layout, over = reduced(a, dims, keepdims)
+        block = _centred_squares(a.block, center.block, dims, keepdims)
+        block = redistribute(block, layout.with_partial(over), layout, shape, a.grid, owned=True)
+        block = block / max(0, count - ddof)
+        return a.like(_as(a.xp.sqrt(block) if root else block, result), layout, shape)
+    centred = a - center
     if where is not True:
         squares = total(chosen_by(where, _squares(centred), 0, "var"), dims, None, keepdims)
         spread = squares / np.maximum(number_of(where, a, dims, keepdims) - ddof, 0.0)
@@ -132,6 +140,24 @@ def variance(
     squares = total(_squares(centred), dims, None, keepdims)
     block = squares.block / max(0, count - ddof)
     return squares.like(_as(a.xp.sqrt(block) if root else block, result))
+
+
+def _centred_squares(block: Any, center: Any, dims: tuple[int, ...], keepdims: bool) -> Any:
+    """Return the sums over dims of the squares of `block - center`, taken some rows at a time: they stay in the cache.
+
+    `center` has length 1 in those dims, and that of the block in the others.
+    """
+    found: list[Any] = []
+    for rows in spans(block.shape[0], block, math.prod(block.shape[1:])) or [slice(0)]:
+        part = block[rows] - (center if 0 in dims else center[rows])
+        part = part.real * part.real + part.imag * part.imag if part.dtype.kind == "c" else part * part
+        part = part.sum(axis=dims, keepdims=keepdims)
+        if 0 in dims and found:
+            found[0] += part
+        else:
+            found.append(part)
+    xp = namespace(block)
+    return xp.asarray(found[0]) if len(found) == 1 else xp.concatenate(found)
 
 
 def _dtypes(dtype: np.dtype[Any], given: Any) -> tuple[np.dtype[Any], np.dtype[Any]]:

@@ -9,6 +9,7 @@ array has as many lines as there are ranks along them, whole lines are brought t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from parlinalg.array.core import DistArray, axis_of
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.rows import by_owner, store, trade
 from parlinalg.array.shapes import reshape
+from parlinalg.backend.kernels.rows import running_sum
 from parlinalg.exchange import exchange, meet, volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, cut_lengths
@@ -181,7 +183,7 @@ def sort_line(
     block = block[::-1] if descending else block  # equal elements come in the reverse order then, and are turned back
     order = _argsort(block) if index else None
     keys = xp.ascontiguousarray(_sort(block) if order is None else block[order])
-    cuts = _splitters(keys, n, bounds[1:-1], comm, backend, descending)
+    cuts = _splitters([keys] * (comm.size - 1), [n] * (comm.size - 1), bounds[1:-1], comm, backend, descending)
     counts = np.diff(np.concatenate([[0], cuts, [len(keys)]]))
     if descending:
         counts = counts[::-1]
@@ -236,25 +238,31 @@ def _argsort(block: Block) -> Block:
     return block.argsort(**({"kind": "stable"} if isinstance(block, np.ndarray) else {}))
 
 
-def _splitters(keys: Block, n: int, places: np.ndarray, comm: Any, backend: Any, reverse: bool) -> np.ndarray:
-    """Return how many of this rank's sorted keys lie before each of these places of the whole line of `n`.
+def _splitters(
+    keys: Sequence[Block], sizes: Sequence[int], places: np.ndarray, comm: Any, backend: Any, reverse: bool
+) -> np.ndarray:
+    """Return how many of this rank's sorted keys lie before places of whole lines: each of a line of its own.
+
+    keys[i] are this rank's keys of the line of place i, of which all ranks together have sizes[i].
 
     Every round each rank shows some keys, evenly spaced, of what is still undecided; of all ranks' together a few that
     part it into about equal shares are tried.  Of equal keys those of lower ranks come first (of higher ranks, with
     `reverse`).  A round brings each rank about a fiftieth of its part of the line at most, and 1,000 words.
     """
-    t, p = len(places), comm.size
+    t, p, n = len(places), comm.size, max(sizes, default=0)
     shown = tried = max(1, min(31, n // max(1, 150 * t * p * p), 300 // max(1, t * p)))
-    low, high = np.zeros(t, np.int64), np.full(t, len(keys), np.int64)
+    low, high = np.zeros(t, np.int64), np.array([len(line) for line in keys], np.int64)
     cuts = np.full(t, -1, np.int64)
     while (open_ := np.flatnonzero(cuts < 0)).size:
         k = len(open_)
         weights = gathered(comm, high[open_] - low[open_])
         spaced = (2 * np.arange(shown) + 1) / (2 * shown)
         at = (low[open_, None] + spaced * (high - low)[open_, None]).astype(np.int64)
-        at = np.minimum(at, max(0, len(keys) - 1)).reshape(-1)
-        mine = keys[_host_index(at, backend)] if len(keys) else backend.zeros((k * shown,), keys.dtype)
-        samples = gathered(comm, backend.to_host(mine)).reshape(p, k, shown)
+        mine = np.zeros((k, shown), keys[0].dtype)
+        for i, place in enumerate(open_.tolist()):
+            if line := len(keys[place]):
+                mine[i] = backend.to_host(keys[place][_host_index(np.minimum(at[i], line - 1), backend)])
+        samples = gathered(comm, mine)
         pivots = np.empty((k, tried), samples.dtype)
         for i in range(k):
             some = np.flatnonzero(weights[:, i])
@@ -265,13 +273,15 @@ def _splitters(keys: Block, n: int, places: np.ndarray, comm: Any, backend: Any,
             share = np.cumsum(np.repeat(weights[some, i], shown)[ranked])
             quantiles = share[-1] * (np.arange(tried) + 1) / (tried + 1)
             pivots[i] = candidates[ranked[np.searchsorted(share, quantiles)]]
-        on = pivots.reshape(-1) if backend.host_memory else backend.from_host(pivots.reshape(-1))
-        left = backend.to_host(backend.xp.searchsorted(keys, on, side="left")).astype(np.int64).reshape(k, tried)
-        right = backend.to_host(backend.xp.searchsorted(keys, on, side="right")).astype(np.int64).reshape(k, tried)
-        lefts, rights = gathered(comm, np.stack([left, right])).swapaxes(0, 1)
+        own = np.empty((2, k, tried), np.int64)
+        for i, place in enumerate(open_.tolist()):
+            on = pivots[i] if backend.host_memory else backend.from_host(pivots[i])
+            for j, side in enumerate(("left", "right")):
+                own[j, i] = backend.to_host(backend.xp.searchsorted(keys[place], on, side=side))
+        (left, right), (lefts, rights) = own, gathered(comm, own).swapaxes(0, 1)
         below, upto, want = lefts.sum(axis=0), rights.sum(axis=0), places[open_, None]
         hit = (below <= want) & (want <= upto)
-        for i, place in enumerate(open_):
+        for i, place in enumerate(open_.tolist()):
             if hit[i].any():
                 j = int(hit[i].argmax())
                 equal = (rights - lefts)[:, i, j]
@@ -314,10 +324,7 @@ def _sorted_by_samples(
     if every[-1] or (below[:-1:2] > places).any() or (below[1::2] < places).any() or every[1:-1:2].sum() > n // 2:
         return None
     between = [np.sort(np.concatenate(part)) for part in zip(*parts, strict=True)] or [block] * len(places)
-    cuts = [
-        int(_splitters(keys, int(every[2 * i + 1]), places[i : i + 1] - below[2 * i], comm, backend, descending)[0])
-        for i, keys in enumerate(between)
-    ]
+    cuts = _splitters(between, every[1:-1:2].tolist(), places - below[:-1:2], comm, backend, descending).tolist()
     pieces: list[list[Block]] = [[] for _ in range(p)]  # of keys between edges, for each part of the line
     for i, (keys, cut) in enumerate(zip(between, cuts, strict=True)):
         pieces[i].append(keys[:cut])
@@ -505,7 +512,9 @@ def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) ->
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     ufunc: np.ufunc = getattr(np, name)
     functions = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}
-    if name in functions:
+    if name == "add" and d == a.ndim - 1 and dtype in (None, a.dtype) and a.dtype.kind == "f":
+        block = running_sum(a.block)
+    elif name in functions:
         block = functions[name](a.block, axis=d, dtype=dtype)
     else:
         block = _running(ufunc, a.block, d, dtype, grid.backend.host_memory)
@@ -524,7 +533,7 @@ def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) ->
         carried = every[before[0]]
         for r in before[1:]:
             carried = ufunc(carried, every[r])
-        block = ufunc(carried, block).astype(block.dtype, copy=False)
+        ufunc(carried, block, out=block)
     return a.like(block)
 
 

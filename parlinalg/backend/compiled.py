@@ -83,6 +83,11 @@ def exp(x: Any) -> Any:
     raise NotImplementedError
 
 
+def high_product(a: Any, b: Any) -> Any:
+    """Return the high 64 bits of the product of two uint64: only within loops."""
+    raise NotImplementedError
+
+
 def ready(*blocks: Block) -> bool:
     """Return True if loops can compute on these blocks.
 

@@ -1,4 +1,4 @@
-"""Building blocks of compiled loops: the bits of floats, and exponentials that vectorize.
+"""Building blocks of compiled loops: the bits of floats, exponentials that vectorize, and products of 128 bits.
 
 Only `parlinalg.backend.compiled` imports this module, where numba is installed, and attention's loops.  Exponentials
 are those of Cephes (Moshier, 1989), which vectorize as the C library's do not: within 2 units in the last place, 0 in
@@ -94,5 +94,24 @@ def _exp_of(x):
 
     def call(x):
         return exp(x)
+
+    return call
+
+
+@intrinsic
+def _high_product(context: Any, a: Any, b: Any) -> Any:
+    wide = ir.IntType(128)
+
+    def code(c: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = builder.mul(*(builder.zext(value, wide) for value in args))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), code
+
+
+@overload(compiled.high_product, jit_options=AS_WRITTEN)
+def _high_product_of(a, b):
+    def call(a, b):
+        return _high_product(a, b)
 
     return call

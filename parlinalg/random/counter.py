@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend import compiled
+from parlinalg.backend.compiled import high_product, inlined, loop
 from parlinalg.errors import ConfigError, brief
 
 Words = np.ndarray
@@ -58,6 +60,7 @@ class RandomStream:
     """
 
     def __init__(self, key: np.ndarray, bits: int = 64) -> None:
+        self._key = tuple(key)
         self._philox = np.random.Philox(key=key, counter=0)
         self._dtype = np.dtype(f"<u{bits // 8}")
         self._each = 256 // bits  # words a count
@@ -66,11 +69,15 @@ class RandomStream:
     def take(self, start: int, n: int) -> Words:
         """Words start to start + n - 1."""
         first, last = start // self._each, -(-(start + n) // self._each)
+        skip = start - first * self._each
+        if n >= tunables.COMPILED_SIZE and compiled.available():
+            words = np.empty((last - first, 4), np.uint64)
+            _words_loop(*self._key, np.uint64(first), words)
+            return words.reshape(-1).astype("<u8", copy=False).view(self._dtype)[skip : skip + n]
         if first != self._at:
             self._philox.advance(first - self._at)
         raw: np.ndarray = self._philox.random_raw(4 * (last - first))
         self._at = last
-        skip = start - first * self._each
         return raw.astype("<u8", copy=False).view(self._dtype)[skip : skip + n]
 
 
@@ -80,6 +87,10 @@ def philox(key: np.ndarray, numbers: np.ndarray, again: int) -> Words:
     For single numbers far apart, where to make and drop the words between them would cost more.
     """
     a = numbers.astype(np.uint64)
+    if a.size >= tunables.COMPILED_SIZE // 16 and compiled.available():
+        words = np.empty((4, a.size), np.uint64)
+        _philox_loop(*key, a, np.uint64(again), words)
+        return words
     b, c, d = (np.full(a.shape, n, np.uint64) for n in (0, 0, again))
     k0, k1 = (int(k) for k in key)
     for _ in range(10):
@@ -97,6 +108,43 @@ def _product(a: np.ndarray, b: int) -> tuple[np.ndarray, np.ndarray]:
     middle = ((a0 * b0) >> half) + a0 * b1
     other = (middle & mask) + a1 * b0
     return a1 * b1 + (middle >> half) + (other >> half), a * np.uint64(b)
+
+
+# numba takes an operation of uint64 and a plain integer for one of floats
+_FACTORS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+_STEPS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+_NONE, _ONE = np.uint64(0), np.uint64(1)
+
+
+@inlined
+def _rounds(k0: Any, k1: Any, a: Any, d: Any) -> Any:
+    """Return the four words of the counter (a, 0, 0, d)."""
+    b, c = _NONE, _NONE
+    for _ in range(10):
+        a, b, c, d = (
+            high_product(c, _FACTORS[1]) ^ b ^ k0,
+            c * _FACTORS[1],
+            high_product(a, _FACTORS[0]) ^ d ^ k1,
+            a * _FACTORS[0],
+        )
+        k0, k1 = k0 + _STEPS[0], k1 + _STEPS[1]
+    return a, b, c, d
+
+
+@loop()
+def _words_loop(k0: Any, k1: Any, first: Any, out: Any) -> None:
+    """out[i] = the words of the counter after `first` + i, as NumPy's generator has them."""
+    count = first
+    for i in range(out.shape[0]):
+        count += _ONE
+        out[i, 0], out[i, 1], out[i, 2], out[i, 3] = _rounds(k0, k1, count, _NONE)
+
+
+@loop()
+def _philox_loop(k0: Any, k1: Any, numbers: Any, again: Any, out: Any) -> None:
+    """out[:, i] = the words of the counter (numbers[i], 0, 0, again)."""
+    for i in range(numbers.shape[0]):
+        out[0, i], out[1, i], out[2, i], out[3, i] = _rounds(k0, k1, numbers[i], again)
 
 
 def block_words(

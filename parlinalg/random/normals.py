@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
+from parlinalg.backend import compiled
+from parlinalg.backend.compiled import loop
 from parlinalg.random.counter import RandomStream, Words, block_words, philox
 from parlinalg.random.distributions import numbers_of, open_unit
 
@@ -114,6 +117,9 @@ def drawn(
     """
     scale, inner, _ = layers()
     signed = words.view(np.int64)
+    if len(words) >= tunables.COMPILED_SIZE and compiled.available():
+        some = at[: _drawn_loop(signed, scale, inner, x, at)].copy()
+        return some, signed[some] & (LAYERS - 1)
     np.right_shift(signed, 11, out=at)
     np.add(at, 0.5, out=x)  # exact: both sides are alike
     np.bitwise_and(signed, LAYERS - 1, out=at)
@@ -121,6 +127,19 @@ def drawn(
     inner.take(at, out=edge, mode="clip")
     some = np.flatnonzero(np.greater_equal(np.abs(x), edge, out=out))
     return some, at[some]
+
+
+@loop()
+def _drawn_loop(words: Any, scale: Any, inner: Any, x: Any, some: Any) -> Any:
+    """x = the places that words choose; some = where they may lie above the curve, of which it returns the number."""
+    n = 0
+    for i in range(words.shape[0]):
+        layer = words[i] & 255
+        place = ((words[i] >> 11) + 0.5) * scale[layer]
+        x[i] = place
+        some[n] = i
+        n += abs(place) >= inner[layer]
+    return n
 
 
 def settled(key: np.ndarray, numbers: np.ndarray, layer: np.ndarray, x: np.ndarray) -> np.ndarray:

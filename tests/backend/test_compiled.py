@@ -15,6 +15,7 @@ from parlinalg.backend import compiled
 from parlinalg.backend.kernels import activations, attention, norms, optimizers, rows
 from parlinalg.backend.kernels.attention.blocks import Blocks
 from parlinalg.backend.kernels.attention.visibility import Visible
+from parlinalg.random import counter, normals
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.ranks(1)
@@ -87,6 +88,46 @@ def test_gelu_is_bit_for_bit_that_of_its_slope(tune):
                 np.testing.assert_array_equal(
                     activations.gelu(x[n // 2 :], approximate), y[n // 2 :]
                 )  # wherever it lies
+
+
+def bitwise(make, tune):
+    """Compute by loops and by NumPy's operations; both must give the same bits."""
+    found = []
+    for size in (0, 1 << 62):
+        tune(must=False, COMPILED_SIZE=size)
+        found.append(make())
+    assert found[0].dtype == found[1].dtype
+    assert found[0].shape == found[1].shape
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_running_sums_are_those_of_numpy(shape, dtype, tune):
+    x = numbers(shape, dtype)
+    bitwise(lambda: rows.running_sum(x), tune)
+    bitwise(lambda: rows.running_sum(x.T), tune)
+    bitwise(lambda: rows.running_sum(-np.zeros(shape, dtype)), tune)
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+@pytest.mark.parametrize("start", [0, 1, 4093, 2**40 + 3, 2**63 + 5])
+def test_random_words_are_those_of_numpys_generator(bits, start, tune):
+    key = counter.stream_key(3, "words")
+    bitwise(lambda: counter.RandomStream(key, bits).take(start, 5001), tune)
+
+
+def test_normal_numbers_are_bit_for_bit_the_same(tune):
+    key = counter.stream_key(4, "normals")
+    apart = np.random.default_rng(0).integers(0, 2**62, 3001)
+    bitwise(lambda: counter.philox(key, apart, 5), tune)
+
+    def drawn():
+        out = np.empty(100_003)
+        normals.write_normals(key, (300_000,), [range(11, 100_014)], out)
+        return out
+
+    bitwise(drawn, tune)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -82,6 +82,29 @@ def _(z: Block, m: Block) -> Block:
 
 
 @kernel()
+def running_sum(x: Block) -> Block:
+    """Return the running sums of every row, added one by one from its first element; in x's dtype."""
+    return namespace(x).cumsum(x, axis=-1, dtype=x.dtype)
+
+
+@loop()
+def _running_sum_loop(x: Any, out: Any) -> None:
+    """out = the running sums of rows: the sum stays in a register, which NumPy's goes to memory and back for."""
+    for i in range(x.shape[0]):
+        t = -x.dtype.type(0)  # plus -0 is -0
+        for j in range(x.shape[1]):
+            t += x[i, j]
+            out[i, j] = t
+
+
+@running_sum.compiled
+def _(x: Block) -> Block:
+    out = np.empty(x.shape, x.dtype)
+    _running_sum_loop(contiguous_rows(x), matrix(out))
+    return out
+
+
+@kernel()
 def row_exp(z: Block, m: Block, scale: Block | None = None) -> Block:
     """Return exp(z - m), times a number for each row; in z's dtype."""
     xp = namespace(z)
@@ -182,4 +205,5 @@ def _softmax(x: Block) -> tuple[Block, Block]:
 example("softmax", _softmax, "x")
 example("products of rows", row_dot, "x", "g")
 example("sums of rows", row_sums, "x")
+example("running sums", running_sum, "x")
 example("squared distance", squared_distance, "x", "g")
