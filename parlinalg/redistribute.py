@@ -65,6 +65,7 @@ def redistribute(
     Beside its source and its target each step of a move holds two pieces, one sent and one received, of at most
     `tunables.MOVE_BUFFER` elements or a sixteenth (`tunables.MOVE_SHARE`) of its larger block, whichever is more: the
     number of messages does not grow with the blocks.  One row of the longest uncut dim is the least piece there is.
+    Up to 16 ranks of one node hand over pieces of `tunables.MOVE_COMMON` elements a rank in common memory instead.
 
     Parameters
     ----------
