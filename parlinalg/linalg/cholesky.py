@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import namespace
 from parlinalg.comm import Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
@@ -31,7 +32,7 @@ class Cholesky(Panels):
         The order of the first leading minor that is not positive, as far as this rank knows; 0 for none.
     """
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, n: int, target: tuple[np.ndarray, range, range] | None = None):
+    def __init__(self, tiles: Tiles, a: Any, n: int, target: tuple[Any, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
         self.minor, self._target = 0, target
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
@@ -46,17 +47,17 @@ class Cholesky(Panels):
 
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         i, j = self.tiles.owner(k)
-        r, c = self.row(k), self.column(k)
+        r, c, xp = self.row(k), self.column(k), namespace(self.a)
         panel = self.message(k, (len(self.rows) - r) * b).reshape(-1, b)
         if self.tiles.j == j:
             panel[...] = self.a[r:, c : c + b]
             top = b if self.tiles.i == i else 0
-            corner = np.empty((b, b), self.a.dtype)
+            corner = xp.empty((b, b), self.a.dtype)
             if top:
                 corner[...] = panel[:b]
                 failed = kernels.cholesky(corner)
                 self.minor = self.minor or (k + failed if failed else 0)
-                panel[:b] = corner = np.tril(corner)
+                panel[:b] = corner = xp.tril(corner)
             self.tiles.down.broadcast(corner, i)  # L[k, k] := A[k, k]
             # L[i, k] := A[i, k] L[k, k]⁻ᴴ
             kernels.substitute(corner, panel[top:], right=True, lower=True, adjoint=True)
@@ -78,7 +79,7 @@ class Cholesky(Panels):
             return panel[r - self.row(k) :], kernels.adjoint(mine), r, c
         later = [at[np.searchsorted(at, c) :] - c for at in self._meet]
         gathered = self.board.gather(mine, [len(at) for at in later])
-        right = np.empty((len(self.columns) - c, b), self.a.dtype)
+        right = namespace(panel).empty((len(self.columns) - c, b), self.a.dtype)
         right[np.concatenate(later)] = gathered
         return panel[r - self.row(k) :], kernels.adjoint(right), r, c
 
@@ -87,5 +88,7 @@ class Cholesky(Panels):
         tiles = self.columns[first:last] // self.tiles.size
         edges = [first, *(first + 1 + np.flatnonzero(np.diff(tiles))).tolist(), last]
         tops = [self.row(self.columns[at]) for at in edges[:-1]]  # above the diagonal nothing is needed
+        if not isinstance(self.a, np.ndarray):  # one large product is faster than many that leave that out
+            edges, tops = [first, last], tops[:1]
         for top, bottom, end in zip(tops, [*tops[1:], len(self.rows)], edges[1:], strict=True):
             kernels.subtract(self.a[top:bottom, first:end], left[top - r : bottom - r], right[:, first - c : end - c])

@@ -16,6 +16,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
@@ -53,23 +54,23 @@ class Factor:
     """A factorization that stays in its working form, so that many solutions pay the way there once."""
 
     tiles: Tiles
-    _t: np.ndarray
+    _t: Any
 
     def __init__(self, a: DistArray) -> None:
         self.grid, self.shape, self.dtype, self.layout = a.grid, a.shape, a.dtype, a.layout.with_partial(())
 
-    def apart(self) -> tuple[np.ndarray, Factor]:
+    def apart(self) -> tuple[Any, Factor]:
         """Return this rank's tiles, and the rest of the factorization, to which `joined` gives them back."""
         return self._t, self.joined(np.empty((0, 0), self.dtype))
 
-    def joined(self, t: np.ndarray) -> Any:
+    def joined(self, t: Any) -> Any:
         """Return the factorization with these tiles."""
         found = copy(self)
         found._t = t
         found.__dict__.pop("L", None)
         return found
 
-    def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[np.ndarray, list[Numbers], DistArray]:
+    def _right_hand_sides(self, b: Any, rows: list[Numbers], m: int) -> tuple[Any, list[Numbers], DistArray]:
         """Return this rank's rows and columns of b, every grid column's columns, and b as a matrix."""
         b = _matrix(b, "solve", vectors=True)
         if b.ndim > 2 or b.shape[0] != m or b.grid is not self.grid:
@@ -82,7 +83,7 @@ class Factor:
         columns = self.tiles.columns(b.shape[1])
         return self.tiles.bring(b, rows, columns), columns, b
 
-    def _home(self, x: np.ndarray, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
+    def _home(self, x: Any, rows: list[Numbers], columns: list[Numbers], n: int, b: DistArray, like: Any) -> Any:
         found = self.tiles.home(x, rows, columns, (n, b.shape[1]), b.layout.with_partial(()))
         return found if like.ndim == 2 else reshape(found, (n,)).redistribute(like.layout.with_partial(()))
 
@@ -104,7 +105,7 @@ class CholeskyFactor(Factor):
         target: Any = None
         if passing and self.grid.inside and self.grid.size > tiles.R == 1:
             where = self.grid.block(self.layout, a.shape)
-            target = np.zeros(tuple(map(len, where)), a.dtype), *where
+            target = self.grid.backend.zeros(tuple(map(len, where)), a.dtype), *where
         work = Cholesky(tiles, self._t, n, target)
         with np.errstate(all="ignore"):
             work.run()
@@ -115,7 +116,7 @@ class CholeskyFactor(Factor):
                 f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
             )
         if target is not None:
-            self.L = DistArray(self.grid.backend.from_host(target[0]), self.shape, self.layout, self.grid)
+            self.L = DistArray(target[0], self.shape, self.layout, self.grid)
 
     @cached_property
     def L(self) -> DistArray:
@@ -126,7 +127,7 @@ class CholeskyFactor(Factor):
                 first = int(columns[k])
                 top, end = np.searchsorted(rows, [first, first + size])
                 self._t[:top, k : k + size] = 0
-                self._t[top:end, k : k + size] = np.tril(self._t[top:end, k : k + size])
+                self._t[top:end, k : k + size] = namespace(self._t).tril(self._t[top:end, k : k + size])
         return self.tiles.home(self._t, self.rows, self.columns, self.shape, self.layout, lower=True)  # type: ignore[arg-type]
 
     def solve(self, b: DistArray) -> DistArray:
@@ -152,7 +153,7 @@ class LUFactor(Factor):
             extra = b.shape[1]
             every = tiles.columns(n + extra)
             more = [x[x >= n] - n for x in every]
-            t = np.hstack([t, tiles.bring(b, tiles.rows(m), more)])
+            t = namespace(t).hstack([t, tiles.bring(b, tiles.rows(m), more)])
             self._more = more
         finite = _finite(t)
         work = LU(tiles, t, (m, n), extra)
@@ -160,7 +161,7 @@ class LUFactor(Factor):
             work.run()
         self._t, self._further, self._order = work.a, work.further, work.rows
         self.positions = work.positions
-        self.diagonal = np.concatenate([np.diag(d) for d in work.diagonals] or [np.zeros(0, a.dtype)])
+        self.diagonal = work.diagonal
         zeros = np.flatnonzero(self.diagonal == 0)
         odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
         _refuse(odd, "lu_factor" if b is None else "solve")
@@ -221,7 +222,7 @@ class LUFactor(Factor):
         """Return the solutions of the right-hand sides that rode along."""
         self.check()
         n = self.shape[0]
-        x = np.ascontiguousarray(self._further)
+        x = namespace(self._further).ascontiguousarray(self._further)
         triangular.substitute(self.tiles, self._t, self.positions, x, n, lower=False)
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
@@ -229,14 +230,14 @@ class LUFactor(Factor):
         """Return L [m, k] and U [k, n] in the layout of A."""
         (m, n), k = self.shape, min(self.shape)
         every = [x[x < k] for x in self._columns]
-        lower, upper = np.empty((0, 0), self.dtype), np.empty((0, 0), self.dtype)
+        lower = upper = self.grid.backend.empty((0, 0), self.dtype)
         if self.grid.inside:
             rows, columns = self.positions[self.tiles.i], self._columns[self.tiles.j]
-            t = self._t[:, : len(columns)]
-            mine = columns[columns < k]
-            lower = np.where(rows[:, None] > mine[None, :], t[:, : len(mine)], rows[:, None] == mine[None, :])
-            inner = rows < k
-            upper = np.where(rows[inner, None] <= columns[None, :], t[inner], 0)
+            t, xp = self._t[:, : len(columns)], namespace(self._t)
+            inner, mine = (int(np.searchsorted(each, k)) for each in (rows, columns))
+            down, across = kernels.beside(rows, t)[:, None], kernels.beside(columns, t)[None, :]
+            lower = xp.where(down > across[:, :mine], t[:, :mine], down == across[:, :mine])
+            upper = xp.where(down[:inner] <= across, t[:inner], self.dtype.type(0))
         tops = [x[x < k] for x in self.positions]
         return (
             self.tiles.home(lower.astype(self.dtype, copy=False), self.positions, every, (m, k), self.layout),
@@ -280,7 +281,7 @@ class QRFactor(Factor):
         if b is not None:  # right-hand sides ride along, in tiles behind those of A, and become Qᴴ b
             extra = b.shape[1]
             self._more = [x[x >= n] - n for x in self.tiles.columns(n + extra)]
-            t = np.hstack([t, self.tiles.bring(b, self.rows, self._more)])
+            t = namespace(t).hstack([t, self.tiles.bring(b, self.rows, self._more)])
         finite = _finite(t)
         self._work = QR(self.tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
@@ -293,7 +294,7 @@ class QRFactor(Factor):
         return [x[x < min(self.shape)] for x in self.rows]
 
     @cached_property
-    def _r(self) -> np.ndarray:
+    def _r(self) -> Any:
         """This rank's rows of R."""
         return self._work.a[: len(self.tops[self.tiles.i]) if self.grid.inside else 0]
 
@@ -308,10 +309,10 @@ class QRFactor(Factor):
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
         m, k = self.shape[0], min(self.shape) if columns is None else columns
         every = self.tiles.columns(k)
-        q = np.empty((0, 0), self.dtype)
+        q = self.grid.backend.empty((0, 0), self.dtype)
         if self.grid.inside:
             rows, mine = self.rows[self.tiles.i], every[self.tiles.j]
-            q = (rows[:, None] == mine[None, :]).astype(self.dtype)
+            q = (kernels.beside(rows, q)[:, None] == kernels.beside(mine, q)[None, :]).astype(self.dtype)
             self._work.times(q, mine)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
@@ -322,7 +323,7 @@ class QRFactor(Factor):
         if self.grid.inside:
             rows, columns = self.tops[self.tiles.i], self.columns[self.tiles.j]
             both, at, also = np.intersect1d(rows, columns, return_indices=True)
-            zeros = both[self._r[at, also] == 0]
+            zeros = both[kernels.to_host(self._r[at, also]) == 0]
         found = int(self.tiles.worst([k - zeros[0] if len(zeros) else 0])[0])
         return k - found if found else None
 
@@ -345,7 +346,7 @@ class QRFactor(Factor):
         if self.grid.inside:
             for each in self._work.kept:
                 reflect(self.tiles, each.y, kernels.adjoint(each.t), x[self._work.row(each.k) :])
-        x = np.ascontiguousarray(x[: len(self._r)])
+        x = namespace(x).ascontiguousarray(x[: len(self._r)])
         triangular.substitute(self.tiles, self._r, self.tops, x, n, lower=False)
         return self._home(x, self.tops, columns, n, matrix, b)
 
@@ -354,7 +355,7 @@ class QRFactor(Factor):
         n = self.shape[1]
         x = self._r
         if self.grid.inside:
-            x = np.ascontiguousarray(x[:, len(self.columns[self.tiles.j]) :])
+            x = namespace(x).ascontiguousarray(x[:, len(self.columns[self.tiles.j]) :])
         if solve:
             triangular.substitute(self.tiles, self._r, self.tops, x, n, lower=False)
         return self.tiles.home(x, self.tops, self._more, (n, b.shape[1]), b.layout.with_partial(()))
@@ -372,7 +373,7 @@ class QRFactor(Factor):
         tops = [x[x < b.shape[0]] for x in self.rows]
         x = top = self.tiles.bring(b, tops, columns)
         if self.grid.inside:
-            x = np.zeros((len(self.rows[self.tiles.i]), top.shape[1]), top.dtype)
+            x = self.grid.backend.zeros((len(self.rows[self.tiles.i]), top.shape[1]), top.dtype)
             x[: len(top)] = top
             self._work.times(x)
         return self.tiles.home(x, self.rows, columns, (m, b.shape[1]), b.layout.with_partial(()))
@@ -593,17 +594,23 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     x = _matrix(x, "qr")
     if mode not in ("reduced", "complete"):
         raise ValueError(f"mode is 'reduced' or 'complete', not {mode!r}")
-    if x.ndim > 2 or (x.grid.size == 1 and (not x.grid.backend.cpu or min(x.shape) <= SIZE)):
+    one = x.ndim == 2
+    if one and mode == "reduced" and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x)) is not None:
+        return found
+    if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
         return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
     m, n = x.shape
-    if mode == "reduced" and (found := tall_qr(x)) is not None:
-        return found
     work = qr_factor(x)
     if mode == "reduced" or m <= n:
         return QRResult(work.Q(), work.R)
     from parlinalg.array.joining import pad
 
     return QRResult(work.Q(m), pad(work.R, ((0, m - n), (0, 0))))
+
+
+def _small(x: DistArray) -> bool:
+    """Return True if one call of LAPACK is the fastest QR factorization of a matrix on one rank."""
+    return x.grid.size == 1 and min(x.shape) <= SIZE
 
 
 def tall_qr(x: DistArray) -> QRResult | None:
@@ -614,18 +621,18 @@ def tall_qr(x: DistArray) -> QRResult | None:
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
     axes = tuple(a for a, size in grid.sizes.items() if size > 1)
     rest = Layout(axes, None)
-    if not n or m < n * max(TALL, grid.size) or not grid.backend.cpu:
+    if not n or m < n * max(TALL, grid.size):
         return None
-    y, r, sound = np.empty((0, n), x.dtype), np.empty((0, 0), x.dtype), True
+    y, r, sound = grid.backend.empty((0, n), x.dtype), grid.backend.empty((0, 0), x.dtype), True
     if grid.inside:
-        y = np.array(x.redistribute(rest).block, order="C")
+        y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
             r, sound = orthogonalized(y, grid.everyone)
     if grid.world.share(sound).count(False):
         return None
     q = DistArray(y, (m, n), rest, grid).redistribute(layout)
     block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
-    mine = np.ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
+    mine = namespace(r).ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
     return QRResult(q, DistArray(mine, (n, n), layout, grid))
 
 
@@ -668,7 +675,7 @@ def solve_triangular(
     zero = 0
     if a.grid.inside and not unit_diagonal:
         both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
-        zeros = both[t[at, also] == 0]
+        zeros = both[kernels.to_host(t[at, also]) == 0]
         zero = n - int(zeros[0]) if len(zeros) else 0
     odd, zero = map(int, held.tiles.worst([not (_finite(t) and _finite(x)), zero]))
     _refuse(odd, "solve_triangular")
@@ -741,9 +748,10 @@ def _tiles(a: DistArray, block: int | None, routine: str) -> Tiles:
     return tiles
 
 
-def _finite(block: np.ndarray) -> bool:
+def _finite(block: Any) -> bool:
+    xp = namespace(block)
     with np.errstate(all="ignore"):
-        return bool(np.isfinite(block.sum()) or np.isfinite(block).all())
+        return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
 
 
 def _refuse(odd: bool | float, name: str) -> None:
@@ -780,7 +788,7 @@ def _batches(
     if not all(bool(a.isfinite(b).all()) for a, b in ((arrays[0].xp, block) for block in blocks)):
         problem = ODD
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
             results = local(arrays[0].xp, *blocks) if not problem else ()
     except LinAlgError as error:
         problem = f"{name}: {error}"

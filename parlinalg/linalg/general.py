@@ -108,7 +108,7 @@ class Schur:
         self.x, self.tiles = x, _tiles(x, None, "eig")
         tiles, n, grid = self.tiles, x.shape[0], x.grid
         rows, columns = tiles.rows(n), tiles.columns(n)
-        a = tiles.bring(x, rows, columns)
+        a = tiles.bring(x, rows, columns, host=True)
         scale = _scaled(tiles, a, name)
         self.scale = a.real.dtype.type(scale)
         self._rows, self._powers = rows, np.zeros(n)
@@ -116,7 +116,7 @@ class Schur:
             order, low, high = isolated(tiles, a, n)
             if (order != np.arange(n)).any():
                 self._rows = [order[each] for each in rows]
-                a = tiles.bring(x, self._rows, [order[each] for each in columns])
+                a = tiles.bring(x, self._rows, [order[each] for each in columns], host=True)
                 a *= self.scale
             self._powers = exponents(tiles, a, n, low, high)
             a *= np.exp2(self._powers[columns[tiles.j]][None, :] - self._powers[rows[tiles.i]][:, None]).astype(

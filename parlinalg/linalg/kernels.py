@@ -1,16 +1,49 @@
-"""What a rank computes on its tiles: BLAS in place, on rows with a leading dimension, and LAPACK by SciPy."""
+"""What a rank computes on its tiles, on the host or on a GPU.
+
+On the host BLAS works in place, on rows with a leading dimension, and LAPACK is NumPy's or SciPy's.  On a GPU it is
+cuSOLVER and cuBLAS (`parlinalg.backend.cusolver`): each function here asks `_device` where its matrix is, and nothing
+else does.  On the host stays what is small and sequential, as pivots and the signs of reflections of a panel.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import blas
+from parlinalg.backend import backend_of, blas, namespace
 from parlinalg.backend.blas import added, substituted
+
+Block = Any
+
+
+def _device(a: Block) -> Any:
+    """Return the module that computes on a matrix on a GPU; None for one on the host."""
+    if isinstance(a, np.ndarray):
+        return None
+    from parlinalg.backend import cusolver
+
+    return cusolver
+
+
+def to_host(a: Block) -> np.ndarray:
+    """Return the values of an array on the host: the array itself if it is there."""
+    return backend_of(a).to_host(a)
+
+
+def beside(a: np.ndarray, like: Block) -> Block:
+    """Return an array of the host on the device of another one: itself if that is the host."""
+    return backend_of(like).from_host(a)
+
+
+def raising(like: Block) -> Any:
+    """Return a context in which failures of the factorizations of blocks like this one raise LinAlgError."""
+    device = _device(like)
+    return nullcontext() if device is None else device.raising()
 
 
 def lapack(name: str, dtype: np.dtype[Any]) -> Any:
@@ -61,17 +94,20 @@ def call(name: str, dtype: np.dtype[Any], *args: str | int | np.ndarray) -> int:
     return bound(name, dtype, *args)()
 
 
-def subtract(y: np.ndarray, x: np.ndarray, w: np.ndarray) -> None:
+def subtract(y: Block, x: Block, w: Block) -> None:
     """Subtract `x @ w` from y, in place."""
     if y.size and x.size and not added(y, x, w, -1):
         y -= x @ w
 
 
 def substitute(
-    t: np.ndarray, b: np.ndarray, *, right: bool = False, lower: bool = False, adjoint: bool = False,
+    t: Block, b: Block, *, right: bool = False, lower: bool = False, adjoint: bool = False,
     unit: bool = False,
 ) -> None:  # fmt: skip
     """Replace b by the solution x of `op(t) x = b`, with `right` of `x op(t) = b`; see `blas.substituted`."""
+    if (device := _device(b)) and b.size:
+        device.substitute(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit)
+        return
     if not b.size or substituted(t, b, right=right, lower=lower, adjoint=adjoint, unit=unit):
         return
     from scipy.linalg import solve_triangular
@@ -84,12 +120,14 @@ def substitute(
         b[...] = solve_triangular(t, b, trans, lower, unit, check_finite=False)
 
 
-def cholesky(a: np.ndarray) -> int:
-    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor; the upper one stays.
+def cholesky(a: Block) -> int:
+    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor; the upper one is arbitrary.
 
     Returns 0, or the order of the first minor that is not positive.
     """
     n = len(a)
+    if (device := _device(a)) and n:
+        return int(device.cholesky(a))
     info = blas.lapack(
         "potrf", a.dtype, "U", n, a, n
     )  # what lies in rows below the diagonal is LAPACK's upper triangle
@@ -101,8 +139,17 @@ def cholesky(a: np.ndarray) -> int:
     return int(info)
 
 
-def lu(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return L and U in one matrix, by partial pivoting, and the order of the rows."""
+def lu(a: Block) -> tuple[Block, np.ndarray]:
+    """Return L and U in one matrix, by partial pivoting, and the order of the rows, which is on the host.
+
+    A singular matrix on a GPU is factored on the host.
+    """
+    if _device(a) and a.size:
+        found = regular_lu(a)
+        if found is None:
+            factors, order = lu(to_host(a))
+            return beside(factors, a), order
+        return found
     m, n = a.shape
     if not a.size:
         return a.copy(), np.arange(m)
@@ -111,10 +158,23 @@ def lu(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found, pivots, _ = lapack("getrf", a.dtype)(a)
     else:
         pivots -= 1
+    return found, _order(pivots, m)
+
+
+def regular_lu(a: Block) -> tuple[Block, np.ndarray] | None:
+    """Return what `lu` does; None of a matrix on a GPU with a pivot of 0 before the last one."""
+    if (device := _device(a)) is None:
+        return lu(a)
+    found = device.lu(a)
+    return None if found is None else (found[0], _order(found[1], len(a)))
+
+
+def _order(pivots: np.ndarray, m: int) -> np.ndarray:
+    """Return the order of m rows after LAPACK's interchanges, counted from 0."""
     order = list(range(m))
     for x, y in enumerate(pivots.tolist()):
         order[x], order[y] = order[y], order[x]
-    return found, np.array(order)
+    return np.array(order)
 
 
 def in_columns(a: np.ndarray) -> np.ndarray:
@@ -127,8 +187,13 @@ def in_columns(a: np.ndarray) -> np.ndarray:
     return out
 
 
-def reflections(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return Y [m, n], T [n, n] and R [n, n] with A = (I - Y T Yᴴ) R for m ≥ n; None where LAPACK has no `geqrt`."""
+def reflections(a: Block) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return Y [m, n], T [n, n] and R [n, n] with A = (I - Y T Yᴴ) R for m ≥ n; None where there is no `geqrt`.
+
+    NumPy's LAPACK may lack it, and cuSOLVER does.
+    """
+    if _device(a):
+        return None
     m, n = a.shape
     y, t, work = np.array(a, order="F"), np.zeros((n, n), a.dtype, order="F"), np.empty(n * n, a.dtype)
     if blas.lapack("geqrt", a.dtype, m, n, n, y, m, t, n, work) is None:
@@ -139,8 +204,14 @@ def reflections(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | No
     return y, t, r
 
 
-def unpivoted(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return L (ones on its diagonal), U and signs s with A - diag(s) = L U; of each pivot s makes the size largest."""
+def unpivoted(a: Block) -> tuple[Block, Block, Block]:
+    """Return L (ones on its diagonal), U and signs s with A - diag(s) = L U; of each pivot s makes the size largest.
+
+    It is computed on the host.
+    """
+    if _device(a):
+        lower, upper, signs = (beside(each, a) for each in unpivoted(to_host(a)))
+        return lower, upper, signs
     n = len(a)
     found, signs = np.array(a, order="F"), np.empty(n, a.dtype)
     if blas.lapack("laorhr_col_getrfnp" if a.dtype.kind == "f" else "launhr_col_getrfnp", a.dtype, n, n, found, n,
@@ -154,12 +225,16 @@ def unpivoted(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.tril(found, -1) + np.eye(n, dtype=a.dtype), np.triu(found), signs
 
 
-def qr(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def qr(a: Block) -> tuple[Block, Block]:
     """Return Q and R, reduced, with the rows sorted by size first: else rows of unlike sizes lose accuracy."""
-    k = min(a.shape)
+    k, xp = min(a.shape), namespace(a)
     if not k:
-        return np.zeros((len(a), 0), a.dtype), np.zeros((0, a.shape[1]), a.dtype)
-    order = np.argsort(-np.abs(a).max(axis=1), kind="stable")
+        return xp.zeros((len(a), 0), a.dtype), xp.zeros((0, a.shape[1]), a.dtype)
+    order = xp.argsort(-abs(a).max(axis=1), kind="stable")
+    if device := _device(a):
+        q = xp.empty((len(a), k), a.dtype)
+        q[order], r = device.qr(a[order])
+        return q, r
     found, tau, _, _ = lapack("geqrf", a.dtype)(a[order])
     generate = lapack("ungqr" if a.dtype.kind == "c" else "orgqr", a.dtype)
     q = np.empty((len(a), k), a.dtype)
@@ -167,6 +242,6 @@ def qr(a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return q, np.triu(found[:k])
 
 
-def adjoint(a: np.ndarray) -> np.ndarray:
+def adjoint(a: Block) -> Block:
     """Return the conjugate transpose; no copy of a real matrix."""
     return a.T if a.dtype.kind != "c" else a.conj().T

@@ -155,7 +155,7 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     k = min(a.shape)
     factor = QRFactor(a.mT.conj(), name="lstsq") if wide else QRFactor(a, b=b, name="lstsq")
     if wide:
-        _refuse(factor.tiles.worst([not _finite(a.grid.backend.to_host(b.block))])[0], "lstsq")
+        _refuse(factor.tiles.worst([not _finite(b.block)])[0], "lstsq")
     r = factor.R
     rank = 0
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import namespace
 from parlinalg.comm import Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
@@ -27,17 +28,23 @@ class LU(Panels):
         L and U, and the further columns.
     rows : array of int
         The rows of A that this rank has, in their new order.
-    diagonals : list of array
-        The tiles of U's diagonal (L's below it), on every rank.
+    diagonal : array
+        U's diagonal, on the host of every rank.
     """
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
+    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
         super().__init__(tiles, a, shape, extra)
         self.further = a[:, int(np.searchsorted(self.columns, shape[1])) :]
         self.rows = self.rows.copy()
-        self.diagonals: list[np.ndarray] = []
+        self._diagonals: list[Any] = []  # U's diagonal, of every panel
         self._active = [len(x) for x in self.every_row]  # rows that are no pivots yet, of every grid row
         self._won: list[list[int]] = [[] for _ in self.every_row]  # positions of its pivots, of every grid row
+
+    @property
+    def diagonal(self) -> np.ndarray:
+        if not self._diagonals:
+            return np.zeros(0, self.a.dtype)
+        return kernels.to_host(namespace(self.a).concatenate(self._diagonals))
 
     @property
     def positions(self) -> list[Numbers]:
@@ -51,12 +58,13 @@ class LU(Panels):
     def run(self) -> None:
         """Factor the whole matrix.  Collective over the grid."""
         (m, n), k = self.shape, min(self.shape)
-        if self.tiles.grid.size > 1 or not k:
+        whole = kernels.regular_lu(self.a[:, :n]) if self.tiles.grid.size == 1 and k else None
+        if whole is None:
             super().run()
             return
-        found, order = kernels.lu(self.a[:, :n])
+        found, order = whole
         right = self.a[order, n:]
-        self.diagonals, self.rows = [found], order
+        self._diagonals, self.rows = [found.diagonal()], order
         self._won, self._active = [list(range(k))], [m - k]
         kernels.substitute(found[:k, :k], right[:k], lower=True, unit=True)
         kernels.subtract(right[k:], found[k:, :k], right[:k])
@@ -66,7 +74,7 @@ class LU(Panels):
         tiles, j, done, c = self.tiles, self.tiles.owner(k)[1], len(self._won[self.tiles.i]), self.column(k)
         head = 2 * b * 8 // self.a.itemsize
         message = self.message(k, head + b * b + self._active[tiles.i] * b)
-        owners, places = message[:head].view(np.int64).reshape(2, b)  # the winners' grid rows, and their places there
+        won_by = message[:head].view(np.int64).reshape(2, b)  # the winners' grid rows, and their places there
         corner, panel = message[head : head + b * b].reshape(b, b), message[head + b * b :].reshape(-1, b)
         if tiles.j == j:
             panel[...] = self.a[done:, c : c + b]
@@ -80,11 +88,10 @@ class LU(Panels):
                 factored, ranked = kernels.lu(proposed)
                 corner[...], winners = factored[:b], ranked[:b]
             first = np.cumsum([0, *counts])
-            owners[...] = np.searchsorted(first, winners, "right") - 1
-            places[...] = -1
-            own = owners == tiles.i
+            owners, places = np.searchsorted(first, winners, "right") - 1, np.full(b, -1)
+            own = np.flatnonzero(owners == tiles.i)
             places[own] = mine[winners[own] - first[tiles.i]]
-            won = int(own.sum())
+            won = len(own)
             if tiles.R == 1:
                 rows, at = np.arange(len(panel)), np.empty(len(panel), np.intp)
                 _to_front(0, places, rows)
@@ -96,11 +103,13 @@ class LU(Panels):
                 _to_front(0, places[own], panel)
                 panel[:won] = corner[own]
                 kernels.substitute(_regular(corner), panel[won:], right=True)  # L[i, k] := A[i, k] U[k, k]⁻¹
-        return self.pass_on(message, j), (owners, places, corner, panel)
+            won_by[...] = kernels.beside(np.stack([owners, places]), won_by)
+        return self.pass_on(message, j), (won_by, corner, panel)
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         tiles, c = self.tiles, self.column(k + b)
-        owners, places, corner, below = panel
+        won_by, corner, below = panel
+        owners, places = kernels.to_host(won_by)
         done, own, before = len(self._won[tiles.i]), owners == tiles.i, self.column(k)
         chosen = places[own] + done
         won = len(chosen)
@@ -110,7 +119,7 @@ class LU(Panels):
         if tiles.j == tiles.owner(k)[1]:
             self.a[done:, before:c] = below
         behind = self.a[:, c:]
-        right = np.empty((b, behind.shape[1]), self.a.dtype)
+        right = namespace(behind).empty((b, behind.shape[1]), self.a.dtype)
         counts = np.bincount(owners, minlength=tiles.R).tolist()
         if tiles.R == 1:
             right[...] = behind[chosen]
@@ -118,11 +127,11 @@ class LU(Panels):
             right[np.argsort(owners, kind="stable")] = self.board.gather(behind[chosen], counts)
         behind[holes] = behind[pushed]
         kernels.substitute(corner, right, lower=True, unit=True)  # U[k, j] := L[k, k]⁻¹ (P A)[k, j]
-        behind[done : done + won] = right if tiles.R == 1 else right[own]
+        behind[done : done + won] = right if tiles.R == 1 else right[np.flatnonzero(own)]
         for i, won_there in enumerate(self._won):
             won_there += (k + np.flatnonzero(owners == i)).tolist()
             self._active[i] -= counts[i]
-        self.diagonals.append(corner.copy())
+        self._diagonals.append(corner.diagonal().copy())
         return below[won:], right, done + won, c
 
     def update(self, step: Any, first: int, last: int) -> None:
@@ -130,16 +139,13 @@ class LU(Panels):
         kernels.subtract(self.a[r:, first:last], left, right[:, first - c : last - c])
 
 
-def _regular(corner: np.ndarray) -> np.ndarray:
+def _regular(corner: Any) -> Any:
     """Return U's tile with ones for zeros on its diagonal: the columns that they divide are zero as well."""
-    at = np.flatnonzero(np.diag(corner) == 0)
-    if len(at):
-        corner = corner.copy()
-        corner[at, at] = 1
-    return corner
+    zeros = corner.diagonal() == 0
+    return corner + namespace(corner).diag(zeros).astype(corner.dtype) if bool(zeros.any()) else corner
 
 
-def _to_front(first: int, chosen: np.ndarray, *arrays: np.ndarray) -> None:
+def _to_front(first: int, chosen: np.ndarray, *arrays: Any) -> None:
     """Swap the rows `chosen`, in their order, with those from `first` on."""
     places = np.arange(first, first + len(chosen))
     pushed, holes = np.setdiff1d(places, chosen), np.setdiff1d(chosen, places)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from parlinalg.backend import namespace
 from parlinalg.comm import Handle
 from parlinalg.comm.base import DONE
 from parlinalg.comm.shared import common
@@ -31,7 +32,7 @@ class Panels(ABC):
     Attributes
     ----------
     a : array
-        This rank's rows and columns; with right-hand sides as further columns, which are updated alike.
+        This rank's rows and columns, on the host or on a GPU; with right-hand sides as further columns, which are updated alike.
     rows, columns : array of int
         Their numbers.
     board : Board
@@ -42,7 +43,7 @@ class Panels(ABC):
 
     STRIP = 512
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
+    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
         self.tiles, self.a, self.shape = tiles, a, shape
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
@@ -79,6 +80,9 @@ class Panels(ABC):
             return
         size, wide = tiles.size, max(map(len, self.every_column))
         panel = (len(self.rows) + 2 * size + 4) * size
+        if not isinstance(self.a, np.ndarray):  # on a GPU, which has no memory in common with others
+            self._run(n, size)
+            return
         with ExitStack() as stack:
             self._lanes = stack.enter_context(common(tiles.across, (LANES, panel), self.a.dtype))
             self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
@@ -108,14 +112,13 @@ class Panels(ABC):
             handle.test()
 
     # ------------------------------------------------------------------ communication
-    def message(self, k: int, size: int) -> np.ndarray:
+    def message(self, k: int, size: int) -> Any:
         """Return room for the panel from column k on, of so many elements, flat; it lasts until the next but one."""
         if self._lanes is None:
-            return np.empty(size, self.a.dtype)
-        found: np.ndarray = self._lanes[k // self.tiles.size % LANES, :size]
-        return found
+            return namespace(self.a).empty(size, self.a.dtype)
+        return self._lanes[k // self.tiles.size % LANES, :size]
 
-    def pass_on(self, message: np.ndarray, root: int) -> Handle:
+    def pass_on(self, message: Any, root: int) -> Handle:
         """Begin to give a panel, which lies in its `message`, from grid column `root` to the others."""
         across = self.tiles.across
         if self._lanes is None:

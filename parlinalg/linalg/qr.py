@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import namespace
 from parlinalg.comm import Comm, Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
@@ -27,9 +28,9 @@ class Reflections:
     """The reflections of a panel, I - Y T Yᴴ: row number, this rank's rows of Y from there on, T, and the panel's R."""
 
     k: int
-    y: np.ndarray
-    t: np.ndarray
-    r: np.ndarray
+    y: Any
+    t: Any
+    r: Any
 
 
 class QR(Panels):
@@ -42,7 +43,7 @@ class QR(Panels):
         The first columns of the panels that went through the tree, as far as this rank knows.
     """
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int], extra: int = 0) -> None:
+    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
         super().__init__(tiles, a, shape, extra)
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
@@ -64,8 +65,8 @@ class QR(Panels):
                 self.a[at : at + b, c : c + b] = r
         return self.pass_on(message, j), message
 
-    def _together(self, k: int, b: int, panel: np.ndarray, t: np.ndarray, r: np.ndarray, y: np.ndarray) -> None:
-        """Write T, R and this rank's rows of Y for a panel whose rows lie on several ranks.
+    def _together(self, k: int, b: int, panel: Any, t: Any, r: Any, y: Any) -> None:
+        """Write T, R and this rank's rows of Y for a panel whose rows lie on several ranks, or on a GPU.
 
         Well conditioned panels are orthogonalized by products alone; others go through the tree.
         """
@@ -73,7 +74,7 @@ class QR(Panels):
         top = b if tiles.i == i else 0
         y[...] = panel
         r[...], sound = orthogonalized(y, tiles.down)
-        head = np.empty((2 * b + 2, b), self.a.dtype)
+        head = namespace(panel).empty((2 * b + 2, b), self.a.dtype)
         for tree in (False, True):
             if tree:
                 self.trees.append(k)
@@ -86,7 +87,7 @@ class QR(Panels):
                 head[:b], head[b : 2 * b], head[2 * b] = _reconstruct(y[:b])
                 head[2 * b + 1] = tree or sound
             tiles.down.broadcast(head, i)
-            if head[2 * b + 1, 0]:
+            if bool(head[2 * b + 1, 0] != 0):
                 break
         t[...] = head[b : 2 * b]
         kernels.substitute(head[:b], y[top:], right=True)
@@ -101,7 +102,7 @@ class QR(Panels):
         b = self.a[self.row(step.k) :, first:last]
         kernels.subtract(b, step.y, kernels.adjoint(step.t) @ self.board.total(kernels.adjoint(step.y) @ b))
 
-    def times(self, b: np.ndarray, numbers: np.ndarray | None = None) -> None:
+    def times(self, b: Any, numbers: np.ndarray | None = None) -> None:
         """Replace b, of which this rank has the same rows, by Q b.  Collective.
 
         If b is the identity's columns of these numbers, a reflection turns none before its own.
@@ -111,32 +112,34 @@ class QR(Panels):
             reflect(self.tiles, each.y, each.t, b[self.row(each.k) :, first:])
 
 
-def orthogonalized(y: np.ndarray, comm: Comm) -> tuple[np.ndarray, bool]:
+def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
     """Replace Y, whose rows lie on the ranks of `comm`, by Q of its QR factorization; return R, and whether Q is sound.
 
     Cholesky's factor of the Gram matrix, taken twice, makes the columns of well conditioned matrices orthonormal by
     products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows whether they
     are: the same on all ranks, to rounding.  Collective.
     """
-    r, gram = np.eye(y.shape[1], dtype=y.dtype), np.empty(0)
+    xp = namespace(y)
+    one = xp.eye(y.shape[1], dtype=y.dtype)
+    r, gram = one, one
     for _ in range(2):
-        gram = np.ascontiguousarray(kernels.adjoint(y) @ y)
+        gram = xp.ascontiguousarray(kernels.adjoint(y) @ y)
         comm.all_reduce(gram)
-        lower = np.tril(gram)
+        lower = xp.tril(gram)
         kernels.cholesky(lower)
         kernels.substitute(lower, y, right=True, lower=True, adjoint=True)
         r = kernels.adjoint(lower) @ r
-    return r, bool(np.abs(gram - np.eye(len(gram))).max(initial=0) < NEAR)
+    return r, not gram.size or bool(abs(gram - one).max() < NEAR)
 
 
-def reflect(tiles: Tiles, y: np.ndarray, t: np.ndarray, b: np.ndarray) -> None:
+def reflect(tiles: Tiles, y: Any, t: Any, b: Any) -> None:
     """Replace b by (I - Y T Yᴴ) b; the rows of both lie along the grid's columns."""
-    w = np.ascontiguousarray(kernels.adjoint(y) @ b)
+    w = namespace(y).ascontiguousarray(kernels.adjoint(y) @ b)
     tiles.down.all_reduce(w)
     kernels.subtract(b, y, t @ w)
 
 
-def _reconstruct(q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _reconstruct(q: Any) -> tuple[Any, Any, Any]:
     """Replace the top of Q by that of Y; return U, T and signs s.
 
     Q - diag(s) = Y U, and I - Y T Yᴴ are the reflections.

@@ -262,7 +262,7 @@ def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix and by what it was multiplied."""
     tiles, n = _tiles(x, None, "eigh"), x.shape[0]
     rows, columns = tiles.rows(n), tiles.columns(n)
-    lower, upper = (tiles.bring(each, rows, columns) for each in (x, x.mT.conj()))
+    lower, upper = (tiles.bring(each, rows, columns, host=True) for each in (x, x.mT.conj()))
     if x.grid.inside:  # the upper triangle is made from the lower one
         above = rows[tiles.i][:, None] < columns[tiles.j][None, :]
         np.copyto(lower, upper, where=above)
@@ -278,7 +278,7 @@ def _bidiagonal(x: DistArray, name: str, vectors: bool) -> tuple[Bidiagonal, Any
         q = qr_factor(x)
         x = q.R
     tiles = _tiles(x, None, "svd")
-    t = tiles.bring(x, tiles.rows(x.shape[0]), tiles.columns(n))
+    t = tiles.bring(x, tiles.rows(x.shape[0]), tiles.columns(n), host=True)
     scale = _scaled(tiles, t, name)
     return Bidiagonal(tiles, t, x.shape), t.real.dtype.type(scale), q  # type: ignore[arg-type]
 

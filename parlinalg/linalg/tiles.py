@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain, combinations, pairwise, permutations
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.array.core import DistArray
+from parlinalg.backend import namespace
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
@@ -109,25 +110,32 @@ class Tiles(Deal):
 
     # ------------------------------------------------------------------ between rest and work
     def bring(
-        self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False
-    ) -> np.ndarray:
-        """Return this rank's rows and columns of a matrix, in an array of its own on the host.  Collective.
+        self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False,
+        host: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return this rank's rows and columns of a matrix, in an array of its own.  Collective.
 
-        With `lower` what lies in tiles above the diagonal stays behind, and is 0.
+        The array is on the device of the grid's blocks, or with `host` on the host.  With `lower` what lies in tiles
+        above the diagonal stays behind, and is 0.
         """
         a = a.summed()
-        block = self.grid.backend.to_host(a.block)
+        block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
         return move(block, rest, self.places(rows, columns), self.grid, free, self.size if lower else 0)
 
     def home(
-        self, block: np.ndarray, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
+        self, block: Any, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
         layout: Layout, *, lower: bool = False,
     ) -> DistArray:  # fmt: skip
-        """Return the matrix of which every rank has these rows and columns, in a layout; `lower` as of `bring`."""
+        """Return the matrix of which every rank has these rows and columns, in a layout; `lower` as of `bring`.
+
+        All ranks have theirs on the device of the grid's blocks, or all on the host.
+        """
         rest, _ = resting(layout, shape, self.sizes)
         block = move(block, self.places(rows, columns), rest, self.grid, lower=self.size if lower else 0)
-        return DistArray(self.grid.backend.from_host(block), shape, layout, self.grid)
+        if isinstance(block, np.ndarray):
+            block = self.grid.backend.from_host(block)
+        return DistArray(block, shape, layout, self.grid)
 
     # ------------------------------------------------------------------ communication
     def worst(self, values: Sequence[float]) -> list[float]:
@@ -156,14 +164,14 @@ class Board:
         self._turn = 1 - self._turn
         return self._memory[self._turn]
 
-    def gather(self, mine: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    def gather(self, mine: Any, counts: Sequence[int]) -> Any:
         """Return the rows of all ranks, one rank's after the other's; counts[i] rows are rank i's.  Collective."""
-        comm, (rows, width), total = self.comm, mine.shape, sum(counts)
+        comm, (rows, width), total, xp = self.comm, mine.shape, sum(counts), namespace(mine)
         if comm.size == 1:
-            return np.ascontiguousarray(mine)
+            return xp.ascontiguousarray(mine)
         if self._memory is None or total * width > self._memory[0].size:
-            out = np.empty((total, width), mine.dtype)
-            comm.all_gather(np.ascontiguousarray(mine), out, [n * width for n in counts])
+            out = xp.empty((total, width), mine.dtype)
+            comm.all_gather(xp.ascontiguousarray(mine), out, [n * width for n in counts])
             return out
         whole: np.ndarray = self._next().reshape(-1)[: total * width].reshape(total, width)
         before = sum(counts[: comm.rank])
@@ -172,11 +180,11 @@ class Board:
         comm.barrier()
         return whole
 
-    def total(self, term: np.ndarray) -> np.ndarray:
+    def total(self, term: Any) -> Any:
         """Return the sum of the ranks' terms, which it may replace.  Collective."""
         comm = self.comm
         if self._memory is None or term.size > self._memory.shape[2]:
-            term = np.ascontiguousarray(term)
+            term = namespace(term).ascontiguousarray(term)
             comm.all_reduce(term)
             return term
         terms = self._next()[:, : term.size].reshape(comm.size, *term.shape)
@@ -257,8 +265,10 @@ class _Part(NamedTuple):
         return [(self.i[top:], self.j[a:b]) for top, (a, b) in zip(tops, pairwise(edges), strict=True)]
 
 
-def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0) -> np.ndarray:
+def move(block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0) -> Any:
     """Return this rank's rows and columns of a matrix of which every rank has others, by all-to-alls.
+
+    What is on a device stays there, as far as the communicator lets it.
 
     Parameters
     ----------
@@ -273,10 +283,11 @@ def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut 
 
     Each rank receives exactly what it lacks.  Columns travel some at a time, so that what is on the way stays small.
     """
+    xp, on_host = namespace(block), isinstance(block, np.ndarray)
     if not grid.inside:
-        return np.empty((0, 0), block.dtype)
+        return xp.empty((0, 0), block.dtype)
     if grid.size == 1 and not lower and all(np.array_equal(x, y) for x, y in zip(have[0], want[0], strict=True)):
-        return np.array(block, order="C")
+        return block.copy(order="C")
     me, size = grid.rank, grid.size
     at = [tuple(grid.coords_of(p)[a] for a in copies) for p in range(size)]
     memo: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -294,7 +305,7 @@ def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut 
             gives[p] = _Part(rows, i, columns, j)
             (rows, _, i), (columns, _, j) = (common(x, y) for x, y in zip(have[p], want[me], strict=True))
             gets[p] = _Part(rows, i, columns, j)
-    out = (np.zeros if lower else np.empty)((len(want[me][0]), len(want[me][1])), block.dtype)
+    out = (xp.zeros if lower else xp.empty)((len(want[me][0]), len(want[me][1])), block.dtype)
     for there, here in zip(gets[me].rectangles(lower), gives[me].rectangles(lower), strict=True):
         _copy(out, there, block, here)
     if size == 1:
@@ -304,21 +315,22 @@ def move(block: np.ndarray, have: Places, want: Places, grid: Grid, copies: Cut 
     width = max(1, size * tunables.TILES_MOVED // max(1, m))
     width = -(-width // lower) * lower if lower else width
     ends: Any = None  # for each pair of ranks and turn, where in common memory ends what goes from one to the other
-    if size <= FEW:
+    if size <= FEW and on_host:
         amounts = np.zeros((size, size, -(-n // width)), np.int64)
         for p, q in permutations(range(size), 2):
             if at[p] == at[q]:
                 (rows, *_), (columns, *_) = (common(x, y) for x, y in zip(have[p], want[q], strict=True))
                 amounts[p, q] = _amounts(rows, columns, n, width, lower)
         ends = amounts.reshape(size * size, -1).cumsum(axis=0).reshape(amounts.shape)
-    with shared(grid.everyone, (2, 0 if ends is None else int(ends[-1, -1].max(initial=0))), block.dtype) as memory:
+    most = (2, 0 if ends is None else int(ends[-1, -1].max(initial=0)))
+    with shared(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
         for turn, first in enumerate(range(0, n, width)):
             send, receive = (
                 [part.between(first, first + width).rectangles(lower) for part in parts] for parts in (gives, gets)
             )
             gave, got = ([sum(len(i) * len(j) for i, j in each) for each in parts] for parts in (send, receive))
             if memory is None:
-                outbox, inbox = np.empty(sum(gave), block.dtype), np.empty(sum(got), block.dtype)
+                outbox, inbox = xp.empty(sum(gave), block.dtype), xp.empty(sum(got), block.dtype)
                 sources, targets = _cut(inbox, receive), _cut(outbox, send)
             else:
                 room = memory[turn % 2]
@@ -351,7 +363,7 @@ Rectangle = tuple[np.ndarray, np.ndarray]
 """Rows and columns of a matrix, by their places in it."""
 
 
-def _cut(flat: np.ndarray, parts: Iterable[Iterable[Rectangle]]) -> Iterator[tuple[np.ndarray, Rectangle]]:
+def _cut(flat: Any, parts: Iterable[Iterable[Rectangle]]) -> Iterator[tuple[Any, Rectangle]]:
     """Yield the rectangles of all parts, which lie one after the other in `flat`, as matrices, with their places."""
     start = 0
     for i, j in chain.from_iterable(parts):
@@ -360,11 +372,19 @@ def _cut(flat: np.ndarray, parts: Iterable[Iterable[Rectangle]]) -> Iterator[tup
         start = end
 
 
-def _copy(to: np.ndarray, there: Rectangle | None, of: np.ndarray, here: Rectangle | None) -> None:
-    """Copy a rectangle of one matrix to one of another, in stretches that lie together in both; None is all of it."""
-    whole = to if there is None else of
+def _copy(to: Any, there: Rectangle | None, of: Any, here: Rectangle | None) -> None:
+    """Copy a rectangle of one matrix to one of another, in stretches that lie together in both; None is all of it.
+
+    On a device one kernel copies all of it, unless one stretch is the whole.
+    """
+    whole, short = to if there is None else of, SHORT if isinstance(to, np.ndarray) else to.size + 1
     rows, columns = (
-        list(_together(*(places[d] if places is not None else np.arange(whole.shape[d]) for places in (there, here))))
+        list(
+            _together(
+                *(places[d] if places is not None else np.arange(whole.shape[d]) for places in (there, here)),
+                short=short,
+            )
+        )
         for d in range(2)
     )
     for i, k in rows:
@@ -375,10 +395,10 @@ def _copy(to: np.ndarray, there: Rectangle | None, of: np.ndarray, here: Rectang
                 to[i[:, None], j] = of[k[:, None], l]
 
 
-def _together(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[Any, Any]]:
-    """Yield slices for the stretches in which both rise by ones; where they are short, all at once as they are."""
+def _together(x: np.ndarray, y: np.ndarray, short: int) -> Iterator[tuple[Any, Any]]:
+    """Yield slices for the stretches in which both rise by ones; all at once as they are where they are short."""
     edges = np.flatnonzero((np.diff(x) != 1) | (np.diff(y) != 1)) + 1
-    if len(edges) * SHORT > len(x):
+    if len(edges) * short > len(x):
         yield x, y
         return
     for a, b in pairwise([0, *edges.tolist(), len(x)] if len(x) else ()):

@@ -315,7 +315,7 @@ def test_the_trip_to_tiles_receives_what_is_lacking(grid):
         if not grid.inside:
             continue
         mine = rows[form.i], columns[form.j]
-        np.testing.assert_array_equal(block, a[np.ix_(*mine)])
+        np.testing.assert_array_equal(grid.backend.to_host(block), a[np.ix_(*mine)])
         have = grid.block(layout, a.shape)
         known = [np.isin(w, np.asarray(h)).sum() for w, h in zip(mine, have, strict=True)]
         assert book.words.total() == len(mine[0]) * len(mine[1]) - known[0] * known[1]

@@ -98,6 +98,8 @@ def array(
         source = np.array(obj)
     made = np.array(source, dtype, copy=True if copy else None, order=order, ndmin=ndmin)  # type: ignore[call-overload]
     cuda.issued()
+    if isinstance(obj, np.ndarray):
+        cuda.copied.append(("in", made.nbytes))
     if isinstance(obj, ndarray) and made is obj._a:
         return obj
     return wrap(made)  # type: ignore[no-any-return]

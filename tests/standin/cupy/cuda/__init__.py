@@ -15,6 +15,7 @@ from . import runtime as runtime
 _local = threading.local()
 _pending: list[tuple[str, np.ndarray, np.ndarray]] = []  # copies under way: kind, source's values, target
 _unfinished = False  # kernels issued since the last synchronisation
+copied: list[tuple[str, int]] = []  # what CuPy does not have: each copy, "in" or "out" of the device, and its bytes
 _pinned: weakref.WeakValueDictionary[int, PinnedMemoryPointer] = weakref.WeakValueDictionary()
 
 
@@ -126,6 +127,7 @@ def refuse_unless_aware() -> None:
 
 
 def copy_out(device: np.ndarray, host: np.ndarray, blocking: bool) -> None:
+    copied.append(("out", device.nbytes))
     if blocking:
         get_current_stream().synchronize()
         host[...] = device
@@ -135,6 +137,7 @@ def copy_out(device: np.ndarray, host: np.ndarray, blocking: bool) -> None:
 
 
 def copy_in(host: np.ndarray, device: np.ndarray) -> None:
+    copied.append(("in", host.nbytes))
     device[...] = host
     if _is_pinned(host):
         _pending.append(("in", host.copy(), host))
