@@ -45,6 +45,9 @@ PANEL_SLOWNESS = 2
 STEP_FLOPS = 1 << 22
 """Floating-point operations that take as long as a step of a factorization beside its operations, words and calls."""
 
+LAYER_BYTES = 1 << 30
+"""Bytes of a rank's tiles up to which a factorization may take several layers of ranks without being told (2.5D)."""
+
 ATTENTION_POLL = 1 << 20
 """Scores of attention between two polls of communication in progress."""
 

@@ -120,12 +120,12 @@ _solution = known(
 
 
 @as_op(linalg.solve)
-def solve(x1: Any, x2: Any, /) -> Tensor:
+def solve(x1: Any, x2: Any, /, *, depth: int | None = None) -> Tensor:
     """Return x of A x = b; the backward pass solves with the factorization that is there."""
     a, b = as_tensor(x1), as_tensor(x2)
     if b.ndim == 1:
-        return solve(a, b[:, None])[..., 0]
-    x, factor = factors.solved(a.data, b.data)
+        return solve(a, b[:, None], depth=depth)[..., 0]
+    x, factor = factors.solved(a.data, b.data, depth)
     return _solution(a, b, x, factor, a.data if factor is None else None, False)
 
 
@@ -230,9 +230,9 @@ _cholesky = known("cholesky", "x found upper", x=of_cholesky)
 
 
 @as_op(linalg.cholesky)
-def cholesky(x: Tensor, /, *, upper: bool = False) -> Tensor:
+def cholesky(x: Tensor, /, *, upper: bool = False, depth: int | None = None) -> Tensor:
     """Return the Cholesky factors of Hermitian positive definite matrices."""
-    return _cholesky(x, linalg.cholesky(x.data, upper=upper), upper)
+    return _cholesky(x, linalg.cholesky(x.data, upper=upper, depth=depth), upper)
 
 
 def of_lower(g: DistArray, l: DistArray, u: DistArray, order: Any) -> DistArray:
@@ -400,14 +400,16 @@ class TensorQR(TensorFactor):
         return _least(self.a, b, self.factor.solve(b.data), ("tall", self.factor.Q(), self.factor.R))
 
 
-as_op(linalg.cho_factor)(lambda a, block=None: TensorCholesky(a, linalg.cho_factor(a.data, block)))
+as_op(linalg.cho_factor)(
+    lambda a, block=None, *, depth=None: TensorCholesky(a, linalg.cho_factor(a.data, block, depth=depth))
+)
 as_op(linalg.qr_factor)(lambda a, block=None: TensorQR(a, linalg.qr_factor(a.data, block)))
 
 
 @as_op(linalg.lu_factor)
-def lu_factor(a: Tensor, block: int | None = None) -> TensorLU:
+def lu_factor(a: Tensor, block: int | None = None, *, depth: int | None = None) -> TensorLU:
     """Return the LU factorization of a tensor in its working form."""
-    return TensorLU(a, linalg.lu_factor(a.data, block))
+    return TensorLU(a, linalg.lu_factor(a.data, block, depth=depth))
 
 
 # ------------------------------------------------------------------------------------------------ spectra

@@ -41,6 +41,10 @@ def add(commands: Commands) -> None:
         if name == "solve":
             routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
         routine.add_argument("--block", type=int, metavar="B", help="rows and columns of a tile, to take these")
+        if name in ("cholesky", "lu", "solve"):
+            routine.add_argument(
+                "--depth", type=int, metavar="D", help="layers of ranks that hold the whole matrix (2.5D)"
+            )  # fmt: skip
         routine.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
         routine.add_argument("--dtype", default="float64", help="of the matrix (default: %(default)s)")
         routine.add_argument(
@@ -84,6 +88,7 @@ def run_routine(args: argparse.Namespace) -> int:
         args.routine, *args.size, ranks=args.ranks, sizes=None if args.grid is None else _grid(args.grid),
         sides=getattr(args, "sides", 1), block=args.block, dtype=args.dtype, memory=args.memory,
         near=False if args.apart else None, machine=constants, rate=rate,
+        depth=getattr(args, "depth", None),
     )  # fmt: skip
     if speaks():
         tell(plan.explain())

@@ -16,12 +16,14 @@ has two tiles or more, so that all ranks work on small matrices too.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from parlinalg import tunables
 from parlinalg.linalg.eigh import PANEL
 from parlinalg.linalg.panels import Panels
+from parlinalg.linalg.tiles import Deal, depths
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The sizes of tiles from which the model chooses."""
@@ -30,6 +32,8 @@ TALL = 4
 FEW = 4
 """Ranks of one node up to which rows are not dealt."""
 REDUCTIONS = ("eigh", "svd", "eig")
+REPLICATED = ("cholesky", "lu", "solve")
+"""The routines that know layers of ranks (2.5D)."""
 
 
 class Machine(NamedTuple):
@@ -75,19 +79,73 @@ def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
     return "wide" if near and ranks <= FEW else "square"
 
 
-def block_size(routine: str, m: int, n: int, R: int, C: int) -> int:
-    """Return the rows and columns of a tile for a matrix [m, n] on R × C ranks, the same on all of them.
+def block_size(routine: str, m: int, n: int, R: int, C: int, D: int = 1) -> int:
+    """Return the rows and columns of a tile for a matrix [m, n] on D layers of R × C ranks, the same on all of them.
 
     Parameters
     ----------
     routine : {"cholesky", "lu", "solve", "solve_triangular", "qr", "eigh", "svd", "eig"}
     """
-    return _chosen(routine, m, n, R, C, machine())
+    return _chosen(routine, m, n, R, C, machine(), D)
 
 
 @lru_cache(maxsize=4096)
-def _chosen(routine: str, m: int, n: int, R: int, C: int, constants: Machine) -> int:
-    return min(candidates(routine, m, n, R, C), key=lambda b: predicted(routine, m, n, R, C, b, constants).total)
+def _chosen(routine: str, m: int, n: int, R: int, C: int, constants: Machine, D: int) -> int:
+    return min(candidates(routine, m, n, R, C), key=lambda b: predicted(routine, m, n, R, C, b, constants, D).total)
+
+
+def layers(routine: str, m: int, n: int, sizes: Mapping[str, int], near: bool, itemsize: int) -> int:
+    """Return how many layers of a grid's ranks hold tiles of a matrix [m, n] (2.5D), the same on all of them.
+
+    Ranks that share memory have one: there words cost little.  Else see `saves`; the tiles of a rank take at most
+    `tunables.LAYER_BYTES`.
+    """
+    if routine not in REPLICATED or near or not min(m, n):
+        return 1
+    known: dict[int, tuple[float, float]] = {}
+    for depth in depths(sizes):
+        deal = Deal(sizes, 1, arrangement(routine, m, n, math.prod(sizes.values()), near), depth)
+        deal.size = block_size(routine, m, n, deal.R, deal.C, depth)
+        if depth == 1 or tile_bytes(deal, m, n, itemsize) <= tunables.LAYER_BYTES:
+            known[depth] = compared(routine, m, n, deal, machine())
+    return min((d for d in known if d == 1 or saves(known[d], known[1])), key=lambda d: known[d][1])
+
+
+SAVED = 0.02
+"""The part of the words that several layers of ranks must save at least."""
+
+
+def saves(layered: tuple[float, float], flat: tuple[float, float]) -> bool:
+    """Return True if words and time of several layers are both less than those of one."""
+    return layered[0] < (1 - SAVED) * flat[0] and layered[1] < flat[1]
+
+
+def tile_bytes(deal: Deal, m: int, n: int, itemsize: int) -> int:
+    """Return the bytes of the tiles of the rank that has the most of a matrix [m, n]."""
+    return len(deal.rows(m)[0]) * len(deal.columns(n)[0]) * itemsize
+
+
+def panel_words(m: int, n: int, R: int, C: int, D: int, *, half: bool) -> float:
+    """Return the words that a rank receives of panels and of other layers' terms, in the mean, to leading order.
+
+    Solomonik and Demmel (2011).  With `half` rows of the right factor need no sums, as in Cholesky's factorization.
+    """
+    k, ranks = min(m, n), R * C * D
+    left, below = m * k - k**2 / 2, n * k - k**2 / 2
+    return (left * (C - 1) + below * (R - 1) + (left + (0 if half else below)) * (D - 1)) / ranks
+
+
+def compared(routine: str, m: int, n: int, deal: Deal, constants: Machine) -> tuple[float, float]:
+    """Return words and time of a deal, by which numbers of layers are compared, without the trips to work and home."""
+    R, C, D, ranks = deal.R, deal.C, deal.D, deal.R * deal.C * deal.D
+    words = panel_words(m, n, R, C, D, half=routine == "cholesky")
+    if D > 1 and routine != "cholesky":  # L and U come to one layer by a trip more
+        words += m * n / ranks * (1 - 1 / ranks)
+    if routine == "solve":  # by U, on tiles of one layer
+        one = Deal(deal.sizes, deal.size, deal.shape)
+        words += n**2 / 2 / one.R * (1 - 1 / one.C)
+    time = predicted(routine, m, n, R, C, deal.size, constants, D)
+    return words, time.total - time.words + constants.word * words
 
 
 def candidates(routine: str, m: int, n: int, R: int, C: int) -> list[int]:
@@ -101,9 +159,9 @@ def candidates(routine: str, m: int, n: int, R: int, C: int) -> list[int]:
     return found[-1:] if routine in REDUCTIONS else found
 
 
-def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: Machine) -> Time:
+def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: Machine, D: int = 1) -> Time:
     """Return the time that the model predicts for tiles of b rows, without the trips to work and home."""
-    k, ranks = min(m, n), R * C
+    k, ranks = min(m, n), R * C * D
     steps = max(1, -(-k // b))
     down, across = math.log2(R), math.log2(C)
     uneven = (R - 1) / 2, (C - 1) / 2  # tiles that the busiest rank has more, times the ranks that share them
@@ -130,7 +188,14 @@ def predicted(routine: str, m: int, n: int, R: int, C: int, b: int, constants: M
         work = 2 * b * left + 2 * R * b**2 * k * (R > 1)
         received += k * b * (C > 1) + R * k * b * (R > 1)
         calls = 2 * down + across
+    if D > 1:  # a layer receives its own panels, and the others' terms of their columns and rows
+        sums, trip = (m * k - k**2 / 2) / ranks * (D - 1), m * n / ranks
+        if routine == "cholesky":
+            received, calls = received / D + sums, calls / D + 1
+        else:  # L and U come to one layer by a trip more
+            received = received / D + sums + (n * k - k**2 / 2) / ranks * (D - 1) + trip
+            calls = calls / D + 2 + math.log2(D)
     return Time(
-        flops / ranks * most * (1 + constants.depth / b), constants.slowness * work / C,
+        flops / ranks * most * (1 + constants.depth / b), constants.slowness * work / C / D,
         constants.word * received, (constants.step + constants.call * calls) * steps,
     )  # fmt: skip

@@ -34,6 +34,7 @@ from parlinalg.moves import moves
 Counts = np.ndarray
 """A number for every rank of the grid."""
 TO_WORK, HOME, AGREEMENT = "trip to work", "trip home", "agreement on errors"
+TERMS_OF_PANELS, TO_ONE_LAYER = "layers' terms of panels", "trip to one layer"
 ALONG_ROWS, ALONG_COLUMNS = "panels along grid rows", "panels along grid columns"
 
 
@@ -79,8 +80,10 @@ class Costs:
         self.i, self.j = np.array(deal.coords).reshape(-1, 2).T
         """The grid row and the grid column of every rank."""
         size = len(self.i)
+        self.layer = np.array(deal.layers, np.int64)
         self.down = Group(self._label(deal.row_axes), deal.R, self.i)
         self.across = Group(self._label(deal.column_axes), deal.C, self.j)
+        self.deep = Group(self._label(deal.depth_axes), deal.D, self.layer)
         self.everyone = Group(tuple(deal.sizes), size, np.arange(size))
         self.world = Group((), size if ranks is None else ranks, np.arange(size))
         self._parts: dict[tuple[str, str, Cut], Part] = {}
@@ -143,6 +146,13 @@ class Costs:
     ) -> None:
         own = size // group.size + (group.place < size % group.size)
         self.note(name, "all_reduce", group, 2 * (size - own) * times, who, times)
+
+    def terms(self, name: str, size: Counts, root: int, layers: int, who: Counts | bool = True) -> None:
+        """Add the terms of the first `layers` layers that layer `root` receives, of so many elements each."""
+        others = [x for x in range(min(layers, self.deal.D)) if x != root]
+        if others:
+            self.note(name, "receive", self.deep, size * len(others), who & (self.layer == root), len(others))
+            self.note(name, "send", self.deep, 0 * size, who & np.isin(self.layer, others))
 
     def trip(self, name: str, have: Places, want: Places, lower: int = 0) -> None:
         """Add the all-to-alls in which every rank receives what it lacks of the rows and columns that it wants.
@@ -214,27 +224,38 @@ def after(every: Sequence[Numbers], k: int) -> Counts:
 # ------------------------------------------------------------------------------------------------ factorizations
 def cho_factor(costs: Costs, layout: Layout, n: int) -> Costs:
     """Add what `cho_factor` receives of a matrix [n, n] that lies in a layout."""
+    _cholesky(costs, layout, n)
+    if (deal := costs.deal).D > 1:
+        flat = Deal(deal.sizes, deal.size, deal.shape)
+        rows, columns = deal.rows(n), deal.columns(n)
+        want = flat.places(flat.rows(n), flat.columns(n))
+        costs.trip(TO_ONE_LAYER, deal.places(rows, columns), want, lower=deal.size)
+    return costs
+
+
+def _cholesky(costs: Costs, layout: Layout, n: int) -> None:
     deal = costs.deal
     rows, columns = deal.rows(n), deal.columns(n)
     costs.bring(layout, (n, n), rows, columns, lower=deal.size)
     both = [np.intersect1d(x, y) for x in rows for y in columns]
     for k, b in panels(n, deal.size):
-        i, j = deal.owner(k)
-        costs.broadcast("corners down grid columns", costs.down, b * b, i, who=costs.j == j)
-        costs.broadcast(ALONG_ROWS, costs.across, after(rows, k)[costs.i] * b, j)
+        (i, j), root = deal.owner(k), deal.layer_of(k)
+        here, left = costs.layer == root, after(rows, k)[costs.i]
+        costs.terms(TERMS_OF_PANELS, left * b, root, k // deal.size, who=costs.j == j)
+        costs.broadcast("corners down grid columns", costs.down, b * b, i, who=here & (costs.j == j))
+        costs.broadcast(ALONG_ROWS, costs.across, left * b, j, who=here)
         own = after(both, k + b).reshape(deal.R, deal.C)
         costs.all_gather(
-            ALONG_COLUMNS, costs.down, after(columns, k + b)[costs.j] * b, own[costs.i, costs.j] * b
+            ALONG_COLUMNS, costs.down, after(columns, k + b)[costs.j] * b, own[costs.i, costs.j] * b, who=here
         )  # fmt: skip
     costs.agree(2)
-    return costs
 
 
 def cholesky(costs: Costs, layout: Layout, n: int) -> Costs:
     """Add what `cholesky` receives: the factorization, and L's trip home, but where all ranks see all panels pass."""
     deal = costs.deal
-    cho_factor(costs, layout, n)
-    if deal.R > 1:
+    _cholesky(costs, layout, n)
+    if deal.R * deal.D > 1:
         costs.home(layout, (n, n), deal.rows(n), deal.columns(n), lower=deal.size)
     return costs
 
@@ -254,7 +275,7 @@ def even_winners(deal: Deal, m: int, n: int) -> Counts:
 
 def lu_factor(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, winners: Counts | None = None, extra: int = 0,
-    extra_layout: Layout | None = None,
+    extra_layout: Layout | None = None, places: Sequence[Numbers] | None = None,
 ) -> Costs:  # fmt: skip
     """Add what `lu_factor` receives of a matrix, with so many right-hand sides that ride along.
 
@@ -262,6 +283,8 @@ def lu_factor(
     ----------
     winners : array [panels, R], optional
         For every panel and every grid row how many of the panel's pivots it has.
+    places : list of array, optional
+        For every grid row the numbers of its rows in P A, which count where there are several layers.
     """
     deal, (m, n) = costs.deal, shape
     costs.bring(layout, shape, deal.rows(m), deal.columns(n))
@@ -271,15 +294,37 @@ def lu_factor(
     winners = even_winners(deal, m, n) if winners is None else winners
     active = after(deal.rows(m), 0)
     for (k, b), won in zip(panels(min(m, n), deal.size), winners, strict=True):
-        j = deal.owner(k)[1]
+        j, root = deal.owner(k)[1], deal.layer_of(k)
+        here = costs.layer == root
         proposed, wide = np.minimum(b, active) * b, after(columns, k + b)[costs.j]
-        costs.all_gather("tournament", costs.down, proposed.sum(), proposed[costs.i], who=costs.j == j)
-        head = 2 * b * 8 // costs.itemsize + b * b  # who has won, and the corner
-        costs.broadcast(ALONG_ROWS, costs.across, head + active[costs.i] * b, j)
-        costs.all_gather("rows of U down grid columns", costs.down, b * wide, won[costs.i] * wide)
+        costs.terms(TERMS_OF_PANELS, active[costs.i] * b, root, k // deal.size, who=costs.j == j)
+        costs.all_gather("tournament", costs.down, proposed.sum(), proposed[costs.i], who=here & (costs.j == j))
+        pivots = 2 * b * 8 // costs.itemsize  # who has won
+        costs.broadcast(ALONG_ROWS, costs.across, pivots + b * b + active[costs.i] * b, j, who=here)
+        costs.broadcast("pivots to the other layers", costs.deep, pivots + b, root)
+        costs.terms("layers' terms of rows of U", won[costs.i] * wide, root, deal.D)
+        costs.all_gather("rows of U down grid columns", costs.down, b * wide, won[costs.i] * wide, who=here)
         active = active - won
+    if deal.D > 1:
+        _to_one_layer(costs, shape, columns, positions(deal, m, n, winners) if places is None else places)
     costs.agree(2)
     return costs
+
+
+def _to_one_layer(costs: Costs, shape: tuple[int, int], columns: Sequence[Numbers], places: Sequence[Numbers]) -> None:
+    """Add the trips of L, and of U and what rode along, to tiles of one layer."""
+    deal, m, k = costs.deal, shape[0], min(shape)
+    flat = Deal(deal.sizes, deal.size, deal.shape)
+
+    def inner(every: Sequence[Numbers]) -> list[Numbers]:
+        return [x[x < k] for x in every]
+
+    rows, wide = flat.rows(m), flat.columns(sum(map(len, columns)))
+    costs.all_gather("order of the rows", costs.down, m, after(places, 0)[costs.i])
+    have, want = deal.places(places, inner(columns)), flat.places(rows, inner(wide))
+    costs.trip(TO_ONE_LAYER, have, want, lower=deal.size)
+    have, want = deal.row_places(inner(places), columns), [(y, x) for x, y in flat.places(inner(rows), wide)]
+    costs.trip(TO_ONE_LAYER, have, want, lower=deal.size)
 
 
 def positions(deal: Deal, m: int, n: int, winners: Counts | None = None) -> list[Numbers]:
@@ -310,13 +355,17 @@ def lu(
     Parameters
     ----------
     places : list of array, optional
-        `LUFactor.positions`: for every grid row the numbers of its rows in P A.
+        `LUFactor.pivoted`: for every grid row the numbers of its rows in P A.
     """
     deal, (m, n) = costs.deal, shape
     k = min(m, n)
     places = positions(deal, m, n) if places is None else places
-    lu_factor(costs, layout, shape, winners=winners_of(places, deal, k))
-    costs.all_gather("order of the rows", costs.down, m, after(places, 0)[costs.i])
+    lu_factor(costs, layout, shape, winners=winners_of(places, deal, k), places=places)
+    if deal.D > 1:
+        costs = costs.turned(deal := Deal(deal.sizes, deal.size, deal.shape))
+        places = deal.rows(m)
+    else:
+        costs.all_gather("order of the rows", costs.down, m, after(places, 0)[costs.i])
     columns = deal.columns(n)
     costs.home(layout, (m, k), places, [x[x < k] for x in columns])
     costs.home(layout, (k, n), [x[x < k] for x in places], columns)
@@ -337,8 +386,12 @@ def solve(
     deal = costs.deal
     places = positions(deal, n, n) if places is None else places
     lu_factor(
-        costs, layout, (n, n), winners=winners_of(places, deal, n), extra=sides, extra_layout=sides_layout
+        costs, layout, (n, n), winners=winners_of(places, deal, n), extra=sides, extra_layout=sides_layout,
+        places=places,
     )  # fmt: skip
+    if deal.D > 1:
+        costs = costs.turned(deal := Deal(deal.sizes, deal.size, deal.shape))
+        places = deal.rows(n)
     more = [x[x >= n] - n for x in deal.columns(n + sides)]
     substitute(costs, places, n, after(more, 0), lower=False)
     costs.home(sides_layout, (n, sides), places, more)

@@ -20,11 +20,11 @@ from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
-from parlinalg.linalg.blocks import TALL, arrangement, block_size
+from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, orthogonalized, reflect
-from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles
+from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, move
 from parlinalg.matmul import matmul
 
 if TYPE_CHECKING:
@@ -94,21 +94,26 @@ class CholeskyFactor(Factor):
     With `passing` only `L` is made, which needs no trip home where every rank sees the whole of it pass.
     """
 
-    def __init__(self, a: DistArray, block: int | None = None, *, passing: bool = False) -> None:
+    def __init__(
+        self, a: DistArray, block: int | None = None, *, passing: bool = False, depth: int | None = None
+    ) -> None:  # fmt: skip
         a = _matrix(a, "cholesky", square=True)
         super().__init__(a)
         n = a.shape[0]
-        self.tiles = tiles = _tiles(a, block, "cholesky")
+        self.tiles = tiles = _tiles(a, block, "cholesky", depth)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
-        self._t = tiles.bring(a, self.rows, self.columns, lower=True)
-        finite = _finite(self._t)
+        t = tiles.bring(a, self.rows, self.columns, lower=True)
+        finite = _finite(t)
+        self._t = t = tiles.layered(t, self.columns)
         target: Any = None
-        if passing and self.grid.inside and self.grid.size > tiles.R == 1:
+        if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
             where = self.grid.block(self.layout, a.shape)
             target = self.grid.backend.zeros(tuple(map(len, where)), a.dtype), *where
-        work = Cholesky(tiles, self._t, n, target)
+        work = Cholesky(tiles, t, n, target)
         with np.errstate(all="ignore"):
             work.run()
+        if tiles.D > 1:  # each layer has the panels that it factored
+            self._t = tiles.own(t, self.columns)
         odd, minor = tiles.worst([not finite, n + 1 - work.minor if work.minor else 0])
         _refuse(odd, "cholesky")
         if minor:
@@ -117,13 +122,20 @@ class CholeskyFactor(Factor):
             )
         if target is not None:
             self.L = DistArray(target[0], self.shape, self.layout, self.grid)
+        elif tiles.D > 1 and not passing:  # solutions have one layer
+            self.tiles = tiles.flat()
+            have = tiles.places(self.rows, self.columns)
+            self.rows, self.columns = self.tiles.rows(n), self.tiles.columns(n)
+            self._t = move(
+                self._t, have, self.tiles.places(self.rows, self.columns), self.grid, lower=tiles.size
+            )  # fmt: skip
 
     @cached_property
     def L(self) -> DistArray:
         """The lower triangular factor, in the layout of A."""
         if self.grid.inside:  # what the factorization left above the diagonal
-            rows, size = self.rows[self.tiles.i], self.tiles.size
-            for k in range(0, len(columns := self.columns[self.tiles.j]), size):
+            size, (rows, columns) = self.tiles.size, self.tiles.places(self.rows, self.columns)[self.grid.rank]
+            for k in range(0, len(columns), size):
                 first = int(columns[k])
                 top, end = np.searchsorted(rows, [first, first + size])
                 self._t[:top, k : k + size] = 0
@@ -142,24 +154,30 @@ class CholeskyFactor(Factor):
 class LUFactor(Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`."""
 
-    def __init__(self, a: DistArray, block: int | None = None, b: DistArray | None = None) -> None:
+    def __init__(
+        self, a: DistArray, block: int | None = None, b: DistArray | None = None, depth: int | None = None
+    ) -> None:  # fmt: skip
         a = _matrix(a, "lu_factor")
         super().__init__(a)
-        self.tiles = tiles = _tiles(a, block, "lu")
+        self.tiles = tiles = _tiles(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
-        t = tiles.bring(a, tiles.rows(m), every)
+        t = tiles.layered(tiles.bring(a, tiles.rows(m), every), every)
         if b is not None:  # right-hand sides ride along, in tiles behind those of A
             extra = b.shape[1]
             every = tiles.columns(n + extra)
             more = [x[x >= n] - n for x in every]
-            t = namespace(t).hstack([t, tiles.bring(b, tiles.rows(m), more)])
+            t = namespace(t).hstack([t, tiles.layered(tiles.bring(b, tiles.rows(m), more), more)])
             self._more = more
         finite = _finite(t)
         work = LU(tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             work.run()
         self._t, self._further, self._order = work.a, work.further, work.rows
+        self.positions = self.pivoted = work.positions
+        """For every grid row the numbers of its rows in P A; of `pivoted` the grid rows of the factorization."""
+        if tiles.D > 1:
+            self._flatten(tiles, every)
         self.positions = work.positions
         self.diagonal = work.diagonal
         zeros = np.flatnonzero(self.diagonal == 0)
@@ -167,6 +185,35 @@ class LUFactor(Factor):
         _refuse(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
         """The first zero of U's diagonal; None where A is regular."""
+
+    def _flatten(self, deep: Tiles, every: list[Numbers]) -> None:
+        """Bring L and U, of which layers have panels and rows of panels, to tiles of one layer.  Collective."""
+        tiles, (m, n), k = deep.flat(), self.shape, min(self.shape)
+        before, after = self.positions, tiles.rows(m)
+        tops, first = [x[x < k] for x in before], [x[x < k] for x in every]
+        wide = 1 + max((int(x[-1]) for x in every if len(x)), default=-1)
+        columns = tiles.columns(wide)
+        lower = upper = self._t
+        if self.grid.inside:
+            order = Board(deep.down, None).gather(
+                np.ascontiguousarray(self._order, np.int64)[:, None], [len(x) for x in before]
+            )[:, 0]  # fmt: skip
+            permutation = np.empty(m, np.int64)
+            permutation[np.concatenate(before)] = order
+            self.rows = [permutation[x] for x in after]
+            lower = deep.own(self._t[:, : len(first[deep.j])], first)
+            size, mine = deep.size, tops[deep.i]
+            mine = mine[deep.layer_of(mine) == deep.layer]
+            upper = self._t[np.searchsorted(before[deep.i], mine)]
+            upper[:, : len(first[deep.j])][mine[:, None] // size == first[deep.j] // size] = 0  # they are with L
+            upper = upper.T
+        t = move(lower, deep.places(before, first), tiles.places(after, columns), self.grid, lower=deep.size)
+        transposed = [(y, x) for x, y in tiles.places(after, columns)]
+        t += move(upper, deep.row_places(tops, every), transposed, self.grid, lower=deep.size).T
+        self.tiles, self.positions, self._t = tiles, after, t
+        self._columns, self._more = tiles.columns(n), [x[x >= n] - n for x in columns]
+        if self.grid.inside:
+            self._further = t[:, len(self._columns[tiles.j]) :]
 
     @cached_property
     def rows(self) -> list[Numbers]:
@@ -381,7 +428,9 @@ class QRFactor(Factor):
 
 # ------------------------------------------------------------------------------------------------ functions
 @primitive
-def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor | CholeskyStack:
+def cho_factor(
+    a: DistArray, block: int | None = None, *, depth: int | None = None
+) -> CholeskyFactor | CholeskyStack:  # fmt: skip
     """Return the Cholesky factorization of a matrix, or those of a stack of matrices, in their working form.
 
     Parameters
@@ -390,6 +439,9 @@ def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor | Chole
         Hermitian and positive definite; only its lower triangle is read.
     block : int, optional
         Rows and columns of a tile.
+    depth : int, optional
+        The number of layers of ranks that hold tiles of the whole matrix (2.5D), a product of sizes of the grid's axes:
+        fewer words for so many times the memory.  By default what the plan chooses.
 
     Raises
     ------
@@ -399,21 +451,22 @@ def cho_factor(a: DistArray, block: int | None = None) -> CholeskyFactor | Chole
     if _matrix(a, "cholesky").ndim > 2:
         from parlinalg.linalg.stacks import CholeskyStack
 
-        return CholeskyStack(a, block)
-    return CholeskyFactor(a, block)
+        return CholeskyStack(a, _no_layers(block, depth))
+    return CholeskyFactor(a, block, depth=depth)
 
 
 @primitive
-def lu_factor(a: DistArray, block: int | None = None) -> LUFactor | LUStack:
+def lu_factor(a: DistArray, block: int | None = None, *, depth: int | None = None) -> LUFactor | LUStack:
     """Return the factorization P A = L U of a matrix [m, n] in its working form, by tournament pivoting.
 
     A stack of matrices [..., m, n] gives a stack of factorizations, by partial pivoting where matrices are shared out.
+    `block` and `depth` are as in `cho_factor`.
     """
     if _matrix(a, "lu_factor").ndim > 2:
         from parlinalg.linalg.stacks import LUStack
 
-        return LUStack(a, block)
-    return LUFactor(a, block)
+        return LUStack(a, _no_layers(block, depth))
+    return LUFactor(a, block, depth=depth)
 
 
 @primitive
@@ -427,10 +480,11 @@ def qr_factor(a: DistArray, block: int | None = None) -> QRFactor | QRStack:
 
 
 @primitive
-def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
+def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) -> DistArray:
     """Return the lower factor L of Hermitian positive definite matrices, A = L Lᴴ, or the upper one, Lᴴ.
 
-    Only the lower triangles are read.  `x` has shape (..., n, n); the result lies like it.
+    Only the lower triangles are read.  `x` has shape (..., n, n); the result lies like it.  `depth` is as in
+    `cho_factor`.
 
     Raises
     ------
@@ -441,14 +495,15 @@ def cholesky(x: DistArray, /, *, upper: bool = False) -> DistArray:
     """
     x = _matrix(x, "cholesky", square=True)
     if x.ndim > 2:
+        _no_layers(None, depth)
         found = _batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x)[0]
     else:
-        found = CholeskyFactor(x, passing=True).L
+        found = CholeskyFactor(x, passing=True, depth=depth).L
     return found if not upper else found.mT.conj().redistribute(found.layout)
 
 
 @primitive
-def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False) -> DistArray:
+def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False, depth: int | None = None) -> DistArray:
     """Return x of A x = b for square matrices A = `x1` and b = `x2`, in the layout of b.
 
     Parameters
@@ -461,6 +516,9 @@ def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False) -> DistArray
         refine the solution by residuals of full precision until it is as accurate as without: by GMRES with the
         factors, where they alone do not suffice (Carson and Higham 2017).  A matrix too ill conditioned for that is
         factored once more, in full precision.
+    depth : int, optional
+        The number of layers of ranks that hold tiles of the whole matrix (2.5D), a product of sizes of the grid's axes:
+        fewer words for so many times the memory.  By default what the plan chooses.
 
     Raises
     ------
@@ -469,7 +527,7 @@ def solve(x1: DistArray, x2: DistArray, /, *, refine: bool = False) -> DistArray
     TypeError
         If `refine` is given for numbers of half the precision, or for stacks.
     """
-    return refined(x1, x2) if refine else solved(x1, x2)[0]
+    return refined(x1, x2, depth) if refine else solved(x1, x2, depth)[0]
 
 
 LOWER = {"d": np.dtype(np.float32), "D": np.dtype(np.complex64)}
@@ -477,7 +535,7 @@ ROUNDS = 5
 """Times that a solution is refined by each way before the next is tried."""
 
 
-def refined(a: DistArray, b: DistArray) -> DistArray:
+def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
     """Return x of A x = b by a factorization in half the precision; see `solve`."""
     a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
     same_grid([a, b])
@@ -490,17 +548,17 @@ def refined(a: DistArray, b: DistArray) -> DistArray:
         raise ValueError(f"solve takes right-hand sides of {n} rows, not of shape {b.shape}")
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     if b.ndim == 1:
-        return reshape(refined(a, b[:, None]), (n,)).redistribute(b.layout.with_partial(()))
+        return reshape(refined(a, b[:, None], depth), (n,)).redistribute(b.layout.with_partial(()))
     if not b.size:
-        return solved(a, b)[0]
+        return solved(a, b, depth)[0]
     largest = float(abs(a).max())
     if not largest or not math.isfinite(largest):
-        return solved(a, b)[0]
+        return solved(a, b, depth)[0]
     try:
-        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]))
+        factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth)
         factor.check()
     except LinAlgError:
-        return solved(a, b)[0]
+        return solved(a, b, depth)[0]
 
     def approximate(r: DistArray) -> DistArray:
         sizes = abs(r).max(axis=0)
@@ -528,10 +586,10 @@ def refined(a: DistArray, b: DistArray) -> DistArray:
         for j in left.tolist():
             step, _ = gmres(a, r[:, j], rtol=1e-6, restart=min(n, 30), maxiter=1, M=approximate)
             x[:, j] += step
-    return solved(a, b)[0]
+    return solved(a, b, depth)[0]
 
 
-def solved(a: DistArray, b: DistArray) -> tuple[DistArray, LUFactor | None]:
+def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistArray, LUFactor | None]:
     """Return x of A x = b, and of one matrix the factorization; of stacks None."""
     a, b = _matrix(a, "solve", square=True), _matrix(b, "solve", vectors=True)
     same_grid([a, b])
@@ -540,11 +598,12 @@ def solved(a: DistArray, b: DistArray) -> tuple[DistArray, LUFactor | None]:
     dtype = np.result_type(a.dtype, b.dtype)
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     if b.ndim == 1:
-        x, factor = solved(a, b[:, None])
+        x, factor = solved(a, b[:, None], depth)
         return reshape(x, (*a.shape[:-1],)), factor
     if a.ndim > 2 or b.ndim > 2:
+        _no_layers(None, depth)
         return _batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0], None
-    factor = LUFactor(a, b=b)  # the right-hand sides ride along
+    factor = LUFactor(a, b=b, depth=depth)  # the right-hand sides ride along
     return factor.carried(b), factor
 
 
@@ -736,16 +795,27 @@ def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> D
     return x
 
 
-def _tiles(a: DistArray, block: int | None, routine: str) -> Tiles:
-    """Return the tiles of a matrix, by default of the size that the planner chooses for a routine."""
+def _tiles(a: DistArray, block: int | None, routine: str, depth: int | None = 1) -> Tiles:
+    """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses."""
     if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
         raise ValueError(f"block is the rows of a tile, a positive int, not {block!r}")
     grid, (m, n) = a.grid, a.shape[-2:]
     near = grid.inside and grid.everyone.local_size == grid.size
-    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, grid.size, near))
+    if depth is None:
+        depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
+    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, grid.size, near), depth)
+    if tiles.D > 1 and not grid.backend.host_memory:
+        raise ValueError(f"depth={depth} is for grids whose arrays lie on the host; on GPUs ranks form one layer")
     if block is None:
-        tiles.size = block_size(routine, m, n, tiles.R, tiles.C)
+        tiles.size = block_size(routine, m, n, tiles.R, tiles.C, tiles.D)
     return tiles
+
+
+def _no_layers(block: int | None, depth: int | None) -> int | None:
+    """Return `block`; refuse layers for stacks, whose matrices have ranks of their own."""
+    if depth not in (None, 1):
+        raise ValueError(f"depth={depth!r} is for one matrix; stacks of matrices have no layers")
+    return block
 
 
 def _finite(block: Any) -> bool:

@@ -107,32 +107,64 @@ class LU(Panels):
         return self.pass_on(message, j), (won_by, corner, panel)
 
     def take(self, k: int, b: int, panel: Any) -> Any:
-        tiles, c = self.tiles, self.column(k + b)
+        tiles, c, before = self.tiles, self.column(k + b), self.column(k)
         won_by, corner, below = panel
         owners, places = kernels.to_host(won_by)
-        done, own, before = len(self._won[tiles.i]), owners == tiles.i, self.column(k)
+        if tiles.D > 1:  # the other layers have the same rows, and swap them alike
+            told = np.concatenate([np.ravel([owners, places]).view(self.a.dtype), np.diag(corner)])
+            self._given.append(tiles.deep.broadcast(told, tiles.layer, wait=False))
+        done, own = len(self._won[tiles.i]), owners == tiles.i
         chosen = places[own] + done
-        won = len(chosen)
-        front = np.arange(done, done + won)
-        pushed, holes = np.setdiff1d(front, chosen), np.setdiff1d(chosen, front)
+        won, counts = len(chosen), np.bincount(owners, minlength=tiles.R).tolist()
         _to_front(done, chosen, self.a[:, :before], self.rows)
         if tiles.j == tiles.owner(k)[1]:
             self.a[done:, before:c] = below
         behind = self.a[:, c:]
-        right = namespace(behind).empty((b, behind.shape[1]), self.a.dtype)
-        counts = np.bincount(owners, minlength=tiles.R).tolist()
+        top = behind[chosen]
+        self.gather_terms(top, tiles.layer, tiles.D).wait()
         if tiles.R == 1:
-            right[...] = behind[chosen]
+            right = top
         else:
-            right[np.argsort(owners, kind="stable")] = self.board.gather(behind[chosen], counts)
-        behind[holes] = behind[pushed]
+            right = namespace(behind).empty((b, behind.shape[1]), self.a.dtype)
+            right[np.argsort(owners, kind="stable")] = self.board.gather(top, counts)
+        _fill(behind, done, chosen)
         kernels.substitute(corner, right, lower=True, unit=True)  # U[k, j] := L[k, k]⁻¹ (P A)[k, j]
         behind[done : done + won] = right if tiles.R == 1 else right[np.flatnonzero(own)]
-        for i, won_there in enumerate(self._won):
-            won_there += (k + np.flatnonzero(owners == i)).tolist()
-            self._active[i] -= counts[i]
+        self._win(k, owners, counts)
         self._diagonals.append(corner.diagonal().copy())
-        return below[won:], right, done + won, c
+        left = below[won:]
+        return left if tiles.D == 1 else left.copy(), right, done + won, c
+
+    def follow(self, k: int, b: int, step: Any) -> Any:
+        tiles, c, root = self.tiles, self.column(k + b), self.tiles.layer_of(k)
+        head = 2 * b * 8 // self.a.itemsize
+        told = np.empty(head + b, self.a.dtype)
+        tiles.deep.broadcast(told, root, wait=False).wait()
+        owners, places = told[:head].view(np.int64).reshape(2, b)
+        done = len(self._won[tiles.i])
+        chosen = places[owners == tiles.i] + done
+        behind = self.a[:, c:]
+        top = behind[chosen]
+        if step is not None:  # these rows are brought up to date first
+            left, right, _, first = step
+            kernels.subtract(top, left[chosen - done], right[:, c - first :])
+            _fill(left, 0, chosen - done)
+            step = left[len(chosen) :], right, done + len(chosen), first
+        self.gather_terms(top, root, tiles.D)
+        _to_front(done, chosen, self.a[:, : self.column(k)], self.rows)
+        _fill(behind, done, chosen)
+        self._win(k, owners, np.bincount(owners, minlength=tiles.R).tolist())
+        self._diagonals.append(told[head:])
+        return step
+
+    def first_row(self, k: int) -> int:
+        return len(self._won[self.tiles.i])
+
+    def _win(self, k: int, owners: np.ndarray, counts: list[int]) -> None:
+        """Note which grid rows have the pivots of a panel."""
+        for i, won in enumerate(self._won):
+            won += (k + np.flatnonzero(owners == i)).tolist()
+            self._active[i] -= counts[i]
 
     def update(self, step: Any, first: int, last: int) -> None:
         left, right, r, c = step
@@ -143,6 +175,12 @@ def _regular(corner: Any) -> Any:
     """Return U's tile with ones for zeros on its diagonal: the columns that they divide are zero as well."""
     zeros = corner.diagonal() == 0
     return corner + namespace(corner).diag(zeros).astype(corner.dtype) if bool(zeros.any()) else corner
+
+
+def _fill(a: Any, first: int, chosen: np.ndarray) -> None:
+    """Fill the places of the rows `chosen` with those that they replace from row `first` on."""
+    front = np.arange(first, first + len(chosen))
+    a[np.setdiff1d(chosen, front)] = a[np.setdiff1d(front, chosen)]
 
 
 def _to_front(first: int, chosen: np.ndarray, *arrays: Any) -> None:

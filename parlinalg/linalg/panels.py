@@ -2,24 +2,55 @@
 
 A factorization is three steps of a `Panels`; the order in which they run is here.  The next panel is brought up to date
 and factored before the rest of the matrix, while nobody waits for it (lookahead 1).
+
+With several layers of ranks (2.5D; Solomonik and Demmel, Euro-Par 2011) panels are dealt among the layers in turn.
+Each layer updates its copy of the matrix by its own panels alone, and the layers' terms of a panel are summed when it
+is to be factored.  So panels move within a layer, along rows and columns of fewer ranks, while other layers go on.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from parlinalg.backend import namespace
-from parlinalg.comm import Handle
+from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
 from parlinalg.comm.shared import common
 from parlinalg.linalg.tiles import Board, Tiles, board
 
 if TYPE_CHECKING:
     from parlinalg.comm.mpi import MpiComm
+
+
+class Sum(Handle):
+    """A block to which the terms of other ranks of a communicator are added."""
+
+    __slots__ = ("_block", "_terms")
+
+    def __init__(self, block: np.ndarray, comm: Comm, ranks: Iterable[int]) -> None:
+        self._block, self._terms = block, []
+        for rank in ranks:
+            term = np.empty(block.shape, block.dtype)
+            self._terms.append((term, comm.receive(term, rank, wait=False)))
+
+    def wait(self) -> None:
+        for term, handle in self._terms:
+            handle.wait()
+            self._block += term
+        self._terms = []
+
+    def test(self) -> bool:
+        done = [handle.test() for _, handle in self._terms]  # each call lets messages progress
+        if not all(done):
+            return False
+        self.wait()
+        return True
+
 
 LANES = 3
 """Panels in common memory at once.  The third after a panel takes its place, written by a rank that waited for the
@@ -49,6 +80,7 @@ class Panels(ABC):
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
         self._lanes: Any = None  # common memory for panels, of the ranks of a grid row
         self.board = Board(tiles.down, None)
+        self._given: list[Handle] = []  # what this layer has sent to others
 
     def row(self, k: int) -> int:
         """Return this rank's first row from number k on."""
@@ -65,6 +97,13 @@ class Panels(ABC):
     @abstractmethod
     def take(self, k: int, b: int, panel: Any) -> Any:
         """Return what updates the columns right of the panel, once the panel is there."""
+
+    def follow(self, k: int, b: int, step: Any) -> Any:
+        """Do this layer's part in a panel that another one factors; return what updates the columns right of it.
+
+        `step` is what this layer's last panel updates them with, or None.
+        """
+        return step
 
     @abstractmethod
     def update(self, step: Any, first: int, last: int) -> None:
@@ -92,19 +131,33 @@ class Panels(ABC):
                 self._lanes, self.board = None, Board(tiles.down, None)
 
     def _run(self, n: int, size: int) -> None:
-        width = len(self.columns)
-        handle, panel = self.factor(0, min(size, n))
+        tiles, width, step = self.tiles, len(self.columns), None
         for k in range(0, n, size):
+            b, c = min(size, n - k), self.column(k)
+            end = self.column(k + b)
+            if step is not None:
+                self._strips(step, c, end, DONE)
+            root = tiles.layer_of(k)
+            handle = self.gather_terms(self.a[self.first_row(k) :, c:end], root, k // size) if end > c else DONE
+            if tiles.layer != root:
+                step = self.follow(k, b, step)
+                continue
+            # as soon as the terms are there the panel is factored
+            panel = None
+            for start in range(end, width, self.STRIP) if step is not None else ():
+                if panel is None and handle.test():
+                    handle, panel = self.factor(k, b)
+                self.update(step, start, min(start + self.STRIP, width))
+                handle.test()
+            if panel is None:
+                handle.wait()
+                handle, panel = self.factor(k, b)
             handle.wait()
-            after = min(k + size, n)
-            step = self.take(k, after - k, panel)
-            if after < n:
-                end = min(after + size, n)
-                self._strips(step, self.column(after), self.column(end), DONE)
-                handle, panel = self.factor(after, end - after)
-                self._strips(step, self.column(end), width, handle)
-            else:
-                self._strips(step, self.column(after), width, DONE)
+            self.forget()
+            step = self.take(k, b, panel)
+        if step is not None:
+            self._strips(step, self.column(n), width, DONE)
+        self.forget()
 
     def _strips(self, step: Any, first: int, last: int, handle: Handle) -> None:
         for start in range(first, last, self.STRIP):
@@ -112,11 +165,30 @@ class Panels(ABC):
             handle.test()
 
     # ------------------------------------------------------------------ communication
+    def first_row(self, k: int) -> int:
+        """Return this rank's first row of the panel from column k on."""
+        return self.row(k)
+
+    def gather_terms(self, block: np.ndarray, root: int, layers: int) -> Handle:
+        """Begin to add to a block of layer `root` the terms of the other ones among the first `layers` layers."""
+        deep, others = self.tiles.deep, [x for x in range(min(layers, self.tiles.D)) if x != root]
+        if self.tiles.layer == root:
+            return Sum(block, deep, others) if others else DONE
+        if self.tiles.layer in others:
+            self._given.append(deep.send(np.array(block, order="C"), root, wait=False))
+        return DONE
+
+    def forget(self) -> None:
+        """Wait until what this layer has sent to others is there."""
+        for handle in self._given:
+            handle.wait()
+        self._given = []
+
     def message(self, k: int, size: int) -> Any:
         """Return room for the panel from column k on, of so many elements, flat; it lasts until the next but one."""
         if self._lanes is None:
             return namespace(self.a).empty(size, self.a.dtype)
-        return self._lanes[k // self.tiles.size % LANES, :size]
+        return self._lanes[k // self.tiles.size // self.tiles.D % LANES, :size]
 
     def pass_on(self, message: Any, root: int) -> Handle:
         """Begin to give a panel, which lies in its `message`, from grid column `root` to the others."""

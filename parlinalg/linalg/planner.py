@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import SupportsIndex
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.errors import PlanError
 from parlinalg.grid import default_layout
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, blocks, costs
 from parlinalg.linalg.blocks import Machine, Time
 from parlinalg.linalg.costs import Costs
-from parlinalg.linalg.tiles import Deal
+from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
 
 ROUTINES = ("cholesky", "lu", "solve", "qr", "eigh", "svd")
 SQUARE = ("cholesky", "solve", "eigh")
-REPLICATED = ("cholesky", "lu", "solve")
-"""The routines for which algorithms on replicated matrices (2.5D) are known."""
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
 
@@ -46,6 +45,8 @@ class LinalgPlan:
         The constants of the model of time.
     rate : float or None
         Operations a second of a fast product, where it is known.
+    depth : int
+        The number of layers of ranks that hold tiles of the whole matrix (2.5D); 1 but for cholesky, lu and solve.
     """
 
     routine: str
@@ -58,6 +59,7 @@ class LinalgPlan:
     near: bool
     machine: Machine
     rate: float | None = None
+    depth: int = 1
 
     @property
     def ranks(self) -> int:
@@ -78,7 +80,7 @@ class LinalgPlan:
     @cached_property
     def deal(self) -> Deal:
         """The deal of the tiles, whose `R` and `C` are the numbers of grid rows and grid columns."""
-        return dealt(self.routine, *self.shape, self.sizes, self.block, self.near)
+        return dealt(self.routine, *self.shape, self.sizes, self.block, self.near, self.depth)
 
     @property
     def layout(self) -> Layout:
@@ -125,7 +127,8 @@ class LinalgPlan:
     @property
     def time(self) -> Time:
         """The time of the model, without the trips, in operations of a fast product."""
-        found = blocks.predicted(self.routine, *self.shape, self.deal.R, self.deal.C, self.block, self.machine)
+        deal = self.deal
+        found = blocks.predicted(self.routine, *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
         if (first := self.first) is not None:
             m, n = max(self.m, self.n), min(self.m, self.n)
             before = blocks.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
@@ -147,6 +150,8 @@ class LinalgPlan:
         if (first := self.first) is not None:  # before the SVD of R
             m = max(self.m, self.n)
             tiles = max(tiles, len(first.rows(m)[0]) * len(first.columns(n)[0]))
+        if self.depth > 1:  # L and U in one layer, and one of them on its way there
+            rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
         results = {"lu": 2 * tiles, "qr": 3 * tiles, "eigh": 4 * tiles, "svd": 3 * tiles + 5 * n * n}
         more = max(panels, rest) + results.get(self.routine, rest)
         return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
@@ -164,11 +169,13 @@ def at_work(routine: str, m: int, n: int) -> tuple[int, int]:
     return (n, n) if m > bidiagonal.TALL * n and n else (m, n)
 
 
-def dealt(routine: str, m: int, n: int, sizes: Mapping[str, int], block: int | None, near: bool) -> Deal:
+def dealt(
+    routine: str, m: int, n: int, sizes: Mapping[str, int], block: int | None, near: bool, depth: int = 1
+) -> Deal:  # fmt: skip
     """Return how a routine deals the tiles of a matrix [m, n], by default of the size that the model chooses."""
     kind = blocks.arrangement(routine, m, n, math.prod(sizes.values()), near)
-    deal = Deal(sizes, 1, kind)
-    deal.size = blocks.block_size(routine, m, n, deal.R, deal.C) if block is None else block
+    deal = Deal(sizes, 1, kind, depth)
+    deal.size = blocks.block_size(routine, m, n, deal.R, deal.C, deal.D) if block is None else block
     return deal
 
 
@@ -186,11 +193,13 @@ def plan_linalg(
     near: bool | None = None,
     machine: Machine | None = None,
     rate: float | None = None,
+    depth: SupportsIndex | None = None,
 ) -> LinalgPlan:
     """Choose the grid and the tiles for a factorization of a matrix [m, n], by default [m, m].
 
     Of the grids with two axes the one with the least time is chosen, in the model of `parlinalg.linalg.blocks`; of
-    equals the default grid, then the one with fewer rows.
+    equals the default grid, then the one with fewer rows.  For cholesky, lu and solve several layers of such grids
+    (2.5D) are chosen where words and time are less by them and the memory suffices.
 
     Parameters
     ----------
@@ -212,6 +221,8 @@ def plan_linalg(
         Measured constants of the model; by default those of `parlinalg.tunables`.
     rate : float, optional
         Operations a second of a fast product: then the plan tells seconds.
+    depth : int, optional
+        The number of layers, to take this one.
 
     Raises
     ------
@@ -238,18 +249,34 @@ def plan_linalg(
         raise PlanError(f"linalg takes {', '.join(DTYPES)}, not {name}")
     if (ranks is None) == (sizes is None):
         raise PlanError("give the number of ranks, or a grid, not both" if sizes else "give the number of ranks")
-    grids = [dict(sizes)] if sizes else list(_grids(_number("ranks", ranks, 1)))
-    count = math.prod(grids[0].values())
+    count = math.prod(sizes.values()) if sizes else _number("ranks", ranks, 1)
     near = count <= blocks.FEW if near is None else near
     sides = _number("sides", sides, 0)
     constants = blocks.machine() if machine is None else machine
     given = None if block is None else _number("block", block, 1)
+    wanted = None if depth is None else _number("depth", depth, 1)
+    if wanted is None and (near or routine not in blocks.REPLICATED or not min(m, n)):
+        wanted = 1
+    elif wanted not in (None, 1) and routine not in blocks.REPLICATED:
+        raise PlanError(f"{routine} knows one layer of ranks; {', '.join(blocks.REPLICATED)} know more")
+    if sizes:
+        grids = [(dict(sizes), d) for d in (depths(sizes) if wanted is None else [wanted])]
+    else:
+        grids = list(_layers(count, range(1, count + 1) if wanted is None else [wanted]))
 
-    def on(grid: dict[str, int]) -> LinalgPlan:
-        size = dealt(routine, *at_work(routine, m, n), grid, given, near).size
-        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate)
+    def on(grid: dict[str, int], layers: int) -> LinalgPlan:
+        try:
+            size = dealt(routine, *at_work(routine, m, n), grid, given, near, layers).size
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        return LinalgPlan(routine, m, n, sides, grid, name, size, near, constants, rate, layers)
 
-    plan = min(map(on, grids), key=lambda each: each.time.total)
+    if not grids:
+        raise PlanError(f"{count} ranks do not form {wanted} layers of as many ranks each")
+    plans = [on(*each) for each in grids]
+    if wanted is None:
+        plans = _worth(plans, limit)
+    plan = min(plans, key=lambda each: each.time.total)
     need = sum(plan.memory.values())
     if limit is not None and need > limit:
         raise PlanError(
@@ -263,6 +290,34 @@ def _number(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < least:
         raise PlanError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return value.__index__()
+
+
+def _worth(plans: list[LinalgPlan], limit: int | None) -> list[LinalgPlan]:
+    """Return the plans with one layer; if others save words and time and memory suffices, the best of those alone."""
+
+    def compared(plan: LinalgPlan) -> tuple[float, float]:
+        return blocks.compared(plan.routine, *plan.shape, plan.deal, plan.machine)
+
+    flat = [plan for plan in plans if plan.depth == 1]
+    best = min(map(compared, flat), key=lambda each: each[1])
+    found = [plan for plan in plans if plan.depth > 1 and blocks.saves(compared(plan), best)]
+    found = [
+        plan for plan in found
+        if blocks.tile_bytes(plan.deal, *plan.shape, ITEMSIZE[plan.dtype]) <= tunables.LAYER_BYTES
+        and (limit is None or sum(plan.memory.values()) <= limit)
+    ]  # fmt: skip
+    words = min(flat, key=lambda plan: plan.time.total).words
+    for plan in sorted(found, key=lambda plan: compared(plan)[1]):
+        if plan.words < words:  # counted exactly, and at the rank that receives the most
+            return [plan]
+    return flat
+
+
+def _layers(ranks: int, depths: Iterable[int]) -> Iterator[tuple[dict[str, int], int]]:
+    """Yield all grids of two axes, and of three where the first has several layers."""
+    for depth in depths:
+        if ranks % depth == 0:
+            yield from (({"d": depth, **grid} if depth > 1 else grid, depth) for grid in _grids(ranks // depth))
 
 
 def _grids(ranks: int) -> list[dict[str, int]]:
@@ -286,7 +341,7 @@ def explain(plan: LinalgPlan) -> str:
         ("memory", _memory(plan)), ("time", _time(plan)),
         ("others", "; ".join(_others(plan)) or "none, no other grid or size of tiles is possible"),
     ]  # fmt: skip
-    if plan.routine in REPLICATED and plan.m == plan.n:
+    if plan.routine in blocks.REPLICATED and plan.m == plan.n:
         rows.append(("2.5D", _replicated(plan)))
     return "\n".join(f"{name:<10}{text}" for name, text in rows)
 
@@ -304,12 +359,13 @@ def _grid(plan: LinalgPlan) -> str:
         "wide": "columns alone are dealt, since few ranks share memory and pass panels on at no cost",
     }[deal.shape if plan.ranks > 1 else "square"]
     made = ", ".join(f'"{axis}": {size}' for axis, size in plan.sizes.items())
-    return f"{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
+    layers = f"{deal.D} layers of " if deal.D > 1 else ""
+    return f"{layers}{deal.R}×{deal.C} on Grid({{{made}}}): {why}"
 
 
 def _tiles(plan: LinalgPlan) -> str:
     text = f"{plan.block} rows and columns, {_count(-(-min(plan.m, plan.n) // plan.block), 'step')}"
-    own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near).size
+    own = dealt(plan.routine, *plan.shape, plan.sizes, None, plan.near, plan.depth).size
     text += "" if own == plan.block else f"; the model would choose {own}"
     if plan.gram:
         text += ", but only if the matrix is too ill conditioned for its Gram matrix; else all stays where it lies"
@@ -358,7 +414,7 @@ def _others(plan: LinalgPlan) -> list[str]:
     (m, n), deal = plan.shape, plan.deal
 
     def predicted(R: int, C: int, b: int) -> float:
-        return blocks.predicted(plan.routine, m, n, R, C, b, plan.machine).total
+        return blocks.predicted(plan.routine, m, n, R, C, b, plan.machine, deal.D).total
 
     best = predicted(deal.R, deal.C, plan.block) or 1
 
@@ -368,7 +424,8 @@ def _others(plan: LinalgPlan) -> list[str]:
     sizes = sorted({*blocks.candidates(plan.routine, m, n, deal.R, deal.C), plan.block})
     at = sizes.index(plan.block)
     found = [(f"tiles of {b}", time(deal.R, deal.C, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
-    deals = [dealt(plan.routine, m, n, grid, None, plan.near) for grid in _grids(plan.ranks)]
+    every = _layers(plan.ranks, [plan.depth])
+    deals = [dealt(plan.routine, m, n, grid, None, plan.near, depth) for grid, depth in every]
     grids = {(d.R, d.C): time(d.R, d.C, d.size) for d in deals if (d.R, d.C) != (deal.R, deal.C)}
     best_grids = sorted(grids.items(), key=lambda item: item[1])[:RUNNERS_UP]
     found += [(f"{R}×{C}", more) for (R, C), more in best_grids]
@@ -376,25 +433,24 @@ def _others(plan: LinalgPlan) -> list[str]:
 
 
 def _replicated(plan: LinalgPlan) -> str:
-    """Return what an algorithm on replicated matrices would save, which there is none of here.
+    """Return what several layers of ranks save, or would (Solomonik and Demmel, 2011)."""
+    half = plan.routine == "cholesky"
 
-    On r × c × d ranks panels are n² (r + c - 2) / (2 r c d) words, and the sums over d of the terms that its layers
-    add up n² (d - 1) / (r c d) (Solomonik and Demmel, 2011).
-    """
+    def words(sizes: Mapping[str, int], depth: int) -> float:
+        deal = dealt(plan.routine, plan.m, plan.n, sizes, plan.block, near=False, depth=depth)
+        return blocks.panel_words(plan.m, plan.n, deal.R, deal.C, deal.D, half=half)
 
-    def words(r: int, c: int, d: int) -> float:
-        sums = (d - 1) / (r * c * d) * (0.5 if plan.routine == "cholesky" else 1)
-        return plan.n**2 * ((r + c - 2) / (2 * r * c * d) + sums)
-
-    flat = min(words(g["r"], g["c"], 1) for g in _grids(plan.ranks))
-    layers = [d for d in range(2, plan.ranks + 1) if plan.ranks % d == 0]
-    found = [(words(g["r"], g["c"], d), d) for d in layers for g in _grids(plan.ranks // d)]
-    least, d = min(found, default=(flat, 1))
-    if least >= flat:
-        return f"not offered; on {_count(plan.ranks, 'rank')} it would save no words"
+    flat = min(words(grid, 1) for grid in _grids(plan.ranks))
+    if plan.depth > 1:
+        least, depth, chosen = words(plan.sizes, plan.depth), plan.depth, "are"
+    else:
+        found = [(words(*each), each[1]) for each in _layers(plan.ranks, range(2, plan.ranks + 1))]
+        (least, depth), chosen = min(found, default=(flat, 1)), "would be"
+    if least >= flat and plan.depth == 1:
+        return f"one layer; on {_count(plan.ranks, 'rank')} more would save no words"
     return (
-        f"not offered; with {d} copies of the tiles panels would be {least:,.0f} words, not {flat:,.0f} or more, "
-        f"{100 * (1 - least / flat):.0f}% fewer"
+        f"{'one layer; ' if plan.depth == 1 else ''}with {depth} layers panels and sums {chosen} {least:,.0f} words, "
+        f"not {flat:,.0f} or more, {100 * (1 - least / flat):.0f}% fewer"
     )
 
 

@@ -42,7 +42,10 @@ SHORT = 8
 
 
 class Deal:
-    """The R × C ranks among which the tiles of matrices are dealt.  Pure data: no communication.
+    """The R × C ranks among which the tiles of matrices are dealt, or D layers of them.  Pure data: no communication.
+
+    With several layers (2.5D) every layer holds the tiles of the whole matrix, whose elements are the sums of the
+    layers' terms; each panel of columns is worked on by one of them.
 
     Parameters
     ----------
@@ -52,25 +55,48 @@ class Deal:
         Rows and columns of a tile.
     shape : {"square", "tall", "wide"}
         R near C, else the axes of the grid all along the rows or all along the columns.
+    depth : int
+        The number of layers, a product of sizes of axes.
 
     Attributes
     ----------
-    row_axes, column_axes : tuple of str
-        The axes along which rows are dealt, and columns.
-    R, C : int
-        The numbers of grid rows and grid columns.
+    row_axes, column_axes, depth_axes : tuple of str
+        The axes along which rows are dealt, and columns, and along which the layers lie.
+    R, C, D : int
+        The numbers of grid rows, grid columns and layers.
+
+    Raises
+    ------
+    ValueError
+        If no axes of the grid have `depth` ranks.
     """
 
-    def __init__(self, sizes: Mapping[str, int], size: int = SIZE, shape: str = "square") -> None:
+    def __init__(self, sizes: Mapping[str, int], size: int = SIZE, shape: str = "square", depth: int = 1) -> None:
         self.sizes, self.size, self.shape = sizes, size, shape
-        self.row_axes, self.column_axes = _parted(sizes, shape)
-        self.R, self.C = span_of(self.row_axes, sizes), span_of(self.column_axes, sizes)
+        self.depth_axes = _layered(sizes, shape, depth)
+        self.row_axes, self.column_axes = _parted(_without(sizes, self.depth_axes), shape)
+        self.R, self.C, self.D = (
+            span_of(axes, sizes) for axes in (self.row_axes, self.column_axes, self.depth_axes)
+        )  # fmt: skip
 
     @cached_property
     def coords(self) -> list[tuple[int, int]]:
         """The grid row and the grid column of every rank."""
         every = coordinates(tuple(self.sizes), self.sizes)
         return [tuple(index_of(axes, self.sizes, at) for axes in (self.row_axes, self.column_axes)) for at in every]  # type: ignore[misc]
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The layer of every rank."""
+        return [index_of(self.depth_axes, self.sizes, at) for at in coordinates(tuple(self.sizes), self.sizes)]
+
+    def layer_of(self, k: Any) -> Any:
+        """Return the layer that works on the panel with column number k, or those of an array of numbers.
+
+        Layers take turns; the turns shift so that every grid column of every layer gets panels.
+        """
+        tile, both = k // self.size, math.lcm(self.C, self.D)
+        return (tile + tile // both) % self.D
 
     def rows(self, m: int) -> list[Numbers]:
         """Return for every grid row the numbers of its rows of m, in order."""
@@ -81,8 +107,19 @@ class Deal:
         return dealt(n, self.size, self.C)
 
     def places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
-        """Return what every rank has, from what every grid row and every grid column has."""
-        return [(rows[i], columns[j]) for i, j in self.coords]
+        """Return what every rank has, from what every grid row and every grid column has.
+
+        Of several layers each has the columns of its own panels.
+        """
+        if self.D == 1:
+            return [(rows[i], columns[j]) for i, j in self.coords]
+        own = [[x[self.layer_of(x) == layer] for layer in range(self.D)] for x in columns]
+        return [(rows[i], own[j][layer]) for (i, j), layer in zip(self.coords, self.layers, strict=True)]
+
+    def row_places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
+        """Return the same of the transpose, of which each layer has the rows, now columns, of its own panels."""
+        own = [[x[self.layer_of(x) == layer] for layer in range(self.D)] for x in rows]
+        return [(columns[j], own[i][layer]) for (i, j), layer in zip(self.coords, self.layers, strict=True)]
 
     def owner(self, k: int) -> tuple[int, int]:
         """Return the grid row and the grid column of row and column number k."""
@@ -96,17 +133,22 @@ class Tiles(Deal):
     ----------
     down, across : Comm
         The ranks of this rank's grid column, among which the rows of a matrix are dealt, and of its grid row.
-    i, j : int
-        This rank's grid row and grid column.
+    deep : Comm
+        The ranks at this rank's place in all layers.
+    i, j, layer : int
+        This rank's grid row, grid column and layer.
     """
 
-    def __init__(self, grid: Grid, size: int = SIZE, shape: str = "square") -> None:
-        super().__init__(grid.sizes, size, shape)
+    def __init__(self, grid: Grid, size: int = SIZE, shape: str = "square", depth: int = 1) -> None:
+        super().__init__(grid.sizes, size, shape, depth)
         self.grid = grid
+        self.deep: Comm = grid.comm(self.depth_axes)
         self.down: Comm = grid.comm(self.row_axes)
         self.across: Comm = grid.comm(self.column_axes)
         here = grid.coords if grid.inside else dict.fromkeys(grid.axes, 0)
-        self.i, self.j = (index_of(axes, grid.sizes, here) for axes in (self.row_axes, self.column_axes))
+        self.i, self.j, self.layer = (
+            index_of(axes, grid.sizes, here) for axes in (self.row_axes, self.column_axes, self.depth_axes)
+        )
 
     # ------------------------------------------------------------------ between rest and work
     def bring(
@@ -136,6 +178,23 @@ class Tiles(Deal):
         if isinstance(block, np.ndarray):
             block = self.grid.backend.from_host(block)
         return DistArray(block, shape, layout, self.grid)
+
+    # ------------------------------------------------------------------ layers
+    def flat(self) -> Tiles:
+        """Return tiles of the same size on all ranks of the grid, in one layer."""
+        return Tiles(self.grid, self.size, self.shape)
+
+    def own(self, block: np.ndarray, columns: Sequence[Numbers]) -> np.ndarray:
+        """Return those of this rank's columns that `places` gives it: the ones of this layer's panels."""
+        return block[:, self.layer_of(columns[self.j]) == self.layer] if self.grid.inside else block
+
+    def layered(self, block: np.ndarray, columns: Sequence[Numbers]) -> np.ndarray:
+        """Return this layer's term of a matrix, from the columns that `places` gives this rank: zeros elsewhere."""
+        if self.D == 1 or not self.grid.inside:
+            return block
+        found = np.zeros((len(block), len(columns[self.j])), block.dtype)
+        found[:, self.layer_of(columns[self.j]) == self.layer] = block
+        return found
 
     # ------------------------------------------------------------------ communication
     def worst(self, values: Sequence[float]) -> list[float]:
@@ -230,6 +289,36 @@ def _parted(sizes: Mapping[str, int], shape: str) -> tuple[Cut, Cut]:
             if (worse := max(r, ranks // r)) < least:  # of equals the first: fewer rows
                 found, least = (rows, tuple(a for a in axes if a not in rows)), worse
     return found
+
+
+def _without(sizes: Mapping[str, int], axes: Cut) -> dict[str, int]:
+    return {a: n for a, n in sizes.items() if a not in axes}
+
+
+def depths(sizes: Mapping[str, int]) -> list[int]:
+    """Return the numbers of layers that the ranks of a grid can form.
+
+    >>> depths({"d": 2, "r": 4, "c": 3})
+    [1, 2, 3, 4, 6, 8, 12, 24]
+    """
+    return sorted({span_of(axes, sizes) for k in range(len(sizes) + 1) for axes in combinations(sizes, k)})
+
+
+def _layered(sizes: Mapping[str, int], shape: str, depth: int) -> Cut:
+    """Return the axes along which the layers lie: those that leave layers nearest to a square."""
+    if depth == 1 and depth is not True:
+        return ()
+    axes = [a for a, n in sizes.items() if n > 1]
+    cuts = [cut for k in range(len(axes) + 1) for cut in combinations(axes, k)]
+    found = [cut for cut in cuts if span_of(cut, sizes) == depth and depth is not True]
+    if not found:
+        raise ValueError(
+            f"depth is a number of layers, one of {', '.join(map(str, depths(sizes)))} on a grid {dict(sizes)}, "
+            f"not {depth!r}"
+        )
+    if shape != "square":
+        return found[0]
+    return min(found, key=lambda cut: max(span_of(a, sizes) for a in _parted(_without(sizes, cut), shape)))
 
 
 def resting(layout: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Places, Cut]:

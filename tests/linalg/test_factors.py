@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg import factors, tiles
+from parlinalg.linalg import blocks, factors, tiles
 from tests.cases import check, grids, layouts, same
 
 pytestmark = pytest.mark.one_in(8)
@@ -134,6 +134,115 @@ def test_lu(grid):
         ):  # fmt: skip
             assert y.layout == rhs.layout
             small(norm(matrix @ y.gather() - b), norm(a) * norm(y.gather()), n, dtype, (name, n, dtype))
+
+
+class TestLayers:
+    """Several layers of ranks (2.5D), in all numbers that the grid has, and the same results as one layer's."""
+
+    SIZES = (0, 1, 7, 97, 300)
+
+    @pytest.fixture(autouse=True)
+    def long_pieces(self, monkeypatch):
+        """Trips of the larger matrices in some pieces, not in hundreds."""
+        monkeypatch.setattr(tunables, "TILES_MOVED", max(1 << 11, tunables.TILES_MOVED))
+
+    @pytest.fixture(autouse=True)
+    def on_the_host(self, grid):
+        if not grid.backend.host_memory:
+            pytest.skip("on GPUs ranks form one layer")
+
+    def cases(self, grid, seed, shape_of=lambda n: (n, n)):
+        rng, every = np.random.default_rng(seed), layouts(grid.axes, 2, partial=False)
+        for depth in tiles.depths(grid.sizes)[1:] or [1]:
+            for n in self.SIZES if shape_of(1) == (1, 1) else self.SIZES[:-1]:
+                for dtype in rng.choice(DTYPES, 2 if n < 300 else 1, replace=False):
+                    block = int(rng.choice([1, 4] if n < 97 else [16, 40]))
+                    a = random(shape_of(n), dtype, rng)
+                    yield a, pla.distribute(a, grid, every[rng.integers(len(every))]), block, depth, rng
+
+    def test_cholesky(self, grid):
+        for a, given, block, depth, rng in self.cases(grid, 11):
+            n, dtype, what = len(a), a.dtype, (len(a), a.dtype, depth, block)
+            s = (a @ a.conj().T + n * eps(dtype) * 100 * norm(a) ** 2 * np.eye(n)).astype(dtype)
+            x = pla.distribute(s, grid, given.layout)
+            direct, factor = linalg.cholesky(x, depth=depth), linalg.cho_factor(x, block, depth=depth)
+            for found in direct, factor.L:
+                assert found.layout == x.layout
+                lower = found.gather()
+                assert not np.triu(lower, 1).any()
+                small(norm(lower @ lower.conj().T - s), norm(s), n, dtype, what)
+            same(linalg.cholesky(x, upper=True, depth=depth), direct.gather().conj().T, 0)
+            b = random((n, 3), dtype, rng)
+            y = factor.solve(pla.distribute(b, grid, Layout(None, grid.axes[0]))).gather()
+            small(norm(s @ y - b), norm(s) * norm(y), n, dtype, what)
+
+    @pytest.mark.parametrize("shape_of", [lambda n: (n, n), lambda n: (n + 11, n), lambda n: (n, n + 23)])
+    def test_lu(self, grid, shape_of):
+        for a, x, block, depth, rng in self.cases(grid, 12, shape_of):
+            (m, n), dtype, what = a.shape, a.dtype, (a.shape, a.dtype, depth, block)
+            factor = linalg.lu_factor(x, block, depth=depth)
+            lower, upper = (f.gather() for f in factor.factors())
+            order = factor.permutation
+            assert sorted(order) == list(range(m))
+            assert np.array_equal(lower, np.tril(lower, -1) + np.eye(*lower.shape))
+            assert not np.tril(upper, -1).any()
+            small(norm(lower @ upper - a[order]), norm(a), max(m, n), dtype, what)
+            if m != n:
+                continue
+            sign, log = np.linalg.slogdet(a)
+            assert abs(factor.slogdet().sign.gather() - sign) < 1e4 * max(1, n) * eps(dtype)
+            assert abs(factor.slogdet().logabsdet.gather() - log) < 1e4 * max(1, n) * eps(dtype)
+            b = random((n, int(rng.integers(1, 9))), dtype, rng)
+            rhs = pla.distribute(b, grid, Layout(grid.axes[0], None))
+            for y, matrix in (
+                (linalg.solve(x, rhs, depth=depth), a), (factor.solve(rhs), a),
+                (factor.solve(rhs, adjoint=True), a.conj().T),
+            ):  # fmt: skip
+                assert y.layout == rhs.layout
+                small(norm(matrix @ y.gather() - b), norm(a) * norm(y.gather()), n, dtype, what)
+            if dtype == np.float64 and n:
+                y = linalg.solve(x, rhs, refine=True, depth=depth).gather()
+                small(norm(a @ y - b), norm(a) * norm(y), n, dtype, what)
+
+    def test_indefinite_and_singular(self, grid):
+        a = np.diag(np.r_[np.ones(40), -1.0, np.ones(20), -1.0])
+        x, ones = (pla.distribute(v, grid, grid.default_layout(v.shape)) for v in (a, np.ones((20, 20))))
+        for depth in tiles.depths(grid.sizes):
+            for call in (lambda d=depth: linalg.cholesky(x, depth=d), lambda d=depth: linalg.cho_factor(x, 8, depth=d)):
+                with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 41 is not"):
+                    call()
+            assert linalg.lu_factor(ones, 4, depth=depth).zero == 1
+            with pytest.raises(np.linalg.LinAlgError, match=r"singular: U\[1, 1\] of its factorization is 0"):
+                linalg.solve(ones, ones, depth=depth)
+            odd = pla.distribute(np.where(a == 1, np.nan, a), grid, x.layout)
+            with pytest.raises(ValueError, match="finite numbers"):
+                linalg.cholesky(odd, depth=depth)
+
+    def test_a_number_of_layers_that_the_grid_has_not(self, grid):
+        x = pla.eye(9, grid=grid)
+        for depth in (0, 5, 2.5, "2", True):
+            with pytest.raises(ValueError, match=r"depth is a number of layers, one of 1.*on a grid"):
+                linalg.cholesky(x, depth=depth)
+        with pytest.raises(ValueError, match="stacks of matrices have no layers"):
+            linalg.lu_factor(pla.ones((2, 3, 3), grid), depth=2)
+
+    def test_layers_are_chosen_where_they_save(self, grid, monkeypatch):
+        """Between nodes, and up to a limit of memory."""
+        sizes = grid.sizes
+        x = pla.eye(40, grid=grid)
+        assert linalg.cho_factor(x).tiles.D == 1
+        assert {blocks.layers(r, 9000, 9000, sizes, True, 8) for r in ("cholesky", "lu", "solve")} == {1}
+        deals = {d: tiles.Deal(sizes, 64, "square", d) for d in tiles.depths(sizes)}
+        words = {d: blocks.panel_words(9000, 9000, t.R, t.C, t.D, half=True) for d, t in deals.items()}
+        chosen = blocks.layers("cholesky", 9000, 9000, sizes, False, 8)
+        assert chosen == 1 or words[chosen] < words[1]
+        assert chosen > 1 or grid.size not in (8, 12) or len(sizes) < 3
+        monkeypatch.setattr(tunables, "LAYER_BYTES", 1000)
+        assert blocks.layers("cholesky", 9000, 9000, sizes, False, 8) == 1
+        used = []
+        monkeypatch.setattr(factors, "layers", lambda *_: used.append(1) or max(deals))
+        check(linalg.cholesky(x), np.eye(40))
+        assert used
 
 
 @pytest.mark.parametrize("shape_of", [lambda n: (n + 5, n), lambda n: (n, n + 9), lambda n: (3, n)])

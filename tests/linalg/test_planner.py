@@ -95,7 +95,7 @@ def test_the_explanation_says_what_was_chosen():
     for part in (
         "lu        A[4096, 4096] in float64 over 16 ranks", '4×4 on Grid({"r": 4, "c": 4})', "64 steps",
         f"{plan.words:,} received by rank 3", "tournament", "rows of U down grid columns", "trip home", "8×2: ",
-        f"{plan.messages:,} collective calls", "2.5D      not offered; on 16 ranks it would save no words",
+        f"{plan.messages:,} collective calls", "2.5D      one layer; on 16 ranks more would save no words",
     ):  # fmt: skip
         assert part in text, (part, text)
     listed = [line.split() for line in text.splitlines() if line.endswith(("calls", "call"))]
@@ -127,9 +127,28 @@ def test_every_size_has_a_plan(routine, ranks):
 @pytest.mark.serial
 def test_replicas_save_what_is_published():
     """Solomonik and Demmel's LU on 512 ranks: about 30% fewer words with 2 copies, 39% with 4."""
-    text = plan_linalg("lu", 10_000, ranks=512).explain()
-    assert "with 4 copies of the tiles panels would be 2,734,375 words, not 4,492,188 or more, 39% fewer" in text
-    assert "on 8 ranks it would save no words" in plan_linalg("lu", 10_000, ranks=8).explain()
+    text = plan_linalg("lu", 10_000, ranks=512, depth=1).explain()
+    assert "with 4 layers panels and sums would be 2,734,375 words, not 4,492,188 or more, 39% fewer" in text
+    assert "on 8 ranks more would save no words" in plan_linalg("lu", 10_000, ranks=8).explain()
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("routine", ["cholesky", "lu", "solve"])
+def test_layers_are_planned_where_they_save(routine):
+    """Words of all steps, trips included, and time; as much memory as is stated."""
+    for ranks in (8, 64, 512):
+        flat, plan = (plan_linalg(routine, 8192, ranks=ranks, depth=depth) for depth in (1, None))
+        assert plan.depth == 1 or plan.words < flat.words
+        assert plan.depth == 1 or plan.time.total < flat.time.total
+        assert routine == "solve" or (plan.depth > 1) == (ranks == 512 or routine == "cholesky")
+        assert plan.deal.D == plan.depth == plan.ranks // plan.deal.R // plan.deal.C
+        if plan.depth > 1:
+            assert f"{plan.depth} layers of {plan.deal.R}×{plan.deal.C} on Grid" in plan.explain()
+            least = sum(flat.memory.values())
+            assert sum(plan.memory.values()) > least
+            assert plan_linalg(routine, 8192, ranks=ranks, memory=least).depth == 1
+    assert plan_linalg(routine, 8192, ranks=512, near=True).depth == 1
+    assert plan_linalg(routine, 8192, sizes={"a": 8, "b": 4, "c": 2}, near=False, depth=2).deal.depth_axes == ("c",)
 
 
 @pytest.mark.serial
@@ -153,10 +172,13 @@ def test_wrong_keywords():
         ({}, "give the number of ranks"), ({"ranks": 0}, "at least 1, not 0"), ({"ranks": 2, "block": 0}, "at least 1"),
         ({"ranks": 2, "sizes": {"r": 2}}, "not both"), ({"ranks": 2, "dtype": "int8"}, "linalg takes float32"),
         ({"ranks": 2, "dtype": "real"}, "unknown dtype"), ({"ranks": 2, "memory": "1KiB"}, "more than 1.00 KiB"),
-        ({"ranks": 2, "sides": -1}, "sides must be"),
+        ({"ranks": 2, "sides": -1}, "sides must be"), ({"ranks": 6, "depth": 4}, "6 ranks do not form 4 layers"),
+        ({"sizes": {"r": 2, "c": 3}, "depth": 4}, r"one of 1, 2, 3, 6 on a grid \{'r': 2, 'c': 3\}, not 4"),
     ):  # fmt: skip
         with pytest.raises(PlanError, match=match):
             plan_linalg("solve", 99, **keywords)
+    with pytest.raises(PlanError, match="qr knows one layer of ranks; cholesky, lu, solve know more"):
+        plan_linalg("qr", 99, ranks=4, depth=2)
 
 
 @pytest.mark.serial

@@ -13,7 +13,7 @@ from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import divide, factors, spectral
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.qr import QR
-from parlinalg.linalg.tiles import Deal
+from parlinalg.linalg.tiles import Deal, depths
 from tests.cases import grids, layouts
 
 pytestmark = pytest.mark.one_in(4)
@@ -45,22 +45,23 @@ def random(shape, dtype, rng):
 def deals(grid, dtype, monkeypatch):
     """Cases: a deal that the factorizations are made to take, the shape of a matrix, its layout, another, and numbers.
 
-    A seeded sample, which differs with the grid and the dtype.
+    A seeded sample, which differs with the grid and the dtype.  With `layered` the ranks form any number of layers.
     """
 
-    def made(shapes, seed):
+    def made(shapes, seed, layered=False):
         rng = np.random.default_rng([seed, len(grid.sizes), dtype.itemsize])
         every = layouts(grid.axes, 2, partial=False)
         sizes = [(shape, block) for shape, block in itertools.product(shapes, BLOCKS) if block > 1 or max(shape) < 50]
         large = [each for each in sizes if min(each[0]) > each[1]]  # several steps
         for (some, taken), kind in itertools.product([(large, 2), (sizes, TAKEN)], ["square", "tall", "wide"]):
             for at in rng.permutation(len(some))[:taken]:
-                yield placed(*some[at], kind, every, rng)
+                depth = int(rng.choice(depths(grid.sizes))) if layered and grid.backend.host_memory else 1
+                yield placed(*some[at], kind, depth, every, rng)
 
-    def placed(shape, block, kind, every, rng):
+    def placed(shape, block, kind, depth, every, rng):
         monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
         monkeypatch.setattr(factors, "block_size", lambda *_: block)
-        return Deal(grid.sizes, block, kind), shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
+        return Deal(grid.sizes, block, kind, depth), shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
 
     return made
 
@@ -86,20 +87,26 @@ def counting(grid, deal, dtype=np.dtype("float64")):
     return Costs(deal, dtype.itemsize, grid.world.size)
 
 
+def flat(deal):
+    """The deal of one layer in which factors of several come to lie."""
+    return Deal(deal.sizes, deal.size, deal.shape)
+
+
 def test_cholesky(grid, dtype, deals):
-    for deal, (n, _), layout, _, rng in deals(SQUARES, 1):
+    for deal, (n, _), layout, _, rng in deals(SQUARES, 1, layered=True):
         a = random((n, n), dtype, rng)
         x = pla.distribute(a @ a.conj().T + n * np.eye(n, dtype=dtype), grid, layout)
         with pla.ledger(grid) as book:
-            factor = linalg.cho_factor(x)
+            factor = linalg.cho_factor(x, depth=deal.D)
         equal(book, formulas.cho_factor(counting(grid, deal), layout, n), grid, (n, deal, layout))
         with pla.ledger(grid) as book:
-            linalg.cholesky(x)
+            linalg.cholesky(x, depth=deal.D)
         equal(book, formulas.cholesky(counting(grid, deal), layout, n), grid, (n, deal, layout))
         b = pla.distribute(random((n, 5), dtype, rng), grid, layout)
         with pla.ledger(grid) as book:
             factor.solve(b)
-        costs, rows, columns = counting(grid, deal), deal.rows(n), deal.columns(5)
+        one = flat(deal)
+        costs, rows, columns = counting(grid, one), one.rows(n), one.columns(5)
         costs.bring(layout, (n, 5), rows, columns)
         for adjoint in (False, True):
             formulas.substitute(costs, rows, n, formulas.after(columns, 0), lower=True, adjoint=adjoint)
@@ -108,17 +115,19 @@ def test_cholesky(grid, dtype, deals):
 
 
 def test_lu(grid, dtype, deals):
-    for deal, shape, layout, _, rng in deals(SHAPES, 2):
+    for deal, shape, layout, _, rng in deals(SHAPES, 2, layered=True):
         x = pla.distribute(random(shape, dtype, rng), grid, layout)
         with pla.ledger(grid) as book:
-            factor = linalg.lu_factor(x)
-        winners = formulas.winners_of(factor.positions, deal, min(shape))
-        costs = formulas.lu_factor(counting(grid, deal, dtype), layout, shape, winners=winners)
+            factor = linalg.lu_factor(x, depth=deal.D)
+        places = factor.pivoted
+        winners = formulas.winners_of(places, deal, min(shape))
+        costs = formulas.lu_factor(counting(grid, deal, dtype), layout, shape, winners=winners, places=places)
         equal(book, costs, grid, (shape, deal, layout))
-        with pla.ledger(grid) as book:
-            linalg.lu(x)
-        costs = formulas.lu(counting(grid, deal, dtype), layout, shape, places=factor.positions)
-        equal(book, costs, grid, (shape, deal, layout))
+        if deal.D == 1:
+            with pla.ledger(grid) as book:
+                linalg.lu(x)
+            costs = formulas.lu(counting(grid, deal, dtype), layout, shape, places=places)
+            equal(book, costs, grid, (shape, deal, layout))
 
 
 @pytest.mark.parametrize("shape", [(70, 50), (50, 70), (3, 3), (0, 4)], ids=str)
@@ -134,15 +143,15 @@ def test_without_the_winners_each_grid_row_has_its_share(grid, shape):
 
 
 def test_solve(grid, dtype, deals):
-    for deal, (n, _), layout, other, rng in deals(SQUARES, 3):
+    for deal, (n, _), layout, other, rng in deals(SQUARES, 3, layered=True):
         x, sides = pla.distribute(random((n, n), dtype, rng), grid, layout), int(rng.integers(6))
         b = pla.distribute(random((n, sides), dtype, rng), grid, other)
         with pla.ledger(grid) as book:
-            _, factor = factors.solved(x, b)
-        places = factor.positions
+            _, factor = factors.solved(x, b, deal.D)
+        places = factor.pivoted
         costs = formulas.solve(counting(grid, deal, dtype), layout, n, sides, other, places=places)
         equal(book, costs, grid, (n, deal, layout))
-        before = factor.rows
+        before, places, deal = factor.rows, factor.positions, flat(deal)
         with pla.ledger(grid) as book:
             factor.solve(b, adjoint=True)
         if grid.inside:
