@@ -178,7 +178,6 @@ class LUFactor(Factor):
         """For every grid row the numbers of its rows in P A; of `pivoted` the grid rows of the factorization."""
         if tiles.D > 1:
             self._flatten(tiles, every)
-        self.positions = work.positions
         self.diagonal = work.diagonal
         zeros = np.flatnonzero(self.diagonal == 0)
         odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
