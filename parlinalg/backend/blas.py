@@ -174,6 +174,23 @@ def substituted(
     return True
 
 
+def has_hermitian(dtype: np.dtype[Any]) -> bool:
+    """Return True if `add_hermitian` works for a dtype."""
+    return dtype.char in _LETTERS and _cblas("hemv" if dtype.kind == "c" else "symv", dtype) is not None
+
+
+def add_hermitian(y: np.ndarray, a: np.ndarray, x: np.ndarray) -> None:
+    """Add `a @ x` to y, for a Hermitian matrix in rows, of which the lower triangle is read; vectors are contiguous."""
+    if not y.size:
+        return
+    one = _number(a.dtype, 1)
+    _cblas("hemv" if a.dtype.kind == "c" else "symv", a.dtype)(
+        ROWS, LOWER, ctypes.c_int64(len(a)), one, ctypes.c_void_p(a.ctypes.data),
+        ctypes.c_int64(a.strides[0] // a.itemsize), ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(1), one,
+        ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(1),
+    )  # fmt: skip
+
+
 def lapack(name: str, dtype: np.dtype[Any], *arguments: Any) -> int | None:
     """Call a function of the LAPACK in NumPy's wheel, whose threads are those of NumPy's products; return its `info`.
 

@@ -152,6 +152,8 @@ class Comm(ABC):
         here = nodes[rank]
         self.local_rank = nodes[:rank].count(here)
         self.local_size = nodes.count(here)
+        self.crowded = False
+        """True if this node has more ranks than cores, by the ranks of this communicator and its parents."""
 
     # ------------------------------------------------------------------------------------------------ collectives
 
@@ -278,6 +280,17 @@ class Comm(ABC):
                 self._barrier()
             finally:
                 slot.state = None
+
+    def attend(self, here: Callable[[], bool]) -> None:
+        """Return when `here` is true, which all ranks wait for, as in a barrier; the core is others' meanwhile."""
+        from parlinalg.comm.watch import until
+
+        self._calls += 1
+        slot.state = (monotonic(), self, "barrier", self._calls)
+        try:
+            until(here)
+        finally:
+            slot.state = None
 
     def share(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank.

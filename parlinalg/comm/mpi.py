@@ -163,7 +163,6 @@ class MpiComm(Comm):
         """Operations whose second phase has not begun, oldest first."""
         self._shadow: MpiComm | None = None
         self.crowded = self.local_size > len(cores())
-        """True if this node has more ranks than cores, by the ranks of this communicator and its parents."""
         self.chains = 0
         """Broadcasts along a chain that have begun: the same number on all ranks."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import platform
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -62,6 +63,42 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
         yield np.frombuffer(held.memory, dtype, math.prod(shape)).reshape(shape)
     finally:
         held.in_use = False
+
+
+class Meeting:
+    """Barriers of ranks that outnumber their cores, by counters in common memory; by MPI where there is none.
+
+    A rank that waits looks at the counters and yields its core, while MPI's rounds of messages need a turn each.
+
+    Parameters
+    ----------
+    counters : array of int64, at least ``SPREAD * comm.size``, or None
+        Common memory of the ranks, with any values.  Collective: all wait for each other.
+    """
+
+    SPREAD = 8
+    """Counters from one rank's to the next: they lie on lines of their own."""
+
+    def __init__(self, comm: Comm, counters: Any) -> None:
+        self.comm, self._turn = comm, 0
+        ordered = platform.machine() in ("x86_64", "AMD64")  # what is written first is seen first
+        self._counters: Any = None
+        if counters is not None and ordered and all(comm.share(comm.crowded)):
+            counters[comm.rank * self.SPREAD] = 0
+            self._counters = memoryview(counters)[: comm.size * self.SPREAD : self.SPREAD]
+            comm.barrier()
+
+    def wait(self) -> None:
+        """Return when all ranks have called it."""
+        if self._counters is None:
+            self.comm.barrier()
+            return
+        self._turn += 1
+        self._counters[self.comm.rank] = self._turn
+        self.comm.attend(self._here)
+
+    def _here(self) -> bool:
+        return min(self._counters) >= self._turn
 
 
 def terms(comm: Comm, size: int, dtype: Any) -> Any:

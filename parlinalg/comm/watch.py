@@ -7,7 +7,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic, sleep
 from types import FrameType
@@ -164,7 +164,9 @@ def main_line() -> str:
 
 
 PAUSES = 2e-5, 2e-4
-"""Seconds between two looks: the first, and the longest after doubling."""
+"""Seconds between two looks: the first, and the longest after doubling for whoever has not waited long."""
+PATIENCE, LONGEST = 1 / 64, 5e-3
+"""Who has waited long takes longer pauses, in parts of the time waited, up to so many seconds."""
 YIELDS = 2e-3
 """Seconds for which a core is yielded before it is given up."""
 
@@ -175,19 +177,24 @@ _give_way = getattr(os, "sched_yield", partial(sleep, 0))
 def wait_asleep(request: MPI.Request) -> None:
     """Return when a request is done, leaving the core to others: where ranks outnumber cores, MPI polls against the
     ranks it waits for.
+    """
+    until(request.Test)
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Return when `done` returns True, leaving the core to others.
 
     The core is yielded between two looks for a while, then given up: sleep takes far longer than it is asked to.
     """
-    end = monotonic() + YIELDS
-    while not request.Test():
-        if monotonic() < end:
-            _give_way()
-            continue
-        pause, longest = PAUSES
-        while not request.Test():
-            sleep(pause)
-            pause = min(2 * pause, longest)
-        return
+    began = monotonic()
+    while monotonic() - began < YIELDS:
+        if done():
+            return
+        _give_way()
+    pause, longest = PAUSES
+    while not done():
+        sleep(pause)
+        pause = min(2 * pause, max(longest, min(PATIENCE * (monotonic() - began), LONGEST)))
 
 
 Report = Mapping[str, Any]

@@ -76,7 +76,7 @@ def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
         return "square"
     if m >= TALL * n:
         return "tall"
-    return "wide" if near and ranks <= FEW else "square"
+    return "wide" if near and ranks <= FEW and routine != "eigh" else "square"
 
 
 def block_size(routine: str, m: int, n: int, R: int, C: int, D: int = 1) -> int:

@@ -4,10 +4,11 @@ The counts follow from the same dealt numbers that the factorizations work with,
 Words are elements, as the ledger counts them: an all-gather of n elements receives n − own, an all-reduce 2(n − own),
 a broadcast n (0 at its root), a trip to work or home what a rank lacks.
 
-Four things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has (`winners`;
-by default as evenly as its rows allow), which panels of QR are so ill conditioned that they go through the tree
-(`trees`; by default none), which columns need no reflection on the way to tridiagonal form (`skipped`; by default none)
-and how many eigenvectors of each merge of divide and conquer are no longer known (`kept`; by default all).
+Three things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has
+(`winners`; by default as evenly as its rows allow), which panels of QR are so ill conditioned that they go through the
+tree (`trees`; by default none) and how many eigenvectors of each merge of divide and conquer are no longer known
+(`kept`; by default all).  One depends on the machine: to how many ranks `eigh` deals its reduction (`workers`; by
+default to all).
 """
 
 from __future__ import annotations
@@ -512,32 +513,42 @@ def orthogonal(costs: Costs, layout: Layout, shape: tuple[int, int], columns: in
 
 
 # ------------------------------------------------------------------------------------------------ reductions
-def tridiagonal(
-    costs: Costs, layout: Layout, n: int, *, real: bool = True, skipped: Collection[int] = ()
-) -> Costs:  # fmt: skip
-    """Add what `eigh` receives to make a Hermitian matrix tridiagonal: two all-reduces a column.
+def tridiagonal(costs: Costs, layout: Layout, n: int, workers: Deal | None = None) -> Costs:
+    """Add what `eigh` receives to make a Hermitian matrix tridiagonal.
+
+    That is an all-reduce of each panel, and for a column an all-reduce of the product with the matrix and an
+    all-gather of what becomes of it, with the next column.
 
     Parameters
     ----------
-    real : bool
-        The last reflection but one is of a single element, of which a real one needs none.
-    skipped : collection of int
-        Other columns that need no reflection, since they are zero below the subdiagonal.
+    workers : Deal, optional
+        How the matrix is dealt to fewer ranks, which reduce it where ranks outnumber cores; the others get the result.
     """
-    rows, columns = costs.deal.rows(n), costs.deal.columns(n)
+    deal = costs.deal if workers is None else workers
+    place, ranks = costs.everyone.place, deal.R * deal.C
+    want = deal.spread(deal.rows(n), deal.columns(n), len(place))
     for each in (layout, Layout(*layout.dims[::-1])):
-        costs.bring(each, (n, n), rows, columns)
+        costs.trip(TO_WORK, resting(each, (n, n), costs.deal.sizes)[0], want)
     costs.agree(2)
-    none = {n - 1, *skipped, *([n - 2] if real else [])}
+    group, who, some = Group(costs.everyone.axes, ranks, place), place < ranks, ranks < len(place)
     for k, b in panels(n, PANEL):
-        both = b - len(none & set(range(k, k + b)))
-        costs.all_reduce("columns and products of the reduction", costs.everyone, n - k, times=b + both)
+        m = n - k
+        own = m * (place + 1) // ranks - m * place // ranks
+        costs.all_reduce("panels of the reduction", group, b * m, who)
+        for q in range(min(b, m - 1)):
+            costs.all_reduce("products of the reduction", group, m + 2 * q + 1, who)
+            width = 1 if q + 1 == b else 2
+            costs.all_gather("columns of the reduction", group, width * m, width * own, who)
+        if some:
+            costs.broadcast("reflections to other ranks", costs.everyone, b * (m + 1), 0)
+    for size in (n, max(0, n - 1)) if some else ():
+        costs.broadcast("tridiagonal matrix to other ranks", costs.everyone, size, 0)
     return costs
 
 
 def eigh(
-    costs: Costs, layout: Layout, n: int, wanted: int | None = None, *, real: bool = True,
-    skipped: Collection[int] = (), kept: Sequence[int] | None = None,
+    costs: Costs, layout: Layout, n: int, wanted: int | None = None, *, kept: Sequence[int] | None = None,
+    workers: Deal | None = None,
 ) -> Costs:  # fmt: skip
     """Add what `eigh` receives for so many eigenvectors, by default all.
 
@@ -546,10 +557,12 @@ def eigh(
     kept : sequence of int, optional
         For every merge of divide and conquer the number of vectors that are not known before it.  Without it the words
         of divide and conquer are an upper bound.
+    workers : Deal, optional
+        See `tridiagonal`.
     """
     deal = costs.deal
     wanted = n if wanted is None else wanted
-    tridiagonal(costs, layout, n, real=real, skipped=skipped)
+    tridiagonal(costs, layout, n, workers)
     conquer(costs, n, kept)
     costs.agree(3)
     ranks = len(costs.i)

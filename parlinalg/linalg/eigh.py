@@ -1,35 +1,51 @@
 """Eigenvalues and eigenvectors of Hermitian matrices on tiles.
 
-The matrix becomes tridiagonal by reflections, panel by panel, as in LAPACK's `sytrd` and `hetrd`, with two all-reduces
-a column.  Divide and conquer gives each rank some rows of the eigenvectors of the tridiagonal matrix (`divide`); they
-move to tiles and go back through the reflections.
+The matrix becomes tridiagonal by reflections, panel by panel, as in LAPACK's `sytrd` and `hetrd`: for each column the
+ranks sum a product with the matrix, of which each reads its half of its tiles, and gather what the sum makes of it.
+Divide and conquer gives each rank some rows of the eigenvectors of the tridiagonal matrix (`divide`); they move to
+tiles and go back through the reflections.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import blas
+from parlinalg.backend.blas import cores
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Board, Tiles, board, move
+from parlinalg.linalg.tiles import Board, Deal, Tiles, board, move
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
 TOGETHER = 4
 """Panels whose reflections are applied to vectors at once."""
+STRIP = 256
+"""Rows of a triangle that are updated at once."""
+CACHE = 1 << 19
+"""Bytes of a matrix that a core reads for one product and finds again near it for another."""
 TINY = 1e-25
 """A square of a length from which on to its inverse lengths are formed by squares, in all dtypes."""
 
 
 class Tridiagonal:
-    """The reduction A = Q T Qᴴ of a Hermitian matrix, of which this rank has tiles of both triangles; overwritten.
+    """The reduction A = Q T Qᴴ of a Hermitian matrix, of which this rank has tiles of both triangles.
+
+    Parameters
+    ----------
+    tiles : Tiles
+        Where rows lie that are turned by Q.
+    workers : Deal
+        How the matrix is dealt to the ranks that reduce it: the first ones of the grid (`workers`).
+    a : array
+        This rank's tiles, of that deal.
 
     Attributes
     ----------
@@ -37,59 +53,244 @@ class Tridiagonal:
         The diagonal of T and what is below it, on every rank; real.
     """
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, n: int) -> None:
+    def __init__(self, tiles: Tiles, workers: Deal, a: np.ndarray, n: int) -> None:
         self.tiles, self.n = tiles, n
-        self.rows, self.columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
         real = a.real.dtype
         self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
-        self._kept = Kept(self.rows)
-        if tiles.grid.inside:
-            with board(tiles.grid.everyone, n, a.dtype) as lent:
-                for k in range(0, n, PANEL):
-                    self._panel(lent, a, k, min(PANEL, n - k))
-            self._kept.close()
+        self._kept = Kept(tiles.rows(n)[tiles.i])
+        if not tiles.grid.inside:
+            return
+        everyone, ranks = tiles.grid.everyone, workers.R * workers.C
+        some = ranks < everyone.size
+        if everyone.rank < ranks:
+            comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
+            half = Half(workers, workers.coords[comm.rank], a, n)
+            with board(comm, max(n * min(PANEL, n), n + 2 * PANEL), a.dtype) as lent:
+                found = [self._panel(lent, half, k, min(PANEL, n - k)) for k in range(0, n, PANEL)]
+            if some:
+                comm.free()
+        if some:  # the others wait without a core, then get the reflections
+            everyone.barrier()
+            for line in (self.d, self.e):
+                everyone.broadcast(line, 0)
+        for turn, k in enumerate(range(0, n, PANEL)):
+            b = min(PANEL, n - k)
+            message = np.empty((b, n - k + 1), a.dtype)
+            if everyone.rank < ranks:
+                message[:, :-1], message[:, -1] = found[turn]
+            if some:
+                everyone.broadcast(message, 0)
+            self._kept.add(k, message[:, :-1], message[:, -1])
+        self._kept.close()
 
-    def _panel(self, lent: Board, a: np.ndarray, k: int, b: int) -> None:
-        """Reduce b columns from k on, then apply A := A - V Wᴴ - W Vᴴ to what is right of them."""
-        tiles, m, rows, columns = self.tiles, self.n - k, self.rows, self.columns
-        v, w = np.zeros((b, m), a.dtype), np.zeros((b, m), a.dtype)  # columns of V and W, one in a row
-        tau = np.zeros(b, a.dtype)
-        down, right = partial(first, rows), partial(first, columns)
-        low, here, there = down(k), places(rows[down(k) :] - k), columns[right(k) :] - k
+    def _panel(self, lent: Board, half: Half, k: int, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """Reduce b columns from k on, apply A := A - V Wᴴ - W Vᴴ to what is right of them; return V and tau.
+
+        Vectors have the elements from number k on in the order of `half`.  Of sums each rank makes its share, and all
+        take the same bits: else columns of rounding errors would give each rank reflections of its own.
+        """
+        dtype, m = half.dtype, self.n - k
+        at = half.begin(k)
+        columns = lent.total(half.columns(k, b))
+        both, tau = np.zeros((2 * b, m), dtype), np.zeros(b, dtype)  # v and w of each column, one in a row
+        mine, term = share(0, m, lent.comm), np.empty(m + 2 * b + 1, dtype)
+        counts = [(m * (p + 1) // lent.comm.size) - m * p // lent.comm.size for p in range(lent.comm.size)]
+        part, x = both[:, mine], columns[0]
         for q in range(b):
-            j = k + q
-            x = np.zeros(m, a.dtype)
-            if tiles.j == tiles.owner(j)[1]:  # column j, with the reflections of this panel so far
-                x[here] = a[low:, right(j)]
-                if q:
-                    x[here] -= (w[:q, q].conj() @ v[:q] + v[:q, q].conj() @ w[:q])[here]
-            x = lent.total(x)
-            self.d[j] = x[q].real
+            j, old = k + q, 2 * q
+            self.d[j] = x[at[j]].real
             if j == self.n - 1:
                 break
-            v[q, q + 1 :], tau[q], self.e[j] = reflector(x[q + 1 :])
-            if not tau[q]:
-                continue
-            y = np.zeros(m, a.dtype)
-            top, left = down(j + 1), right(j + 1)
-            y[places(rows[top:] - k)] = a[top:, left:] @ v[q, places(columns[left:] - k)]
-            if q:
-                mine = share(q + 1, m, lent.comm)  # each rank corrects its share of the elements
-                inner = v[q].conj()
-                y[mine] -= (w[:q] @ inner).conj() @ v[:q, mine] + (v[:q] @ inner).conj() @ w[:q, mine]
-            y = lent.total(y)
-            y[: q + 1] = 0
-            y *= tau[q]
-            w[q] = y - (0.5 * tau[q] * np.vdot(y, v[q])) * v[q]
-        after = k + b
-        below, behind = rows[down(after) :] - k, there[right(after) - right(k) :]
-        both, other = np.concatenate([v[:, below], w[:, below]]), np.concatenate([w[:, behind], v[:, behind]])
-        kernels.subtract(a[down(after) :, right(after) :], both.T, np.conj(other))
-        self._kept.add(k, v, tau)
+            done, after = at[k : j + 1], at[j + 1]
+            x[done] = 0
+            v = both[old]
+            v[:], tau[q], self.e[j] = reflector(x, after)
+            own = v[mine]
+            y, size = term[:m], m + old + 1
+            half.times(v, y)
+            term[m : size - 1] = (part[:old] @ own.conj()).conj()
+            term[size - 1] = np.vdot(v, y)
+            found = lent.total(term[:size])
+            # w := tau (A - V Wᴴ - W Vᴴ) v - |tau|² / 2 (vᴴ (A - V Wᴴ - W Vᴴ) v) v, and the next column of A - …
+            inner, beside = found[m : size - 1].reshape(q, 2), both[:old, after]
+            coefficients = np.empty((2, q, 2), dtype)
+            coefficients[0] = inner[:, ::-1]
+            np.conj(beside.reshape(q, 2)[:, ::-1], out=coefficients[1])
+            coefficients = coefficients.reshape(2, old)
+            middle = found[size - 1].real - 2 * np.vdot(inner[:, 0], inner[:, 1]).real
+            less = 0.5 * abs(tau[q]) ** 2 * middle
+            known = coefficients @ part[:old]
+            pair = np.empty((2, len(own)), dtype)
+            w = pair[0]
+            np.subtract(found[mine], known[0], out=w)
+            w *= tau[q]
+            w -= less * own
+            if q + 1 == b:
+                both[old + 1] = lent.gather(w[:, None], counts)[:, 0]
+            else:
+                corner = tau[q] * (found[after] - coefficients[0] @ beside) - less
+                np.subtract(columns[q + 1, mine], known[1], out=pair[1])
+                pair[1] -= w
+                pair[1] -= np.conj(corner) * own
+                whole = lent.gather(pair.T, counts)
+                both[old + 1], x = whole[:, 0], whole[:, 1].copy()
+            both[old + 1, done] = 0
+        half.update(k + b, both)
+        return both[::2, at[k:]], tau
 
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
         self._kept.times(self.tiles, z)
+
+
+def workers(tiles: Tiles) -> Deal:
+    """Return how a matrix is dealt that is reduced: to all ranks, or to as many of a node as it has cores for.
+
+    Where ranks outnumber cores each column's sums would wait for all to have their turn.  Collective over the grid.
+    """
+    grid = tiles.grid
+    if not grid.inside or grid.size == 1 or grid.everyone.local_size < grid.size:
+        return tiles
+    every = grid.everyone.share(sorted(cores()))
+    ranks = len(set(chain.from_iterable(every)))
+    return tiles if ranks >= grid.size else Deal({"worker": ranks}, tiles.size, "wide")
+
+
+class Half:
+    """Of a Hermitian matrix on tiles the elements that this rank computes with: of each two that are equal, one rank's.
+
+    Rows and columns are of classes: the number of their tile modulo the least common multiple of R and C.  The tiles
+    of two classes lie on one rank, and their adjoints on another one, unless the classes are the same; then they are a
+    Hermitian matrix of their own, of which the lower triangle counts.  Of two classes the first rank takes every other
+    tile of the later one, and the second rank the rest.  So each element is read once for both of its products, and
+    the rest of the matrix, from any row on, is a part of few matrices.
+    """
+
+    def __init__(self, tiles: Deal, here: tuple[int, int], a: np.ndarray, n: int) -> None:
+        self.dtype, self.n = a.dtype, n
+        tile, period = np.arange(n) // tiles.size, math.lcm(tiles.R, tiles.C)
+        kind, odd = tile % period, tile // period % 2 == 1
+        self._order = np.argsort(kind, kind="stable")
+        rows, columns = tiles.rows(n)[here[0]], tiles.columns(n)[here[1]]
+        self._blocks: list[_Rectangle | _Triangle] = []
+        for each in range(here[1], period, tiles.C):
+            same = kind[columns] == each
+            i, j = kind[rows] == each, same
+            if i.any():
+                self._blocks.append(_Triangle(a[np.ix_(i, j)], rows[i], columns[j]))
+            before, behind = kind[rows] < each, (kind[rows] > each) & odd[rows]
+            for i, j in ((before, same & ~odd[columns]), (behind, same)):
+                if i.any() and j.any():
+                    self._blocks.append(_Rectangle(a[np.ix_(i, j)], rows[i], columns[j]))
+
+    def begin(self, k: int) -> np.ndarray:
+        """Take the matrix from row and column k on; return where the elements of vectors stand, by their numbers."""
+        at = np.full(self.n, -1)
+        order = self._order[self._order >= k]
+        at[order] = np.arange(len(order))
+        for block in self._blocks:
+            block.begin(k, at)
+        return at
+
+    def columns(self, k: int, b: int) -> np.ndarray:
+        """Return this rank's elements of b columns from k on, one in a row, else zeros; above the diagonal any."""
+        out = np.zeros((b, self.n - k), self.dtype)
+        for block in self._blocks:
+            block.columns(out, k, b)
+        return out
+
+    def times(self, v: np.ndarray, y: np.ndarray) -> None:
+        """Replace y by this rank's term of the product with v."""
+        y[:] = 0
+        for block in self._blocks:
+            block.times(v, y)
+
+    def update(self, k: int, both: np.ndarray) -> None:
+        """Subtract V Wᴴ + W Vᴴ from row and column k on; `both` has columns of V and W, in turn, one in a row."""
+        other = both.reshape(-1, 2, both.shape[1])[:, ::-1].reshape(both.shape).conj()
+        for block in self._blocks:
+            block.update(k, both, other)
+
+
+class _Rectangle:
+    """A block of a Hermitian matrix that stands for its adjoint too."""
+
+    def __init__(self, a: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
+        wide = len(rows) <= len(columns)  # products with wide strips are faster
+        self.numbers = (rows, columns) if wide else (columns, rows)
+        self.a = a if wide else np.ascontiguousarray(kernels.adjoint(a))
+
+    def begin(self, k: int, at: np.ndarray) -> None:
+        top, left = (first(numbers, k) for numbers in self.numbers)
+        self.at, self.rest = at, self.a[top:, left:]
+        self.here, self.there = at[self.numbers[0][top:]], at[self.numbers[1][left:]]
+        self.i, self.j = _run(self.here), _run(self.there)
+        step = max(1, CACHE // max(1, self.rest.shape[1] * self.a.itemsize))
+        self.strips = [self.rest[start : start + step] for start in range(0, len(self.rest), step)]
+        self.step = step
+
+    def columns(self, out: np.ndarray, k: int, b: int) -> None:
+        rows, columns = (len(each) for each in (self.here, self.there))
+        i, j = (numbers[len(numbers) - size :] - k for numbers, size in zip(self.numbers, (rows, columns), strict=True))
+        i, j = i[: first(i, b)], j[: first(j, b)]
+        out[np.ix_(j, self.here)] = self.rest[:, : len(j)].T
+        out[np.ix_(i, self.there)] = self.rest[: len(i)].conj()
+
+    def times(self, v: np.ndarray, y: np.ndarray) -> None:
+        if not self.rest.size:
+            return
+        x, z = v[self.j], v[self.i].conj()
+        below, right = np.empty(len(z), y.dtype), np.zeros(len(x), y.dtype)
+        for start, strip in zip(range(0, len(z), self.step), self.strips, strict=True):
+            end = start + self.step
+            np.dot(strip, x, out=below[start:end])
+            right += z[start:end] @ strip
+        y[self.i] += below
+        y[self.j] += right.conj()
+
+    def update(self, k: int, both: np.ndarray, other: np.ndarray) -> None:
+        top, left = (first(numbers, k) for numbers in self.numbers)
+        rows, columns = (self.at[numbers[start:]] for numbers, start in zip(self.numbers, (top, left), strict=True))
+        kernels.subtract(self.a[top:, left:], both[:, rows].T, other[:, columns])
+
+
+class _Triangle:
+    """A Hermitian matrix by its lower triangle."""
+
+    def __init__(self, a: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
+        self.a, self.numbers = a, rows
+        self.whole = not blas.has_hermitian(a.dtype)
+
+    def begin(self, k: int, at: np.ndarray) -> None:
+        top = first(self.numbers, k)
+        self.at, self.rest, self.here = at, self.a[top:, top:], at[self.numbers[top:]]
+        self.i = slice(int(self.here[0]), int(self.here[-1]) + 1) if len(self.here) else slice(0, 0)
+
+    def columns(self, out: np.ndarray, k: int, b: int) -> None:
+        j = self.numbers[len(self.numbers) - len(self.here) :] - k
+        j = j[: first(j, b)]
+        out[np.ix_(j, self.here)] = self.rest[:, : len(j)].T
+
+    def times(self, v: np.ndarray, y: np.ndarray) -> None:
+        if self.whole:
+            y[self.i] += self.rest @ v[self.i]
+        else:
+            blas.add_hermitian(y[self.i], self.rest, v[self.i])
+
+    def update(self, k: int, both: np.ndarray, other: np.ndarray) -> None:
+        top = first(self.numbers, k)
+        rest, at = self.a[top:, top:], self.at[self.numbers[top:]]
+        x, w = both[:, at].T, other[:, at]
+        for start in range(0, len(rest), STRIP):
+            end = len(rest) if self.whole else start + STRIP
+            kernels.subtract(rest[start : start + STRIP, :end], x[start : start + STRIP], w[:, :end])
+
+
+def _run(numbers: np.ndarray) -> Any:
+    """Return a slice for numbers that follow one another, else the numbers."""
+    if len(numbers) and (np.diff(numbers) == 1).all():
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 class Kept:
@@ -150,25 +351,29 @@ def first(numbers: np.ndarray, k: int) -> int:
     return int(np.searchsorted(numbers, k))
 
 
-def reflector(x: np.ndarray) -> tuple[np.ndarray, complex, float]:
-    """Return v, tau and beta of a reflection H = I - tau v vᴴ with Hᴴ x = (beta, 0, …), v[0] = 1 and beta real.
+def reflector(x: np.ndarray, at: int = 0) -> tuple[np.ndarray, complex, float]:
+    """Return v, tau and beta of a reflection H = I - tau v vᴴ with v[at] = 1; Hᴴ x is beta, real, at `at`, and zeros.
 
     This is LAPACK's `larfg`.
     """
-    alpha, rest = x[0], x[1:]
-    square = np.vdot(rest, rest).real
+    alpha = x[at]
+    x[at] = 0
+    square = np.vdot(x, x).real
     if TINY < square < 1 / TINY:
         size = math.sqrt(square + abs(alpha) ** 2)
     else:  # squares under- or overflow
+        none = not x.any() and not alpha.imag
+        x[at] = alpha
         largest = float(np.abs(x).max())
         size = largest * float(np.linalg.norm(x / largest)) if largest else 0.0
-        if not rest.any() and not alpha.imag:
+        if none:
             v = np.zeros_like(x)
-            v[0] = 1
+            v[at] = 1
             return v, 0, float(alpha.real)
+    x[at] = alpha
     beta = x.real.dtype.type(-math.copysign(size, alpha.real))
     v = x / (alpha - beta)
-    v[0] = 1
+    v[at] = 1
     return v, (beta - alpha) / beta, float(beta)
 
 

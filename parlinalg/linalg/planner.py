@@ -101,7 +101,7 @@ class LinalgPlan:
         if self.routine == "qr":
             return costs.qr(found, rest, (self.m, self.n))
         if self.routine == "eigh":
-            return costs.eigh(found, rest, self.n, real=self.dtype.startswith("float"))
+            return costs.eigh(found, rest, self.n)
         return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=self.first)
 
     @property

@@ -17,7 +17,7 @@ from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, bidiagonal_svd
-from parlinalg.linalg.eigh import Tridiagonal, tridiagonal_values, vectors
+from parlinalg.linalg.eigh import Tridiagonal, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import LinAlgError, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
@@ -261,13 +261,14 @@ def _scaled(tiles: Tiles, t: np.ndarray, name: str) -> float:
 def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix and by what it was multiplied."""
     tiles, n = _tiles(x, None, "eigh"), x.shape[0]
-    rows, columns = tiles.rows(n), tiles.columns(n)
-    lower, upper = (tiles.bring(each, rows, columns, host=True) for each in (x, x.mT.conj()))
-    if x.grid.inside:  # the upper triangle is made from the lower one
-        above = rows[tiles.i][:, None] < columns[tiles.j][None, :]
-        np.copyto(lower, upper, where=above)
+    deal, grid = workers(tiles), x.grid
+    want = deal.spread(deal.rows(n), deal.columns(n), grid.size)
+    lower, upper = (tiles.bring_to(each, want, host=True) for each in (x, x.mT.conj()))
+    if grid.inside:  # the upper triangle is made from the lower one
+        rows, columns = want[grid.rank]
+        np.copyto(lower, upper, where=rows[:, None] < columns[None, :])
     scale = _scaled(tiles, lower, name)
-    return Tridiagonal(tiles, lower, n), lower.real.dtype.type(scale)
+    return Tridiagonal(tiles, deal, lower, n), lower.real.dtype.type(scale)
 
 
 def _bidiagonal(x: DistArray, name: str, vectors: bool) -> tuple[Bidiagonal, Any, Any]:

@@ -22,6 +22,7 @@ from parlinalg import tunables
 from parlinalg.array.core import DistArray
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm
+from parlinalg.comm.shared import Meeting
 from parlinalg.comm.shared import common as shared
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, index_of, span_of
@@ -121,6 +122,11 @@ class Deal:
         own = [[x[self.layer_of(x) == layer] for layer in range(self.D)] for x in rows]
         return [(columns[j], own[i][layer]) for (i, j), layer in zip(self.coords, self.layers, strict=True)]
 
+    def spread(self, rows: Sequence[Numbers], columns: Sequence[Numbers], ranks: int) -> Places:
+        """Return `places` for a grid of more ranks, of which the others have nothing."""
+        none = np.zeros(0, np.intp)
+        return self.places(rows, columns) + [(none, none)] * (ranks - len(self.coords))
+
     def owner(self, k: int) -> tuple[int, int]:
         """Return the grid row and the grid column of row and column number k."""
         return k // self.size % self.R, k // self.size % self.C
@@ -160,10 +166,14 @@ class Tiles(Deal):
         The array is on the device of the grid's blocks, or with `host` on the host.  With `lower` what lies in tiles
         above the diagonal stays behind, and is 0.
         """
+        return self.bring_to(a, self.places(rows, columns), lower=lower, host=host)
+
+    def bring_to(self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False) -> Any:
+        """Return what this rank wants of a matrix, as `bring` does; `want` says it of every rank.  Collective."""
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
-        return move(block, rest, self.places(rows, columns), self.grid, free, self.size if lower else 0)
+        return move(block, rest, want, self.grid, free, self.size if lower else 0)
 
     def home(
         self, block: Any, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
@@ -214,10 +224,13 @@ class Board:
     comm : Comm
     memory : array [2, comm.size, most] or None
         Room for `most` elements of each rank, of which a sum may have no more; gathered rows share it.
+    counters : array of int64, optional
+        Common memory of a `Meeting`.
     """
 
-    def __init__(self, comm: Comm, memory: Any) -> None:
+    def __init__(self, comm: Comm, memory: Any, counters: Any = None) -> None:
         self.comm, self._memory, self._turn = comm, memory, 0
+        self._meeting = Meeting(comm, counters)
 
     def _next(self) -> Any:
         self._turn = 1 - self._turn
@@ -236,7 +249,7 @@ class Board:
         before = sum(counts[: comm.rank])
         whole[before : before + rows] = mine
         comm.count("all_gather", (total - rows) * width, mine.itemsize)
-        comm.barrier()
+        self._meeting.wait()
         return whole
 
     def total(self, term: Any) -> Any:
@@ -250,7 +263,7 @@ class Board:
         terms[comm.rank] = term
         own = term.size // comm.size + (comm.rank < term.size % comm.size)
         comm.count("all_reduce", 2 * (term.size - own), term.itemsize)
-        comm.barrier()
+        self._meeting.wait()
         found: np.ndarray = terms.sum(axis=0)
         return found
 
@@ -261,9 +274,15 @@ def board(comm: Comm, most: int, dtype: Any) -> Iterator[Board]:
     if most < SMALL:
         yield Board(comm, None)
         return
-    least = -(-tunables.SHARED_BYTES // (2 * comm.size * np.dtype(dtype).itemsize))  # else there is no common memory
-    with shared(comm, (2, comm.size, max(most, least)), dtype) as memory:
-        yield Board(comm, memory)
+    most = max(most, -(-tunables.SHARED_BYTES // (2 * comm.size * np.dtype(dtype).itemsize)))  # else there is none
+    numbers = Meeting.SPREAD * comm.size
+    size = 2 * -(-2 * comm.size * most * np.dtype(dtype).itemsize // 16)
+    with shared(comm, (size + numbers,), np.int64) as memory:
+        if memory is None:
+            yield Board(comm, None)
+            return
+        room = memory[:size].view(dtype)[: 2 * comm.size * most].reshape(2, comm.size, most)
+        yield Board(comm, room, memory[size:])
 
 
 def dealt(n: int, size: int, parts: int) -> list[Numbers]:

@@ -12,8 +12,9 @@ from parlinalg import linalg
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import divide, factors, spectral
 from parlinalg.linalg.costs import Costs
+from parlinalg.linalg.eigh import workers
 from parlinalg.linalg.qr import QR
-from parlinalg.linalg.tiles import Deal, depths
+from parlinalg.linalg.tiles import Deal, Tiles, depths
 from tests.cases import grids, layouts
 
 pytestmark = pytest.mark.one_in(4)
@@ -197,26 +198,17 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
 
 
 def test_reductions(grid, dtype, deals):
-    real = dtype.kind != "c"
     for deal, (n, _), layout, _, rng in deals(SQUARES, 6):
         a = random((n, n), dtype, rng)
         x = pla.distribute(a + a.conj().T, grid, layout)
         with pla.ledger(grid) as book:
-            spectral._tridiagonal(x, "eigh")
-        equal(book, formulas.tridiagonal(counting(grid, deal), layout, n, real=real), grid, (n, deal, layout))
+            reduced, _ = spectral._tridiagonal(x, "eigh")
+        costs = formulas.tridiagonal(counting(grid, deal), layout, n, workers(reduced.tiles))
+        equal(book, costs, grid, (n, deal, layout))
         a = random((n + n // 3, n), dtype, rng)
         with pla.ledger(grid) as book:
             spectral._bidiagonal(pla.distribute(a, grid, layout), "svd", vectors=True)
         equal(book, formulas.bidiagonal(counting(grid, deal), layout, a.shape), grid, (n, deal, layout))
-
-
-def test_columns_that_need_no_reflection(grid):
-    n, layout = 20, layouts(grid.axes, 2, partial=False)[-1]
-    x = pla.distribute(np.diag(np.arange(20.0)), grid, layout)
-    with pla.ledger(grid) as book:
-        reduced, _ = spectral._tridiagonal(x, "eigh")
-    costs = formulas.tridiagonal(counting(grid, reduced.tiles), layout, n, skipped=range(n))
-    equal(book, costs, grid, "diagonal")
 
 
 def test_eigh(grid, dtype, deals, monkeypatch):
@@ -230,12 +222,11 @@ def test_eigh(grid, dtype, deals, monkeypatch):
         x, wanted = pla.distribute(a + a.conj().T, grid, layout), max(1, n // 3)
         with pla.ledger(grid) as book:
             linalg.eigh(x, subset_by_index=(0, wanted - 1) if n else None)
-        given = (layout, n, min(n, wanted))
-        real = dtype.kind != "c"
+        given, reducing = (layout, n, min(n, wanted)), workers(Tiles(grid, deal.size, deal.shape))
         if grid.inside:
-            costs = formulas.eigh(counting(grid, deal), *given, real=real, kept=[len(k) for k, _ in kept])
+            costs = formulas.eigh(counting(grid, deal), *given, workers=reducing, kept=[len(k) for k, _ in kept])
             equal(book, costs, grid, (n, deal, layout))
-        costs = formulas.eigh(counting(grid, deal), *given, real=real)
+        costs = formulas.eigh(counting(grid, deal), *given, workers=reducing)
         equal(book, costs, grid, (n, deal, layout), bounded=[("all_gather", everyone)])
 
 
