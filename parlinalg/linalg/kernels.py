@@ -145,11 +145,10 @@ def lu(a: Block) -> tuple[Block, np.ndarray]:
     A singular matrix on a GPU is factored on the host.
     """
     if _device(a) and a.size:
-        found = regular_lu(a)
-        if found is None:
-            factors, order = lu(to_host(a))
-            return beside(factors, a), order
-        return found
+        if (regular := regular_lu(a)) is not None:
+            return regular
+        factors, order = lu(to_host(a))
+        return beside(factors, a), order
     m, n = a.shape
     if not a.size:
         return a.copy(), np.arange(m)

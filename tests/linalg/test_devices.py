@@ -42,9 +42,8 @@ def inputs(grid, dtype=np.float64):
     a, b, tall = (rng.standard_normal(shape).astype(dtype) for shape in ((N, N), (N, 3), (8 * N, B)))
     if np.dtype(dtype).kind == "c":
         a += 1j * rng.standard_normal(a.shape).astype(a.real.dtype)
-    return [
-        placed(x, grid) for x in (a, a @ a.conj().T / N + np.eye(N, dtype=dtype), np.triu(a) + N * np.eye(N), b, tall)
-    ]
+    one = np.eye(N, dtype=dtype)
+    return [placed(x, grid) for x in (a, a @ a.conj().T / N + one, np.triu(a) + N * one, b, tall)]
 
 
 WORK = {
@@ -56,7 +55,7 @@ WORK = {
     "det": lambda a, s, t, b, tall: [linalg.det(a), *linalg.slogdet(a)],
     "qr": lambda a, s, t, b, tall: [abs((f := linalg.qr_factor(a, B)).R), f.Q() @ f.R, f.solve(b)],
     "tall qr": lambda a, s, t, b, tall: [(f := linalg.qr(tall)).Q @ f.R, abs(f.R)],
-    "solve_triangular": lambda a, s, t, b, tall: [linalg.solve_triangular(t, b), linalg.solve_triangular(s, b, lower=True)],
+    "solve_triangular": lambda a, s, t, b, tall: [linalg.solve_triangular(t, b, adjoint=c) for c in (False, True)],
 }  # fmt: skip
 ALONE = {
     "eigh": lambda a, s, t, b, tall: [linalg.eigh(s).eigenvalues],
