@@ -121,9 +121,9 @@ def substitute(
 
 
 def cholesky(a: Block) -> int:
-    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor; the upper one is arbitrary.
+    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor.
 
-    Returns 0, or the order of the first minor that is not positive.
+    The upper triangle is arbitrary after it.  Returns 0, or the order of the first minor that is not positive.
     """
     n = len(a)
     if (device := _device(a)) and n:

@@ -379,12 +379,7 @@ def _copy(to: Any, there: Rectangle | None, of: Any, here: Rectangle | None) -> 
     """
     whole, short = to if there is None else of, SHORT if isinstance(to, np.ndarray) else to.size + 1
     rows, columns = (
-        list(
-            _together(
-                *(places[d] if places is not None else np.arange(whole.shape[d]) for places in (there, here)),
-                short=short,
-            )
-        )
+        list(_together(*(np.arange(whole.shape[d]) if at is None else at[d] for at in (there, here)), short))
         for d in range(2)
     )
     for i, k in rows:
