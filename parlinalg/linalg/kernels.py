@@ -121,9 +121,9 @@ def substitute(
 
 
 def cholesky(a: Block) -> int:
-    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor; the upper one is arbitrary.
+    """Replace the lower triangle of a, in rows one behind the other, by its Cholesky factor.
 
-    Returns 0, or the order of the first minor that is not positive.
+    The upper triangle is arbitrary after it.  Returns 0, or the order of the first minor that is not positive.
     """
     n = len(a)
     if (device := _device(a)) and n:
@@ -145,11 +145,10 @@ def lu(a: Block) -> tuple[Block, np.ndarray]:
     A singular matrix on a GPU is factored on the host.
     """
     if _device(a) and a.size:
-        found = regular_lu(a)
-        if found is None:
-            factors, order = lu(to_host(a))
-            return beside(factors, a), order
-        return found
+        if (regular := regular_lu(a)) is not None:
+            return regular
+        factors, order = lu(to_host(a))
+        return beside(factors, a), order
     m, n = a.shape
     if not a.size:
         return a.copy(), np.arange(m)

@@ -273,6 +273,18 @@ def _polar_factor(xp: Any, a: Any) -> Any:
 
 def _unitary(a: DistArray) -> DistArray:
     """Return the polar factor of a matrix [m, n] with m ≥ n."""
+    found = halley(a)
+    if found is not None:
+        return found
+    u, _, vh = svd(a, full_matrices=False)
+    return matmul(u, vh)
+
+
+def halley(a: DistArray) -> DistArray | None:
+    """Return the polar factor of a matrix [m, n] with m ≥ n; None where its columns do not become orthonormal.
+
+    See `polar` for the iteration.
+    """
     (m, n), layout = a.shape, a.layout
     real = a.real.dtype.type
     eps = float(np.finfo(a.dtype).eps)
@@ -309,8 +321,7 @@ def _unitary(a: DistArray) -> DistArray:
         x = (x * real(1.5) - (x @ inner) * real(0.5)).redistribute(layout)  # Newton and Schulz's step
     if odd <= 100 * n * eps:
         return x
-    u, _, vh = svd(a, full_matrices=False)
-    return matmul(u, vh)
+    return None
 
 
 def _least(r: DistArray, one: DistArray, eps: float) -> float:

@@ -63,7 +63,8 @@ class Panels(ABC):
     Attributes
     ----------
     a : array
-        This rank's rows and columns, on the host or on a GPU; with right-hand sides as further columns, which are updated alike.
+        This rank's rows and columns, on the host or on a GPU; with right-hand sides as further columns, which are
+        updated alike.
     rows, columns : array of int
         Their numbers.
     board : Board

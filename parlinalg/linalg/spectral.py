@@ -12,13 +12,13 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.namespace import where
+from parlinalg.array.namespace import isfinite, where
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, bidiagonal_svd
 from parlinalg.linalg.eigh import Tridiagonal, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import LinAlgError, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
+from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
 
@@ -124,8 +124,9 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     full_matrices : bool
         k = m and l = n for U and Vᴴ, else both are min(m, n).
 
-    U and Vᴴ lie like `x`, the values like its columns.  Beside its tiles each rank holds the singular vectors of the
-    bidiagonal matrix, two of min(m, n)², for a while.
+    U and Vᴴ lie like `x`, the values like its columns.  On hosts beside its tiles each rank holds the singular vectors
+    of the bidiagonal matrix, two of min(m, n)², for a while.  Several GPUs find the polar decomposition first, and then
+    the eigenvectors of its Hermitian factor (Nakatsukasa and Higham 2013).
 
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
     as of `eigh`.  Of columns and rows that complete a basis the space counts.
@@ -143,6 +144,8 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
         turned = svd(x.mT.conj(), full_matrices=full_matrices)
         left, right = (f.mT.conj().redistribute(layout) for f in (turned.Vh, turned.U))
         return SVDResult(left, turned.S, right)
+    if not x.grid.backend.cpu and (found := polar_svd(x, full_matrices)) is not None:
+        return found
     reduced, scale, q = _bidiagonal(x, "svd", vectors=True)
     tiles = reduced.tiles
     ub, s, vt = bidiagonal_svd(reduced.d, reduced.e, vectors=True)
@@ -164,6 +167,32 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
     return SVDResult(u, _vector(s / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
+
+
+def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
+    """Return what `svd` does of one matrix [m, n] with m ≥ n; None where the polar factor is not found.
+
+    A = U P, and P = V S Vᴴ, so that A = (U V) S Vᴴ: of QR and Cholesky factorizations and products, and one `eigh`
+    (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
+    rows than columns is factored by QR first.
+    """
+    from parlinalg.linalg.matrix_functions import halley
+
+    (m, n), layout = x.shape, x.layout.with_partial(())
+    if not n:
+        return None
+    q = QRFactor(x, name="svd") if m > n else None
+    r = x.summed() if q is None else q.R
+    _refuse(not bool(isfinite(r).all()), "svd")
+    u = halley(r)
+    if u is None:
+        return None
+    p = matmul(u.mT.conj(), r)
+    w, v = eigh((p + p.mT.conj()) / 2)
+    s, v = where(w > 0, w, w.dtype.type(0))[::-1], v[:, ::-1].redistribute(layout)
+    u = matmul(u, v)
+    u = u.redistribute(layout) if q is None else _completed(q, u, m if full_matrices else n, layout)
+    return SVDResult(u, s.redistribute(Layout(layout.dims[-1])), v.mT.conj().redistribute(layout))
 
 
 @primitive

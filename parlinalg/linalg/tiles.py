@@ -486,15 +486,9 @@ def _copy(to: Any, there: Rectangle | None, of: Any, here: Rectangle | None) -> 
     On a device one kernel copies all of it, unless one stretch is the whole.
     """
     whole, short = to if there is None else of, SHORT if isinstance(to, np.ndarray) else to.size + 1
-    rows, columns = (
-        list(
-            _together(
-                *(places[d] if places is not None else np.arange(whole.shape[d]) for places in (there, here)),
-                short=short,
-            )
-        )
-        for d in range(2)
-    )
+    every = tuple(map(np.arange, whole.shape))
+    first, second = (every if at is None else at for at in (there, here))
+    rows, columns = (list(_together(first[d], second[d], short)) for d in range(2))
     for i, k in rows:
         for j, l in columns:
             if isinstance(i, slice) or isinstance(j, slice):

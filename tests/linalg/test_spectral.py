@@ -8,6 +8,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
+from parlinalg.linalg import spectral
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, matrices, norm, random
 
@@ -79,6 +80,44 @@ def test_svd(grid, shape_of, full):
         ratio(norm(u.conj().T @ u - np.eye(u.shape[1])), 1, most, dtype, (name, shape, dtype, "U"))
         ratio(norm(vh @ vh.conj().T - np.eye(len(vh))), 1, most, dtype, (name, shape, dtype, "V"))
         ratio(np.abs(linalg.svdvals(x).gather() - s).max(initial=0), norm(a), most, dtype, (name, "values alone"))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_svd_by_the_polar_decomposition(grid, full):
+    """The way of several GPUs, on any grid and backend; a matrix whose polar factor is not unique may go another."""
+    found = 0
+    for name, a, layout, rng in cases(grid, 12, (1, 7, 25)):
+        for shape in (a.shape, (len(a) + 3, len(a)), (3 * len(a), len(a))):
+            if shape != a.shape:
+                a = random(shape, a.dtype, rng)
+            (m, n), dtype = shape, a.dtype
+            x = pla.distribute(a, grid, layout)
+            parts = spectral.polar_svd(x, full)
+            assert parts is not None or name not in ("random", "geometric", "arithmetic", "clustered")
+            if parts is None:
+                continue
+            found += 1
+            assert parts.U.layout == parts.Vh.layout == x.layout
+            u, s, vh = (f.gather() for f in parts)
+            assert u.shape == (m, m if full else n)
+            assert (np.diff(s) <= 0).all()
+            assert (s >= 0).all()
+            ratio(norm((u[:, :n] * s) @ vh - a), norm(a), m, dtype, (name, shape, dtype))
+            ratio(norm(u.conj().T @ u - np.eye(u.shape[1])), 1, m, dtype, (name, shape, dtype, "U"))
+            ratio(norm(vh @ vh.conj().T - np.eye(n)), 1, m, dtype, (name, shape, dtype, "V"))
+            ratio(np.abs(np.linalg.svd(a, compute_uv=False) - s).max(), norm(a), m, dtype, (name, "values"))
+    assert found
+
+
+def test_the_polar_factor_of_a_singular_matrix(grid):
+    """Of columns of zeros nothing orthonormal is made, and `svd` goes the other way."""
+    a = np.random.default_rng(13).standard_normal((9, 9))
+    a[:, 4:] = 0
+    x = pla.distribute(a, grid, grid.default_layout(a.shape))
+    assert spectral.polar_svd(x, True) is None
+    u, s, vh = (f.gather() for f in linalg.svd(x))
+    ratio(norm((u * s) @ vh - a), norm(a), 9, a.dtype, "singular")
+    ratio(norm(u.T @ u - np.eye(9)), 1, 9, a.dtype, "singular, U")
 
 
 @pytest.mark.parametrize("stacks", [(1,), (3, 4), (0,)])
