@@ -5,7 +5,7 @@
 
 Every training is `parlinalg train text` on one rank with one BLAS thread, which computes the losses of every grid.  An
 optimizer's learning rate is a middle value times each of `--rates`; everything else is alike, and what Muon leaves to
-AdamW has the example's own learning rate.  The loss is that of the held-out text, in nats a byte, each `--every` steps.
+AdamW has AdamW's middle rate.  `--jobs` trainings run at once.  The loss is that of the held-out text, in nats a byte, each `--every` steps.
 Trainings whose folder has all their steps are not run again.
 """
 
@@ -15,13 +15,15 @@ import argparse
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import harness
 
-MIDDLE = {"adamw": 8e-3, "muon": 2e-2}
-"""The learning rate that is multiplied by `--rates`: the example's, and Muon's default."""
+MIDDLE = {"adamw": 4e-3, "muon": 2e-2}
+"""The learning rate that is multiplied by `--rates`."""
 OPTIONS = {"adamw": {}, "muon": {"name": "muon", "adamw_lr": MIDDLE["adamw"]}}
 
 
@@ -62,24 +64,22 @@ def main() -> int:
     parser.add_argument("--steps", nargs="+", type=int, default=[500], help="lengths of the schedule")
     parser.add_argument("--every", type=int, default=25, help="steps between two losses on held-out text")
     parser.add_argument("--target", type=float, default=1.42, help="nats a byte")
+    parser.add_argument("--jobs", type=int, default=harness.cores(), help="trainings at once")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds that one training may take")
     parser.add_argument("--out", help="keep the trainings here, and those that are there")
     parser.add_argument("--json", help="write the result here")
     args = parser.parse_args()
-    harness.stop_cleanly()
-    results = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
         args.out = args.out or scratch
-        for steps in args.steps:
-            for rate in args.rates:
-                for optimizer in args.optimizers:
-                    losses = trained(optimizer, rate, steps, args)
-                    reached = next((step for step, loss in sorted(losses.items()) if loss <= args.target), None)
-                    lr = MIDDLE[optimizer] * rate
-                    results.append(
-                        {"optimizer": optimizer, "lr": lr, "steps": steps, "reached": reached, "losses": losses}
-                    )
-                    print(f"{optimizer} {lr:g}, {steps} steps: {losses[steps]:.3f}", file=sys.stderr, flush=True)
+        every = list(product(args.steps, args.rates, args.optimizers))
+        found = pool.map(lambda each: trained(each[2], each[1], each[0], args), every)
+        results = [
+            {
+                "optimizer": optimizer, "lr": MIDDLE[optimizer] * rate, "steps": steps, "losses": losses,
+                "reached": next((step for step, loss in sorted(losses.items()) if loss <= args.target), None),
+            }
+            for (steps, rate, optimizer), losses in zip(every, found, strict=True)
+        ]  # fmt: skip
     print(show(results, args.target))
     if args.json:
         harness.write_json(args.json, {"arguments": vars(args), "results": results})

@@ -39,6 +39,12 @@ CALL_FLOPS = 1 << 19
 GEMM_DEPTH = 14
 """The inner dim at which products of matrices run at half their rate."""
 
+GEMV_STRIP = 1 << 19
+"""Bytes of a few long rows that one thread multiplies by a vector at a time."""
+
+GEMV_ROW = 1 << 15
+"""Bytes of a row from which on rows are multiplied by a vector a few at a time."""
+
 PANEL_SLOWNESS = 2
 """How many times longer than in products an operation takes in the factorization of a panel of columns."""
 
