@@ -120,7 +120,7 @@ def measured(pieces: Pieces, routine: str, shape: tuple[int, int]) -> list[dict[
         low, middle, high = harness.spread(values)
         rows.append({"routine": routine, "shape": shape, "piece": name, "ranks": p, "median_s": middle,
                      "quartiles_s": [low, high], "seconds": values, "memory": memory[name, p],
-                     "limits": {way: harness.spread(v)[1] for way, v in limits.get((name, p), {}).items()}})  # fmt: skip
+                     "limits": {w: harness.spread(v)[1] for w, v in limits.get((name, p), {}).items()}})  # fmt: skip
     return rows
 
 

@@ -1,12 +1,11 @@
-"""A step of Muon by each of its executions, and by the simplest one: every rank gathers all matrices, and iterates on all.
+"""A step of Muon by each execution, and by the simplest one: every rank gathers all matrices and iterates on all.
 
     python bench/cluster/hosts.py run --hosts 8 --rate 200mbit -- python bench/muon.py --rate 200
 
 A step is that of the optimizer alone, from a barrier to the last rank's end, after a backward pass of a small batch.
 The executions take turns: every round makes a step of each; figures are medians.  Words are those of the rank that
 receives most in a step, counted (with ZeRO, which gathers what was updated, that too), and the floor is the time in
-which a link of `--rate` Mbit/s carries them.  Of the parts of the time, "exchanges" bring the matrices to work and
-their steps back to rest.  All executions must make the same step, to rounding.
+which a link of `--rate` Mbit/s carries them.  All executions must make the same step, to rounding.
 """
 
 from __future__ import annotations

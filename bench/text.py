@@ -5,8 +5,8 @@
 
 Every training is `parlinalg train text` on one rank with one BLAS thread, which computes the losses of every grid.  An
 optimizer's learning rate is a middle value times each of `--rates`; everything else is alike, and what Muon leaves to
-AdamW has AdamW's middle rate.  `--jobs` trainings run at once.  The loss is that of the held-out text, in nats a byte, each `--every` steps.
-Trainings whose folder has all their steps are not run again.
+AdamW has AdamW's middle rate.  `--jobs` trainings run at once.  The loss is that of the held-out text, in nats a byte,
+each `--every` steps.  Trainings whose folder has all their steps are not run again.
 """
 
 from __future__ import annotations

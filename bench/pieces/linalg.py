@@ -1,10 +1,10 @@
 """Solving and factoring by one library, timed: `linalg.py LIBRARY ROUTINE M N REPEATS DTYPE`.
 
 LAPACK (by SciPy) in one process; parlinalg and Heat under mpiexec.  `qr` makes Q and R, `solve` and `lstsq` have 16
-right-hand sides, `eigh` and `svd` make vectors, and `cg` is one of 20 iterations.  Each repeat is from a barrier to the last rank's end, from arrays at
-rest to arrays at rest, and memory is the most that a rank's process held above what it held at the start.  After each
-repeat of `cg` all ranks read their parts of the matrix once, as a product with a vector (`gemv`) and as one long sum of
-squares (`read`), in seconds.
+right-hand sides, `eigh` and `svd` make vectors, and `cg` is one of 20 iterations.  Each repeat is from a barrier to the
+last rank's end, from arrays at rest to arrays at rest, and memory is the most that a rank's process held above what it
+held at the start.  After each repeat of `cg` all ranks read their parts of the matrix once, as a product with a vector
+(`gemv`) and as one long sum of squares (`read`), in seconds.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def _in_openblas(symbol: str) -> Any:
 
 # ------------------------------------------------------------------ products
 
+
 def product(x: Any, w: Any, out: Any = None) -> Any:
     """Return `x @ w` of matrices (with leading batch dims) on one backend, in `out` if it is given.
 
