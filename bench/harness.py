@@ -125,7 +125,12 @@ def environment(ranks: int = 1, extra: Mapping[str, str] | None = None) -> dict[
 
 
 def run(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) -> Any:
-    """Run a piece in a session of its own, and return what it tells: JSON on the last line of its output.
+    """Run a piece as `ran` does, and return what it tells: JSON on the last line of its output."""
+    return json.loads(ran(command, env, timeout).strip().splitlines()[-1])
+
+
+def ran(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) -> str:
+    """Run a command in a session of its own, and return its output.
 
     Raises
     ------
@@ -142,7 +147,7 @@ def run(command: Sequence[str], env: Mapping[str, str], timeout: float = 600) ->
             end(process)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{out[-2000:]}\n{err[-2000:]}")
-    return json.loads(out.strip().splitlines()[-1])
+    return out
 
 
 def end(process: subprocess.Popen[Any]) -> None:

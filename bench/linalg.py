@@ -6,6 +6,9 @@ from the start.  Give both the same BLAS kernels: OPENBLAS_CORETYPE=Haswell, whe
 
     OPENBLAS_CORETYPE=Haswell python bench/linalg.py                       # hours at 4096 by ScaLAPACK's svd
     OPENBLAS_CORETYPE=Haswell python bench/linalg.py --sizes 2048 --routines lu solve --ranks 1 2
+    python bench/linalg.py --sizes 11000 --routines cg --ranks 1 2         # an iteration, and reading the matrix once
+
+SciPy's `cg` is in the place of LAPACK's.  A GB/s of it is the bytes of the matrix by the time of an iteration.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from typing import Any
 import harness
 from harness import BENCH, Unavailable
 
-ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd")
-SQUARE = ("cholesky", "lu", "solve", "eigh")
+ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd", "cg")
+SQUARE = ("cholesky", "lu", "solve", "eigh", "cg")
 LIBRARIES = ("parlinalg", "scalapack", "heat")
 REPEATS = {"eigh": 1, "svd": 1}
 """Timed repeats a round, where not 3."""
@@ -97,25 +100,32 @@ def measured(pieces: Pieces, routine: str, shape: tuple[int, int]) -> list[dict[
     args = pieces.args
     seconds: dict[tuple[str, int], list[float]] = {}
     memory: dict[tuple[str, int], int] = {}
+    limits: dict[tuple[str, int], dict[str, list[float]]] = {}
     turns = [("lapack", 1), *((name, p) for p in args.ranks for name in pieces.names)]
     for _ in range(args.rounds):
         for name, p in turns:
             slow = name == "scalapack" and routine == "svd" and min(shape) > args.longest_svd
-            if slow or (name == "heat" and (shape[0] <= 4 * shape[1] or routine not in ("qr", "svd"))):
+            if slow or (routine == "cg" and name in ("scalapack", "heat")):
+                continue
+            if name == "heat" and (shape[0] <= 4 * shape[1] or routine not in ("qr", "svd")):
                 continue
             said = pieces.run(name, routine, shape, p)
             seconds.setdefault((name, p), []).extend(said["seconds"])
             memory[name, p] = max(memory.get((name, p), 0), said.get("memory", 0))
+            for way in ("gemv", "read"):
+                if way in said:
+                    limits.setdefault((name, p), {}).setdefault(way, []).extend(said[way])
     rows = []
     for (name, p), values in seconds.items():
         low, middle, high = harness.spread(values)
         rows.append({"routine": routine, "shape": shape, "piece": name, "ranks": p, "median_s": middle,
-                     "quartiles_s": [low, high], "seconds": values, "memory": memory[name, p]})  # fmt: skip
+                     "quartiles_s": [low, high], "seconds": values, "memory": memory[name, p],
+                     "limits": {w: harness.spread(v)[1] for w, v in limits.get((name, p), {}).items()}})  # fmt: skip
     return rows
 
 
 def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """A line a library and number of ranks: time, and its ratio to LAPACK's and to ScaLAPACK's."""
+    """A line a library and number of ranks: time, and its ratio to LAPACK's and to ScaLAPACK's; of `cg` to reading."""
     by = {(r["piece"], r["ranks"]): r for r in rows}
     base, lines = by["lapack", 1]["median_s"], []
     for (name, p), row in by.items():
@@ -127,6 +137,12 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
         ])  # fmt: skip
     head = ["library", "ranks", "median ms", "quartiles", "of LAPACK's speed", "× ScaLAPACK's speed"]
     m, n = rows[0]["shape"]
+    if rows[0]["routine"] == "cg":
+        size = m * n * (8 if args.dtype == "float64" else 4) / 1e9
+        head += ["GB/s", "of products with a vector", "of reading"]
+        for line, row in zip(lines, rows, strict=True):
+            line.append(f"{size / row['median_s']:.1f}")
+            line += [f"{100 * row['limits'][way] / row['median_s']:.0f}%" for way in ("gemv", "read")]
     return f"{rows[0]['routine']} {m} × {n}, {args.dtype}\n\n{harness.table(head, lines)}\n"
 
 

@@ -39,6 +39,12 @@ CALL_FLOPS = 1 << 19
 GEMM_DEPTH = 14
 """The inner dim at which products of matrices run at half their rate."""
 
+GEMV_STRIP = 1 << 19
+"""Bytes of a few long rows that one thread multiplies by a vector at a time."""
+
+GEMV_ROW = 1 << 15
+"""Bytes of a row from which on rows are multiplied by a vector a few at a time."""
+
 PANEL_SLOWNESS = 2
 """How many times longer than in products an operation takes in the factorization of a panel of columns."""
 
@@ -78,10 +84,14 @@ TILES_MOVED = 1 << 18
 """Elements a rank that travel at a time between rest and a factorization: few enough to stay in the cache."""
 
 LONG_MESSAGE = 1 << 20
-"""Bytes from which between nodes an all-reduce goes in two steps, and a broadcast along a chain."""
+"""Bytes from which between nodes an all-reduce goes in two steps, and a broadcast among any number along a chain."""
 
 CHAIN_PIECE = 1 << 18
-"""Bytes that a broadcast along a chain passes on at a time."""
+"""The most bytes that a broadcast along a chain passes on at a time."""
+
+CHAIN_LEAST = 1 << 14
+"""The least bytes of such a piece, which on a fast link takes longer than a latency; a broadcast goes along a chain
+from so many bytes a rank on."""
 
 SHARED_BYTES = 1 << 18
 """Bytes below which blocks travel as messages between the ranks of a node, which needs fewer barriers."""

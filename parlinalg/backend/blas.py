@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg import tunables
 from parlinalg.backend import Backend, namespace
 
 LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -94,6 +95,39 @@ def _in_openblas(symbol: str) -> Any:
         if hasattr(library, symbol):
             return getattr(library, symbol)
     return None
+
+
+# ------------------------------------------------------------------ products
+
+
+def product(x: Any, w: Any, out: Any = None) -> Any:
+    """Return `x @ w` of matrices (with leading batch dims) on one backend, in `out` if it is given.
+
+    OpenBLAS multiplies long rows by a column part by part: the first part of all rows, then the next.  That jumps
+    through memory, and reads it at about five sixths of the rate at which a few whole rows at a time are read.
+    """
+    xp = namespace(x)
+    if not _in_strips(x, w):
+        return xp.matmul(x, w) if out is None else xp.matmul(x, w, out=out)
+    y = np.empty((len(x), 1), x.dtype) if out is None else out
+    rows = 4 * -(-tunables.GEMV_STRIP // (4 * x.shape[1] * x.itemsize))
+    for start in range(0, len(x), rows):
+        np.matmul(x[start : start + rows], w, out=y[start : start + rows])
+    return y
+
+
+def _in_strips(x: Any, w: Any) -> bool:
+    if not isinstance(x, np.ndarray) or x.ndim != 2 or w.shape[-1] != 1 or x.nbytes <= 4 * tunables.GEMV_STRIP:
+        return False
+    if x.shape[1] * x.itemsize < tunables.GEMV_ROW or not x.flags.c_contiguous or x.dtype.char not in _LETTERS:
+        return False
+    return _threads() == 1  # several share one long product better than many short ones
+
+
+def _threads() -> int | None:
+    """Return the threads of the OpenBLAS inside NumPy's wheel; None if there is none."""
+    function = _in_openblas("scipy_openblas_get_num_threads64_")
+    return None if function is None else int(function())
 
 
 # ------------------------------------------------------------------ products that are added

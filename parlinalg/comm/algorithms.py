@@ -178,11 +178,16 @@ FIRST_TAG, TAGS = 1 << 16, 1 << 12
 
 
 class Chain(Handle):
-    """A broadcast in progress.  Pieces are passed on in `wait` and `test`, so ranks should wait in the same order."""
+    """A broadcast in progress.  Pieces are passed on in `wait` and `test`, so ranks should wait in the same order.
+
+    Each link carries all the block once.  There are about twice as many pieces as ranks, so that the last rank, which
+    gets its first piece when it has passed all other links, does not wait long for it.
+    """
 
     def __init__(self, comm: MpiComm, block: Block, root: int) -> None:
         flat = block.reshape(-1).view(np.uint8)
-        pieces = [flat[at : at + tunables.CHAIN_PIECE] for at in range(0, flat.size, tunables.CHAIN_PIECE)]
+        size = min(tunables.CHAIN_PIECE, max(tunables.CHAIN_LEAST, flat.size // (2 * comm.size)))
+        pieces = [flat[at : at + size] for at in range(0, flat.size, size)]
         place = (comm.rank - root) % comm.size
         comm.chains += 1
         self._comm, self._number, self._mpi = comm, comm._calls, comm.mpi

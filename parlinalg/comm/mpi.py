@@ -324,7 +324,8 @@ class MpiComm(Comm):
             return through_host(None, buffer, lambda _, b: self._broadcast(b, root, wait), wait)
         if buffer.size > tunables.MAX_COUNT:
             return split.broadcast(self, buffer, root, wait)
-        if buffer.nbytes >= tunables.LONG_MESSAGE and self.local_size < self.size > 2 and buffer.flags.c_contiguous:
+        long = min(tunables.LONG_MESSAGE, tunables.CHAIN_LEAST * self.size)
+        if buffer.nbytes >= long and self.local_size < self.size > 2 and buffer.flags.c_contiguous:
             chain = Chain(self, buffer, root)
             if wait:
                 chain.wait()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, halves, namespace
-from parlinalg.backend.blas import add_product, added
+from parlinalg.backend import backend_of, halves
+from parlinalg.backend.blas import add_product, added, product
 from parlinalg.backend.halves import work_dtype
 from parlinalg.plan import Plan
 
@@ -36,14 +36,13 @@ def gemm(x: Block, w: Block, dtype: Any, out: Block = None) -> Block:
     work = work_dtype(dtype)
     if out is None and work != dtype and x.dtype == dtype and (y := halves.product(x, w)) is not None:
         return y
-    xp = namespace(x)
     if x.dtype != work:
         x = x.astype(work)
     if w.dtype != work:
         w = w.astype(work)
     if out is not None:
-        return xp.matmul(x, w, out=out)
-    y = xp.matmul(x, w)
+        return product(x, w, out)
+    y = product(x, w)
     return y if work == dtype else y.astype(dtype)
 
 

@@ -99,3 +99,26 @@ def test_a_read_only_sum_is_refused():
     y.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         blas.add_product(y, np.ones((3, 3)), np.ones((3, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("rows", [33, 64, 67])
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+def test_long_rows_meet_a_vector_a_few_at_a_time(dtype, rows, given, tune, monkeypatch):
+    if blas._threads() is None:
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    tune(GEMV_STRIP=8 * 50 * np.dtype(dtype).itemsize, GEMV_ROW=50 * np.dtype(dtype).itemsize)
+    rng, matmul, calls = np.random.default_rng(3), np.matmul, []
+    x, w = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((rows, 50), (50, 1)))
+    monkeypatch.setattr(np, "matmul", lambda *a, **k: calls.append(len(a[0])) or matmul(*a, **k))
+    for threads in (1, 2):
+        monkeypatch.setattr(blas, "_threads", lambda threads=threads: threads)
+        out = np.full((rows, 1), np.nan, dtype) if given else None
+        y = blas.product(x, w, out)
+        assert (y is out) == given
+        np.testing.assert_array_equal(y, matmul(x, w))
+        np.testing.assert_array_equal(blas.product(x[:, ::2], w[::2]), matmul(x[:, ::2], w[::2]))
+    few = 32  # too few rows for strips
+    np.testing.assert_array_equal(blas.product(x[:few], w), matmul(x[:few], w))
+    strips = [8] * (rows // 8) + [rows % 8] * bool(rows % 8)
+    assert calls == [*strips, rows, rows, rows, few]

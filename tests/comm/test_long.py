@@ -48,3 +48,29 @@ def test_broadcasts_along_a_chain_overlap(n: int, world, monkeypatch: pytest.Mon
         assert np.array_equal(again, block)
     assert book.words.total() == n * (world.size - 1)
     assert not world._under_way
+
+
+@pytest.mark.parametrize("n", [3, 4, 8, 40, 4000])
+def test_a_chain_has_about_two_pieces_a_rank(n: int, world, monkeypatch: pytest.MonkeyPatch, tune) -> None:
+    from parlinalg.comm import algorithms
+
+    tune(CHAIN_LEAST=32)
+    if n >= 4:
+        tune(ranks=3, CHAIN_PIECE=800)
+    monkeypatch.setattr(world, "local_size", 1)
+    found = []
+    monkeypatch.setattr(algorithms.Chain, "_pass_on", _counting(algorithms.Chain._pass_on, found))
+    block = np.arange(n * world.size) if world.rank == 0 else np.zeros(n * world.size, int)
+    world.broadcast(block, 0)
+    assert np.array_equal(block, np.arange(n * world.size))
+    size = min(800, max(32, 4 * n))
+    expected = -(-8 * n * world.size // size) if n >= 4 and world.size > 2 else 0
+    assert len(found) == expected
+
+
+def _counting(function, found):
+    def counted(self):
+        found.append(self)
+        function(self)
+
+    return counted
