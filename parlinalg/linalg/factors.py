@@ -799,7 +799,7 @@ def _tiles(a: DistArray, block: int | None, routine: str, depth: int | None = 1)
     if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
         raise ValueError(f"block is the rows of a tile, a positive int, not {block!r}")
     grid, (m, n) = a.grid, a.shape[-2:]
-    near = grid.inside and grid.everyone.local_size == grid.size
+    near = not grid.inside or grid.everyone.local_size == grid.size
     if depth is None:
         depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
     tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, grid.size, near), depth)

@@ -146,14 +146,13 @@ class TestLayers:
         """Trips of the larger matrices in some pieces, not in hundreds."""
         monkeypatch.setattr(tunables, "TILES_MOVED", max(1 << 11, tunables.TILES_MOVED))
 
-    @pytest.fixture(autouse=True)
-    def on_the_host(self, grid):
-        if not grid.backend.host_memory:
-            pytest.skip("on GPUs ranks form one layer")
+    def depths(self, grid):
+        """The numbers of layers that ranks can form: on GPUs one."""
+        return tiles.depths(grid.sizes) if grid.backend.host_memory else [1]
 
     def cases(self, grid, seed, shape_of=lambda n: (n, n)):
         rng, every = np.random.default_rng(seed), layouts(grid.axes, 2, partial=False)
-        for depth in tiles.depths(grid.sizes)[1:] or [1]:
+        for depth in self.depths(grid)[1:] or [1]:
             for n in self.SIZES if shape_of(1) == (1, 1) else self.SIZES[:-1]:
                 for dtype in rng.choice(DTYPES, 2 if n < 300 else 1, replace=False):
                     block = int(rng.choice([1, 4] if n < 97 else [16, 40]))
@@ -207,7 +206,7 @@ class TestLayers:
     def test_indefinite_and_singular(self, grid):
         a = np.diag(np.r_[np.ones(40), -1.0, np.ones(20), -1.0])
         x, ones = (pla.distribute(v, grid, grid.default_layout(v.shape)) for v in (a, np.ones((20, 20))))
-        for depth in tiles.depths(grid.sizes):
+        for depth in self.depths(grid):
             for call in (lambda d=depth: linalg.cholesky(x, depth=d), lambda d=depth: linalg.cho_factor(x, 8, depth=d)):
                 with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 41 is not"):
                     call()
@@ -225,6 +224,9 @@ class TestLayers:
                 linalg.cholesky(x, depth=depth)
         with pytest.raises(ValueError, match="stacks of matrices have no layers"):
             linalg.lu_factor(pla.ones((2, 3, 3), grid), depth=2)
+        if not grid.backend.host_memory and grid.size > 1:
+            with pytest.raises(ValueError, match="on GPUs ranks form one layer"):
+                linalg.cholesky(x, depth=tiles.depths(grid.sizes)[-1])
 
     def test_layers_are_chosen_where_they_save(self, grid, monkeypatch):
         """Between nodes, and up to a limit of memory."""
@@ -240,7 +242,7 @@ class TestLayers:
         monkeypatch.setattr(tunables, "LAYER_BYTES", 1000)
         assert blocks.layers("cholesky", 9000, 9000, sizes, False, 8) == 1
         used = []
-        monkeypatch.setattr(factors, "layers", lambda *_: used.append(1) or max(deals))
+        monkeypatch.setattr(factors, "layers", lambda *_: used.append(1) or max(self.depths(grid)))
         check(linalg.cholesky(x), np.eye(40))
         assert used
 
