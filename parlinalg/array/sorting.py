@@ -501,6 +501,8 @@ def searchsorted(a: DistArray, values: DistArray, side: Any = "left") -> DistArr
 
 
 # ------------------------------------------------------------------------------------------------ along a dim
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+"""Dtypes whose running sums a kernel makes; NumPy sums narrower ones in their own."""
 SCANS = ("add", "multiply", "maximum", "minimum", "logical_and", "logical_or")
 """The ufuncs whose running results there are."""
 
@@ -512,7 +514,7 @@ def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) ->
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     ufunc: np.ufunc = getattr(np, name)
     functions = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}
-    if name == "add" and d == a.ndim - 1 and dtype in (None, a.dtype) and a.dtype.kind == "f":
+    if name == "add" and d == a.ndim - 1 and dtype in (None, a.dtype) and a.dtype in FLOATS:
         block = running_sum(a.block)
     elif name in functions:
         block = functions[name](a.block, axis=d, dtype=dtype)

@@ -84,7 +84,7 @@ def _(z: Block, m: Block) -> Block:
 @kernel()
 def running_sum(x: Block) -> Block:
     """Return the running sums of every row, added one by one from its first element; in x's dtype."""
-    return namespace(x).cumsum(x, axis=-1, dtype=x.dtype)
+    return namespace(x).cumsum(x, axis=-1, dtype=work_dtype(x.dtype)).astype(x.dtype, copy=False)
 
 
 @loop()
