@@ -514,7 +514,8 @@ def cumulative(a: DistArray, axis: int, name: str = "add", dtype: Any = None) ->
     grid, cut = a.grid, used(a.grid, a.layout.dims[d])
     ufunc: np.ufunc = getattr(np, name)
     functions = {"add": a.xp.cumsum, "multiply": a.xp.cumprod}
-    if name == "add" and d == a.ndim - 1 and dtype in (None, a.dtype) and a.dtype in FLOATS:
+    same = dtype is None or np.dtype(dtype) == a.dtype
+    if name == "add" and d == a.ndim - 1 and same and a.dtype in FLOATS:
         block = running_sum(a.block)
     elif name in functions:
         block = functions[name](a.block, axis=d, dtype=dtype)
