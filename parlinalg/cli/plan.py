@@ -124,7 +124,10 @@ def _layout(text: str) -> Layout:
 
 
 def _grid(text: str) -> dict[str, int]:
-    axes = dict(part.partition("=")[::2] for part in _parts(text))
+    parts = [part.partition("=")[::2] for part in _parts(text)]
+    axes = dict(parts)
+    if len(axes) < len(parts):
+        raise ConfigError(f"a grid has axes of different names such as r=2,c=2, not {text!r}")
     if not axes or not all(name and size.isdecimal() and int(size) for name, size in axes.items()):
         raise ConfigError(f"a grid is axes and their sizes such as r=2,c=2, not {text!r}")
     return {name: int(size) for name, size in axes.items()}

@@ -2,6 +2,9 @@
 
 A matrix is a DistArray or a function of vectors.  All decisions are made on sums over the ranks, alike everywhere, and
 scalars that one step needs are summed by one all-reduce.  Vectors lie like the right-hand side.
+
+Many systems, stacks of matrices or several right-hand sides, take their steps together: each has scalars of its own,
+and those of all systems are summed by the same all-reduce.  A system that has ended keeps its solution.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
+from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
+from parlinalg.layout import Layout
 from parlinalg.matmul import matmul
 
 Apply = Callable[[DistArray], DistArray]
@@ -29,25 +34,50 @@ class Vectors:
 
     Parameters
     ----------
-    like : DistArray [n]
+    like : DistArray [n] or [..., n, k]
+        A vector, or the vectors of many systems as columns.
+
+    Attributes
+    ----------
+    systems : tuple of int
+        () for one vector, else [..., k]: the shape of what every inner product gives, on all ranks.
     """
 
     def __init__(self, like: DistArray) -> None:
         self.like, self.grid, self.layout = like, like.grid, like.layout
         self.dtype = np.dtype(np.complex128 if like.dtype.kind == "c" else np.float64)
-        axes = tuple(a for a in like.layout.dims[0] if like.grid.sizes[a] > 1)
+        self.one = like.ndim == 1
+        self.systems = () if self.one else (*like.shape[:-2], like.shape[-1])
+        axes = tuple(a for a in like.layout.cut_axes if like.grid.sizes[a] > 1)
         self.comm = like.grid.comm(axes) if like.grid.inside else None
+        here = like.grid.block(like.layout, like.shape)
+        self._mine = () if self.one else tuple(slice(r.start, r.stop) for r in (*here[:-2], here[-1]))
 
     def made(self, block: Block) -> DistArray:
         """Return the vector whose part on this rank is `block`."""
         return self.like.like(block)
 
+    def factor(self, values: Any) -> Any:
+        """Return numbers, one a system, as what a vector can be multiplied by."""
+        if self.one:
+            return np.asarray(values).item()
+        values = np.broadcast_to(values, self.systems)
+        real = self.like.dtype if np.iscomplexobj(values) else np.zeros(0, self.like.dtype).real.dtype
+        block = np.ascontiguousarray(values[self._mine][..., None, :], real)
+        *lead, _, last = self.layout.dims
+        shape = (*self.systems[:-1], 1, self.systems[-1])
+        return DistArray(self.grid.backend.from_host(block), shape, Layout(*lead, None, last), self.grid)
+
     def sums(self, terms: Callable[[], Sequence[Any]], n: int) -> Callable[[], np.ndarray]:
-        """Begin to sum n numbers over the ranks; what is returned waits for the sums and gives them to all ranks."""
-        found, handle = np.zeros(n, self.dtype), None
+        """Begin to sum n numbers a system over the ranks; what is returned waits, and gives all ranks the sums.
+
+        Terms are numbers of this rank's systems, or arrays of those; the sums are an array [n, *systems].
+        """
+        found, handle = np.zeros((n, *self.systems), self.dtype), None
         if self.comm is not None:
-            host = self.grid.backend.to_host
-            found[:] = np.concatenate([np.asarray(host(t)).reshape(-1) for t in terms()])
+            here = [np.asarray(self.grid.backend.to_host(t)) for t in terms()]
+            each = [t.reshape(-1) if self.one else t if t.ndim > len(self.systems) else t[None] for t in here]
+            found[(slice(None), *self._mine)] = np.concatenate(each)
             handle = self.comm.all_reduce(found, wait=False)
 
         def wait() -> np.ndarray:
@@ -60,18 +90,21 @@ class Vectors:
 
         return wait
 
-    def products(self, *pairs: tuple[DistArray, DistArray]) -> list[Any]:
-        """Return the inner products xᴴ y of pairs of vectors."""
-        return self.begin(*pairs)().tolist()
+    def dots(self, x: Block, y: Block) -> Any:
+        """Return this rank's terms of the inner products xᴴ y."""
+        return self.like.xp.vdot(x, y) if self.one else (x.conj() * y).sum(axis=-2)
+
+    def products(self, *pairs: tuple[DistArray, DistArray]) -> np.ndarray:
+        """Return the inner products xᴴ y of pairs of vectors, [pairs, *systems]."""
+        return self.begin(*pairs)()
 
     def begin(self, *pairs: tuple[DistArray, DistArray]) -> Callable[[], np.ndarray]:
         """Begin the inner products of pairs of vectors; what is returned waits for them."""
-        xp = self.like.xp
-        return self.sums(lambda: [xp.vdot(x.block, y.block) for x, y in pairs], len(pairs))
+        return self.sums(lambda: [self.dots(x.block, y.block) for x, y in pairs], len(pairs))
 
-    def norm(self, x: DistArray) -> float:
-        """Return the length of a vector."""
-        return float(np.sqrt(np.maximum(self.products((x, x))[0].real, 0)))
+    def norm(self, x: DistArray) -> Any:
+        """Return the length of a vector, or of each system's."""
+        return np.sqrt(np.maximum(self.products((x, x))[0].real, 0))
 
 
 class Basis:
@@ -91,31 +124,41 @@ class Basis:
     def __getitem__(self, i: int) -> DistArray:
         return self.vectors.made(self.rows[i].copy())
 
-    def append(self, x: DistArray, size: float) -> None:
-        """Add a vector of this length."""
-        self.rows[self.count] = x.block / size if size else 0
+    def append(self, x: DistArray, size: Any) -> None:
+        """Add a vector of this length, or of each system; of one whose length is 0 zeros."""
+        inverse = np.divide(1.0, size, out=np.zeros(self.vectors.systems), where=np.asarray(size) > 0)
+        self.rows[self.count] = (x * self.vectors.factor(inverse)).block
         self.count += 1
 
-    def orthogonalized(self, w: DistArray) -> tuple[DistArray, np.ndarray, float]:
+    def orthogonalized(self, w: DistArray) -> tuple[DistArray, np.ndarray, Any]:
         """Return what a vector has beside these, its coefficients here, and the length of the rest.
 
         Classical Gram-Schmidt, twice (Giraud and others, 2005); two all-reduces.
         """
-        rows, xp, n = self.rows[: self.count], w.xp, self.count
-        block, found = w.block.copy(), np.zeros(n, self.vectors.dtype)
+        vectors, n = self.vectors, self.count
+        block, found = w.block.copy(), np.zeros((n, *vectors.systems), vectors.dtype)
         for again in (False, True):
-            with_length = lambda: [rows.conj() @ block, *([xp.vdot(block, block)] if again else [])]  # noqa: B023, E731
-            told = self.vectors.sums(with_length, n + again)()
+            with_length = lambda: [self._onto(block), *([vectors.dots(block, block)] if again else [])]  # noqa: B023, E731
+            told = vectors.sums(with_length, n + again)()
             part = told[:n]
             found += part
-            block -= w.grid.backend.from_host(part.astype(w.dtype)) @ rows if n else 0
-        left = told[n].real - float(np.vdot(part, part).real)
-        return self.vectors.made(block), found, float(np.sqrt(np.maximum(left, 0)))
+            if n:
+                block -= self.combined(part).block
+        left = told[n].real - (np.abs(part) ** 2).sum(axis=0)
+        return vectors.made(block), found, np.sqrt(np.maximum(left, 0))
+
+    def _onto(self, block: Block) -> Any:
+        rows = self.rows[: self.count]
+        if self.vectors.one:
+            return rows.conj() @ block
+        return self.vectors.like.xp.einsum("j...nk,...nk->j...k", rows.conj(), block)
 
     def combined(self, coefficients: np.ndarray) -> DistArray:
-        """Return the sum of the vectors, each times its coefficient."""
-        c = self.vectors.grid.backend.from_host(np.ascontiguousarray(coefficients, self.vectors.like.dtype))
-        return self.vectors.made(c @ self.rows[: len(coefficients)])
+        """Return the sum of the vectors, each times its coefficient, or [vectors, *systems] of them."""
+        vectors, rows = self.vectors, self.rows[: len(coefficients)]
+        c = np.ascontiguousarray(coefficients[(slice(None), *vectors._mine)], vectors.like.dtype)
+        c = vectors.grid.backend.from_host(c)
+        return vectors.made(c @ rows if vectors.one else vectors.like.xp.einsum("j...k,j...nk->...nk", c, rows))
 
     def turn(self, coefficients: np.ndarray) -> None:
         """Replace the first vectors by their combinations, one a column of `coefficients`."""
@@ -124,16 +167,17 @@ class Basis:
         self.rows[:k] = c @ self.rows[:m]
 
 
-def applied(a: Any, name: str, n: int | None = None, square: bool = True) -> Apply:
+def applied(a: Any, name: str, n: int | None = None, square: bool = True, stacks: bool = False) -> Apply:
     """Return the function that multiplies by a matrix, or the function that is given for it.
 
     Raises
     ------
     TypeError, LinAlgError
-        If it is neither, or not a square matrix (or not of n columns).
+        If it is neither, or not a square matrix (or not of n columns), or more than one without `stacks`.
     """
     if isinstance(a, DistArray):
-        if a.ndim != 2 or (square and a.shape[0] != a.shape[1]) or n not in (None, a.shape[1]):
+        odd = a.ndim < 2 or (a.ndim > 2 and not stacks)
+        if odd or (square and a.shape[-2] != a.shape[-1]) or n not in (None, a.shape[-1]):
             wanted = "a square matrix" if n is None else f"a matrix of shape ({n}, {n})"
             raise LinAlgError(f"{name} takes {wanted if square else f'a matrix of {n} columns'}, not {a.shape}")
         whole = a.summed()
@@ -143,38 +187,88 @@ def applied(a: Any, name: str, n: int | None = None, square: bool = True) -> App
     return a
 
 
+def lead_of(a: Any) -> tuple[int, ...]:
+    """Return the leading dims of a stack of matrices; none of a function."""
+    return a.shape[:-2] if isinstance(a, DistArray) else ()
+
+
+def columns(name: str, b: Any, matrices: Sequence[Any]) -> tuple[DistArray, Callable[[DistArray], DistArray]]:
+    """Return right-hand sides as vectors, and what gives a solution the shape and layout that was asked for.
+
+    One system has a vector [n], and many have [..., n, k], cut in the leading dims as the matrices are.
+
+    Raises
+    ------
+    ValueError
+        If the leading dims do not fit to each other.
+    """
+    if not isinstance(b, DistArray) or b.ndim < 1:
+        what = f"a DistArray of shape {b.shape}" if isinstance(b, DistArray) else type(b).__name__
+        raise ValueError(f"{name} takes a right-hand side of shape (n,) or (..., n, k), a DistArray, not {what}")
+    b = b.summed()
+    rest, leads = b.layout, [lead_of(a) for a in matrices]
+    if not any(leads) and (b.ndim == 1 or (b.ndim == 2 and b.shape[1] == 1)):
+        shape = b.shape
+        home = Layout(*(rest.dims[:1] if b.ndim == 1 else (rest.dims[0], None)))
+        back = lambda x: reshape(x, (x.shape[0], *shape[1:])).redistribute(home)  # noqa: E731
+        return (b if b.ndim == 1 else reshape(b, shape[:1])), back
+    try:
+        lead = np.broadcast_shapes(b.shape[:-2], *leads)
+    except ValueError:
+        shapes = " and ".join(str(each) for each in (*filter(None, leads), b.shape))
+        raise ValueError(f"{name}: the leading dims of matrices and right-hand sides do not fit: {shapes}") from None
+    flat = b.ndim == 1
+    wide = broadcast_to(b[:, None] if flat else b, (*lead, b.shape[0 if flat else -2], 1 if flat else b.shape[-1]))
+    first = max((a for a in matrices if lead_of(a)), key=lambda a: a.ndim, default=None)
+    cuts = list(wide.layout.dims)
+    if first is not None:  # products with the matrices then need no trips between systems
+        cuts[: len(lead)] = [()] * (len(lead) - len(lead_of(first))) + list(first.layout.dims[:-2])
+        taken = {a for cut in cuts[: len(lead)] for a in cut}
+        cuts[len(lead) :] = [tuple(a for a in cut if a not in taken) for cut in cuts[len(lead) :]]
+    final = wide.layout
+
+    def shaped(x: DistArray) -> DistArray:
+        m, n = x.shape[-2], wide.shape[-2]
+        x = x.redistribute(final if m == n else Layout(*final.dims[:-2], None, final.dims[-1]))
+        return reshape(x, (*lead, m)) if flat else x
+
+    return wide.redistribute(Layout(*cuts)), shaped
+
+
 class _System:
     """A x = b as a method has it: b, the first x and its residual as vectors, and products that lie like them."""
 
     def __init__(self, name: str, a: Any, b: Any, x0: Any, m: Any, rtol: float, atol: float, maxiter: Any) -> None:
-        if not isinstance(b, DistArray) or b.ndim not in (1, 2) or (b.ndim == 2 and b.shape[1] != 1):
-            what = f"a DistArray of shape {b.shape}" if isinstance(b, DistArray) else type(b).__name__
-            raise ValueError(f"{name} takes a right-hand side of shape (n,) or (n, 1), a DistArray, not {what}")
         for label, value in (("rtol", rtol), ("atol", atol)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}: {label} is a number of at least 0, not {value!r}")
         if maxiter is not None and (isinstance(maxiter, bool) or not isinstance(maxiter, int) or maxiter < 0):
             raise ValueError(f"{name}: maxiter is a whole number of at least 0, not {maxiter!r}")
-        self.name, self.shape, n = name, b.shape, b.shape[0]
         kinds = [getattr(v, "dtype", np.dtype(np.float32)) for v in (a, b, x0)]
-        self.dtype = np.result_type(*kinds, np.float32 if max(k.itemsize for k in kinds) <= 4 else np.float64)
-        b = (b if b.ndim == 1 else reshape(b, (n,))).summed().astype(self.dtype, copy=False)
-        self.b, self.layout, self.n = b, b.layout, n
-        self._a, self._m = applied(a, name, n), None if m is None else applied(m, f"{name}'s M", n)
+        self.dtype = np.result_type(*kinds, np.float32)
+        self.name = name
+        b, self._back = columns(name, b, [v for v in (a, m) if isinstance(v, DistArray)])
+        b = b.astype(self.dtype, copy=False)
+        self.b, self.layout, n = b, b.layout, b.shape[0 if b.ndim == 1 else -2]
+        self.n, many = n, b.ndim > 1
+        self._a = applied(a, name, n, stacks=many)
+        self._m = None if m is None else applied(m, f"{name}'s M", n, stacks=many)
         self.vectors = Vectors(b)
+        self.factor = self.vectors.factor
         self.maxiter = 10 * n if maxiter is None else maxiter
         if x0 is None:
-            self.x = zeros((n,), dtype=self.dtype, grid=b.grid, layout=b.layout)
+            self.x = zeros(b.shape, dtype=self.dtype, grid=b.grid, layout=b.layout)
             self.r = b.copy()
         else:
-            if getattr(x0, "shape", None) not in ((n,), (n, 1)):
-                raise ValueError(f"{name}: x0 has the shape of b, {self.shape}, not {getattr(x0, 'shape', x0)}")
-            self.x = self._like(reshape(x0, (n,)), "x0").copy()
+            shape = self._back(b).shape
+            if getattr(x0, "shape", None) not in (shape, *([(n,), (n, 1)] if b.ndim == 1 else [])):
+                raise ValueError(f"{name}: x0 has the shape of the solution, {shape}, not {getattr(x0, 'shape', x0)}")
+            self.x = self._like(reshape(x0.summed(), b.shape), "x0").copy()
             self.r = b - self.times(self.x)
         norm = self.vectors.norm(b)
-        if not math.isfinite(norm):
+        if not np.isfinite(norm).all():
             raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
-        self.limit = max(rtol * norm, atol)
+        self.limit = np.maximum(rtol * norm, atol)
 
     def times(self, x: DistArray) -> DistArray:
         """Return A x."""
@@ -185,20 +279,31 @@ class _System:
         return r if self._m is None else self._like(self._m(r), "M r")
 
     def _like(self, y: Any, what: str) -> DistArray:
-        if not isinstance(y, DistArray) or y.shape != (self.n,) or y.grid is not self.b.grid:
+        if not isinstance(y, DistArray) or y.shape != self.b.shape or y.grid is not self.b.grid:
             told = f"of shape {y.shape}" if isinstance(y, DistArray) else f"a {type(y).__name__}"
-            raise ValueError(f"{self.name}: {what} is to be a DistArray of shape ({self.n},) on b's grid, not {told}")
+            wanted = f"a DistArray of shape {self.b.shape} on b's grid"
+            raise ValueError(f"{self.name}: {what} is to be {wanted}, not {told}")
         return y.redistribute(self.layout).astype(self.dtype, copy=False)
 
     def result(self, info: int) -> tuple[DistArray, int]:
         """Return the solution in the shape of b, and 0 or the number of iterations that did not suffice."""
-        return (self.x if len(self.shape) == 1 else reshape(self.x, self.shape)), info
+        return self._back(self.x), info
 
-    def finite(self, value: float, step: int) -> float:
-        """Return a number that decides; raise an error if it is none."""
-        if not math.isfinite(value):
-            raise LinAlgError(f"{self.name} met NaNs or infinities in iteration {step}")
+    def finite(self, value: Any, step: int) -> Any:
+        """Return numbers that decide; raise an error if one is none."""
+        if not np.isfinite(value).all():
+            raise LinAlgError(f"{self.name} met NaNs or infinities in iteration {step}{self.at(~np.isfinite(value))}")
         return value
+
+    def at(self, wrong: Any) -> str:
+        """Return the words that name the first system of those that are wrong; none if there is one system."""
+        return f" of system {tuple(int(i) for i in np.argwhere(wrong)[0])}" if np.ndim(wrong) else ""
+
+
+def _ratio(x: Any, y: Any, where: Any) -> np.ndarray:
+    """Return x / y of the systems where it counts, and 0 of the others."""
+    x, y = np.broadcast_arrays(x, y)
+    return np.divide(x, y, out=np.zeros(x.shape, np.result_type(x, y, np.float64)), where=np.asarray(where) & (y != 0))
 
 
 @primitive
@@ -211,11 +316,13 @@ def cg(
 
     Parameters
     ----------
-    A : DistArray [n, n], or function of a DistArray [n]
-    b : DistArray [n] or [n, 1]
-        The solution lies like it.
+    A : DistArray [n, n] or [..., n, n], or function
+        A function of a DistArray [n], or of [..., n, k] if b is that, which gives A x of all columns.
+    b : DistArray [n] or [..., n, k]
+        Every column is a system of its own, and all take their steps together; leading dims are broadcast with those
+        of A and M, and a vector [n] is the right-hand side of every matrix.  The solution lies like it.
     x0 : DistArray, optional
-        Where to begin; zeros by default.
+        Where to begin, of the solution's shape; zeros by default.
     rtol, atol : float
         It ends when ‖b − A x‖ ≤ max(rtol ‖b‖, atol).
     maxiter : int, optional
@@ -223,7 +330,7 @@ def cg(
     M : DistArray or function, optional
         About the inverse of A; Hermitian positive definite.
     callback : function, optional
-        Called with x after each iteration, on all ranks.
+        Called with x after each iteration, on all ranks.  A system that has ended stays as it is.
     pipelined : bool
         Sum the scalars of a step while the next product is computed (Ghysels and Vanroose 2014).  That takes one
         product more, eight vectors in place of four, and loses some digits of the residual that can be reached.
@@ -232,10 +339,10 @@ def cg(
     -------
     x : DistArray
     info : int
-        0, or the number of iterations that did not suffice.
+        0, or the number of iterations that did not suffice for some system.
 
-    A step takes one product, and one all-reduce of three numbers (Chronopoulos and Gear 1989).  Arguments and results
-    are those of `scipy.sparse.linalg.cg`.
+    A step takes one product, and one all-reduce of three numbers a system (Chronopoulos and Gear 1989).  Arguments and
+    results are those of `scipy.sparse.linalg.cg`.
 
     Raises
     ------
@@ -243,45 +350,53 @@ def cg(
         If a step finds that A or M is not positive definite.
     """
     s = _System("cg", A, b, x0, M, rtol, atol, maxiter)
-    r, x = s.r, s.x
+    r, x, systems = s.r, s.x, s.vectors.systems
     u = s.preconditioned(r)
     w = s.times(u)
     p = q = z = t = r
-    gamma, alpha, first = 1.0, 1.0, True
+    gamma, alpha, first = np.ones(systems), np.ones(systems), True
+    active = np.ones(systems, bool)
     for step in range(s.maxiter + 1):
         summing = s.vectors.begin((r, u), (w, u), (r, r))
         if pipelined:
             m = s.preconditioned(w)
             n = s.times(m)
-        before, (gamma, delta, rr) = gamma, (float(v.real) for v in summing())
+        before, (gamma, delta, rr) = gamma, summing().real
         s.x = x
-        if math.sqrt(max(0.0, s.finite(rr, step))) <= s.limit:
+        active = active & (np.sqrt(np.maximum(0, s.finite(rr, step))) > s.limit)
+        if not active.any():
             return s.result(0)
         if step == s.maxiter:
             break
-        beta = 0.0 if first else gamma / before
-        curvature = delta if first else delta - beta * gamma / alpha
-        if (gamma <= 0 or curvature <= 0) and not first:  # by rounding, if it is so no more with the true residual
+        beta = 0.0 if first else _ratio(gamma, before, active)
+        curvature = delta if first else delta - beta * _ratio(gamma, alpha, active)
+        wrong = active & ((gamma <= 0) | (curvature <= 0))
+        if wrong.any() and not first:  # by rounding, if it is so no more with the true residual
             r = s.b - s.times(x)
             u = s.preconditioned(r)
             w, first = s.times(u), True
             continue
-        if gamma <= 0 or curvature <= 0:
-            what, value = ("M: rᴴ M r", gamma) if gamma <= 0 else ("A: pᴴ A p", curvature)
-            raise LinAlgError(f"cg takes positive definite {what} = {value:.3g} in iteration {step + 1}")
-        alpha = gamma / curvature
-        p, q = (u, w) if first else (u + beta * p, w + beta * q)
+        if wrong.any():
+            indefinite = active & (gamma <= 0)
+            what, values, where = (
+                ("M: rᴴ M r", gamma, indefinite) if indefinite.any() else ("A: pᴴ A p", curvature, wrong)
+            )
+            value = np.asarray(values)[np.asarray(where)][0]
+            raise LinAlgError(f"cg takes positive definite {what} = {value:.3g} in iteration {step + 1}{s.at(where)}")
+        alpha = _ratio(gamma, curvature, active)
+        along, onward = s.factor(alpha), s.factor(beta)
+        p, q = (u, w) if first else (u + onward * p, w + onward * q)
         if pipelined:
-            z, t = (n, m) if first else (n + beta * z, m + beta * t)
+            z, t = (n, m) if first else (n + onward * z, m + onward * t)
         first = False
-        x, r = x + alpha * p, r - alpha * q
+        x, r = x + along * p, r - along * q
         if pipelined:
-            u, w = u - alpha * t, w - alpha * z
+            u, w = u - along * t, w - along * z
         else:
             u = s.preconditioned(r)
             w = s.times(u)
         if callback is not None:
-            callback(x)
+            callback(s._back(x))
     return s.result(s.maxiter)
 
 
@@ -296,47 +411,48 @@ def minres(
     two all-reduces of one number.
     """
     s = _System("minres", A, b, x0, M, rtol, atol, maxiter)
-    v, x = s.r, s.x
+    v, x, systems = s.r, s.x, s.vectors.systems
     z = s.preconditioned(v)
     size = _length(s, v, z, 0)
     if M is not None:
-        s.limit = max(rtol * _length(s, s.b, s.preconditioned(s.b), 0), atol)
-    old_v, old_size, left = v, 1.0, size
-    w = old_w = zeros((s.n,), dtype=s.dtype, grid=b.grid, layout=s.layout)
-    c = old_c = 1.0
-    sine = old_sine = 0.0
+        s.limit = np.maximum(rtol * _length(s, s.b, s.preconditioned(s.b), 0), atol)
+    old_v, old_size, left = v, np.ones(systems), size
+    w = old_w = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
+    c = old_c = np.ones(systems)
+    sine = old_sine = np.zeros(systems)
     for step in range(s.maxiter):
-        if abs(left) <= s.limit:
+        active = (np.abs(left) > s.limit) & (size > 0)
+        if not active.any():
             break
-        z = z * (1 / size)
+        z = z * s.factor(_ratio(1.0, size, active))
         y = s.times(z)
-        delta = s.finite(float(s.vectors.products((z, y))[0].real), step)
-        new = y - (delta / size) * v - (size / old_size if step else 0.0) * old_v
-        old_v, v = v, new
+        delta = s.finite(s.vectors.products((z, y))[0].real, step)
+        new = y - s.factor(_ratio(delta, size, active)) * v
+        old_v, v = v, new - s.factor(_ratio(size, old_size, active) if step else np.zeros(systems)) * old_v
         following = s.preconditioned(v)
-        old_size, size, current = size, _length(s, v, following, step), size
+        old_size, size, current = size, np.where(active, _length(s, v, following, step), size), size
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
-        whole = math.hypot(first, size)
-        if not whole:
-            raise LinAlgError(f"minres: the matrix is singular, found in iteration {step + 1}")
-        old_c, c, old_sine, sine = c, first / whole, sine, size / whole
-        old_w, w = w, (z - third * old_w - second * w) * (1 / whole)
-        x = x + (c * left) * w
-        left, z = -sine * left, following
+        whole = np.hypot(first, size)
+        if (active & (whole == 0)).any():
+            singular = s.at(active & (whole == 0))
+            raise LinAlgError(f"minres: the matrix is singular, found in iteration {step + 1}{singular}")
+        old_c, c, old_sine, sine = c, _ratio(first, whole, active), sine, _ratio(size, whole, active)
+        old_w, w = w, (z - s.factor(third) * old_w - s.factor(second) * w) * s.factor(_ratio(1.0, whole, active))
+        x = x + s.factor(np.where(active, c * left, 0)) * w
+        left, z = np.where(active, -sine * left, left), following
         s.x = x
         if callback is not None:
-            callback(x)
-        if not size:
-            break
-    return s.result(0 if abs(left) <= s.limit or not size else s.maxiter)
+            callback(s._back(x))
+    return s.result(0 if ((np.abs(left) <= s.limit) | (size == 0)).all() else s.maxiter)
 
 
-def _length(s: _System, v: DistArray, z: DistArray, step: int) -> float:
-    squared = s.finite(float(s.vectors.products((v, z))[0].real), step)
-    if squared < 0:
-        raise LinAlgError(f"{s.name} takes positive definite M: rᴴ M r = {squared:.3g} in iteration {step + 1}")
-    return math.sqrt(squared)
+def _length(s: _System, v: DistArray, z: DistArray, step: int) -> np.ndarray:
+    squared = s.finite(s.vectors.products((v, z))[0].real, step)
+    if (squared < 0).any():
+        least, at = squared.min(), s.at(squared < 0)
+        raise LinAlgError(f"{s.name} takes positive definite M: rᴴ M r = {least:.3g} in iteration {step + 1}{at}")
+    return np.sqrt(squared)
 
 
 @primitive
@@ -367,33 +483,39 @@ def gmres(
     if restart is not None and (isinstance(restart, bool) or not isinstance(restart, int) or restart < 1):
         raise ValueError(f"gmres: restart is a whole number of at least 1, not {restart!r}")
     most = min(20 if restart is None else restart, max(1, s.n))
-    steps = 0
+    steps, systems = 0, s.vectors.systems
     for turn in range(s.maxiter + 1):
         size = s.finite(s.vectors.norm(s.r), steps)
-        if size <= s.limit:
+        active = np.array(size > s.limit)
+        if not active.any():
             return s.result(0)
         if turn == s.maxiter:
             break
-        basis, h = Basis(s.vectors, most + 1), np.zeros((most + 1, most), s.vectors.dtype)
+        basis, h = Basis(s.vectors, most + 1), np.zeros((most + 1, most, *systems), s.vectors.dtype)
         directions = basis if M is None else Basis(s.vectors, most)
-        basis.append(s.r, size)
-        right, j = np.zeros(most + 1, s.vectors.dtype), 0
+        basis.append(s.r, np.where(active, size, 0))
+        right, y = np.zeros((most + 1, *systems), s.vectors.dtype), np.zeros((most, *systems), s.vectors.dtype)
         right[0] = size
         for j in range(most):
             z = s.preconditioned(basis[j])
             if M is not None:
-                directions.append(z, 1.0)
+                directions.append(z, np.ones(systems))
             w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
             h[j + 1, j] = s.finite(length, steps)
             steps += 1
-            y, left = _least(h[: j + 2, : j + 1], right[: j + 2])
-            if left <= s.limit or length <= np.finfo(s.dtype).eps * abs(h[: j + 1, j]).max(initial=0):
+            for each in map(tuple, np.argwhere(active)):
+                at = (slice(None), *each)
+                y[: j + 1][at], left = _least(h[: j + 2, : j + 1][(slice(None), *at)], right[: j + 2][at])
+                largest = np.abs(h[: j + 1, j][at]).max(initial=0)
+                if left <= s.limit[each] or length[each] <= np.finfo(s.dtype).eps * largest:
+                    active[each] = False
+            if not active.any():
                 break
-            basis.append(w, length)
-        s.x = s.x + directions.combined(y)
+            basis.append(w, np.where(active, length, 0))
+        s.x = s.x + directions.combined(y[: j + 1])
         s.r = s.b - s.times(s.x)
         if callback is not None:
-            callback(s.x)
+            callback(s._back(s.x))
     return s.result(max(steps, 1))
 
 
@@ -408,18 +530,19 @@ class LsqrResult(NamedTuple):
 
     `istop` is 0 if x = 0 is the solution, 1 if A x = b is solved to the tolerances, 2 if the least squares are, and 7
     if the iterations did not suffice.  `r1norm` is ‖b − A x‖, `r2norm` has the damping in it, `anorm` and `acond`
-    estimate A's Frobenius norm and condition, `arnorm` is ‖Aᴴ r‖, `xnorm` ‖x‖.
+    estimate A's Frobenius norm and condition, `arnorm` is ‖Aᴴ r‖, `xnorm` ‖x‖.  Of many systems all but `itn` are
+    NumPy arrays [..., k], the same on all ranks.
     """
 
     x: DistArray
-    istop: int
+    istop: Any
     itn: int
-    r1norm: float
-    r2norm: float
-    anorm: float
-    acond: float
-    arnorm: float
-    xnorm: float
+    r1norm: Any
+    r2norm: Any
+    anorm: Any
+    acond: Any
+    arnorm: Any
+    xnorm: Any
 
 
 @primitive
@@ -431,9 +554,10 @@ def lsqr(
 
     Parameters
     ----------
-    A : DistArray [m, n], or two functions
+    A : DistArray [m, n] or [..., m, n], or two functions
         Of x and of y: A x and Aᴴ y.
-    b : DistArray [m]
+    b : DistArray [m] or [..., m, k]
+        Every column is a system of its own, as in `cg`.
     damp : float
     atol, btol : float
         It ends when ‖r‖ ≤ btol ‖b‖ + atol ‖A‖ ‖x‖, or ‖Aᴴ r‖ ≤ atol ‖A‖ ‖r‖.
@@ -442,29 +566,33 @@ def lsqr(
     callback : function, optional
         Called with x after each iteration.
 
-    A step takes a product with A and one with Aᴴ, and three all-reduces of a number or two.
+    A step takes a product with A and one with Aᴴ, and three all-reduces of a number or two a system.
     """
     if isinstance(A, DistArray):
-        if A.ndim != 2 or not isinstance(b, DistArray) or b.shape != A.shape[:1]:
-            raise LinAlgError(f"lsqr takes a matrix [m, n] and b [m], not {A.shape} and {getattr(b, 'shape', b)}")
+        rows = b.shape[0 if b.ndim == 1 else -2] if isinstance(b, DistArray) and b.ndim else None
+        if A.ndim < 2 or rows != A.shape[-2]:
+            raise LinAlgError(
+                f"lsqr takes a matrix [m, n] and b [m], or stacks [..., m, n] and [..., m, k], not {A.shape} and "
+                f"{getattr(b, 'shape', b)}"
+            )
         adjoint = A.summed().mT.conj()
-        forward, backward = applied(A, "lsqr", A.shape[1], False), applied(adjoint, "lsqr", A.shape[0], False)
+        forward = applied(A, "lsqr", A.shape[-1], False, stacks=True)
+        backward = applied(adjoint, "lsqr", A.shape[-2], False, stacks=True)
     elif isinstance(A, tuple) and len(A) == 2 and all(map(callable, A)):
         forward, backward = A
     else:
         raise TypeError(f"lsqr takes a DistArray or two functions (of x and of y: A x, Aᴴ y), not {type(A).__name__}")
-    if not isinstance(b, DistArray) or b.ndim != 1:
-        raise ValueError(f"lsqr takes b as a DistArray of one dim, not {getattr(b, 'shape', type(b).__name__)}")
-    kinds = [b.dtype, *([A.dtype] if isinstance(A, DistArray) else [])]
-    dtype = np.result_type(*kinds, np.float32 if max(k.itemsize for k in kinds) <= 4 else np.float64)
-    u = b.summed().astype(dtype)
+    kinds = [x.dtype for x in (A, b) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
+    dtype = np.result_type(*kinds, np.float32)
+    u, back = columns("lsqr", b, [A])
+    u = u.astype(dtype, copy=False)
     high = Vectors(u)
 
-    def scaled(x: DistArray, vectors: Vectors) -> tuple[DistArray, float]:
+    def scaled(x: DistArray, vectors: Vectors) -> tuple[DistArray, np.ndarray]:
         size = vectors.norm(x)
-        if not math.isfinite(size):
+        if not np.isfinite(size).all():
             raise LinAlgError("lsqr met NaNs or infinities")
-        return (x * (1 / size) if size else x), size
+        return x * vectors.factor(np.where(size > 0, _ratio(1.0, size, True), 1.0)), size
 
     u, beta = scaled(u, high)
     v = backward(u).summed().astype(dtype, copy=False)
@@ -472,31 +600,36 @@ def lsqr(
     v, alpha = scaled(v, wide)
     x, w = v * 0.0, v.copy()
     norm, rho_bar, phi_bar = beta, alpha, beta
-    frobenius = directions = damped = x_length = 0.0
-    iterations = 2 * v.shape[0] if iter_lim is None else iter_lim
-    istop, done, r2, ar = (0 if not alpha * beta else 7), 0, beta, alpha * beta
-    while istop == 7 and done < iterations:
+    frobenius = directions = damped = x_length = np.zeros(high.systems)
+    iterations = 2 * v.shape[0 if v.ndim == 1 else -2] if iter_lim is None else iter_lim
+    istop = np.where(alpha * beta > 0, 7, 0)
+    done, r2, ar = 0, beta, alpha * beta
+    while (istop == 7).any() and done < iterations:
+        active = istop == 7
         done += 1
-        u, beta = scaled(forward(v).redistribute(u.layout).astype(dtype, copy=False) - alpha * u, high)
-        frobenius = math.hypot(frobenius, alpha, beta, damp)
-        v, alpha = scaled(backward(u).redistribute(v.layout).astype(dtype, copy=False) - beta * v, wide)
-        turned = math.hypot(rho_bar, damp)
-        damped = math.hypot(damped, damp / turned * phi_bar)
-        phi_bar *= rho_bar / turned
-        rho = math.hypot(turned, beta)
-        c, s = turned / rho, beta / rho
+        along = forward(v).redistribute(u.layout).astype(dtype, copy=False)
+        u, beta = scaled(along - high.factor(alpha) * u, high)
+        frobenius = np.where(active, np.hypot(np.hypot(frobenius, alpha), np.hypot(beta, damp)), frobenius)
+        along = backward(u).redistribute(v.layout).astype(dtype, copy=False)
+        v, alpha = scaled(along - wide.factor(beta) * v, wide)
+        turned = np.hypot(rho_bar, damp)
+        damped = np.where(active, np.hypot(damped, damp * _ratio(phi_bar, turned, active)), damped)
+        phi_bar = phi_bar * _ratio(rho_bar, turned, active)
+        rho = np.hypot(turned, beta)
+        c, s = _ratio(turned, rho, active), _ratio(beta, rho, active)
         theta, rho_bar, phi, phi_bar = s * alpha, -c * alpha, c * phi_bar, s * phi_bar
-        x = x + (phi / rho) * w
-        squares = wide.products((w, w), (x, x))
-        directions += squares[0].real / rho**2
-        x_length = math.sqrt(squares[1].real)
-        w = v - (theta / rho) * w
+        x = x + wide.factor(_ratio(phi, rho, active)) * w
+        squares = wide.products((w, w), (x, x)).real
+        directions = directions + np.where(active, squares[0] * _ratio(1.0, rho, active) ** 2, 0)
+        x_length = np.sqrt(squares[1])
+        w = v - wide.factor(_ratio(theta, rho, active)) * w
         if callback is not None:
-            callback(x)
-        r2, ar = math.hypot(phi_bar, damped), alpha * abs(s * phi)
-        if r2 <= btol * norm + atol * frobenius * x_length:
-            istop = 1
-        elif ar <= atol * frobenius * r2:
-            istop = 2
-    r1 = math.sqrt(max(0.0, r2**2 - (damp * x_length) ** 2))
-    return LsqrResult(x, istop, done, r1, r2, frobenius, frobenius * math.sqrt(directions), ar, x_length)
+            callback(back(x))
+        r2, ar = np.where(active, np.hypot(phi_bar, damped), r2), np.where(active, alpha * abs(s * phi), ar)
+        solved = active & (r2 <= btol * norm + atol * frobenius * x_length)
+        least = active & ~solved & (ar <= atol * frobenius * r2)
+        istop = np.where(solved, 1, np.where(least, 2, istop))
+    r1 = np.sqrt(np.maximum(0.0, r2**2 - (damp * x_length) ** 2))
+    numbers = (r1, r2, frobenius, frobenius * np.sqrt(directions), ar, x_length)
+    ended, *lengths = (each if high.systems else np.asarray(each).item() for each in (istop, *numbers))
+    return LsqrResult(back(x), ended, done, *lengths)

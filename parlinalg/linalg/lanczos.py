@@ -1,18 +1,25 @@
-"""A few eigenvalues or singular values of large matrices, by products alone."""
+"""A few eigenvalues or singular values of large matrices, by products alone.
+
+The randomized methods take stacks of matrices at once.  `eigsh`, `svds` and `lobpcg` restart, lock and drop vectors
+where the values of a matrix say so, and take the matrices of a stack one after the other, each on all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array.core import DistArray
+from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
+from parlinalg.array.joining import stack
 from parlinalg.array.namespace import eye
+from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
-from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied
+from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied, lead_of
 from parlinalg.linalg.spectral import EighResult, SVDResult, svd
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng
@@ -32,6 +39,56 @@ def _count(k: Any, n: int, name: str, most: int) -> int:
     return k
 
 
+def _matrices(a: Any, name: str) -> DistArray:
+    if not isinstance(a, DistArray) or a.ndim < 2:
+        raise LinAlgError(f"{name} takes a matrix, or a stack of them, not {getattr(a, 'shape', type(a).__name__)}")
+    return a.summed()
+
+
+def _precise(*arrays: Any) -> np.dtype[Any]:
+    """Return the dtype in which eigenvalues of these are found: float32 stays, integers become float64."""
+    return np.result_type(*(x.dtype for x in arrays if isinstance(x, DistArray)), np.float32)
+
+
+def _one_by_one(
+    solve: Callable[..., Sequence[DistArray]], matrices: Sequence[Any], shapes: Sequence[tuple[str, tuple[int, ...]]],
+    dtype: np.dtype[Any],
+) -> list[DistArray]:  # fmt: skip
+    """Return the results of a method for each matrix of a stack, stacked, with the stack's dims cut as they are.
+
+    Parameters
+    ----------
+    matrices : sequence
+        Arguments of `solve`: stacks, of which each call gets a matrix, and what all calls get.
+    shapes : sequence of (str, tuple of int)
+        Of each result: "values", which are real and whole on all ranks, or the dims "m" and "n" whose rows lie as
+        those of the matrices, and its shape.
+    """
+    stacks = [a for a in matrices if lead_of(a)]
+    try:
+        lead = np.broadcast_shapes(*map(lead_of, stacks))
+    except ValueError:
+        told = " and ".join(str(a.shape) for a in stacks)
+        raise ValueError(f"the leading dims of the stacks do not fit to each other: {told}") from None
+    first = max(stacks, key=lambda a: a.ndim)
+
+    def picked(a: Any, at: tuple[int, ...]) -> Any:
+        own = lead_of(a)
+        return a[tuple(i if n > 1 else 0 for i, n in zip(at[len(at) - len(own) :], own, strict=True))] if own else a
+
+    found = [solve(*(picked(a, at) for a in matrices)) for at in np.ndindex(*lead)]
+    cuts, results = first.layout.dims[: len(lead)], []
+    for i, (kind, shape) in enumerate(shapes):
+        inner = {"values": (None,), "m": (first.layout.dims[-2], None), "n": (None, first.layout.dims[-1])}[kind]
+        layout, whole = Layout(*cuts, *inner), (*lead, *shape)
+        if not found:
+            real = np.zeros(0, dtype).real.dtype if kind == "values" else dtype
+            results.append(zeros(whole, dtype=real, grid=first.grid, layout=layout))
+            continue
+        results.append(reshape(stack([each[i] for each in found]), whole).redistribute(layout))
+    return results
+
+
 @primitive
 def eigsh(
     A: Operator, k: int = 6, *, sigma: float | None = None, which: str = "LM", v0: DistArray | None = None,
@@ -41,7 +98,8 @@ def eigsh(
 
     Parameters
     ----------
-    A : DistArray [n, n], or function of a DistArray [n], for which `v0` says n
+    A : DistArray [n, n] or [..., n, n], or function of a DistArray [n], for which `v0` says n
+        The matrices of a stack are taken one after the other.
     sigma : float, optional
         Find the eigenvalues next to it: `which` is of 1 / (w − sigma) then, and A is a DistArray, of which A − sigma I
         is factored once.
@@ -68,11 +126,14 @@ def eigsh(
         raise ValueError("eigsh of a function takes a DistArray v0 [n], where to begin: it says n and how vectors lie")
     if which not in WHICH:
         raise ValueError(f"eigsh: which is one of {', '.join(map(repr, WHICH))}, not {which!r}")
-    n = A.shape[0] if isinstance(A, DistArray) else v0.shape[0]  # type: ignore[union-attr]
-    times = applied(A, "eigsh", n)
+    n = A.shape[-1] if isinstance(A, DistArray) and A.ndim else v0.shape[0]  # type: ignore[union-attr]
+    times = applied(A, "eigsh", n, stacks=True)
     k = _count(k, n, "eigsh", n - 1)
-    kinds = [x.dtype for x in (A, v0) if isinstance(x, DistArray)]
-    dtype = np.result_type(*kinds, np.float32 if max(d.itemsize for d in kinds) <= 4 else np.float64)
+    dtype = _precise(A, v0)
+    if lead_of(A):
+        options: Any = {"sigma": sigma, "which": which, "v0": v0, "ncv": ncv, "maxiter": maxiter, "tol": tol}
+        shapes = [("values", (k,)), ("m", (n, k))]
+        return EighResult(*_one_by_one(lambda a: eigsh(a, k, **options), [A], shapes, dtype))
     if v0 is None:
         v0 = _start(A, n)  # type: ignore[arg-type]
     elif v0.shape != (n,):
@@ -150,18 +211,22 @@ def _assembled(basis: Basis, values: np.ndarray, s: np.ndarray, like: DistArray)
 def svds(
     A: DistArray, k: int = 6, *, ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0
 ) -> SVDResult:
-    """Return the k largest singular values, falling, of a matrix [m, n], with U [m, k] and Vᴴ [k, n].
+    """Return the k largest singular values, falling, of a matrix [..., m, n], with U [..., m, k] and Vᴴ [..., k, n].
 
     By `eigsh` of AᴴA (or A Aᴴ, which is smaller), and the singular values of A on its vectors, so that relative
-    accuracy is lost only of values below the square root of eps times the largest.
+    accuracy is lost only of values below the square root of eps times the largest.  The matrices of a stack are taken
+    one after the other.
     """
-    if not isinstance(A, DistArray) or A.ndim != 2:
-        raise LinAlgError(f"svds takes a matrix, not {getattr(A, 'shape', type(A).__name__)}")
-    m, n = A.shape
+    A = _matrices(A, "svds")
+    m, n = A.shape[-2:]
+    if A.ndim > 2:
+        k = _count(k, min(m, n), "svds", min(m, n) - 1)
+        shapes = [("m", (m, k)), ("values", (k,)), ("n", (k, n))]
+        solve = lambda a: svds(a, k, ncv=ncv, maxiter=maxiter, tol=tol)  # noqa: E731
+        return SVDResult(*_one_by_one(solve, [A], shapes, _precise(A)))
     if m < n:
         turned = svds(A.mT.conj(), k, ncv=ncv, maxiter=maxiter, tol=tol)
         return SVDResult(turned.Vh.mT.conj(), turned.S, turned.U.mT.conj())
-    A = A.summed()
     k = _count(k, n, "svds", n - 1)
     adjoint = A.mT.conj()
     first = _start(adjoint, n)
@@ -175,27 +240,26 @@ def svds(
 
 @primitive
 def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> DistArray:
-    """Return Q [m, size] with orthonormal columns that about span what a matrix [m, n] mostly maps to.
+    """Return Q [..., m, size] with orthonormal columns that about span what a matrix [..., m, n] mostly maps to.
 
     Parameters
     ----------
+    A : DistArray [..., m, n]
     size : int
         Some more than the values that are wanted.
     n_iter : int
         Times that A Aᴴ is applied, with orthogonalization between: more for values that fall slowly.
     seed : int
-        Of the random matrix, the same on every grid.
+        Of the random matrix, the same on every grid and for every matrix of a stack.
 
     Takes 2 + 2 `n_iter` products of A with `size` columns (Halko, Martinsson and Tropp 2011, algorithm 4.4).
     """
-    if not isinstance(A, DistArray) or A.ndim != 2:
-        raise LinAlgError(f"range_finder takes a matrix, not {getattr(A, 'shape', type(A).__name__)}")
-    m, n = A.shape
+    A = _matrices(A, "range_finder")
+    m, n = A.shape[-2:]
     size = _count(size, n, "range_finder", max(1, min(m, n)))
-    A = A.summed()
     adjoint = A.mT.conj()
     dtype = np.result_type(A.dtype, np.float32)
-    y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[1], None))
+    y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[-1], None))
     q = qr(matmul(A, y.astype(dtype))).Q
     for _ in range(n_iter):
         q = qr(matmul(A, qr(matmul(adjoint, q)).Q)).Q
@@ -204,18 +268,17 @@ def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> 
 
 @primitive
 def svd_lowrank(A: DistArray, k: int = 6, *, oversamples: int = 10, n_iter: int = 4, seed: int = 0) -> SVDResult:
-    """Return about the k largest singular values, falling, of a matrix [m, n], with U [m, k] and Vᴴ [k, n].
+    """Return about the k largest singular values, falling, of [..., m, n], with U [..., m, k] and Vᴴ [..., k, n].
 
     By `range_finder` with k + `oversamples` columns: few products, all with many columns.  What is found is as good as
     the values beyond the k + `oversamples`-th are small; for digits that hold take `svds`.
     """
-    if not isinstance(A, DistArray) or A.ndim != 2:
-        raise LinAlgError(f"svd_lowrank takes a matrix, not {getattr(A, 'shape', type(A).__name__)}")
-    least = min(A.shape)
-    k = _count(k, A.shape[1], "svd_lowrank", max(1, least))
+    A = _matrices(A, "svd_lowrank")
+    least = min(A.shape[-2:])
+    k = _count(k, A.shape[-1], "svd_lowrank", max(1, least))
     q = range_finder(A, min(least, k + oversamples), n_iter=n_iter, seed=seed)
-    u, s, vh = svd(matmul(q.mT.conj(), A.summed()), full_matrices=False)
-    return SVDResult(matmul(q, u[:, :k]), s[:k], vh[:k])
+    u, s, vh = svd(matmul(q.mT.conj(), A), full_matrices=False)
+    return SVDResult(matmul(q, u[..., :k]), s[..., :k], vh[..., :k, :])
 
 
 @primitive
@@ -227,9 +290,9 @@ def lobpcg(
 
     Parameters
     ----------
-    A : DistArray [n, n], or function of a DistArray [n, k]
+    A : DistArray [n, n] or [..., n, n], or function of a DistArray [n, k]
         Hermitian.
-    X : DistArray [n, k]
+    X : DistArray [n, k] or [..., n, k]
         Where to begin: k independent vectors, of which 3 k are at most n.  The vectors lie like it.
     B : DistArray or function, optional
         Hermitian positive definite; the identity by default.
@@ -244,15 +307,19 @@ def lobpcg(
     callback : function, optional
         Called with the eigenvalues after each iteration, on all ranks.
 
-    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.
+    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.  The matrices
+    of stacks, whose leading dims are broadcast, are taken one after the other.
     """
-    if not isinstance(X, DistArray) or X.ndim != 2:
-        raise ValueError(f"lobpcg takes X as a DistArray [n, k], not {getattr(X, 'shape', type(X).__name__)}")
-    n, k = X.shape
+    if not isinstance(X, DistArray) or X.ndim < 2:
+        raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {getattr(X, 'shape', type(X).__name__)}")
+    n, k = X.shape[-2:]
     if k < 1 or 3 * k > n:
         raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
-    kinds = [v.dtype for v in (A, X, B) if isinstance(v, DistArray)]
-    dtype = np.result_type(*kinds, np.float32 if max(d.itemsize for d in kinds) <= 4 else np.float64)
+    dtype = _precise(A, X, B)
+    if any(map(lead_of, (A, X, B, M))):
+        options: Any = {"tol": tol, "maxiter": maxiter, "largest": largest, "callback": callback}
+        shapes = [("values", (k,)), ("m", (n, k))]
+        return EighResult(*_one_by_one(lambda *each: lobpcg(*each, **options), [A, X, B, M], shapes, dtype))
     layout = Layout(X.layout.dims[0], None)
     steps = {name: applied(v, name, n) for name, v in (("A", A), ("B", B), ("M", M)) if v is not None}
 

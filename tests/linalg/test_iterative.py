@@ -37,6 +37,10 @@ def placed(grid, values, seed):
     return pla.distribute(values, grid, every[seed % len(every)])
 
 
+def stacked(x, n):
+    return pla.stack([x] * n)
+
+
 def close(got, want, error):
     got = got.gather() if hasattr(got, "gather") else got
     if got is not None:
@@ -45,12 +49,12 @@ def close(got, want, error):
         assert np.abs(got - want).max(initial=0) <= error * scale
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("n", [1, 29])
 def test_systems(grid, n, dtype):
     a, _ = definite(n, dtype)
     b = random(n, dtype=dtype, seed=2)
-    error = 1e-4 if dtype == "float32" else 1e-9
+    error = {"float32": 1e-4, "complex64": 1e-3}.get(dtype, 1e-9)
     rtol = error / 100
     mixed = a - np.eye(n, dtype=dtype) * 11.3  # indefinite
     odd = a + 3 * random(n, n, dtype=dtype, seed=5) / max(1, n) ** 0.5
@@ -122,11 +126,118 @@ def test_least_squares(grid, shape):
     assert lsqr(A, B * 0).istop == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (0, 2)], ids=str)
+def test_stacks_of_systems(grid, lead, dtype):
+    """Systems of unlike condition, in any layout, with broadcast leading dims, and some that end at once."""
+    n, k, error = 11, 2, 2e-3 if dtype == "complex64" else 1e-8
+    count = int(np.prod(lead))
+    every = [definite(n, dtype, low=0.3 + i, seed=i + 1)[0] for i in range(max(1, count))]
+    a = np.array(every[:count]).reshape(*lead, n, n).astype(dtype)
+    b = random(*lead, n, k, dtype=dtype, seed=3)
+    b[..., 0] = 0 if lead == (3,) else b[..., 0]  # solved at once
+    mixed, odd = a - 11.3 * np.eye(n, dtype=dtype), a + random(n, n, dtype=dtype, seed=5)
+    inverse = np.linalg.inv(a) + 1e-3 * np.eye(n, dtype=dtype)
+    options = {"rtol": error / 100, "maxiter": 300}
+    for seed in range(2):
+        B, A, M = placed(grid, b, 5 * seed + 1), placed(grid, a, 7 * seed + 2), placed(grid, inverse, seed)
+        for function, matrix, more in (
+            (cg, a, {}), (cg, a, {"pipelined": True}), (cg, a, {"M": M}), (minres, mixed, {}), (minres, a, {"M": M}),
+            (gmres, odd, {"restart": n}), (gmres, a, {"restart": 5}), (gmres, odd, {"M": M, "restart": 9}),
+        ):  # fmt: skip
+            steps = []
+            x, info = function(placed(grid, matrix, 3 * seed + 1), B, callback=steps.append, **options, **more)
+            assert info == 0, function
+            assert (x.shape, x.dtype, x.layout) == (b.shape, b.dtype, B.layout.with_partial(()))
+            close(x, np.linalg.solve(matrix, b), 50 * error)
+            assert all(each.shape == b.shape for each in steps)
+            if steps and "M" not in more and function is not gmres:
+                close(steps[-1], x.gather(), 0)
+        x, info = cg(lambda v: A @ v, B, x0=placed(grid, np.linalg.solve(a, b), 4), rtol=1e-3, maxiter=0)
+        assert info == 0
+        shared = b if not lead else b[0] if len(lead) == 1 else b[:1]
+        if count:
+            for function, matrix in ((cg, a), (minres, mixed), (gmres, mixed)):
+                x, info = function(placed(grid, matrix, seed), placed(grid, shared, seed), **options)
+                assert info == 0
+                close(x, np.linalg.solve(matrix, np.broadcast_to(shared, b.shape)), 50 * error)
+            vector = random(n, dtype=dtype, seed=12)
+            x, info = cg(A, placed(grid, vector, seed), **options)
+            close(x, np.linalg.solve(a, vector[:, None])[..., 0], 50 * error)
+
+
+@pytest.mark.parametrize("lead", [(), (4,), (3, 2), (0,)], ids=str)
+def test_stacks_of_least_squares(grid, lead):
+    m, n = 17, 6
+    a, b = random(*lead, m, n, seed=4), random(*lead, m, 3, seed=5)
+    a *= np.arange(1, int(np.prod(lead)) + 1).reshape(*lead, 1, 1)  # so that they do not end in one step
+    b[..., 1] = 0
+    want = np.linalg.pinv(a) @ b
+    for seed in range(2):
+        A, B = placed(grid, a, 2 * seed + 1), placed(grid, b, seed)
+        found = lsqr(A, B, atol=1e-13, btol=1e-13, iter_lim=400)
+        assert found.x.layout.dims[-1] == B.layout.dims[-1]
+        close(found.x, want, 1e-9)
+        assert found.istop.shape == found.xnorm.shape == (*lead, 3)
+        assert set(found.istop[..., [0, 2]].flat) <= {1, 2}
+        assert not found.istop[..., 1].any()
+        np.testing.assert_allclose(found.r1norm, np.linalg.norm(b - a @ want, axis=-2), atol=1e-9)
+        np.testing.assert_allclose(found.xnorm, np.linalg.norm(want, axis=-2), atol=1e-9)
+        damped = lsqr((lambda x: A @ x, lambda y: A.mT @ y), B, 2.0, atol=1e-13, btol=1e-13)
+        adjoint = np.swapaxes(a, -1, -2)
+        close(damped.x, np.linalg.solve(adjoint @ a + 4 * np.eye(n), adjoint @ b), 1e-9)
+
+
+def test_one_all_reduce_a_step_for_all_systems(grid):
+    """Whatever dims are cut: two systems, four columns."""
+    n, every = 12, layouts(grid.axes, 3, partial=False)
+    scale = pla.distribute(np.linspace(1, 2, 2 * n).reshape(2, n, 1), grid, Layout(None, None, None))
+    for layout in every:
+        b, steps = pla.distribute(random(2, n, 4), grid, layout), []
+        with pla.ledger(grid) as book:
+            _, info = cg(lambda x: scale * x, b, rtol=1e-10, callback=steps.append)
+        calls = sum(c for (kind, _), c in book.calls.items() if kind == "all_reduce")
+        cut = any(grid.sizes[a] > 1 for a in layout.cut_axes)
+        assert info == 0
+        assert calls == (len(steps) + 2 if cut and grid.inside else 0)
+
+
+@pytest.mark.parametrize("lead", [(2,), (2, 2), (0,)], ids=str)
+def test_stacks_of_spectra(grid, lead):
+    m, n, k = 17, 13, 3
+    a = random(*lead, m, n, dtype="complex128", seed=3)
+    s = (a @ a.conj().swapaxes(-1, -2))[..., :n, :n]
+    w = np.linalg.eigvalsh(s)
+    S = placed(grid, s, 3)
+    for which, wanted in (("LA", w[..., -k:]), ("SA", w[..., :k])):
+        values, v = eigsh(S, k, which=which, ncv=n)
+        close(values, wanted, 1e-9)
+        assert v.layout.dims[:-2] == S.layout.dims[: len(lead)]
+        close(S @ v, v.gather() * wanted[..., None, :], 1e-8)
+    x = placed(grid, random(n, k, dtype="complex128", seed=8), 1)
+    close(lobpcg(S, x, maxiter=200, tol=1e-9)[0], w[..., ::-1][..., :k], 1e-9)
+    weights = placed(grid, np.diag(np.linspace(1, 3, n)), 2)
+    values, v = lobpcg(S, placed(grid, random(*lead, n, k, seed=9), 2), weights, maxiter=200, tol=1e-9)
+    close(S @ v, (weights @ v).gather() * values.gather()[..., None, :], 1e-6)
+    for turned in (False, True):
+        b = a.swapaxes(-1, -2) if turned else a
+        u, _, vh = np.linalg.svd(b, full_matrices=False)
+        t = 0.3 ** np.arange(n)
+        b = (u * t) @ vh
+        for found in (svds(placed(grid, b, 2), k), svd_lowrank(placed(grid, b, 1), k)):
+            assert (found.U.shape, found.Vh.shape) == ((*lead, b.shape[-2], k), (*lead, k, b.shape[-1]))
+            close(found.S, np.broadcast_to(t[:k], (*lead, k)), 1e-9)
+            close((found.U * found.S[..., None, :]) @ found.Vh, (u[..., :k] * t[:k]) @ vh[..., :k, :], 1e-7)
+        B, q = placed(grid, b, 5), range_finder(placed(grid, b, 5), 6)
+        assert q.shape == (*lead, b.shape[-2], 6)
+        assert float(abs(B - q @ (q.mT.conj() @ B)).gather().max(initial=0)) < 2 * t[6]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 def test_a_few_eigenvalues(grid, dtype):
     n = 37
     a, w = definite(n, dtype, low=-20)
-    error = 2e-4 if dtype == "float32" else 1e-10
+    error = 2e-4 if dtype in ("float32", "complex64") else 1e-10
     for seed, (which, wanted) in enumerate(
         {"LM": w[-4:], "LA": w[-4:], "SA": w[:4], "SM": np.sort(w[np.argsort(abs(w))[:4]])}.items()
     ):
@@ -191,9 +302,25 @@ def test_wrong_use(grid):
     wrong = [
         (lambda: cg(a[:4], b), np.linalg.LinAlgError, r"cg takes a matrix of shape \(6, 6\), not \(4, 6\)"),
         (lambda: cg("a", b), TypeError, "cg takes a DistArray or a function of DistArrays for a matrix, not str"),
-        (lambda: cg(a, a), ValueError, r"right-hand side of shape \(n,\) or \(n, 1\), a DistArray, not .*\(6, 6\)"),
+        (lambda: cg(a, "b"), ValueError, r"right-hand side of shape \(n,\) or \(..., n, k\), a DistArray, not str"),
+        (lambda: cg(a, a[:3]), np.linalg.LinAlgError, r"cg takes a matrix of shape \(3, 3\), not \(6, 6\)"),
+        (
+            lambda: minres(stacked(a, 3), stacked(a, 2)),
+            ValueError,
+            r"minres: the leading dims of matrices and right-hand sides do not fit: \(3,\) and \(2, 6, 6\)",
+        ),
+        (
+            lambda: lobpcg(stacked(a, 3), stacked(b[:, None], 2)),
+            ValueError,
+            r"leading dims of the stacks do not fit to each other: \(3, 6, 6\) and \(2, 6, 1\)",
+        ),
+        (
+            lambda: cg(pla.stack([a, -a]), b),
+            np.linalg.LinAlgError,
+            r"cg takes positive definite A: pᴴ A p = -.* in iteration 1 of system \(1, 0\)",
+        ),
         (lambda: cg(a, b, rtol=-1), ValueError, "rtol is a number of at least 0, not -1"),
-        (lambda: cg(a, b, b[:2]), ValueError, r"x0 has the shape of b, \(6,\), not \(2,\)"),
+        (lambda: cg(a, b, b[:2]), ValueError, r"x0 has the shape of the solution, \(6,\), not \(2,\)"),
         (lambda: cg(a, b, maxiter=1.5), ValueError, "maxiter is a whole number of at least 0, not 1.5"),
         (lambda: cg(lambda x: x[:2], b), ValueError, r"A x is to be a DistArray of shape \(6,\)"),
         (lambda: cg(-a, b), np.linalg.LinAlgError, "cg takes positive definite A"),
@@ -204,7 +331,7 @@ def test_wrong_use(grid):
         (lambda: eigsh(a, 6), ValueError, "k is a whole number from 1 to 5 for 6 columns, not 6"),
         (lambda: eigsh(a, 2, which="LR"), ValueError, "which is one of 'LM', 'SM', 'LA', 'SA', not 'LR'"),
         (lambda: eigsh(lambda x: x, 2), ValueError, "eigsh of a function takes a DistArray v0"),
-        (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, not \(6,\)"),
+        (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, or a stack of them, not \(6,\)"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
     ]
     for call, error, text in wrong:
