@@ -6,7 +6,8 @@
 Every training is `parlinalg train text` on one rank with one BLAS thread, which computes the losses of every grid.  An
 optimizer's learning rate is a middle value times each of `--rates`; everything else is alike, and what Muon leaves to
 AdamW has AdamW's middle rate.  `--jobs` trainings run at once.  The loss is that of the held-out text, in nats a byte,
-each `--every` steps.  Trainings whose folder has all their steps are not run again.
+each `--every` steps.  Trainings whose folder has all their steps are not run again.  `docs/figures.py` draws what
+`--json docs/figures/text_losses.json` writes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import harness
 
 MIDDLE = {"adamw": 4e-3, "muon": 2e-2}
 """The learning rate that is multiplied by `--rates`."""
-OPTIONS = {"adamw": {}, "muon": {"name": "muon", "adamw_lr": MIDDLE["adamw"]}}
+OPTIONS = {"adamw": {}, "muon": {"adamw_lr": MIDDLE["adamw"]}}
+BOTH = {"betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def trained(optimizer: str, rate: float, steps: int, args: argparse.Namespace) -> dict[int, float]:
@@ -32,8 +34,10 @@ def trained(optimizer: str, rate: float, steps: int, args: argparse.Namespace) -
     lr = MIDDLE[optimizer] * rate
     folder = Path(args.out) / f"{optimizer}-{lr:g}-{steps}"
     if (losses := validation(folder)).get(steps) is None:
-        options = {f"optimizer.{name}": value for name, value in {**OPTIONS[optimizer], "lr": lr}.items()}
-        options.update({"steps": steps, "validate_every": args.every, "sample.max_new_tokens": 1})
+        chosen = {"name": optimizer, "lr": lr, **BOTH, **OPTIONS[optimizer]}
+        options = {
+            "optimizer": chosen, "steps": steps, "validate_every": args.every, "sample.max_new_tokens": 1,
+        }  # fmt: skip
         sets = [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
         command = [sys.executable, "-m", "parlinalg", "train", "text", "--out", str(folder), *sets]
         env = harness.environment(harness.cores())
@@ -82,7 +86,7 @@ def main() -> int:
         ]  # fmt: skip
     print(show(results, args.target))
     if args.json:
-        harness.write_json(args.json, {"arguments": vars(args), "results": results})
+        harness.write_json(args.json, {"target": args.target, "results": results})
     return 0
 
 

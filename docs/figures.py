@@ -1,18 +1,22 @@
 """Draw the figures of the documentation from the library's own tables and schedules: `python docs/figures.py`.
 
 For each grid: its ranks, and the matrices of one product x · w = y at rest.  A block bears the ranks that hold it; the
-thick outline is what rank 1 needs, or makes, at work.  For each pipeline schedule: its timeline, as simulated.  Written
-as plain SVG, so that equal tables give equal files.
+thick outline is what rank 1 needs, or makes, at work.  For each pipeline schedule: its timeline, as simulated.  The
+tiles of a factorization, as they are dealt.  And the losses of the text example's trainings, as `bench/text.py` measured
+them.  Written as plain SVG, so that equal tables give equal files.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from parlinalg.layout import Layout, coordinates
+from parlinalg.linalg.tiles import Deal
 from parlinalg.moves import moves
 from parlinalg.pipeline.drawing import svg
 from parlinalg.pipeline.schedules import make_schedule
@@ -41,7 +45,10 @@ TIMELINES = {  # file: name, ranks, microbatches, chunks, microbatches of a step
     "schedule_pipedream": ("pipedream", 4, 12, None, None),
     "schedule_pipedream_2bw": ("pipedream-2bw", 4, 12, None, 4),
 }
-FILES = (*SHOWN, *TIMELINES)
+LOSSES, TILES = "text_losses", "working_form"
+FILES = (*SHOWN, *TIMELINES, LOSSES, TILES)
+LINES = {"adamw": ("AdamW", "#8d6a9f"), "muon": ("Muon", "#c1121f")}  # optimizer: name, colour
+DASHES = ("7 5", "", "2 4")  # of the lowest, the middle and the highest learning rate
 SIDE = 128.0
 STEP = {0: (74.0, 0.0), 1: (0.0, 74.0), 2: (36.0, -30.0)}  # of an axis on paper: the last one runs to the right
 SHORT = {"all_gather": "gathered", "reduce_scatter": "reduce-scattered", "all_reduce": "all-reduced"}
@@ -175,8 +182,85 @@ def draw_product(paper: Paper, x: float, y: float, plan: Plan, sizes: Mapping[st
             paper.text(x + i * gap + SIDE + 31, y + SIDE / 2 + 8, "·="[i], 26)
 
 
+def draw_losses(results: list[dict[str, Any]], target: float) -> str:
+    """The loss on held-out text against steps, a line a training; a disc where one first reaches the target."""
+    paper, (left, top, width, height) = Paper(780, 400, "Loss on held-out text, in nats a byte, against steps"), (
+        64, 40, 560, 300)  # fmt: skip
+    last, low, high = max(r["steps"] for r in results), 1.0, 3.0
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return left + width * step / last, top + height * (high - min(loss, high)) / (high - low)
+
+    def path(points: list[tuple[float, float]], colour: str, dash: str, thick: float) -> None:
+        line = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        paper.parts.append(
+            f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{thick:g}" stroke-dasharray="{dash}"/>'
+        )
+
+    for tick in range(5):
+        loss = low + (high - low) * tick / 4
+        path([at(0, loss), at(last, loss)], "#d9dce3", "", 1)
+        paper.text(left - 10, at(0, loss)[1] + 4, f"{loss:g}", 12, "end")
+    for step in range(0, last + 1, 100):
+        paper.text(at(step, low)[0], top + height + 20, str(step), 12)
+    paper.text(left + width / 2, top + height + 42, "steps")
+    paper.text(left, top - 14, "nats a byte, held out", 13, "start")
+    path([at(0, target), at(last, target)], INK, "3 3", 1)
+    paper.text(left + 6, at(0, target)[1] - 6, f"{target:g}", 12, "start")
+    rates = {name: sorted(r["lr"] for r in results if r["optimizer"] == name) for name in LINES}
+    results = sorted(results, key=lambda r: min(r["losses"].values()), reverse=True)
+    for i, result in enumerate(results):
+        (name, colour), lr = LINES[result["optimizer"]], result["lr"]
+        dash = DASHES[rates[result["optimizer"]].index(lr)]
+        points = [at(int(step), loss) for step, loss in result["losses"].items()]
+        path(points, colour, dash, 2)
+        if result["reached"]:
+            x, y = at(result["reached"], result["losses"][str(result["reached"])])
+            paper.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
+        y = top + 14 + 26 * i
+        path([(left + width + 16, y - 4), (left + width + 46, y - 4)], colour, dash, 2)
+        paper.text(left + width + 52, y, f"{name}, {lr:g}", 12, "start")
+    return str(paper)
+
+
+def draw_tiles() -> str:
+    """A matrix at rest and in tiles on a 2 × 2 grid, and the third step of a factorization, by the deal itself."""
+    sizes, tiles, side, unit = {"r": 2, "c": 2}, 8, 208.0, 26.0
+    paper, deal = Paper(780, 322, "A matrix at rest, in tiles at work, and a step of a factorization"), Deal(sizes, 1)
+    owner = {}
+    for rank, (i, j) in enumerate(deal.coords):
+        owner.update({(int(row), int(col)): rank for row in deal.rows(tiles)[i] for col in deal.columns(tiles)[j]})
+    step = 2
+    for at, title in enumerate(
+        ("at rest: Layout(r, c)", "at work: tiles, dealt in turn", "a step: panel, rows, update")
+    ):
+        left, top = 22 + at * 256.0, 46.0
+        for (i, j), rank in sorted(owner.items()):
+            shown = rank if at else rank_of({"r": i * 2 // tiles, "c": j * 2 // tiles}, sizes)
+            done = at == 2 and min(i, j) < step
+            paper.rect(left + j * unit, top + i * unit, unit, unit, "#f1f2f5" if done else COLOURS[shown], "#ffffff")
+            if not done:
+                paper.text(left + j * unit + unit / 2, top + i * unit + unit / 2 + 4, str(shown), 11)
+        if at == 2:
+            first, rest = step * unit, side - step * unit
+            paper.rect(left + first, top + first, unit, rest, "none", ACCENT, 3)
+            paper.rect(left + first + unit, top + first, rest - unit, unit, "none", INK, 3)
+            paper.text(left + side / 2, top + side + 40, "red: panel, sent along grid rows;", 11, fill=ACCENT)
+            paper.text(left + side / 2, top + side + 54, "black: rows of U, sent down grid columns", 11)
+        paper.text(left + side / 2, 30, title, 14)
+    paper.text(22 + side / 2, 46 + side + 20, "one block a rank", 12)
+    paper.text(278 + side / 2, 46 + side + 20, "every rank has part of what is left", 12)
+    paper.text(534 + side / 2, 46 + side + 20, "the rest is updated by products", 12)
+    return str(paper)
+
+
 def draw(file: str) -> str:
     """A figure, as SVG."""
+    if file == TILES:
+        return draw_tiles()
+    if file == LOSSES:
+        found = json.loads((FOLDER / f"{file}.json").read_text())
+        return draw_losses(found["results"], found["target"])
     if file in TIMELINES:
         schedule, ranks, microbatches, chunks, every = TIMELINES[file]
         return svg(simulate(make_schedule(schedule, ranks, microbatches, chunks, every=every)))

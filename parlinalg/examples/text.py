@@ -10,7 +10,7 @@ parallel = dict(tensor=dict(mode="2d"))  # without a size: all ranks that parall
 data = dict(name="text", sequence_length=128, validation=0.1)
 model = dict(name="gpt", hidden_size=128, num_hidden_layers=4, num_attention_heads=4)
 criterion = dict(name="cross_entropy")
-optimizer = dict(name="adamw", lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1)
+optimizer = dict(name="muon", lr=0.02, adamw_lr=4e-3, betas=(0.9, 0.99), weight_decay=0.1)
 lr_schedule = dict(name="cosine", warmup=40, end=0.05)
 sample = dict(prompt="The ", max_new_tokens=400, temperature=0.8, top_p=0.7)
 

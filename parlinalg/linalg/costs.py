@@ -186,7 +186,7 @@ class Costs:
         sizes = self.deal.sizes
         at = list(coordinates(tuple(sizes), sizes))
         for step in moves(src, dst, sizes):
-            if step.op in ("mask", "embed", "slice"):
+            if step.op in ("mask", "embed", "slice") or 0 in shape:
                 continue
             words = np.array([step.words(shape, sizes, here) for here in at], np.int64)
             op = "all_to_all" if step.op == "exchange" else step.op

@@ -279,6 +279,11 @@ def test_qr(grid):
         residuals(a, linalg.qr_factor(x, block), x)
 
 
+def exact(got, want):
+    if (values := got.gather()) is not None:
+        np.testing.assert_array_equal(values, want)
+
+
 def test_whole_numbers_are_exact(grid):
     """Unit triangles of small whole numbers: every step is exact, so that every grid gives the same bits."""
     rng = np.random.default_rng(5)
@@ -289,8 +294,39 @@ def test_whole_numbers_are_exact(grid):
     check(linalg.solve_triangular(x, rhs, lower=True, unit_diagonal=True), b)
     spd = np.tril(rng.integers(-2, 3, (30, 30)), -1) + 2 * np.eye(30)
     s = spd @ spd.T
-    found = linalg.cholesky(pla.distribute(s, grid, grid.default_layout(s.shape)))
-    same(found, spd, 1e-9)
+    for block in (7, 30, None):  # roots of 4, divisions by 2
+        found = linalg.cho_factor(pla.distribute(s, grid, grid.default_layout(s.shape)), block)
+        exact(found.L, spd)
+    exact(linalg.cholesky(pla.distribute(s, grid, grid.default_layout(s.shape))), spd)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_whole_numbers_with_pivots_are_exact(grid, dtype):
+    """Rows of a triangle in any order: each column has one pivot to choose, in tournaments too, and all is whole."""
+    rng = np.random.default_rng(6)
+    for n in (1, 2, 23, 40):
+        upper = np.triu(rng.integers(-1, 2, (n, n)) * (rng.random((n, n)) < 0.2), 1).astype(dtype)
+        upper += np.diag(rng.choice([-2, -1, 1, 2], n))
+        order = rng.permutation(n)
+        a = upper[order]
+        x = rng.integers(-4, 5, (n, 3)).astype(dtype)
+        layout = layouts(grid.axes, 2, partial=False)[n % len(layouts(grid.axes, 2, partial=False))]
+        A = pla.distribute(a, grid, layout)
+        for block in (5, None):
+            factor = linalg.lu_factor(A, block)
+            np.testing.assert_array_equal(factor.permutation, np.argsort(order))
+            for got, want in zip(factor.factors(), (np.eye(n), upper), strict=True):
+                exact(got, want)
+            exact(factor.solve(pla.distribute(a @ x, grid, layout)), x)
+            exact(factor.solve(pla.distribute(a.T.conj() @ x, grid, layout), adjoint=True), x)
+        sign = linalg.factors.parity(order)
+        exact(linalg.det(A), sign * np.diag(upper).prod())
+        exact(linalg.slogdet(A)[0], sign * np.sign(np.diag(upper)).prod())
+        exact(linalg.solve(A, pla.distribute(a @ x, grid, layout)), x)
+        inverse = linalg.inv(A)
+        exact(inverse @ A, np.eye(n))
+        exact(A @ A, a @ a)
+        exact(linalg.matrix_power(A, 3), a @ a @ a)
 
 
 @pytest.mark.parametrize("lower", [True, False])

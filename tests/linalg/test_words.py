@@ -191,7 +191,7 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
             linalg.qr(x)
         if grid.size > 1:  # else it may be one call of LAPACK
             costs = formulas.qr(counting(grid, deal), layout, shape, trees=trees, sound=not dependent)
-            equal(book, costs, grid, (shape, deal, layout), words_alone=True)
+            equal(book, costs, grid, (shape, deal, layout))
     assert found or not expected
 
 
@@ -236,7 +236,7 @@ def test_svd(grid, dtype, deals, monkeypatch):
         with pla.ledger(grid) as book:
             linalg.svd(x, full_matrices=full)
         costs = formulas.svd(counting(grid, deal), layout, shape, full_matrices=full)
-        equal(book, costs, grid, (shape, deal, layout, full), words_alone=True)
+        equal(book, costs, grid, (shape, deal, layout, full))
 
 
 def test_a_long_trip_goes_in_pieces(grid, tune):
