@@ -2,8 +2,8 @@
 
 For each grid: its ranks, and the matrices of one product x · w = y at rest.  A block bears the ranks that hold it; the
 thick outline is what rank 1 needs, or makes, at work.  For each pipeline schedule: its timeline, as simulated.  The
-tiles of a factorization, as they are dealt.  And the losses of the text example's trainings, as `bench/text.py` measured
-them.  Written as plain SVG, so that equal tables give equal files.
+tiles of a factorization, as they are dealt.  And the losses of the text example's trainings, as `bench/text.py` has
+measured them.  Written as plain SVG, so that equal tables give equal files.
 """
 
 from __future__ import annotations

@@ -245,3 +245,24 @@ def _qr(a: DistArray, mode: str = "reduced") -> Any:
 @handles(np.linalg.matrix_power)
 def _matrix_power(a: DistArray, n: int) -> DistArray:
     return matrix_power(a, n)
+
+
+@handles(np.linalg.tensorinv)
+def _tensorinv(a: DistArray, ind: int = 2) -> DistArray:
+    if ind < 1:
+        raise ValueError(f"tensorinv takes an ind of at least 1, not {ind!r}")
+    size = math.prod(a.shape[ind:])
+    if math.prod(a.shape[:ind]) != size:
+        raise LinAlgError(f"tensorinv takes dims whose first {ind} have as many elements as the others, not {a.shape}")
+    return reshape(inv(reshape(a, (size, size))), (*a.shape[ind:], *a.shape[:ind]))
+
+
+@handles(np.linalg.tensorsolve)
+def _tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
+    if axes is not None:
+        a = moveaxis(a, axes, tuple(range(a.ndim - len(axes), a.ndim)))
+    shape = a.shape[b.ndim :]
+    size = math.prod(shape)
+    if a.shape[: b.ndim] != b.shape or math.prod(b.shape) != size:
+        raise LinAlgError(f"tensorsolve takes a of b's dims and others of as many elements, not {a.shape} and {b.shape}")
+    return reshape(solve(reshape(a, (size, size)), reshape(b, (size,))), shape)

@@ -34,6 +34,8 @@ WHICH: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _count(k: Any, n: int, name: str, most: int) -> int:
+    if most < 1:
+        raise ValueError(f"{name}: a matrix with {n} column{'s' * (n != 1)} is too small for any k; take svd or eigh")
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
         raise ValueError(f"{name}: k is a whole number from 1 to {most} for {n} columns, not {k!r}")
     return k
@@ -256,7 +258,7 @@ def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> 
     """
     A = _matrices(A, "range_finder")
     m, n = A.shape[-2:]
-    size = _count(size, n, "range_finder", max(1, min(m, n)))
+    size = _count(size, n, "range_finder", min(m, n))
     adjoint = A.mT.conj()
     dtype = np.result_type(A.dtype, np.float32)
     y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[-1], None))
@@ -275,7 +277,7 @@ def svd_lowrank(A: DistArray, k: int = 6, *, oversamples: int = 10, n_iter: int 
     """
     A = _matrices(A, "svd_lowrank")
     least = min(A.shape[-2:])
-    k = _count(k, A.shape[-1], "svd_lowrank", max(1, least))
+    k = _count(k, A.shape[-1], "svd_lowrank", least)
     q = range_finder(A, min(least, k + oversamples), n_iter=n_iter, seed=seed)
     u, s, vh = svd(matmul(q.mT.conj(), A), full_matrices=False)
     return SVDResult(matmul(q, u[..., :k]), s[..., :k], vh[..., :k, :])

@@ -390,6 +390,25 @@ def test_stacks(grid, stacks):
         same(linalg.solve(y, b[:, 0]), np.linalg.solve(s, np.ones((5, 1)))[..., 0], 1e-11)
 
 
+def test_tensors_as_matrices(grid):
+    rng = np.random.default_rng(8)
+    a, c = rng.standard_normal((2, 3, 6)), rng.standard_normal((6, 4, 3, 2))
+    every = {n: layouts(grid.axes, n, partial=False) * 20 for n in (2, 3, 4)}
+    for seed in range(3):
+        A, C = pla.distribute(a, grid, every[3][seed + 1]), pla.distribute(c, grid, every[4][5 * seed])
+        b, d = rng.standard_normal((2, 3)), rng.standard_normal((6, 4))
+        B, D = pla.distribute(b, grid, every[2][seed]), pla.distribute(d, grid, every[2][seed + 1])
+        same(np.linalg.tensorinv(A), np.linalg.tensorinv(a), 1e-11)
+        same(np.linalg.tensorsolve(A, B), np.linalg.tensorsolve(a, b), 1e-11)
+        with pytest.raises(np.linalg.LinAlgError, match=r"tensorsolve takes a of b's dims .* not \(6, 4, 3, 2\)"):
+            np.linalg.tensorsolve(C, D)
+        e, wide = rng.standard_normal((6, 4)), rng.standard_normal((3, 6, 8, 4))
+        W, E = pla.distribute(wide, grid, every[4][seed]), pla.distribute(e, grid, every[2][seed])
+        same(np.linalg.tensorsolve(W, E, axes=(0, 2)), np.linalg.tensorsolve(wide, e, axes=(0, 2)), 1e-10)
+    with pytest.raises(ValueError, match="an ind of at least 1, not 0"):
+        np.linalg.tensorinv(A, 0)
+
+
 def test_numpys_names(grid):
     rng = np.random.default_rng(10)
     a, b = rng.standard_normal((6, 6)), rng.standard_normal(6)

@@ -329,6 +329,8 @@ def test_wrong_use(grid):
         (lambda: gmres(a, b, restart=0), ValueError, "restart is a whole number of at least 1, not 0"),
         (lambda: lsqr(a, b[:3]), np.linalg.LinAlgError, r"lsqr takes a matrix \[m, n\] and b \[m\]"),
         (lambda: eigsh(a, 6), ValueError, "k is a whole number from 1 to 5 for 6 columns, not 6"),
+        (lambda: eigsh(a[:1, :1], 1), ValueError, "eigsh: a matrix with 1 column is too small for any k"),
+        (lambda: svd_lowrank(a[:0], 1), ValueError, "svd_lowrank: a matrix with 6 columns is too small for any k"),
         (lambda: eigsh(a, 2, which="LR"), ValueError, "which is one of 'LM', 'SM', 'LA', 'SA', not 'LR'"),
         (lambda: eigsh(lambda x: x, 2), ValueError, "eigsh of a function takes a DistArray v0"),
         (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, or a stack of them, not \(6,\)"),
