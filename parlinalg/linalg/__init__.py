@@ -264,5 +264,7 @@ def _tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
     shape = a.shape[b.ndim :]
     size = math.prod(shape)
     if a.shape[: b.ndim] != b.shape or math.prod(b.shape) != size:
-        raise LinAlgError(f"tensorsolve takes a of b's dims and others of as many elements, not {a.shape} and {b.shape}")
+        raise LinAlgError(
+            f"tensorsolve takes a of b's dims and others of as many elements, not {a.shape} and {b.shape}"
+        )
     return reshape(solve(reshape(a, (size, size)), reshape(b, (size,))), shape)
