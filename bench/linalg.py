@@ -1,11 +1,14 @@
-"""Solve, factor, decompose in float64: parlinalg against ScaLAPACK, LAPACK in one process and Heat, in one run.
+"""Solve, factor, decompose: parlinalg against ScaLAPACK, LAPACK in one process, Heat and Dask, in one run.
 
 The libraries take turns: every round runs each of them once on every number of ranks.  BLAS threads × ranks = cores;
-LAPACK has all cores.  parlinalg starts from arrays at rest and ends with such, ScaLAPACK's matrices lie block-cyclic
-from the start.  Give both the same BLAS kernels: OPENBLAS_CORETYPE=Haswell, where Debian's library knows no newer.
+LAPACK has all cores, and Dask as many threads as ranks.  parlinalg starts from arrays at rest and ends with such,
+ScaLAPACK's matrices lie block-cyclic from the start.  Give both the same BLAS kernels: OPENBLAS_CORETYPE=Haswell, where
+Debian's library knows no newer.  With --memory a run more tells what a rank holds at the most in a run, over its blocks
+of the arrays that go in and come out.
 
     OPENBLAS_CORETYPE=Haswell python bench/linalg.py                       # hours at 4096 by ScaLAPACK's svd
-    OPENBLAS_CORETYPE=Haswell python bench/linalg.py --sizes 2048 --routines lu solve --ranks 1 2
+    OPENBLAS_CORETYPE=Haswell python bench/linalg.py --sizes 2048 --routines lu solve --ranks 1 2 --dtype float32
+    python bench/linalg.py --pieces parlinalg --rounds 0 --memory --ranks 1 2 4
     python bench/linalg.py --sizes 11000 --routines cg --ranks 1 2         # an iteration, and reading the matrix once
 
 SciPy's `cg` is in the place of LAPACK's.  A GB/s of it is the bytes of the matrix by the time of an iteration.
@@ -14,6 +17,7 @@ SciPy's `cg` is in the place of LAPACK's.  A GB/s of it is the bytes of the matr
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import subprocess
@@ -25,25 +29,56 @@ from typing import Any
 import harness
 from harness import BENCH, Unavailable
 
-ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd", "cg")
-SQUARE = ("cholesky", "lu", "solve", "eigh", "cg")
-LIBRARIES = ("parlinalg", "scalapack", "heat")
+LIBRARIES = ("parlinalg", "scalapack", "heat", "dask")
+SQUARE = {
+    "cholesky": ("scalapack", "dask"),
+    "lu": ("scalapack", "dask"),
+    "solve": ("scalapack", "dask"),
+    "triangular": ("scalapack", "heat", "dask"),
+    "qr": ("scalapack", "heat"),
+    "eigh": ("scalapack", "heat"),
+    "svd": ("scalapack", "heat"),
+    "cg": (),
+}
+"""The libraries that have a routine for square matrices, beside parlinalg and LAPACK."""
+TALL = {
+    "lu": ("scalapack",),
+    "qr": ("scalapack", "heat", "dask"),
+    "lstsq": ("scalapack", "dask"),
+    "svd": ("scalapack", "heat", "dask"),
+}
+"""Those that have it for tall ones; Heat's `lstsq` and `solve` take matrices that are not distributed."""
+ROUTINES = tuple(dict.fromkeys((*SQUARE, *TALL)))
 REPEATS = {"eigh": 1, "svd": 1}
 """Timed repeats a round, where not 3."""
 
 
-def built(build: Path) -> Path:
+def built(build: Path, dtype: str) -> Path:
     """ScaLAPACK's program, compiled."""
     compiler = shutil.which("mpicc.openmpi") or shutil.which("mpicc")
     if compiler is None or shutil.which("mpirun.openmpi") is None:
         raise Unavailable("no mpicc.openmpi: apt-get install libscalapack-openmpi-dev libopenmpi-dev openmpi-bin gcc")
     target = build / "scalapack"
     source = str(BENCH / "pieces" / "scalapack.c")
-    command = [compiler, "-O2", "-o", str(target), source, "-lscalapack-openmpi", "-lm"]
+    single = ["-DSINGLE"] if dtype == "float32" else []
+    command = [compiler, "-O2", *single, "-o", str(target), source, "-lscalapack-openmpi", "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise Unavailable(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}")
     return target
+
+
+def can_import(python: str, module: str) -> None:
+    """Raise Unavailable if a Python cannot import a module."""
+    try:
+        done = subprocess.run(
+            [python, "-c", f"import {module}"], capture_output=True, text=True, timeout=300, check=False
+        )
+    except OSError as error:
+        raise Unavailable(str(error)) from None
+    if done.returncode:
+        library = module.partition(".")[0]
+        raise Unavailable(f"{python} cannot import {module}; give a Python that can by --{library}")
 
 
 class Pieces:
@@ -56,31 +91,29 @@ class Pieces:
         for name in names:
             try:
                 if name == "scalapack":
-                    self.program = built(build)
-                elif name == "heat":
-                    self._has_heat()
+                    self.program = built(build, args.dtype)
+                elif name in ("heat", "dask"):
+                    can_import(self._python(name), {"heat": "heat", "dask": "dask.array"}[name])
             except Unavailable as reason:
                 self.missing[name] = str(reason)
         self.names = [name for name in names if name not in self.missing]
 
-    def _has_heat(self) -> None:
-        try:
-            done = subprocess.run(
-                [self.args.heat, "-c", "import heat"], capture_output=True, text=True, timeout=300, check=False
-            )
-        except OSError as error:
-            raise Unavailable(str(error)) from None
-        if done.returncode:
-            raise Unavailable(f"{self.args.heat} cannot import heat; give a Python that can by --heat")
+    def _python(self, name: str) -> str:
+        return {"heat": self.args.heat, "dask": self.args.dask}.get(name, sys.executable)
 
-    def run(self, name: str, routine: str, shape: tuple[int, int], ranks: int) -> Any:
+    def have(self, routine: str, shape: tuple[int, int]) -> list[str]:
+        """The libraries that have a routine for matrices of a shape."""
+        known = (SQUARE if shape[0] == shape[1] else TALL)[routine]
+        found = [name for name in self.names if name == "parlinalg" or name in known]
+        if routine == "svd" and min(shape) > self.args.longest_svd:
+            found = [name for name in found if name != "scalapack"]
+        return found
+
+    def run(self, name: str, routine: str, shape: tuple[int, int], ranks: int, *more: str) -> Any:
         """Run a routine by one library."""
         repeats = str(REPEATS.get(routine, 3))
         sizes = [str(n) for n in shape]
-        env = harness.environment(ranks)
-        piece = [str(BENCH / "pieces" / "linalg.py"), name, routine, *sizes, repeats, self.args.dtype]
-        if name == "lapack":
-            return harness.run([sys.executable, *piece], harness.environment(1))
+        env = harness.environment(1 if name == "lapack" else ranks)
         if name == "scalapack":
             env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
             yielding = ["--mca", "mpi_yield_when_idle", "1"] if ranks > harness.cores() else []
@@ -89,53 +122,65 @@ class Pieces:
             return harness.run(
                 ["mpirun.openmpi", "--oversubscribe", *bind, *yielding, "-n", str(ranks), *program], env, timeout=3000
             )
-        python = self.args.heat if name == "heat" else sys.executable
-        if name == "heat":
+        python = self._python(name)
+        command = [python, str(BENCH / "pieces" / "linalg.py"), name, routine, *sizes, repeats, self.args.dtype, *more]
+        if name in ("heat", "dask"):
             env["PYTHONPATH"] = ""
-        return harness.run([*harness.mpiexec(python), "-n", str(ranks), python, *piece], env, timeout=3000)
+        if name == "dask":
+            env.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"), BENCH_WORKERS=str(ranks))
+        if name in ("parlinalg", "heat"):
+            command = [*harness.mpiexec(python), "-n", str(ranks), *command]
+        return harness.run(command, env, timeout=3000)
 
 
 def measured(pieces: Pieces, routine: str, shape: tuple[int, int]) -> list[dict[str, Any]]:
     """One routine at one size by all libraries on all numbers of ranks, in turns."""
     args = pieces.args
-    seconds: dict[tuple[str, int], list[float]] = {}
-    memory: dict[tuple[str, int], int] = {}
-    limits: dict[tuple[str, int], dict[str, list[float]]] = {}
-    turns = [("lapack", 1), *((name, p) for p in args.ranks for name in pieces.names)]
-    for _ in range(args.rounds):
+    told: dict[tuple[str, int], dict[str, list[float]]] = {}
+    turns = [("lapack", 1), *((name, p) for p in args.ranks for name in pieces.have(routine, shape))]
+    rounds: list[list[str]] = [[]] * args.rounds + [["memory"]] * args.memory
+    for more in rounds:
         for name, p in turns:
-            slow = name == "scalapack" and routine == "svd" and min(shape) > args.longest_svd
-            if slow or (routine == "cg" and name in ("scalapack", "heat")):
+            if more and name not in ("parlinalg", "heat"):
                 continue
-            if name == "heat" and (shape[0] <= 4 * shape[1] or routine not in ("qr", "svd")):
+            try:
+                found = pieces.run(name, routine, shape, p, *more)
+            except RuntimeError as error:
+                if name in ("parlinalg", "lapack"):
+                    raise
+                print(f"{name} on {p}: {' '.join(str(error).split())[-300:]}", file=sys.stderr)
                 continue
-            said = pieces.run(name, routine, shape, p)
-            seconds.setdefault((name, p), []).extend(said["seconds"])
-            memory[name, p] = max(memory.get((name, p), 0), said.get("memory", 0))
-            for way in ("gemv", "read"):
-                if way in said:
-                    limits.setdefault((name, p), {}).setdefault(way, []).extend(said[way])
+            for key in ("seconds", "memory", "gemv", "read"):
+                if key in found:
+                    values = found[key] if isinstance(found[key], list) else [found[key]]
+                    told.setdefault((name, p), {}).setdefault(key, []).extend(values)
     rows = []
-    for (name, p), values in seconds.items():
-        low, middle, high = harness.spread(values)
+    for (name, p), found in told.items():
+        low, middle, high = harness.spread(found.get("seconds", [math.nan]))
         rows.append({"routine": routine, "shape": shape, "piece": name, "ranks": p, "median_s": middle,
-                     "quartiles_s": [low, high], "seconds": values, "memory": memory[name, p],
-                     "limits": {w: harness.spread(v)[1] for w, v in limits.get((name, p), {}).items()}})  # fmt: skip
+                     "quartiles_s": [low, high], "seconds": found.get("seconds", []),
+                     "memory": max(found.get("memory", [math.nan])),
+                     "limits": {w: harness.spread(found[w])[1] for w in ("gemv", "read") if w in found}})  # fmt: skip
     return rows
 
 
 def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """A line a library and number of ranks: time, and its ratio to LAPACK's and to ScaLAPACK's; of `cg` to reading."""
     by = {(r["piece"], r["ranks"]): r for r in rows}
-    base, lines = by["lapack", 1]["median_s"], []
+    base, lines = by["lapack", 1]["median_s"] if ("lapack", 1) in by else math.nan, []
     for (name, p), row in by.items():
         other = by.get(("scalapack", p)) if name == "parlinalg" else None
         lines.append([
             name, p, f"{1e3 * row['median_s']:.1f}",
             f"{1e3 * row['quartiles_s'][0]:.1f}–{1e3 * row['quartiles_s'][1]:.1f}",
-            f"{100 * base / row['median_s']:.0f}%", f"{other['median_s'] / row['median_s']:.2f}" if other else "",
+            f"{100 * base / row['median_s']:.0f}%",
+            f"{other['median_s'] / row['median_s']:.2f}" if other else "",
         ])  # fmt: skip
     head = ["library", "ranks", "median ms", "quartiles", "of LAPACK's speed", "× ScaLAPACK's speed"]
+    if args.memory:
+        head.append("memory / blocks")
+        for line, row in zip(lines, rows, strict=True):
+            line.append("" if math.isnan(row["memory"]) else f"{row['memory']:.2f}")
     m, n = rows[0]["shape"]
     if rows[0]["routine"] == "cg":
         size = m * n * (8 if args.dtype == "float64" else 4) / 1e9
@@ -153,12 +198,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--pieces", nargs="+", default=list(LIBRARIES), choices=LIBRARIES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="float64", choices=["float64", "float32"], help="ScaLAPACK's is float64")
+    parser.add_argument(
+        "--dtype",
+        default="float64",
+        choices=["float64", "float32"],
+    )
     parser.add_argument("--block", type=int, default=64, help="ScaLAPACK's block size")
     parser.add_argument("--longest-svd", type=int, default=2048, help="the largest n of ScaLAPACK's svd: it takes long")
-    parser.add_argument(
-        "--heat", default=os.environ.get("BENCH_HEAT_PYTHON", sys.executable), help="a Python with heat"
-    )
+    for name in ("heat", "dask"):
+        python = os.environ.get(f"BENCH_{name.upper()}_PYTHON", sys.executable)
+        parser.add_argument(f"--{name}", default=python, help=f"a Python with {name}")
+    parser.add_argument("--memory", action="store_true", help="tell what ranks of parlinalg and Heat hold at the most")
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
     parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
     parser.add_argument("--json", help="write the result here")
@@ -173,14 +223,13 @@ def main() -> int:
         return 1
     results = []
     with tempfile.TemporaryDirectory() as build:
-        wanted = [name for name in args.pieces if name != "scalapack" or args.dtype == "float64"]
-        pieces = Pieces(wanted, args, Path(build))
+        pieces = Pieces(args.pieces, args, Path(build))
         for name, reason in pieces.missing.items():
             print(f"without {name}: {reason}", file=sys.stderr)
         for size in args.sizes:
             m, n = (int(x) for x in (size if "x" in size else f"{size}x{size}").split("x"))
             for routine in args.routines:
-                if (m == n and routine != "lstsq") or (m != n and routine not in SQUARE and routine != "lu"):
+                if routine in (SQUARE if m == n else TALL):
                     results.append(measured(pieces, routine, (m, n)))
                     print(show(results[-1], args), flush=True)
     print(f"{args.dtype}; others used {100 * share:.0f}% of the cores at the start; {harness.machine()}")

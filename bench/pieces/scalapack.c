@@ -1,7 +1,8 @@
-/* One piece of bench/linalg.py: ScaLAPACK's factorizations in float64, on the squarest grid.
+/* One piece of bench/linalg.py: ScaLAPACK's routines in float64, or with -DSINGLE in float32, on the squarest grid.
  * usage: mpirun -n P scalapack ROUTINE M N REPEATS NB   (built by bench/linalg.py with mpicc and libscalapack-openmpi-dev)
- * ROUTINE: cholesky, lu, solve, qr, lstsq, eigh, svd.  qr makes Q and R, solve and lstsq have 16 right-hand sides, and
- * eigh and svd make vectors.  Rank 0 prints JSON: the seconds of every repeat, the longest over the ranks. */
+ * ROUTINE: cholesky, lu, solve, triangular, qr, lstsq, eigh, svd.  qr makes Q and R, solve, triangular and lstsq have
+ * 16 right-hand sides, and eigh and svd make vectors.  Rank 0 prints JSON: the seconds of every repeat, the longest over
+ * the ranks. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,22 +17,30 @@ int numroc_(const int *, const int *, const int *, const int *, const int *);
 void descinit_(int *, const int *, const int *, const int *, const int *, const int *, const int *, const int *,
                const int *, int *);
 typedef const int *I;
-void pdpotrf_(const char *, I, double *, I, I, I, int *);
-void pdgetrf_(I, I, double *, I, I, I, int *, int *);
-void pdgesv_(I, I, double *, I, I, I, int *, double *, I, I, I, int *);
-void pdgeqrf_(I, I, double *, I, I, I, double *, double *, I, int *);
-void pdorgqr_(I, I, I, double *, I, I, I, double *, double *, I, int *);
-void pdgels_(const char *, I, I, I, double *, I, I, I, double *, I, I, I, double *, I, int *);
-void pdsyevd_(const char *, const char *, I, double *, I, I, I, double *, double *, I, I, I, double *, I, int *, I,
+#ifdef SINGLE
+typedef float Real;
+#define P(name) ps##name##_
+#else
+typedef double Real;
+#define P(name) pd##name##_
+#endif
+void P(potrf)(const char *, I, Real *, I, I, I, int *);
+void P(getrf)(I, I, Real *, I, I, I, int *, int *);
+void P(gesv)(I, I, Real *, I, I, I, int *, Real *, I, I, I, int *);
+void P(geqrf)(I, I, Real *, I, I, I, Real *, Real *, I, int *);
+void P(orgqr)(I, I, I, Real *, I, I, I, Real *, Real *, I, int *);
+void P(trtrs)(const char *, const char *, const char *, I, I, Real *, I, I, I, Real *, I, I, I, int *);
+void P(gels)(const char *, I, I, I, Real *, I, I, I, Real *, I, I, I, Real *, I, int *);
+void P(syevd)(const char *, const char *, I, Real *, I, I, I, Real *, Real *, I, I, I, Real *, I, int *, I,
               int *);
-void pdgesvd_(const char *, const char *, I, I, double *, I, I, I, double *, double *, I, I, I, double *, I, I, I,
-              double *, I, int *);
+void P(gesvd)(const char *, const char *, I, I, Real *, I, I, I, Real *, Real *, I, I, I, Real *, I, I, I,
+              Real *, I, int *);
 
 static const int zero = 0, one = 1, columns = 16;
 static int rows_of_grid, columns_of_grid, my_row, my_column, nb, context;
 
 typedef struct {
-    double *first, *now;
+    Real *first, *now;
     size_t count;
     int desc[9];
 } Matrix;
@@ -51,8 +60,8 @@ static Matrix matrix(int m, int n, double more) {
     descinit_(a.desc, &m, &n, &nb, &nb, &zero, &zero, &context, &lead, &info);
     fail("descinit", info);
     a.count = (size_t)lead * (wide > 1 ? wide : 1);
-    a.first = malloc(a.count * sizeof(double));
-    a.now = malloc(a.count * sizeof(double));
+    a.first = malloc(a.count * sizeof(Real));
+    a.now = malloc(a.count * sizeof(Real));
     if (!a.first || !a.now) MPI_Abort(MPI_COMM_WORLD, 1);
     for (size_t i = 0; i < a.count; i++) a.first[i] = 2 * drand48() - 1;
     for (int j = 0; j < wide; j++)
@@ -63,8 +72,8 @@ static Matrix matrix(int m, int n, double more) {
     return a;
 }
 
-static double *room(double size) {
-    double *found = malloc((size_t)(size > 1 ? size : 1) * sizeof(double));
+static Real *room(double size) {
+    Real *found = malloc((size_t)(size > 1 ? size : 1) * sizeof(Real));
     if (!found) MPI_Abort(MPI_COMM_WORLD, 1);
     return found;
 }
@@ -84,50 +93,53 @@ int main(int argc, char **argv) {
     Cblacs_gridinfo(context, &rows_of_grid, &columns_of_grid, &my_row, &my_column);
     srand48(rank + 1);
     int k = m < n ? m : n, eigh = !strcmp(what, "eigh"), svd = !strcmp(what, "svd");
-    Matrix a = matrix(m, n, strcmp(what, "cholesky") ? 0 : 2.0 * n), b = matrix(m, columns, 0), u, v;
+    int heavy = !strcmp(what, "cholesky") || !strcmp(what, "triangular"); /* on the diagonal */
+    Matrix a = matrix(m, n, heavy ? 2.0 * n : 0), b = matrix(m, columns, 0), u, v;
     int *pivots = malloc((size_t)(m + nb) * sizeof(int));
-    double *tau = room(n + nb), *values = room(k);
+    Real *tau = room(n + nb), *values = room(k);
     if (eigh || svd) u = matrix(m, k, 0);
     if (svd) v = matrix(k, n, 0);
-    double ask[2] = {0, 0}, more[2] = {0, 0}; /* what the work arrays need */
+    Real ask[2] = {0, 0}, more[2] = {0, 0}; /* what the work arrays need */
     int minus = -1, ints[2] = {1, 1};
     if (!strcmp(what, "qr")) {
-        pdgeqrf_(&m, &n, a.now, &one, &one, a.desc, tau, ask, &minus, &info);
-        pdorgqr_(&m, &k, &k, a.now, &one, &one, a.desc, tau, more, &minus, &info);
+        P(geqrf)(&m, &n, a.now, &one, &one, a.desc, tau, ask, &minus, &info);
+        P(orgqr)(&m, &k, &k, a.now, &one, &one, a.desc, tau, more, &minus, &info);
         if (more[0] > ask[0]) ask[0] = more[0];
     } else if (!strcmp(what, "lstsq"))
-        pdgels_("N", &m, &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, ask, &minus, &info);
+        P(gels)("N", &m, &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, ask, &minus, &info);
     else if (eigh)
-        pdsyevd_("V", "L", &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, ask, &minus, ints, &minus,
+        P(syevd)("V", "L", &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, ask, &minus, ints, &minus,
                  &info);
     else if (svd)
-        pdgesvd_("V", "V", &m, &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, v.now, &one, &one,
+        P(gesvd)("V", "V", &m, &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, v.now, &one, &one,
                  v.desc, ask, &minus, &info);
     int size = (int)ask[0] + 8 * n + 1024, whole = ints[0] + 8 * n + 1024; /* pdsyevd asks for too little */
-    double *work = room(size);
+    Real *work = room(size);
     int *steps = malloc((size_t)whole * sizeof(int));
     if (rank == 0) printf("{\"grid\": [%d, %d], \"nb\": %d, \"seconds\": [", pr, ranks / pr, nb);
     for (int i = 0; i <= repeats; i++) { /* the first one is not counted */
-        memcpy(a.now, a.first, a.count * sizeof(double));
-        memcpy(b.now, b.first, b.count * sizeof(double));
+        memcpy(a.now, a.first, a.count * sizeof(Real));
+        memcpy(b.now, b.first, b.count * sizeof(Real));
         MPI_Barrier(MPI_COMM_WORLD);
         double start = MPI_Wtime(), longest;
         if (!strcmp(what, "cholesky"))
-            pdpotrf_("L", &n, a.now, &one, &one, a.desc, &info);
+            P(potrf)("L", &n, a.now, &one, &one, a.desc, &info);
         else if (!strcmp(what, "lu"))
-            pdgetrf_(&m, &n, a.now, &one, &one, a.desc, pivots, &info);
+            P(getrf)(&m, &n, a.now, &one, &one, a.desc, pivots, &info);
         else if (!strcmp(what, "solve"))
-            pdgesv_(&n, &columns, a.now, &one, &one, a.desc, pivots, b.now, &one, &one, b.desc, &info);
+            P(gesv)(&n, &columns, a.now, &one, &one, a.desc, pivots, b.now, &one, &one, b.desc, &info);
+        else if (!strcmp(what, "triangular"))
+            P(trtrs)("U", "N", "N", &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, &info);
         else if (!strcmp(what, "qr")) {
-            pdgeqrf_(&m, &n, a.now, &one, &one, a.desc, tau, work, &size, &info);
-            pdorgqr_(&m, &k, &k, a.now, &one, &one, a.desc, tau, work, &size, &info);
+            P(geqrf)(&m, &n, a.now, &one, &one, a.desc, tau, work, &size, &info);
+            P(orgqr)(&m, &k, &k, a.now, &one, &one, a.desc, tau, work, &size, &info);
         } else if (!strcmp(what, "lstsq"))
-            pdgels_("N", &m, &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, work, &size, &info);
+            P(gels)("N", &m, &n, &columns, a.now, &one, &one, a.desc, b.now, &one, &one, b.desc, work, &size, &info);
         else if (eigh)
-            pdsyevd_("V", "L", &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, work, &size, steps,
+            P(syevd)("V", "L", &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, work, &size, steps,
                      &whole, &info);
         else if (svd)
-            pdgesvd_("V", "V", &m, &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, v.now, &one, &one,
+            P(gesvd)("V", "V", &m, &n, a.now, &one, &one, a.desc, values, u.now, &one, &one, u.desc, v.now, &one, &one,
                      v.desc, work, &size, &info);
         else
             MPI_Abort(MPI_COMM_WORLD, 2);

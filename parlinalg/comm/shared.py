@@ -14,7 +14,7 @@ import os
 import platform
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
-from parlinalg.comm.base import Comm, by_terms
+from parlinalg.comm.base import Comm, Handle, by_terms
 
 FOLDER = "/dev/shm"
+ORDERED = platform.machine() in ("x86_64", "AMD64")
+"""What a core writes first the others see first."""
 
 
 @dataclass
@@ -81,9 +83,8 @@ class Meeting:
 
     def __init__(self, comm: Comm, counters: Any) -> None:
         self.comm, self._turn = comm, 0
-        ordered = platform.machine() in ("x86_64", "AMD64")  # what is written first is seen first
         self._counters: Any = None
-        if counters is not None and ordered and all(comm.share(comm.crowded)):
+        if counters is not None and ORDERED and all(comm.share(comm.crowded)):
             counters[comm.rank * self.SPREAD] = 0
             self._counters = memoryview(counters)[: comm.size * self.SPREAD : self.SPREAD]
             comm.barrier()
@@ -99,6 +100,62 @@ class Meeting:
 
     def _here(self) -> bool:
         return min(self._counters) >= self._turn
+
+
+class Passing:
+    """Blocks that ranks of a communicator write one after the other, each for all, in places that are used in turn.
+
+    A rank waits for the one that writes, and that one for those who may still read what was in its place: in no case
+    do all wait for all.  Counters in common memory tell how far each rank is; without them all meet at every block.
+
+    Parameters
+    ----------
+    counters : array of int64, at least ``Meeting.SPREAD * comm.size``
+        Common memory of the ranks, with any values.  Collective: all wait for each other.
+    places : int
+        The number of places, 3 or more: the third block after one may be written once it has been read by all.
+    """
+
+    def __init__(self, comm: Comm, counters: Any, places: int) -> None:
+        self.comm, self._places = comm, places
+        self._counters: Any = None
+        if ORDERED:
+            counters[comm.rank * Meeting.SPREAD] = 0
+            self._counters = memoryview(counters)[: comm.size * Meeting.SPREAD : Meeting.SPREAD]
+            comm.barrier()
+
+    def room(self, number: int, mine: bool) -> None:
+        """Return when this rank may write a block, if it is its own, in the place number % places.
+
+        All ranks call it for all blocks, in order.  A rank that passes a block on has read all but the one before it.
+        """
+        if self._counters is not None:
+            least = number - self._places + 3
+            self.comm.attend(lambda: not mine or min(self._counters) >= least)
+
+    def passed(self, number: int, root: int) -> Handle:
+        """Tell that this rank is at a block, which it has written if it is `root`; the handle waits for the block."""
+        if self._counters is None:
+            return self.comm.barrier_of("broadcast")  # type: ignore[attr-defined]
+        self._counters[self.comm.rank] = number + 1
+        return _Passed(self.comm, lambda: self._counters[root] > number)
+
+
+class _Passed(Handle):
+    """A block that another rank writes."""
+
+    __slots__ = ("_comm", "_here", "_waited")
+
+    def __init__(self, comm: Comm, here: Callable[[], bool]) -> None:
+        self._comm, self._here, self._waited = comm, here, False
+
+    def wait(self) -> None:
+        if not self._waited:
+            self._comm.attend(self._here)
+            self._waited = True
+
+    def test(self) -> bool:
+        return self._here()
 
 
 def terms(comm: Comm, size: int, dtype: Any) -> Any:

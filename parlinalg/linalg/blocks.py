@@ -29,7 +29,7 @@ SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The sizes of tiles from which the model chooses."""
 TALL = 4
 """Rows of a matrix by its columns from which on its columns are not dealt."""
-FEW = 4
+FEW = 8
 """Ranks of one node up to which rows are not dealt."""
 REDUCTIONS = ("eigh", "svd", "eig")
 REPLICATED = ("cholesky", "lu", "solve")

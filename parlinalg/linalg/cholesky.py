@@ -63,7 +63,7 @@ class Cholesky(Panels):
             kernels.substitute(corner, panel[top:], right=True, lower=True, adjoint=True)
             if self._target is None:
                 self.a[r:, c : c + b] = panel
-        return self.pass_on(panel, j), panel
+        return self.pass_on(k, panel, j), panel
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         if self._target is not None:

@@ -162,13 +162,24 @@ class LUFactor(Factor):
         self.tiles = tiles = _tiles(a, block, "lu" if b is None else "solve", depth)
         (m, n), extra = a.shape, 0
         self._columns, every = tiles.columns(n), tiles.columns(n)
-        t = tiles.layered(tiles.bring(a, tiles.rows(m), every), every)
+        more, width = [x[:0] for x in every], 0
         if b is not None:  # right-hand sides ride along, in tiles behind those of A
             extra = b.shape[1]
             every = tiles.columns(n + extra)
-            more = [x[x >= n] - n for x in every]
-            t = namespace(t).hstack([t, tiles.layered(tiles.bring(b, tiles.rows(m), more), more)])
-            self._more = more
+            more = self._more = [x[x >= n] - n for x in every]
+            width = len(more[tiles.j])
+        if self.grid.size == 1 and isinstance(a.block, np.ndarray) and self.grid.inside:  # LAPACK's order
+            t = kernels.in_columns(a.summed().block, width)
+        elif tiles.D == 1:
+            t = tiles.bring(a, tiles.rows(m), self._columns, more=width)
+        else:
+            t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
+        if b is not None:
+            sides = tiles.layered(tiles.bring(b, tiles.rows(m), more), more)
+            if tiles.D == 1 and self.grid.inside:
+                t[:, t.shape[1] - width :] = sides
+            else:
+                t = namespace(t).hstack([t, sides])
         finite = _finite(t)
         work = LU(tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
@@ -323,11 +334,16 @@ class QRFactor(Factor):
         super().__init__(a)
         (m, n), self.tiles = a.shape, _tiles(a, block, "qr")
         self.rows, self.columns, extra = self.tiles.rows(m), self.tiles.columns(n), 0
-        t = self.tiles.bring(a, self.rows, self.columns)
+        width = 0
         if b is not None:  # right-hand sides ride along, in tiles behind those of A, and become Qᴴ b
             extra = b.shape[1]
             self._more = [x[x >= n] - n for x in self.tiles.columns(n + extra)]
-            t = namespace(t).hstack([t, self.tiles.bring(b, self.rows, self._more)])
+            width = len(self._more[self.tiles.j])
+        t = self.tiles.bring(a, self.rows, self.columns, more=width)
+        if b is not None:
+            sides = self.tiles.bring(b, self.rows, self._more)
+            if self.grid.inside:
+                t[:, t.shape[1] - width :] = sides
         finite = _finite(t)
         self._work = QR(self.tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
@@ -677,9 +693,8 @@ def tall_qr(x: DistArray) -> QRResult | None:
     Each rank has R for a while, and as many rows as columns at least.
     """
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
-    axes = tuple(a for a, size in grid.sizes.items() if size > 1)
-    rest = Layout(axes, None)
-    if not n or m < n * max(TALL, grid.size):
+    rest = by_rows(x)
+    if rest is None:
         return None
     y, r, sound = grid.backend.empty((0, n), x.dtype), grid.backend.empty((0, 0), x.dtype), True
     if grid.inside:
@@ -692,6 +707,14 @@ def tall_qr(x: DistArray) -> QRResult | None:
     block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
     mine = namespace(r).ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
     return QRResult(q, DistArray(mine, (n, n), layout, grid))
+
+
+def by_rows(x: DistArray) -> Layout | None:
+    """Return the layout in which only rows are cut, of a matrix with few columns; None of others."""
+    (m, n), sizes = x.shape, x.grid.sizes
+    if not n or m < n * max(TALL, x.grid.size):
+        return None
+    return Layout(tuple(a for a, size in sizes.items() if size > 1), None)
 
 
 @primitive

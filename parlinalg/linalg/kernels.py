@@ -139,10 +139,10 @@ def cholesky(a: Block) -> int:
     return int(info)
 
 
-def lu(a: Block) -> tuple[Block, np.ndarray]:
+def lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray]:
     """Return L and U in one matrix, by partial pivoting, and the order of the rows, which is on the host.
 
-    A singular matrix on a GPU is factored on the host.
+    A singular matrix on a GPU is factored on the host.  With `own` a matrix in Fortran's order may be replaced.
     """
     if _device(a) and a.size:
         if (regular := regular_lu(a)) is not None:
@@ -152,7 +152,7 @@ def lu(a: Block) -> tuple[Block, np.ndarray]:
     m, n = a.shape
     if not a.size:
         return a.copy(), np.arange(m)
-    found, pivots = in_columns(a), np.empty(min(m, n), np.int64)
+    found, pivots = a if own and a.flags.f_contiguous else in_columns(a), np.empty(min(m, n), np.int64)
     if blas.lapack("getrf", a.dtype, m, n, found, m, pivots) is None:
         found, pivots, _ = lapack("getrf", a.dtype)(a)
     else:
@@ -160,10 +160,10 @@ def lu(a: Block) -> tuple[Block, np.ndarray]:
     return found, _order(pivots, m)
 
 
-def regular_lu(a: Block) -> tuple[Block, np.ndarray] | None:
+def regular_lu(a: Block, *, own: bool = False) -> tuple[Block, np.ndarray] | None:
     """Return what `lu` does; None of a matrix on a GPU with a pivot of 0 before the last one."""
     if (device := _device(a)) is None:
-        return lu(a)
+        return lu(a, own=own)
     found = device.lu(a)
     return None if found is None else (found[0], _order(found[1], len(a)))
 
@@ -176,13 +176,16 @@ def _order(pivots: np.ndarray, m: int) -> np.ndarray:
     return np.array(order)
 
 
-def in_columns(a: np.ndarray) -> np.ndarray:
-    """Return a copy in Fortran's order, made some rows at a time: whole lines of the cache are read and written."""
-    if a.shape[1] <= WIDE:
-        return np.array(a, order="F")
-    out = np.empty(a.shape, a.dtype, order="F")
-    for start in range(0, len(a), 8):
-        out[start : start + 8] = a[start : start + 8]
+def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
+    """Return a copy in Fortran's order, with so many more columns behind it that are not set.
+
+    It is made some rows at a time: whole lines of the cache are read and written.
+    """
+    m, n = a.shape
+    out = np.empty((m, n + extra), a.dtype, order="F")
+    rows = 8 if n > WIDE else max(1, m)
+    for start in range(0, m, rows):
+        out[start : start + rows, :n] = a[start : start + rows]
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,12 @@ from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import diagonal
-from parlinalg.array.namespace import isfinite
 from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
+from parlinalg.grid import Grid
 from parlinalg.layout import Layout
+from parlinalg.linalg import kernels
+from parlinalg.linalg.blocks import machine, predicted
 from parlinalg.linalg.factors import (
     LOWER,
     LinAlgError,
@@ -22,9 +26,11 @@ from parlinalg.linalg.factors import (
     _finite,
     _matrix,
     _refuse,
+    by_rows,
     solve_triangular,
-    tall_qr,
 )
+from parlinalg.linalg.planner import dealt
+from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import _inverse, _limit, svd, svdvals
 from parlinalg.matmul import matmul
 
@@ -182,16 +188,67 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
 
 
 def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
-    """Return x, the rank and the singular values of a tall matrix by products alone; None where they do not do."""
-    factors = tall_qr(a)
-    if factors is None:
+    """Return x, the rank and the singular values of a tall matrix by products alone; None where they do not do.
+
+    Each rank has R for a while.  Its values are found by the first rank, unless it is so large that all are faster.
+    """
+    n, grid, rest, like = a.shape[1], a.grid, by_rows(a), b.layout.with_partial(())
+    if rest is None:
         return None
-    q, r = factors
-    s = svdvals(r)
-    sides = matmul(q.mT.conj(), b)
-    if int((s > _limit(r, s, limit, 0)).sum()) < len(s) or not bool(isfinite(sides).all()):
+    alone, backend, sound = _small(n, grid), grid.backend, True
+    r = s = x = backend.empty((0, 0), a.dtype)
+    if grid.inside:
+        y, sides = a.redistribute(rest).block.copy(order="C"), b.redistribute(rest).block
+        xp, everyone = namespace(y), grid.everyone
+        with np.errstate(all="ignore"):
+            r, sound, last = nearly_orthogonalized(y, everyone)
+            x = xp.ascontiguousarray(kernels.adjoint(y) @ sides)
+            everyone.all_reduce(x)
+            kernels.substitute(last, x, lower=True)  # Qᴴ b
+        sound = sound and bool(xp.isfinite(x).all()) and bool(xp.isfinite(r).all())
+        s = backend.empty((n,), a.real.dtype)
+        if sound and everyone.rank == 0:
+            kernels.substitute(r, x)
+            if alone:
+                with suppress(LinAlgError), kernels.raising(r):
+                    s[:] = 0
+                    s[:] = xp.linalg.svd(r, compute_uv=False)
+                sound = bool((s > limit * s.max()).all())
+    if grid.world.share(sound).count(False):
         return None
-    return solve_triangular(r, sides), len(s), s
+    if grid.inside:
+        grid.everyone.broadcast(x, 0)
+        if alone:
+            grid.everyone.broadcast(s, 0)
+    where = grid.block(like, (n, b.shape[1])) if grid.inside else (range(0), range(0))
+    found = DistArray(_part(x, where), (n, b.shape[1]), like, grid)
+    if alone:
+        values = Layout(a.layout.dims[-1])
+        (at,) = grid.block(values, (n,)) if grid.inside else (range(0),)
+        return found, n, DistArray(s[at.start : at.stop].copy(), (n,), values, grid)
+    layout = a.layout.with_partial(())
+    where = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
+    triangle = DistArray(_part(r, where), (n, n), layout, grid)
+    values_of_all = svdvals(triangle)
+    if int((values_of_all > _limit(triangle, values_of_all, limit, 0)).sum()) < n:
+        return None
+    return found, n, values_of_all
+
+
+def _part(x: Any, where: tuple[range, ...]) -> Any:
+    """Return the rows and columns of a matrix that are this rank's, in an array of their own."""
+    rows, columns = where
+    return x[rows.start : rows.stop, columns.start : columns.stop].copy(order="C")
+
+
+def _small(n: int, grid: Grid) -> bool:
+    """Return True if one rank finds the singular values of a matrix [n, n] sooner than all do together."""
+    deal = dealt("svd", n, n, grid.sizes, None, True)
+    alone, together = (
+        predicted("svd", n, n, rows, columns, deal.size, machine()).total
+        for rows, columns in ((1, 1), (deal.R, deal.C))
+    )
+    return alone <= together
 
 
 def times(parts: Pseudoinverse, b: DistArray, adjoint: bool = False) -> DistArray:

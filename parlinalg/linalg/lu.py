@@ -58,7 +58,7 @@ class LU(Panels):
     def run(self) -> None:
         """Factor the whole matrix.  Collective over the grid."""
         (m, n), k = self.shape, min(self.shape)
-        whole = kernels.regular_lu(self.a[:, :n]) if self.tiles.grid.size == 1 and k else None
+        whole = kernels.regular_lu(self.a[:, :n], own=True) if self.tiles.grid.size == 1 and k else None
         if whole is None:
             super().run()
             return
@@ -104,7 +104,7 @@ class LU(Panels):
                 panel[:won] = corner[own]
                 kernels.substitute(_regular(corner), panel[won:], right=True)  # L[i, k] := A[i, k] U[k, k]⁻¹
             won_by[...] = kernels.beside(np.stack([owners, places]), won_by)
-        return self.pass_on(message, j), (won_by, corner, panel)
+        return self.pass_on(k, message, j), (won_by, corner, panel)
 
     def take(self, k: int, b: int, panel: Any) -> Any:
         tiles, c, before = self.tiles, self.column(k + b), self.column(k)

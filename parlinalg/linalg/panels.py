@@ -13,18 +13,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
 from parlinalg.backend import namespace
 from parlinalg.comm import Comm, Handle
 from parlinalg.comm.base import DONE
-from parlinalg.comm.shared import common
+from parlinalg.comm.shared import Meeting, Passing, common
 from parlinalg.linalg.tiles import Board, Tiles, board
-
-if TYPE_CHECKING:
-    from parlinalg.comm.mpi import MpiComm
 
 
 class Sum(Handle):
@@ -52,9 +49,8 @@ class Sum(Handle):
         return True
 
 
-LANES = 3
-"""Panels in common memory at once.  The third after a panel takes its place, written by a rank that waited for the
-second after it, which no rank passes on or waits for before it has done with the first one."""
+LANES = 6
+"""Panels in common memory at once: a rank may be so many behind, less 2, before the others wait for it."""
 
 
 class Panels(ABC):
@@ -80,6 +76,7 @@ class Panels(ABC):
         self.every_row, self.every_column = tiles.rows(shape[0]), tiles.columns(shape[1] + extra)
         self.rows, self.columns = self.every_row[tiles.i], self.every_column[tiles.j]
         self._lanes: Any = None  # common memory for panels, of the ranks of a grid row
+        self._passing: Any = None  # how they wait for each other
         self.board = Board(tiles.down, None)
         self._given: list[Handle] = []  # what this layer has sent to others
 
@@ -124,12 +121,17 @@ class Panels(ABC):
             self._run(n, size)
             return
         with ExitStack() as stack:
-            self._lanes = stack.enter_context(common(tiles.across, (LANES, panel), self.a.dtype))
+            room = -(-LANES * panel * self.a.itemsize // 8)
+            numbers = Meeting.SPREAD * tiles.across.size
+            lanes = stack.enter_context(common(tiles.across, (room + numbers,), np.int64))
+            if lanes is not None:
+                self._passing = Passing(tiles.across, lanes[room:], LANES)
+                self._lanes = lanes[:room].view(self.a.dtype)[: LANES * panel].reshape(LANES, panel)
             self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
             try:
                 self._run(n, size)
             finally:
-                self._lanes, self.board = None, Board(tiles.down, None)
+                self._lanes, self._passing, self.board = None, None, Board(tiles.down, None)
 
     def _run(self, n: int, size: int) -> None:
         tiles, width, step = self.tiles, len(self.columns), None
@@ -189,12 +191,18 @@ class Panels(ABC):
         """Return room for the panel from column k on, of so many elements, flat; it lasts until the next but one."""
         if self._lanes is None:
             return namespace(self.a).empty(size, self.a.dtype)
-        return self._lanes[k // self.tiles.size // self.tiles.D % LANES, :size]
+        self._passing.room(self._number(k), self.tiles.owner(k)[1] == self.tiles.j)
+        return self._lanes[self._number(k) % LANES, :size]
 
-    def pass_on(self, message: Any, root: int) -> Handle:
-        """Begin to give a panel, which lies in its `message`, from grid column `root` to the others."""
+    def pass_on(self, k: int, message: Any, root: int) -> Handle:
+        """Begin to give the panel from column k on, in its `message`, from grid column `root` to the others."""
         across = self.tiles.across
         if self._lanes is None:
             return across.broadcast(message, root, wait=False)
         across.count("broadcast", 0 if across.rank == root else message.size, message.itemsize)
-        return cast("MpiComm", across).barrier_of("broadcast")  # others have no common memory
+        passed: Handle = self._passing.passed(self._number(k), root)
+        return passed
+
+    def _number(self, k: int) -> int:
+        """Return how many panels of this layer are before the one from column k on."""
+        return k // self.tiles.size // self.tiles.D

@@ -216,7 +216,7 @@ def plan_linalg(
     memory : int or str, optional
         Bytes a rank may use, or text such as "4GiB".
     near : bool, optional
-        The ranks share memory; by default up to four do.
+        The ranks share memory; by default up to eight do.
     machine : Machine, optional
         Measured constants of the model; by default those of `parlinalg.tunables`.
     rate : float, optional

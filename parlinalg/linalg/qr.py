@@ -63,7 +63,7 @@ class QR(Panels):
             self.a[at:, c : c + b] = 0
             if tiles.i == i:
                 self.a[at : at + b, c : c + b] = r
-        return self.pass_on(message, j), message
+        return self.pass_on(k, message, j), message
 
     def _together(self, k: int, b: int, panel: Any, t: Any, r: Any, y: Any) -> None:
         """Write T, R and this rank's rows of Y for a panel whose rows lie on several ranks, or on a GPU.
@@ -119,17 +119,29 @@ def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:
     products alone (Fukaya and others, "CholeskyQR2", 2014).  The Gram matrix after the first time shows whether they
     are: the same on all ranks, to rounding.  Collective.
     """
+    r, sound, last = nearly_orthogonalized(y, comm)
+    kernels.substitute(last, y, right=True, lower=True, adjoint=True)
+    return r, sound
+
+
+def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
+    """Do what `orthogonalized` does, up to its last step; return L too, of Q = Y L⁻ᴴ."""
+    first, _ = _gram_factor(y, comm)
+    kernels.substitute(first, y, right=True, lower=True, adjoint=True)
+    last, gram = _gram_factor(y, comm)
+    one = namespace(y).eye(y.shape[1], dtype=y.dtype)
+    r = kernels.adjoint(last) @ kernels.adjoint(first)
+    return r, not gram.size or bool(abs(gram - one).max() < NEAR), last
+
+
+def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:
+    """Return the lower Cholesky factor of Yᴴ Y, and Yᴴ Y.  Collective."""
     xp = namespace(y)
-    one = xp.eye(y.shape[1], dtype=y.dtype)
-    r, gram = one, one
-    for _ in range(2):
-        gram = xp.ascontiguousarray(kernels.adjoint(y) @ y)
-        comm.all_reduce(gram)
-        lower = xp.tril(gram)
-        kernels.cholesky(lower)
-        kernels.substitute(lower, y, right=True, lower=True, adjoint=True)
-        r = kernels.adjoint(lower) @ r
-    return r, not gram.size or bool(abs(gram - one).max() < NEAR)
+    gram = xp.ascontiguousarray(kernels.adjoint(y) @ y)
+    comm.all_reduce(gram)
+    lower = xp.tril(gram)
+    kernels.cholesky(lower)
+    return lower, gram
 
 
 def reflect(tiles: Tiles, y: Any, t: Any, b: Any) -> None:

@@ -159,21 +159,23 @@ class Tiles(Deal):
     # ------------------------------------------------------------------ between rest and work
     def bring(
         self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False,
-        host: bool = False,
+        host: bool = False, more: int = 0,
     ) -> Any:  # fmt: skip
         """Return this rank's rows and columns of a matrix, in an array of its own.  Collective.
 
         The array is on the device of the grid's blocks, or with `host` on the host.  With `lower` what lies in tiles
-        above the diagonal stays behind, and is 0.
+        above the diagonal stays behind, and is 0.  The array has so many `more` columns, which are not set.
         """
-        return self.bring_to(a, self.places(rows, columns), lower=lower, host=host)
+        return self.bring_to(a, self.places(rows, columns), lower=lower, host=host, more=more)
 
-    def bring_to(self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False) -> Any:
+    def bring_to(
+        self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0
+    ) -> Any:  # fmt: skip
         """Return what this rank wants of a matrix, as `bring` does; `want` says it of every rank.  Collective."""
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
-        return move(block, rest, want, self.grid, free, self.size if lower else 0)
+        return move(block, rest, want, self.grid, free, self.size if lower else 0, more)
 
     def home(
         self, block: Any, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
@@ -373,7 +375,9 @@ class _Part(NamedTuple):
         return [(self.i[top:], self.j[a:b]) for top, (a, b) in zip(tops, pairwise(edges), strict=True)]
 
 
-def move(block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0) -> Any:
+def move(
+    block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0, more: int = 0
+) -> Any:  # fmt: skip
     """Return this rank's rows and columns of a matrix of which every rank has others, by all-to-alls.
 
     What is on a device stays there, as far as the communicator lets it.
@@ -388,13 +392,20 @@ def move(block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), l
         The axes along which ranks have the same block; a rank gets what it wants from the one at its own place.
     lower : int
         If not 0, of tiles of so many columns only the rows from their first column on move; the others become 0.
+    more : int
+        Columns of the returned array behind those, which are not set.
 
     Each rank receives exactly what it lacks.  Columns travel some at a time, so that what is on the way stays small.
     """
     xp, on_host = namespace(block), isinstance(block, np.ndarray)
     if not grid.inside:
         return xp.empty((0, 0), block.dtype)
-    if grid.size == 1 and not lower and all(np.array_equal(x, y) for x, y in zip(have[0], want[0], strict=True)):
+    if (
+        grid.size == 1
+        and not lower
+        and not more
+        and all(np.array_equal(x, y) for x, y in zip(have[0], want[0], strict=True))
+    ):
         return block.copy(order="C")
     me, size = grid.rank, grid.size
     at = [tuple(grid.coords_of(p)[a] for a in copies) for p in range(size)]
@@ -413,7 +424,7 @@ def move(block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), l
             gives[p] = _Part(rows, i, columns, j)
             (rows, _, i), (columns, _, j) = (common(x, y) for x, y in zip(have[p], want[me], strict=True))
             gets[p] = _Part(rows, i, columns, j)
-    out = (xp.zeros if lower else xp.empty)((len(want[me][0]), len(want[me][1])), block.dtype)
+    out = (xp.zeros if lower else xp.empty)((len(want[me][0]), len(want[me][1]) + more), block.dtype)
     for there, here in zip(gets[me].rectangles(lower), gives[me].rectangles(lower), strict=True):
         _copy(out, there, block, here)
     if size == 1:

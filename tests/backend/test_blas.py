@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from parlinalg.backend import blas
+from parlinalg.backend import blas, compiled
 
 pytestmark = pytest.mark.serial
 
@@ -99,6 +99,25 @@ def test_a_read_only_sum_is_refused():
     y.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         blas.add_product(y, np.ones((3, 3)), np.ones((3, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows", [33, 64, 71])
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+def test_long_rows_meet_a_vector_in_a_loop(dtype, rows, given, tune, monkeypatch):
+    if blas._threads() is None or not compiled.available():
+        pytest.skip("cannot be had here: numba, and a NumPy with an OpenBLAS of its own")
+    tune(COMPILED_SIZE=1, GEMV_STRIP=50, GEMV_ROW=50)
+    monkeypatch.setattr(blas, "_threads", lambda: 1)
+    rng = np.random.default_rng(3)
+    x, both = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((rows, 51), (51, 2)))
+    want = x @ both
+    monkeypatch.setattr(np, "matmul", None)
+    for column in range(2):  # of another matrix, so that its elements do not lie together
+        out = np.full((rows, 1), np.nan, dtype) if given else None
+        y = blas.product(x, both[:, column : column + 1], out)
+        assert (y is out) == given
+        np.testing.assert_array_equal(y, want[:, column : column + 1])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])

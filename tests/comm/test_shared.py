@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parlinalg.comm import algorithms, ledger, shared
-from parlinalg.comm.shared import beside, common, terms
+from parlinalg.comm.shared import Meeting, Passing, beside, common, terms
 
 pytestmark = [pytest.mark.ranks(2, 3, 4, 8)]
 
@@ -64,6 +64,33 @@ def test_small_nested_and_switched_off_uses_get_none(group, monkeypatch: pytest.
     monkeypatch.setenv("PARLINALG_SHARED", "0")
     with common(group, (4,), np.float64) as off:
         assert off is None
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("places", [3, 5])
+def test_a_block_passed_on_stays_until_all_have_read_it(
+    group, monkeypatch: pytest.MonkeyPatch, places, ordered
+) -> None:
+    """As in a factorization: a rank still reads a block when it passes on the next.  Each rank dawdles in turn."""
+    monkeypatch.setattr(shared, "ORDERED", ordered and shared.ORDERED)
+    numbers = Meeting.SPREAD * group.size
+    with common(group, (places * 4 + numbers,), np.int64) as memory:
+        blocks, passing = memory[: places * 4].reshape(places, 4), Passing(group, memory[places * 4 :], places)
+        for number in range(40):
+            root = number % group.size
+            passing.room(number, group.rank == root)
+            if group.rank == root:
+                blocks[number % places] = number
+            handle = passing.passed(number, root)
+            handle.test()
+            if number:
+                if group.rank == number // 3 % group.size:
+                    time.sleep(0.002)
+                assert np.all(blocks[(number - 1) % places] == number - 1)
+            handle.wait()
+            handle.wait()
+            assert handle.test()
+            assert np.all(blocks[number % places] == number)
 
 
 def test_too_little_memory_is_no_error(group, tune) -> None:
