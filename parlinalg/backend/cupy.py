@@ -26,6 +26,7 @@ class CupyBackend:
     cpu = False
     cuda = True
     adds_products = False
+    values = True
 
     def __init__(self, device: int) -> None:
         self.id = device

@@ -22,6 +22,7 @@ class NumpyBackend:
     cpu = True
     cuda = False
     adds_products = True
+    values = True
 
     @property
     def fft(self) -> Any:

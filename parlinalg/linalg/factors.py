@@ -232,7 +232,7 @@ class LUFactor(Factor):
             for at, rows in zip(self.positions, self.rows, strict=True):
                 found[at] = rows
         if self.grid.world.size > self.grid.size:  # ranks outside the grid have none
-            told = self.grid.world.share(found.tolist() if self.grid.inside else None)
+            told = self.grid.world.share(found.tolist() if self.grid.inside else None, others="alike")
             found = np.array(next(each for each in told if each is not None), np.int64)
         return found
 
@@ -686,7 +686,7 @@ def tall_qr(x: DistArray) -> QRResult | None:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
             r, sound = orthogonalized(y, grid.everyone)
-    if grid.world.share(sound).count(False):
+    if grid.world.share(sound, others="alike").count(False):
         return None
     q = DistArray(y, (m, n), rest, grid).redistribute(layout)
     block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
@@ -862,7 +862,9 @@ def _batches(
     except LinAlgError as error:
         problem = f"{name}: {error}"
     blocks = list(results) if isinstance(results, tuple) else [results]
-    everyone = grid.world.share((problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]))
+    everyone = grid.world.share(
+        (problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]), others="by rank"
+    )
     told = [each for each, _ in everyone]
     _refuse(ODD in told, name)
     if any(told):

@@ -24,7 +24,11 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Work on blocks that is no product: `nbytes` read and written, `elements` of the largest operand."""
+    """Work on blocks that is no product, by the kernel's name in the registry, or NumPy's of a single operation.
+
+    `nbytes` are those of all blocks given and made, each once, `elements` those of the largest of them.  A chain that
+    runs in tiles is one kernel.  Attention has its products before it, as `Gemm`s, and as `elements` its scores.
+    """
 
     name: str
     nbytes: int
@@ -37,7 +41,8 @@ class Start:
     """The start of communication number `call` of the trace; a blocking call is a `Start` and its `Wait`.
 
     `op` and `axes` are those of the ledger, `ranks` the world ranks of the communicator, `nbytes` what this rank
-    receives, `sent` what it sends, `peer` the world rank at the other end of a send or receive.
+    receives, as the ledger counts it, `sent` what it sends (over all ranks as much as is received), `peer` the world
+    rank at the other end of a send or receive, or the root of a broadcast.
     """
 
     call: int
@@ -67,7 +72,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`nbytes` more (or fewer, if negative) are live in a category: weights, gradients, states, activations, buffers."""
+    """`nbytes` more (if negative, fewer) are live in a category: weights, gradients, states, activations, buffers."""
 
     category: str
     nbytes: int
@@ -75,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A named stretch of the program that begins or ends here: forward, backward, step, an instruction of a schedule."""
+    """A named stretch of the program begins or ends: forward, backward, step, an instruction of a schedule."""
 
     name: str
     begins: bool

@@ -224,7 +224,11 @@ def _check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) -
         )
     groups = optimizer.param_groups
     made = [type(optimizer).__name__, repr(float(optimizer.lr)), repr((optimizer.options(), optimizer._names()))]
-    for i, theirs in enumerate(everyone := world.share([made, list(grid.world.share(world.rank)), len(groups)])):
+    for i, theirs in enumerate(
+        everyone := world.share(
+            [made, list(grid.world.share(world.rank, others="by rank")), len(groups)], others="by rank"
+        )
+    ):
         first = theirs[1][0]
         if theirs[2] != everyone[0][2]:
             raise ConfigError(
