@@ -126,6 +126,12 @@ class ShapesBackend:
         self.recorder: Recorder | None = None
         self._next = 1 << 44
         self._within = 0
+        self._counts: Counter[Any] = Counter()
+
+    def count(self, what: Any) -> int:
+        """Return how often this was asked for the same thing before."""
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
     @property
     def fft(self) -> Any:

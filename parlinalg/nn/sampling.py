@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of
-from parlinalg.backend.shapes import has_values
 from parlinalg.errors import ConfigError
 from parlinalg.nn.checks import whole
 from parlinalg.random.counter import RandomStream, stream_key
@@ -66,9 +64,6 @@ class Sampling:
         array of int64
             Shape [rows]; -1 where the largest logit is not finite.
         """
-        if not has_values(logits):
-            token = backend_of(logits).assume("token", "the token that is chosen")
-            return np.full(len(rows), token, np.int64)
         logits = logits.astype(np.float64)
         top = logits.max(axis=1)
         chosen = np.argmax(logits, axis=1).astype(np.int64)
