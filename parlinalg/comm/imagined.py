@@ -149,7 +149,8 @@ class ImaginedComm(Comm):
         ranks = tuple(range(size)) if world_ranks is None else world_ranks
         places = tuple(r // node * node for r in ranks) if nodes is None else nodes
         self.device, self.together = device, together
-        self._place = axes, ranks, device.count((axes, ranks))
+        like = axes, size, hash(ranks)
+        self._place = *like, device.count(like)
         """The same on the ranks that are imagined together, another one for each communicator."""
         self._shares = 0
         super().__init__(size, rank, axes, ranks, places, [] if books is None else books, False)
@@ -261,18 +262,18 @@ class ImaginedComm(Comm):
         payload = json.dumps(value)
         if self.size > 1 and callable(others):
             given = [value if r == self.rank else others(r) for r in range(self.size)]
-            return [json.loads(json.dumps(each)) for each in given]
+            return _parsed([json.dumps(each) for each in given])
         if self.size > 1 and others != "alike" and self.together is not None:
             self._shares += 1
             key = (self._place, self._shares)
             found = self.together.exchange(key, self.world_ranks[self.rank], self.world_ranks, payload)
-            return [json.loads(each) for each in found]
+            return _parsed(found)
         if self.size > 1 and others != "alike":
             raise values_needed(
                 f"share over {self.axes or 'all ranks'} of what differs by rank",
                 "imagine these ranks together (parlinalg.imagine_together), or give others= as a function of the rank",
             )
-        return [json.loads(payload) for _ in range(self.size)]
+        return _parsed([payload] * self.size)
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return [payload] * self.size
@@ -282,3 +283,9 @@ def _alike(send: Block, recv: Block) -> None:
     """Fill what is received of the values there are: the others' are taken to be like this rank's."""
     if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray) and send.size:
         recv.reshape(-1)[:] = np.resize(send.reshape(-1).copy(), recv.size)
+
+
+def _parsed(payloads: Sequence[str]) -> list[Any]:
+    """Return what payloads hold; thousands of ranks that share the same value share one object."""
+    values = {payload: json.loads(payload) for payload in dict.fromkeys(payloads)}
+    return [values[payload] for payload in payloads]
