@@ -16,7 +16,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
-from parlinalg.backend import namespace
+from parlinalg.backend import backend_of, namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
@@ -818,7 +818,9 @@ def _no_layers(block: int | None, depth: int | None) -> int | None:
 
 
 def _finite(block: Any) -> bool:
-    xp = namespace(block)
+    xp, backend = namespace(block), backend_of(block)
+    if not backend.values:
+        return bool(backend.assume("finite", "whether the elements are finite"))
     with np.errstate(all="ignore"):
         return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
 

@@ -103,6 +103,22 @@ def test_ledgers_of_training_are_those_of_real_ranks(world, full):
     assert world.size == 1 or words
 
 
+@pytest.mark.ranks(1, 4, full=(8,))
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (1, 4)], ids=str)
+def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes):
+    def program(grid):
+        a = pla.distribute(np.eye(45), grid, pla.Layout("r", "c"))
+        pla.linalg.cho_factor(a, block=8)
+        pla.fft.fftn(a)
+        pla.fft.rfft(a, axis=0)
+        (a @ a).redistribute(pla.Layout("c", "r")).sum(axis=0)
+        pla.mean(a.T + a, axis=1)
+        pla.cumsum(a, axis=0)
+
+    grid = dict(zip("rc", sizes if world.size == 4 else (world.size, 1), strict=True))
+    both(world, grid, program, what_if=pla.WhatIf())
+
+
 # ------------------------------------------------------------------ pipelines
 
 
