@@ -731,7 +731,9 @@ def solve_triangular(
     t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
     x, wide, matrix = held._right_hand_sides(b, rows, n)
     zero = 0
-    if a.grid.inside and not unit_diagonal:
+    if not a.grid.backend.values:
+        a.grid.backend.assume("finite", "whether a triangle is regular")
+    elif a.grid.inside and not unit_diagonal:
         both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
         zeros = both[kernels.to_host(t[at, also]) == 0]
         zero = n - int(zeros[0]) if len(zeros) else 0

@@ -108,7 +108,9 @@ def test_ledgers_of_training_are_those_of_real_ranks(world, full):
 def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes):
     def program(grid):
         a = pla.distribute(np.eye(45), grid, pla.Layout("r", "c"))
-        pla.linalg.cho_factor(a, block=8)
+        b = pla.distribute(np.ones((45, 7)), grid, pla.Layout("r", "c"))
+        pla.linalg.cho_factor(a, block=8).solve(b)
+        pla.linalg.solve_triangular(a, b)
         pla.fft.fftn(a)
         pla.fft.rfft(a, axis=0)
         (a @ a).redistribute(pla.Layout("c", "r")).sum(axis=0)
