@@ -21,6 +21,7 @@ from parlinalg.array.extras import *  # noqa: F403
 from parlinalg.array.namespace import *  # noqa: F403
 from parlinalg.array.namespace import __array_api_version__, __array_namespace_info__
 from parlinalg.autograd import Parameter, Tensor, check_gradients, no_grad, no_sync, ops
+from parlinalg.backend.shapes import WhatIf
 from parlinalg.comm import ledger, trace
 from parlinalg.errors import (
     CommError,
@@ -31,12 +32,14 @@ from parlinalg.errors import (
     LayoutError,
     ParlinalgError,
     PlanError,
+    ValuesNeeded,
 )
 from parlinalg.grid import Grid, default_grid, set_default_grid
 from parlinalg.layout import Layout
 from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
+from parlinalg.planning.imagine import imagine, imagine_together
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
@@ -92,6 +95,8 @@ __all__ = [
     "RunHook",
     "Tensor",
     "Trainer",
+    "ValuesNeeded",
+    "WhatIf",
     "array",
     "asnumpy",
     "autograd",
@@ -105,6 +110,8 @@ __all__ = [
     "fft",
     "from_blocks",
     "from_function",
+    "imagine",
+    "imagine_together",
     "initialize",
     "launch",
     "ledger",

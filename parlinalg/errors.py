@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from types import FrameType
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+"""The folder of parlinalg's own code."""
+
 
 class ParlinalgError(Exception):
     """Base of all errors raised on purpose by parlinalg."""
@@ -45,6 +51,23 @@ class FileError(ParlinalgError, OSError):
 
 class OffloadError(ParlinalgError, OSError):
     """Offloaded data cannot be written or read: a disk is full, a folder not writable, a file cut short or damaged."""
+
+
+class ValuesNeeded(ParlinalgError, TypeError):
+    """A program that runs on imagined arrays, which have no values, asks for values."""
+
+
+def user_line(frame: FrameType | None) -> str:
+    """`file:line` of the innermost frame outside parlinalg, or of the outermost frame if all are inside."""
+    last = "an unknown line"
+    here = os.getcwd() + os.sep
+    while frame is not None:
+        name = frame.f_code.co_filename
+        last = f"{name.removeprefix(here)}:{frame.f_lineno}"
+        if not name.startswith((PACKAGE, "<frozen ")):
+            return last
+        frame = frame.f_back
+    return last
 
 
 def brief(value: object, most: int = 200) -> str:

@@ -182,7 +182,7 @@ def _hand_over(
             comm.count("send", 0, out.itemsize)
         if get:
             comm.count("receive", sum(map(volume, get)), out.itemsize)
-    for turn in range(max(comm.share(max(map(len, outgoing))))):
+    for turn in range(max(comm.share(max(map(len, outgoing)), others="alike"))):
         room = memory[turn % 2]
         for p, parts in enumerate(outgoing):
             for part in parts[turn : turn + 1]:

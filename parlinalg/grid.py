@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from parlinalg.backend import Backend, select_backend
 from parlinalg.backend.blas import host_and_cores, set_blas_threads, sharing
-from parlinalg.comm import Comm, between_gpus, open_comm
+from parlinalg.comm import Comm, ImaginedComm, between_gpus, open_comm
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import place_on_node
 from parlinalg.errors import GridError
@@ -54,8 +54,9 @@ class Grid:
     comm : mpi4py communicator, Comm or None
         The ranks that form the grid, by default all of `MPI.COMM_WORLD` (one rank where MPI is not installed).  It is
         duplicated, never used itself.
-    backend : {"auto", "numpy", "cupy"}
-        The backend of the blocks; "auto" is CuPy where every rank has a GPU, else NumPy.
+    backend : {"auto", "numpy", "cupy", "shapes"}
+        The backend of the blocks; "auto" is CuPy where every rank has a GPU, else NumPy.  The blocks of "shapes" have
+        no values; it is the only one of imagined ranks (`parlinalg.imagine`), where "auto" chooses it.
     idle : bool
         Allow fewer ranks in the grid than in `comm`: the first ones form the grid, the others hold blocks of size zero
         and may make every call.
@@ -116,14 +117,18 @@ class Grid:
         self.coords = self.coords_of(self.rank) if self.inside else {}
         cart = self.world.cartesian(self.sizes)
         self._cart: Comm = SingleComm() if cart is None else between_gpus(cart, self.backend)
+        if self.world.imagined:
+            self.threads = 1
+            return
         local_ranks = place_on_node(self.world)[1]
-        self.threads = set_blas_threads(sharing(self.world.share(host_and_cores()), self.rank, local_ranks))
+        places = self.world.share(host_and_cores(), others="by rank")
+        self.threads = set_blas_threads(sharing(places, self.rank, local_ranks))
 
     def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
         """Return the sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""
         problem = _problem(sizes, self.world.size, idle)
         mine = [problem, {} if problem else {a: int(n) for a, n in sizes.items()}, str(backend)]
-        everyone = self.world.share(mine)
+        everyone = self.world.share(mine, others="alike")
         for reported, *_ in everyone:
             if reported:
                 raise GridError(reported)
@@ -138,16 +143,24 @@ class Grid:
     def _agreed_backend(self, name: str) -> Backend:
         local_rank = place_on_node(self.world)[0]
         try:
-            chosen, problem = select_backend(name, local_rank), ""
+            chosen, problem = self._selected(name, local_rank), ""
         except Exception as error:  # told to all ranks below
             chosen, problem = None, f"rank {self.rank}: {error}"
-        replies = self.world.share([problem, chosen.name if chosen else ""])
+        replies = self.world.share([problem, chosen.name if chosen else ""], others="alike")
         for theirs, _ in replies:
             if theirs:
                 raise GridError(f"backend {name!r} cannot be used: {theirs}")
         if chosen is None or any(theirs != chosen.name for _, theirs in replies):
             chosen = select_backend("numpy", local_rank)  # "auto" where only some ranks have a GPU
         return chosen
+
+    def _selected(self, name: str, local_rank: int) -> Backend:
+        if not isinstance(self.world, ImaginedComm):
+            return select_backend(name, local_rank)
+        device = self.world.device
+        if name not in ("auto", "shapes", "numpy" if device.cpu else "cupy"):
+            raise GridError(f"the imagined ranks have {device.device}; leave backend out, or pass 'shapes'")
+        return device
 
     @property
     def axes(self) -> Cut:

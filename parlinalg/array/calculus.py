@@ -261,7 +261,9 @@ def apply_along_axis(func1d: Any, axis: int, arr: DistArray, *args: Any, **kwarg
             found = np.apply_along_axis(func1d, d, grid.backend.to_host(a.block), *args, **kwargs)
         except Exception as error:
             problem = error
-    told = grid.world.share([None if found is None else [list(found.shape), found.dtype.name], repr(problem or "")])
+    told = grid.world.share(
+        [None if found is None else [list(found.shape), found.dtype.name], repr(problem or "")], others="alike"
+    )
     if problem is not None:
         raise problem
     if failed := next((text for _, text in told if text != "''"), None):

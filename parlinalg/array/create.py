@@ -67,7 +67,7 @@ def distribute(
         raise LayoutError(f"root {root} is not one of the {grid.world.size} ranks, 0 to {grid.world.size - 1}")
     host: Any = _host(array, grid) if holds else None
     about = [list(host.shape), host.dtype.name, np.ma.isMaskedArray(array), _checksum(host, grid)] if holds else None
-    reported = grid.world.share([repr(layout), root, about])
+    reported = grid.world.share([repr(layout), root, about], others="alike")
     for rank, theirs in enumerate(reported):
         if theirs[:2] != reported[0][:2]:
             raise LayoutError(
@@ -230,7 +230,7 @@ def from_blocks(block: Any, grid: Grid, layout: Layout, shape: Shape | None = No
     at = [index_of(cut, grid.sizes, grid.coords) if grid.inside else -1 for cut in layout.dims]
     known = grid.inside and block.dtype.name in ITEMSIZE
     part = [part_of(layout, grid), sample_checksum(block)] if known else None
-    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside, hidden, part])
+    facts = grid.world.share([list(block.shape), at, block.dtype.name, grid.inside, hidden, part], others="by rank")
     if any(fact[4] for fact in facts):
         raise masked("from_blocks")
     for rank, (theirs, *_) in enumerate(facts):

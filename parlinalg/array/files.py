@@ -99,7 +99,7 @@ def load(
                 file.open()
                 return [list(file.shape), file.dtype.str if file.dtype.kind != "V" else file.dtype.name]
 
-        facts = comm.share(_agreed(comm, what, begin))
+        facts = comm.share(_agreed(comm, what, begin), others="alike")
         odd = next((rank for rank, theirs in enumerate(facts) if theirs != facts[0]), None)
         if odd is not None:
             raise FileError(
@@ -173,7 +173,7 @@ def save(
     comm = grid.world
     kind = _format(path, comm)
     given = [os.fspath(path), dataset, None if chunks is None else list(map(int, chunks)), compression]
-    facts = comm.share([given, os.urandom(4).hex(), os.path.realpath(path)])
+    facts = comm.share([given, os.urandom(4).hex(), os.path.realpath(path)], others="by rank")
     odd = next((rank for rank, theirs in enumerate(facts) if theirs[0] != facts[0][0]), None)
     if odd is not None:
         raise FileError(
@@ -818,7 +818,7 @@ def _format(path: str | os.PathLike[str], comm: Comm) -> type[ArrayFile]:
             importlib.import_module(kind.package)
         except ImportError:
             missing = True
-    ranks = [rank for rank, lacks in enumerate(comm.share(missing)) if lacks]
+    ranks = [rank for rank, lacks in enumerate(comm.share(missing, others="alike")) if lacks]
     if ranks:
         where = "" if len(ranks) == comm.size else f" (missing on rank {', '.join(map(str, ranks))})"
         raise ImportError(

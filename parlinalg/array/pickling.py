@@ -74,7 +74,7 @@ def restored(
     grid = _known.get(name)
     if grid is None or grid._closed:
         grid = _like(Description(*description))
-    if any(theirs != mine for mine, theirs in enumerate(grid.world.share(rank))):
+    if any(theirs != mine for mine, theirs in enumerate(grid.world.share(rank, others="by rank"))):
         raise GridError(
             f"the pickle read by rank {grid.world.rank} was written by rank {rank}; every rank reads its own"
         )

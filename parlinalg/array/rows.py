@@ -106,7 +106,7 @@ def numbered(
         block = np.where(block < 0, block + n, block) if low < 0 else block
         number = block if number is None else number * n + block
     if any(isinstance(index, DistArray) for index in arrays):
-        problem = next(filter(None, grid.world.share(problem)), "")
+        problem = next(filter(None, grid.world.share(problem, others="alike")), "")
     if problem:
         raise IndexError(problem)
     return np.broadcast_to(np.zeros((), np.int64) if number is None else number, mine).reshape(-1)

@@ -61,7 +61,7 @@ def balanced(rows: Block, grid: Grid, axes: Cut, rest: Layout, shape: tuple[int,
         comm.all_gather(np.array([rows.shape[0]], np.int64), counts, [1] * comm.size)
     n = int(counts.sum())
     if grid.size < grid.world.size:
-        n = grid.world.share(n)[0]
+        n = grid.world.share(n, others="alike")[0]
     layout, full = Layout(axes, *rest.dims), (n, *shape)
     if comm is None:
         return DistArray(grid.backend.zeros(grid.block_shape(layout, full), rows.dtype), full, layout, grid)

@@ -153,7 +153,7 @@ def _check_power(base: Any, exponent: Any, size: int, grid: Grid) -> None:
     if kinds[0] not in "biu" or kinds[1] != "i" or (kinds[0] == "u" and type(exponent) is int) or not size:
         return
     here = bool((exponent.block < 0).any()) if isinstance(exponent, DistArray) else exponent < 0
-    if any(grid.world.share(here)) if isinstance(exponent, DistArray) else here:
+    if any(grid.world.share(here, others="alike")) if isinstance(exponent, DistArray) else here:
         raise ValueError("np.power: whole numbers to negative whole powers are not whole; convert to floats first")
 
 

@@ -1,4 +1,4 @@
-"""Arrays: where blocks live and how they are made, NumPy's in host memory or CuPy's on a GPU.
+"""Arrays: where blocks live and how they are made, NumPy's in host memory, CuPy's on a GPU, or shapes alone.
 
 Code above this layer computes in the namespace of its blocks (`namespace(block)`), and asks the grid's `Backend` for
 new blocks and for copies between the host and the device.  Besides this package only the NCCL transport imports CuPy.
@@ -13,12 +13,13 @@ from numpy.typing import DTypeLike
 
 from parlinalg.backend.memory import keep_freed
 from parlinalg.backend.numpy import NUMPY
+from parlinalg.backend.shapes import ShapeArray, ShapesBackend
 from parlinalg.errors import ConfigError
 
 __all__ = ["NAMES", "Array", "Backend", "backend_of", "namespace", "select_backend"]
 
 Array = Any  # a block: an array of one of the backends
-NAMES = ("auto", "numpy", "cupy")
+NAMES = ("auto", "numpy", "cupy", "shapes")
 
 
 class Backend(Protocol):
@@ -27,7 +28,7 @@ class Backend(Protocol):
     Attributes
     ----------
     name : str
-        "numpy" or "cupy".
+        "numpy", "cupy" or "shapes".
     xp : module
         The namespace that computes on the blocks.
     fft : module
@@ -43,6 +44,9 @@ class Backend(Protocol):
         A CUDA GPU computes: CUDA kernels run on the blocks, and NCCL carries them.
     adds_products : bool
         BLAS can multiply onto what an array holds (`parlinalg.backend.blas.added`).
+    values : bool
+        Blocks have values; those of imagined ranks have shapes alone (`parlinalg.backend.shapes`), and imitate a CPU or
+        a GPU by the other flags.
 
     What code may do with blocks it asks of these flags, never of the name, which is for messages and configurations.
     """
@@ -63,6 +67,8 @@ class Backend(Protocol):
     def cuda(self) -> bool: ...
     @property
     def adds_products(self) -> bool: ...
+    @property
+    def values(self) -> bool: ...
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a new C-contiguous block with arbitrary values."""
@@ -94,6 +100,17 @@ class Backend(Protocol):
     def memory_total(self) -> int:
         """Return the bytes that blocks may take at most: the memory of the host or its container, or of the GPU."""
 
+    def assume(self, name: str, why: str) -> Any:
+        """Return the answer to what only values could tell, on a backend without values; an error where none is given.
+
+        Parameters
+        ----------
+        name : str
+            An attribute of `parlinalg.backend.shapes.WhatIf`.
+        why : str
+            What depends on values, for the message of the error.
+        """
+
 
 def namespace(block: Array) -> Any:
     """Return the module whose functions compute on a block: `numpy`, or `cupy`.
@@ -121,6 +138,8 @@ def backend_of(block: Array) -> Backend:
     """
     if isinstance(block, (np.ndarray, np.generic)):
         return NUMPY
+    if isinstance(block, ShapeArray):
+        return block.device
     if type(block).__module__.partition(".")[0] == "cupy":
         from parlinalg.backend.cupy import on_device
 
@@ -133,7 +152,7 @@ def select_backend(name: str, local_rank: int = 0) -> Backend:
 
     Parameters
     ----------
-    name : {"auto", "numpy", "cupy"}
+    name : {"auto", "numpy", "cupy", "shapes"}
         "auto" is "cupy" where it can be imported and a GPU answers, else "numpy".
     local_rank : int
         Ranks on one machine take its GPUs in turn: rank i takes GPU i modulo the number of those that CUDA shows, which
@@ -148,6 +167,8 @@ def select_backend(name: str, local_rank: int = 0) -> Backend:
         raise ConfigError(f"there is no backend {name!r}; a grid's backend is one of {', '.join(map(repr, NAMES))}")
     if name == "numpy":
         return _host()
+    if name == "shapes":
+        return ShapesBackend()
     from importlib.util import find_spec
 
     if find_spec("cupy") is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.backend import Backend, compiled, namespace
+from parlinalg.backend.shapes import ShapeArray
 
 LIMITS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -183,10 +184,14 @@ def add_product(y: Any, x: Any, w: Any) -> None:
 
 def added(y: Any, x: Any, w: Any, scale: float = 1) -> bool:
     """Add `scale * (x @ w)` to y if BLAS adds as it multiplies; return True if it did."""
-    if not (isinstance(y, np.ndarray) and y.ndim == x.ndim == w.ndim == 2) or not (y.size and x.size):
+    imagined = isinstance(y, ShapeArray) and y.device.adds_products
+    if not ((imagined or isinstance(y, np.ndarray)) and y.ndim == x.ndim == w.ndim == 2) or not (y.size and x.size):
         return False
     if not _in_blas(y) or not (y.dtype == x.dtype == w.dtype):
         return False
+    if isinstance(y, ShapeArray):
+        y.device.product(1, y.shape[0], y.shape[1], x.shape[1], y.dtype)
+        return True
     gemm = _cblas("gemm", y.dtype)
     (turn, ld), (turn_x, ld_x), (turn_w, ld_w) = _lying(y), _lying(x), _lying(w)
     if gemm is None or turn != AS_IT_IS or not (turn_x and turn_w):

@@ -57,7 +57,7 @@ def ready(*blocks: Block) -> bool:
         and first.dtype.name in _TYPES
         and all(b.dtype == first.dtype for b in blocks)
         and first.size > 0
-        and _module(namespace(first), first.dtype.name) is not None
+        and (not backend_of(first).values or _module(namespace(first), first.dtype.name) is not None)
     )
 
 

@@ -22,6 +22,7 @@ class NumpyBackend:
     cpu = True
     cuda = False
     adds_products = True
+    values = True
 
     @property
     def fft(self) -> Any:
@@ -68,6 +69,9 @@ class NumpyBackend:
 
     def memory_total(self) -> int:
         return host_memory()
+
+    def assume(self, name: str, why: str) -> Any:
+        raise TypeError(f"{why} is known where blocks have values")
 
     def __repr__(self) -> str:
         return "NumpyBackend()"

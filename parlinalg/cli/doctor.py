@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     mpi = about_mpi()
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would
-        hosts = comm.share(platform.node())
-        sharers = sharing(comm.share(host_and_cores()), comm.rank)
-        rates = comm.share([gemm_rate(grid.backend, dtype) for dtype in ("float32", "float64")])
+        hosts = comm.share(platform.node(), others="by rank")
+        sharers = sharing(comm.share(host_and_cores(), others="by rank"), comm.rank)
+        rates = comm.share([gemm_rate(grid.backend, dtype) for dtype in ("float32", "float64")], others="alike")
         measured = collectives(comm, grid.backend) if comm.size > 1 else []
         if comm.rank == 0:
             tell("\n".join(_page(mpi, grid, hosts, sharers, rates, measured)))

@@ -133,7 +133,7 @@ def _examine(comm: Comm, rows: int, start: float) -> list[ReportRow]:
 
 def _agreed(comm: Comm, row: ReportRow) -> ReportRow:
     """Return this row, with the problems of all ranks.  Collective."""
-    problems = comm.share(row.problem)
+    problems = comm.share(row.problem, others="alike")
     mine = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
     return row._replace(problem="; ".join(mine) if comm.size > 1 else row.problem)
 
@@ -148,7 +148,7 @@ def _devices() -> list[str]:
 
 
 def _about(backend: Backend, comm: Comm) -> Iterator[ReportRow]:
-    mine = comm.share(backend.device)
+    mine = comm.share(backend.device, others="alike")
     from parlinalg.backend.cupy import versions
 
     yield from (ReportRow("devices", f"GPU {i}", text) for i, text in enumerate(_devices()))
@@ -364,7 +364,7 @@ def _products(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
             seconds = timed(backend, partial(matmul, A, B), most=1)
             allowed = ALLOWED[dtype]
             problem = "" if error <= allowed else f"{error:.3g} roundings, of which {allowed:.0f} are allowed"
-            result = f"{error:6.1f} roundings {max(comm.share(seconds)) * 1e3:9.3f} ms"
+            result = f"{error:6.1f} roundings {max(comm.share(seconds, others='alike')) * 1e3:9.3f} ms"
             yield ReportRow("products", f"513×700×259 on {rows}×{columns}, {dtype}", result, problem)
 
 
@@ -384,7 +384,7 @@ def _training(comm: Comm, backend: Backend) -> Iterator[ReportRow]:
         error = max(abs(mine - right) / abs(right) for mine, right in zip(found, known, strict=True))
         problem = "" if error <= 1e-10 else f"losses differ by {error:.1e}, of which 1e-10 is allowed"
         shape = "×".join(map(str, sizes.values()))
-        result = f"losses within {error:.1e} {max(comm.share(seconds)) * 1e3:9.1f} ms a step"
+        result = f"losses within {error:.1e} {max(comm.share(seconds, others='alike')) * 1e3:9.1f} ms a step"
         yield ReportRow("training", f"{name}, {shape}", result, problem)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from parlinalg.backend import Backend
 from parlinalg.comm.base import Comm, Handle
 from parlinalg.comm.check import check_replicas
+from parlinalg.comm.imagined import ImaginedComm, imagined_world
 from parlinalg.comm.ledger import Book, ledger
 from parlinalg.comm.signals import StopSignals
 from parlinalg.comm.single import SingleComm
@@ -25,6 +26,7 @@ __all__ = [
     "Book",
     "Comm",
     "Handle",
+    "ImaginedComm",
     "SingleComm",
     "StopSignals",
     "Trace",
@@ -47,7 +49,8 @@ def open_comm(comm: Any = None) -> Comm:
     ----------
     comm : None, mpi4py.MPI.Comm or Comm
         None: a duplicate of `MPI.COMM_WORLD`, or a single rank where there is one, mpi4py is not installed or
-        `PARLINALG_MPI=0`.  An mpi4py communicator: a duplicate of it.  A `Comm` is returned as it is.
+        `PARLINALG_MPI=0`; within `parlinalg.imagine` the imagined ranks.  An mpi4py communicator: a duplicate of it.
+        A `Comm` is returned as it is.
 
     Raises
     ------
@@ -59,6 +62,10 @@ def open_comm(comm: Any = None) -> Comm:
     """
     if isinstance(comm, Comm):
         return comm
+    if (world := imagined_world()) is not None:
+        if comm is not None:
+            raise CommError(f"comm={comm!r}: a program that is imagined has no communicator of MPI; leave comm out")
+        return world
     wrong = wrong_setting()
     if comm is None and os.environ.get("PARLINALG_MPI") == "0":
         return _single(wrong)
@@ -117,7 +124,7 @@ def between_gpus(comm: Comm, backend: Backend) -> Comm:
     wish = os.environ.get("PARLINALG_NCCL") or "auto"
     if wish not in ("auto", "0", "1"):
         raise CommError(f"PARLINALG_NCCL={wish!r}: use 0 (never), 1 (always) or auto (where every rank has a GPU)")
-    if not backend.cuda or wish == "0" or comm.size == 1:
+    if comm.imagined or not backend.cuda or wish == "0" or comm.size == 1:
         return comm
     try:
         from parlinalg.comm.nccl import nccl_over
@@ -126,7 +133,7 @@ def between_gpus(comm: Comm, backend: Backend) -> Comm:
     except ImportError as error:
         problem = f"CuPy's NCCL cannot be loaded: {error}"
     try:
-        for rank, theirs in enumerate(comm.share(problem)):
+        for rank, theirs in enumerate(comm.share(problem, others="alike")):
             if theirs:
                 raise CommError(f"rank {rank}: {theirs}; PARLINALG_NCCL=0 leaves the blocks to MPI")
         return nccl_over(comm)

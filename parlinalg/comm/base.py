@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from parlinalg.backend.halves import work_dtype
 from parlinalg.comm.watch import enrol, library_site, slot
@@ -101,6 +101,9 @@ def reduction_work(size: int, dtype: Any, *, scatter: bool = False) -> int:
     return size if scatter else size + size // 2
 
 
+Others = str | Callable[[int], Any] | None
+
+
 class Comm(ABC):
     """A group of ranks that exchange blocks.
 
@@ -119,7 +122,11 @@ class Comm(ABC):
         This process's index among the members on its node, and their number.
     books : list of Book
         The open ledgers; one list shared by all communicators made from one by `sub` and `cartesian`.
+    imagined : bool
+        True if the other ranks are imagined (`parlinalg.comm.imagined`).
     """
+
+    imagined: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -142,7 +149,7 @@ class Comm(ABC):
         self._calls = 0
         self._under_way: dict[Handle, None] = {}
         """The handles of nonblocking operations not known to be done, so that dropping one does not drop its blocks."""
-        self.key = enrol(self) if size > 1 else "self"
+        self.key = enrol(self) if size > 1 and not self.imagined else "self"
         """The same on all members, different from other communicators; for the monitor."""
         self._parcels: dict[int, list[Block]] = {}
         self.shared: Common | None = None
@@ -292,11 +299,18 @@ class Comm(ABC):
         finally:
             slot.state = None
 
-    def share(self, value: Any) -> list[Any]:
+    def share(self, value: Any, *, others: Others = None) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank.
 
         For agreement on setup and errors: values are anything JSON can carry (tuples arrive as lists), and the ledger
         does not count them.
+
+        Parameters
+        ----------
+        value : object
+        others : {"alike", "by rank"} or callable, optional
+            For imagined ranks: "alike" if a program that is right has the same value on all ranks, "by rank" if they
+            differ; or a function of the rank that gives its value.  Real ranks are asked.
 
         Raises
         ------

@@ -34,8 +34,8 @@ from parlinalg.comm.monitor import (
 from parlinalg.comm.mpi import MpiComm
 from parlinalg.comm.startup import ranks_map
 from parlinalg.comm.streams import flush, say
-from parlinalg.comm.watch import MANY, alive, calls_on, left_early, slot, under_way, unreachable, user_line, vanished
-from parlinalg.errors import CommError
+from parlinalg.comm.watch import MANY, alive, calls_on, left_early, slot, under_way, unreachable, vanished
+from parlinalg.errors import CommError, user_line
 
 PERSISTENT = 5.0
 """Seconds after which a wait for a message from a rank that has left is in vain."""

@@ -269,7 +269,7 @@ def neighbours(comm: Comm) -> dict[int, int]:
         own = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino]
     except OSError:
         own = []
-    everyone = comm.share([*own, os.getpid()])
+    everyone = comm.share([*own, os.getpid()], others="by rank")
     found: dict[int, int] = {}
     for rank, (*where, pid) in zip(comm.world_ranks, everyone, strict=True):
         if own and where == own and pid != os.getpid() and len(found) < _NEAR:

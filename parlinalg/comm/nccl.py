@@ -67,7 +67,7 @@ class NcclComm(Comm):
         super().__init__(inner.size, inner.rank, inner.axes, inner.world_ranks, inner.nodes, inner.books, inner.checked)
         self.inner = inner
         unique = nccl.get_unique_id() if inner.rank == 0 else None
-        kind, values = inner.share(None if unique is None else [type(unique).__name__, list(unique)])[0]
+        kind, values = inner.share(None if unique is None else [type(unique).__name__, list(unique)], others="alike")[0]
         self._nccl = nccl.NcclCommunicator(inner.size, bytes(values) if kind == "bytes" else tuple(values), inner.rank)
         self._types = _numbers()
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
@@ -215,7 +215,7 @@ def nccl_over(comm: Comm) -> Comm:
         On every rank, if some rank has no NCCL or no GPU, or two ranks use the same GPU, which NCCL does not allow:
         such ranks talk through `comm` itself.
     """
-    found = comm.share(_gpu())
+    found = comm.share(_gpu(), others="by rank")
     problems = [f"rank {rank}: {gpu['problem']}" for rank, gpu in enumerate(found) if "problem" in gpu]
     users: dict[tuple[int, str], list[int]] = {}
     for rank, gpu in enumerate(found):

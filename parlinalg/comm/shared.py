@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from parlinalg import tunables
+from parlinalg.backend.shapes import ShapeArray
 from parlinalg.comm.base import Comm, Handle, by_terms
+from parlinalg.comm.imagined import ImaginedComm
 
 FOLDER = "/dev/shm"
 ORDERED = platform.machine() in ("x86_64", "AMD64")
@@ -33,10 +35,28 @@ ORDERED = platform.machine() in ("x86_64", "AMD64")
 class Common:
     """The common memory of one communicator."""
 
-    memory: mmap.mmap | None = None
+    memory: mmap.mmap | ImaginedMemory | None = None
     refused: float = math.inf
     """The least number of bytes that could not be had."""
     in_use: bool = field(default=False)
+
+
+class ImaginedMemory:
+    """So many bytes that imagined ranks have in common, of which this rank counts its part as its own."""
+
+    def __init__(self, comm: ImaginedComm, size: int) -> None:
+        self.size, self.device = size, comm.device
+        self.own = ShapeArray(comm.device, -(-size // (4 * comm.size)), np.float32)
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def _array(memory: mmap.mmap | ImaginedMemory, dtype: Any, n: int) -> Any:
+    """Return the first n elements of common memory."""
+    if isinstance(memory, ImaginedMemory):
+        return ShapeArray(memory.device, n, dtype, counted=False)
+    return np.frombuffer(memory, dtype, n)
 
 
 @contextmanager
@@ -62,7 +82,7 @@ def common(comm: Comm, shape: tuple[int, ...], dtype: Any) -> Iterator[Any]:
         comm.barrier()  # the others may still read what was there
     held.in_use = True
     try:
-        yield np.frombuffer(held.memory, dtype, math.prod(shape)).reshape(shape)
+        yield _array(held.memory, dtype, math.prod(shape)).reshape(shape)
     finally:
         held.in_use = False
 
@@ -84,7 +104,7 @@ class Meeting:
     def __init__(self, comm: Comm, counters: Any) -> None:
         self.comm, self._turn = comm, 0
         self._counters: Any = None
-        if counters is not None and ORDERED and all(comm.share(comm.crowded)):
+        if counters is not None and ORDERED and all(comm.share(comm.crowded, others="alike")):
             counters[comm.rank * self.SPREAD] = 0
             self._counters = memoryview(counters)[: comm.size * self.SPREAD : self.SPREAD]
             comm.barrier()
@@ -171,7 +191,7 @@ def terms(comm: Comm, size: int, dtype: Any) -> Any:
     memory = _made(comm, comm.size * own, own)
     if memory is None:
         return None
-    whole = np.frombuffer(memory, dtype)
+    whole = _array(memory, dtype, comm.size * size)
     comm.terms[:] = [*(ref for ref in comm.terms if ref() is not None), weakref.ref(whole)]
     return whole.reshape(comm.size, size)[comm.rank]
 
@@ -201,15 +221,17 @@ def _held(comm: Comm) -> Common | None:
     return comm.shared
 
 
-def _made(comm: Comm, size: int, own: int) -> mmap.mmap | None:
+def _made(comm: Comm, size: int, own: int) -> mmap.mmap | ImaginedMemory | None:
     """So many bytes that all ranks have mapped, or None on all of them.
 
     Each rank reserves its own bytes, since pages lie near the core that touches them first.
     """
+    if isinstance(comm, ImaginedComm):
+        return ImaginedMemory(comm, size)
     path = _new(size) if comm.rank == 0 else ""
-    path = comm.share(path)[0]
+    path = comm.share(path, others="alike")[0]
     mapped = _mapped(path, size, comm.rank * own, own) if path else None
-    everyone = path and all(comm.share(mapped is not None))
+    everyone = path and all(comm.share(mapped is not None, others="alike"))
     if path and comm.rank == 0:
         os.unlink(path)
     return mapped if everyone else None

@@ -280,6 +280,8 @@ def place_on_node(comm: Comm) -> tuple[int, int]:
     A communicator of some of the ranks does not know the others, who share the node's cores and GPUs all the same; the
     launcher does.
     """
+    if comm.imagined:
+        return comm.local_rank, comm.local_size
     rank, size = launcher_number(RANK), launcher_number(SIZE)
     return (
         comm.local_rank if rank is None else rank,
@@ -298,7 +300,7 @@ def ranks_map(comm: Comm) -> list[dict[str, Any]]:
     When a rank is killed the launcher names its process only; this list, printed at the start, says which rank it was.
     """
     mine = {"rank": comm.world_ranks[comm.rank], "host": socket.gethostname(), "pid": os.getpid()}
-    return comm.share(mine)
+    return comm.share(mine, others="by rank")
 
 
 def about_mpi() -> dict[str, str]:

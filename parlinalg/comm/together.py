@@ -44,7 +44,7 @@ def together(
         reported, cause = (kind, str(error) or type(error).__name__), error
     failed: ParlinalgError | None = None
     for each in [comm] if isinstance(comm, Comm) else comm:
-        everyone = each.share(reported)
+        everyone = each.share(reported, others="alike")
         if failed is None and any(text for _, text in everyone):
             rank = next(r for r, (_, text) in enumerate(everyone) if text)
             kind, text = everyone[rank]
@@ -62,5 +62,5 @@ def odd_one_out(comm: Comm, *parts: bytes | memoryview) -> int | None:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)
-    digests = comm.share(digest.hexdigest())
+    digests = comm.share(digest.hexdigest(), others="alike")
     return next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)

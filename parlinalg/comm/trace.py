@@ -107,7 +107,7 @@ class Trace(Book):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write all ranks' spans as one file for chrome://tracing or ui.perfetto.dev.  Collective; rank 0 writes."""
-        everyone = self.comm.share(self.chrome())
+        everyone = self.comm.share(self.chrome(), others="by rank")
         if self.comm.rank == 0:
             with open(path, "w") as file:
                 json.dump({"traceEvents": [event for events in everyone for event in events]}, file)

@@ -14,6 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from parlinalg.errors import PACKAGE, user_line
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -35,8 +37,6 @@ alone."""
 
 MANY = 64
 """Ranks that are listed one by one, or asked at a time."""
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class WaitSlot:
@@ -135,25 +135,12 @@ def process_state(asker: int, key: str | None) -> dict[str, Any]:
     return reported
 
 
-def user_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost frame outside parlinalg, or of the outermost frame if all are inside."""
-    last = "an unknown line"
-    here = os.getcwd() + os.sep
-    while frame is not None:
-        name = frame.f_code.co_filename
-        last = f"{name.removeprefix(here)}:{frame.f_lineno}"
-        if not name.startswith((_PACKAGE, "<frozen ")):
-            return last
-        frame = frame.f_back
-    return last
-
-
 def library_site(frame: FrameType) -> str:
     """Return the function of this frame, such as `array.create.distribute`; empty if it is not parlinalg's."""
     code = frame.f_code
-    if not code.co_filename.startswith(_PACKAGE):
+    if not code.co_filename.startswith(PACKAGE):
         return ""
-    module = code.co_filename.removeprefix(_PACKAGE).removesuffix(".py").replace(os.sep, ".")
+    module = code.co_filename.removeprefix(PACKAGE).removesuffix(".py").replace(os.sep, ".")
     return f"{module}.{code.co_name}"
 
 

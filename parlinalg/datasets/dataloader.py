@@ -233,7 +233,9 @@ class DataLoader:
         ConfigError
             On all ranks, if their data sets differ in length, or their batches in size.
         """
-        facts = place.world.share([samples_of(self.dataset), len(self.sampler), self.batch_size, self.drop_last])
+        facts = place.world.share(
+            [samples_of(self.dataset), len(self.sampler), self.batch_size, self.drop_last], others="alike"
+        )
         names = ("samples", "samples in its order", "rows a batch", "for drop_last")
         for rank, theirs in enumerate(facts):
             for name, found, first in zip(names, theirs, facts[0], strict=True):
@@ -320,7 +322,7 @@ class Rows(ABC):
             problem, cause = str(error), error
         facts = [[None if p.tree is None else form_of(p.tree), len(p.held), p.count] for p in parts]
         needs = self.place.needs if self.place.grid.inside else (False, False)
-        everyone = self.place.world.share([problem, facts, self.place.group, needs, *tells])
+        everyone = self.place.world.share([problem, facts, self.place.group, needs, *tells], others="by rank")
         for rank, (text, *_) in enumerate(everyone):
             if text:
                 same = all(t[0] for t in everyone) or text.startswith("rank ")
@@ -425,7 +427,7 @@ class OwnRows(Rows):
     def _probe(self, number: int) -> None:
         """Find the form of batches from the first sample, which one rank that needs it reads.  Collective."""
         world, place = self.place.world, self.place
-        able = world.share(bool(place.first() and any(place.needs)))
+        able = world.share(bool(place.first() and any(place.needs)), others="by rank")
         reader = able.index(True)
         problem, form, cause = "", None, None
         if world.rank == reader:
@@ -434,7 +436,7 @@ class OwnRows(Rows):
                 form = form_of(self._collated([self._early[number]]))
             except ParlinalgError as error:
                 problem, cause = str(error), error
-        problem, form = world.share([problem, form])[reader]
+        problem, form = world.share([problem, form], others="alike")[reader]
         if problem:
             raise EngineError(problem) from cause
         self._form = form

@@ -151,7 +151,7 @@ def workers(tiles: Tiles) -> Deal:
     grid = tiles.grid
     if not grid.inside or grid.size == 1 or grid.everyone.local_size < grid.size:
         return tiles
-    every = grid.everyone.share(sorted(cores()))
+    every = grid.everyone.share(sorted(cores()), others="alike")
     ranks = len(set(chain.from_iterable(every)))
     return tiles if ranks >= grid.size else Deal({"worker": ranks}, tiles.size, "wide")
 

@@ -16,7 +16,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
-from parlinalg.backend import namespace
+from parlinalg.backend import backend_of, namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
@@ -243,7 +243,7 @@ class LUFactor(Factor):
             for at, rows in zip(self.positions, self.rows, strict=True):
                 found[at] = rows
         if self.grid.world.size > self.grid.size:  # ranks outside the grid have none
-            told = self.grid.world.share(found.tolist() if self.grid.inside else None)
+            told = self.grid.world.share(found.tolist() if self.grid.inside else None, others="alike")
             found = np.array(next(each for each in told if each is not None), np.int64)
         return found
 
@@ -701,7 +701,7 @@ def tall_qr(x: DistArray) -> QRResult | None:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
             r, sound = orthogonalized(y, grid.everyone)
-    if grid.world.share(sound).count(False):
+    if grid.world.share(sound, others="alike").count(False):
         return None
     q = DistArray(y, (m, n), rest, grid).redistribute(layout)
     block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
@@ -754,7 +754,9 @@ def solve_triangular(
     t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
     x, wide, matrix = held._right_hand_sides(b, rows, n)
     zero = 0
-    if a.grid.inside and not unit_diagonal:
+    if not a.grid.backend.values:
+        a.grid.backend.assume("finite", "whether a triangle is regular")
+    elif a.grid.inside and not unit_diagonal:
         both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
         zeros = both[kernels.to_host(t[at, also]) == 0]
         zero = n - int(zeros[0]) if len(zeros) else 0
@@ -841,7 +843,9 @@ def _no_layers(block: int | None, depth: int | None) -> int | None:
 
 
 def _finite(block: Any) -> bool:
-    xp = namespace(block)
+    xp, backend = namespace(block), backend_of(block)
+    if not backend.values:
+        return bool(backend.assume("finite", "whether the elements are finite"))
     with np.errstate(all="ignore"):
         return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
 
@@ -885,7 +889,9 @@ def _batches(
     except LinAlgError as error:
         problem = f"{name}: {error}"
     blocks = list(results) if isinstance(results, tuple) else [results]
-    everyone = grid.world.share((problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]))
+    everyone = grid.world.share(
+        (problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]), others="by rank"
+    )
     told = [each for each, _ in everyone]
     _refuse(ODD in told, name)
     if any(told):

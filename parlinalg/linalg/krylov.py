@@ -85,7 +85,7 @@ class Vectors:
                 handle.wait()
             if self.grid.size == self.grid.world.size:
                 return found
-            told = self.grid.world.share(found if handle is not None else None)
+            told = self.grid.world.share(found if handle is not None else None, others="alike")
             return next(each for each in told if each is not None)
 
         return wait

@@ -146,7 +146,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
                 x, _, rank, s = xp.linalg.lstsq(a.block, b.block, rcond=limit)
             except LinAlgError as error:
                 problem = f"lstsq: {error}"
-    told = grid.world.share((problem, int(rank)))
+    told = grid.world.share((problem, int(rank)), others="alike")
     _refuse(any(p == "odd" for p, _ in told), "lstsq")
     if wrong := next((p for p, _ in told if p), ""):
         raise LinAlgError(wrong)

@@ -160,7 +160,7 @@ class FactorStack(Factor):
         if a.grid.inside and not odd:
             with np.errstate(all="ignore"):
                 self.held = [local(each) for each in _listed(block)]
-        told = a.grid.world.share((odd, self._first(lambda f: f.problem)))
+        told = a.grid.world.share((odd, self._first(lambda f: f.problem)), others="alike")
         _refuse(any(each for each, _ in told), name)
         self._raise([problem for _, problem in told])
         self._unite()
@@ -247,7 +247,7 @@ class FactorStack(Factor):
             self._raise([f"matrix {at}: {problem.format(zero)}" for at, zero in bad if zero is not None])
             return
         mine = self._first(lambda f: problem.format(f.zero) if f.zero is not None else "")
-        self._raise(self.grid.world.share(mine))
+        self._raise(self.grid.world.share(mine, others="alike"))
 
 
 class CholeskyStack(FactorStack):

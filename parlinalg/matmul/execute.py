@@ -20,6 +20,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, same_grid
+from parlinalg.backend import backend_of
 from parlinalg.backend.halves import work_dtype
 from parlinalg.comm import Comm
 from parlinalg.comm.shared import common
@@ -172,8 +173,8 @@ def _scattered(product: DeferredGemm, dim: int, lengths: Sequence[int], memory: 
     """
     me, starts = comm.rank, [0, *accumulate(lengths)]
     shape = (*product.shape[:dim], lengths[me], *product.shape[dim + 1 :])
-    out = np.empty(shape, product.dtype)
-    own = out if me == 0 or comm.size == 2 else np.empty_like(out)
+    out = backend_of(product.a).empty(shape, product.dtype)
+    own = out if me == 0 or comm.size == 2 else backend_of(out).empty(out.shape, out.dtype)
 
     def term(to: int, sender: int) -> Block:
         part = (*product.shape[:dim], lengths[to], *product.shape[dim + 1 :])

@@ -123,7 +123,7 @@ class DeferredGemm:
         """
         if self.a.ndim > 2 or not backend_of(self.a).adds_products:
             return None
-        y = np.empty(self.shape, self.dtype)
+        y = backend_of(self.a).empty(self.shape, self.dtype)
         y[...] = start
         return y if added(y.reshape(self.a.shape[0], self.b.shape[1]), self.a, self.b) else None
 

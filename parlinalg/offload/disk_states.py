@@ -311,7 +311,7 @@ def recover(path: str | Path, optimizer: Optimizer, *, name: str = "states") -> 
         together(comms, open_, f"reading {path}", (OffloadError,))
         made = [file.note["steps"] if file is not None else None]
         for comm in comms:
-            made += comm.share(made[0])
+            made += comm.share(made[0], others="alike")
         steps = min(s for s in made if s is not None)
         together(comms, lambda: check(steps), f"reading {path}", (OffloadError,))  # all before anything is changed
         together(comms, take, f"taking what {path} has", (OffloadError,))

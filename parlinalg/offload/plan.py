@@ -275,7 +275,7 @@ def _enough(model: Module, table: MemoryTable, limit: int, movable: set[str], sh
             f"{hint}"
         )
     topology = getattr(model, "topology", None)
-    reports = [(least, text)] if topology is None else topology.world.share((least, text))
+    reports = [(least, text)] if topology is None else topology.world.share((least, text), others="by rank")
     if any(text for _, text in reports):
         raise ConfigError(max(reports, key=lambda each: each[0])[1])
 

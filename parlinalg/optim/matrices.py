@@ -147,7 +147,7 @@ def resting(entries: Sequence[Entry], grid: Grid) -> list[Slots]:
     """
     shared = any(e.partition.axes for e in entries)
     mine = [(e.start, e.start + e.size) for e in entries]
-    everyone = grid.everyone.share(mine) if shared else None
+    everyone = grid.everyone.share(mine, others="by rank") if shared else None
     found = []
     for rank in range(grid.size):
         parts = []

@@ -202,7 +202,7 @@ class Matrixwise(Optimizer):
         new = self._keys.get(place) != key
         self._keys[place] = key
         if any(e.partition.axes for e in entries):
-            return any(grid.everyone.share(new))
+            return any(grid.everyone.share(new, others="alike"))
         return new
 
 

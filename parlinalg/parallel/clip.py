@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.parameter import distinct, gradients, sums_over_ranks
-from parlinalg.backend import namespace
+from parlinalg.backend import Backend, namespace
 from parlinalg.backend.kernels.optimizers import all_finite, square_sum
 from parlinalg.backend.kernels.optimizers import scale as multiply
 from parlinalg.comm import Comm
@@ -31,7 +31,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
     """
     once = distinct(parameters)
     terms = {id(p): square_sum(part) for p, part in gradients(once) if p.counted and part.size}
-    return math.sqrt(sums_over_ranks(once, [terms.get(id(p)) for p in once]).sum())
+    sums = sums_over_ranks(once, [terms.get(id(p)) for p in once])
+    return math.sqrt(sums.sum())
 
 
 class Gradients(NamedTuple):
@@ -87,20 +88,33 @@ def examine(
             seen = seen + squares
             if p.counted and (owns is None or owns(p)):
                 mine[:1] += squares
-        if not math.isfinite(float(seen)) and not all(all_finite(part) for _, part in gradients(here)):
+        if (
+            grid.backend.values
+            and not math.isfinite(float(seen))
+            and not all(all_finite(part) for _, part in gradients(here))
+        ):
             mine[1] = 1
         if over is not None:
-            both += grid.backend.to_host(mine)
+            both += grid.backend.to_host(mine) if grid.backend.values else _assumed(grid.backend, scale)
             continue
         grid.everyone.all_reduce(mine)
         if grid.size < grid.world.size:  # ranks outside the grid learn it too, so that all take the same way
             grid.world.broadcast(mine, 0)
-        squares, wrong = grid.backend.to_host(mine).tolist()
+        if grid.backend.values:
+            squares, wrong = grid.backend.to_host(mine).tolist()
+        else:
+            squares, wrong = _assumed(grid.backend, scale)
         total, finite = total + squares, finite and not wrong
     if over is not None:
         over.all_reduce(both)
         total, finite = float(both[0]), not both[1]
     return Gradients(math.sqrt(total) / scale, finite)
+
+
+def _assumed(backend: Backend, scale: float) -> tuple[float, float]:
+    """Return the sum of squares and the mark of what is not finite that are assumed of imagined gradients."""
+    norm = scale * backend.assume("norm", "the norm of the gradients")
+    return norm * norm, float(not backend.assume("finite", "whether the gradients are finite"))
 
 
 def clipping(norm: float, most: float | None) -> float:

@@ -146,7 +146,7 @@ def estimate(model: Module, optimizer: Optimizer, activations: ActivationMemory 
     mine["first_step"] = min(moves, max(BUFFER, bucket))
     rows = list(mine.values())
     for comm in worlds(p.grid for p in parameters):
-        rows = [max(column) for column in zip(*comm.share(rows), strict=True)]
+        rows = [max(column) for column in zip(*comm.share(rows, others="by rank"), strict=True)]
     return MemoryTable(*rows)
 
 

@@ -187,7 +187,7 @@ def build_by_hand(
         problem = (
             f"rank {topology.world.rank} builds {len(given)} stages by hand, but {schedule.name} gives it {len(held)}"
         )
-    for theirs in topology.world.share(problem):
+    for theirs in topology.world.share(problem, others="alike"):
         if theirs:
             raise ConfigError(f"{theirs}: give one module for each of schedule.chunks[mesh.rank('pipeline')]")
     whole = Module()
@@ -202,7 +202,9 @@ def build_by_hand(
         for name, one in inventory_of(whole, parts).items()
     }  # fmt: skip
     first = topology.world.rank == topology.ranks[topology.rank][0]
-    everyone = topology.world.share([mine, {n: len(part) for n, part in parts.items()}] if first else [{}, {}])
+    everyone = topology.world.share(
+        [mine, {n: len(part) for n, part in parts.items()}] if first else [{}, {}], others="by rank"
+    )
     inventory, counts = {}, {}
     for number in range(schedule.stages):
         theirs, lengths = everyone[topology.ranks[schedule.holder(number)][0]]

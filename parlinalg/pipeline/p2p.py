@@ -202,7 +202,7 @@ class P2P:
         topology, grid = model.topology, model.grid
         roles = [[s.number, s.copy, input_role(m for layer in s.layers for m in layer.modules)] for s in model.chunks]
         first = comm.rank == topology.ranks[topology.rank][0]
-        everyone = comm.share([layout_table(model.scheme, grid.sizes), roles] if first else None)
+        everyone = comm.share([layout_table(model.scheme, grid.sizes), roles] if first else None, others="by rank")
         tables, inputs = zip(*(everyone[ranks[0]] for ranks in topology.ranks), strict=True)
         return cls(topology, comm, grid, tables, {Edge(n, copy): role for held in inputs for n, copy, role in held})
 

@@ -66,7 +66,8 @@ class TiedParameters:
             self.alike = True
             return
         everyone = comm.share(
-            {n: p.layout.dims for n, p in self.named.items() if n in shared} if not self.position else {}
+            {n: p.layout.dims for n, p in self.named.items() if n in shared} if not self.position else {},
+            others="by rank",
         )
         layouts = [{n: Layout(*dims) for n, dims in everyone[ranks[0]].items()} for ranks in topology.ranks]
         self.parameters = [TiedParameter(n, ranks, tuple(layouts[r][n] for r in ranks)) for n, ranks in shared.items()]
@@ -126,9 +127,9 @@ class TiedParameters:
             return False
         same = all(layout == tie.layouts[0] for tie in self.parameters for layout in tie.layouts)
         for holders, ties in self._grouped():
-            theirs = self._comms[holders].share([self._span(t) for t in ties])
+            theirs = self._comms[holders].share([self._span(t) for t in ties], others="by rank")
             same = same and all(each == theirs[0] for each in theirs)
-        return all(self.comm.share(same))
+        return all(self.comm.share(same, others="by rank"))
 
     def _grouped(self) -> Iterable[tuple[tuple[int, ...], list[TiedParameter]]]:
         """Return the parameters held here that the same ranks hold, in one order on all of them."""

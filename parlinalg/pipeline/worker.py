@@ -227,7 +227,7 @@ class Worker:
             self._broken = run.current
             error.add_note(f"in the pipeline: {run.current}, rank {self.topology.world.rank}")
             raise
-        everyone = self.comm.share(run.sums if not self.position else [])
+        everyone = self.comm.share(run.sums if not self.position else [], others="by rank")
         sums: dict[str, float] = {"loss": 0.0}
         for _, _, found in sorted((each for rank_sums in everyone for each in rank_sums), key=lambda each: each[:2]):
             for name, value in found.items():

@@ -245,6 +245,8 @@ def dropping(
         table, *where = index_terms(shape, indices, keep.start)
         counted = Counted(tuple(map(int, keep.key)), keep.limit, keep.bits, *where)
         return partial(drop, scale=scale, counted=counted), backend.from_host(table)
+    if not backend.values:
+        return partial(drop, scale=scale), backend.xp.full(tuple(map(len, indices)), True, np.bool_)
     return partial(drop, scale=scale), backend.from_host(keep.part(shape, indices))
 
 
@@ -255,4 +257,6 @@ def factors(
     if backend.cuda and draws_on_device(ones := backend.xp.ones(tuple(map(len, indices)), dtype), len(shape)):
         dropped, table = dropping(keep, ones, shape, indices, backend)
         return dropped(ones, table)
+    if not backend.values:
+        return backend.empty(tuple(map(len, indices)), dtype)
     return backend.from_host(keep.part(shape, indices) * dtype.type(1 / keep.p if keep.p else 0))

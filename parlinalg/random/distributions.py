@@ -65,6 +65,9 @@ def filled(
         compare(grid.everyone, what, {"shape": list(shape), "layout": repr(layout), **facts}, right, always=True)
     ranges = grid.block(cut, shape)
     lengths = tuple(len(r) for r in ranges)
+    if not grid.backend.values:
+        block = grid.backend.empty(lengths, dtype)
+        return DistArray(redistribute(block, cut, layout, shape, grid), shape, layout, grid)
     flat = np.empty(math.prod(lengths), dtype)
     if grid.inside:
         fill(shape, ranges, flat)

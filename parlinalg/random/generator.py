@@ -668,7 +668,7 @@ def fraction_digits(dtype: np.dtype[Any]) -> int:
 def _seed(seed: Any) -> int:
     """Return a seed as a whole number below 2⁶⁴: one of many words by NumPy's hash."""
     if seed is None:
-        return int(default_grid().world.share(secrets.randbits(64))[0])
+        return int(default_grid().world.share(secrets.randbits(64), others="alike")[0])
     if _is_integer(seed) and 0 <= int(seed) < 1 << 64:
         return int(seed)
     if isinstance(seed, np.random.Generator | np.random.BitGenerator | np.random.RandomState):

@@ -270,7 +270,7 @@ def serial_grid(grid: Grid, make_grid: Callable[..., Grid]) -> Grid:
 def mpi_tmp_path(world: Comm) -> Iterator[Path]:
     """An empty folder that all ranks see (`tmp_path` is another one on every rank)."""
     with tempfile.TemporaryDirectory(prefix="parlinalg-", ignore_cleanup_errors=True) as made:
-        yield Path(world.share(made)[0])
+        yield Path(world.share(made, others="alike")[0])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

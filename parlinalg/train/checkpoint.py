@@ -198,7 +198,7 @@ class Checkpoints:
         mine, tensors = self._share_out(description(pieces))
         parts = [Part(p, corner) for p in pieces for corner in mine.get(p.name, ())]
         folder = self.folder / name_of(step)
-        token = self.comm.share(os.urandom(4).hex())[0]
+        token = self.comm.share(os.urandom(4).hex(), others="alike")[0]
 
         def make() -> None:
             self._keep_lock()
@@ -225,8 +225,8 @@ class Checkpoints:
         """Return what this rank writes, and all tensors; as before if no rank holds other things than then."""
         digest = hashlib.blake2b(json.dumps(held).encode(), digest_size=16).hexdigest()
         known = self._shared is not None and self._shared[0] == digest
-        if not all(self.comm.share(known)) or self._shared is None:
-            everyone = self.comm.share(held)
+        if not all(self.comm.share(known, others="alike")) or self._shared is None:
+            everyone = self.comm.share(held, others="by rank")
             tensors = {name: (dtype, tuple(shape)) for theirs in everyone for name, dtype, shape, *_ in theirs}
             self._shared = digest, share_out(everyone, self.comm.rank), tensors
         return self._shared[1:]
@@ -305,14 +305,16 @@ class Checkpoints:
             needed = self._removed or (self._lock is not None and not self._lock.in_place)
             return [name_of(s) for s in gone] if needed or {max(self._kept, default=None), best} & set(gone) else []
 
-        found: list[str] = self.comm.share(self._together(find, f"looking into {self.folder}", root=True))[0]
+        found: list[str] = self.comm.share(
+            self._together(find, f"looking into {self.folder}", root=True), others="alike"
+        )[0]
         return found
 
     def _complete(self) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         folder = self.folder / name_of(pending.step)
-        reports = self.comm.share(pending.file.report())
+        reports = self.comm.share(pending.file.report(), others="by rank")
         failed = [(rank, t["problem"]) for rank, t in enumerate(reports) if t["problem"]]
         try:
             if failed:
@@ -337,7 +339,7 @@ class Checkpoints:
         if self.comm.rank == 0 and self._lock is not None and not self._lock.in_place:
             self._removed = True
             self._kept.add(step)
-        found: bool = self.comm.share(self._removed)[0]
+        found: bool = self.comm.share(self._removed, others="alike")[0]
         return found
 
     def _index(self, pending: _Pending, reports: list[Any]) -> Index:
@@ -381,7 +383,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps whose checkpoints are complete, the last one last.  Collective."""
         there = self._together(lambda: folders.complete(self.folder), f"looking into {self.folder}", root=True)
-        found: list[int] = self.comm.share(there)[0]
+        found: list[int] = self.comm.share(there, others="alike")[0]
         return found
 
     def load(
@@ -457,7 +459,7 @@ class Checkpoints:
                 f"rank {odd} reads another {folder / INDEX} than rank 0: it changes, or is not shared"
             )
         pieces = pieces_of(self.parameters, self.optimizer)
-        everyone = self.comm.share([p.name for p in pieces])
+        everyone = self.comm.share([p.name for p in pieces], others="by rank")
         self._together(lambda: check_fits(index, folder, pieces, everyone), "reading")
         if self.optimizer is not None:
             self.optimizer.arrange()

@@ -218,7 +218,7 @@ def agreed(world: Comm, draw: Callable[[], Result], look: Callable[[Result], Loo
         own[0] = "ends"
     except ParlinalgError as error:
         own[0] = str(error)
-    everyone = world.share(own)
+    everyone = world.share(own, others="alike")
     if all(what == "ends" for what, *_ in everyone):
         raise StopIteration
     rule = "all ranks iterate the same batches, whole, and each cuts its own block"

@@ -50,8 +50,8 @@ class LanguageHook(Hook):
     def measure(self) -> dict[str, str]:
         """Measure the peak; return lines that say what it is and what a step takes.  Collective."""
         backend, world = self.mesh.grid.backend, self.mesh.world
-        n = max(world.share(gemm_side(backend, self.dtype)))
-        self.peak = sum(world.share(gemm_rate(backend, self.dtype, n, sustained=True)))
+        n = max(world.share(gemm_side(backend, self.dtype), others="alike"))
+        self.peak = sum(world.share(gemm_rate(backend, self.dtype, n, sustained=True), others="alike"))
         return {
             "step": f"{self.flops / 1e9:.3g} GFLOP of the model",
             "peak": f"{self.peak / 1e9:.3g} GFLOP/s: {n} × {n} products in {self.dtype}, on all ranks at once",

@@ -427,7 +427,7 @@ class Mesh:
         """Return what each stage of a pipeline reports, in a line each, with one for equal reports.  Collective."""
         if self.schedule is None:
             return text
-        everyone, stages_of = self.world.share(text), dict[str, list[int]]()
+        everyone, stages_of = self.world.share(text, others="by rank"), dict[str, list[int]]()
         for p, ranks in enumerate(self.topology.ranks):
             stages_of.setdefault(everyone[ranks[0]], []).extend(self.spec.stages(p))
         return f"\n{'':<12}".join(f"{stages_text(sorted(set(held)))}: {each}" for each, held in stages_of.items())
@@ -556,8 +556,12 @@ def _grid(topology: PipelineTopology, backend: str) -> Grid:
     if topology.size == 1:
         return Grid(sizes, world, backend)
     grid = together(world, lambda: Grid(sizes, topology.group, backend), "making its grid")
-    if len(set(world.share(grid.backend.cuda))) > 1:  # "auto" where only some ranks have a GPU
+    if len(set(world.share(grid.backend.cuda, others="alike"))) > 1:  # "auto" where only some ranks have a GPU
         grid.close()
         grid = Grid(sizes, topology.group, "numpy")
-    grid.threads = set_blas_threads(sharing(world.share(host_and_cores()), world.rank, place_on_node(world)[1]))
+    if world.imagined:
+        return grid
+    grid.threads = set_blas_threads(
+        sharing(world.share(host_and_cores(), others="by rank"), world.rank, place_on_node(world)[1])
+    )
     return grid

@@ -277,11 +277,11 @@ def opening(
         Further lines: a head and a text each.
     """
     grid = mesh.grid
-    held = mesh.world.share(sum(p.block.nbytes for p in parameters.values()))
+    held = mesh.world.share(sum(p.block.nbytes for p in parameters.values()), others="by rank")
     first = mesh.world.rank == mesh.topology.ranks[mesh.topology.rank][0]
     mine = {name: [p.size, p.data.nbytes] for name, p in parameters.items()} if first else {}
     unsharded: dict[str, list[int]] = {}
-    for theirs in mesh.world.share(mine) if mesh.topology.size > 1 else [mine]:
+    for theirs in mesh.world.share(mine, others="by rank") if mesh.topology.size > 1 else [mine]:
         unsharded |= theirs
     count, total = (sum(of[i] for of in unsharded.values()) for i in (0, 1))
     each = format_bytes(min(held)) + (f" to {format_bytes(max(held))}" if max(held) > min(held) else "")

@@ -280,7 +280,7 @@ class Trainer:
     def _batches(self, feed: Feed, name: str) -> int:
         """Return the number of batches of an epoch, equal on all ranks and not 0.  Collective."""
         world, why = self.engine.world, f"Trainer: the {name} is to say how many batches an epoch has"
-        counts = world.share(together(world, lambda: length_of(feed.source, why)))
+        counts = world.share(together(world, lambda: length_of(feed.source, why)), others="alike")
         odd = next((rank for rank, n in enumerate(counts) if n != counts[0]), None)
         if odd is not None:
             raise EngineError(
@@ -304,7 +304,7 @@ class Trainer:
                 self.signal = Signals(int(flags[1])).name
                 self.why = f"stopped by {self.signal}"
             elif flags[0]:
-                self.why = next(filter(None, world.share(self.why)))
+                self.why = next(filter(None, world.share(self.why, others="alike")))
         finally:
             world.books = books
 

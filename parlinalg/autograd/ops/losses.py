@@ -6,6 +6,7 @@ microbatches by the step's count.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,12 @@ def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
         raise mismatch("mse_loss: the target's layout is not that of x", t.layout, a.layout)
     p, q = a.block, t.block.astype(a.dtype, copy=False)
     local = kernels.squared_distance(p, q)
-    if t.dtype.kind not in "iub" and bool(a.xp.isnan(local)) and bool((bad := a.xp.isnan(q)).any()):
+    if (
+        t.dtype.kind not in "iub"
+        and a.grid.backend.values
+        and bool(a.xp.isnan(local))
+        and bool((bad := a.xp.isnan(q)).any())
+    ):
         where = _first(a, bad)
         raise ValueError(
             f"mse_loss: the target is NaN at {where} (rank {a.grid.rank}); targets are finite numbers: leave out or "
@@ -157,7 +163,11 @@ def _totals(z: DistArray, numbers: list[Any], axes: Cut) -> Any:
         z.grid.comm(axes).all_reduce(values)
     if z.grid.size < z.grid.world.size:  # ranks outside the grid learn the result
         z.grid.world.broadcast(values, 0)
-    return [xp.asarray(values[i]) for i in range(len(numbers))]
+    found = [xp.asarray(values[i]) for i in range(len(numbers))]
+    if not z.grid.backend.values:  # what each rank counts has a value, and imagined ranks count alike
+        ranks = math.prod(z.grid.sizes[a] for a in axes)
+        return [x if isinstance(n, type(x)) else ranks * n for n, x in zip(numbers, found, strict=True)]
+    return found
 
 
 def _class_ids(z: DistArray, targets: Any, ignore_index: int) -> Block:

@@ -24,6 +24,7 @@ import numpy as np
 
 from parlinalg.backend import backend_of, compiled, cuda
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.shapes import ShapeArray, ShapesBackend
 from parlinalg.backend.views import flat
 
 Block = Any
@@ -58,8 +59,11 @@ class Kernel(Generic[P, R]):
         self.plain, self.alike, self.program = plain, alike, ""
         self._compiled: Callable[P, Any] | None = None
         self._cuda: Callable[P, Any] | None = None
+        self._shapes: Callable[..., Any] | None = None
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
+        if isinstance(args[0], ShapeArray):
+            return self._imagined(args[0].device, *args, **named)
         if self._cuda is not None and cuda.ready(*args[: self.alike]):
             found = self._cuda(*args, **named)
         elif self._compiled is not None and compiled.ready(*args[: self.alike]):
@@ -68,9 +72,28 @@ class Kernel(Generic[P, R]):
             return self.plain(*args, **named)
         return self.plain(*args, **named) if found is NotImplemented else found
 
+    def _imagined(self, device: ShapesBackend, *args: P.args, **named: P.kwargs) -> R:
+        """Return the result's shapes, and note one kernel; on a GPU without a CUDA form, each operation's."""
+        if self._shapes is not None:
+            return self._shapes(device, *args, **named)
+        if device.cuda and (self._cuda is None or not cuda.ready(*args[: self.alike])):
+            return self.plain(*args, **named)
+        with device.one_kernel():
+            found = self.plain(*args, **named)
+        results = found if isinstance(found, tuple) else (found,)
+        blocks: list[Any] = [b for b in (*args, *results) if hasattr(b, "nbytes")]
+        largest = max((b.size for b in blocks), default=0)
+        device.kernel(self.name, sum(b.nbytes for b in blocks), largest, blocks[0].dtype)
+        return found
+
     def compiled(self, form: Callable[P, Any]) -> None:
         """Register the form that calls a compiled loop."""
         self._compiled = form
+
+    def shapes(self, form: Callable[..., Any]) -> None:
+        """Register the form for blocks without values, which tells their device, its first argument, what would be
+        computed; needed only where the plain form asks for values, or takes long."""
+        self._shapes = form
 
     def cuda(self, program: str) -> Callable[[Callable[P, Any]], None]:
         """Register the form that launches CUDA kernels, with their text: T is the blocks' type, W the working one."""
@@ -149,9 +172,15 @@ ROWS_TILE = 1 << 16
 """Elements of a tile of rows on a CPU, in kernels that sum along them."""
 
 
+def in_tiles(like: Block) -> bool:
+    """Return True if kernels go over blocks like this one in tiles: on a CPU, unless there is nothing to compute."""
+    backend = backend_of(like)
+    return backend.cpu and backend.values
+
+
 def spans(n: int, like: Block, unit: int = 1, size: int = TILE) -> list[slice]:
     """Return runs that cover n units of so many elements of a block, on a CPU each of about `size` elements."""
-    step = max(1, size // max(1, unit)) if backend_of(like).cpu else max(1, n)
+    step = max(1, size // max(1, unit)) if in_tiles(like) else max(1, n)
     return [slice(at, min(n, at + step)) for at in range(0, n, step)]
 
 
@@ -174,7 +203,7 @@ def fused(chain: Callable[..., None], *blocks: Block, results: int = 1, scratch:
     xp, work, n = backend.xp, work_dtype(first.dtype), first.size
     made = [xp.empty(first.shape, first.dtype) for _ in range(results)]
     arrays, targets = [flat(b) for b in blocks], [m.reshape(-1) for m in made]
-    size = min(n, TILE) if backend.cpu else n
+    size = min(n, TILE) if in_tiles(first) else n
     cast = work != first.dtype
     room = [xp.empty(size, work) for _ in range(scratch + results * cast)]
     for at in range(0, n, max(1, size)):

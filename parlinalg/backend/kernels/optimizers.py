@@ -267,6 +267,8 @@ def scale(x: Array, factor: float) -> None:
 
 
 def _tile(like: Array) -> int:
+    if not backend_of(like).values:
+        return max(1, like.size)
     return tunables.OPTIMIZER_TILE if backend_of(like).cpu else tunables.OPTIMIZER_DEVICE_TILE
 
 

@@ -83,7 +83,7 @@ def _held(parameters: Mapping[str, Parameter], comm: Comm) -> dict[str, tuple[in
     places = {world_rank: rank for rank, world_rank in enumerate(comm.world_ranks)}
     mine = [[name, places[p.grid.world.world_ranks[0]], p.dtype.name, p.shape] for name, p in parameters.items()]
     found: dict[str, tuple[int, str, Shape]] = {}
-    for theirs in comm.share(mine):
+    for theirs in comm.share(mine, others="by rank"):
         for name, first, dtype, shape in theirs:
             if name not in found or first < found[name][0]:
                 found[name] = first, dtype, tuple(shape)

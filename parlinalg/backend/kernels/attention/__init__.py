@@ -16,6 +16,7 @@ On CPUs `blocks` computes the common cases in compiled loops.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from parlinalg.backend.compiled import exp, loop, ready
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
 from parlinalg.backend.kernels.attention.visibility import Visible, row_spans
+from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.backend.views import contiguous_rows, flat
 
 Block = Any
@@ -475,6 +477,62 @@ def _(
         return NotImplemented
     blocks.backward(dout, out, lse, into, dropped, add, poll)
     return None
+
+
+def _tell(device: ShapesBackend, task: _Task, products: int, name: str, blocks: tuple[Block, ...]) -> None:
+    """Tell a device of a pass: so many products of each block of queries and its keys, and a kernel of the scores."""
+    width, scores = task.width, 0
+    shapes: Counter[tuple[int, int]] = Counter()
+    calls: Counter[tuple[int, int]] = Counter()
+    for b, h in task.units():
+        heads = (b.stop - b.start) * (h.stop - h.start)
+        for rows in task.rows:
+            m, spans = task.group * (rows.stop - rows.start), task.spans(b, h, rows)
+            n = sum(stop - at for at, stop in spans)
+            shapes[m, n] += heads
+            calls[m, n] += heads * len(spans)
+            scores += heads * m * n
+    for (m, n), batch in shapes.items():
+        for i in range(products):  # of both kinds in turn: scores by features, features by scores
+            columns, inner = (n, width) if i % 2 == 0 else (width, n)
+            device.product(batch, m, columns, inner, task.work, calls[m, n])
+    task.pairs += scores
+    held = [x for x in blocks if x is not None]
+    device.kernel(name, sum(x.nbytes for x in held), scores, task.work)
+
+
+@forward.shapes
+def _(
+    device: ShapesBackend, q: Block, k: Block, v: Block, visible: Visible, scale: float,
+    dropped: Dropped | None = None, limits: Limits | None = None, keep: bool = False, wide: bool = False,
+    poll: Poll | None = None,
+) -> tuple[Block, Block, Block]:  # fmt: skip
+    with device.unseen():
+        task = _Task(q, k, visible, scale, limits)
+        task.ones = None
+    kept = device.empty((task.places(),), task.work) if keep else None
+    out = device.empty(q.shape, task.work if wide else q.dtype)
+    lse = device.empty((task.batch, task.heads, task.group, task.queries), task.work)
+    if poll is not None:
+        poll()
+    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept))
+    count(forward=task.pairs)
+    return out, lse, kept
+
+
+@backward.shapes
+def _(
+    device: ShapesBackend, dout: Block, q: Block, k: Block, v: Block, out: Block, lse: Block, visible: Visible,
+    scale: float, into: tuple[Block, Block, Block], dropped: Dropped | None = None, limits: Limits | None = None,
+    kept: Block = None, add: tuple[bool, bool] = (False, False), poll: Poll | None = None,
+) -> None:  # fmt: skip
+    with device.unseen():
+        task = _Task(q, k, visible, scale, limits)
+        task.ones = None
+    if poll is not None:
+        poll()
+    _tell(device, task, 4 if kept is not None else 5, "attention.backward", (dout, q, k, v, out, lse, kept, *into))
+    count(backward=task.pairs)
 
 
 @kernel()

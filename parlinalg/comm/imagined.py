@@ -1,0 +1,291 @@
+"""A communicator of ranks that are imagined: this process is any one of them, and nothing is sent.
+
+Calls go through the checks and the ledger of `Comm`, as those of real ranks.  Blocks without values receive none; the
+integers and booleans that arrive are taken to be like this rank's own, sums of them are multiples of its own, and a
+broadcast leaves what the block held: ids, counts and flags keep a program going, and none may rely on what they are.
+
+Ranks of one node count as sharing memory, as real ones do, unless `PARLINALG_SHARED` is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from parlinalg.backend.shapes import ShapesBackend, values_needed
+from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
+from parlinalg.comm.ledger import Book
+from parlinalg.comm.single import SingleComm
+from parlinalg.errors import CommError
+
+_entered: ContextVar[ImaginedComm | None] = ContextVar("imagined", default=None)
+
+
+def imagined_world() -> ImaginedComm | None:
+    """Return the ranks that the program runs on, if they are imagined."""
+    return _entered.get()
+
+
+@contextmanager
+def within(world: ImaginedComm) -> Iterator[ImaginedComm]:
+    """Run what follows on imagined ranks: `open_comm` returns them."""
+    token = _entered.set(world)
+    try:
+        yield world
+    finally:
+        _entered.reset(token)
+
+
+class Representatives:
+    """Ranks that are imagined together, each in a thread: they stand for the others, and tell each other what differs.
+
+    Parameters
+    ----------
+    stands : sequence of int
+        For every rank of the world the rank that stands for it; a representative stands for itself.
+    """
+
+    def __init__(self, stands: Sequence[int]) -> None:
+        self.stands = tuple(stands)
+        self._changed = threading.Condition()
+        self._told: dict[Hashable, dict[int, Any]] = {}
+        self._sent: dict[Hashable, deque[np.ndarray]] = {}
+        self._left: set[int] = set()
+
+    def leave(self, rank: int) -> None:
+        """Note that a representative's program has ended: who waits for it in vain is told."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def exchange(self, key: Hashable, rank: int, members: Sequence[int], value: Any) -> list[Any]:
+        """Return the values of all members, those of the ranks that stand for them; waits for these."""
+        wanted = list(dict.fromkeys(self.stands[m] for m in members))
+        if absent := [m for m in wanted if m not in members]:
+            raise CommError(
+                f"what ranks {members[:8]} share differs by rank, but of those that stand for them {absent[:8]} are "
+                "not among them; let other ranks stand for them"
+            )
+        with self._changed:
+            told = self._told.setdefault(key, {})
+            told[rank] = value
+            self._changed.notify_all()
+            self._await(lambda: all(m in told for m in wanted), [m for m in wanted if m not in told], f"share {key}")
+        return [told[self.stands[m]] for m in members]
+
+    def put(self, key: Hashable, block: np.ndarray) -> None:
+        """Send a block of values."""
+        with self._changed:
+            self._sent.setdefault(key, deque()).append(block.copy())
+            self._changed.notify_all()
+
+    def get(self, key: Hashable, source: int, block: np.ndarray) -> None:
+        """Receive a block of values; waits for it."""
+        with self._changed:
+            queue = self._sent.setdefault(key, deque())
+            self._await(lambda: bool(queue), [source], f"a message from rank {source}")
+            block.reshape(-1)[:] = queue.popleft().reshape(-1).view(block.dtype)
+
+    def _await(self, there: Callable[[], bool], whom: Sequence[int], what: str) -> None:
+        while not there():
+            if gone := [m for m in whom if m in self._left]:
+                raise CommError(f"{what}: the program of rank {gone[0]} has ended without it")
+            self._changed.wait(1.0)
+
+
+class ImaginedHandle(Handle):
+    """A nonblocking operation of imagined ranks: it is done when it is waited for."""
+
+    __slots__ = ("_arrives", "_blocks", "_call", "_device", "_done")
+
+    def __init__(
+        self, device: ShapesBackend, call: int | None, *blocks: Block, arrives: Callable[[], None] | None = None
+    ) -> None:
+        self._device, self._call, self._blocks, self._done = device, call, blocks, False
+        self._arrives = arrives
+
+    def wait(self) -> None:
+        if not self._done:
+            if self._arrives is not None:
+                self._arrives()
+            self._done, self._blocks, self._arrives = True, (), None
+            if self._call is not None and self._device.recorder is not None:
+                self._device.recorder.wait(self._call)
+
+    def test(self) -> bool:
+        if not self._done and self._call is not None and self._device.recorder is not None:
+            self._device.recorder.test(self._call)
+        return self._done
+
+
+class ImaginedComm(Comm):
+    """`size` ranks of which this process is number `rank`, `node` of them on each machine.
+
+    Parameters
+    ----------
+    size, rank : int
+    device : ShapesBackend
+        The backend of all blocks.
+    node : int
+        Ranks of a machine: the first `node` are on the first one.
+    """
+
+    imagined = True
+
+    def __init__(
+        self, size: int, rank: int, device: ShapesBackend, *, node: int = 8, axes: tuple[str, ...] = (),
+        world_ranks: tuple[int, ...] | None = None, nodes: tuple[int, ...] | None = None,
+        books: list[Book] | None = None, together: Representatives | None = None,
+    ) -> None:  # fmt: skip
+        ranks = tuple(range(size)) if world_ranks is None else world_ranks
+        places = tuple(r // node * node for r in ranks) if nodes is None else nodes
+        self.device, self.together = device, together
+        like = axes, size, hash(ranks)
+        self._place = *like, device.count(like)
+        """The same on the ranks that are imagined together, another one for each communicator."""
+        self._shares = 0
+        super().__init__(size, rank, axes, ranks, places, [] if books is None else books, False)
+
+    def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
+        ranks = tuple(ranks)
+        if self.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+            raise CommError(
+                f"rank {self.rank} of {self.size} asks for a communicator of the ranks {ranks}: "
+                "they should be distinct, in range, and include it"
+            )
+        world, nodes = (tuple(of[r] for r in ranks) for of in (self.world_ranks, self.nodes))
+        if len(ranks) == 1:
+            return SingleComm(axes, world[0], nodes[0], self.books)
+        return ImaginedComm(
+            len(ranks), ranks.index(self.rank), self.device, axes=axes, world_ranks=world, nodes=nodes,
+            books=self.books, together=self.together,
+        )  # fmt: skip
+
+    def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
+        need = math.prod(sizes.values())
+        if need > self.size:
+            raise CommError(f"the axes {dict(sizes)} need {need} ranks, but {self.size} are imagined")
+        return self.sub(range(need), tuple(sizes)) if self.rank < need else None
+
+    def free(self) -> None:
+        self.shared = None
+
+    # ------------------------------------------------------------------------------------------------ primitives
+    def _post(
+        self, op: str, nbytes: int, sent: int, wait: bool, *blocks: Block, peer: int | None = None, tag: int = 0,
+        arrives: Callable[[], None] | None = None,
+    ) -> Handle:  # fmt: skip
+        """Note the start of an operation that receives and sends so many bytes, and its end if this rank waits."""
+        recorder, call = self.device.recorder, None
+        if recorder is not None:
+            to = None if peer is None else self.world_ranks[peer]
+            dtype = str(blocks[0].dtype) if blocks else ""
+            call = recorder.start(op, self.axes, self.world_ranks, nbytes, sent, to, tag, dtype)
+        handle = ImaginedHandle(self.device, call, *blocks, arrives=arrives)
+        if wait:
+            handle.wait()
+            return DONE
+        return handle
+
+    def _all_gather(self, send: Block, recv: Block, counts: Sequence[int], wait: bool) -> Handle:
+        _alike(send, recv)
+        return self._post("all_gather", recv.nbytes - send.nbytes, send.nbytes * (self.size - 1), wait, send, recv)
+
+    def _reduce_scatter(self, send: Block, recv: Block, counts: Sequence[int], op: str, wait: bool) -> Handle:
+        if by_terms(send.dtype):
+            self._combine(recv.size, send.dtype)
+        if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray):
+            start = sum(counts[: self.rank])
+            recv.reshape(-1)[:] = self._summed(send.reshape(-1)[start : start + recv.size], op)
+        moved = send.nbytes - recv.nbytes
+        return self._post("reduce_scatter", moved, moved, wait, send, recv)
+
+    def _all_reduce(self, buffer: Block, op: str, wait: bool) -> Handle:
+        own = buffer.size // self.size + (self.rank < buffer.size % self.size)
+        if by_terms(buffer.dtype):
+            self._combine(own, buffer.dtype)
+        if isinstance(buffer, np.ndarray):
+            buffer[...] = self._summed(buffer, op)
+        moved = 2 * (buffer.size - own) * buffer.itemsize
+        return self._post("all_reduce", moved, moved, wait, buffer)
+
+    def _combine(self, own: int, dtype: Any) -> None:
+        """Sum the terms of 16 bits that ranks exchange: they are held beside the blocks meanwhile."""
+        terms = self.device.empty((self.size, own), dtype)
+        self.device.kernel("combine_terms", terms.nbytes + own * terms.itemsize, terms.size, dtype)
+
+    def _summed(self, values: np.ndarray, op: str) -> Any:
+        return values * values.dtype.type(self.size) if op == "sum" else values
+
+    def _broadcast(self, buffer: Block, root: int, wait: bool) -> Handle:
+        nbytes = buffer.nbytes
+        received, sent = (0, nbytes) if self.rank == root else (nbytes, 0)
+        return self._post("broadcast", received, sent, wait, buffer, peer=root)
+
+    def _all_to_all(
+        self, send: Block, send_counts: Sequence[int], recv: Block, recv_counts: Sequence[int], wait: bool
+    ) -> Handle:
+        _alike(send, recv)
+        received = (recv.size - recv_counts[self.rank]) * recv.itemsize
+        sent = (send.size - send_counts[self.rank]) * send.itemsize
+        return self._post("all_to_all", received, sent, wait, send, recv)
+
+    def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
+        if self.together is not None and isinstance(buffer, np.ndarray):
+            self.together.put((self._place, self.rank, to, tag), buffer)
+        return self._post("send", 0, buffer.nbytes, wait, buffer, peer=to, tag=tag)
+
+    def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
+        arrives = None
+        if self.together is not None and isinstance(buffer, np.ndarray):
+            together, key, whom = self.together, (self._place, source, self.rank, tag), self.world_ranks[source]
+            if together.stands[whom] == whom:
+                arrives = partial(together.get, key, whom, buffer)
+        return self._post("receive", buffer.nbytes, 0, wait, buffer, peer=source, tag=tag, arrives=arrives)
+
+    def _barrier(self) -> None:
+        pass
+
+    def attend(self, here: Callable[[], bool]) -> None:
+        pass
+
+    def share(self, value: Any, *, others: Any = None) -> list[Any]:
+        payload = json.dumps(value)
+        if self.size > 1 and callable(others):
+            given = [value if r == self.rank else others(r) for r in range(self.size)]
+            return _parsed([json.dumps(each) for each in given])
+        if self.size > 1 and others != "alike" and self.together is not None:
+            self._shares += 1
+            key = (self._place, self._shares)
+            found = self.together.exchange(key, self.world_ranks[self.rank], self.world_ranks, payload)
+            return _parsed(found)
+        if self.size > 1 and others != "alike":
+            raise values_needed(
+                f"share over {self.axes or 'all ranks'} of what differs by rank",
+                "imagine these ranks together (parlinalg.imagine_together), or give others= as a function of the rank",
+            )
+        return _parsed([payload] * self.size)
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        return [payload] * self.size
+
+
+def _alike(send: Block, recv: Block) -> None:
+    """Fill what is received of the values there are: the others' are taken to be like this rank's."""
+    if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray) and send.size:
+        recv.reshape(-1)[:] = np.resize(send.reshape(-1).copy(), recv.size)
+
+
+def _parsed(payloads: Sequence[str]) -> list[Any]:
+    """Return what payloads hold; thousands of ranks that share the same value share one object."""
+    values = {payload: json.loads(payload) for payload in dict.fromkeys(payloads)}
+    return [values[payload] for payload in payloads]

@@ -1,0 +1,99 @@
+"""What one rank does in a stretch of a program: products, kernels, communication and memory, in program order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """`batch` products of m×k and k×n matrices; `calls` BLAS calls make them."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    calls: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiplication and an addition counted as two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Work on blocks that is no product, by the kernel's name in the registry, or NumPy's of a single operation.
+
+    `nbytes` are those of all blocks given and made, each once, `elements` those of the largest of them.  A chain that
+    runs in tiles is one kernel.  Attention has its products before it, as `Gemm`s, and as `elements` its scores.
+    """
+
+    name: str
+    nbytes: int
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The start of communication number `call` of the trace; a blocking call is a `Start` and its `Wait`.
+
+    `op` and `axes` are those of the ledger, `ranks` the world ranks of the communicator, `nbytes` what this rank
+    receives, as the ledger counts it, `sent` what it sends (over all ranks as much as is received), `peer` the world
+    rank at the other end of a send or receive, or the root of a broadcast.
+    """
+
+    call: int
+    op: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    nbytes: int
+    sent: int = 0
+    peer: int | None = None
+    tag: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """A look at communication number `call`: without one, MPI makes no progress outside its calls."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The end of communication number `call`."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`nbytes` more (if negative, fewer) are live in a category: weights, gradients, states, activations, buffers."""
+
+    category: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named stretch of the program begins or ends: forward, backward, step, an instruction of a schedule."""
+
+    name: str
+    begins: bool
+
+
+Event = Gemm | Kernel | Start | Test | Wait | Memory | Span
+
+
+@dataclass
+class Trace:
+    """The events of one rank, which stands for the ranks `stands_for` of a world of `size`."""
+
+    rank: int
+    size: int
+    events: list[Event] = field(default_factory=list)
+    stands_for: tuple[int, ...] = ()
