@@ -20,7 +20,7 @@ LAYERS = [
     {"errors"}, {"units", "state_dict", "files", "hints", "settings", "tunables"}, {"backend"}, {"comm"},
     {"layout", "moves"}, {"sequence"}, {"plan"}, {"grid"}, {"exchange", "redistribute"}, {"array"}, {"random"},
     {"matmul"}, {"linalg", "fft"}, {"schemes"}, {"autograd"}, {"nn", "optim"}, {"datasets"}, {"parallel", "offload"},
-    {"pipeline"}, {"train"}, {"testing"}, {"cli", "__main__"},
+    {"pipeline"}, {"planning", "train"}, {"testing"}, {"cli", "__main__"},
 ]  # fmt: skip
 PURE = {"errors", "settings", "tunables", "units", "layout", "moves", "plan", "schemes"}  # neither NumPy nor MPI
 PLACES = {"cupy": ("backend/", "comm/nccl.py"), "cupyx": ("backend/",), "mpi4py": ("comm/",)}
