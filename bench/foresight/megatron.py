@@ -1,9 +1,9 @@
 """The events of Megatron-LM's training step as of 2021, by hand, from the shapes of its layers.
 
 As in Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM" (SC 2021):
-1D tensor parallelism, attention with stored scores, fused kernels (scale, mask and softmax; bias and GELU; bias, dropout
-and residual), recomputation of each layer from its input, interleaved 1F1B with messages that are scattered over the
-tensor axis and gathered in the node, fp16 with a float32 copy in Adam.  Communication is not overlapped.
+1D tensor parallelism, attention with stored scores, fused kernels (scale, mask and softmax; bias and GELU; bias,
+dropout and residual), recomputation of each layer from its input, interleaved 1F1B with messages that are scattered
+over the tensor axis and gathered in the node, fp16 with a float32 copy in Adam.  Communication is not overlapped.
 """
 
 from __future__ import annotations

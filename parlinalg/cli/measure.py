@@ -211,7 +211,7 @@ def _fitted(rates: dict[str, float], source: str) -> GemmRate:
         mean = sum(logs) / len(logs)
         fits.append((sum((x - mean) ** 2 for x in logs), math.exp(mean), half))
     _, rate, half = min(fits)
-    return GemmRate(rate, source, half, tuple(points))  # type: ignore[arg-type]
+    return GemmRate(rate, source, half=half, points=tuple(points))  # type: ignore[arg-type]
 
 
 def _operations(backend: Backend) -> dict[str, float]:
@@ -338,9 +338,30 @@ def _together(comm: Comm, call: Callable[[], Any], before: Callable[[], Any] | N
             return sorted(times)[len(times) // 2]
 
 
+def rising(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """Return points (ranks, bytes, seconds) in order, where fewer bytes took longer with the means of both.
+
+    >>> rising([(2, 1.0, 3.0), (2, 2.0, 1.0), (2, 4.0, 5.0)])
+    [(2, 1.0, 2.0), (2, 2.0, 2.0), (2, 4.0, 5.0)]
+    """
+    found: list[tuple[int, float, float]] = []
+    rows = sorted(rows)
+    for ranks in sorted({p for p, _, _ in rows}):
+        runs: list[list[float]] = []
+        sizes = [n for p, n, _ in rows if p == ranks]
+        for seconds in (t for p, _, t in rows if p == ranks):
+            runs.append([seconds])
+            while len(runs) > 1 and sum(runs[-2]) / len(runs[-2]) > sum(runs[-1]) / len(runs[-1]):
+                last = runs.pop()
+                runs[-1] += last
+        means = [sum(run) / len(run) for run in runs for _ in run]
+        found += [(ranks, n, t) for n, t in zip(sizes, means, strict=True)]
+    return found
+
+
 def _operation(rows: Iterable[tuple[int, float, float]], bandwidth: float) -> Operation:
     """Return the formula of a collective whose steps fit the short messages best, and the measured points."""
-    rows = sorted(rows)
+    rows = rising(rows)
     least, most = min(n for _, n, _ in rows), max(n for _, n, _ in rows)
     short = [(p, s) for p, n, s in rows if n <= 2 * least]
     fits = []
