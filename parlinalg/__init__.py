@@ -37,6 +37,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
+from parlinalg.planning.machine import load_machine
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
@@ -119,6 +120,7 @@ __all__ = [
     "parallel",
     "pipeline",
     "plan_elementwise",
+    "load_machine",
     "plan_linalg",
     "plan_matmul",
     "print0",
