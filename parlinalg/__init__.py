@@ -40,6 +40,7 @@ from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
 from parlinalg.planning.imagine import imagine, imagine_together
+from parlinalg.planning.machine import load_machine
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
@@ -126,6 +127,7 @@ __all__ = [
     "parallel",
     "pipeline",
     "plan_elementwise",
+    "load_machine",
     "plan_linalg",
     "plan_matmul",
     "print0",
