@@ -115,28 +115,44 @@ def _merged(
     return values, _turned(w, [(np.s_[:first], upper), (np.s_[first:], lower)], kept, rest, vector, wanted)
 
 
+Vectors = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""A function from numbers of roots and of rows, in any order, to the vectors of a merge, as columns of any length."""
+
+
 def _turned(
-    w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray,
-    vector: Callable[[np.ndarray], np.ndarray], wanted: np.ndarray,
+    w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray, vector: Vectors,
+    wanted: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """Return the wanted ones of the columns `w[:, kept] @ vector(...)`, behind which `w[:, rest]` are counted.
 
     `blocks` are rows, and for each column whether it has elements there.
     """
-    k = len(kept)
-    out = np.empty((len(w), len(wanted)), w.dtype)
-    inner = [np.flatnonzero(has[kept]) for _, has in blocks]
-    factors = [np.ascontiguousarray(w[part][:, kept[j]]) for (part, _), j in zip(blocks, inner, strict=True)]
+    k, real = len(kept), w.dtype
+    out = np.empty((len(w), len(wanted)), real)
+    has = [each[kept] for _, each in blocks]
+    order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
+    inner = [_side_by_side(np.flatnonzero(each[order])) for each in has]
+    factors = [np.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
     others = np.flatnonzero(wanted >= k)
     out[:, others] = w[:, rest[wanted[others] - k]]
     places = np.flatnonzero(wanted < k)
     for start in range(0, len(places), STRIP):
         at = places[start : start + STRIP]
-        u = vector(wanted[at])
+        u, columns = vector(wanted[at], order), _side_by_side(at)
+        scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
         for (part, _), j, factor in zip(blocks, inner, factors, strict=True):
             if len(factor):
-                out[part, at] = factor @ u[j]
+                found = factor @ u[j]
+                np.multiply(found, scale, out=found)
+                out[part, columns] = found
     return out
+
+
+def _side_by_side(numbers: np.ndarray) -> Any:
+    """Return a slice for numbers, which rise, where they follow one another, else the numbers."""
+    if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 def _deflated(
@@ -209,14 +225,12 @@ def _roots(
     return found[:, 0].copy(), found[:, 1], found[:, 2]
 
 
-def _vectors(
-    comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function from numbers of roots to the vectors of the merge, as columns."""
+def _vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> Vectors:
+    """Return the function from numbers of roots to the vectors of the merge."""
     k = len(d)
     if k < 3:
         whole = np.stack([near, gap]) if k == 2 else np.ones((k, k), d.dtype)
-        return lambda i: whole[:, i]
+        return lambda i, order: whole[order][:, i]
     origin = d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
     found = np.empty((len(mine), 1), d.dtype)
@@ -227,12 +241,18 @@ def _vectors(
         found[start : start + STRIP, 0] = (((d[j][:, None] - origin) - gap) / below).prod(axis=1)
     exact = np.copysign(np.sqrt(np.abs(_shared(comm, found, k)[:, 0])), z)
 
-    def columns(i: np.ndarray) -> np.ndarray:
-        u: np.ndarray = exact[:, None] / ((d[:, None] - origin[i]) - gap[i])
-        u /= np.sqrt(np.einsum("ij,ij->j", u, u))
-        return u
+    def columns(i: np.ndarray, order: np.ndarray) -> np.ndarray:
+        u = _above(d[order], origin[i], gap[i])
+        return np.divide(exact[order][:, None], u, out=u)
 
     return columns
+
+
+def _above(d: np.ndarray, origin: np.ndarray, gap: np.ndarray) -> np.ndarray:
+    """Return how far each d lies above each root."""
+    found: np.ndarray = d[:, None] - origin
+    found -= gap
+    return found
 
 
 def bidiagonal_vectors(
@@ -317,10 +337,11 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     dk, zk, k = d[kept], z[kept], len(kept)
     dk[1:2] = np.maximum(dk[1:2], limit / 2)
     if k == 1:
-        roots, vectors = np.abs(zk), [lambda i: np.sign(zk)[:, None][:, i], lambda i: np.ones((1, 1), dtype)[:, i]]
+        roots = np.abs(zk)
+        vectors: list[Vectors] = [lambda i, _: np.sign(zk)[:, None][:, i], lambda i, _: np.ones((1, len(i)), dtype)]
     else:
-        size = np.linalg.norm(zk)
-        roots, near, gap = _roots(comm, dk, zk / size, size * size, squares=True)
+        length = np.linalg.norm(zk)
+        roots, near, gap = _roots(comm, dk, zk / length, length * length, squares=True)
         if not np.isfinite(roots).all():
             return np.full(n, np.nan, dtype), left, right
         vectors = _singular_vectors(comm, dk, zk, near, gap)
@@ -336,10 +357,8 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     return values[order] * scale, left, right
 
 
-def _singular_vectors(
-    comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray
-) -> list[Callable[[np.ndarray], np.ndarray]]:
-    """Return the functions from numbers of roots to the left and to the right vectors of the merge, as columns."""
+def _singular_vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> list[Vectors]:
+    """Return the functions from numbers of roots to the left and to the right vectors of the merge."""
     k, origin = len(d), d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
     found = np.empty((len(mine), 1), d.dtype)
@@ -357,19 +376,17 @@ def _singular_vectors(
         found[start : start + STRIP, 0] = ratio.prod(axis=1)
     exact = np.copysign(np.sqrt(np.abs(_shared(comm, found, k)[:, 0])), z)
 
-    def right(i: np.ndarray) -> np.ndarray:
-        above = (d[:, None] + origin[i]) + gap[i]
-        v: np.ndarray = exact[:, None] / ((d[:, None] - origin[i]) - gap[i])
-        v *= np.divide(origin[i] + gap[i], above, out=above)
-        v /= np.sqrt(np.einsum("ij,ij->j", v, v))
+    def right(i: np.ndarray, order: np.ndarray) -> np.ndarray:
+        v, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
+        np.divide(exact[order][:, None], v, out=v)
+        v *= np.divide(origin[i] + gap[i], above, out=above)  # times the root, that squares stay in range
         return v
 
-    def left(i: np.ndarray) -> np.ndarray:
-        above = (d[:, None] + origin[i]) + gap[i]
-        u: np.ndarray = exact[:, None] / ((d[:, None] - origin[i]) - gap[i])
-        u *= np.divide(d[:, None], above, out=above)
-        u[0] = -1
-        u /= np.sqrt(np.einsum("ij,ij->j", u, u))
+    def left(i: np.ndarray, order: np.ndarray) -> np.ndarray:
+        u, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
+        np.divide(exact[order][:, None], u, out=u)
+        u *= np.divide(d[order][:, None], above, out=above)
+        u[order == 0] = -1
         return u
 
     return [left, right]

@@ -143,21 +143,19 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     (m, n), layout = x.shape, x.layout.with_partial(())
     if m < n:
         turned = svd(x.mT.conj(), full_matrices=full_matrices)
-        left, right = (f.mT.conj().redistribute(layout) for f in (turned.Vh, turned.U))
-        return SVDResult(left, turned.S, right)
+        first, last = (f.mT.conj().redistribute(layout) for f in (turned.Vh, turned.U))
+        return SVDResult(first, turned.S, last)
     if not x.grid.backend.cpu and (found := polar_svd(x, full_matrices)) is not None:
         return found
     reduced, scale, q = _bidiagonal(x, "svd")
     tiles, top = reduced.tiles, reduced.shape[0]
-    s, left, right = bidiagonal.vectors(reduced)
+    values, left, right = bidiagonal.vectors(reduced)
     k = m if full_matrices and q is None else n
     parts = tiles.rows(top), tiles.rows(n), tiles.columns(k), tiles.columns(n)
-    z: np.ndarray = np.empty((0, 0), x.dtype)
+    z: np.ndarray = left.astype(x.dtype, copy=False)
     w: np.ndarray = right.astype(x.dtype, copy=False)
     if x.grid.inside:
-        if top == k == n:
-            z = left.astype(x.dtype, copy=False)
-        else:
+        if (top, k) != (n, n):
             rows, columns = parts[0][tiles.i], parts[2][tiles.j]
             z = (rows[:, None] == columns[None, :]).astype(x.dtype)
             z[: left.shape[0], : left.shape[1]] = left
@@ -168,7 +166,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     v = tiles.home(w, parts[1], parts[3], (n, n), layout)
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
-    return SVDResult(u, _vector(s / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
+    return SVDResult(u, _vector(values / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
