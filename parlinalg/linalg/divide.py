@@ -309,7 +309,8 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     d = np.concatenate([np.zeros(1, dtype), message[: n - 1]])
     begin, last = message[n + n1 :] * beta, message[n - 1 : n + n1] * alpha
     z = np.concatenate([last[n1:], last[:n1], begin[: n - 1 - n1]])
-    finite, scale = np.isfinite(message).all(), max(np.abs(d).max(), abs(alpha), abs(beta)) or dtype.type(1)
+    finite, largest = np.isfinite(message).all(), max(np.abs(d).max(), abs(alpha), abs(beta))
+    scale = largest or dtype.type(1)
     d, z = d / scale, z / scale  # so that squares stay in range
     limit = 4 * np.finfo(dtype).eps
     # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
@@ -354,7 +355,7 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     null = right[:, n:].copy()
     blocks = [(np.s_[:first], above), (np.s_[first:], below | (ends & bool(more)))]
     right = np.concatenate([_turned(right, blocks, kept, rest, vectors[1], order), null], axis=1)
-    return values[order] * scale, left, right
+    return values[order] * largest, left, right
 
 
 def _singular_vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> list[Vectors]:
