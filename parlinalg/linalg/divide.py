@@ -97,6 +97,7 @@ def _merged(
     first = len(w1) - 1
     w = np.zeros((first + len(w2) - 1, m), dtype)  # the first half's rows, then the second's
     w[:first, :m1], w[first:, m1:] = w1[:-1], w2[1:]
+    del one, two, w1, w2
     if not np.isfinite(message).all():
         return np.full(m, np.nan, dtype), w
     upper = np.arange(m) < m1
@@ -121,14 +122,15 @@ Vectors = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def _turned(
     w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray, vector: Vectors,
-    wanted: np.ndarray,
+    wanted: np.ndarray, more: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """Return the wanted ones of the columns `w[:, kept] @ vector(...)`, behind which `w[:, rest]` are counted.
 
-    `blocks` are rows, and for each column whether it has elements there.
+    `blocks` are rows, and for each column whether it has elements there.  The last `more` columns stay as they are.
     """
-    k, real = len(kept), w.dtype
-    out = np.empty((len(w), len(wanted)), real)
+    k = len(kept)
+    out = np.empty((len(w), len(wanted) + more), w.dtype)
+    out[:, len(wanted) :] = w[:, w.shape[1] - more :]
     has = [each[kept] for _, each in blocks]
     order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
     inner = [_side_by_side(np.flatnonzero(each[order])) for each in has]
@@ -276,8 +278,7 @@ def bidiagonal_vectors(
             mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
             return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
         at = (low + high) // 2
-        one, two = part(low, at, 1), part(at + 1, high, more)
-        return _joined(comm, one, two, d[at], e[at], int(np.isin(at, rows)), more)
+        return _joined(comm, part(low, at, 1), part(at + 1, high, more), d[at], e[at], int(np.isin(at, rows)), more)
 
     values, left, right = part(0, n, 0)
     return values[::-1] * scale, left[:, ::-1], right[1:-1, ::-1]
@@ -352,9 +353,8 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     ends[0] = True
     outside = [(np.s_[: middle.start], above & ~ends), (middle, ends), (np.s_[middle.stop :], below)]
     left = _turned(left, outside, kept, rest, vectors[0], order)
-    null = right[:, n:].copy()
     blocks = [(np.s_[:first], above), (np.s_[first:], below | (ends & bool(more)))]
-    right = np.concatenate([_turned(right, blocks, kept, rest, vectors[1], order), null], axis=1)
+    right = _turned(right, blocks, kept, rest, vectors[1], order, more)
     return values[order] * largest, left, right
 
 
