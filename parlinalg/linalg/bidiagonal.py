@@ -1,8 +1,8 @@
 """Singular values and vectors of matrices on tiles.
 
 The matrix becomes bidiagonal by reflections from both sides, panel by panel, as in LAPACK's `gebrd`, with four
-all-reduces a column.  Every rank finds the singular values of the bidiagonal matrix by divide and conquer, and takes
-its tiles of the singular vectors back through the reflections.
+all-reduces a column.  Divide and conquer gives each rank some rows of the singular vectors of the bidiagonal matrix
+(`divide`); they move to tiles and go back through the reflections.
 """
 
 from __future__ import annotations
@@ -12,40 +12,51 @@ from functools import partial
 import numpy as np
 
 from parlinalg.linalg import kernels
-from parlinalg.linalg.eigh import PANEL, Kept, first, places, reflector, share
-from parlinalg.linalg.tiles import Board, Tiles, board
+from parlinalg.linalg.divide import bidiagonal_vectors
+from parlinalg.linalg.eigh import Kept, Reduction, first, places, reflector, share, to_tiles
+from parlinalg.linalg.tiles import Board, Deal, Tiles
 
 TALL = 1.5
 """Rows of a matrix by its columns from which on singular values are those of R of its QR factorization."""
 
 
-class Bidiagonal:
-    """The reduction A = Q B Pᴴ of a matrix [m, n] with m ≥ n, of which this rank has tiles; overwritten.
+class Bidiagonal(Reduction):
+    """The reduction A = Q B Pᴴ of a matrix [m, n] with m ≥ n.
 
-    Attributes
+    Parameters
     ----------
-    d, e : array
-        The diagonal of B and what is right of it, on every rank; real.
+    tiles : Tiles
+        Where rows lie that are turned by Q and P.
+    workers : Deal
+        How the matrix is dealt to the ranks that reduce it: the first ones of the grid (`workers`).
+    a : array
+        This rank's tiles, of that deal; overwritten.
     """
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, shape: tuple[int, int]) -> None:
-        self.tiles, self.shape = tiles, shape
-        m, n = shape
-        self.rows, self.columns = tiles.rows(m)[tiles.i], tiles.columns(n)[tiles.j]
-        self._lines = tiles.rows(n)[tiles.i]  # the rows that this rank has of matrices [n, ...]
-        real = a.real.dtype
-        self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
-        self._left, self._right = Kept(self.rows), Kept(self._lines)
+    def __init__(self, tiles: Tiles, workers: Deal, a: np.ndarray, shape: tuple[int, int]) -> None:
+        m, n = self.shape = shape
+        super().__init__(tiles, n, a.dtype)
+        self._left, self._right = Kept(tiles.rows(m)[tiles.i]), Kept(tiles.rows(n)[tiles.i])
+        self._deal, self._a = workers, a
         if tiles.grid.inside:
-            with board(tiles.grid.everyone, max(shape), a.dtype) as lent:
-                for k in range(0, n, PANEL):
-                    self._panel(lent, a, k, min(PANEL, n - k))
+            self._run(workers, max(shape))
             self._left.close()
             self._right.close()
+        self._a = a[:0]
 
-    def _panel(self, lent: Board, a: np.ndarray, k: int, b: int) -> None:
-        """Reduce b columns and rows from k on, then apply A := A - V Yᴴ - X Uᴴ to what is behind them."""
-        tiles, (m, n), rows, columns = self.tiles, self.shape, self.rows, self.columns
+    def _keep(self, k: int, message: np.ndarray) -> None:
+        wide = self.shape[0] - k
+        self._left.add(k, message[:, :wide], message[:, -2])
+        self._right.add(k, message[:, wide:-2], message[:, -1])
+
+    def _wide(self, k: int) -> int:
+        return sum(self.shape) - 2 * k + 2
+
+    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
+        """Reduce b columns and rows from k on, apply A := A - V Yᴴ - X Uᴴ to what is behind; return [V, U, tau, pi]."""
+        (m, n), a, deal = self.shape, self._a, self._deal
+        gi, gj = deal.coords[lent.comm.rank]
+        rows, columns = deal.rows(m)[gi], deal.columns(n)[gj]
         v, x = np.zeros((b, m - k), a.dtype), np.zeros((b, m - k), a.dtype)  # columns of V and X, one in a row
         u, y = np.zeros((b, n - k), a.dtype), np.zeros((b, n - k), a.dtype)
         tau, pi = np.zeros(b, a.dtype), np.zeros(b, a.dtype)
@@ -54,9 +65,9 @@ class Bidiagonal:
         here, there = places(rows[low:] - k), places(columns[left:] - k)
         for q in range(b):
             j = k + q
-            i, behind = tiles.owner(j)
+            i, behind = deal.owner(j)
             column = np.zeros(m - k, a.dtype)
-            if tiles.j == behind:
+            if gj == behind:
                 column[here] = a[low:, right(j)]
                 if q:
                     column[here] -= (y[:q, q].conj() @ v[:q] + u[:q, q].conj() @ x[:q])[here]
@@ -76,7 +87,7 @@ class Bidiagonal:
             y[q] = tau[q] * found
             # row j, as a column of its conjugates
             line = np.zeros(n - k, a.dtype)
-            if tiles.i == i:
+            if gi == i:
                 line[there] = a[down(j), left:].conj()
                 line[there] -= (v[: q + 1, q].conj() @ y[: q + 1] + x[:q, q].conj() @ u[:q])[there]
             line = lent.total(line)
@@ -92,8 +103,7 @@ class Bidiagonal:
         below, later = rows[down(k + b) :] - k, columns[right(k + b) :] - k
         both, other = np.concatenate([v[:, below], x[:, below]]), np.concatenate([y[:, later], u[:, later]])
         kernels.subtract(a[down(k + b) :, right(k + b) :], both.T, np.conj(other))
-        self._left.add(k, v, tau)
-        self._right.add(k, u, pi)
+        return np.concatenate([v, u, tau[:, None], pi[:, None]], axis=1)
 
     def left(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
@@ -104,19 +114,34 @@ class Bidiagonal:
         self._right.times(self.tiles, z)
 
 
-def bidiagonal_svd(d: np.ndarray, e: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return U, the singular values, falling, and Vᵀ of a real upper bidiagonal matrix."""
+def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
+    """Return the singular values, falling, of a real upper bidiagonal matrix."""
     n = len(d)
     values, off = d.copy(), np.concatenate([e, np.zeros(1, e.dtype)])
-    size = n if vectors else 0
-    u, vt = (np.zeros((size, size), d.dtype, order="F") for _ in range(2))
     if not n:
-        return u, values, vt
-    work, steps, unused = np.zeros(3 * n * n + 8 * n, d.dtype), np.zeros(8 * n, np.intc), np.zeros(1, d.dtype)
-    kind, lead = "I" if vectors else "N", max(1, size)
+        return values
+    work, steps, unused = np.zeros(8 * n, d.dtype), np.zeros(8 * n, np.intc), np.zeros(1, d.dtype)
     failed = kernels.call(
-        "bdsdc", d.dtype, "U", kind, n, values, off, u, lead, vt, lead, unused, np.zeros(1, np.intc), work, steps
+        "bdsdc", d.dtype, "U", "N", n, values, off, unused, 1, unused, 1, unused, np.zeros(1, np.intc), work, steps
     )
     if failed:
         raise np.linalg.LinAlgError("SVD did not converge")
-    return u, values, vt
+    return values
+
+
+def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the singular values, falling, and this rank's tiles of the left and of the right vectors, of n rows.
+
+    Collective over all ranks.
+    """
+    tiles, n, grid = reduced.tiles, reduced.n, reduced.tiles.grid
+    values, left = np.zeros(n, reduced.d.dtype), np.empty((0, 0), reduced.d.dtype)
+    right = left
+    if grid.inside:
+        rows = np.arange(grid.rank, n, grid.size)
+        values, left, right = bidiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone)
+    (failed,) = tiles.worst([not np.isfinite(values).all()])
+    if failed:
+        raise np.linalg.LinAlgError("SVD did not converge")
+    left = to_tiles(left, tiles, n, n)
+    return values, left, to_tiles(right, tiles, n, n)

@@ -7,14 +7,14 @@ a broadcast n (0 at its root), a trip to work or home what a rank lacks.
 Three things depend on the values of a matrix and are arguments: how many pivots of a panel each grid row has
 (`winners`; by default as evenly as its rows allow), which panels of QR are so ill conditioned that they go through the
 tree (`trees`; by default none) and how many eigenvectors of each merge of divide and conquer are no longer known
-(`kept`; by default all).  One depends on the machine: to how many ranks `eigh` deals its reduction (`workers`; by
-default to all).
+(`kept`; by default all).  One depends on the machine: to how many ranks `eigh` and `svd` deal their reduction
+(`workers`; by default to all).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -539,11 +539,17 @@ def tridiagonal(costs: Costs, layout: Layout, n: int, workers: Deal | None = Non
             costs.all_reduce("products of the reduction", group, m + 2 * q + 1, who)
             width = 1 if q + 1 == b else 2
             costs.all_gather("columns of the reduction", group, width * m, width * own, who)
-        if some:
-            costs.broadcast("reflections to other ranks", costs.everyone, b * (m + 1), 0)
-    for size in (n, max(0, n - 1)) if some else ():
-        costs.broadcast("tridiagonal matrix to other ranks", costs.everyone, size, 0)
+    if some:
+        _to_others(costs, n, ranks, lambda k: n - k + 1)
     return costs
+
+
+def _to_others(costs: Costs, n: int, ranks: int, wide: Callable[[int], int]) -> None:
+    """Add what all ranks receive of a reduction by the first `ranks` ones, with so many numbers for a reflection."""
+    for size in (n, max(0, n - 1)):
+        costs.broadcast("diagonals to other ranks", costs.everyone, size, 0)
+    for turn, (k, b) in enumerate(panels(n, PANEL)):
+        costs.broadcast("reflections to other ranks", costs.everyone, b * wide(k), turn % ranks)
 
 
 def eigh(
@@ -562,13 +568,11 @@ def eigh(
     """
     deal = costs.deal
     wanted = n if wanted is None else wanted
+    rows, columns = deal.rows(n), deal.columns(wanted)
     tridiagonal(costs, layout, n, workers)
     conquer(costs, n, kept)
     costs.agree(3)
-    ranks = len(costs.i)
-    rows, columns = deal.rows(n), deal.columns(wanted)
-    costs.trip("vectors to work", [(np.arange(p, n, ranks), np.arange(wanted)) for p in range(ranks)],
-               deal.places(rows, columns))  # fmt: skip
+    _from_rows(costs, n, wanted)
     turn(costs, panels(n, PANEL * TOGETHER), after(columns, 0))
     costs.home(layout, (n, wanted), rows, columns)
     return costs
@@ -595,22 +599,59 @@ def conquer(costs: Costs, n: int, kept: Sequence[int] | None = None) -> Costs:
     return costs
 
 
-def bidiagonal(costs: Costs, layout: Layout, shape: tuple[int, int]) -> Costs:
-    """Add what `svd` receives to make a matrix [m, n], m ≥ n, bidiagonal: four all-reduces a column."""
+def _from_rows(costs: Costs, n: int, wanted: int) -> None:
+    """Add what the trip of vectors, whose rows divide and conquer has dealt one by one, to work receives."""
+    deal, ranks = costs.deal, len(costs.i)
+    have = [(np.arange(p, n, ranks), np.arange(wanted)) for p in range(ranks)]
+    costs.trip("vectors to work", have, deal.places(deal.rows(n), deal.columns(wanted)))
+
+
+def bidiagonal(costs: Costs, layout: Layout, shape: tuple[int, int], workers: Deal | None = None) -> Costs:
+    """Add what `svd` receives to make a matrix [m, n], m ≥ n, bidiagonal: four all-reduces a column.
+
+    `workers` are those of `tridiagonal`.
+    """
     m, n = shape
-    costs.bring(layout, shape, costs.deal.rows(m), costs.deal.columns(n))
+    deal = costs.deal if workers is None else workers
+    place, ranks = costs.everyone.place, deal.R * deal.C
+    want = deal.spread(deal.rows(m), deal.columns(n), len(place))
+    costs.trip(TO_WORK, resting(layout, shape, costs.deal.sizes)[0], want)
     costs.agree(2)
+    group, who = Group(costs.everyone.axes, ranks, place), place < ranks
     name = "columns, rows and products of the reduction"
     for k, b in panels(n, PANEL):
         last = int(k + b == n)  # of the last column only itself is needed
-        costs.all_reduce(name, costs.everyone, m - k, times=2 * b - last)
-        costs.all_reduce(name, costs.everyone, n - k, times=2 * (b - last))
+        costs.all_reduce(name, group, m - k, who, times=2 * b - last)
+        costs.all_reduce(name, group, n - k, who, times=2 * (b - last))
+    if ranks < len(place):
+        _to_others(costs, n, ranks, lambda k: m + n - 2 * k + 2)
+    return costs
+
+
+def joins(n: int, more: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the rows, and the columns beyond them, of every merge of bidiagonal matrices, in order."""
+    if n > LEAF:
+        yield from joins(n // 2, 1)
+        yield from joins(n - n // 2 - 1, more)
+        yield n, more
+
+
+def conquer_bidiagonal(costs: Costs, n: int, kept: Sequence[int] | None = None) -> Costs:
+    """Add what divide and conquer of a bidiagonal matrix receives; see `conquer`."""
+    ranks, name = len(costs.i), "divide and conquer"
+    found = list(joins(n))
+    for (m, more), k in zip(found, [m for m, _ in found] if kept is None else kept, strict=True):
+        costs.broadcast(name, costs.everyone, 2 * m - 1 + more, 0)
+        if k > 1:
+            own = after(dealt(k, 1, ranks), 0)
+            costs.all_gather(name, costs.everyone, 3 * k, 3 * own)
+            costs.all_gather(name, costs.everyone, k, own)
     return costs
 
 
 def svd(
     costs: Costs, layout: Layout, shape: tuple[int, int], *, full_matrices: bool = True, trees: Collection[int] = (),
-    first: Deal | None = None,
+    first: Deal | None = None, kept: Sequence[int] | None = None, workers: Deal | None = None,
 ) -> Costs:  # fmt: skip
     """Add what `svd` receives; a tall matrix is factored by QR first.
 
@@ -620,6 +661,8 @@ def svd(
     ----------
     first : Deal, optional
         How the tiles of that QR factorization are dealt; by default as the others.
+    kept, workers : optional
+        See `eigh`; of the vectors that are not known before a merge, one is that of the row between its parts.
     """
     if shape[0] < shape[1]:
         layout, shape = Layout(*layout.dims[::-1]), shape[::-1]
@@ -631,7 +674,11 @@ def svd(
         before = costs.turned(first)
         qr_factor(before, layout, shape, trees=trees)
         before.home(layout, (n, n), [x[x < n] for x in first.rows(m)], first.columns(n))
-    bidiagonal(costs, layout, (top, n))
+    bidiagonal(costs, layout, (top, n), workers)
+    conquer_bidiagonal(costs, n, kept)
+    costs.agree(1)
+    for _ in range(2):
+        _from_rows(costs, n, n)
     k = m if full_matrices and not tall else n
     for wide in (k, n):
         turn(costs, panels(n, PANEL * TOGETHER), after(deal.columns(wide), 0))

@@ -1,9 +1,13 @@
-"""Eigenvectors of real symmetric tridiagonal matrices by divide and conquer, shared out by rows.
+"""Eigenvectors of tridiagonal and singular vectors of bidiagonal matrices by divide and conquer, shared out by rows.
 
-The matrix is cut into halves, whose eigenvectors are those of the whole after a change of rank one (Cuppen 1981), with
-the vectors of Gu and Eisenstat (1995), as in LAPACK's `stedc`.  A merge needs the first and the last row of the
-eigenvectors of each half, so each rank has these and some rows, never a whole matrix; the roots of the secular
+A tridiagonal matrix is cut into halves, whose eigenvectors are those of the whole after a change of rank one (Cuppen
+1981), with the vectors of Gu and Eisenstat (1995), as in LAPACK's `stedc`.  A merge needs the first and the last row of
+the eigenvectors of each half, so each rank has these and some rows, never a whole matrix; the roots of the secular
 equation are shared out too.
+
+A bidiagonal matrix is cut at a row.  In the singular vectors of the halves above and below it, it is a diagonal with
+one full row, whose singular values are the roots of a secular equation of squares (Gu and Eisenstat 1995), as in
+LAPACK's `bdsdc`.  A merge needs the first and the last row of the right vectors of each half.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ STRIP = 256
 
 Part = tuple[np.ndarray, np.ndarray]
 """Eigenvalues, rising, and of the eigenvectors the first row, this rank's rows, and the last one; NaNs by failure."""
+Pair = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Singular values, rising, this rank's rows of the left vectors, and of the right ones the first row, this rank's rows
+and the last one; NaNs by failure.  A part with one more column than rows has one more right vector, which it maps to 0.
+"""
 
 
 def tridiagonal_vectors(
@@ -89,12 +97,14 @@ def _merged(
     first = len(w1) - 1
     w = np.zeros((first + len(w2) - 1, m), dtype)  # the first half's rows, then the second's
     w[:first, :m1], w[first:, m1:] = w1[:-1], w2[1:]
+    del one, two, w1, w2
     if not np.isfinite(message).all():
         return np.full(m, np.nan, dtype), w
     upper = np.arange(m) < m1
     lower = ~upper
-    kept, rest = _deflated(d, z, rho, w, upper, lower)
-    dk, zk, k = d[kept], z[kept], len(kept)
+    limit = 8 * np.finfo(dtype).eps / 2 * max(np.abs(d).max(), np.abs(z).max())
+    kept, rest = _deflated(d, z, rho, limit, [w], [upper, lower])
+    dk, zk = d[kept], z[kept]
     roots, near, gap = _roots(comm, dk, zk, rho)
     if not np.isfinite(roots).all():
         return np.full(m, np.nan, dtype), w
@@ -103,32 +113,57 @@ def _merged(
     order = np.argsort(values, kind="stable")
     values = values[order]
     wanted = order[choose(values)] if choose else order
-    out = np.empty((len(w), len(wanted)), dtype)
-    halves = [
-        (np.s_[:first], np.flatnonzero(upper[kept])), (np.s_[first:], np.flatnonzero(lower[kept])),
-    ]  # fmt: skip
-    factors = [np.ascontiguousarray(w[part][:, kept[inner]]) for part, inner in halves]
+    return values, _turned(w, [(np.s_[:first], upper), (np.s_[first:], lower)], kept, rest, vector, wanted)
+
+
+Vectors = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""A function from numbers of roots and of rows, in any order, to the vectors of a merge, as columns of any length."""
+
+
+def _turned(
+    w: np.ndarray, blocks: list[tuple[slice, np.ndarray]], kept: np.ndarray, rest: np.ndarray, vector: Vectors,
+    wanted: np.ndarray, more: int = 0,
+) -> np.ndarray:  # fmt: skip
+    """Return the wanted ones of the columns `w[:, kept] @ vector(...)`, behind which `w[:, rest]` are counted.
+
+    `blocks` are rows, and for each column whether it has elements there.  The last `more` columns stay as they are.
+    """
+    k = len(kept)
+    out = np.empty((len(w), len(wanted) + more), w.dtype)
+    out[:, len(wanted) :] = w[:, w.shape[1] - more :]
+    has = [each[kept] for _, each in blocks]
+    order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
+    inner = [_side_by_side(np.flatnonzero(each[order])) for each in has]
+    factors = [np.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
+    others = np.flatnonzero(wanted >= k)
+    out[:, others] = w[:, rest[wanted[others] - k]]
     places = np.flatnonzero(wanted < k)
     for start in range(0, len(places), STRIP):
         at = places[start : start + STRIP]
-        u = vector(wanted[at])
-        for (part, inner), factor in zip(halves, factors, strict=True):
-            out[part, at] = factor @ u[inner]
-    others = np.flatnonzero(wanted >= k)
-    out[:, others] = w[:, rest[wanted[others] - k]]
-    return values, out
+        u, columns = vector(wanted[at], order), _side_by_side(at)
+        scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
+        for (part, _), j, factor in zip(blocks, inner, factors, strict=True):
+            if len(factor):
+                found = factor @ u[j]
+                np.multiply(found, scale, out=found)
+                out[part, columns] = found
+    return out
+
+
+def _side_by_side(numbers: np.ndarray) -> Any:
+    """Return a slice for numbers, which rise, where they follow one another, else the numbers."""
+    if len(numbers) and int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 def _deflated(
-    d: np.ndarray, z: np.ndarray, rho: Any, w: np.ndarray, upper: np.ndarray, lower: np.ndarray
+    d: np.ndarray, z: np.ndarray, rho: Any, limit: Any, vectors: list[np.ndarray], halves: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which columns take part in the merge, by rising d, and which are eigenvectors already (`laed2`).
+    """Return which columns take part in the merge, by rising d, and which are vectors already (`laed2`, `lasd2`).
 
-    Columns of nearly equal d are turned so that z of one becomes 0; `upper` and `lower` say in which half a column
-    has elements.
+    Columns of nearly equal d are turned so that z of one becomes 0; `halves` say in which half a column has elements.
     """
-    eps = np.finfo(d.dtype).eps / 2
-    limit = 8 * eps * max(np.abs(d).max(), np.abs(z).max())
     kept: list[int] = []
     rest: list[int] = []
     before = -1
@@ -141,10 +176,11 @@ def _deflated(
             c, s = z[j] / size, -z[before] / size
             if abs((d[j] - d[before]) * c * s) <= limit:
                 z[j], z[before] = size, 0
-                x, y = w[:, before].copy(), w[:, j].copy()
-                w[:, before], w[:, j] = c * x + s * y, c * y - s * x
+                for w in vectors:
+                    x, y = w[:, before].copy(), w[:, j].copy()
+                    w[:, before], w[:, j] = c * x + s * y, c * y - s * x
                 d[before], d[j] = d[before] * c * c + d[j] * s * s, d[before] * s * s + d[j] * c * c
-                for has in (upper, lower):
+                for has in halves:
                     has[before] = has[j] = has[before] | has[j]
                 rest.append(before)
             else:
@@ -166,32 +202,37 @@ def _shared(comm: Comm, mine: np.ndarray, k: int) -> np.ndarray:
     return out
 
 
-def _roots(comm: Comm, d: np.ndarray, z: np.ndarray, rho: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the roots of the secular equation, the nearest d of each, and how far above it the root lies."""
+def _roots(
+    comm: Comm, d: np.ndarray, z: np.ndarray, rho: Any, squares: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the roots of the secular equation, the nearest d of each, and how far above it the root lies.
+
+    With `squares` it is that of the squares of d, and the roots are those of its roots.
+    """
     k = len(d)
     mine = np.arange(comm.rank, k, comm.size)
     found = np.empty((len(mine), 3), d.dtype)
     delta, root, number = np.empty(k, d.dtype), np.empty(1, d.dtype), np.empty(1, np.intc)
-    solve = kernels.bound("laed4", d.dtype, k, number, d, z, delta, np.array([rho], d.dtype), root)
+    given = (k, number, d, z, delta, np.array([rho], d.dtype), root)
+    more, name = ((np.empty(k, d.dtype),), "lasd4") if squares else ((), "laed4")
+    solve, size = kernels.bound(name, d.dtype, *given, *more), np.empty_like(delta)
     for row, i in zip(found, mine.tolist(), strict=True):
         number[0] = i + 1
         failed = solve()
-        at = int(np.argmin(np.abs(delta))) if k > 2 else i
+        at = int(np.abs(delta, out=size).argmin()) if k > 2 else i
         row[:] = np.nan if failed else root[0], at, -delta[at]
-        if k == 2:  # here `laed4` gives the vector itself; only its direction is needed
+        if k == 2 and not squares:  # here `laed4` gives the vector itself; only its direction is needed
             row[1:] = delta
     found = _shared(comm, found, k)
     return found[:, 0].copy(), found[:, 1], found[:, 2]
 
 
-def _vectors(
-    comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function from numbers of roots to the vectors of the merge, as columns."""
+def _vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> Vectors:
+    """Return the function from numbers of roots to the vectors of the merge."""
     k = len(d)
     if k < 3:
         whole = np.stack([near, gap]) if k == 2 else np.ones((k, k), d.dtype)
-        return lambda i: whole[:, i]
+        return lambda i, order: whole[order][:, i]
     origin = d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
     found = np.empty((len(mine), 1), d.dtype)
@@ -202,9 +243,151 @@ def _vectors(
         found[start : start + STRIP, 0] = (((d[j][:, None] - origin) - gap) / below).prod(axis=1)
     exact = np.copysign(np.sqrt(np.abs(_shared(comm, found, k)[:, 0])), z)
 
-    def columns(i: np.ndarray) -> np.ndarray:
-        u: np.ndarray = exact[:, None] / ((d[:, None] - origin[i]) - gap[i])
-        u /= np.sqrt(np.einsum("ij,ij->j", u, u))
-        return u
+    def columns(i: np.ndarray, order: np.ndarray) -> np.ndarray:
+        u = _above(d[order], origin[i], gap[i])
+        return np.divide(exact[order][:, None], u, out=u)
 
     return columns
+
+
+def _above(d: np.ndarray, origin: np.ndarray, gap: np.ndarray) -> np.ndarray:
+    """Return how far each d lies above each root."""
+    found: np.ndarray = d[:, None] - origin
+    found -= gap
+    return found
+
+
+def bidiagonal_vectors(
+    d: np.ndarray, e: np.ndarray, rows: np.ndarray, comm: Comm
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the singular values, falling, and this rank's rows of the left and of the right vectors.  Collective.
+
+    Parameters
+    ----------
+    d, e : array
+        The diagonal and what is right of it, the same on all ranks.
+    rows : array of int
+        The numbers of this rank's rows, rising.
+    """
+    n = len(d)
+    scale = max(np.abs(d).max(initial=0), np.abs(e).max(initial=0)) or d.dtype.type(1)
+    d, e = d / scale, e / scale
+
+    def part(low: int, high: int, more: int) -> Pair:
+        if high - low <= LEAF:
+            mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
+            return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
+        at = (low + high) // 2
+        return _joined(comm, part(low, at, 1), part(at + 1, high, more), d[at], e[at], int(np.isin(at, rows)), more)
+
+    values, left, right = part(0, n, 0)
+    return values[::-1] * scale, left[:, ::-1], right[1:-1, ::-1]
+
+
+def _bidiagonal_leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, others: np.ndarray) -> Pair:
+    n, more = len(d), len(e) + 1 - len(d)
+    if not n:
+        return d.copy(), np.zeros((0, 0), d.dtype), np.zeros((2, 0), d.dtype)
+    values, off = d.copy(), np.append(e, e.dtype.type(0))
+    u, vt = np.eye(n, dtype=d.dtype, order="F"), np.eye(n + more, dtype=d.dtype, order="F")
+    unused, work = np.zeros(1, d.dtype), np.zeros(4 * (n + 1), d.dtype)
+    failed = kernels.call(
+        "lasdq", d.dtype, "U", more, n, n + more, n, 0, values, off, vt, n + more, u, n, unused, 1, work
+    )
+    order = np.argsort(values, kind="stable")
+    values = np.full_like(d, np.nan) if failed else values[order]
+    v = vt.T[:, [*order.tolist(), *range(n, n + more)]]
+    return values, u[rows][:, order], v[np.concatenate([[0], others, [n + more - 1]]).astype(int)]
+
+
+def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, more: int) -> Pair:
+    """Return the part that two parts make with the row [alpha, beta] between them, which `own` says is this rank's."""
+    (d1, u1, v1), (d2, u2, v2) = one, two
+    n1, n, dtype = len(d1), len(d1) + len(d2) + 1, d1.dtype
+    # Decisions below must be the same on all ranks, whatever their processors round.
+    message = np.concatenate([d1, d2, v1[-1], v2[0]])
+    comm.broadcast(message, 0)
+    d = np.concatenate([np.zeros(1, dtype), message[: n - 1]])
+    begin, last = message[n + n1 :] * beta, message[n - 1 : n + n1] * alpha
+    z = np.concatenate([last[n1:], last[:n1], begin[: n - 1 - n1]])
+    finite, largest = np.isfinite(message).all(), max(np.abs(d).max(), abs(alpha), abs(beta))
+    scale = largest or dtype.type(1)
+    d, z = d / scale, z / scale  # so that squares stay in range
+    limit = 4 * np.finfo(dtype).eps
+    # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
+    left, right = np.zeros((len(u1) + own + len(u2), n), dtype), np.zeros((len(v1) + len(v2) - 2, n + more), dtype)
+    middle, first = slice(len(u1), len(u1) + own), len(v1) - 1
+    above, below = np.arange(n) <= n1, np.arange(n) > n1
+    left[: len(u1), 1 : n1 + 1], left[middle, 0], left[middle.stop :, n1 + 1 :] = u1, 1, u2
+    right[:first, 1 : n1 + 1], right[first:, n1 + 1 : n] = v1[:-1, :n1], v2[1:, : n - 1 - n1]
+    right[:first, 0] = v1[:-1, n1]
+    if more:
+        other = begin[-1] / scale
+        size = math.hypot(z[0], other)
+        c, s = (z[0] / size, other / size) if size > limit else (1, 0)
+        z[0], null = size, v2[1:, -1]
+        right[:first, n], right[first:, n] = -s * right[:first, 0], c * null
+        right[:first, 0] *= c
+        right[first:, 0] = s * null
+    del one, two, u1, u2, v1, v2
+    if not finite:
+        return np.full(n, np.nan, dtype), left, right
+    if abs(z[0]) <= limit:
+        z[0] = limit
+    kept, rest = _deflated(d[1:], z[1:], 1, limit, [left[:, 1:], right[:, 1:n]], [above[1:], below[1:]])
+    kept, rest = np.concatenate([np.zeros(1, np.intp), kept + 1]), rest + 1
+    dk, zk, k = d[kept], z[kept], len(kept)
+    dk[1:2] = np.maximum(dk[1:2], limit / 2)
+    if k == 1:
+        roots = np.abs(zk)
+        vectors: list[Vectors] = [lambda i, _: np.sign(zk)[:, None][:, i], lambda i, _: np.ones((1, len(i)), dtype)]
+    else:
+        length = np.linalg.norm(zk)
+        roots, near, gap = _roots(comm, dk, zk / length, length * length, squares=True)
+        if not np.isfinite(roots).all():
+            return np.full(n, np.nan, dtype), left, right
+        vectors = _singular_vectors(comm, dk, zk, near, gap)
+    values = np.concatenate([roots, d[rest]])
+    order = np.argsort(values, kind="stable")
+    ends = np.zeros(n, bool)
+    ends[0] = True
+    outside = [(np.s_[: middle.start], above & ~ends), (middle, ends), (np.s_[middle.stop :], below)]
+    left = _turned(left, outside, kept, rest, vectors[0], order)
+    blocks = [(np.s_[:first], above), (np.s_[first:], below | (ends & bool(more)))]
+    right = _turned(right, blocks, kept, rest, vectors[1], order, more)
+    return values[order] * largest, left, right
+
+
+def _singular_vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np.ndarray) -> list[Vectors]:
+    """Return the functions from numbers of roots to the left and to the right vectors of the merge."""
+    k, origin = len(d), d[near.astype(np.intp)]
+    mine = np.arange(comm.rank, k, comm.size)
+    found = np.empty((len(mine), 1), d.dtype)
+    for start in range(0, len(mine), STRIP):  # the z of which the computed roots are the exact ones
+        j = mine[start : start + STRIP]
+        each, own = d[j][:, None], np.arange(len(j))
+        ratio = (each - origin) - gap
+        below = each - d
+        below[own, j] = 1
+        ratio /= below
+        ratio *= (each + origin) + gap
+        np.add(each, d, out=below)
+        below[own, j] = 1
+        ratio /= below
+        found[start : start + STRIP, 0] = ratio.prod(axis=1)
+    exact = np.copysign(np.sqrt(np.abs(_shared(comm, found, k)[:, 0])), z)
+
+    def right(i: np.ndarray, order: np.ndarray) -> np.ndarray:
+        v, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
+        np.divide(exact[order][:, None], v, out=v)
+        v *= np.divide(origin[i] + gap[i], above, out=above)  # times the root, that squares stay in range
+        return v
+
+    def left(i: np.ndarray, order: np.ndarray) -> np.ndarray:
+        u, above = _above(d[order], origin[i], gap[i]), _above(d[order], -origin[i], -gap[i])
+        np.divide(exact[order][:, None], u, out=u)
+        u *= np.divide(d[order][:, None], above, out=above)
+        u[order == 0] = -1
+        return u
+
+    return [left, right]

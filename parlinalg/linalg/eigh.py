@@ -9,9 +9,10 @@ tiles and go back through the reflections.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -35,8 +36,65 @@ TINY = 1e-25
 """A square of a length from which on to its inverse lengths are formed by squares, in all dtypes."""
 
 
-class Tridiagonal:
-    """The reduction A = Q T Qᴴ of a Hermitian matrix, of which this rank has tiles of both triangles.
+class Reduction(ABC):
+    """The reduction of a matrix by reflections, some columns at a time, on the ranks of a deal.
+
+    Attributes
+    ----------
+    d, e : array
+        The diagonal of what is left and what is beside it, on every rank; real.
+    """
+
+    def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any]) -> None:
+        self.tiles, self.n, self.dtype = tiles, n, dtype
+        real = np.zeros(0, dtype).real.dtype
+        self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
+
+    @abstractmethod
+    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
+        """Reduce b columns from k on, update what is behind them, and return their reflections, [b, `_wide(k)`]."""
+
+    @abstractmethod
+    def _keep(self, k: int, message: np.ndarray) -> None:
+        """Keep this rank's rows of the reflections of the columns from k on."""
+
+    @abstractmethod
+    def _wide(self, k: int) -> int:
+        """Return how many numbers the reflections of a column have, in the columns from k on."""
+
+    def _run(self, workers: Deal, most: int) -> None:
+        """Reduce the matrix; a column sums and gathers at most so many elements of a rank.  Collective."""
+        everyone, ranks = self.tiles.grid.everyone, workers.R * workers.C
+        some, panels = ranks < everyone.size, list(range(0, self.n, PANEL))
+        held: list[np.ndarray] = []
+        if everyone.rank < ranks:
+            comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
+            with board(comm, most, self.dtype) as lent:
+                for turn, k in enumerate(panels):
+                    message = np.ascontiguousarray(self._panel(lent, k, min(PANEL, self.n - k)))
+                    self._keep(k, message)
+                    if some and turn % ranks == everyone.rank:  # each of the ranks gives some panels to the others
+                        held.append(message)
+            if some:
+                comm.free()
+        if not some:
+            return
+        everyone.barrier()  # the others wait without a core, then get the reflections
+        for line in (self.d, self.e):
+            everyone.broadcast(line, 0)
+        for turn, k in enumerate(panels):
+            root = turn % ranks
+            if everyone.rank == root:
+                message = held.pop(0)
+            else:
+                message = np.empty((min(PANEL, self.n - k), self._wide(k)), self.dtype)
+            everyone.broadcast(message, root)
+            if everyone.rank >= ranks:
+                self._keep(k, message)
+
+
+class Tridiagonal(Reduction):
+    """The reduction A = Q T Qᴴ of a Hermitian matrix.
 
     Parameters
     ----------
@@ -44,52 +102,31 @@ class Tridiagonal:
         Where rows lie that are turned by Q.
     workers : Deal
         How the matrix is dealt to the ranks that reduce it: the first ones of the grid (`workers`).
-    a : array
-        This rank's tiles, of that deal.
-
-    Attributes
-    ----------
-    d, e : array
-        The diagonal of T and what is below it, on every rank; real.
+    half : Half or None
+        The elements with which this rank computes, of that deal; overwritten.  None on the other ranks.
     """
 
-    def __init__(self, tiles: Tiles, workers: Deal, a: np.ndarray, n: int) -> None:
-        self.tiles, self.n = tiles, n
-        real = a.real.dtype
-        self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
-        self._kept = Kept(tiles.rows(n)[tiles.i])
-        if not tiles.grid.inside:
-            return
-        everyone, ranks = tiles.grid.everyone, workers.R * workers.C
-        some = ranks < everyone.size
-        if everyone.rank < ranks:
-            comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
-            half = Half(workers, workers.coords[comm.rank], a, n)
-            with board(comm, max(n * min(PANEL, n), n + 2 * PANEL), a.dtype) as lent:
-                found = [self._panel(lent, half, k, min(PANEL, n - k)) for k in range(0, n, PANEL)]
-            if some:
-                comm.free()
-        if some:  # the others wait without a core, then get the reflections
-            everyone.barrier()
-            for line in (self.d, self.e):
-                everyone.broadcast(line, 0)
-        for turn, k in enumerate(range(0, n, PANEL)):
-            b = min(PANEL, n - k)
-            message = np.empty((b, n - k + 1), a.dtype)
-            if everyone.rank < ranks:
-                message[:, :-1], message[:, -1] = found[turn]
-            if some:
-                everyone.broadcast(message, 0)
-            self._kept.add(k, message[:, :-1], message[:, -1])
-        self._kept.close()
+    def __init__(self, tiles: Tiles, workers: Deal, half: Half | None, n: int, dtype: np.dtype[Any]) -> None:
+        super().__init__(tiles, n, dtype)
+        self._kept, self._half = Kept(tiles.rows(n)[tiles.i]), half
+        if tiles.grid.inside:
+            self._run(workers, max(n * min(PANEL, n), n + 2 * PANEL))
+            self._kept.close()
+        self._half = None
 
-    def _panel(self, lent: Board, half: Half, k: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """Reduce b columns from k on, apply A := A - V Wᴴ - W Vᴴ to what is right of them; return V and tau.
+    def _keep(self, k: int, message: np.ndarray) -> None:
+        self._kept.add(k, message[:, :-1], message[:, -1])
+
+    def _wide(self, k: int) -> int:
+        return self.n - k + 1
+
+    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
+        """Reduce b columns from k on, apply A := A - V Wᴴ - W Vᴴ to what is right of them; return [V, tau].
 
         Vectors have the elements from number k on in the order of `half`.  Of sums each rank makes its share, and all
         take the same bits: else columns of rounding errors would give each rank reflections of its own.
         """
-        dtype, m = half.dtype, self.n - k
+        half, dtype, m = cast("Half", self._half), self.dtype, self.n - k
         at = half.begin(k)
         columns = lent.total(half.columns(k, b))
         both, tau = np.zeros((2 * b, m), dtype), np.zeros(b, dtype)  # v and w of each column, one in a row
@@ -136,7 +173,7 @@ class Tridiagonal:
                 both[old + 1], x = whole[:, 0], whole[:, 1].copy()
             both[old + 1, done] = 0
         half.update(k + b, both)
-        return both[::2, at[k:]], tau
+        return np.concatenate([both[::2, at[k:]], tau[:, None]], axis=1)
 
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
@@ -412,6 +449,12 @@ def vectors(reduced: Tridiagonal, choose: Callable[[np.ndarray], slice]) -> tupl
     if failed:
         raise np.linalg.LinAlgError("Eigenvalues did not converge")
     at = slice(int(start), int(stop))
-    k = at.stop - at.start
-    have = [(np.arange(p, n, grid.size), np.arange(k)) for p in range(grid.size)]
-    return values, move(z, have, tiles.places(tiles.rows(n), tiles.columns(k)), grid), at
+    return values, to_tiles(z, tiles, n, at.stop - at.start), at
+
+
+def to_tiles(z: np.ndarray, tiles: Tiles, n: int, columns: int) -> np.ndarray:
+    """Return this rank's tiles of n rows, of which each rank has those of numbers p, p + size, ….  Collective."""
+    size = tiles.grid.size
+    have = [(np.arange(p, n, size), np.arange(columns)) for p in range(size)]
+    found: np.ndarray = move(z, have, tiles.places(tiles.rows(n), tiles.columns(columns)), tiles.grid)
+    return found

@@ -152,7 +152,7 @@ class LinalgPlan:
             tiles = max(tiles, len(first.rows(m)[0]) * len(first.columns(n)[0]))
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
             rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
-        results = {"lu": 2 * tiles, "qr": 3 * tiles, "eigh": 4 * tiles, "svd": 3 * tiles + 5 * n * n}
+        results = {"lu": 2 * tiles, "qr": 3 * tiles, "eigh": 4 * tiles, "svd": 6 * tiles}
         more = max(panels, rest) + results.get(self.routine, rest)
         return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
 
@@ -376,7 +376,7 @@ def _words(plan: LinalgPlan) -> str:
     text = f"{plan.words:,} received by rank {plan.busiest}, which receives the most; at rest A lies in {plan.layout!r}"
     if plan.routine in ("lu", "solve") and plan.deal.R > 1:
         text += "; pivots are taken to fall evenly on the grid rows"
-    if plan.routine == "eigh" and plan.ranks > 1:
+    if plan.routine in ("eigh", "svd") and plan.ranks > 1:
         text += "; those of divide and conquer are a bound"
     if plan.routine == "qr" and plan.deal.R > 1:
         text += "; panels are taken to be well conditioned"

@@ -16,8 +16,9 @@ from parlinalg.array.namespace import isfinite, where
 from parlinalg.array.shapes import reshape
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, bidiagonal_svd
-from parlinalg.linalg.eigh import Tridiagonal, tridiagonal_values, vectors, workers
+from parlinalg.linalg import bidiagonal
+from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
+from parlinalg.linalg.eigh import Half, Tridiagonal, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
@@ -124,8 +125,8 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     full_matrices : bool
         k = m and l = n for U and Vᴴ, else both are min(m, n).
 
-    U and Vᴴ lie like `x`, the values like its columns.  On hosts beside its tiles each rank holds the singular vectors
-    of the bidiagonal matrix, two of min(m, n)², for a while.  Several GPUs find the polar decomposition first, and then
+    U and Vᴴ lie like `x`, the values like its columns.  No rank holds more than a few times its share of the matrices.
+    Several GPUs find the polar decomposition first, and then
     the eigenvectors of its Hermitian factor (Nakatsukasa and Higham 2013).
 
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are,
@@ -142,31 +143,30 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     (m, n), layout = x.shape, x.layout.with_partial(())
     if m < n:
         turned = svd(x.mT.conj(), full_matrices=full_matrices)
-        left, right = (f.mT.conj().redistribute(layout) for f in (turned.Vh, turned.U))
-        return SVDResult(left, turned.S, right)
+        first, last = (f.mT.conj().redistribute(layout) for f in (turned.Vh, turned.U))
+        return SVDResult(first, turned.S, last)
     if not x.grid.backend.cpu and (found := polar_svd(x, full_matrices)) is not None:
         return found
-    reduced, scale, q = _bidiagonal(x, "svd", vectors=True)
-    tiles = reduced.tiles
-    ub, s, vt = bidiagonal_svd(reduced.d, reduced.e, vectors=True)
-    top = reduced.shape[0]
+    reduced, scale, q = _bidiagonal(x, "svd")
+    tiles, top = reduced.tiles, reduced.shape[0]
+    values, left, right = bidiagonal.vectors(reduced)
     k = m if full_matrices and q is None else n
     parts = tiles.rows(top), tiles.rows(n), tiles.columns(k), tiles.columns(n)
-    z: np.ndarray = np.empty((0, 0), x.dtype)
-    w: np.ndarray = z
+    z: np.ndarray = left.astype(x.dtype, copy=False)
+    w: np.ndarray = right.astype(x.dtype, copy=False)
     if x.grid.inside:
-        rows, lines, columns, behind = parts[0][tiles.i], parts[1][tiles.i], parts[2][tiles.j], parts[3][tiles.j]
-        z = (rows[:, None] == columns[None, :]).astype(x.dtype)
-        inner, before = rows[rows < n], columns[columns < n]
-        z[: len(inner), : len(before)] = ub[np.ix_(inner, before)]
-        w = vt.T[np.ix_(lines, behind)].astype(x.dtype, order="C")
+        if (top, k) != (n, n):
+            rows, columns = parts[0][tiles.i], parts[2][tiles.j]
+            z = (rows[:, None] == columns[None, :]).astype(x.dtype)
+            z[: left.shape[0], : left.shape[1]] = left
+        del left, right
         reduced.left(z)
         reduced.right(w)
     u = tiles.home(z, parts[0], parts[2], (top, k), layout)
     v = tiles.home(w, parts[1], parts[3], (n, n), layout)
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
-    return SVDResult(u, _vector(s / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
+    return SVDResult(u, _vector(values / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -203,8 +203,8 @@ def svdvals(x: DistArray, /) -> DistArray:
         return _batches("svdvals", lambda xp, a: xp.linalg.svd(a, compute_uv=False), svdvals, x)[0]
     if x.shape[0] < x.shape[1]:
         x = x.mT
-    reduced, scale, _ = _bidiagonal(x, "svdvals", vectors=False)
-    s = bidiagonal_svd(reduced.d, reduced.e, vectors=False)[1]
+    reduced, scale, _ = _bidiagonal(x, "svdvals")
+    s = singular_values(reduced.d, reduced.e)
     return _vector(s / scale, Layout(x.layout.dims[-1]), x.grid)
 
 
@@ -296,11 +296,15 @@ def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     if grid.inside:  # the upper triangle is made from the lower one
         rows, columns = want[grid.rank]
         np.copyto(lower, upper, where=rows[:, None] < columns[None, :])
-    scale = _scaled(tiles, lower, name)
-    return Tridiagonal(tiles, deal, lower, n), lower.real.dtype.type(scale)
+    del upper
+    scale, dtype = _scaled(tiles, lower, name), lower.dtype
+    half = Half(deal, deal.coords[grid.rank], lower, n) if grid.inside and grid.rank < len(deal.coords) else None
+    del lower
+    reduced = Tridiagonal(tiles, deal, half, n, dtype)
+    return reduced, reduced.d.dtype.type(scale)
 
 
-def _bidiagonal(x: DistArray, name: str, vectors: bool) -> tuple[Bidiagonal, Any, Any]:
+def _bidiagonal(x: DistArray, name: str) -> tuple[Bidiagonal, Any, Any]:
     """Return the reduction of a matrix [m, n] with m ≥ n, its factor, and the QR factorization before it, if any."""
     m, n = x.shape
     q = None
@@ -308,9 +312,11 @@ def _bidiagonal(x: DistArray, name: str, vectors: bool) -> tuple[Bidiagonal, Any
         q = qr_factor(x)
         x = q.R
     tiles = _tiles(x, None, "svd")
-    t = tiles.bring(x, tiles.rows(x.shape[0]), tiles.columns(n), host=True)
+    deal = workers(tiles)
+    want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
+    t = tiles.bring_to(x, want, host=True)
     scale = _scaled(tiles, t, name)
-    return Bidiagonal(tiles, t, x.shape), t.real.dtype.type(scale), q  # type: ignore[arg-type]
+    return Bidiagonal(tiles, deal, t, x.shape), t.real.dtype.type(scale), q  # type: ignore[arg-type]
 
 
 def _completed(q: Any, u: DistArray, columns: int, layout: Layout) -> DistArray:

@@ -15,7 +15,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
-from parlinalg.linalg.divide import tridiagonal_vectors
+from parlinalg.linalg.divide import bidiagonal_vectors, tridiagonal_vectors
 from tests.cases import grids, layouts
 from tests.linalg.test_factors import BOUND, DTYPES, eps, norm, random
 
@@ -297,3 +297,41 @@ def test_eigenvectors_of_tridiagonal_matrices(grid):
                 a = np.diag(d) + np.diag(e, 1) + np.diag(e, -1)
                 assert difference((z * wide) @ z.T, a.astype(float), d.dtype) < BOUND, (name, n, dtype)
                 assert orthogonality(z) < BOUND, (name, n, dtype)
+
+
+def test_singular_vectors_of_bidiagonal_matrices(grid):
+    """Divide and conquer by rows of what is hard for it: ties, zeros, one direction lost, blocks of other sizes."""
+    if not grid.inside:
+        return
+    rng = np.random.default_rng(8)
+    for n in (1, 2, 3, 65, 131, 200):
+        for dtype in ("float32", "float64"):
+            tiny, few = eps(dtype), np.arange(n) < n // 2
+            d, e = rng.standard_normal((2, n))
+            steps = np.geomspace(1, tiny**2, n)
+            for name, d, e in (
+                ("random", d, e),
+                ("identity", np.ones(n), np.zeros(n)),
+                ("zeros", np.zeros(n), np.zeros(n)),
+                ("a shift", np.zeros(n), np.ones(n)),
+                ("1-2", np.full(n, 2.0), np.ones(n)),
+                ("clustered", 1 + tiny * d, tiny * e),
+                ("zeros on the diagonal", np.where(np.arange(n) % 3, d, 0), e),
+                ("a block of zeros", np.where(few, 0, d), np.where(few, 0, e)),
+                ("a small block", np.where(few, tiny**2 * d, d), np.where(few, tiny**2 * e, e)),
+                ("wilkinson", abs(np.arange(n) - n // 2), np.ones(n)),
+                ("graded", d * steps, e * steps),
+                ("graded up", d * steps[::-1] * 1e30, e * steps[::-1] * 1e30),
+            ):  # fmt: skip
+                d, e = d.astype(dtype), e[: n - 1].astype(dtype)
+                mine = np.arange(grid.rank, n, grid.size)
+                values, *rows = bidiagonal_vectors(d, e, mine, grid.everyone)
+                u, v = np.zeros((2, n, n), dtype)
+                u[mine], v[mine] = rows
+                for z in (u, v):
+                    grid.everyone.all_reduce(z)
+                    assert orthogonality(z) < BOUND, (name, n, dtype)
+                assert (np.diff(values) <= 0).all()
+                assert (values >= 0).all()
+                a = (np.diag(d) + np.diag(e, 1)).astype(float)
+                assert difference((u * values.astype(float)) @ v.T, a, d.dtype) < BOUND, (name, n, dtype)

@@ -205,8 +205,9 @@ def test_reductions(grid, dtype, deals):
         equal(book, costs, grid, (n, deal, layout))
         a = random((n + n // 3, n), dtype, rng)
         with pla.ledger(grid) as book:
-            spectral._bidiagonal(pla.distribute(a, grid, layout), "svd", vectors=True)
-        equal(book, formulas.bidiagonal(counting(grid, deal), layout, a.shape), grid, (n, deal, layout))
+            reduced, *_ = spectral._bidiagonal(pla.distribute(a, grid, layout), "svd")
+        costs = formulas.bidiagonal(counting(grid, deal), layout, a.shape, workers(reduced.tiles))
+        equal(book, costs, grid, (n, deal, layout))
 
 
 def test_eigh(grid, dtype, deals, monkeypatch):
@@ -230,13 +231,24 @@ def test_eigh(grid, dtype, deals, monkeypatch):
 
 def test_svd(grid, dtype, deals, monkeypatch):
     monkeypatch.setattr(spectral, "polar_svd", lambda x, full: None)  # the way of GPUs
+    monkeypatch.setattr(divide, "LEAF", 16)
+    monkeypatch.setattr(formulas, "LEAF", 16)
+    everyone, deflated = tuple(grid.sizes), divide._deflated
     for deal, shape, layout, _, rng in deals(SHAPES, 8) if grid.size > 1 else []:
         x, full = pla.distribute(random(shape, dtype, rng), grid, layout), bool(rng.integers(2))
         full = full and max(shape) <= spectral.TALL * min(shape)
+        kept = []
+        monkeypatch.setattr(divide, "_deflated", lambda *args, kept=kept: kept.append(deflated(*args)) or kept[-1])
         with pla.ledger(grid) as book:
             linalg.svd(x, full_matrices=full)
-        costs = formulas.svd(counting(grid, deal), layout, shape, full_matrices=full)
-        equal(book, costs, grid, (shape, deal, layout, full))
+        given, reducing = (layout, shape), workers(Tiles(grid, deal.size, deal.shape))
+        if grid.inside:
+            costs = formulas.svd(
+                counting(grid, deal), *given, full_matrices=full, kept=[1 + len(k) for k, _ in kept], workers=reducing
+            )
+            equal(book, costs, grid, (shape, deal, layout, full), words_alone=True)
+        costs = formulas.svd(counting(grid, deal), *given, full_matrices=full, workers=reducing)
+        equal(book, costs, grid, (shape, deal, layout, full), words_alone=True, bounded=[("all_gather", everyone)])
 
 
 def test_a_long_trip_goes_in_pieces(grid, tune):
