@@ -67,7 +67,7 @@ def deals(grid, dtype, monkeypatch):
     return made
 
 
-def equal(book, costs, grid, what, *, bounded=(), words_alone=False):
+def equal(book, costs, grid, what, *, bounded=()):
     """What this rank received, by operation and axes, is what the formulas say; of `bounded` no more."""
     what = [vars(each) if isinstance(each, Deal) else each for each in what] if isinstance(what, tuple) else what
     assert all(part.words.shape == part.calls.shape == (grid.size,) for part in costs.parts)
@@ -75,10 +75,7 @@ def equal(book, costs, grid, what, *, bounded=(), words_alone=False):
         return
     words, calls = costs.book(grid.rank)
     found = {key: n for key, n in book.words.items() if n or key in words}
-    if words_alone:
-        words, found = ({key: n for key, n in each.items() if n} for each in (words, found))
-    else:
-        assert dict(book.calls) == dict(calls) or bounded, (what, book.calls, calls)
+    assert dict(book.calls) == dict(calls) or bounded, (what, book.calls, calls)
     for key in found.keys() | words.keys():
         have, expected = found.get(key, 0), words.get(key, 0)
         assert have <= expected if key in bounded else have == expected, (what, key, have, expected)
@@ -246,9 +243,9 @@ def test_svd(grid, dtype, deals, monkeypatch):
             costs = formulas.svd(
                 counting(grid, deal), *given, full_matrices=full, kept=[1 + len(k) for k, _ in kept], workers=reducing
             )
-            equal(book, costs, grid, (shape, deal, layout, full), words_alone=True)
+            equal(book, costs, grid, (shape, deal, layout, full))
         costs = formulas.svd(counting(grid, deal), *given, full_matrices=full, workers=reducing)
-        equal(book, costs, grid, (shape, deal, layout, full), words_alone=True, bounded=[("all_gather", everyone)])
+        equal(book, costs, grid, (shape, deal, layout, full), bounded=[("all_gather", everyone)])
 
 
 def test_a_long_trip_goes_in_pieces(grid, tune):
