@@ -8,13 +8,15 @@ import platform
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
 from parlinalg.backend import Backend, compiled, select_backend
 from parlinalg.backend.blas import cores, gemm_rate, host_and_cores, sharing
 from parlinalg.cli import gpu
-from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
+from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives, measure_machine
 from parlinalg.cli.parser import Commands, mpiexec
 from parlinalg.comm import open_comm
 from parlinalg.comm.shared import FOLDER
@@ -22,6 +24,7 @@ from parlinalg.comm.startup import about_mpi, bytes_held, clean, leftovers, repo
 from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
+from parlinalg.planning.machine import load_machine, machine_text
 from parlinalg.units import format_bytes
 
 EXTRAS = (
@@ -48,6 +51,11 @@ def add(commands: Commands) -> None:
         "--clean", action="store_true",
         help=f"remove what dead runs of yours left in {FOLDER}, and do nothing else",
     )  # fmt: skip
+    doctor.add_argument(
+        "--machine", type=Path, metavar="FILE.toml",
+        help="measure products, kernels and links in less than a minute, write them as a machine's file, from which "
+        "plans are made, and do nothing else; under mpiexec on any number of ranks and hosts",
+    )  # fmt: skip
     doctor.set_defaults(run=run)
 
 
@@ -57,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         return _clean()
     if args.gpu:
         return gpu.run_gpu_checks(args.rows)
+    if args.machine is not None:
+        return _write_machine(args.machine)
     mpi = about_mpi()
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would
@@ -66,6 +76,29 @@ def run(args: argparse.Namespace) -> int:
         measured = collectives(comm, grid.backend) if comm.size > 1 else []
         if comm.rank == 0:
             tell("\n".join(_page(mpi, grid, hosts, sharers, rates, measured)))
+    return 0
+
+
+def _write_machine(path: Path) -> int:
+    """Measure this machine, and write its file on rank 0."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"--machine {path}: the name of a machine's file ends with .toml")
+    comm = open_comm()
+    problem = ""
+    if comm.rank == 0:  # before a minute is spent
+        try:
+            with open(path, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            problem = f"cannot write {path}: {error.strerror}"
+    if problem := comm.share(problem)[0]:
+        raise ConfigError(problem)
+    start = perf_counter()
+    found = measure_machine(comm, path.stem)
+    if comm.rank == 0:
+        path.write_text(machine_text(found, "Rates are in operations, elements and bytes a second, times in seconds."))
+        load_machine(path)
+        tell(f"wrote {path}: {found.about}, in {perf_counter() - start:.0f} s")
     return 0
 
 

@@ -188,17 +188,22 @@ def svg(simulation: Simulation, measured: Iterable[Sequence[object]] | None = No
             y += GAP
         parts += _lane(lane, y, high, scale, until)
         y += high
-    parts += _axis(y, until, scale)
-    parts += _legend(legend(schedule, found), y + 30)
+    parts += time_axis(y, until, scale)
+    parts += legend_keys(legend(schedule, found), y + 30)
     title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches"
     words = f"{title}; idle {100 * simulation.bubble:.1f}%" + ("; below each rank, as measured" if measured else "")
     height = y + 50 + 18 * (len(legend(schedule, found)) // 5)
+    return page(words, parts, height, title)
+
+
+def page(words: str, parts: Sequence[str], height: float, title: str | None = None) -> str:
+    """Return a drawing as an SVG file, with a line of words above it."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" '
-        f'font-family="Helvetica, Arial, sans-serif"><title>{escape(title)}</title>'
+        f'font-family="Helvetica, Arial, sans-serif"><title>{escape(words if title is None else title)}</title>'
     )
     back = f'<rect width="{WIDTH:.0f}" height="{height:.0f}" rx="8" fill="#ffffff"/>'
-    return "\n".join([head, back, _text(LEFT, 24, words, 14, "start"), *parts, "</svg>\n"])
+    return "\n".join([head, back, written(LEFT, 24, words, 14, "start"), *parts, "</svg>\n"])
 
 
 def overlay(simulation: Simulation, spans: Iterable[Sequence[object]]) -> str:
@@ -217,8 +222,8 @@ def overlay(simulation: Simulation, spans: Iterable[Sequence[object]]) -> str:
 def _lane(lane: Lane, y: float, high: float, scale: float, until: float) -> list[str]:
     words = "measured" if lane.measured else f"rank {lane.rank}"
     parts = [
-        _text(LEFT - 8, y + high / 2 + 4, words, 9 if lane.measured else 12, "end"),
-        _rect(LEFT, y, until * scale, high, PALE, "none"),
+        written(LEFT - 8, y + high / 2 + 4, words, 9 if lane.measured else 12, "end"),
+        rectangle(LEFT, y, until * scale, high, PALE, "none"),
     ]
     for box in lane.boxes:
         parts += _drawn(box, y, high, scale)
@@ -227,19 +232,20 @@ def _lane(lane: Lane, y: float, high: float, scale: float, until: float) -> list
 
 def _drawn(box: Box, y: float, high: float, scale: float) -> list[str]:
     x, width = LEFT + box.span.start * scale, (box.span.stop - box.span.start) * scale
-    parts = [_rect(x, y, width, high, box.colour, "#ffffff")]
+    parts = [rectangle(x, y, width, high, box.colour, "#ffffff")]
     size = min(11.0, high * 0.55, 1.45 * width / len(box.label))
     if size >= 5:
         parts.append(
-            _text(x + width / 2, y + high / 2 + size * 0.36, box.label, size, fill="#fff" if box.dark else INK)
+            written(x + width / 2, y + high / 2 + size * 0.36, box.label, size, fill="#fff" if box.dark else INK)
         )
     return parts
 
 
-def _axis(y: float, until: float, scale: float) -> list[str]:
+def time_axis(y: float, until: float, scale: float) -> list[str]:
+    """Return an axis with about ten ticks from time 0 to `until` below a drawing, as SVG."""
     step = _round_step(until / 10)
     ticks = [k * step for k in range(int(until / step + 1e-9) + 1)]
-    marks = [_text(LEFT + t * scale, y + 14, f"{t:g}", 10) for t in ticks]
+    marks = [written(LEFT + t * scale, y + 14, f"{t:g}", 10) for t in ticks]
     return [f'<path d="M{LEFT + t * scale:.1f} {y:.1f}v4" stroke="{INK}"/>' for t in ticks] + marks
 
 
@@ -253,22 +259,25 @@ def _round_step(least: float) -> float:
     return next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
 
 
-def _legend(entries: list[tuple[str, str]], y: float) -> list[str]:
+def legend_keys(entries: list[tuple[str, str]], y: float) -> list[str]:
+    """Return squares of colours with their words, five in a row, as SVG."""
     parts = []
     for k, (word, colour) in enumerate(entries):
         x, at = LEFT + k % 5 * 176, y + k // 5 * 18
-        parts += [_rect(x, at - 10, 12, 12, colour, "none"), _text(x + 18, at, word, 11, "start")]
+        parts += [rectangle(x, at - 10, 12, 12, colour, "none"), written(x + 18, at, word, 11, "start")]
     return parts
 
 
-def _rect(x: float, y: float, w: float, h: float, fill: str, stroke: str) -> str:
+def rectangle(x: float, y: float, w: float, h: float, fill: str, stroke: str) -> str:
+    """Return a rectangle as SVG."""
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}" fill="{fill}" stroke="{stroke}" '
         'stroke-width="0.7"/>'
     )
 
 
-def _text(x: float, y: float, words: str, size: float, anchor: str = "middle", fill: str = INK) -> str:
+def written(x: float, y: float, words: str, size: float, anchor: str = "middle", fill: str = INK) -> str:
+    """Return a line of text as SVG."""
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:.3g}" text-anchor="{anchor}" fill="{fill}">'
         f"{escape(words)}</text>"

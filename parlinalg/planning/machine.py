@@ -1,0 +1,676 @@
+"""Machines: how fast one multiplies, passes over memory and communicates.  Pure.
+
+A machine is a file `machines/NAME.toml`: the rates of products by shape and dtype, those of kernels by bytes and
+elements, what an operation costs beside its work, the links within a node and between nodes, the cost of each
+collective operation, and what overlaps.  `load_machine` reads a shipped one by name, or any by path;
+`parlinalg doctor --machine FILE` measures this one.
+
+Rates come from a formula and measured points.  A formula says how a rate falls where dims or messages are short; at a
+measured point the point holds, and near it the formula is corrected by the point's ratio to it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from parlinalg.errors import ConfigError, brief
+from parlinalg.files import read_bytes
+from parlinalg.planning.trace import Gemm, Kernel
+from parlinalg.units import ITEMSIZE, parse_bytes
+
+FOLDER = Path(__file__).parent / "machines"
+GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send")
+STEPS: dict[str, Callable[[int], float]] = {
+    "one": lambda p: 1.0,
+    "log": lambda p: math.ceil(math.log2(max(2, p))),
+    "ring": lambda p: p - 1.0,
+    "there and back": lambda p: 2.0 * (p - 1),
+}
+"""By name, the messages that one rank of p sends after each other in a collective operation."""
+
+MOST_FILE = 1 << 20
+_REACH = 2.0  # a point's ratio holds within about so many doublings of a dim or of the bytes
+
+
+# ------------------------------------------------------------------------------------------------ checks of figures
+Check = Callable[[str, Any], Any]
+
+
+def _wrong(where: str, value: object, right: str) -> ConfigError:
+    return ConfigError(f"{where} = {brief(value)}: it should be {right}")
+
+
+def number(low: float, high: float, what: str, *, above: bool = False) -> Check:
+    """Return a check of a number from `low` (`above`: not `low` itself) to `high`."""
+    bounds = f"{'more than' if above else 'at least'} {low:g} and at most {high:g}"
+
+    def check(where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _wrong(where, value, f"a number ({what}), {bounds}")
+        if not low <= value <= high or (above and value == low):
+            raise _wrong(where, value, f"{what}, {bounds}")
+        return float(value)
+
+    return check
+
+
+def whole(low: int, high: int, what: str) -> Check:
+    """Return a check of a whole number from `low` to `high`."""
+
+    def check(where: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _wrong(where, value, f"{what}, a whole number from {low} to {high:g}")
+        return value
+
+    return check
+
+
+def word(*words: str) -> Check:
+    """Return a check of one of some words; of any text that is not empty if none are given."""
+
+    def check(where: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip() or (words and value not in words):
+            right = "one of " + ", ".join(f'"{w}"' for w in words) if words else "a text that is not empty"
+            raise _wrong(where, value, right)
+        return value
+
+    return check
+
+
+def _memory(where: str, value: Any) -> int:
+    try:
+        found = parse_bytes(value)
+    except ValueError:
+        found = 0
+    if not 1 << 20 <= found <= 1 << 50:
+        raise _wrong(where, value, 'the memory of a rank, such as "80GB" or "4GiB", from 1 MiB to 1 PiB')
+    return found
+
+
+def _row(where: str, value: Any, columns: Sequence[Check]) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) != len(columns):
+        raise _wrong(where, value, f"a list of {len(columns)} numbers")
+    return tuple(check(f"{where}[{i}]", v) for i, (check, v) in enumerate(zip(columns, value, strict=True)))
+
+
+def points(*columns: Check) -> Check:
+    """Return a check of a list of rows, each with these columns."""
+
+    def check(where: str, value: Any) -> tuple[tuple[Any, ...], ...]:
+        if not isinstance(value, list):
+            raise _wrong(where, value, f"a list of rows of {len(columns)} numbers")
+        return tuple(_row(f"{where}[{i}]", row, columns) for i, row in enumerate(value))
+
+    return check
+
+
+def numbers(*columns: Check) -> Check:
+    """Return a check of one row."""
+    return lambda where, value: _row(where, value, columns)
+
+
+def table(check: Check) -> Check:
+    """Return a check of a table with any keys, whose values this check takes."""
+
+    def checked(where: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _wrong(where, value, "a table")
+        return {name: check(f"{where}.{name}", v) for name, v in value.items()}
+
+    return checked
+
+
+def many(check: Check) -> Check:
+    """Return a check of a list that is not empty, each of whose values this check takes."""
+
+    def checked(where: str, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or not value:
+            raise _wrong(where, value, "a list of one or more")
+        return tuple(check(f"{where}[{i}]", v) for i, v in enumerate(value))
+
+    return checked
+
+
+def boolean(where: str, value: Any) -> bool:
+    """Check that a value is true or false."""
+    if not isinstance(value, bool):
+        raise _wrong(where, value, "true or false")
+    return value
+
+
+T = TypeVar("T")
+
+
+def key(check: Check, doc: str, default: Any = MISSING) -> Any:
+    """Declare a key of a machine's file."""
+    about = {"check": check, "doc": doc}
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: default, metadata=about)
+    return field(default=default, metadata=about)
+
+
+def read(kind: type[T], where: str, value: Any) -> T:
+    """Return the object that a table stands for.
+
+    Raises
+    ------
+    ConfigError
+        If a key is missing, unknown, or has a wrong value; it names the file, the key, the value and what is right.
+    """
+    if not isinstance(value, dict):
+        raise _wrong(where, value, "a table")
+    inside = f"{where} " if where.endswith(":") else f"{where}."
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    for name in value:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{inside}{name} is no key of a machine{hint}; known here are {', '.join(known)}")
+    made = {}
+    for name, f in known.items():
+        if name in value:
+            made[name] = f.metadata["check"](f"{inside}{name}", value[name])
+        elif f.default is MISSING and f.default_factory is MISSING:
+            raise ConfigError(f"{inside}{name} is missing: {f.metadata['doc']}")
+    return kind(**made)
+
+
+# ------------------------------------------------------------------------------------------------ measured points
+class Correction:
+    """Ratios of measured points to a formula, between the points weighted by distance, and 1 far from all of them.
+
+    Distances are in doublings of the coordinates.  A point itself has its own ratio.
+
+    >>> near = Correction([((8.0, 8.0), 0.5)])
+    >>> near((8.0, 8.0)), near((1e9, 1e9)) > 0.99
+    (0.5, True)
+    """
+
+    def __init__(self, found: Iterable[tuple[Sequence[float], float]]) -> None:
+        self._known = [(tuple(math.log2(x) for x in at), math.log2(ratio)) for at, ratio in found]
+
+    def __call__(self, at: Sequence[float]) -> float:
+        """Return the ratio at a place of positive coordinates."""
+        if not self._known:
+            return 1.0
+        place = [math.log2(x) for x in at]
+        total, above = _REACH**-4, 0.0
+        for known, ratio in self._known:
+            distance = sum((a - b) ** 2 for a, b in zip(place, known, strict=True))
+            if distance < 1e-18:
+                return float(2.0**ratio)
+            total += distance**-2
+            above += ratio * distance**-2
+        return float(2.0 ** (above / total))
+
+
+# ------------------------------------------------------------------------------------------------ parts of a machine
+RATE = number(1e6, 1e18, "floating-point operations a second of a rank", above=True)
+BYTES = number(1e3, 1e15, "bytes a second", above=True)
+SECONDS = number(0.0, 10.0, "seconds")
+SHARE = number(0.0, 1.0, "a share of the bandwidth", above=True)
+DIM = number(1, 1e9, "a dim of a matrix")
+SIZE = number(1, 1e15, "bytes")
+RANKS = whole(1, 1 << 24, "ranks")
+
+
+@dataclass(frozen=True)
+class GemmRate:
+    """The rate of products of one dtype: `rate` m/(m + mh) n/(n + nh) k/(k + kh), mended by measured points.
+
+    Without points, products take as long as their operands and results pass through memory at least.
+    """
+
+    rate: float = key(RATE, "the operations a second of large products")
+    source: str = key(word(), "where the figures are from")
+    half: tuple[float, float, float] = key(
+        numbers(*[number(0, 1e6, "the dim at which the rate is a half")] * 3),
+        "m, n and k at which the rate is a half", (0.0, 0.0, 0.0),
+    )  # fmt: skip
+    points: tuple[tuple[float, float, float, float], ...] = key(
+        points(DIM, DIM, DIM, RATE), "rows m, n, k, operations a second, as measured", ()
+    )
+
+    def at(self, m: float, n: float, k: float) -> float:
+        """Return the operations a second of products of m×k and k×n matrices."""
+        return self._formula(m, n, k) * self._correction((m, n, k))
+
+    def _formula(self, m: float, n: float, k: float) -> float:
+        return self.rate * math.prod(x / (x + h) for x, h in zip((m, n, k), self.half, strict=True))
+
+    @cached_property
+    def _correction(self) -> Correction:
+        return Correction(((m, n, k), rate / self._formula(m, n, k)) for m, n, k, rate in self.points)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Operations on blocks that are no products."""
+
+    overhead: float = key(SECONDS, "seconds of an operation beside its work: the interpreter, the launch")
+    bandwidth: float = key(BYTES, "bytes read and written a second where blocks are large")
+    source: str = key(word(), "where the figures are from")
+    call: float = key(SECONDS, "seconds of one of the calls of a batched product beside its work", 0.0)
+    floor: float = key(SECONDS, "the least seconds of a kernel or a product on a device", 0.0)
+    asynchronous: bool = key(
+        boolean, "true if the host launches operations ahead of the device, which hides the overhead", False
+    )
+    points: tuple[tuple[float, float], ...] = key(
+        points(SIZE, BYTES), "rows bytes, bytes a second, as measured: caches are faster", ()
+    )
+    rates: Mapping[str, float] = key(
+        table(number(1e3, 1e15, "elements a second", above=True)),
+        "by kernel, the elements a second that computing them allows, whatever the bandwidth", MappingProxyType({}),
+    )  # fmt: skip
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the seconds of a kernel's work, its overhead aside."""
+        through = kernel.nbytes / self.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
+        rate = self.rates.get(kernel.name)
+        return max(self.floor, through, kernel.elements / rate if rate else 0.0)
+
+    def bandwidth_at(self, nbytes: float) -> float:
+        """Return the bytes a second of a kernel that reads and writes so many: from the nearest measured points by
+        logarithm, `bandwidth` beyond the last."""
+        known = self._sorted
+        if not known or nbytes >= known[-1][0]:
+            return self.bandwidth
+        if nbytes <= known[0][0]:
+            return known[0][1]
+        at = next(i for i, (size, _) in enumerate(known) if size >= nbytes)
+        (x0, y0), (x1, y1) = known[at - 1], known[at]
+        share = math.log(nbytes / x0) / math.log(x1 / x0)
+        return float(y0 * (y1 / y0) ** share)
+
+    @cached_property
+    def _sorted(self) -> list[tuple[float, float]]:
+        return sorted({size: (size, rate) for size, rate in self.points}.values())
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to carry out a collective operation: `latency` a step, and the bytes at a share of the bandwidth."""
+
+    steps: str = key(word(*STEPS), "the messages one after the other among p ranks, as a word")
+    latency: float = key(SECONDS, "seconds of a step")
+    efficiency: float = key(SHARE, "the share of the link's bandwidth that long messages reach", 1.0)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation between ranks: the fastest of its algorithms counts, mended by measured points."""
+
+    algorithms: tuple[Algorithm, ...] = key(
+        many(lambda where, value: read(Algorithm, where, value)), "the ways to carry it out"
+    )
+    points: tuple[tuple[int, float, float], ...] = key(
+        points(RANKS, SIZE, SECONDS), "rows ranks, bytes that a rank receives, seconds, as measured", ()
+    )
+
+
+def _operation(where: str, value: Any) -> Operation:
+    return read(Operation, where, value)
+
+
+def _usual(latency: float, op: str) -> Operation:
+    """Return the algorithms of MPI and NCCL, at full bandwidth."""
+    steps = {
+        "all_gather": ("ring", "log"), "reduce_scatter": ("ring", "log"), "all_reduce": ("there and back", "log"),
+        "broadcast": ("log",), "all_to_all": ("ring",), "send": ("one",),
+    }  # fmt: skip
+    return Operation(
+        tuple(Algorithm(name, latency * (1 + (op == "all_reduce" and name == "log"))) for name in steps[op])
+    )
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the ranks of a node, or the nodes.
+
+    A rank alone has `bandwidth` bytes a second each way; `rails` ranks of a node can have it at the same time, and more
+    share it.
+    """
+
+    latency: float = key(SECONDS, "seconds of a short message")
+    bandwidth: float = key(BYTES, "bytes a second each way of one rank, or of one network interface")
+    rails: int = key(RANKS, "ranks of a node that can have this bandwidth at once; the node's network interfaces")
+    source: str = key(word(), "where the figures are from")
+    processor: float = key(
+        number(0, 1e-3, "seconds a byte"), "seconds of a core for each byte that a rank receives (TCP, copies)", 0.0
+    )
+    all_gather: Operation | None = key(_operation, "as measured", None)
+    reduce_scatter: Operation | None = key(_operation, "as measured", None)
+    all_reduce: Operation | None = key(_operation, "as measured", None)
+    broadcast: Operation | None = key(_operation, "as measured", None)
+    all_to_all: Operation | None = key(_operation, "as measured", None)
+    send: Operation | None = key(_operation, "as measured", None)
+
+    def operation(self, op: str) -> Operation:
+        """Return how an operation is carried out: as the file says, else as usual at this latency."""
+        return getattr(self, op) or _usual(self.latency, op)
+
+    def share(self, ranks: int) -> float:
+        """Return the bytes a second of each of so many ranks of a node that communicate at once."""
+        return self.bandwidth * min(1.0, self.rails / max(1, ranks))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What goes on at the same time."""
+
+    progress: str = key(
+        word("asynchronous", "polls"),
+        'when nonblocking communication advances: "asynchronous", always; "polls", only inside calls of the library',
+    )
+    source: str = key(word(), "where the figures are from")
+    window: float = key(SIZE, "bytes that travel after a poll without another one (the sockets' buffers)", 1e15)
+    slowdown: float = key(
+        number(0, 10, "a ratio"),
+        "the time that computing takes longer while communication is in flight, as a share",
+        0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one operation between ranks costs: `latency` seconds, then `seconds` on a link of the level `level`.
+
+    Of them the processor works `processor` seconds.  It advances in `steps` messages.
+    """
+
+    level: str
+    latency: float
+    seconds: float
+    processor: float = 0.0
+    steps: int = 1
+
+    @property
+    def total(self) -> float:
+        """Its seconds when nothing else is in flight."""
+        return self.latency + self.seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: one rank's speed, and the links between ranks.
+
+    Attributes
+    ----------
+    name, about : str
+    ranks_per_node : int
+        Ranks that a node usually has; those of the world are placed node by node.
+    cores : int
+        Ranks that compute at full speed at once; more take turns.
+    cores_of : {"node", "world"}
+        Whose ranks share them; those of all nodes on an emulated cluster.
+    memory : int
+        Bytes of a rank.
+    gemm : dict of str to GemmRate
+        By dtype.
+    kernels : Kernels
+    node, network : Link
+        Within a node, and between nodes; None if it has one node.
+    overlap : Overlap
+    """
+
+    name: str = key(word(), "the machine's name")
+    about: str = key(word(), "what it is, in a line")
+    ranks_per_node: int = key(RANKS, "the ranks of a node, one a GPU")
+    cores: int = key(RANKS, "the ranks that compute at full speed at once: GPUs, or cores")
+    memory: int = key(_memory, "the memory of a rank")
+    gemm: Mapping[str, GemmRate] = key(
+        table(lambda where, value: read(GemmRate, where, value)), "a table [gemm.DTYPE] a dtype, the rates of products"
+    )
+    kernels: Kernels = key(lambda where, value: read(Kernels, where, value), "a table, what other operations cost")
+    node: Link = key(lambda where, value: read(Link, where, value), "a table, what joins the ranks of a node")
+    overlap: Overlap = key(lambda where, value: read(Overlap, where, value), "a table, what goes on at the same time")
+    network: Link | None = key(
+        lambda where, value: read(Link, where, value), "a table, what joins the nodes; left out for one node", None
+    )
+    cores_of: str = key(word("node", "world"), "whose ranks share the cores", "node")
+
+    def crowd(self, on_node: int, size: int) -> float:
+        """Return how many times longer a rank computes because others share its core."""
+        return max(1.0, (on_node if self.cores_of == "node" else size) / self.cores)
+
+    # -------------------------------------------------------------------------------------------- computing
+    def gemm_seconds(self, gemm: Gemm) -> float:
+        """Return the seconds of products, their overhead aside.
+
+        Raises
+        ------
+        ConfigError
+            If the machine's file has no rate for the dtype, nor for one that is computed alike.
+        """
+        if not gemm.flops:
+            return 0.0
+        rate, times = self._gemm_rate(gemm.dtype)
+        seconds = times * gemm.flops / rate.at(gemm.m, gemm.n, gemm.k)
+        if not rate.points:  # measured ones have it in them
+            words = gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
+            nbytes = words * ITEMSIZE.get(gemm.dtype, 4)
+            seconds = max(seconds, nbytes / self.kernels.bandwidth_at(nbytes))
+        return max(self.kernels.floor, seconds) + self.kernels.call * gemm.calls
+
+    def _gemm_rate(self, dtype: str) -> tuple[GemmRate, float]:
+        """Return the rates for a dtype, and the real operations that an operation in it stands for."""
+        real, times = {"complex64": ("float32", 4.0), "complex128": ("float64", 4.0)}.get(dtype, (dtype, 1.0))
+        alike = {"float16": ("bfloat16", "float32"), "bfloat16": ("float16", "float32"), "float32": ("float64",)}
+        for name in (real, *alike.get(real, ())):
+            if name in self.gemm:
+                return self.gemm[name], times
+        raise ConfigError(
+            f"the machine {self.name} has no rate of products in {dtype}, only in {', '.join(self.gemm)}: add a table "
+            f"[gemm.{real}]"
+        )
+
+    def peak(self, dtype: str) -> float:
+        """Return the operations a second of the largest products of a dtype."""
+        return self._gemm_rate(dtype)[0].rate
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """Return the seconds of a kernel, its overhead aside."""
+        return self.kernels.seconds(kernel)
+
+    # -------------------------------------------------------------------------------------------- communicating
+    def transfer(self, op: str, nbytes: float, ranks: int, local: int, on_node: int, size: int) -> Transfer:
+        """Return what an operation between ranks costs.
+
+        All nodes are taken to do the same at the same time: as many groups as have room on a node share its links.
+
+        Parameters
+        ----------
+        op : str
+            As in the ledger; `receive` is the other end of `send`.
+        nbytes : float
+            Bytes that a rank receives; of a send, that it sends.
+        ranks : int
+            The size of the group; 2 of a message.
+        local : int
+            Ranks of the group on one node.
+        on_node : int
+            Ranks of the world on one node.
+        size : int
+            Ranks of the world.
+        """
+        name = {"receive": "send", "barrier": "all_reduce", "share": "all_gather", "reduce": "broadcast"}.get(op, op)
+        if name not in OPERATIONS:
+            raise ConfigError(f"an operation {op!r} in a trace: known are {', '.join(OPERATIONS)}")
+        if ranks < 2:
+            return Transfer("node", 0.0, 0.0)
+        if local < ranks and self.network is None:
+            raise ConfigError(
+                f"{name} among {ranks} ranks, {local} on a node: the machine {self.name} has no [network] between nodes"
+            )
+        crowd = self.crowd(on_node, size)
+        inside = self.node.operation(name).algorithms
+        nodes = -(-ranks // local)
+        level = "node" if nodes == 1 or self.network is None else "network"
+        link = self.node if level == "node" or self.network is None else self.network
+        operation = link.operation(name)
+        found: list[Transfer] = []
+        for way in operation.algorithms:
+            steps = STEPS[way.steps]
+            within = next((w for w in inside if w.steps == way.steps), inside[0])
+            if level == "node":
+                latency, rate = way.latency * steps(ranks), self.node.share(on_node) * way.efficiency
+                seconds = nbytes / rate
+            else:
+                latency = way.latency * steps(nodes) + within.latency * max(0.0, steps(ranks) - steps(nodes))
+                seconds = self._across(name, nbytes, ranks, local, on_node, way.efficiency, within.efficiency)
+            processor = crowd * link.processor * nbytes
+            found.append(Transfer(level, latency, max(seconds, processor), processor, max(1, round(steps(ranks)))))
+        best = min(found, key=lambda t: t.total)
+        if not operation.points or (level == "network" and local > 1):
+            return best
+        ratio = self._correction(level, name, on_node, size)((ranks, max(1.0, nbytes)))
+        return Transfer(level, best.latency * ratio, best.seconds * ratio, best.processor, best.steps)
+
+    def _across(
+        self, op: str, nbytes: float, ranks: int, local: int, on_node: int, outside: float, inside: float
+    ) -> float:  # fmt: skip
+        """Return the seconds in which the bytes that a rank receives pass the links between and within nodes.
+
+        Rings pass through all ranks of a node, and leave it by as many rails as the group's share; what an all-to-all
+        or a message sends to other nodes leaves by the rank's own share.
+        """
+        assert self.network is not None
+        own, within = self.network.share(on_node) * outside, self.node.share(on_node) * inside
+        if op == "all_to_all":
+            away = nbytes * (ranks - local) / (ranks - 1)
+            return max(away / own, (nbytes - away) / within)
+        if op == "send":
+            return nbytes / own
+        return nbytes / (own if local == 1 else min(own * local, within))
+
+    def _correction(self, level: str, op: str, on_node: int, size: int) -> Correction:
+        cached: dict[tuple[str, str], Correction] = self.__dict__.setdefault("_corrections", {})
+        if (level, op) not in cached:
+            link = self.node if level == "node" else self.network
+            assert link is not None
+            measured = link.operation(op)
+            bare_link = replace(link, **{op: replace(measured, points=())})  # type: ignore[arg-type]
+            bare = replace(self, **{level: bare_link})  # type: ignore[arg-type]
+            found = []
+            for ranks, nbytes, seconds in measured.points:
+                local = ranks if level == "node" else 1
+                crowd = (ranks if level == "node" else 1, size)
+                formula = bare.transfer(op, nbytes, ranks, local, *crowd).total
+                if formula > 0 and seconds > 0:
+                    found.append(((ranks, nbytes), seconds / formula))
+            cached[level, op] = Correction(found)
+        return cached[level, op]
+
+
+# ------------------------------------------------------------------------------------------------ files
+def machines() -> list[str]:
+    """Return the names of the machines that are shipped.
+
+    >>> "a100" in machines()
+    True
+    """
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load_machine(name: str | PathLike[str] | Machine) -> Machine:
+    """Return a machine by the name of a shipped one, or by the path of its file.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such machine or file, or the file has missing, unknown or absurd figures.
+
+    >>> load_machine("a100").ranks_per_node
+    8
+    """
+    if isinstance(name, Machine):
+        return name
+    text = fspath(name)
+    path = Path(text)
+    if path.suffix != ".toml" and path.name == text:
+        if text not in machines():
+            near = difflib.get_close_matches(text, machines(), 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(
+                f"there is no machine {text!r}{hint}: shipped are {', '.join(machines())}; a path of a file ends with "
+                ".toml, and `parlinalg doctor --machine FILE.toml` writes this machine's"
+            )
+        path = FOLDER / f"{text}.toml"
+    try:
+        found = read_bytes(path, MOST_FILE)
+    except OSError as error:
+        raise ConfigError(f"cannot read the machine file {path}: {error.strerror}") from None
+    return parse_machine(found, str(path))
+
+
+def parse_machine(text: str | bytes, name: str = "machine.toml") -> Machine:
+    """Return the machine that a text in TOML describes; `name` stands before the keys in messages."""
+    try:
+        found = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{name} is no TOML: {error}") from None
+    made = read(Machine, f"{name}:", found)
+    if not made.gemm:
+        raise ConfigError(f"{name}: gemm is empty: add a table [gemm.float32] with the rate of products")
+    for dtype in made.gemm:
+        if dtype not in GEMM_DTYPES:
+            raise ConfigError(f"{name}: gemm.{dtype}: rates are those of the dtypes {', '.join(GEMM_DTYPES)}")
+    return made
+
+
+def machine_text(machine: Machine, head: str = "") -> str:
+    """Return the text in TOML that describes a machine; `parse_machine` reads it."""
+    lines = [*(f"# {line}".rstrip() for line in head.splitlines()), *([""] if head else [])]
+    lines += _lines(machine, "")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _lines(made: Any, name: str) -> list[str]:
+    """Return the keys of a table, then the tables inside it."""
+    pairs = [(f.name, getattr(made, f.name)) for f in fields(made)] if is_dataclass(made) else list(made.items())
+    defaults = {f.name: f.default for f in fields(made)} if is_dataclass(made) else {}
+    flat: list[tuple[str, Any]] = []
+    inner: list[tuple[str, Any]] = []
+    for k, value in pairs:
+        if value is None or value == {} or (k in defaults and value == defaults[k]):
+            continue
+        is_table = isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))
+        (inner if is_table else flat).append((k, value))
+    lines = [f"{_quoted(k)} = {_value(value)}" for k, value in flat]
+    if name and (lines or not inner):
+        lines = ["", f"[{name}]", *lines]
+    for k, value in inner:
+        lines += _lines(value, f"{name}.{_quoted(k)}" if name else _quoted(k))
+    return lines
+
+
+def _quoted(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return str(int(value)) if value == int(value) and abs(value) < 1e6 else f"{value:.6g}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if is_dataclass(value):
+        kept = [(f.name, getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default]
+        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in kept) + " }"
+    if value and (isinstance(value[0], tuple) or is_dataclass(value[0])):
+        return "[\n" + "".join(f"    {_value(v)},\n" for v in value) + "]"
+    return "[" + ", ".join(_value(v) for v in value) + "]"

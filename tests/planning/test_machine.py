@@ -1,0 +1,159 @@
+"""Machines: the shipped files, what their figures mean, and the errors of wrong ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parlinalg.errors import ConfigError
+from parlinalg.planning.machine import (
+    FOLDER,
+    OPERATIONS,
+    load_machine,
+    machine_text,
+    machines,
+    parse_machine,
+)
+from parlinalg.planning.trace import Gemm, Kernel
+from tests.planning.machines import round_machine, text
+
+pytestmark = pytest.mark.serial
+
+
+@pytest.mark.parametrize("name", machines())
+def test_shipped(name: str) -> None:
+    machine = load_machine(name)
+    assert machine.name == name
+    assert load_machine(FOLDER / f"{name}.toml") == machine
+    assert parse_machine(machine_text(machine)) == machine
+    sources = [*(g.source for g in machine.gemm.values()), machine.kernels.source, machine.node.source]
+    assert all(len(source.split()) >= 3 for source in [*sources, machine.overlap.source])
+    assert {"float64", "float32"} <= machine.gemm.keys()
+    large = machine.gemm_seconds(Gemm(1, 4096, 4096, 4096, "float32"))
+    assert 2 * 4096**3 / large <= 1.2 * machine.peak("float32")
+    for op in OPERATIONS:
+        times = [machine.transfer(op, n, 2, 2, 2, 2).total for n in (8, 10**4, 10**6, 10**8)]
+        assert 0 < times[0] <= times[-1] < math.inf
+
+
+def test_names_of_shipped_machines() -> None:
+    assert {"a100", "h100", "v100"} <= set(machines())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("rate = 1e9", "rate = 2e18", "m.toml: gemm.float32.rate = 2e.18: it should be .* at most 1e.18"),
+        ("rate = 1e9", "rate = -3", "m.toml: gemm.float32.rate = -3: it should be .* more than 1e.06"),
+        ("rate = 1e9", 'rate = "fast"', "m.toml: gemm.float32.rate = 'fast': it should be a number"),
+        ("rate = 1e9", "rate = nan", "m.toml: gemm.float32.rate = nan: it should be a number"),
+        ("rate = 1e9\n", "", "m.toml: gemm.float32.rate is missing: the operations a second of large products"),
+        ("rate = 1e9", "rate = 1e9\nrats = 2", "m.toml: gemm.float32.rats is no key of a machine; did you mean rate"),
+        ("[[1000, 1000, 500, 1e9]]", "[[1, 2, 3]]", r"gemm.float32.points\[0\] = \[1, 2, 3\]: .* list of 4 num"),
+        ("cores = 64", "cores = 0", "m.toml: cores = 0: it should be .* a whole number from 1"),
+        ("cores = 64", "cores = 2.5", "m.toml: cores = 2.5: it should be .* a whole number"),
+        ('memory = "1GiB"', "memory = -1", "m.toml: memory = -1: it should be the memory of a rank"),
+        ('memory = "1GiB"', 'memory = "lots"', "m.toml: memory = 'lots': it should be the memory of a rank"),
+        ("float32", "float31", "gemm.float31: rates are those of the dtypes float64, float32, bfloat16, float16"),
+        ("latency = 0.0", "latency = 11", "m.toml: node.latency = 11: it should be seconds, at least 0 and at most 10"),
+        ('progress = "asynchronous"', 'progress = "never"', 'overlap.progress = .never.: .* "asynchronous", "polls"'),
+        ("asynchronous = false", "asynchronous = 0", "kernels.asynchronous = 0: it should be true or false"),
+        ("[overlap]", "[overlay]", "m.toml: overlay is no key of a machine; did you mean overlap"),
+        ("[node]", "[node.send]\n[node]", "m.toml is no TOML|node"),
+        ("rate = 1e9", "rate = ", "m.toml is no TOML: "),
+        ('name = "round"', 'name = " "', "m.toml: name = ' ': it should be a text that is not empty"),
+    ],
+)
+def test_wrong_files(old: str, new: str, words: str) -> None:
+    right = text()
+    assert old in right
+    with pytest.raises(ConfigError, match=words):
+        parse_machine(right.replace(old, new, 1), "m.toml")
+
+
+def test_machines_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no machine 'a10' \(did you mean .*100\?\): shipped are a100"):
+        load_machine("a10")
+    with pytest.raises(ConfigError, match=r"cannot read the machine file .*none.toml: No such file"):
+        load_machine(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="it is a folder"):
+        load_machine(f"{tmp_path}/")
+    (tmp_path / "m.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is no TOML"):
+        load_machine(tmp_path / "m.toml")
+
+
+def test_rates_of_products() -> None:
+    bare = text().replace("points = [[1000, 1000, 500, 1e9]]\n", "").replace("bandwidth = 1e6", "bandwidth = 1e9")
+    halved = parse_machine(bare.replace("rate = 1e9", "rate = 1e9\nhalf = [10, 0, 30]"))
+    assert halved.gemm["float32"].at(10, 5, 30) == pytest.approx(0.25e9)
+    assert halved.gemm_seconds(Gemm(3, 10, 5, 30, "float32")) == pytest.approx(3 * 2 * 10 * 5 * 30 / 0.25e9)
+    assert halved.gemm_seconds(Gemm(3, 10, 0, 30, "float32")) == 0
+    measured = parse_machine(bare.replace("rate = 1e9", "rate = 1e9\npoints = [[64, 64, 64, 5e8], [512, 64, 64, 2e9]]"))
+    rates = measured.gemm["float32"]
+    assert (rates.at(64, 64, 64), rates.at(512, 64, 64)) == (pytest.approx(5e8), pytest.approx(2e9))
+    assert 5e8 < rates.at(181, 64, 64) < 2e9  # halfway between them
+    assert rates.at(1e6, 1e6, 1e6) == pytest.approx(1e9, rel=0.05)  # far from both
+    slow = parse_machine(bare.replace("bandwidth = 1e9", "bandwidth = 1e6"))
+    assert slow.gemm_seconds(Gemm(1, 1, 1000, 1000, "float32")) == pytest.approx(4 * (10**6 + 2000) / 1e6)
+
+
+def test_dtypes_computed_alike() -> None:
+    machine = round_machine()
+    assert machine.gemm_seconds(Gemm(1, 10, 10, 10, "complex64")) == pytest.approx(8e-6)
+    assert machine.gemm_seconds(Gemm(1, 10, 10, 10, "float16")) == pytest.approx(2e-6)
+    with pytest.raises(ConfigError, match=r"round has no rate of products in float64, only in float32: add .*float64"):
+        machine.gemm_seconds(Gemm(1, 10, 10, 10, "float64"))
+
+
+def test_rates_of_kernels() -> None:
+    given = "bandwidth = 1e6\npoints = [[100, 4e6], [10000, 1e6]]\nrates = { exp = 1.5e3 }"
+    machine = parse_machine(text().replace("bandwidth = 1e6", given, 1))
+    assert machine.kernel_seconds(Kernel("add", 50, 1, "float32")) == pytest.approx(50 / 4e6)
+    assert machine.kernel_seconds(Kernel("add", 1000, 1, "float32")) == pytest.approx(1000 / 2e6)
+    assert machine.kernel_seconds(Kernel("add", 10**6, 1, "float32")) == pytest.approx(1)
+    assert machine.kernel_seconds(Kernel("exp", 1000, 750, "float32")) == pytest.approx(0.5)
+
+
+def test_measured_collectives() -> None:
+    """At a measured point the point holds, near it too, and on the link of one rank a node only."""
+    ways = '[{ steps = "ring", latency = 0.1, efficiency = 0.5 }]'
+    way = f"all_gather = {{ algorithms = {ways}, points = [[4, 100000, 3.0]] }}"
+    machine = parse_machine(text().replace("[overlap]", f"{way}\n\n[overlap]"))
+    bare = parse_machine(text().replace("[overlap]", f"{way.partition(', points')[0]} }}\n\n[overlap]"))
+    assert bare.transfer("all_gather", 10**5, 4, 1, 1, 4).total == pytest.approx(3 * 0.1 + 2)
+    assert machine.transfer("all_gather", 10**5, 4, 1, 1, 4).total == pytest.approx(3)
+    assert machine.transfer("all_gather", 1.1e5, 4, 1, 1, 4).total == pytest.approx(3 / 2.3 * 2.5, rel=0.01)
+    shared = [m.transfer("all_gather", 10**5, 4, 2, 2, 4).total for m in (machine, bare)]
+    assert shared[0] == shared[1]
+
+
+def test_the_fastest_algorithm_counts() -> None:
+    ways = '[{ steps = "log", latency = 0.1, efficiency = 0.5 }, { steps = "ring", latency = 0.1 }]'
+    machine = parse_machine(text().replace("[overlap]", f"all_gather = {{ algorithms = {ways} }}\n\n[overlap]"))
+    assert machine.transfer("all_gather", 100, 8, 1, 1, 8).latency == pytest.approx(0.3)
+    assert machine.transfer("all_gather", 10**6, 8, 1, 1, 8).total == pytest.approx(0.7 + 10)
+
+
+def test_all_to_all_leaves_by_the_own_share() -> None:
+    machine = round_machine(ranks_per_node=2)
+    away = machine.transfer("all_to_all", 3 * 10**5, 4, 2, 2, 4)  # two of three others are on the other node
+    assert away.seconds == pytest.approx(2 * 10**5 / (1e5 / 2))
+
+
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@given(
+    st.sampled_from(machines()), st.sampled_from(OPERATIONS), st.integers(2, 64), st.sampled_from([1, 2, 4, 8]),
+    st.floats(1, 1e9), st.floats(1, 8),
+)  # fmt: skip
+def test_more_bytes_take_no_less(name: str, op: str, ranks: int, local: int, nbytes: float, times: float) -> None:
+    machine = load_machine(name)
+    local = ranks if machine.network is None else min(local, ranks, machine.ranks_per_node)
+    on_node = max(local, machine.ranks_per_node)
+    few, more = (machine.transfer(op, n, ranks, local, on_node, ranks).total for n in (nbytes, nbytes * times))
+    assert more >= 0.75 * few  # measured points are not smooth
+    assert more > few or times < 2

@@ -1,0 +1,317 @@
+"""Timelines of traces made by hand: times, overlap, contention, pipelines, files."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as xml
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parlinalg.errors import ConfigError
+from parlinalg.pipeline.schedules import make_schedule
+from parlinalg.planning import trace as events_of
+from parlinalg.planning.machine import Machine
+from parlinalg.planning.timeline import Stage, Timeline, cut, pipeline_timeline, timeline
+from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait
+from tests.planning.machines import round_machine
+
+pytestmark = pytest.mark.serial
+
+SECOND = Gemm(1, 1000, 1000, 500, "float32")  # of the round machine
+
+
+def kernel(seconds: float) -> Kernel:
+    return Kernel("add", round(seconds * 1e6), 1, "float32")
+
+
+def gather(call: int, seconds: float, ranks: tuple[int, ...] = (0, 1), axis: str = "c") -> Start:
+    """An all-gather that takes so many seconds of a free link: within a node, or between nodes of 2 ranks."""
+    crosses = len({r // 2 for r in ranks}) > 1
+    share = 1 if len({r // 2 for r in ranks}) < len(ranks) or not crosses else 2  # the other group of the node
+    return Start(call, "all_gather", (axis,), ranks, round(seconds * (1e5 / share if crosses else 1e6)))
+
+
+def run(*events: Event, machine: Machine | None = None, size: int = 2, **figures: float | str) -> Timeline:
+    return timeline(Trace(0, size, list(events)), machine or round_machine(**figures))
+
+
+def test_computing_adds_up() -> None:
+    found = run(SECOND, kernel(0.5), SECOND, overhead=0.25)
+    assert found.seconds == pytest.approx(2.5 + 3 * 0.25)
+    assert found.causes[0] == pytest.approx({"products": 2.5, "other kernels": 0.75})
+    assert found.exposed == found.idle == 0
+    assert found.utilisation() == pytest.approx(2 / 3.25)  # both ranks do the same
+    assert found.throughput(6.5) == pytest.approx(2)
+
+
+def test_blocking_communication_is_exposed() -> None:
+    found = run(SECOND, gather(0, 3.0), Wait(0))
+    assert found.seconds == pytest.approx(4)
+    assert found.exposed == pytest.approx(3)
+    assert found.bound() == "all-gathers over axis c: 75% of the step; products 25%"
+
+
+def test_nonblocking_communication_is_hidden() -> None:
+    found = run(gather(0, 1.5), SECOND, Wait(0), SECOND)
+    assert found.seconds == pytest.approx(2.5)
+    assert found.exposed == pytest.approx(0.5)
+    assert run(gather(0, 0.5), SECOND, Wait(0)).seconds == pytest.approx(1)
+
+
+def test_operations_of_a_link_share_it() -> None:
+    """The first of 1 s alone takes 2 s beside the other, which then has the link for itself."""
+    found = run(gather(0, 1.0, axis="a"), gather(1, 2.0, axis="b"), Wait(0), Wait(1))
+    ends = {i.axes: i.stop for i in found.intervals if i.kind == "communication"}
+    assert ends == pytest.approx({("a",): 2.0, ("b",): 3.0})
+
+
+def test_operations_of_a_communicator_follow_each_other() -> None:
+    found = run(gather(0, 1.0), gather(1, 2.0), Wait(1), Wait(0))
+    ends = [(i.start, i.stop) for i in found.intervals if i.kind == "communication"]
+    assert ends == [pytest.approx((0.0, 1.0)), pytest.approx((1.0, 3.0))]
+
+
+def test_levels_of_links_do_not_share() -> None:
+    inside, across = gather(0, 2.0, (0, 1), "a"), gather(1, 2.0, (0, 2), "b")
+    assert run(inside, across, Wait(0), Wait(1), size=4).seconds == pytest.approx(2)
+
+
+def test_ranks_of_a_node_share_its_interface() -> None:
+    """Both ranks of a node send to the other node at once, as all ranks do the same."""
+    across = Start(0, "all_gather", ("b",), (0, 2), 10**5)
+    assert run(across, Wait(0), size=4).seconds == pytest.approx(2)
+    alone = Start(0, "all_gather", ("b",), (0, 1), 10**5)
+    assert timeline(Trace(0, 2, [alone, Wait(0)]), round_machine(ranks_per_node=1)).seconds == pytest.approx(1)
+
+
+def test_rings_leave_a_node_once() -> None:
+    """A ring over all 4 ranks of 2 nodes has the whole interface."""
+    ring = Start(0, "all_gather", ("w",), (0, 1, 2, 3), 10**5)
+    assert run(ring, Wait(0), size=4).seconds == pytest.approx(1)
+
+
+def test_ranks_wait_for_the_last() -> None:
+    """Two classes: the first is idle until the other has started, then both wait for the bytes."""
+    early = Trace(0, 2, [gather(0, 1.0), Wait(0)])
+    late = Trace(1, 2, [SECOND, SECOND, gather(0, 1.0), Wait(0), SECOND])
+    found = timeline([early, late], round_machine())
+    assert found.seconds == pytest.approx(4)
+    assert found.causes[0] == pytest.approx({"idle": 3.0, "all-gathers over axis c": 1.0})
+    assert found.slowest == 1
+
+
+def test_messages_meet() -> None:
+    sender = Trace(0, 2, [SECOND, Start(5, "send", ("p",), (0, 1), 0, sent=10**6, peer=1, tag=3), SECOND, Wait(5)])
+    receiver = Trace(1, 2, [Start(0, "receive", ("p",), (0, 1), 10**6, peer=0, tag=3), Wait(0), SECOND])
+    found = timeline([sender, receiver], round_machine())
+    assert found.seconds == pytest.approx(3)
+    assert found.causes[1] == pytest.approx({"idle": 1.0, "receives over axis p": 1.0, "products": 1.0})
+
+
+def test_progress_at_polls_only() -> None:
+    """Of 4 messages one is sent after each poll; the rest when the rank waits."""
+    ranks = (0, 1, 2, 3, 4)
+    start = Start(0, "all_gather", ("c",), ranks, 4 * 10**6)
+    machine = round_machine(ranks_per_node=5, rails=5, progress="polls")
+    computing = [SECOND] * 10
+    unpolled = timeline(Trace(0, 5, [start, *computing, Wait(0)]), machine)
+    assert unpolled.seconds == pytest.approx(10 + 3)
+    polled = [event for _ in range(3) for event in (SECOND, events_of.Test(0))]
+    assert timeline(Trace(0, 5, [start, *polled, *computing[3:], Wait(0)]), machine).seconds == pytest.approx(10)
+    hidden = timeline(Trace(0, 5, [start, *computing, Wait(0)]), round_machine(ranks_per_node=5, rails=5))
+    assert hidden.seconds == pytest.approx(10)
+
+
+def test_windows_limit_progress() -> None:
+    start = Start(0, "all_gather", ("c",), (0, 1), 4 * 10**6)
+    machine = round_machine(progress="polls", window=10**6)
+    assert timeline(Trace(0, 2, [start, *[SECOND] * 9, Wait(0)]), machine).seconds == pytest.approx(9 + 3)
+
+
+def test_transport_takes_the_processor() -> None:
+    """TCP: 2 s on the link cost 1 s of the core that computes; a link faster than the core is not used up."""
+    across = Start(0, "all_gather", ("b",), (0, 1), 2 * 10**5)
+    figures = {"ranks_per_node": 1, "processor": 0.5e-5}
+    found = run(across, *[SECOND] * 4, Wait(0), machine=round_machine(**figures))
+    assert found.seconds == pytest.approx(5)
+    slow = round_machine(ranks_per_node=1, processor=3e-5)
+    assert run(across, Wait(0), machine=slow).seconds == pytest.approx(6)
+
+
+def test_computing_slows_down_beside_communication() -> None:
+    found = run(gather(0, 1.5), *[SECOND] * 3, Wait(0), slowdown=0.5)
+    assert found.seconds == pytest.approx(3.5)
+
+
+def test_ranks_beyond_the_cores_take_turns() -> None:
+    found = timeline(Trace(0, 4, [SECOND]), round_machine(ranks_per_node=4, cores=2))
+    assert found.seconds == pytest.approx(2)
+    spread = replace(round_machine(ranks_per_node=1, cores=2), cores_of="world")
+    assert timeline(Trace(0, 8, [SECOND]), spread).seconds == pytest.approx(4)
+
+
+def test_a_device_hides_the_host() -> None:
+    figures = {"asynchronous": "true", "overhead": 0.25}
+    assert run(SECOND, SECOND, SECOND, **figures).seconds == pytest.approx(3.25)
+    late = run(kernel(0.1), kernel(0.1), kernel(0.1), **figures)
+    assert late.seconds == pytest.approx(0.75 + 0.1)
+    assert late.causes[0] == pytest.approx({"other kernels": 0.3, "launching": 0.55})
+
+
+def test_latency_by_steps() -> None:
+    empty = Start(0, "all_gather", ("c",), (0, 1, 2, 3), 0)
+    machine = round_machine(ranks_per_node=4, rails=4, latency=0.5)
+    assert timeline(Trace(0, 4, [empty, Wait(0)]), machine).seconds == pytest.approx(1)  # log₂ 4 beats 3
+    long = replace(empty, nbytes=3 * 10**6)
+    assert timeline(Trace(0, 4, [long, Wait(0)]), machine).seconds == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([Wait(7)], "waits for call 7, which it has not started"),
+        ([gather(1, 1.0), gather(1, 1.0)], "call 1 of rank 0 is started twice"),
+    ],
+)
+def test_wrong_traces(events: list[Event], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(*events)
+
+
+def test_calls_that_nobody_joins() -> None:
+    with pytest.raises(ConfigError, match=r"rank 0 waits for all_gather .* the ranks \[1\] never start"):
+        timeline([Trace(0, 2, [gather(0, 1.0), Wait(0)]), Trace(1, 2, [SECOND])], round_machine())
+
+
+def test_no_network() -> None:
+    machine = replace(round_machine(), network=None)
+    with pytest.raises(ConfigError, match=r"has no \[network\] between nodes"):
+        timeline(Trace(0, 4, [gather(0, 1.0, (0, 2)), Wait(0)]), machine)
+
+
+# ------------------------------------------------------------------------------------------------ properties
+@st.composite
+def programs(draw: st.DrawFn) -> list[Event]:
+    """A program of computing and communication, each operation awaited at some later point."""
+    events: list[Event] = []
+    flying: list[int] = []
+    for call in range(draw(st.integers(1, 8))):
+        events.append(draw(st.sampled_from([SECOND, kernel(0.3), Kernel("exp", 700, 50, "float32")])))
+        axis, ranks = draw(st.sampled_from([("a", (0, 1)), ("b", (0, 2)), ("w", (0, 1, 2, 3))]))
+        op = draw(st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]))
+        events.append(Start(call, op, (axis,), ranks, draw(st.integers(0, 10**6))))
+        flying.append(call)
+        if draw(st.booleans()):
+            events.append(events_of.Test(call))
+        while flying and draw(st.booleans()):
+            events.append(Wait(flying.pop(draw(st.integers(0, len(flying) - 1)))))
+    return [*events, *map(Wait, flying)]
+
+
+MACHINES = [
+    {}, {"progress": "polls"}, {"progress": "polls", "window": 1e4, "processor": 1e-6, "latency": 0.01},
+    {"asynchronous": "true", "overhead": 0.1, "slowdown": 0.2},
+]  # fmt: skip
+
+
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@given(programs(), st.sampled_from(MACHINES))
+def test_bounds(events: list[Event], figures: dict[str, float | str]) -> None:
+    """A step takes as long as its computing at least, and as computing and all communication one by one at most."""
+    machine = round_machine(**figures)
+    found = timeline(Trace(0, 4, events), machine)
+    bare = timeline(Trace(0, 4, [e for e in events if isinstance(e, Gemm | Kernel)]), machine)
+    alone = sum(timeline(Trace(0, 4, [e, Wait(e.call)]), machine).seconds for e in events if isinstance(e, Start))
+    slow = 1 + machine.overlap.slowdown
+    transport = sum(e.nbytes * 1e-6 for e in events if isinstance(e, Start))
+    assert bare.seconds - 1e-9 <= found.seconds <= slow * bare.seconds + alone + transport + 1e-9
+    assert sum(found.causes[0].values()) == pytest.approx(found.seconds)
+    assert sum(share for _, share in found.shares()) == pytest.approx(1)
+
+
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@given(programs(), st.sampled_from([{}, {"latency": 0.05}, {"asynchronous": "true", "overhead": 0.1}]))
+def test_faster_links_are_no_slower(events: list[Event], figures: dict[str, float | str]) -> None:
+    times = [timeline(Trace(0, 4, events), round_machine(**figures, network=b)).seconds for b in (5e4, 1e5, 1e6)]
+    assert times[0] >= times[1] - 1e-9
+    assert times[1] >= times[2] - 1e-9
+
+
+# ------------------------------------------------------------------------------------------------ files
+def step() -> Timeline:
+    events = [
+        Memory("weights", 100), Span("step", True), gather(0, 0.5), SECOND, Memory("activations", 50), Wait(0),
+        gather(1, 1.0), Wait(1), kernel(0.2), Memory("activations", -50), Span("step", False),
+    ]  # fmt: skip
+    return run(*events)
+
+
+def test_chrome_trace() -> None:
+    found = json.loads(step().chrome())["traceEvents"]
+    assert {e["ph"] for e in found} == {"M", "X", "b", "e", "C"}
+    assert all({"pid", "name"} <= e.keys() and e.get("ts", 0) >= 0 for e in found)
+    boxes = sorted((e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X")
+    assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(boxes))  # one thing at a time
+    assert boxes[-1][1] == pytest.approx(1e6 * step().seconds, abs=1e-2)
+    opened = {e["id"]: e["ts"] for e in found if e["ph"] == "b"}
+    closed = {e["id"]: e["ts"] for e in found if e["ph"] == "e"}
+    assert opened.keys() == closed.keys()
+    assert all(opened[i] <= closed[i] for i in opened)
+    assert [e["args"]["bytes"] for e in found if e["name"] == "memory: activations"] == [50, 0]
+
+
+def test_figure(tmp_path) -> None:
+    step().write(str(tmp_path / "step.svg"))
+    root = xml.parse(tmp_path / "step.svg").getroot()
+    assert root.tag.endswith("svg")
+    step().write(str(tmp_path / "step.json"))
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    with pytest.raises(ConfigError, match="cannot write"):
+        step().write(str(tmp_path / "no" / "step.json"))
+
+
+# ------------------------------------------------------------------------------------------------ parts, pipelines
+def test_cut() -> None:
+    send = Start(9, "send", ("p",), (0, 1), 0, sent=8, peer=1)
+    events = [
+        gather(0, 0.5), Span("forward", True), SECOND, Wait(0), send, Span("forward", False), Wait(9),
+        Span("forward", True), kernel(1.0), Span("forward", False),
+    ]  # fmt: skip
+    first, second = cut(Trace(0, 2, events), "forward", messages=False)
+    assert first.events == [events[0], SECOND, Wait(0)]
+    assert second.events == [kernel(1.0)]
+    assert cut(Trace(0, 2, events), "forward")[0].events[-1] == send
+
+
+def stage(seconds: float, size: int = 4, message: int = 0) -> Stage:
+    """A stage whose backward pass takes twice as long as its forward pass."""
+    return Stage(Trace(0, size, [kernel(seconds)]), Trace(0, size, [kernel(2 * seconds)]), None, message)
+
+
+def test_pipelines() -> None:
+    """1F1B: (m + p − 1)(F + B), and the bubble's share (p − 1)/(m + p − 1)."""
+    schedule = make_schedule("1f1b", 4, 8)
+    update = [Trace(0, 4, [SECOND])] * 4
+    found = pipeline_timeline(schedule, [stage(1.0)] * 4, round_machine(), step=update)
+    assert found.seconds == pytest.approx(11 * 3 + 1)
+    assert found.causes[found.slowest] == pytest.approx({"other kernels": 24.0, "products": 1.0, "idle": 9.0})
+    assert found.bubble == pytest.approx(9 / 34)
+    assert found.flops == 4 * 10**9
+    assert json.loads(found.chrome())["traceEvents"]
+    assert "<svg" in found.svg()
+
+
+def test_messages_of_pipelines() -> None:
+    """A message of 0.1 s within a node and of 2 s between nodes, of which two ranks share the interface."""
+    schedule = make_schedule("gpipe", 4, 1)
+    found = pipeline_timeline(schedule, [stage(1.0, message=10**5)] * 4, round_machine())
+    assert found.seconds == pytest.approx(4 * 3 + 2 * (0.1 + 2.0 + 0.1))
+
+
+def test_wrong_pipelines() -> None:
+    with pytest.raises(ConfigError, match="3 traces stages: 1f1b takes 4, one for each stage"):
+        pipeline_timeline(make_schedule("1f1b", 4, 8), [stage(1.0)] * 3, round_machine())
