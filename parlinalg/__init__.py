@@ -39,7 +39,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
-from parlinalg.planning.imagine import imagine
+from parlinalg.planning.imagine import imagine, imagine_together
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
@@ -111,6 +111,7 @@ __all__ = [
     "from_blocks",
     "from_function",
     "imagine",
+    "imagine_together",
     "initialize",
     "launch",
     "ledger",

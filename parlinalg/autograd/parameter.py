@@ -12,6 +12,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd.storage import ParameterStorage
 from parlinalg.autograd.tape import Reducer
 from parlinalg.autograd.tensor import Tensor
+from parlinalg.backend.shapes import label_memory
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.redistribute import check_block_replicas
@@ -54,6 +55,7 @@ class Parameter(Tensor):
         self.writes = 0
         self.matrix: tuple[int, int] | None = (0, 1) if data.ndim == 2 else None
         super().__init__(data, requires_grad)
+        label_memory(data.resident, "weights")
         if data.grid.world.checked:
             check_block_replicas(
                 data.block, data.layout, data.grid, f"the parameter {name!r}" if name else "a parameter"
@@ -83,6 +85,7 @@ class Parameter(Tensor):
         elif self._node is None:
             Tensor.grad.fset(self, value)  # type: ignore[attr-defined]
         else:
+            label_memory(value.resident, "gradients")
             self.storage.grad = value
 
     @property
@@ -196,5 +199,8 @@ def sums_over_ranks(parameters: Sequence[Parameter], terms: Sequence[Block]) -> 
         grid.everyone.all_reduce(mine)
         if grid.size < grid.world.size:  # ranks outside the grid learn them too, so that all take the same way
             grid.world.broadcast(mine, 0)
-        totals[where] = grid.backend.to_host(mine)
+        if grid.backend.values:
+            totals[where] = grid.backend.to_host(mine)
+        else:  # the assumed sum, spread over all
+            totals[where] = grid.backend.assume("norm", "the norm of the gradients") ** 2 / len(parameters)
     return totals

@@ -11,6 +11,7 @@ from parlinalg.array import DistArray
 from parlinalg.array.core import Axis, effective
 from parlinalg.autograd.rule import Part, packing
 from parlinalg.autograd.tape import Node, Walk, note, recording
+from parlinalg.backend.shapes import label_memory, memory_label
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -83,6 +84,8 @@ class Tensor:
                 f"{old.dtype}, {old.layout!r}; mend it by .astype({str(old.dtype)!r}) and "
                 f".redistribute({old.layout!r})"
             )
+        if (purpose := memory_label(old.resident)) == "weights":
+            label_memory(data.resident, purpose)
         self._data = data
 
     @property
@@ -506,6 +509,10 @@ def record(
             if (pack := packing(_at_rest(inputs))) is not None:
                 shared = None if shared is None else pack(shared)
                 kept = [pack(part) for part in kept]
+            for part in (*kept, *([] if shared is None else [shared])):
+                for saved in part.saved:
+                    if memory_label(saved) == "buffers":
+                        label_memory(saved, "activations")
             result._node = Node(data, tuple(sources), tuple(kept), shared, takes_partial=takes_partial, op=op)
     else:
         note(t._node for t in inputs)

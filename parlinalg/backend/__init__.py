@@ -100,6 +100,17 @@ class Backend(Protocol):
     def memory_total(self) -> int:
         """Return the bytes that blocks may take at most: the memory of the host or its container, or of the GPU."""
 
+    def assume(self, name: str, why: str) -> Any:
+        """Return the answer to what only values could tell, on a backend without values; an error where none is given.
+
+        Parameters
+        ----------
+        name : str
+            An attribute of `parlinalg.backend.shapes.WhatIf`.
+        why : str
+            What depends on values, for the message of the error.
+        """
+
 
 def namespace(block: Array) -> Any:
     """Return the module whose functions compute on a block: `numpy`, or `cupy`.

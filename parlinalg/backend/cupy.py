@@ -80,6 +80,9 @@ class CupyBackend:
         with cupy.cuda.Device(self.id):
             return int(cupy.cuda.runtime.memGetInfo()[1])
 
+    def assume(self, name: str, why: str) -> Any:
+        raise TypeError(f"{why} is known where blocks have values")
+
     def __repr__(self) -> str:
         return f"CupyBackend({self.id})"
 

@@ -70,6 +70,9 @@ class NumpyBackend:
     def memory_total(self) -> int:
         return host_memory()
 
+    def assume(self, name: str, why: str) -> Any:
+        raise TypeError(f"{why} is known where blocks have values")
+
     def __repr__(self) -> str:
         return "NumpyBackend()"
 

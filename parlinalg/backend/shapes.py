@@ -126,6 +126,12 @@ class ShapesBackend:
         self.recorder: Recorder | None = None
         self._next = 1 << 44
         self._within = 0
+        self._counts: Counter[Any] = Counter()
+
+    def count(self, what: Any) -> int:
+        """Return how often this was asked for the same thing before."""
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
     @property
     def fft(self) -> Any:
@@ -1206,7 +1212,30 @@ class Factorizations:
 
 
 class Transforms:
-    """SciPy's `fft`, by shapes."""
+    """SciPy's `fft`, by shapes: the functions that transform dims of given lengths."""
 
     def __init__(self, device: ShapesBackend) -> None:
         self._device = device
+
+    def _made(self, name: str, x: Any, lengths: dict[int, int], dtype: Any) -> ShapeArray:
+        shape = [lengths.get(d, n) for d, n in enumerate(x.shape)]
+        out = ShapeArray(self._device, shape, dtype)
+        self._device.kernel(f"fft.{name}", x.nbytes + out.nbytes, max(x.size, out.size), out.dtype)
+        return out
+
+    def fftn(self, x: Any, s: Any = None, axes: Any = None, **_: Any) -> ShapeArray:
+        where = _axes(axes, x.ndim)
+        lengths = [x.shape[d] for d in where] if s is None else s
+        return self._made("fftn", x, dict(zip(where, lengths, strict=True)), np.result_type(x.dtype, np.complex64))
+
+    ifftn = fftn
+
+    def rfft(self, x: Any, n: int | None = None, axis: int = -1, **_: Any) -> ShapeArray:
+        axis %= x.ndim
+        length = (x.shape[axis] if n is None else n) // 2 + 1
+        return self._made("rfft", x, {axis: length}, np.result_type(x.dtype, np.complex64))
+
+    def irfft(self, x: Any, n: int | None = None, axis: int = -1, **_: Any) -> ShapeArray:
+        axis %= x.ndim
+        length = 2 * (x.shape[axis] - 1) if n is None else n
+        return self._made("irfft", x, {axis: length}, x.real.dtype)

@@ -1,8 +1,8 @@
 """A communicator of ranks that are imagined: this process is any one of them, and nothing is sent.
 
 Calls go through the checks and the ledger of `Comm`, as those of real ranks.  Blocks without values receive none; the
-integers and booleans that arrive are taken to be like this rank's own, and sums of them are multiples of its own: ids,
-counts and flags keep a program going, and no program may rely on what they are.
+integers and booleans that arrive are taken to be like this rank's own, sums of them are multiples of its own, and a
+broadcast leaves what the block held: ids, counts and flags keep a program going, and none may rely on what they are.
 
 Ranks of one node count as sharing memory, as real ones do, unless `PARLINALG_SHARED` is 0.
 """
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,17 +45,79 @@ def within(world: ImaginedComm) -> Iterator[ImaginedComm]:
         _entered.reset(token)
 
 
+class Representatives:
+    """Ranks that are imagined together, each in a thread: they stand for the others, and tell each other what differs.
+
+    Parameters
+    ----------
+    stands : sequence of int
+        For every rank of the world the rank that stands for it; a representative stands for itself.
+    """
+
+    def __init__(self, stands: Sequence[int]) -> None:
+        self.stands = tuple(stands)
+        self._changed = threading.Condition()
+        self._told: dict[Hashable, dict[int, Any]] = {}
+        self._sent: dict[Hashable, deque[np.ndarray]] = {}
+        self._left: set[int] = set()
+
+    def leave(self, rank: int) -> None:
+        """Note that a representative's program has ended: who waits for it in vain is told."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def exchange(self, key: Hashable, rank: int, members: Sequence[int], value: Any) -> list[Any]:
+        """Return the values of all members, those of the ranks that stand for them; waits for these."""
+        wanted = list(dict.fromkeys(self.stands[m] for m in members))
+        if absent := [m for m in wanted if m not in members]:
+            raise CommError(
+                f"what ranks {members[:8]} share differs by rank, but of those that stand for them {absent[:8]} are "
+                "not among them; let other ranks stand for them"
+            )
+        with self._changed:
+            told = self._told.setdefault(key, {})
+            told[rank] = value
+            self._changed.notify_all()
+            self._await(lambda: all(m in told for m in wanted), [m for m in wanted if m not in told], f"share {key}")
+        return [told[self.stands[m]] for m in members]
+
+    def put(self, key: Hashable, block: np.ndarray) -> None:
+        """Send a block of values."""
+        with self._changed:
+            self._sent.setdefault(key, deque()).append(block.copy())
+            self._changed.notify_all()
+
+    def get(self, key: Hashable, source: int, block: np.ndarray) -> None:
+        """Receive a block of values; waits for it."""
+        with self._changed:
+            queue = self._sent.setdefault(key, deque())
+            self._await(lambda: bool(queue), [source], f"a message from rank {source}")
+            block.reshape(-1)[:] = queue.popleft().reshape(-1).view(block.dtype)
+
+    def _await(self, there: Callable[[], bool], whom: Sequence[int], what: str) -> None:
+        while not there():
+            if gone := [m for m in whom if m in self._left]:
+                raise CommError(f"{what}: the program of rank {gone[0]} has ended without it")
+            self._changed.wait(1.0)
+
+
 class ImaginedHandle(Handle):
     """A nonblocking operation of imagined ranks: it is done when it is waited for."""
 
-    __slots__ = ("_blocks", "_call", "_device", "_done")
+    __slots__ = ("_arrives", "_blocks", "_call", "_device", "_done")
 
-    def __init__(self, device: ShapesBackend, call: int | None, *blocks: Block) -> None:
+    def __init__(
+        self, device: ShapesBackend, call: int | None, *blocks: Block, arrives: Callable[[], None] | None = None
+    ) -> None:
         self._device, self._call, self._blocks, self._done = device, call, blocks, False
+        self._arrives = arrives
 
     def wait(self) -> None:
         if not self._done:
-            self._done, self._blocks = True, ()
+            if self._arrives is not None:
+                self._arrives()
+            self._done, self._blocks, self._arrives = True, (), None
             if self._call is not None and self._device.recorder is not None:
                 self._device.recorder.wait(self._call)
 
@@ -79,11 +144,15 @@ class ImaginedComm(Comm):
     def __init__(
         self, size: int, rank: int, device: ShapesBackend, *, node: int = 8, axes: tuple[str, ...] = (),
         world_ranks: tuple[int, ...] | None = None, nodes: tuple[int, ...] | None = None,
-        books: list[Book] | None = None,
+        books: list[Book] | None = None, together: Representatives | None = None,
     ) -> None:  # fmt: skip
         ranks = tuple(range(size)) if world_ranks is None else world_ranks
         places = tuple(r // node * node for r in ranks) if nodes is None else nodes
-        self.device = device
+        self.device, self.together = device, together
+        like = axes, size, hash(ranks)
+        self._place = *like, device.count(like)
+        """The same on the ranks that are imagined together, another one for each communicator."""
+        self._shares = 0
         super().__init__(size, rank, axes, ranks, places, [] if books is None else books, False)
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
@@ -98,7 +167,7 @@ class ImaginedComm(Comm):
             return SingleComm(axes, world[0], nodes[0], self.books)
         return ImaginedComm(
             len(ranks), ranks.index(self.rank), self.device, axes=axes, world_ranks=world, nodes=nodes,
-            books=self.books,
+            books=self.books, together=self.together,
         )  # fmt: skip
 
     def cartesian(self, sizes: Mapping[str, int]) -> Comm | None:
@@ -112,15 +181,16 @@ class ImaginedComm(Comm):
 
     # ------------------------------------------------------------------------------------------------ primitives
     def _post(
-        self, op: str, nbytes: int, sent: int, wait: bool, *blocks: Block, peer: int | None = None, tag: int = 0
-    ) -> Handle:
+        self, op: str, nbytes: int, sent: int, wait: bool, *blocks: Block, peer: int | None = None, tag: int = 0,
+        arrives: Callable[[], None] | None = None,
+    ) -> Handle:  # fmt: skip
         """Note the start of an operation that receives and sends so many bytes, and its end if this rank waits."""
         recorder, call = self.device.recorder, None
         if recorder is not None:
             to = None if peer is None else self.world_ranks[peer]
             dtype = str(blocks[0].dtype) if blocks else ""
             call = recorder.start(op, self.axes, self.world_ranks, nbytes, sent, to, tag, dtype)
-        handle = ImaginedHandle(self.device, call, *blocks)
+        handle = ImaginedHandle(self.device, call, *blocks, arrives=arrives)
         if wait:
             handle.wait()
             return DONE
@@ -170,10 +240,17 @@ class ImaginedComm(Comm):
         return self._post("all_to_all", received, sent, wait, send, recv)
 
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
+        if self.together is not None and isinstance(buffer, np.ndarray):
+            self.together.put((self._place, self.rank, to, tag), buffer)
         return self._post("send", 0, buffer.nbytes, wait, buffer, peer=to, tag=tag)
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
-        return self._post("receive", buffer.nbytes, 0, wait, buffer, peer=source, tag=tag)
+        arrives = None
+        if self.together is not None and isinstance(buffer, np.ndarray):
+            together, key, whom = self.together, (self._place, source, self.rank, tag), self.world_ranks[source]
+            if together.stands[whom] == whom:
+                arrives = partial(together.get, key, whom, buffer)
+        return self._post("receive", buffer.nbytes, 0, wait, buffer, peer=source, tag=tag, arrives=arrives)
 
     def _barrier(self) -> None:
         pass
@@ -185,13 +262,18 @@ class ImaginedComm(Comm):
         payload = json.dumps(value)
         if self.size > 1 and callable(others):
             given = [value if r == self.rank else others(r) for r in range(self.size)]
-            return [json.loads(json.dumps(each)) for each in given]
+            return _parsed([json.dumps(each) for each in given])
+        if self.size > 1 and others != "alike" and self.together is not None:
+            self._shares += 1
+            key = (self._place, self._shares)
+            found = self.together.exchange(key, self.world_ranks[self.rank], self.world_ranks, payload)
+            return _parsed(found)
         if self.size > 1 and others != "alike":
             raise values_needed(
                 f"share over {self.axes or 'all ranks'} of what differs by rank",
-                "imagine the ranks of a pipeline together, or give others= as a function of the rank",
+                "imagine these ranks together (parlinalg.imagine_together), or give others= as a function of the rank",
             )
-        return [json.loads(payload) for _ in range(self.size)]
+        return _parsed([payload] * self.size)
 
     def _exchange(self, payload: bytes) -> list[bytes]:
         return [payload] * self.size
@@ -201,3 +283,9 @@ def _alike(send: Block, recv: Block) -> None:
     """Fill what is received of the values there are: the others' are taken to be like this rank's."""
     if isinstance(recv, np.ndarray) and isinstance(send, np.ndarray) and send.size:
         recv.reshape(-1)[:] = np.resize(send.reshape(-1).copy(), recv.size)
+
+
+def _parsed(payloads: Sequence[str]) -> list[Any]:
+    """Return what payloads hold; thousands of ranks that share the same value share one object."""
+    values = {payload: json.loads(payload) for payload in dict.fromkeys(payloads)}
+    return [values[payload] for payload in payloads]

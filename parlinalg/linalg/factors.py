@@ -16,7 +16,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
-from parlinalg.backend import namespace
+from parlinalg.backend import backend_of, namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
@@ -731,7 +731,9 @@ def solve_triangular(
     t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
     x, wide, matrix = held._right_hand_sides(b, rows, n)
     zero = 0
-    if a.grid.inside and not unit_diagonal:
+    if not a.grid.backend.values:
+        a.grid.backend.assume("finite", "whether a triangle is regular")
+    elif a.grid.inside and not unit_diagonal:
         both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
         zeros = both[kernels.to_host(t[at, also]) == 0]
         zero = n - int(zeros[0]) if len(zeros) else 0
@@ -818,7 +820,9 @@ def _no_layers(block: int | None, depth: int | None) -> int | None:
 
 
 def _finite(block: Any) -> bool:
-    xp = namespace(block)
+    xp, backend = namespace(block), backend_of(block)
+    if not backend.values:
+        return bool(backend.assume("finite", "whether the elements are finite"))
     with np.errstate(all="ignore"):
         return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
 

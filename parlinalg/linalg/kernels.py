@@ -15,16 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, blas, namespace
+from parlinalg.backend import backend_of, blas, namespace, shape_solver
 from parlinalg.backend.blas import added, substituted
+from parlinalg.backend.shapes import has_values, values_needed
 
 Block = Any
 
 
 def _device(a: Block) -> Any:
-    """Return the module that computes on a matrix on a GPU; None for one on the host."""
+    """Return the module that computes on a matrix on a GPU, or without values; None for one on the host."""
     if isinstance(a, np.ndarray):
         return None
+    if not has_values(a):
+        return shape_solver
     from parlinalg.backend import cusolver
 
     return cusolver
@@ -32,6 +35,8 @@ def _device(a: Block) -> Any:
 
 def to_host(a: Block) -> np.ndarray:
     """Return the values of an array on the host: the array itself if it is there."""
+    if not has_values(a):
+        raise values_needed("this factorization")
     return backend_of(a).to_host(a)
 
 

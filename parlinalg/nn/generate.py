@@ -10,7 +10,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import no_grad
-from parlinalg.comm import Comm
+from parlinalg.comm import Comm, ImaginedComm
 from parlinalg.comm.together import odd_one_out, together
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -179,7 +179,9 @@ def _next(
     """The tokens that follow; one rank chooses, so that ranks of unlike processors agree."""
     values = decoder.logits(ids, cache)
     tokens = np.empty(len(ids), np.int64)
-    if values is not None:
+    if isinstance(decoder.world, ImaginedComm):
+        tokens[:] = decoder.world.device.assume("token", "the token that is chosen")
+    elif values is not None:
         tokens[:] = sampling.choose(values, rows, position)
     decoder.world.broadcast(tokens, decoder.chooser)
     if (tokens < 0).any():

@@ -19,6 +19,7 @@ from parlinalg.array import DistArray
 from parlinalg.autograd import Parameter, Partition
 from parlinalg.autograd.storage import owners, together_on
 from parlinalg.backend.halves import work_dtype
+from parlinalg.backend.shapes import label_memory
 from parlinalg.backend.views import address, flat, follows, joined
 from parlinalg.errors import ConfigError
 
@@ -205,6 +206,7 @@ class InMemory:
             backend = group[0].data.grid.backend
             for name in group[0].names:
                 buffer, at = backend.zeros(sum(e.size for e in group), group[0].dtype), 0
+                label_memory(buffer, "states")
                 self._flats.append(buffer)
                 for entry in group:
                     self._views[id(entry.parameter), name] = buffer[at : at + entry.size]
@@ -549,6 +551,7 @@ def _move(group: Order) -> None:
             taken += 1
         part, group = group[:taken], group[taken:]
         buffer = part[0].grid.backend.empty(sum(p.block.size for p in part), part[0].dtype)
+        label_memory(buffer, "weights")
         at = 0
         for p in part:
             view = buffer[at : at + p.block.size].reshape(p.block.shape)

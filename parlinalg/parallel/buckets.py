@@ -13,6 +13,7 @@ from parlinalg.array import DistArray
 from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.gradients import most_bytes
+from parlinalg.backend.shapes import label_memory
 from parlinalg.comm import Comm
 from parlinalg.comm.base import reduction_work
 from parlinalg.comm.shared import terms
@@ -139,6 +140,7 @@ class Bucket:
             spare = self.pool.pop() if self.pool else None
             if spare is None or spare.size < self.size:
                 spare = self.grid.backend.empty(self.size, self.dtype)
+            label_memory(spare, "gradients")
             self.data = spare[: self.size]
         return self.data
 

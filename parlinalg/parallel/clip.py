@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from parlinalg.autograd import Parameter
 from parlinalg.autograd.parameter import distinct, gradients, sums_over_ranks
-from parlinalg.backend import namespace
+from parlinalg.backend import Backend, namespace
 from parlinalg.backend.kernels.optimizers import all_finite, square_sum
 from parlinalg.backend.kernels.optimizers import scale as multiply
 from parlinalg.comm import Comm
@@ -111,7 +111,7 @@ def examine(
     return Gradients(math.sqrt(total) / scale, finite)
 
 
-def _assumed(backend: Any, scale: float) -> tuple[float, float]:
+def _assumed(backend: Backend, scale: float) -> tuple[float, float]:
     """Return the sum of squares and the mark of what is not finite that are assumed of imagined gradients."""
     norm = scale * backend.assume("norm", "the norm of the gradients")
     return norm * norm, float(not backend.assume("finite", "whether the gradients are finite"))

@@ -16,6 +16,7 @@ from typing import Any
 from parlinalg.autograd import Parameter, Reducer
 from parlinalg.autograd.gradients import GradientAccumulator
 from parlinalg.autograd.parameter import distinct
+from parlinalg.backend.shapes import label_memory
 from parlinalg.comm import Handle
 from parlinalg.comm.base import by_terms
 from parlinalg.errors import ConfigError
@@ -311,6 +312,7 @@ class GradientReducer:
         sent = got = bucket.storage() if self.dtype in (None, bucket.dtype) else bucket.storage().astype(self.dtype)
         if bucket.scatter:
             got = bucket.grid.backend.empty(len(bucket.own), sent.dtype)
+            label_memory(got, "gradients")
             handle = bucket.comm.reduce_scatter(sent, got, bucket.lengths, wait=False)
             if sent is not bucket.data and bucket.transient:
                 bucket.release()
@@ -345,6 +347,7 @@ class GradientReducer:
             bucket.mine = bucket.storage()[own.start : own.stop]
         elif bucket.mine is None:
             bucket.mine = bucket.grid.backend.empty(len(own), bucket.dtype)
+            label_memory(bucket.mine, "gradients")
         for slot in bucket.slots:
             storage, part = slot.parameter.storage, slot.shard
             if not isinstance(storage, SharedStorage):

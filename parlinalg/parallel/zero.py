@@ -7,6 +7,7 @@ from typing import Any
 
 from parlinalg.array import DistArray
 from parlinalg.autograd import ParameterStorage, Partition, StorageBytes
+from parlinalg.backend.shapes import label_memory
 from parlinalg.backend.views import address, flat
 from parlinalg.comm import Handle
 from parlinalg.layout import Cut
@@ -138,6 +139,7 @@ def _view(bucket: Bucket, slot: Slot) -> Block:
     """A parameter's place among the values."""
     if bucket.values is None:
         bucket.values = bucket.grid.backend.empty(bucket.size, bucket.dtype)
+        label_memory(bucket.values, "weights")
     return bucket.values[slot.start : slot.stop].reshape(slot.shape)
 
 

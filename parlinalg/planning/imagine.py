@@ -6,13 +6,17 @@ what it would send is counted (`parlinalg.comm.imagined`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from parlinalg.backend.shapes import ShapesBackend, WhatIf
-from parlinalg.comm.imagined import ImaginedComm, within
-from parlinalg.errors import ConfigError
+from parlinalg.comm.imagined import ImaginedComm, Representatives, within
+from parlinalg.errors import CommError, ConfigError
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
+
+Result = TypeVar("Result")
 
 
 class TraceRecorder:
@@ -159,10 +163,85 @@ def imagine(
     ...     print(b.block.shape, book.words.total())
     (10000, 10000) 1400000000
     """
-    for name, value, least in (("ranks", ranks, 1), ("node", node, 1), ("rank", rank, 0)):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ConfigError(f"{name} of imagine should be a whole number of at least {least}, not {value!r}")
+    _check(ranks=(ranks, 1), node=(node, 1), rank=(rank, 0))
     if rank >= ranks:
         raise ConfigError(f"rank={rank} is not among {ranks} imagined ranks, which are 0 to {ranks - 1}")
     with within(ImaginedComm(int(ranks), int(rank), ShapesBackend(target, what_if), node=int(node))) as comm:
         yield World(comm)
+
+
+def imagine_together(
+    program: Callable[[World], Result], ranks: int, *, classes: Callable[[int], Hashable] | None = None, node: int = 8,
+    target: str = "cpu", what_if: WhatIf | None = None,
+) -> dict[int, Result]:  # fmt: skip
+    """Run a program on imagined ranks that differ, one of each class, each in a thread of its own.
+
+    Ranks of a pipeline's stages hold other layers, and tell each other what passes between them.  So one rank of every
+    stage is imagined, and stands for the others of its stage.
+
+    Parameters
+    ----------
+    program : callable
+        Takes the `World`, in which it is one rank.
+    ranks : int
+    classes : callable, optional
+        The class of a rank, such as its stage; the first rank of each class stands for all of it.  By default every
+        rank stands for itself alone.
+    node, target, what_if
+        As of `imagine`.
+
+    Returns
+    -------
+    dict of int to object
+        What the program returned, by the ranks that were imagined, in their order.
+
+    Raises
+    ------
+    ConfigError
+        If there is no rank, or no such target.
+    Exception
+        The error of the first rank that failed.
+
+    Examples
+    --------
+    >>> import parlinalg as pla
+    >>> def program(world):
+    ...     grid = pla.Grid({"data": 4, "stage": 2})
+    ...     return grid.coords["stage"], world.size
+    >>> imagine_together(program, 8, classes=lambda rank: rank % 2)
+    {0: (0, 8), 1: (1, 8)}
+    """
+    _check(ranks=(ranks, 1), node=(node, 1))
+    first: dict[Hashable, int] = {}
+    stands = [first.setdefault(rank if classes is None else classes(rank), rank) for rank in range(ranks)]
+    together = Representatives(stands)
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        device = ShapesBackend(target, what_if)
+        try:
+            with within(ImaginedComm(ranks, rank, device, node=node, together=together)) as comm:
+                results[rank] = program(World(comm))
+        except BaseException as error:  # told to the caller below
+            errors[rank] = error
+        finally:
+            together.leave(rank)
+
+    ShapesBackend(target, what_if)  # a wrong target is the caller's error
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in first.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        own = [rank for rank, error in errors.items() if not isinstance(error, CommError)]
+        raise errors[min(own or errors)]
+    return {rank: results[rank] for rank in sorted(results)}
+
+
+def _check(**numbers: tuple[Any, int]) -> None:
+    """Raise a ConfigError unless each is a whole number of at least the other one."""
+    for name, (value, least) in numbers.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+            raise ConfigError(f"{name} of imagined ranks should be a whole number of at least {least}, not {value!r}")

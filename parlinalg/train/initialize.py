@@ -223,11 +223,13 @@ def _check_alike(world: Comm, grid: Grid, model: Module, optimizer: Optimizer) -
             "dtypes: declare the same model on all ranks (build_by_hand takes stages that each rank makes itself)"
         )
     groups = optimizer.param_groups
+
+    def place(rank: int) -> int:
+        return world.world_ranks.index(grid.world.world_ranks[rank])
+
     made = [type(optimizer).__name__, repr(float(optimizer.lr)), repr((optimizer.options(), optimizer._names()))]
     for i, theirs in enumerate(
-        everyone := world.share(
-            [made, list(grid.world.share(world.rank, others="by rank")), len(groups)], others="by rank"
-        )
+        everyone := world.share([made, list(grid.world.share(world.rank, others=place)), len(groups)], others="by rank")
     ):
         first = theirs[1][0]
         if theirs[2] != everyone[0][2]:

@@ -559,6 +559,8 @@ def _grid(topology: PipelineTopology, backend: str) -> Grid:
     if len(set(world.share(grid.backend.cuda, others="alike"))) > 1:  # "auto" where only some ranks have a GPU
         grid.close()
         grid = Grid(sizes, topology.group, "numpy")
+    if world.imagined:
+        return grid
     grid.threads = set_blas_threads(
         sharing(world.share(host_and_cores(), others="by rank"), world.rank, place_on_node(world)[1])
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +16,11 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, optim, schemes
 from parlinalg.autograd import ops
-from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO
-from tests.models import every_scheme
+from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
+from parlinalg.planning.trace import Gemm, Memory, Span, Start, Wait
+from tests.models import KINDS, every_scheme, loss_of, make
+from tests.pipeline.running import pipeline
 from tests.training import sizes_for
-
-pytestmark = pytest.mark.ranks(1, 4, full=(8, 16))
 
 Program = Callable[[], Any]
 
@@ -90,6 +93,7 @@ def cases(ranks: int, full: bool) -> list[tuple[str, Any, dict[str, int], int]]:
 
 
 @pytest.mark.always
+@pytest.mark.ranks(1, 4, full=(8, 16))
 def test_ledgers_of_training_are_those_of_real_ranks(world, full):
     words = 0
     for name, scheme, sizes, stage in cases(world.size, full):
@@ -97,3 +101,302 @@ def test_ledgers_of_training_are_those_of_real_ranks(world, full):
         book = both(world, sizes, partial(train_gpt, scheme=scheme, stage=stage, gathered=gathered))
         words += book.words.total()
     assert world.size == 1 or words
+
+
+@pytest.mark.ranks(1, 4, full=(8,))
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (1, 4)], ids=str)
+def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes):
+    def program(grid):
+        a = pla.distribute(np.eye(45), grid, pla.Layout("r", "c"))
+        b = pla.distribute(np.ones((45, 7)), grid, pla.Layout("r", "c"))
+        pla.linalg.cho_factor(a, block=8).solve(b)
+        pla.linalg.solve_triangular(a, b)
+        pla.fft.fftn(a)
+        pla.fft.rfft(a, axis=0)
+        (a @ a).redistribute(pla.Layout("c", "r")).sum(axis=0)
+        pla.mean(a.T + a, axis=1)
+        pla.cumsum(a, axis=0)
+
+    grid = dict(zip("rc", sizes if world.size == 4 else (world.size, 1), strict=True))
+    both(world, grid, program, what_if=pla.WhatIf())
+
+
+# ------------------------------------------------------------------ pipelines
+
+
+def pipeline_rows(comm: Any, name: str, parallel: dict[str, Any], layers: int, chunks: int | None, zero: int) -> Any:
+    """The ledger of two steps of a pipeline."""
+    with (
+        pla.ledger(comm) as book,
+        pipeline(comm, "auto", name, parallel, 4, layers, chunks=chunks, zero=zero) as pipe,
+    ):
+        for step in range(2):
+            pipe.worker.step(pipe.batches(step), pipe.work, step, 0.1)
+            pipe.worker.examine(pipe.optimizer.parameters)
+            pipe.optimizer.step(0.5)
+            pipe.optimizer.zero_grad()
+    return rows(book)
+
+
+PIPELINES = [
+    ("gpipe", {"pipeline": 4}, 4, None, 0),
+    ("1f1b", {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, 3, None, 0),
+    ("interleaved", {"pipeline": 2, "data": 2}, 4, 2, 1),
+    ("zb-h1", {"pipeline": 4}, 5, None, 0),
+    ("zb-v", {"pipeline": 4}, 8, None, 0),
+    ("chimera", {"pipeline": 4}, 4, None, 0),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("name", "parallel", "layers", "chunks", "zero"), PIPELINES, ids=[p[0] for p in PIPELINES])
+def test_ledgers_of_pipelines_are_those_of_real_ranks(world, name, parallel, layers, chunks, zero):
+    given = name, parallel, layers, chunks, zero
+    real = pipeline_rows(world, *given)
+    found = pla.imagine_together(
+        lambda w: pipeline_rows(w.comm, *given), world.size, node=world.local_size, what_if=pla.WhatIf()
+    )
+    assert found[world.rank] == real
+
+
+@pytest.mark.serial
+def test_a_stage_stands_for_its_ranks():
+    def program(world):
+        return pipeline_rows(
+            world.comm, "1f1b", {"pipeline": 2, "data": 2, "tensor": {"size": 2, "mode": "1d"}}, 2, None, 0
+        )
+
+    every = pla.imagine_together(program, 8, what_if=pla.WhatIf())
+    some = pla.imagine_together(program, 8, classes=lambda rank: rank // 2 % 2, what_if=pla.WhatIf())
+    assert list(some) == [0, 2]
+    assert some == {rank: every[rank] for rank in some}
+
+
+@pytest.mark.serial
+def test_the_error_of_one_rank_ends_all():
+    def program(world):
+        if world.rank == 2:
+            raise RuntimeError("rank 2 had enough")
+        return world.comm.share(world.rank, others="by rank")
+
+    with pytest.raises(RuntimeError, match="rank 2 had enough"):
+        pla.imagine_together(program, 4)
+
+
+# ------------------------------------------------------------------ memory and traces
+
+
+def measured(stage: int) -> tuple[int, int]:
+    """Bytes of NumPy's arrays between two steps, and at the most within one."""
+    step = training(pla.Grid({"data": 1}, backend="numpy"), stage)
+    for _ in range(2):
+        step()
+    gc.collect()
+    domain = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+    arrays = sum(t.size for t in tracemalloc.take_snapshot().filter_traces([domain]).traces)
+    everything = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    step()
+    return arrays, tracemalloc.get_traced_memory()[1] - (everything - arrays)
+
+
+def training(grid: Any, stage: int) -> Callable[[], None]:
+    scheme = schemes.discover()["zero3" if stage == 3 else "data"].SCHEME
+    model = nn.GPT(
+        vocab_size=1024, max_position_embeddings=16, hidden_size=192, num_hidden_layers=3, num_attention_heads=8,
+        scheme=scheme, grid=grid, dtype="float32", seed=1,
+    )  # fmt: skip
+    parameters = list(model.parameters())
+    GradientReducer(parameters, [ZeRO(stage=stage)] if stage else [], 1 << 20, 1 << 20)
+    if stage == 3:
+        WeightGatherer(model)
+    optimizer = optim.AdamW(parameters, lr=1e-4)
+    ids, targets = (
+        pla.distribute(a, grid, model.ids_layout) for a in np.random.default_rng(0).integers(0, 1024, (2, 8, 16))
+    )
+
+    def step() -> None:
+        loss, count = ops.cross_entropy_sum(model(ids), targets)
+        (loss * (1 / count)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_is_what_numpy_takes(stage):
+    tracemalloc.start()
+    try:
+        rest, peak = measured(stage)
+    finally:
+        tracemalloc.stop()
+    with pla.imagine(1) as world:
+        step = training(pla.Grid({"data": 1}), stage)
+        for _ in range(2):
+            step()
+        gc.collect()
+        held = sum(world.memory.values())
+        world.reset_peak()
+        step()
+    assert held == pytest.approx(rest, rel=0.03)
+    assert world.peak_memory == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.serial
+def test_memory_by_category():
+    with pla.imagine(4) as world:
+        grid = pla.Grid({"data": 4})
+        step = training(grid, 1)
+        step()
+        with world.trace() as trace:
+            step()
+        live = Counter({})
+        for event in trace.events:
+            if isinstance(event, Memory):
+                live[event.category] += event.nbytes
+        assert {name: n for name, n in live.items() if n} == world.memory
+        weights, gradients, states = (world.memory[name] for name in ("weights", "gradients", "states"))
+        assert weights == gradients == 2 * states  # two moments of a fourth
+        assert "activations" not in world.memory
+
+
+@pytest.mark.serial
+def test_a_trace_has_the_products_and_the_messages():
+    with pla.imagine(8, 3) as world:
+        grid = pla.Grid({"r": 4, "c": 2})
+        with pla.ledger(grid) as book, world.trace() as trace:
+            a = pla.ones((64, 32), grid, pla.Layout("r", "c"))
+            b = pla.ones((32, 48), grid, pla.Layout("r", "c"))
+            with world.span("product"):
+                a @ b
+    products = [e for e in trace.events if isinstance(e, Gemm)]
+    assert sum(e.flops for e in products) == 2 * 64 * 32 * 48 // 8
+    starts = [e for e in trace.events if isinstance(e, Start)]
+    assert (len(starts), sum(e.nbytes for e in starts)) == (book.calls.total(), book.bytes.total())
+    waits = [e.call for e in trace.events if isinstance(e, Wait)]
+    assert sorted(waits) == [e.call for e in starts]
+    assert [(e.name, e.begins) for e in trace.events if isinstance(e, Span)] == [("product", True), ("product", False)]
+    assert {e.axes for e in starts} <= {("r",), ("c",), ("r", "c")}
+    assert all(set(e.ranks) <= set(range(8)) and 3 in e.ranks for e in starts)
+
+
+# ------------------------------------------------------------------ what runs, and what is refused
+
+GRID = {"data": 2, "r": 2, "c": 2}
+
+
+def on_2d(kind: str, **options: Any) -> Any:
+    return make(kind, schemes.discover()["2d"].SCHEME.with_data("data"), pla.Grid(GRID), **options)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_run(kind, target):
+    with pla.imagine(8, 5, target=target) as world, world.trace() as trace:
+        loss_of(on_2d(kind, p=0.1)).backward()
+    assert any(isinstance(e, Gemm) for e in trace.events)
+
+
+@pytest.mark.serial
+def test_masters_clipping_and_experts_run():
+    with pla.imagine(8, 5, what_if=pla.WhatIf(norm=4.0)):
+        model = on_2d("llama", dtype="bfloat16", num_local_experts=4, num_experts_per_tok=2)
+        parameters = list(model.parameters())
+        GradientReducer(parameters, [ZeRO(stage=1)])
+        optimizer = optim.AdamW(parameters, master=True)
+        loss_of(model).backward()
+        assert clip_gradient_norm(parameters, 1.0) == pytest.approx(4.0)
+        assert examine(parameters, 2.0) == (4.0, True)
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert state
+        assert {name: value.shape for name, value in model.state_dict().items()}
+
+
+@pytest.mark.serial
+def test_generation_takes_the_assumed_token():
+    with pla.imagine(8, 5, what_if=pla.WhatIf(token=7)):
+        (found,) = nn.generate(on_2d("gpt"), [[1, 2]], max_new_tokens=3)
+    assert found.tolist() == [1, 2, 7, 7, 7]
+
+
+@pytest.mark.serial
+def test_recomputation_runs():
+    with pla.imagine(8, 5) as world:
+        model = on_2d("gpt")
+        nn.recompute(model)
+        with world.trace() as trace:
+            loss_of(model).backward()
+        again = sum(e.flops for e in trace.events if isinstance(e, Gemm))
+    with pla.imagine(8, 5) as world:
+        model = on_2d("gpt")
+        with world.trace() as trace:
+            loss_of(model).backward()
+        assert again > sum(e.flops for e in trace.events if isinstance(e, Gemm))
+
+
+@pytest.mark.serial
+def test_values_are_refused_by_name_and_line():
+    with pla.imagine(4) as world:
+        grid = pla.Grid({"r": 4})
+        a = pla.ones((8, 8), grid, pla.Layout("r", None))
+        with pytest.raises(pla.ValuesNeeded, match=r"conversion to a NumPy array .*test_imagined\.py:\d+"):
+            np.asarray(a.block)
+        with pytest.raises(pla.ValuesNeeded, match="the truth of an array"):
+            bool(a.block[0, 0] > 0)
+        with pytest.raises(pla.ValuesNeeded, match=r"number .*what_if=pla\.WhatIf\(number="):
+            float(a.block[0, 0])
+        with pytest.raises(pla.ValuesNeeded, match="differs by rank"):
+            world.comm.share(world.rank)
+        with pytest.raises(pla.ValuesNeeded, match="nonzero"):
+            np.nonzero(a.block)
+    with pla.imagine(8, 5):
+        model = on_2d("gpt")
+        GradientReducer(model.parameters())
+        loss_of(model).backward()
+        with pytest.raises(pla.ValuesNeeded, match="norm of the gradients"):
+            clip_gradient_norm(model.parameters(), 1.0)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"ranks": 0}, "ranks of imagined ranks should be a whole number of at least 1, not 0"),
+        ({"ranks": 4, "rank": 4}, "rank=4 is not among 4 imagined ranks"),
+        ({"ranks": 4, "node": 0}, "node"),
+        ({"ranks": 4, "target": "tpu"}, "target='tpu' cannot be imagined"),
+    ],
+)
+def test_bad_worlds(given, text):
+    with pytest.raises(pla.ConfigError, match=text), pla.imagine(**given):
+        pass
+
+
+@pytest.mark.serial
+def test_grids_of_imagined_ranks():
+    with pla.imagine(4):
+        assert pla.Grid({"r": 4}).backend.name == "shapes"
+        assert pla.Grid({"r": 4}, backend="numpy").backend.name == "shapes"
+        with pytest.raises(pla.GridError, match="takes 3 ranks, but there are 4"):
+            pla.Grid({"r": 3})
+        with pytest.raises(pla.GridError, match="an imagined CPU"):
+            pla.Grid({"r": 4}, backend="cupy")
+    assert pla.Grid({"r": 1}).backend.name == "numpy"
+
+
+@pytest.mark.serial
+def test_moves_do_not_grow_in_number_with_the_blocks():
+    calls = []
+    for n in (1 << 12, 1 << 16):
+        with pla.imagine(64, 9, node=8):
+            grid = pla.Grid({"r": 8, "c": 8})
+            a = pla.zeros((n, n), grid, pla.Layout("r", "c"))
+            with pla.ledger(grid) as book:
+                a.redistribute(pla.Layout("c", "r"))
+            calls.append(book.calls.total())
+    assert calls[1] <= 16 * calls[0]
+    assert max(calls) < 400

@@ -17,7 +17,7 @@ import numpy as np
 
 from parlinalg.array import DistArray
 from parlinalg.array.core import effective, mismatch
-from parlinalg.backend import Backend, namespace
+from parlinalg.backend import Backend, backend_of, namespace
 from parlinalg.errors import ConfigError, LayoutError
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span, span_of
@@ -354,4 +354,13 @@ def best(block: Block, k: int) -> Block:
         found.append(xp.argmax(block, axis=-1))
         taken = xp.arange(block.shape[-1]) == found[-1][..., None]
         block = xp.where(taken, block.dtype.type(-math.inf), block)
+    if not backend_of(block).values:
+        return _even(block, k)
     return xp.stack(found, axis=-1).astype(np.int64)
+
+
+def _even(block: Block, k: int) -> np.ndarray:
+    """The choices of imagined tokens, in turn: every expert gets as many as any other, or one more."""
+    backend_of(block).assume("routing", "the experts that tokens are sent to")
+    tokens, experts = math.prod(block.shape[:-1]), block.shape[-1]
+    return (np.arange(tokens * k, dtype=np.int64) % experts).reshape(*block.shape[:-1], k)

@@ -17,6 +17,7 @@ from parlinalg import tunables
 from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
+from parlinalg.backend.shapes import ShapesBackend
 
 Block = Any
 Indices = range | np.ndarray
@@ -137,6 +138,13 @@ def _(block: Block, table: Block, scale: float, counted: Counted | None = None) 
         *map(np.int64, counted.lengths[1:]), *map(np.int64, counted.first[1:]), *map(np.uint64, counted.key),
         np.uint64(counted.limit), np.int32(counted.bits), work_dtype(x.dtype).type(x.dtype.type(scale)),
     )  # fmt: skip
+    return out
+
+
+@drop.shapes
+def _(device: ShapesBackend, block: Block, table: Block, scale: float, counted: Counted | None = None) -> Block:
+    out = device.empty(block.shape, block.dtype)
+    device.kernel("dropout.drop", 2 * out.nbytes + table.nbytes, out.size, out.dtype)
     return out
 
 

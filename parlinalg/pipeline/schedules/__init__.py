@@ -7,7 +7,8 @@ numbers, saying which it can take.  Its orders are generators of computations; `
 from __future__ import annotations
 
 import pkgutil
-from functools import cache
+import threading
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -68,6 +69,15 @@ def make_schedule(
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("every", every)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ScheduleError(f"{name} with {what}={value!r}: it takes a whole number of at least 1")
+    with _MAKING:  # ranks that are imagined together ask for the same one at the same time
+        return _generated(name, ranks, microbatches, chunks, every)
+
+
+_MAKING = threading.Lock()
+
+
+@lru_cache(maxsize=16)
+def _generated(name: str, ranks: int, microbatches: int, chunks: int | None, every: int | None) -> Schedule:
     return _files()[name].generate(ranks, microbatches, chunks, every)
 
 
