@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -191,22 +191,48 @@ def simulate(schedule: Schedule, costs: Costs | None = None, cores: int | None =
     validate_orders(schedule)
     costs.validate(schedule)
     ranks = [_Rank(schedule, rank, costs) for rank in range(schedule.ranks)]
-    arrivals: dict[Message, float] = {}
-    now = 0.0
-    while now < math.inf:
-        while sum(rank.go_on(now, arrivals) for rank in ranks):
-            pass
-        busy = [rank for rank in ranks if rank.at_work is not None]
-        speed = 1.0 if cores is None else min(1.0, cores / max(1, len(busy)))
-        for rank in busy:
-            rank.work_at(speed, now)
-        now = min(rank.until for rank in ranks)
+    if cores is None:
+        _run_apart(ranks)
+    else:
+        _run_together(ranks, cores)
     if any(rank.waits is not None for rank in ranks):
         raise ScheduleError(_deadlock(ranks))
     return Simulation(
         schedule, costs, tuple(s for rank in ranks for s in rank.spans), max(rank.end for rank in ranks),
         tuple(rank.most for rank in ranks),
     )  # fmt: skip
+
+
+def _run_apart(ranks: list[_Rank]) -> None:
+    """Run ranks that do not share cores: each goes as far as the messages that are known allow."""
+    arrivals: dict[Message, float] = {}
+    waiting: dict[Message, _Rank] = {}
+    ready = deque(ranks)
+    while ready:
+        rank = ready.popleft()
+        for sent in rank.run(arrivals):
+            if sent in waiting:
+                ready.append(waiting.pop(sent))
+        if rank.waits is not None:
+            waited = message(rank.schedule, rank.rank, rank.waits)
+            if waited in arrivals:
+                ready.append(rank)  # it sent the message to itself
+            else:
+                waiting[waited] = rank
+
+
+def _run_together(ranks: list[_Rank], cores: int) -> None:
+    """Run ranks that share cores from one change of their speeds to the next."""
+    arrivals: dict[Message, float] = {}
+    now = 0.0
+    while now < math.inf:
+        while sum(rank.go_on(now, arrivals) for rank in ranks):
+            pass
+        busy = [rank for rank in ranks if rank.at_work is not None]
+        speed = min(1.0, cores / max(1, len(busy)))
+        for rank in busy:
+            rank.work_at(speed, now)
+        now = min(rank.until for rank in ranks)
 
 
 def validate(schedule: Schedule) -> None:
@@ -244,7 +270,7 @@ class _Rank:
         self.next = 0
         self.until = 0.0  # when it goes on, if that is known
         self.at_work: Instruction | None = None
-        self.begun = self.since = self.left = self.speed = self.end = 0.0
+        self.begun = self.since = self.left = self.speed = self.end = self.reached = 0.0
         self.held = self.most = 0
         self.spans: list[Span] = []
 
@@ -252,6 +278,29 @@ class _Rank:
     def waits(self) -> Instruction | None:
         """The receive it waits at, or None at its end."""
         return self.order[self.next] if self.next < len(self.order) else None
+
+    def run(self, arrivals: dict[Message, float]) -> list[Message]:
+        """Go on up to a message that has not been sent, or to the end; return what was sent."""
+        now = self.reached
+        sent: list[Message] = []
+        while self.next < len(self.order):
+            i = self.order[self.next]
+            if i.op in RECEIVES:
+                arrived = arrivals.get(message(self.schedule, self.rank, i))
+                if arrived is None:
+                    break
+                now = max(now, arrived)
+            elif i.op in SENDS:
+                sent.append(message(self.schedule, self.rank, i))
+                arrivals[sent[-1]] = now + self.costs.delay(self.rank, i.peer)
+            else:
+                self.begin(i, now)
+                if self.at_work is not None:
+                    now += self.left
+                    self.finish(i, now)
+            self.next += 1
+        self.reached = now
+        return sent
 
     def go_on(self, now: float, arrivals: dict[Message, float]) -> bool:
         """Do what takes no time, up to the next work or to a message that has not come; whether anything was done."""

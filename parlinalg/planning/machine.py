@@ -229,7 +229,9 @@ RANKS = whole(1, 1 << 24, "ranks")
 class GemmRate:
     """The rate of products of one dtype: `rate` m/(m + mh) n/(n + nh) k/(k + kh), mended by measured points.
 
-    Without points, products take as long as their operands and results pass through memory at least.
+    A device with `tiles` takes the one that wastes the least: of the tiles at the result's edges, and of the processors
+    in the last round (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantization).  Without
+    points, products take as long as their operands and results pass through memory at least.
     """
 
     rate: float = key(RATE, "the operations a second of large products")
@@ -238,16 +240,30 @@ class GemmRate:
         numbers(*[number(0, 1e6, "the dim at which the rate is a half")] * 3),
         "m, n and k at which the rate is a half", (0.0, 0.0, 0.0),
     )  # fmt: skip
+    tiles: tuple[tuple[int, int, float], ...] = key(
+        points(whole(1, 1 << 16, "rows of a tile"), whole(1, 1 << 16, "columns of a tile"), SHARE),
+        "rows m, n, share of the rate: the tiles of a result that a processor of the device computes at a time", (),
+    )  # fmt: skip
+    units: int = key(whole(1, 1 << 16, "processors"), "the processors of the device, each with a tile at a time", 1)
     points: tuple[tuple[float, float, float, float], ...] = key(
         points(DIM, DIM, DIM, RATE), "rows m, n, k, operations a second, as measured", ()
     )
 
-    def at(self, m: float, n: float, k: float) -> float:
-        """Return the operations a second of products of m×k and k×n matrices."""
-        return self._formula(m, n, k) * self._correction((m, n, k))
+    def at(self, m: float, n: float, k: float, batch: float = 1) -> float:
+        """Return the operations a second of products of m×k and k×n matrices, a batch of them in one call."""
+        return self._formula(m, n, k, batch) * self._correction((m, n, k))
 
-    def _formula(self, m: float, n: float, k: float) -> float:
-        return self.rate * math.prod(x / (x + h) for x, h in zip((m, n, k), self.half, strict=True))
+    def _formula(self, m: float, n: float, k: float, batch: float = 1) -> float:
+        rate = self.rate * math.prod(x / (x + h) for x, h in zip((m, n, k), self.half, strict=True))
+        if not self.tiles:
+            return rate
+        return rate * max(share * self._filled(m, n, batch, rows, columns) for rows, columns, share in self.tiles)
+
+    def _filled(self, m: float, n: float, batch: float, rows: int, columns: int) -> float:
+        """Return the share of the tiles of all rounds of all processors that is the result's."""
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
+        rounds = math.ceil(tiles / self.units)
+        return m * n * batch / (rounds * self.units * rows * columns)
 
     @cached_property
     def _correction(self) -> Correction:
@@ -456,7 +472,7 @@ class Machine:
         if not gemm.flops:
             return 0.0
         rate, times = self._gemm_rate(gemm.dtype)
-        seconds = times * gemm.flops / rate.at(gemm.m, gemm.n, gemm.k)
+        seconds = times * gemm.flops / rate.at(gemm.m, gemm.n, gemm.k, gemm.batch)
         if not rate.points:  # measured ones have it in them
             words = gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
             nbytes = words * ITEMSIZE.get(gemm.dtype, 4)
