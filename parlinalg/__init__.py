@@ -40,6 +40,7 @@ from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
 from parlinalg.planning.imagine import imagine, imagine_together
+from parlinalg.planning.search import plan_training
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
@@ -128,6 +129,7 @@ __all__ = [
     "plan_elementwise",
     "plan_linalg",
     "plan_matmul",
+    "plan_training",
     "print0",
     "random",
     "redistribute",
