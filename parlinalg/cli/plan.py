@@ -114,12 +114,12 @@ def run_train(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     from parlinalg.matmul.planner import plan_matmul
-    from parlinalg.planning.machine import load_machine
+    from parlinalg.planning.search import product_seconds
 
-    machine = None if args.machine is None else load_machine(args.machine)
     plan = plan_matmul(args.M, args.N, args.K, ranks=args.ranks, dtype=args.dtype, memory=args.memory)
+    seconds = None if args.machine is None else product_seconds(plan, args.machine)
     if speaks():
-        tell(plan.explain(machine))
+        tell(plan.explain(seconds))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, Times, least_words, messages
+from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, Seconds, least_words, messages
 from parlinalg.units import format_bytes
 
 RUNNERS_UP = 3
@@ -12,10 +12,10 @@ _NAMES = {"x": "A", "w": "B", "y": "C"}
 _STREAMED = {"x": "n", "w": "m", "y": "k"}
 
 
-def explain(plan: MatmulPlan, machine: Times | None = None) -> str:
+def explain(plan: MatmulPlan, seconds: Seconds | None = None) -> str:
     """Return the plan's grid, words, bound, memory and kernel, and the grids that lost, one a line with the reason.
 
-    With a machine also times.
+    With a function that tells the seconds of a grid's products and communication also times.
     """
     problem = Problem(plan.m, plan.n, plan.k, plan.ranks, plan.dtype, plan.limit)
     least = problem.least_block()
@@ -29,40 +29,17 @@ def explain(plan: MatmulPlan, machine: Times | None = None) -> str:
         ("memory", _memory(plan, problem)),
         ("kernel", _kernel(plan)),
     ]
-    if machine is not None:
-        product, moves = _seconds(problem, plan.factors, machine)
-        text = f"{_time(product + moves)} on {machine.name}: products {_time(product)}, communication {_time(moves)}"
+    if seconds is not None:
+        product, moves = seconds(plan.factors)
+        text = f"{_time(product + moves)}: products {_time(product)}, communication {_time(moves)}"
         rows.append(("time", text))
     lines = [f"{name:<10}{text}" for name, text in rows]
     others = _others(problem, least, plan.factors)
     lines.append("runners-up" if others else "runners-up: none, no other grid can be formed")
     for f in others:
-        time = "" if machine is None else f"{_time(sum(_seconds(problem, f, machine))):>9} "
+        time = "" if seconds is None else f"{_time(sum(seconds(f))):>9} "
         lines.append(f"  {_shape(f):<14} {time}{_lost(problem, least, f, plan.factors)}")
     return "\n".join(lines)
-
-
-def _seconds(problem: Problem, factors: Factors, machine: Times) -> tuple[float, float]:
-    """Return the seconds of the largest block product and of the communication, one after the other.
-
-    Ranks stand in row-major order over m, n and k; the axis of k is the innermost.
-    """
-    from parlinalg.planning.trace import Gemm
-
-    pm, pn, pk = factors
-    m, n, k = (-(-extent // p) for extent, p in zip((problem.m, problem.n, problem.k), factors, strict=True))
-    size = pm * pn * pk
-    node = min(machine.ranks_per_node, size)
-    product = machine.crowd(node, size) * machine.gemm_seconds(Gemm(1, m, n, k, problem.dtype))
-    moves = 0.0
-    for op, elements, ranks, stride in (
-        ("all_gather", m * k, pn, pk), ("all_gather", k * n, pm, pn * pk), ("reduce_scatter", m * n, pk, 1),
-    ):  # fmt: skip
-        if ranks > 1:
-            local = max(1, min(ranks, node // stride))
-            nbytes = elements * problem.itemsize * (ranks - 1) / ranks
-            moves += machine.transfer(op, nbytes, ranks, local, node, size).total
-    return product, moves
 
 
 def _time(seconds: float) -> str:

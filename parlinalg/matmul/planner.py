@@ -7,10 +7,10 @@ reduce-scattered along k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 from parlinalg.errors import PlanError
 from parlinalg.layout import Layout
@@ -22,25 +22,12 @@ if TYPE_CHECKING:
     from parlinalg.grid import Grid
 
 Factors = tuple[int, int, int]
+Seconds = Callable[[Factors], tuple[float, float]]  # of a grid: its largest block product, its communication
 MARGIN = Fraction(11, 10)  # a grid may give a rank at most this times the least possible largest block product
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-class Times(Protocol):
-    """A machine that tells times: `parlinalg.planning.machine.Machine`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def ranks_per_node(self) -> int: ...
-
-    def crowd(self, on_node: int, size: int) -> float: ...
-    def gemm_seconds(self, gemm: Any) -> float: ...
-    def transfer(self, op: str, nbytes: float, ranks: int, local: int, on_node: int, size: int) -> Any: ...
 
 
 class Needs(NamedTuple):
@@ -264,15 +251,15 @@ class MatmulPlan:
 
         return Grid(self.sizes, comm, backend, idle=True)
 
-    def explain(self, machine: Times | None = None) -> str:
+    def explain(self, seconds: Seconds | None = None) -> str:
         """Why this plan: words, lower bound, ratio, memory, who is idle, and the runners-up with why they lost.
 
-        With a machine (`parlinalg.planning.machine.load_machine`) also the times of the largest block product and of
-        the communication, of this grid and of the runners-up.
+        With `parlinalg.planning.search.product_seconds(plan, machine)` also the times of this grid and of the
+        runners-up.
         """
         from parlinalg.matmul.explain import explain
 
-        return explain(self, machine)
+        return explain(self, seconds)
 
     @property
     def _problem(self) -> Problem:

@@ -29,12 +29,13 @@ from typing import Any
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError
 from parlinalg.grid import factorizations
+from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.simulate import Costs, simulate
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.parts import Between, Inputs, Part, layer_keys, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
-from parlinalg.planning.trace import Start, Trace
+from parlinalg.planning.trace import Gemm, Start, Trace
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import (
     DataParallelConfig,
@@ -49,7 +50,7 @@ from parlinalg.train.config import (
     read,
 )
 from parlinalg.train.mesh import MeshSpec, resolve
-from parlinalg.units import format_bytes, parse_bytes
+from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
@@ -695,8 +696,6 @@ def _shares(run: Timeline) -> dict[str, float]:
 
 
 def _itemsize(dtype: str) -> int:
-    from parlinalg.units import ITEMSIZE
-
     return ITEMSIZE.get(dtype, 1)
 
 
@@ -1037,9 +1036,11 @@ class _Search:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.looks.ranks} ranks; {count} of them: {why}"
         need, c = min(least, key=lambda x: x[0])
+        of = f"none of the {self.traced + len(least)} configurations traced" if self.limited else "no configuration"
         return (
-            f"no configuration on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
-            f"would do is {format_bytes(need)}, by {c}; give that much memory, more ranks or a smaller batch"
+            f"{of} on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
+            f"{'they need' if self.limited else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
+            "more ranks or a smaller batch"
         )
 
     def lost(self, best: Sequence[Planned]) -> list[tuple[str, int, str]]:
@@ -1090,3 +1091,31 @@ def _guess(c: Candidate, node: int) -> tuple[Any, ...]:
         abs(math.log2(max(1, c.pipeline))),
         -c.microbatches,
     )
+
+
+# ------------------------------------------------------------------------------------------------ single products
+def product_seconds(plan: MatmulPlan, machine: Machine | str) -> Seconds:
+    """Return a function from a grid (pm, pn, pk) to the seconds of a product on it, for `MatmulPlan.explain`.
+
+    They are those of its largest block product and of its communication, one after the other.  Ranks stand in row-major
+    order over m, n and k: those along k are next to each other.
+    """
+    found, itemsize = load_machine(machine), _itemsize(plan.dtype)
+
+    def seconds(factors: Factors) -> tuple[float, float]:
+        pm, pn, pk = factors
+        m, n, k = (-(-extent // p) for extent, p in zip((plan.m, plan.n, plan.k), factors, strict=True))
+        size = pm * pn * pk
+        node = min(found.ranks_per_node, size)
+        product = found.crowd(node, size) * found.gemm_seconds(Gemm(1, m, n, k, plan.dtype))
+        moves = 0.0
+        for op, elements, ranks, stride in (
+            ("all_gather", m * k, pn, pk), ("all_gather", k * n, pm, pn * pk), ("reduce_scatter", m * n, pk, 1),
+        ):  # fmt: skip
+            if ranks > 1:
+                local = max(1, min(ranks, node // stride))
+                nbytes = elements * itemsize * (ranks - 1) / ranks
+                moves += found.transfer(op, nbytes, ranks, local, node, size).total
+        return product, moves
+
+    return seconds
