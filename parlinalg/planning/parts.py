@@ -66,17 +66,17 @@ class Inputs:
             return declared_language_model(config, mesh, self.kinds, self.length)
         return declared_classifier(config, mesh, self.length, self.kinds)
 
-    def first(self, model: Any, rows: int) -> Any:
+    def first(self, model: Any, rows: int, grid: Grid, dtype: str) -> Any:
         """Return what the first layer takes."""
         if self.language:
-            return zeros((rows, self.length), model.grid, model.ids_layout, np.int64)
-        return Tensor(zeros((rows, self.length), model.grid, model.input_layout(), model.dtype))
+            return zeros((rows, self.length), grid, model.ids_layout, np.int64)
+        return Tensor(zeros((rows, self.length), grid, model.input_layout(), dtype_named(dtype)))
 
-    def targets(self, model: Any, rows: int) -> Any:
+    def targets(self, model: Any, rows: int, grid: Grid) -> Any:
         """Return the targets of the last layer's output."""
         if self.language:
-            return zeros((rows, self.length), model.grid, model.targets_layout, np.int64)
-        return zeros((rows,), model.grid, Layout(model.output_layout().dims[0]), np.int64)
+            return zeros((rows, self.length), grid, model.targets_layout, np.int64)
+        return zeros((rows,), grid, Layout(model.output_layout().dims[0]), np.int64)
 
 
 class Between(NamedTuple):
@@ -260,7 +260,7 @@ class _Run:
 
     def microbatch(self, rows: int, given: Between | None, sync: bool) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
-        x, targets = self._given(rows, given), self.inputs.targets(self.model, rows) if self.last else None
+        x, targets = self._given(rows, given), self.inputs.targets(self.model, rows, self.grid) if self.last else None
         held, span = self.world.device.held, self.world.span
         with training_step(0), added_losses(True):
             with span("forward"):
@@ -282,7 +282,7 @@ class _Run:
 
     def _given(self, rows: int, given: Between | None) -> Any:
         if self.first:
-            return self.inputs.first(self.model, rows)
+            return self.inputs.first(self.model, rows, self.grid, self.config.model_dtype)
         assert given is not None
         data = zeros(given.shape, self.grid, given.layout, dtype_named(given.dtype))
         return Tensor(data, requires_grad=True)

@@ -89,3 +89,10 @@ def test_times_of_products():
     made = pla.plan_matmul(4096, 4096, 4096, ranks=64, dtype="float32")
     text = made.explain(search.product_seconds(made, "v100"))
     assert re.search(r"time +\S+ ms: products \S+ \S+, communication", text)
+
+
+def test_classifiers_are_planned():
+    made = pla.plan_training({"model": {"name": "mlp"}, "batch_size": 64}, ranks=2, machine="v100", best=2)
+    assert made.proven
+    assert not made.language
+    assert made.best[0].throughput == pytest.approx(64 / made.best[0].seconds)
