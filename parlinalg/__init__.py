@@ -41,6 +41,7 @@ from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
 from parlinalg.planning.imagine import imagine, imagine_together
 from parlinalg.planning.machine import load_machine
+from parlinalg.planning.search import plan_training
 from parlinalg.sequence import sequence_order
 from parlinalg.train import (
     CheckpointHook,
@@ -118,6 +119,7 @@ __all__ = [
     "ledger",
     "linalg",
     "load",
+    "load_machine",
     "matmul",
     "nn",
     "no_grad",
@@ -127,9 +129,9 @@ __all__ = [
     "parallel",
     "pipeline",
     "plan_elementwise",
-    "load_machine",
     "plan_linalg",
     "plan_matmul",
+    "plan_training",
     "print0",
     "random",
     "redistribute",

@@ -28,6 +28,10 @@ def add(commands: Commands) -> None:
     matmul.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 4GiB (default: no limit)")
     matmul.add_argument("--dtype", default="float64", help="of A, B and C (default: %(default)s)")
     matmul.set_defaults(run=run)
+    matmul.add_argument(
+        "--machine", metavar="NAME|FILE", help="show times too, on this machine (a shipped one, or a .toml file)"
+    )  # fmt: skip
+    _add_train(what)
     for name, matrix in ROUTINES.items():
         routine = what.add_parser(
             name, help=f"the grid and the tiles for {matrix}",
@@ -66,13 +70,56 @@ def add(commands: Commands) -> None:
     elementwise.set_defaults(run=run_elementwise)
 
 
+def _add_train(what: Commands) -> None:
+    """Add `parlinalg plan train`."""
+    train = what.add_parser(
+        "train", help="the fastest way to train a model on so many ranks of a machine",
+        description="Search data, pipeline, sequence and tensor parallelism, schedules, microbatches, ZeRO, "
+        "recomputation and dtype for the shortest step, where the configuration leaves them open; print the best, and "
+        "why the others lost.",
+    )  # fmt: skip
+    train.add_argument("config", metavar="CONFIG", help="a Python file, or the name of a shipped example")
+    train.add_argument("--ranks", "-p", type=int, required=True, metavar="P", help="the ranks there are")
+    train.add_argument(
+        "--machine", required=True, metavar="NAME|FILE", help="a shipped machine, or a .toml file of one"
+    )  # fmt: skip
+    train.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 80GiB (default: the machine's)")
+    train.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples of a step (default: the configuration's batch_size)"
+    )  # fmt: skip
+    train.add_argument("--best", type=int, default=10, metavar="N", help="how many to show (default: %(default)s)")
+    train.add_argument("--out", metavar="FILE", help="write the configuration of the best, for parlinalg train")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a value of the configuration"
+    )  # fmt: skip
+    train.set_defaults(run=run_train)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Print the plan of a training, and write its configuration."""
+    from parlinalg.planning.search import plan_training
+
+    plan = plan_training(
+        args.config, ranks=args.ranks, machine=args.machine, memory=args.memory, global_batch=args.global_batch,
+        best=args.best, settings=args.set,
+    )  # fmt: skip
+    if speaks():
+        tell(plan.explain())
+        if args.out:
+            plan.write(args.out)
+            tell(f"\nwritten to {args.out}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     from parlinalg.matmul.planner import plan_matmul
+    from parlinalg.planning.search import product_seconds
 
     plan = plan_matmul(args.M, args.N, args.K, ranks=args.ranks, dtype=args.dtype, memory=args.memory)
+    seconds = None if args.machine is None else product_seconds(plan, args.machine)
     if speaks():
-        tell(plan.explain())
+        tell(plan.explain(seconds))
     return 0
 
 

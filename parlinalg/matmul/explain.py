@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, least_words, messages
+from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem, Seconds, least_words, messages
 from parlinalg.units import format_bytes
 
 RUNNERS_UP = 3
@@ -12,8 +12,11 @@ _NAMES = {"x": "A", "w": "B", "y": "C"}
 _STREAMED = {"x": "n", "w": "m", "y": "k"}
 
 
-def explain(plan: MatmulPlan) -> str:
-    """Return the plan's grid, words, bound, memory and kernel, and the grids that lost, one a line with the reason."""
+def explain(plan: MatmulPlan, seconds: Seconds | None = None) -> str:
+    """Return the plan's grid, words, bound, memory and kernel, and the grids that lost, one a line with the reason.
+
+    With a function that tells the seconds of a grid's products and communication also times.
+    """
     problem = Problem(plan.m, plan.n, plan.k, plan.ranks, plan.dtype, plan.limit)
     least = problem.least_block()
     rows = [
@@ -26,11 +29,22 @@ def explain(plan: MatmulPlan) -> str:
         ("memory", _memory(plan, problem)),
         ("kernel", _kernel(plan)),
     ]
+    if seconds is not None:
+        product, moves = seconds(plan.factors)
+        text = f"{_time(product + moves)}: products {_time(product)}, communication {_time(moves)}"
+        rows.append(("time", text))
     lines = [f"{name:<10}{text}" for name, text in rows]
     others = _others(problem, least, plan.factors)
     lines.append("runners-up" if others else "runners-up: none, no other grid can be formed")
-    lines += [f"  {_shape(f):<14} {_lost(problem, least, f, plan.factors)}" for f in others]
+    for f in others:
+        time = "" if seconds is None else f"{_time(sum(seconds(f))):>9} "
+        lines.append(f"  {_shape(f):<14} {time}{_lost(problem, least, f, plan.factors)}")
     return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3)) if seconds * s >= 1), ("µs", 1e6))
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def _others(problem: Problem, least: int, chosen: Factors) -> list[Factors]:

@@ -7,7 +7,7 @@ reduce-scattered along k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from parlinalg.grid import Grid
 
 Factors = tuple[int, int, int]
+Seconds = Callable[[Factors], tuple[float, float]]  # of a grid: its largest block product, its communication
 MARGIN = Fraction(11, 10)  # a grid may give a rank at most this times the least possible largest block product
 
 
@@ -250,11 +251,15 @@ class MatmulPlan:
 
         return Grid(self.sizes, comm, backend, idle=True)
 
-    def explain(self) -> str:
-        """Why this plan: words, lower bound, ratio, memory, who is idle, and the runners-up with why they lost."""
+    def explain(self, seconds: Seconds | None = None) -> str:
+        """Why this plan: words, lower bound, ratio, memory, who is idle, and the runners-up with why they lost.
+
+        With `parlinalg.planning.search.product_seconds(plan, machine)` also the times of this grid and of the
+        runners-up.
+        """
         from parlinalg.matmul.explain import explain
 
-        return explain(self)
+        return explain(self, seconds)
 
     @property
     def _problem(self) -> Problem:

@@ -96,7 +96,7 @@ def seconds_of(model: Module, layers: Sequence[Layer], sample: Any, world: Comm,
             began = perf_counter()
             with no_sync(), training_step(0), buffers_kept(model):
                 y = layer.forward(whole)
-                _backward(tree_flatten(y)[1])
+                backward_of(tree_flatten(y)[1])
             if i:
                 best = min(best, perf_counter() - began)
         for m in modules.values():
@@ -116,7 +116,7 @@ def _plain(tensor: Tensor, given: Any) -> Any:
     return tensor.data if isinstance(given, DistArray) else tensor
 
 
-def _backward(outputs: Sequence[Tensor]) -> None:
+def backward_of(outputs: Sequence[Tensor]) -> None:
     """A backward pass from all outputs at once, with any gradient."""
     roots = [t for t in outputs if t.requires_grad]
     if len(roots) == 1 and not roots[0].layout.partial:

@@ -72,7 +72,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`nbytes` more (or fewer, if negative) are live in a category: weights, gradients, states, activations, …"""
+    """`nbytes` more (if negative, fewer) are live in a category: weights, gradients, states, activations, buffers."""
 
     category: str
     nbytes: int
@@ -80,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A named stretch of the program that begins or ends here: forward, backward, step, an instruction."""
+    """A named stretch of the program begins or ends: forward, backward, step, an instruction of a schedule."""
 
     name: str
     begins: bool

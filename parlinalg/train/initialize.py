@@ -119,13 +119,13 @@ def initialize(
         model.initialize(config.seed)
     parameters = list(model.parameters())
     if all(p.reducer is None for p in parameters):
-        _reducer(config, grid, model)
-    made_optimizer = _optimizer(config, optimizer, parameters, grid)
+        reducer_for(config, grid, model)
+    made_optimizer = optimizer_for(config, optimizer, parameters, grid)
     _check_alike(world, grid, model, made_optimizer)
     _check_precision(config, model)
     accumulate = 1 if model.in_stages else config.gradient_accumulation
     engine = Engine(
-        model, _update(config, made_optimizer), criterion or make_criterion(config.criterion), grid, world,
+        model, update_for(config, made_optimizer), criterion or make_criterion(config.criterion), grid, world,
         accumulate=accumulate, schedule=schedule, metrics=metrics, test_criterion=test_criterion,
     )  # fmt: skip
     for feed in (train, test):
@@ -315,7 +315,7 @@ def _idle(handler: Handler, sizes: Mapping[str, int]) -> bool:
     return set(axes) <= set(OUTER_AXES) and not set(axes) & set(sizes)
 
 
-def _reducer(config: TrainingConfig, grid: Grid, model: Module) -> GradientReducer:
+def reducer_for(config: TrainingConfig, grid: Grid, model: Module) -> GradientReducer:
     """Return the reducer of the gradients, which with ZeRO shards the parameters."""
     _check_handlers(config, model)
     handlers = _gradient_handlers(config, grid.sizes)
@@ -332,7 +332,7 @@ def _scaler(config: TrainingConfig) -> Unscaled:
     return Unscaled() if scale is None else LossScaler(scale, dynamic=False)
 
 
-def _update(config: TrainingConfig, optimizer: Optimizer) -> Update:
+def update_for(config: TrainingConfig, optimizer: Optimizer) -> Update:
     return Update(optimizer, config.clip_grad_norm, config.clip_grad_value, _scaler(config), config.skip_nonfinite)
 
 
@@ -349,7 +349,7 @@ def _not_yet(optimizer: Optimize, why: str) -> None:
         )
 
 
-def _optimizer(config: TrainingConfig, optimizer: Optimize, parameters: list[Parameter], grid: Grid) -> Optimizer:
+def optimizer_for(config: TrainingConfig, optimizer: Optimize, parameters: list[Parameter], grid: Grid) -> Optimizer:
     if optimizer is None:
         more = {} if config.precision.dtype is None else {"master": config.dtype}
         return _optimizer_of(lambda own: make_optimizer(config.optimizer, own, **more), parameters, grid)

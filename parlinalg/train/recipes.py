@@ -131,12 +131,10 @@ def _rows(config: TrainingConfig, mesh: Mesh) -> int:
 # ---------------------------------------------------------------------------------------------- samples in classes
 def classifier(config: TrainingConfig, mesh: Mesh, data: Samples) -> Recipe:
     """Return the recipe of an MLP that tells the class of a sample.  Collective."""
-    options = dict(config.model.options)
-    sizes = (data.features, *options.pop("hidden", HIDDEN), data.classes)
     if (odd := odd_one_out(mesh.world, *(np.ascontiguousarray(a).data for a in data.arrays))) is not None:
         raise ConfigError(f"{data.name}: rank {odd} reads other samples than rank 0; all ranks need the same files")
     dtype, grid = dtype_named(config.model_dtype), mesh.grid
-    model = MLP(sizes, mesh.scheme, grid, dtype=dtype, **options)
+    model = declared_classifier(config, mesh, data.features, data.classes)
     x_layout, y_layout = model.input_layout(), Layout(model.output_layout().dims[0])
     shape = (_rows(config, mesh), data.features)
     most = max(config.batch_size, TEST_BATCH * config.microbatches(mesh.topology.size))
@@ -158,14 +156,21 @@ def classifier(config: TrainingConfig, mesh: Mesh, data: Samples) -> Recipe:
     )  # fmt: skip
 
 
+def declared_classifier(config: TrainingConfig, mesh: Mesh, features: int, classes: int) -> MLP:
+    """Return the declared model of samples with so many features, in so many classes."""
+    options = dict(config.model.options)
+    sizes = (features, *options.pop("hidden", HIDDEN), classes)
+    return MLP(sizes, mesh.scheme, mesh.grid, dtype=dtype_named(config.model_dtype), **options)
+
+
 # ---------------------------------------------------------------------------------------------- text
 def language_model(config: TrainingConfig, mesh: Mesh, data: Text, out: Path | None = None) -> Recipe:
     """Return the recipe of a model that tells the next token of a text at every position.  Collective."""
     odd = odd_one_out(mesh.world, data.train.data, data.validation.data, str(data.tokenizer.vocab_size).encode())
     if odd is not None:
         raise ConfigError(f"{data.name}: rank {odd} reads other tokens than rank 0; all ranks need the same files")
-    length = int(config.data.options.get("sequence_length", SEQUENCE))
-    model = _declared(config, mesh, data, length)
+    length = length_of_sequences(config)
+    model = declared_language_model(config, mesh, data.tokenizer.vocab_size, length)
     shape = (_rows(config, mesh), length)
     if config.in_memory:  # each block's input is kept for the backward pass
         hidden = math.prod(shape) * model.config["hidden_size"] * np.dtype(np.float16).itemsize
@@ -212,10 +217,14 @@ def _windows(
     return train, Passages(data.validation, length, most, *rest, order=order, starts=data.validation_starts)
 
 
-def _declared(config: TrainingConfig, mesh: Mesh, data: Text, length: int) -> Any:
+def length_of_sequences(config: TrainingConfig) -> int:
+    """Return the tokens of a window of text."""
+    return int(config.data.options.get("sequence_length", SEQUENCE))
+
+
+def declared_language_model(config: TrainingConfig, mesh: Mesh, vocabulary: int, length: int) -> Any:
     """Return the declared model, of the sizes that the configuration and the data say."""
     options = {**SIZES, **config.model.options}
-    vocabulary = data.tokenizer.vocab_size
     if options.setdefault("vocab_size", vocabulary) < vocabulary:
         raise ConfigError(
             f"model.vocab_size is {options['vocab_size']}, but the tokenizer has {vocabulary} tokens; leave it out, or "

@@ -1,0 +1,296 @@
+"""Traces of parts of a model: some of its layers on one rank of a mesh, with the library's own passes and update.
+
+A part is run on imagined ranks: forward, backward, the reduction of its gradients and the update of its parameters.  A
+whole model is one part where it has no pipeline, each stage is one where it has; single layers are parts by which a
+search reckons what many layers take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parlinalg.array import zeros
+from parlinalg.array.create import dtype_named
+from parlinalg.autograd import Tensor, no_sync
+from parlinalg.autograd.parameter import settle
+from parlinalg.backend.shapes import WhatIf
+from parlinalg.comm.imagined import ImaginedComm
+from parlinalg.errors import ConfigError
+from parlinalg.grid import Grid
+from parlinalg.layout import Layout
+from parlinalg.nn import Module, ModuleList
+from parlinalg.nn.added_losses import added_losses
+from parlinalg.nn.layer import Layer, layers_of
+from parlinalg.pipeline.layer_costs import backward_of
+from parlinalg.pipeline.topology import PipelineTopology
+from parlinalg.planning.imagine import World, imagine
+from parlinalg.planning.timeline import cut
+from parlinalg.planning.trace import Trace
+from parlinalg.random.draws import training_step
+from parlinalg.train.choices import LANGUAGE, make_criterion
+from parlinalg.train.config import TrainingConfig
+from parlinalg.train.initialize import optimizer_for, reducer_for, update_for
+from parlinalg.train.mesh import OUTSIDE, Mesh, MeshSpec, resolve
+from parlinalg.train.recipes import dataset, declared_classifier, declared_language_model, length_of_sequences
+
+ASSUMED = WhatIf(finite=True, norm=1.0)
+"""Gradients are finite and not clipped: a step in which nothing is left out."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is given: the vocabulary and the tokens of a sequence, or the features and classes of samples."""
+
+    language: bool
+    kinds: int
+    length: int
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> Inputs:
+        """Return those of a configuration; the data are read only where the model's sizes follow from them."""
+        if config.model.name in LANGUAGE:
+            known = config.model.options.get("vocab_size")
+            kinds = int(known) if known is not None else int(dataset(config).tokenizer.vocab_size)  # type: ignore[union-attr]
+            return cls(True, kinds, length_of_sequences(config))
+        data: Any = dataset(config)
+        return cls(False, int(data.classes), int(data.features))
+
+    def declare(self, config: TrainingConfig, mesh: Mesh) -> Any:
+        """Return the declared model on a mesh."""
+        if self.language:
+            return declared_language_model(config, mesh, self.kinds, self.length)
+        return declared_classifier(config, mesh, self.length, self.kinds)
+
+    def first(self, model: Any, rows: int, grid: Grid, dtype: str) -> Any:
+        """Return what the first layer takes."""
+        if self.language:
+            return zeros((rows, self.length), grid, model.ids_layout, np.int64)
+        return Tensor(zeros((rows, self.length), grid, model.input_layout(), dtype_named(dtype)))
+
+    def targets(self, model: Any, rows: int, grid: Grid) -> Any:
+        """Return the targets of the last layer's output."""
+        if self.language:
+            return zeros((rows, self.length), grid, model.targets_layout, np.int64)
+        return zeros((rows,), grid, Layout(model.output_layout().dims[0]), np.int64)
+
+
+class Between(NamedTuple):
+    """What a layer gives to the next one."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The trace of layers on one rank, and the bytes it holds.
+
+    Attributes
+    ----------
+    trace : Trace
+        A microbatch whose gradients stay where they are, in spans "forward" and "backward"; then in a span "end" the
+        last microbatch of a step and the span "update".  Without a pipeline gradients are reduced while the last
+        microbatch goes backward; with one after it, in a span "reduce".
+    weights, gradients, states : int
+        Bytes at rest.
+    kept : int
+        Bytes that a microbatch keeps from its forward to its backward pass, the output aside.
+    peak : int
+        The most bytes at once, with one microbatch in flight.
+    output : Between or None
+        None of the last layer.
+    message : int
+        Bytes of the output's block.
+    """
+
+    trace: Trace
+    weights: int
+    gradients: int
+    states: int
+    kept: int
+    peak: int
+    output: Between | None
+    message: int
+
+    @property
+    def rest(self) -> int:
+        """Bytes at rest between microbatches."""
+        return self.weights + self.gradients + self.states
+
+    @property
+    def transient(self) -> int:
+        """Bytes at the peak that are neither at rest nor kept of a microbatch."""
+        return max(0, self.peak - self.rest - self.kept)
+
+    def span(self, name: str) -> Trace:
+        """Return the part of the trace in the first span of a name; empty if there is none."""
+        found = cut(self.trace, name)
+        return found[0] if found else Trace(self.trace.rank, self.trace.size)
+
+
+def layer_keys(model: Any) -> list[tuple[Any, ...]]:
+    """Return for each layer of a declared model what tells it from others: layers with equal keys take equal work."""
+    found = []
+    for layer in _layers(model):
+        held = [(p.shape, p.layout) for own in layer.modules for m in own.modules() for p in m._parameters.values()]
+        found.append((layer.end, *held))
+    keys: dict[Any, int] = {}
+    first = [(i == 0, i == len(found) - 1, key) for i, key in enumerate(found)]
+    return [(keys.setdefault(key, len(keys)), *key[:2]) for key in first]
+
+
+def _layers(model: Any) -> list[Layer]:
+    layers = layers_of(model)
+    if layers is None:
+        raise ConfigError(f"{type(model).__name__} lists no layers, by which it could be planned: give it layers()")
+    return layers
+
+
+def trace_part(
+    config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
+    given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu", update: bool = True,
+    seen: Callable[[Any], None] | None = None,
+) -> Part:  # fmt: skip
+    """Return the traces of some layers of a configuration's model on one of its ranks.
+
+    Parameters
+    ----------
+    config : TrainingConfig
+    inputs : Inputs
+    ranks : int
+    rows : int
+        Rows of a microbatch on all data parallel ranks together.
+    layers : pair of int, optional
+        The first layer and the one after the last; by default all.
+    given : Between, optional
+        What the layer before gives, where these are not the first.
+    stage : int
+        The pipeline rank that has them.
+    node, target
+        As of `imagine`.
+    update : bool
+        Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
+    seen : callable, optional
+        Is given the declared model.
+    """
+    spec = resolve(config, ranks)
+    place = spec.places[stage][0]
+    with (
+        imagine(ranks, place, node=node, target=target, what_if=ASSUMED) as world,
+        _mesh(config, spec, world) as mesh,
+    ):
+        model = inputs.declare(config, mesh)
+        if seen is not None:
+            seen(model)
+        every = _layers(model)
+        first, after = layers or (0, len(every))
+        return _Run(config, inputs, world, mesh, model, every[first:after], first == 0, after == len(every)).part(
+            rows, given, update
+        )
+
+
+def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
+    """Return the mesh around an imagined rank; `launch` would also ask the ranks for their hosts and cores."""
+    topology = PipelineTopology.of(world.comm, spec.grids, OUTSIDE)
+    group = topology.group if topology.size > 1 else world.comm
+    if not group.imagined:  # one rank needs no communicator, but the arrays of imagined ones
+        group = ImaginedComm(1, 0, world.device, world_ranks=(world.rank,), nodes=(world.comm.nodes[world.rank],))
+    grid = Grid(topology.sizes[topology.rank], group)
+    return Mesh(grid, config, spec, topology)
+
+
+class _Run:
+    """Layers on the grid of one rank."""
+
+    def __init__(
+        self, config: TrainingConfig, inputs: Inputs, world: World, mesh: Mesh, model: Any, layers: Sequence[Layer],
+        first: bool, last: bool,
+    ) -> None:  # fmt: skip
+        self.config, self.inputs, self.world, self.model, self.layers = config, inputs, world, model, layers
+        self.first, self.last, self.grid = first, last, mesh.grid
+        self.alone = mesh.topology.size == 1
+        modules = {id(m): m for layer in layers for own in layer.modules for m in own.modules()}
+        before = world.device.held
+        model.initialize(config.seed, only=list(modules.values()))
+        own = list({id(m): m for layer in layers for m in layer.modules}.values())
+        self.held: Module = ModuleList(own)
+        self.parameters = list(self.held.parameters())
+        self.reducer = reducer_for(config, mesh.grid, self.held) if self.parameters else None
+        self.optimizer = optimizer_for(config, None, self.parameters, mesh.grid)
+        self.weights = world.device.held - before
+        self.criterion = make_criterion(config.criterion)
+        self.output: Between | None = None
+        self.message = 0
+
+    def part(self, rows: int, given: Between | None, update: bool) -> Part:
+        world, span = self.world, self.world.span
+        gradients = states = 0
+        change = update_for(self.config, self.optimizer)
+        held = world.device.held
+        if update:  # a first step makes what later ones hold
+            self.microbatch(rows, given, sync=False)
+            gradients = max(0, world.device.held - held)
+            self.settle()
+            change(True, 1.0)
+            states = max(0, world.device.held - held)
+            world.reset_peak()
+        with world.trace() as trace:
+            kept = self.microbatch(rows, given, sync=False)
+            if update:
+                with span("end"):
+                    self.microbatch(rows, given, sync=self.alone)
+                    if not self.alone:
+                        with span("reduce"):
+                            self.settle()
+                    with span("update"):
+                        change(True, 1.0)
+        return Part(trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message)
+
+    def settle(self) -> None:
+        """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
+        if self.reducer is not None:
+            self.reducer.settle()
+        settle(self.parameters)
+
+    def microbatch(self, rows: int, given: Between | None, sync: bool) -> int:
+        """Run a microbatch; return the bytes that are kept between its passes."""
+        x, targets = self._given(rows, given), self.inputs.targets(self.model, rows, self.grid) if self.last else None
+        held, span = self.world.device.held, self.world.span
+        with training_step(0), added_losses(True):
+            with span("forward"):
+                y = x
+                for layer in self.layers:
+                    y = layer.forward(y)
+                size = _nbytes(y)
+                root = self.criterion(y, targets)[0] if self.last else y
+            kept = max(0, self.world.device.held - held - (0 if self.last else size))
+            if not self.last:
+                self.output, self.message = Between(y.shape, y.layout, y.dtype.name), size
+            del y
+            with span("backward"), _syncing(sync):
+                if self.last:
+                    (root * 1.0).backward()
+                else:
+                    backward_of([root])
+        return kept
+
+    def _given(self, rows: int, given: Between | None) -> Any:
+        if self.first:
+            return self.inputs.first(self.model, rows, self.grid, self.config.model_dtype)
+        assert given is not None
+        data = zeros(given.shape, self.grid, given.layout, dtype_named(given.dtype))
+        return Tensor(data, requires_grad=True)
+
+
+def _syncing(sync: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if sync else no_sync()
+
+
+def _nbytes(y: Any) -> int:
+    return int(y.data.block.nbytes)

@@ -1,0 +1,98 @@
+"""The search for a way to train: its answer, its bounds, what it says and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import parlinalg as pla
+from parlinalg.errors import ConfigError, PlanError
+from parlinalg.planning import search
+from parlinalg.planning.machine import load_machine
+from parlinalg.train.config import load
+from parlinalg.train.mesh import resolve
+
+pytestmark = pytest.mark.serial
+
+GPT = {
+    "model": {
+        "name": "gpt", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    },
+    "data": {"name": "text", "sequence_length": 16}, "dtype": "float32", "batch_size": 8,
+}  # fmt: skip
+NARROW = [
+    (4, {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}}),
+    (4, {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}}),
+    (8, {"zero": 0, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1}),
+]
+
+
+def plan(ranks: int, machine: str = "v100", **more: Any) -> search.TrainingPlan:
+    options = {k: more.pop(k) for k in ("memory", "global_batch", "best", "exhaustive") if k in more}
+    return pla.plan_training({**GPT, **more}, ranks=ranks, machine=machine, **options)
+
+
+@pytest.mark.parametrize(("ranks", "fixed"), NARROW, ids=str)
+def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
+    found, every = plan(ranks, best=3, **fixed), plan(ranks, best=3, exhaustive=True, **fixed)
+    assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in every.best]
+    assert found.proven
+    assert found.traced <= every.traced == every.candidates
+
+
+def test_bounds_are_below_full_traces():
+    config = {**GPT, "parallel": {"sequence": 1}, "zero": 0}
+    looks = search.Looks(load(config), 4, load_machine("v100"), 8)
+    space = list(search.Space(load(config), config, 4, 8, looks.depth, [""]))
+    assert {c.tensor.mode for c in space} >= {None, "1d", "2d"}
+    assert {c.pipeline for c in space} == {1, 2, 4}
+    for c in space[::5]:
+        found = looks.full(c)
+        assert looks.static_bound(c) <= looks.time_bound(c) <= found.seconds, c
+        assert looks.memory_bound(c) <= found.bytes, c
+
+
+def test_what_is_given_stays(tmp_path):
+    made = plan(4, parallel={"pipeline": 2, "sequence": 1}, zero=1, best=2)
+    assert all(p.candidate.pipeline == 2 and p.candidate.zero == 1 for p in made.best)
+    made.write(tmp_path / "best.py")
+    written = load(tmp_path / "best.py")
+    assert resolve(written, 4) == resolve(made.best[0].config, 4)
+    assert written.schedule == made.best[0].config.schedule
+    assert re.search(r"1 +\d.* ms .*pipeline 2", made.explain())
+
+
+def test_what_does_not_fit_names_the_least_memory():
+    with pytest.raises(PlanError, match=r"no configuration on 2 ranks fits 64.00 KiB a rank: the least .* is .* by "):
+        plan(2, memory=1 << 16, parallel={"tensor": 1, "sequence": 1, "pipeline": 1}, zero=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"ranks": 0}, "ranks=0: a plan takes a whole number of at least 1"),
+        ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
+        ({"ranks": 2, "memory": "many"}, "memory"),
+        ({"ranks": 2, "global_batch": -1}, "global_batch=-1"),
+        ({"ranks": 3, "parallel": {"tensor": 1, "sequence": 1, "pipeline": 1}}, "a batch of 8 samples cannot be split"),
+    ],
+    ids=str,
+)
+def test_wrong_wishes_are_refused(options, what):
+    with pytest.raises((ConfigError, PlanError), match=re.escape(what)):
+        plan(**options)
+
+
+def test_times_of_products():
+    made = pla.plan_matmul(4096, 4096, 4096, ranks=64, dtype="float32")
+    text = made.explain(search.product_seconds(made, "v100"))
+    assert re.search(r"time +\S+ ms: products \S+ \S+, communication", text)
+
+
+def test_classifiers_are_planned():
+    made = pla.plan_training({"model": {"name": "mlp"}, "batch_size": 64}, ranks=2, machine="v100", best=2)
+    assert made.proven
+    assert not made.language
+    assert made.best[0].throughput == pytest.approx(64 / made.best[0].seconds)
