@@ -23,7 +23,7 @@ from parlinalg.comm import open_comm, ranks_map
 
 world = open_comm()
 grid = pla.Grid({"r": 2, "c": 2}, world)
-n, calls, last = 150, 0, None
+n, calls, last = 300, 0, None
 rng = np.random.default_rng(0)
 a = rng.standard_normal((n, n))
 a = pla.distribute(a @ a.T + np.eye(n), grid, pla.Layout("r", "c"))
@@ -41,7 +41,7 @@ def counted(function):
         return function(*args, **options)
     return call
 
-for name in ("all_reduce", "broadcast", "all_gather", "all_to_all", "send", "receive"):
+for name in ("all_reduce", "broadcast", "all_gather", "all_to_all", "send", "receive", "attend"):
     setattr(type(world), name, counted(getattr(type(world), name)))
 
 where = ranks_map(world)
