@@ -121,5 +121,7 @@ def test_wrong_use(grid, world):
             linalg.lu_factor(x).solve(pla.ones(4, grid, dtype=complex))
         with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
             linalg.qr_factor(x * np.nan)
-        with pytest.raises(np.linalg.LinAlgError, match="cg takes a matrix of shape"):
+        with pytest.raises(np.linalg.LinAlgError) as error:
             linalg.cg(x, pla.ones(4, grid))
+        assert "cg takes positive definite A" in str(error.value)
+        assert str(error.value).endswith(f" of system {(*last, 0)}")
