@@ -178,7 +178,7 @@ class Panels(ABC):
         if self.tiles.layer == root:
             return Sum(block, deep, others) if others else DONE
         if self.tiles.layer in others:
-            self._given.append(deep.send(np.array(block, order="C"), root, wait=False))
+            self._given.append(deep.send(block.copy(), root, wait=False))
         return DONE
 
     def forget(self) -> None:

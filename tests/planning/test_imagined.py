@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import random
 import tracemalloc
 from collections import Counter
@@ -16,6 +18,9 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, optim, schemes
 from parlinalg.autograd import ops
+from parlinalg.linalg import costs as formulas
+from parlinalg.linalg import factors
+from parlinalg.linalg.tiles import Deal
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
 from parlinalg.planning.trace import Gemm, Memory, Span, Start, Wait
 from tests.models import KINDS, every_scheme, loss_of, make
@@ -400,3 +405,90 @@ def test_moves_do_not_grow_in_number_with_the_blocks():
             calls.append(book.calls.total())
     assert calls[1] <= 16 * calls[0]
     assert max(calls) < 400
+
+
+# ------------------------------------------------------------------ factorizations
+
+DEALS = [  # grid, layout, layers
+    ({"r": 2, "c": 2}, ("r", "c"), 1),
+    ({"r": 4, "c": 1}, ("r", None), 1),
+    ({"r": 1, "c": 4}, (None, "c"), 1),
+    ({"r": 2, "c": 3}, ("c", "r"), 1),
+    ({"d": 2, "r": 2, "c": 2}, ("r", ("c", "d")), 1),
+    ({"d": 2, "r": 2, "c": 2}, ("r", "c"), 2),
+    ({"r": 4, "c": 6}, (None, ("r", "c")), 1),
+]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("sizes", "cuts", "depth"), DEALS, ids=str)
+@pytest.mark.parametrize("kind", ["square", "tall", "wide"])
+def test_words_of_factorizations_are_those_of_the_formulas(sizes, cuts, depth, kind, monkeypatch):
+    monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
+    monkeypatch.setattr(factors, "block_size", lambda *_: 16)
+    layout, ranks = pla.Layout(*cuts), math.prod(sizes.values())
+    dtype = np.dtype("complex64" if kind == "tall" else "float64")
+
+    def check(routine, formula, *shape, depth=1):
+        with pla.ledger(grid) as book:
+            routine()
+        costs = formulas.Costs(Deal(sizes, 16, kind, depth), dtype.itemsize, grid.world.size)
+        words, calls = formula(costs).book(grid.rank)
+        assert dict(book.calls) == dict(calls), (rank, shape)
+        assert {key: n for key, n in book.words.items() if n} == {key: n for key, n in words.items() if n}, shape
+
+    for rank, shape in itertools.product({0, ranks // 2, ranks - 1}, [(150, 150), (97, 97), (210, 66), (40, 140)]):
+        (m, n), la = shape, pla.linalg
+        with pla.imagine(ranks, rank, what_if=pla.WhatIf()):
+            grid = pla.Grid(sizes)
+            a, b = (pla.ones((m, k), grid, layout, dtype=dtype) for k in (n, 5))
+            check(
+                lambda: la.lu_factor(a, depth=depth),
+                lambda c: formulas.lu_factor(c, layout, shape),
+                *shape,
+                depth=depth,
+            )
+            if depth == 1:
+                check(lambda: la.lu(a), lambda c: formulas.lu(c, layout, shape), *shape)
+                check(lambda: la.qr_factor(a), lambda c: formulas.qr_factor(c, layout, shape), *shape)
+                check(lambda: la.qr(a), lambda c: formulas.qr(c, layout, shape), *shape)
+            if m == n:
+                check(
+                    lambda: factors.solved(a, b, depth),
+                    lambda c: formulas.solve(c, layout, n, 5, layout),
+                    n,
+                    depth=depth,
+                )
+                check(lambda: la.cholesky(a, depth=depth), lambda c: formulas.cholesky(c, layout, n), n, depth=depth)
+        trees = pla.WhatIf(conditioned=False)
+        if depth == 1:
+            with pla.imagine(ranks, rank, what_if=trees):
+                grid = pla.Grid(sizes)
+                a = pla.ones(shape, grid, layout, dtype=dtype)
+                every = range(0, min(shape), 16) if Deal(sizes, 16, kind).R > 1 else ()
+                check(lambda: la.qr_factor(a), lambda c: formulas.qr_factor(c, layout, shape, trees=every), *shape)
+
+
+@pytest.mark.ranks(1, 4)
+def test_ledgers_of_iterations_are_those_of_real_ranks(world):
+    def program(grid, steps):
+        a = pla.distribute(np.diag(np.arange(1.0, 46)), grid, pla.Layout("r", "c"))
+        b = pla.distribute(np.ones((45, 3)), grid, pla.Layout("r", "c"))
+        for pipelined in (False, True):
+            pla.linalg.cg(a, b, rtol=0, maxiter=steps, pipelined=pipelined)
+
+    sizes = {"r": 2, "c": 2} if world.size == 4 else {"r": 1, "c": 1}
+    for steps in (1, 7):
+        both(world, sizes, partial(program, steps=steps), what_if=pla.WhatIf(iterations=7))
+
+
+@pytest.mark.serial
+def test_factorizations_ask_what_to_assume():
+    with pla.imagine(4, what_if=None):
+        grid = pla.Grid({"r": 2, "c": 2})
+        a = pla.ones((40, 40), grid, pla.Layout("r", "c"))
+        for routine in (pla.linalg.lu_factor, pla.linalg.qr, pla.linalg.cholesky, pla.linalg.inv):
+            with pytest.raises(pla.ValuesNeeded, match=r"test_imagined\.py:\d+.*what_if=pla\.WhatIf\("):
+                routine(a)
+    with pytest.raises(pla.ConfigError, match="pivots='none' is not known"):
+        pla.WhatIf(pivots="none")
