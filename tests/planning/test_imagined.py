@@ -9,6 +9,7 @@ import random
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -405,6 +406,63 @@ def test_moves_do_not_grow_in_number_with_the_blocks():
             calls.append(book.calls.total())
     assert calls[1] <= 16 * calls[0]
     assert max(calls) < 400
+
+
+# ------------------------------------------------------------------ trainings of a configuration
+
+CONFIG = {"optimizer": {"name": "adamw", "lr": 1e-3}, "lr_schedule": {"name": "cosine"}, "clip_grad_norm": 1.0}
+TRAININGS = {
+    "ZeRO": {"zero": 1, "parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}},
+    "offload": {"zero": 2, "parallel": {"data": 4}, "offload": {"optimizer": "host"}},
+    "pipeline": {
+        "parallel": {"data": 2, "pipeline": 2},
+        "schedule": {"name": "1f1b", "microbatches": 2},
+        "zero": 1,
+    },
+    "stage of two": {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, "gradient_accumulation": 2},
+    "16 bits": {"precision": "bfloat16", "parallel": {"data": 4}, "zero": 1},
+}
+
+
+def fit(comm: Any, config: dict[str, Any], traced: Any = None) -> Any:
+    """The ledger of a training of two batches by a configuration, as a script of the user's has it."""
+    with pla.launch({**CONFIG, **config}, comm, "auto") as mesh:
+        model = nn.GPT(
+            vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=4, num_attention_heads=4,
+            dtype="bfloat16" if "precision" in config else "float32", scheme=mesh.scheme, grid=mesh.grid, seed=1,
+        )  # fmt: skip
+        samples = np.random.default_rng(0).integers(0, 53, (2, 2, 8, 16))
+        engine, feed, _, rate = pla.initialize(
+            model, criterion=ops.cross_entropy_sum, train_dataloader=[tuple(each) for each in samples], mesh=mesh
+        )
+        with pla.ledger(mesh.world) as book, traced() if traced else nullcontext() as trace:
+            pla.Trainer(engine, lr_scheduler=rate).fit(feed, epochs=1)
+    return trace if traced else rows(book)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_ledgers_of_trainers_are_those_of_real_ranks(world, name):
+    real = fit(world, TRAININGS[name])
+    found = pla.imagine_together(
+        lambda w: fit(w.comm, TRAININGS[name]), world.size, node=world.local_size, what_if=pla.WhatIf()
+    )
+    assert found[world.rank] == real
+
+
+@pytest.mark.serial
+def test_a_configuration_is_traced():
+    config = {"parallel": {"data": 2, "pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, "zero": 1}
+    traces = pla.imagine_together(
+        lambda w: fit(None, config, w.trace), 16, classes=lambda rank: rank // 4 % 2, what_if=pla.WhatIf()
+    )
+    assert list(traces) == [0, 4]
+    for rank, trace in traces.items():
+        starts = [e for e in trace.events if isinstance(e, Start)]
+        assert trace.rank == rank
+        assert {"send", "receive", "all_gather"} <= {e.op for e in starts}
+        assert any(isinstance(e, Gemm) for e in trace.events)
+    assert sum(e.nbytes for e in traces[0].events if isinstance(e, Memory)) > 0
 
 
 # ------------------------------------------------------------------ factorizations
