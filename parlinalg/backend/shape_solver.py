@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from parlinalg.backend.shapes import values_needed
+import numpy as np
 
 Block = Any
 
@@ -30,10 +30,30 @@ def cholesky(a: Block) -> int:
 
 
 def lu(a: Block) -> Any:
-    """Raise a ValuesNeeded: values choose the pivots."""
-    raise values_needed("the pivots of lu")
+    """Return an array for L and U, and the interchanges of the rows: none."""
+    a.device.assume("pivots", "the choice of pivots")
+    a.device.kernel("getrf", 2 * a.nbytes, a.size * min(a.shape), a.dtype)
+    return a.device.empty(a.shape, a.dtype), np.arange(min(a.shape))
 
 
 def qr(a: Block) -> Any:
-    """Raise a ValuesNeeded: values decide whether a panel is factored by its Gram matrix."""
-    raise values_needed("a panel of qr")
+    """Return arrays for Q and R, reduced."""
+    (m, n), k = a.shape, min(a.shape)
+    a.device.kernel("geqrf", 2 * a.nbytes, a.size * k, a.dtype)
+    a.device.kernel("orgqr", 2 * m * k * a.itemsize, m * k * k, a.dtype)
+    return a.device.empty((m, k), a.dtype), a.device.empty((k, n), a.dtype)
+
+
+def reflections(a: Block) -> tuple[Block, Block, Block] | None:
+    """Return arrays for Y, T and R, as LAPACK's `geqrt` finds them; None for what a GPU is to have."""
+    if not a.device.cpu:
+        return None
+    n = a.shape[1]
+    a.device.kernel("geqrt", 2 * a.nbytes, a.size * n, a.dtype)
+    return tuple(a.device.empty(shape, a.dtype) for shape in (a.shape, (n, n), (n, n)))
+
+
+def unpivoted(a: Block) -> tuple[Block, Block, Block]:
+    """Return arrays for L, U and signs."""
+    a.device.kernel("laorhr_col_getrfnp", 2 * a.nbytes, a.size * len(a), a.dtype)
+    return tuple(a.device.empty(shape, a.dtype) for shape in (a.shape, a.shape, (len(a),)))

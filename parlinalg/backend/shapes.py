@@ -58,6 +58,11 @@ class WhatIf:
         "even": every expert gets as many tokens as any other, or one more.
     iterations : int
         The steps that an iteration takes which would stop where it has converged.
+    pivots : str
+        "even": every grid row has its share of the pivots of each panel of LU, and no rows of a rank are exchanged.
+    conditioned : bool
+        The columns of panels of QR are independent enough that products alone orthogonalize them; if not, each panel
+        goes through a tree.
     """
 
     finite: bool = True
@@ -66,10 +71,14 @@ class WhatIf:
     token: int = 0
     routing: str = "even"
     iterations: int = 10
+    pivots: str = "even"
+    conditioned: bool = True
 
     def __post_init__(self) -> None:
         if self.routing != "even":
             raise ConfigError(f"routing={self.routing!r} is not known; what can be assumed is 'even'")
+        if self.pivots != "even":
+            raise ConfigError(f"pivots={self.pivots!r} is not known; what can be assumed is 'even'")
         if self.iterations < 1:
             raise ConfigError(f"iterations={self.iterations} should be at least 1")
 

@@ -27,6 +27,7 @@ from parlinalg.linalg import blocks
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
 from parlinalg.linalg.eigh import PANEL, TOGETHER
+from parlinalg.linalg.lu import shares
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting
 from parlinalg.matmul.assign import assign
@@ -266,9 +267,7 @@ def even_winners(deal: Deal, m: int, n: int) -> Counts:
     active = after(deal.rows(m), 0)
     found = []
     for _, b in panels(min(m, n), deal.size):
-        share = np.minimum(active, b * active // max(1, active.sum()))
-        for i in np.argsort(-(b * active % max(1, active.sum())), kind="stable")[: b - share.sum()]:
-            share[i] += 1
+        share = shares(active, b)
         active = active - share
         found.append(share)
     return np.array(found, np.int64).reshape(-1, deal.R)

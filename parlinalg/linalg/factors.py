@@ -190,7 +190,11 @@ class LUFactor(Factor):
         if tiles.D > 1:
             self._flatten(tiles, every)
         self.diagonal = work.diagonal
-        zeros = np.flatnonzero(self.diagonal == 0)
+        zeros = np.zeros(0, int)
+        if self.grid.backend.values:
+            zeros = np.flatnonzero(self.diagonal == 0)
+        else:
+            self.grid.backend.assume("finite", "whether a pivot is 0")
         odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
         _refuse(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
@@ -374,7 +378,10 @@ class QRFactor(Factor):
         q = self.grid.backend.empty((0, 0), self.dtype)
         if self.grid.inside:
             rows, mine = self.rows[self.tiles.i], every[self.tiles.j]
-            q = (kernels.beside(rows, q)[:, None] == kernels.beside(mine, q)[None, :]).astype(self.dtype)
+            if self.grid.backend.values:
+                q = (kernels.beside(rows, q)[:, None] == kernels.beside(mine, q)[None, :]).astype(self.dtype)
+            else:
+                q = self.grid.backend.zeros((len(rows), len(mine)), self.dtype)
             self._work.times(q, mine)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
@@ -382,7 +389,9 @@ class QRFactor(Factor):
     def zero(self) -> int | None:
         """The first zero of R's diagonal; None where A has full rank.  The first use is collective."""
         k, zeros = min(self.shape), np.zeros(0, int)
-        if self.grid.inside:
+        if not self.grid.backend.values:
+            self.grid.backend.assume("finite", "whether the columns are independent")
+        elif self.grid.inside:
             rows, columns = self.tops[self.tiles.i], self.columns[self.tiles.j]
             both, at, also = np.intersect1d(rows, columns, return_indices=True)
             zeros = both[kernels.to_host(self._r[at, also]) == 0]
@@ -856,6 +865,8 @@ def _refuse(odd: bool | float, name: str) -> None:
 
 
 def _scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
+    if not grid.backend.values:
+        return DistArray(grid.backend.from_host(np.empty((), dtype)), (), Layout(), grid)
     return DistArray(grid.backend.from_host(np.asarray(value, dtype)), (), Layout(), grid)
 
 

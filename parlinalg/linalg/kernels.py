@@ -194,11 +194,13 @@ def in_columns(a: np.ndarray, extra: int = 0) -> np.ndarray:
     return out
 
 
-def reflections(a: Block) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def reflections(a: Block) -> tuple[Block, Block, Block] | None:
     """Return Y [m, n], T [n, n] and R [n, n] with A = (I - Y T Yᴴ) R for m ≥ n; None where there is no `geqrt`.
 
     NumPy's LAPACK may lack it, and cuSOLVER does.
     """
+    if not has_values(a):
+        return shape_solver.reflections(a)
     if _device(a):
         return None
     m, n = a.shape
@@ -216,6 +218,8 @@ def unpivoted(a: Block) -> tuple[Block, Block, Block]:
 
     It is computed on the host.
     """
+    if not has_values(a):
+        return shape_solver.unpivoted(a)
     if _device(a):
         lower, upper, signs = (beside(each, a) for each in unpivoted(to_host(a)))
         return lower, upper, signs

@@ -20,6 +20,7 @@ from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
+from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.matmul import matmul
 
@@ -75,7 +76,7 @@ class Vectors:
         """
         found, handle = np.zeros((n, *self.systems), self.dtype), None
         if self.comm is not None:
-            here = [np.asarray(self.grid.backend.to_host(t)) for t in terms()]
+            here = [np.asarray(self._numbers(t)) for t in terms()]
             each = [t.reshape(-1) if self.one else t if t.ndim > len(self.systems) else t[None] for t in here]
             found[(slice(None), *self._mine)] = np.concatenate(each)
             handle = self.comm.all_reduce(found, wait=False)
@@ -83,12 +84,18 @@ class Vectors:
         def wait() -> np.ndarray:
             if handle is not None:
                 handle.wait()
+            if not self.grid.backend.values:
+                found[...] = 1  # none decides: an iteration takes the steps that are assumed
             if self.grid.size == self.grid.world.size:
                 return found
             told = self.grid.world.share(found if handle is not None else None, others="alike")
             return next(each for each in told if each is not None)
 
         return wait
+
+    def _numbers(self, block: Block) -> np.ndarray:
+        found = self.grid.backend.to_host(block)
+        return found if has_values(found) else np.ones(found.shape, found.dtype)
 
     def dots(self, x: Block, y: Block) -> Any:
         """Return this rank's terms of the inner products xᴴ y."""
@@ -269,6 +276,10 @@ class _System:
         if not np.isfinite(norm).all():
             raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
         self.limit = np.maximum(rtol * norm, atol)
+        self.values = b.grid.backend.values
+        if not self.values:
+            steps = b.grid.backend.assume("iterations", "how many iterations suffice")
+            self.maxiter, self.limit = min(self.maxiter, steps), 0 * norm
 
     def times(self, x: DistArray) -> DistArray:
         """Return A x."""
@@ -287,7 +298,7 @@ class _System:
 
     def result(self, info: int) -> tuple[DistArray, int]:
         """Return the solution in the shape of b, and 0 or the number of iterations that did not suffice."""
-        return self._back(self.x), info
+        return self._back(self.x), info if self.values else 0
 
     def finite(self, value: Any, step: int) -> Any:
         """Return numbers that decide; raise an error if one is none."""
@@ -370,7 +381,7 @@ def cg(
             break
         beta = 0.0 if first else _ratio(gamma, before, active)
         curvature = delta if first else delta - beta * _ratio(gamma, alpha, active)
-        wrong = active & ((gamma <= 0) | (curvature <= 0))
+        wrong = active & ((gamma <= 0) | (curvature <= 0)) & s.values
         if wrong.any() and not first:  # by rounding, if it is so no more with the true residual
             r = s.b - s.times(x)
             u = s.preconditioned(r)

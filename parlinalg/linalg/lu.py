@@ -8,11 +8,13 @@ U lie where they lay in A, in another order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
@@ -44,7 +46,8 @@ class LU(Panels):
     def diagonal(self) -> np.ndarray:
         if not self._diagonals:
             return np.zeros(0, self.a.dtype)
-        return kernels.to_host(namespace(self.a).concatenate(self._diagonals))
+        found = namespace(self.a).concatenate(self._diagonals)
+        return kernels.to_host(found) if has_values(found) else found
 
     @property
     def positions(self) -> list[Numbers]:
@@ -88,6 +91,10 @@ class LU(Panels):
                 factored, ranked = kernels.lu(proposed)
                 corner[...], winners = factored[:b], ranked[:b]
             first = np.cumsum([0, *counts])
+            if not has_values(panel):
+                winners = np.concatenate(
+                    [x + np.arange(n) for x, n in zip(first, shares(self._active, b), strict=False)]
+                )
             owners, places = np.searchsorted(first, winners, "right") - 1, np.full(b, -1)
             own = np.flatnonzero(owners == tiles.i)
             places[own] = mine[winners[own] - first[tiles.i]]
@@ -109,7 +116,7 @@ class LU(Panels):
     def take(self, k: int, b: int, panel: Any) -> Any:
         tiles, c, before = self.tiles, self.column(k + b), self.column(k)
         won_by, corner, below = panel
-        owners, places = kernels.to_host(won_by)
+        owners, places = self._winners(b) if not has_values(won_by) else kernels.to_host(won_by)
         if tiles.D > 1:  # the other layers have the same rows, and swap them alike
             told = np.concatenate([np.ravel([owners, places]).view(self.a.dtype), np.diag(corner)])
             self._given.append(tiles.deep.broadcast(told, tiles.layer, wait=False))
@@ -141,6 +148,8 @@ class LU(Panels):
         told = np.empty(head + b, self.a.dtype)
         tiles.deep.broadcast(told, root, wait=False).wait()
         owners, places = told[:head].view(np.int64).reshape(2, b)
+        if not has_values(self.a):
+            owners, places = self._winners(b)
         done = len(self._won[tiles.i])
         chosen = places[owners == tiles.i] + done
         behind = self.a[:, c:]
@@ -160,6 +169,11 @@ class LU(Panels):
     def first_row(self, k: int) -> int:
         return len(self._won[self.tiles.i])
 
+    def _winners(self, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the grid rows of a panel's pivots, and their places there, where no values choose them."""
+        share = shares(self._active, b)
+        return np.repeat(np.arange(len(share)), share), np.concatenate([np.arange(n) for n in share])
+
     def _win(self, k: int, owners: np.ndarray, counts: list[int]) -> None:
         """Note which grid rows have the pivots of a panel."""
         for i, won in enumerate(self._won):
@@ -171,8 +185,19 @@ class LU(Panels):
         kernels.subtract(self.a[r:, first:last], left, right[:, first - c : last - c])
 
 
+def shares(active: Sequence[int] | np.ndarray, b: int) -> np.ndarray:
+    """Return how many of b pivots each grid row has, of which so many rows are no pivots yet: each its share."""
+    left = np.asarray(active)
+    share = np.minimum(left, b * left // max(1, left.sum()))
+    for i in np.argsort(-(b * left % max(1, left.sum())), kind="stable")[: b - share.sum()]:
+        share[i] += 1
+    return share
+
+
 def _regular(corner: Any) -> Any:
     """Return U's tile with ones for zeros on its diagonal: the columns that they divide are zero as well."""
+    if not has_values(corner):  # whoever assumes the pivots takes none for zero
+        return corner
     zeros = corner.diagonal() == 0
     return corner + namespace(corner).diag(zeros).astype(corner.dtype) if bool(zeros.any()) else corner
 

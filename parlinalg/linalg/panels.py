@@ -29,10 +29,10 @@ class Sum(Handle):
 
     __slots__ = ("_block", "_terms")
 
-    def __init__(self, block: np.ndarray, comm: Comm, ranks: Iterable[int]) -> None:
+    def __init__(self, block: Any, comm: Comm, ranks: Iterable[int]) -> None:
         self._block, self._terms = block, []
         for rank in ranks:
-            term = np.empty(block.shape, block.dtype)
+            term = namespace(block).empty(block.shape, block.dtype)
             self._terms.append((term, comm.receive(term, rank, wait=False)))
 
     def wait(self) -> None:
@@ -178,7 +178,7 @@ class Panels(ABC):
         if self.tiles.layer == root:
             return Sum(block, deep, others) if others else DONE
         if self.tiles.layer in others:
-            self._given.append(deep.send(np.array(block, order="C"), root, wait=False))
+            self._given.append(deep.send(block.copy(), root, wait=False))
         return DONE
 
     def forget(self) -> None:

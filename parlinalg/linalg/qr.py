@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm, Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
@@ -87,7 +88,7 @@ class QR(Panels):
                 head[:b], head[b : 2 * b], head[2 * b] = _reconstruct(y[:b])
                 head[2 * b + 1] = tree or sound
             tiles.down.broadcast(head, i)
-            if bool(head[2 * b + 1, 0] != 0):
+            if (tree or sound) if not has_values(head) else bool(head[2 * b + 1, 0] != 0):
                 break
         t[...] = head[b : 2 * b]
         kernels.substitute(head[:b], y[top:], right=True)
@@ -131,7 +132,11 @@ def nearly_orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool, Any]:
     last, gram = _gram_factor(y, comm)
     one = namespace(y).eye(y.shape[1], dtype=y.dtype)
     r = kernels.adjoint(last) @ kernels.adjoint(first)
-    return r, not gram.size or bool(abs(gram - one).max() < NEAR), last
+    if not has_values(gram):
+        sound = gram.device.assume("conditioned", "whether the Gram matrix of columns orthogonalizes them")
+    else:
+        sound = not gram.size or bool(abs(gram - one).max() < NEAR)
+    return r, sound, last
 
 
 def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:

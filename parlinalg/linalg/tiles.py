@@ -200,11 +200,11 @@ class Tiles(Deal):
         """Return those of this rank's columns that `places` gives it: the ones of this layer's panels."""
         return block[:, self.layer_of(columns[self.j]) == self.layer] if self.grid.inside else block
 
-    def layered(self, block: np.ndarray, columns: Sequence[Numbers]) -> np.ndarray:
+    def layered(self, block: Any, columns: Sequence[Numbers]) -> Any:
         """Return this layer's term of a matrix, from the columns that `places` gives this rank: zeros elsewhere."""
         if self.D == 1 or not self.grid.inside:
             return block
-        found = np.zeros((len(block), len(columns[self.j])), block.dtype)
+        found = self.grid.backend.zeros((len(block), len(columns[self.j])), block.dtype)
         found[:, self.layer_of(columns[self.j]) == self.layer] = block
         return found
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import random
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,9 @@ import pytest
 import parlinalg as pla
 from parlinalg import nn, optim, schemes
 from parlinalg.autograd import ops
+from parlinalg.linalg import costs as formulas
+from parlinalg.linalg import factors
+from parlinalg.linalg.tiles import Deal
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
 from parlinalg.planning.trace import Gemm, Memory, Span, Start, Wait
 from tests.models import KINDS, every_scheme, loss_of, make
@@ -400,3 +406,147 @@ def test_moves_do_not_grow_in_number_with_the_blocks():
             calls.append(book.calls.total())
     assert calls[1] <= 16 * calls[0]
     assert max(calls) < 400
+
+
+# ------------------------------------------------------------------ trainings of a configuration
+
+CONFIG = {"optimizer": {"name": "adamw", "lr": 1e-3}, "lr_schedule": {"name": "cosine"}, "clip_grad_norm": 1.0}
+TRAININGS = {
+    "ZeRO": {"zero": 1, "parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}},
+    "offload": {"zero": 2, "parallel": {"data": 4}, "offload": {"optimizer": "host"}},
+    "pipeline": {
+        "parallel": {"data": 2, "pipeline": 2},
+        "schedule": {"name": "1f1b", "microbatches": 2},
+        "zero": 1,
+    },
+    "stage of two": {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, "gradient_accumulation": 2},
+    "16 bits": {"precision": "bfloat16", "parallel": {"data": 4}, "zero": 1},
+}
+
+
+def fit(comm: Any, config: dict[str, Any], traced: Any = None) -> Any:
+    """The ledger of a training of two batches by a configuration, as a script of the user's has it."""
+    with pla.launch({**CONFIG, **config}, comm, "auto") as mesh:
+        model = nn.GPT(
+            vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=4, num_attention_heads=4,
+            dtype="bfloat16" if "precision" in config else "float32", scheme=mesh.scheme, grid=mesh.grid, seed=1,
+        )  # fmt: skip
+        samples = np.random.default_rng(0).integers(0, 53, (2, 2, 8, 16))
+        engine, feed, _, rate = pla.initialize(
+            model, criterion=ops.cross_entropy_sum, train_dataloader=[tuple(each) for each in samples], mesh=mesh
+        )
+        with pla.ledger(mesh.world) as book, traced() if traced else nullcontext() as trace:
+            pla.Trainer(engine, lr_scheduler=rate).fit(feed, epochs=1)
+    return trace if traced else rows(book)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_ledgers_of_trainers_are_those_of_real_ranks(world, name):
+    real = fit(world, TRAININGS[name])
+    found = pla.imagine_together(
+        lambda w: fit(w.comm, TRAININGS[name]), world.size, node=world.local_size, what_if=pla.WhatIf()
+    )
+    assert found[world.rank] == real
+
+
+@pytest.mark.serial
+def test_a_configuration_is_traced():
+    config = {"parallel": {"data": 2, "pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, "zero": 1}
+    traces = pla.imagine_together(
+        lambda w: fit(None, config, w.trace), 16, classes=lambda rank: rank // 4 % 2, what_if=pla.WhatIf()
+    )
+    assert list(traces) == [0, 4]
+    for rank, trace in traces.items():
+        starts = [e for e in trace.events if isinstance(e, Start)]
+        assert trace.rank == rank
+        assert {"send", "receive", "all_gather"} <= {e.op for e in starts}
+        assert any(isinstance(e, Gemm) for e in trace.events)
+    assert sum(e.nbytes for e in traces[0].events if isinstance(e, Memory)) > 0
+
+
+# ------------------------------------------------------------------ factorizations
+
+DEALS = [  # grid, layout, layers
+    ({"r": 2, "c": 2}, ("r", "c"), 1),
+    ({"r": 4, "c": 1}, ("r", None), 1),
+    ({"r": 1, "c": 4}, (None, "c"), 1),
+    ({"r": 2, "c": 3}, ("c", "r"), 1),
+    ({"d": 2, "r": 2, "c": 2}, ("r", ("c", "d")), 1),
+    ({"d": 2, "r": 2, "c": 2}, ("r", "c"), 2),
+    ({"r": 4, "c": 6}, (None, ("r", "c")), 1),
+]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("sizes", "cuts", "depth"), DEALS, ids=str)
+@pytest.mark.parametrize("kind", ["square", "tall", "wide"])
+def test_words_of_factorizations_are_those_of_the_formulas(sizes, cuts, depth, kind, monkeypatch):
+    monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
+    monkeypatch.setattr(factors, "block_size", lambda *_: 16)
+    layout, ranks = pla.Layout(*cuts), math.prod(sizes.values())
+    dtype = np.dtype("complex64" if kind == "tall" else "float64")
+
+    def check(routine, formula, *shape, depth=1):
+        with pla.ledger(grid) as book:
+            routine()
+        costs = formulas.Costs(Deal(sizes, 16, kind, depth), dtype.itemsize, grid.world.size)
+        words, calls = formula(costs).book(grid.rank)
+        assert dict(book.calls) == dict(calls), (rank, shape)
+        assert {key: n for key, n in book.words.items() if n} == {key: n for key, n in words.items() if n}, shape
+
+    for rank, shape in itertools.product({0, ranks // 2, ranks - 1}, [(150, 150), (97, 97), (210, 66), (40, 140)]):
+        (m, n), la = shape, pla.linalg
+        with pla.imagine(ranks, rank, what_if=pla.WhatIf()):
+            grid = pla.Grid(sizes)
+            a, b = (pla.ones((m, k), grid, layout, dtype=dtype) for k in (n, 5))
+            check(
+                lambda: la.lu_factor(a, depth=depth),
+                lambda c: formulas.lu_factor(c, layout, shape),
+                *shape,
+                depth=depth,
+            )
+            if depth == 1:
+                check(lambda: la.lu(a), lambda c: formulas.lu(c, layout, shape), *shape)
+                check(lambda: la.qr_factor(a), lambda c: formulas.qr_factor(c, layout, shape), *shape)
+                check(lambda: la.qr(a), lambda c: formulas.qr(c, layout, shape), *shape)
+            if m == n:
+                check(
+                    lambda: factors.solved(a, b, depth),
+                    lambda c: formulas.solve(c, layout, n, 5, layout),
+                    n,
+                    depth=depth,
+                )
+                check(lambda: la.cholesky(a, depth=depth), lambda c: formulas.cholesky(c, layout, n), n, depth=depth)
+        trees = pla.WhatIf(conditioned=False)
+        if depth == 1:
+            with pla.imagine(ranks, rank, what_if=trees):
+                grid = pla.Grid(sizes)
+                a = pla.ones(shape, grid, layout, dtype=dtype)
+                every = range(0, min(shape), 16) if Deal(sizes, 16, kind).R > 1 else ()
+                check(lambda: la.qr_factor(a), lambda c: formulas.qr_factor(c, layout, shape, trees=every), *shape)
+
+
+@pytest.mark.ranks(1, 4)
+def test_ledgers_of_iterations_are_those_of_real_ranks(world):
+    def program(grid, steps):
+        a = pla.distribute(np.diag(np.arange(1.0, 46)), grid, pla.Layout("r", "c"))
+        b = pla.distribute(np.ones((45, 3)), grid, pla.Layout("r", "c"))
+        for pipelined in (False, True):
+            pla.linalg.cg(a, b, rtol=0, maxiter=steps, pipelined=pipelined)
+
+    sizes = {"r": 2, "c": 2} if world.size == 4 else {"r": 1, "c": 1}
+    for steps in (1, 7):
+        both(world, sizes, partial(program, steps=steps), what_if=pla.WhatIf(iterations=7))
+
+
+@pytest.mark.serial
+def test_factorizations_ask_what_to_assume():
+    with pla.imagine(4, what_if=None):
+        grid = pla.Grid({"r": 2, "c": 2})
+        a = pla.ones((40, 40), grid, pla.Layout("r", "c"))
+        for routine in (pla.linalg.lu_factor, pla.linalg.qr, pla.linalg.cholesky, pla.linalg.inv):
+            with pytest.raises(pla.ValuesNeeded, match=r"test_imagined\.py:\d+.*what_if=pla\.WhatIf\("):
+                routine(a)
+    with pytest.raises(pla.ConfigError, match="pivots='none' is not known"):
+        pla.WhatIf(pivots="none")
