@@ -204,6 +204,15 @@ def _tensors(config: TrainingConfig, ranks: int) -> Iterator[TensorConfig]:
             yield TensorConfig(mode="3d", shape=tuple(shape))
 
 
+def _shapes(own: TensorConfig, ranks: int) -> Iterator[TensorConfig]:
+    """Yield the shapes of a given form over so many ranks, those with axes of one rank among them."""
+    if own.depth is not None or own.mode not in ("2d", "2.5d", "3d"):
+        yield replace(own, size=ranks)
+        return
+    for shape in factorizations(ranks, 2 if own.mode == "2d" else 3):
+        yield replace(own, shape=tuple(shape))
+
+
 def divisors(n: int) -> list[int]:
     """Return the numbers that divide n, ascending."""
     return sorted({a for a, _ in factorizations(n, 2)})
@@ -253,12 +262,8 @@ class Space:
             fixed = own.tensor.ranks
             for size in [fixed] if fixed is not None else divisors(ranks):
                 if ranks % size == 0 and own.data.size in (None, ranks // size):
-                    if fixed is not None:
-                        yield ranks // size, own.tensor
-                    else:
-                        for tensor in _tensors(self.config, size):
-                            if tensor.mode == own.tensor.mode:
-                                yield ranks // size, replace(tensor, sequence_parallel=own.tensor.sequence_parallel)
+                    for tensor in [own.tensor] if fixed is not None else _shapes(own.tensor, size):
+                        yield ranks // size, tensor
             return
         for size in divisors(ranks):
             if own.data.size in (None, ranks // size):
@@ -362,7 +367,7 @@ class Looks:
     def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch: int) -> None:
         self.config, self.ranks, self.machine, self.batch = config, ranks, machine, batch
         self.inputs = Inputs.of(config)
-        self.node = min(ranks, machine.ranks_per_node)
+        self.node = on_node(machine, ranks)
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
         self.traces = 0
         self._parts: dict[Any, Part] = {}
@@ -631,6 +636,11 @@ class Looks:
         return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage)
 
 
+def on_node(machine: Machine, ranks: int) -> int:
+    """Return how many of so many ranks are on one node: all where there is no network, else as many as it has."""
+    return ranks if machine.network is None else min(ranks, machine.ranks_per_node)
+
+
 def best_rate(machine: Machine, dtype: str) -> float:
     """Return operations a second that no product of a dtype on a machine exceeds.
 
@@ -863,7 +873,7 @@ def plan_training(
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(machine)
-    limit = found.memory if memory is None else _bytes(memory)
+    limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     looks = Looks(checked, ranks, found, batch)
     space = Space(checked, given, ranks, batch, looks.depth, _dtypes(checked, given, found))
@@ -875,6 +885,11 @@ def plan_training(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), len(search.candidates),
         search.traced, search.proven, perf_counter() - began, given, looks.inputs.language,
     )  # fmt: skip
+
+
+def _room(machine: Machine, ranks: int) -> int:
+    """Return the bytes a rank may use; more ranks than a node is meant for share its memory."""
+    return machine.memory * machine.ranks_per_node // max(machine.ranks_per_node, on_node(machine, ranks))
 
 
 def _whole(name: str, value: object) -> None:
@@ -893,12 +908,11 @@ def _bytes(value: int | str) -> int:
 
 
 def _values(config: Any, settings: Sequence[str]) -> dict[str, Any]:
-    if isinstance(config, TrainingConfig):
-        return override(config.given(), settings)
-    values = dict(config) if isinstance(config, Mapping) else read(config)
+    given = config.given() if isinstance(config, TrainingConfig) else config
+    values = override(dict(given) if isinstance(given, Mapping) else read(given), settings)
     if values.get("parallel") == "auto":
         del values["parallel"]
-    return override(values, settings)
+    return values
 
 
 def _dtypes(config: TrainingConfig, given: Mapping[str, Any], machine: Machine) -> list[str]:
@@ -1106,7 +1120,7 @@ def product_seconds(plan: MatmulPlan, machine: Machine | str) -> Seconds:
         pm, pn, pk = factors
         m, n, k = (-(-extent // p) for extent, p in zip((plan.m, plan.n, plan.k), factors, strict=True))
         size = pm * pn * pk
-        node = min(found.ranks_per_node, size)
+        node = on_node(found, size)
         product = found.crowd(node, size) * found.gemm_seconds(Gemm(1, m, n, k, plan.dtype))
         moves = 0.0
         for op, elements, ranks, stride in (
