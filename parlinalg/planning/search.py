@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError
+from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded
 from parlinalg.grid import factorizations
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
@@ -54,8 +55,8 @@ from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
-ALL = 64  # ranks up to which every candidate is within reach
-TRACES = 240  # of parts, for more ranks than that
+ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
+TRACES = 160  # of parts, for more than that
 FULL = 6  # candidates that are traced in full there
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
@@ -939,13 +940,14 @@ class _Search:
     def __init__(self, looks: Looks, candidates: Sequence[Candidate], memory: int, best: int, exhaustive: bool) -> None:
         self.looks, self.candidates, self.memory, self.best = looks, candidates, memory, best
         self.exhaustive = exhaustive
-        self.limited = looks.ranks > ALL and not exhaustive
+        self.limited = not exhaustive and (looks.ranks > ALL or len(candidates) > MANY)
         self.done: list[Planned] = []
         self.too_full: list[tuple[int, Candidate, int]] = []
         self.refused: Counter[str] = Counter()
         self.refused_of: dict[str, Candidate] = {}
         self.left: list[tuple[float, Candidate]] = []
         self.traced, self.proven = 0, True
+        self.unknown = False  # whether some cannot be imagined
 
     def run(self) -> list[Planned]:
         """Return the best, the fastest first."""
@@ -964,6 +966,7 @@ class _Search:
             self._prove(fitting)
         if not self.done:
             raise PlanError(self._nothing_fits())
+        self.proven = self.proven and not self.unknown
         return sorted(self.done, key=_order)[: self.best]
 
     def _prove(self, fitting: Sequence[tuple[float, Any, int, Candidate]]) -> None:
@@ -982,8 +985,17 @@ class _Search:
                 heapq.heappush(heap, (found, 1, n, c))
 
     def _reach(self, fitting: Sequence[tuple[float, Any, int, Candidate]]) -> None:
-        """Estimate as many candidates as there are traces for, and trace the first of them in full."""
-        order = sorted(fitting, key=lambda x: (x[1], x[0], x[2]))
+        """Estimate as many candidates as there are traces for, and trace the first of them in full.
+
+        Forms and lengths of the pipeline take turns, so that each comes up before any has all its candidates looked at.
+        """
+        turns: Counter[tuple[str, int]] = Counter()
+        ranked = []
+        for i, each in enumerate(sorted(fitting, key=lambda x: (x[1], x[0], x[2]))):
+            group = each[3].form(), each[3].pipeline
+            ranked.append((turns[group], i, each))
+            turns[group] += 1
+        order = [each for _, _, each in sorted(ranked)]
         bounds: list[tuple[float, int, Candidate]] = []
         for _, _, n, c in order:
             if self.looks.traces >= TRACES // 2:
@@ -1014,15 +1026,19 @@ class _Search:
         self.proven = all(bound >= least_time for bound, _ in rest)
 
     def _asked(self, c: Candidate, look: Any) -> Any:
-        """Return what a look finds; None if the library refuses the candidate."""
+        """Return what a look finds; None if the library refuses the candidate, or cannot imagine it."""
         try:
             return look(c)
+        except ValuesNeeded as error:
+            self.unknown = True
+            self._refuse(c, error)
+            return None
         except (ConfigError, LayoutError, PlanError) as error:
             self._refuse(c, error)
             return None
 
     def _refuse(self, c: Candidate, error: ParlinalgError) -> None:
-        why = str(error).split(":")[0]
+        why = re.split(r":| \(at ", str(error))[0]
         self.refused[why] += 1
         self.refused_of.setdefault(why, c)
 
