@@ -57,7 +57,8 @@ __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
 TRACES = 160  # of parts, for more than that
-FULL = 6  # candidates that are traced in full there
+FULL = 6  # candidates that are traced in full there, before those near the fastest
+ROUNDS = 4  # of those near the fastest
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
@@ -996,34 +997,47 @@ class _Search:
             ranked.append((turns[group], i, each))
             turns[group] += 1
         order = [each for _, _, each in sorted(ranked)]
-        bounds: list[tuple[float, int, Candidate]] = []
+        bounds = {n: bound for bound, _, n, _ in fitting}
+        seen: set[int] = set()  # what is refused, too full or traced
+        near: list[tuple[float, int, Candidate]] = []
         for _, _, n, c in order:
             if self.looks.traces >= TRACES // 2:
                 break
-            if (bound := self._asked(c, self.looks.time_bound)) is not None:
-                bounds.append((bound, n, c))
-        seen = {n for _, n, _ in bounds}
-        rest = [(b, c) for b, _, n, c in order if n not in seen]
+            if (bound := self._asked(c, self.looks.time_bound)) is None:
+                seen.add(n)
+            else:
+                bounds[n] = bound
+                near.append((bound, n, c))
         estimates: list[tuple[float, int, Candidate]] = []
-        for bound, n, c in sorted(bounds):
+        for bound, n, c in sorted(near, key=lambda x: x[:2]):
             least = sorted(e for e, _, _ in estimates)
             if self.looks.traces >= TRACES or (len(least) >= self.best and bound > least[self.best - 1]):
-                rest.append((bound, c))
-                continue
-            if (found := self._asked(c, self.looks.estimate)) is not None:
-                seconds, nbytes = found
-                if nbytes > self.memory:
-                    self.too_full.append((nbytes, c, -1))
-                else:
-                    estimates.append((seconds, n, c))
-        for i, (seconds, _, c) in enumerate(sorted(estimates)):
-            if len(self.done) < max(FULL, 1) and i < 4 * FULL:
+                break
+            if (found := self._asked(c, self.looks.estimate)) is None:
+                seen.add(n)
+            elif found[1] <= self.memory:
+                estimates.append((found[0], n, c))
+        for _, n, c in sorted(estimates, key=lambda x: x[:2])[: 4 * FULL]:
+            if len(self.done) < FULL:
+                seen.add(n)
                 self._full(c)
-            else:
-                rest.append((seconds, c))
-        self.left = rest
+        self._climb(fitting, seen)
+        self.left = [(bounds[n], c) for _, _, n, c in fitting if n not in seen]
         least_time = min((p.seconds for p in self.done), default=math.inf)
-        self.proven = all(bound >= least_time for bound, _ in rest)
+        self.proven = all(bound >= least_time for bound, _ in self.left)
+
+    def _climb(self, fitting: Sequence[tuple[float, Any, int, Candidate]], seen: set[int]) -> None:
+        """Trace those that differ from the fastest in one choice, as long as one of them is faster."""
+        best: Planned | None = None
+        for _ in range(ROUNDS):
+            fastest = min(self.done, key=_order, default=None)
+            if fastest is None or fastest is best:
+                return
+            best = fastest
+            for _, _, n, c in fitting:
+                if n not in seen and _one_apart(c, best.candidate):
+                    seen.add(n)
+                    self._full(c)
 
     def _asked(self, c: Candidate, look: Any) -> Any:
         """Return what a look finds; None if the library refuses the candidate, or cannot imagine it."""
@@ -1097,6 +1111,18 @@ class _Search:
             found.append((name, len(bounds), f"not traced: at least {times:.2f}× the time"))
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
         return sorted(found, key=lambda x: (-x[1], x[0]))[:40]
+
+
+def _one_apart(a: Candidate, b: Candidate) -> bool:
+    """Return True if candidates use the ranks alike and differ in one other choice."""
+
+    def ranks(c: Candidate) -> tuple[Any, ...]:
+        return c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+
+    def choices(c: Candidate) -> tuple[Any, ...]:
+        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype
+
+    return ranks(a) == ranks(b) and sum(x != y for x, y in zip(choices(a), choices(b), strict=True)) == 1
 
 
 def _order(p: Planned) -> tuple[float, int, str]:
