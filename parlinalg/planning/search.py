@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError
+from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded
 from parlinalg.grid import factorizations
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
@@ -54,9 +55,10 @@ from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
-ALL = 64  # ranks up to which every candidate is within reach
-TRACES = 240  # of parts, for more ranks than that
-FULL = 6  # candidates that are traced in full there
+ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
+TRACES = 160  # of parts, for more than that
+FULL = 6  # candidates that are traced in full there, before those near the fastest
+ROUNDS = 4  # of those near the fastest
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
@@ -204,6 +206,15 @@ def _tensors(config: TrainingConfig, ranks: int) -> Iterator[TensorConfig]:
             yield TensorConfig(mode="3d", shape=tuple(shape))
 
 
+def _shapes(own: TensorConfig, ranks: int) -> Iterator[TensorConfig]:
+    """Yield the shapes of a given form over so many ranks, those with axes of one rank among them."""
+    if own.depth is not None or own.mode not in ("2d", "2.5d", "3d"):
+        yield replace(own, size=ranks)
+        return
+    for shape in factorizations(ranks, 2 if own.mode == "2d" else 3):
+        yield replace(own, shape=tuple(shape))
+
+
 def divisors(n: int) -> list[int]:
     """Return the numbers that divide n, ascending."""
     return sorted({a for a, _ in factorizations(n, 2)})
@@ -253,12 +264,8 @@ class Space:
             fixed = own.tensor.ranks
             for size in [fixed] if fixed is not None else divisors(ranks):
                 if ranks % size == 0 and own.data.size in (None, ranks // size):
-                    if fixed is not None:
-                        yield ranks // size, own.tensor
-                    else:
-                        for tensor in _tensors(self.config, size):
-                            if tensor.mode == own.tensor.mode:
-                                yield ranks // size, replace(tensor, sequence_parallel=own.tensor.sequence_parallel)
+                    for tensor in [own.tensor] if fixed is not None else _shapes(own.tensor, size):
+                        yield ranks // size, tensor
             return
         for size in divisors(ranks):
             if own.data.size in (None, ranks // size):
@@ -362,7 +369,7 @@ class Looks:
     def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch: int) -> None:
         self.config, self.ranks, self.machine, self.batch = config, ranks, machine, batch
         self.inputs = Inputs.of(config)
-        self.node = min(ranks, machine.ranks_per_node)
+        self.node = on_node(machine, ranks)
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
         self.traces = 0
         self._parts: dict[Any, Part] = {}
@@ -631,6 +638,11 @@ class Looks:
         return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage)
 
 
+def on_node(machine: Machine, ranks: int) -> int:
+    """Return how many of so many ranks are on one node: all where there is no network, else as many as it has."""
+    return ranks if machine.network is None else min(ranks, machine.ranks_per_node)
+
+
 def best_rate(machine: Machine, dtype: str) -> float:
     """Return operations a second that no product of a dtype on a machine exceeds.
 
@@ -863,7 +875,7 @@ def plan_training(
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(machine)
-    limit = found.memory if memory is None else _bytes(memory)
+    limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     looks = Looks(checked, ranks, found, batch)
     space = Space(checked, given, ranks, batch, looks.depth, _dtypes(checked, given, found))
@@ -875,6 +887,11 @@ def plan_training(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), len(search.candidates),
         search.traced, search.proven, perf_counter() - began, given, looks.inputs.language,
     )  # fmt: skip
+
+
+def _room(machine: Machine, ranks: int) -> int:
+    """Return the bytes a rank may use; more ranks than a node is meant for share its memory."""
+    return machine.memory * machine.ranks_per_node // max(machine.ranks_per_node, on_node(machine, ranks))
 
 
 def _whole(name: str, value: object) -> None:
@@ -893,12 +910,11 @@ def _bytes(value: int | str) -> int:
 
 
 def _values(config: Any, settings: Sequence[str]) -> dict[str, Any]:
-    if isinstance(config, TrainingConfig):
-        return override(config.given(), settings)
-    values = dict(config) if isinstance(config, Mapping) else read(config)
+    given = config.given() if isinstance(config, TrainingConfig) else config
+    values = override(dict(given) if isinstance(given, Mapping) else read(given), settings)
     if values.get("parallel") == "auto":
         del values["parallel"]
-    return override(values, settings)
+    return values
 
 
 def _dtypes(config: TrainingConfig, given: Mapping[str, Any], machine: Machine) -> list[str]:
@@ -925,13 +941,14 @@ class _Search:
     def __init__(self, looks: Looks, candidates: Sequence[Candidate], memory: int, best: int, exhaustive: bool) -> None:
         self.looks, self.candidates, self.memory, self.best = looks, candidates, memory, best
         self.exhaustive = exhaustive
-        self.limited = looks.ranks > ALL and not exhaustive
+        self.limited = not exhaustive and (looks.ranks > ALL or len(candidates) > MANY)
         self.done: list[Planned] = []
         self.too_full: list[tuple[int, Candidate, int]] = []
         self.refused: Counter[str] = Counter()
         self.refused_of: dict[str, Candidate] = {}
         self.left: list[tuple[float, Candidate]] = []
         self.traced, self.proven = 0, True
+        self.unknown = False  # whether some cannot be imagined
 
     def run(self) -> list[Planned]:
         """Return the best, the fastest first."""
@@ -950,6 +967,7 @@ class _Search:
             self._prove(fitting)
         if not self.done:
             raise PlanError(self._nothing_fits())
+        self.proven = self.proven and not self.unknown
         return sorted(self.done, key=_order)[: self.best]
 
     def _prove(self, fitting: Sequence[tuple[float, Any, int, Candidate]]) -> None:
@@ -968,47 +986,73 @@ class _Search:
                 heapq.heappush(heap, (found, 1, n, c))
 
     def _reach(self, fitting: Sequence[tuple[float, Any, int, Candidate]]) -> None:
-        """Estimate as many candidates as there are traces for, and trace the first of them in full."""
-        order = sorted(fitting, key=lambda x: (x[1], x[0], x[2]))
-        bounds: list[tuple[float, int, Candidate]] = []
+        """Estimate as many candidates as there are traces for, and trace the first of them in full.
+
+        Forms and lengths of the pipeline take turns, so that each comes up before any has all its candidates looked at.
+        """
+        turns: Counter[tuple[str, int]] = Counter()
+        ranked = []
+        for i, each in enumerate(sorted(fitting, key=lambda x: (x[1], x[0], x[2]))):
+            group = each[3].form(), each[3].pipeline
+            ranked.append((turns[group], i, each))
+            turns[group] += 1
+        order = [each for _, _, each in sorted(ranked)]
+        bounds = {n: bound for bound, _, n, _ in fitting}
+        seen: set[int] = set()  # what is refused, too full or traced
+        near: list[tuple[float, int, Candidate]] = []
         for _, _, n, c in order:
             if self.looks.traces >= TRACES // 2:
                 break
-            if (bound := self._asked(c, self.looks.time_bound)) is not None:
-                bounds.append((bound, n, c))
-        seen = {n for _, n, _ in bounds}
-        rest = [(b, c) for b, _, n, c in order if n not in seen]
+            if (bound := self._asked(c, self.looks.time_bound)) is None:
+                seen.add(n)
+            else:
+                bounds[n] = bound
+                near.append((bound, n, c))
         estimates: list[tuple[float, int, Candidate]] = []
-        for bound, n, c in sorted(bounds):
+        for bound, n, c in sorted(near, key=lambda x: x[:2]):
             least = sorted(e for e, _, _ in estimates)
             if self.looks.traces >= TRACES or (len(least) >= self.best and bound > least[self.best - 1]):
-                rest.append((bound, c))
-                continue
-            if (found := self._asked(c, self.looks.estimate)) is not None:
-                seconds, nbytes = found
-                if nbytes > self.memory:
-                    self.too_full.append((nbytes, c, -1))
-                else:
-                    estimates.append((seconds, n, c))
-        for i, (seconds, _, c) in enumerate(sorted(estimates)):
-            if len(self.done) < max(FULL, 1) and i < 4 * FULL:
+                break
+            if (found := self._asked(c, self.looks.estimate)) is None:
+                seen.add(n)
+            elif found[1] <= self.memory:
+                estimates.append((found[0], n, c))
+        for _, n, c in sorted(estimates, key=lambda x: x[:2])[: 4 * FULL]:
+            if len(self.done) < FULL:
+                seen.add(n)
                 self._full(c)
-            else:
-                rest.append((seconds, c))
-        self.left = rest
+        self._climb(fitting, seen)
+        self.left = [(bounds[n], c) for _, _, n, c in fitting if n not in seen]
         least_time = min((p.seconds for p in self.done), default=math.inf)
-        self.proven = all(bound >= least_time for bound, _ in rest)
+        self.proven = all(bound >= least_time for bound, _ in self.left)
+
+    def _climb(self, fitting: Sequence[tuple[float, Any, int, Candidate]], seen: set[int]) -> None:
+        """Trace those that differ from the fastest in one choice, as long as one of them is faster."""
+        best: Planned | None = None
+        for _ in range(ROUNDS):
+            fastest = min(self.done, key=_order, default=None)
+            if fastest is None or fastest is best:
+                return
+            best = fastest
+            for _, _, n, c in fitting:
+                if n not in seen and _one_apart(c, best.candidate):
+                    seen.add(n)
+                    self._full(c)
 
     def _asked(self, c: Candidate, look: Any) -> Any:
-        """Return what a look finds; None if the library refuses the candidate."""
+        """Return what a look finds; None if the library refuses the candidate, or cannot imagine it."""
         try:
             return look(c)
+        except ValuesNeeded as error:
+            self.unknown = True
+            self._refuse(c, error)
+            return None
         except (ConfigError, LayoutError, PlanError) as error:
             self._refuse(c, error)
             return None
 
     def _refuse(self, c: Candidate, error: ParlinalgError) -> None:
-        why = str(error).split(":")[0]
+        why = re.split(r":| \(at ", str(error))[0]
         self.refused[why] += 1
         self.refused_of.setdefault(why, c)
 
@@ -1069,6 +1113,18 @@ class _Search:
         return sorted(found, key=lambda x: (-x[1], x[0]))[:40]
 
 
+def _one_apart(a: Candidate, b: Candidate) -> bool:
+    """Return True if candidates use the ranks alike and differ in one other choice."""
+
+    def ranks(c: Candidate) -> tuple[Any, ...]:
+        return c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+
+    def choices(c: Candidate) -> tuple[Any, ...]:
+        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype
+
+    return ranks(a) == ranks(b) and sum(x != y for x, y in zip(choices(a), choices(b), strict=True)) == 1
+
+
 def _order(p: Planned) -> tuple[float, int, str]:
     return p.seconds, p.bytes, str(p.candidate)
 
@@ -1106,7 +1162,7 @@ def product_seconds(plan: MatmulPlan, machine: Machine | str) -> Seconds:
         pm, pn, pk = factors
         m, n, k = (-(-extent // p) for extent, p in zip((plan.m, plan.n, plan.k), factors, strict=True))
         size = pm * pn * pk
-        node = min(found.ranks_per_node, size)
+        node = on_node(found, size)
         product = found.crowd(node, size) * found.gemm_seconds(Gemm(1, m, n, k, plan.dtype))
         moves = 0.0
         for op, elements, ranks, stride in (

@@ -13,6 +13,7 @@ from parlinalg.planning import search
 from parlinalg.planning.machine import load_machine
 from parlinalg.train.config import load
 from parlinalg.train.mesh import resolve
+from tests.launching import launch
 
 pytestmark = pytest.mark.serial
 
@@ -22,10 +23,11 @@ GPT = {
     },
     "data": {"name": "text", "sequence_length": 16}, "dtype": "float32", "batch_size": 8,
 }  # fmt: skip
+AGAIN = {**GPT["model"], "recompute": "attention"}  # type: ignore[dict-item]
 NARROW = [
-    (4, {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}}),
-    (4, {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}}),
-    (8, {"zero": 0, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1}),
+    (4, {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1}),
+    (4, {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}, "model": AGAIN}),
+    (8, {"zero": 0, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1, "model": AGAIN}),
 ]
 
 
@@ -55,13 +57,63 @@ def test_bounds_are_below_full_traces():
 
 
 def test_what_is_given_stays(tmp_path):
-    made = plan(4, parallel={"pipeline": 2, "sequence": 1}, zero=1, best=2)
+    made = plan(4, parallel={"pipeline": 2, "sequence": 1}, zero=1, best=2, model=AGAIN)
     assert all(p.candidate.pipeline == 2 and p.candidate.zero == 1 for p in made.best)
     made.write(tmp_path / "best.py")
     written = load(tmp_path / "best.py")
     assert resolve(written, 4) == resolve(made.best[0].config, 4)
     assert written.schedule == made.best[0].config.schedule
     assert re.search(r"1 +\d.* ms .*pipeline 2", made.explain())
+
+
+def test_a_given_form_leaves_its_shapes_open():
+    made = plan(4, parallel={"tensor": {"mode": "2d"}, "pipeline": 1, "sequence": 1, "data": 1}, best=9, model=AGAIN,
+                gradient_accumulation=1)  # fmt: skip
+    assert {p.candidate.tensor.shape for p in made.best} == {(1, 4), (2, 2), (4, 1)}
+
+
+def test_more_ranks_than_a_machine_without_network_share_its_cores_and_memory():
+    laptop = load_machine("laptop")
+    config = {"model": {"name": "mlp"}, "batch_size": 64, "parallel": {"pipeline": 1, "tensor": 1}, "zero": 0}
+    one, two = (pla.plan_training(config, ranks=n, machine=laptop, best=1) for n in (2, 8))
+    assert (one.memory, two.memory) == (laptop.memory, laptop.memory // 4)
+    assert one.best[0].across == two.best[0].across == 0
+
+
+def test_the_written_configuration_trains(tmp_path):
+    args = ["plan", "train", "digits", "--ranks", "4", "--machine", "a100", "--best", "2", "--out", "best.py"]
+    fixed = ["--set", "parallel={'pipeline': 2}", "--set", "zero=0", "--set", "batch_size=32"]
+    done = launch(0, ["-m", "parlinalg", *args, *fixed], timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "written to best.py" in done.stdout
+    assert re.search(r"1 +\S+ m?s .*pipeline 2", done.stdout)
+    step = ["-m", "parlinalg", "train", "best.py", "--set", "epochs=1"]
+    done = launch(4, step, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_beyond_reach_the_search_is_a_heuristic_and_says_so(monkeypatch):
+    fixed = {"parallel": {"sequence": 1, "pipeline": 1}, "model": AGAIN, "zero": 0}
+    every = plan(4, best=1, **fixed)
+    monkeypatch.setattr(search, "MANY", 1)
+    found, again = plan(4, best=3, **fixed), plan(4, best=3, **fixed)
+    assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in again.best]
+    assert found.best[0].seconds == every.best[0].seconds
+    assert found.proven or "others may be faster than the first" in found.explain()
+    assert found.traced < found.candidates
+
+
+def test_why_others_lost():
+    made = plan(2, best=1, parallel={"sequence": 1, "tensor": 1}, model=AGAIN, zero=0)
+    assert sum(count for _, count, _ in made.lost) == made.candidates - 1
+    assert any("pipeline" in what and "×" in why for what, _, why in made.lost)
+
+
+def test_what_cannot_be_imagined_leaves_the_answer_unproven():
+    muon = {"optimizer": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3}, "zero": 1, "model": AGAIN}
+    made = plan(4, parallel={"pipeline": 1, "sequence": 1}, best=1, gradient_accumulation=1, **muon)
+    assert not made.proven
+    assert any("depends on values" in why for _, _, why in made.lost)
 
 
 def test_what_does_not_fit_names_the_least_memory():
@@ -76,6 +128,7 @@ def test_what_does_not_fit_names_the_least_memory():
         ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
         ({"ranks": 2, "memory": "many"}, "memory"),
         ({"ranks": 2, "global_batch": -1}, "global_batch=-1"),
+        ({"ranks": 2, "layers": 3}, "layers"),
         ({"ranks": 3, "parallel": {"tensor": 1, "sequence": 1, "pipeline": 1}}, "a batch of 8 samples cannot be split"),
     ],
     ids=str,
