@@ -875,7 +875,8 @@ class Namespace:
         lead = np.broadcast_shapes(x[:-2], y[:-2])
         shape = (*lead, *(x[-2:-1] if a.ndim > 1 else ()), *(y[-1:] if b.ndim > 1 else ()))
         if out is None:
-            out = ShapeArray(device, shape, _resolved(np.matmul, (a.dtype, b.dtype), dtype)[0])
+            alike = dtype is None and a.dtype == b.dtype  # NumPy has no loop for bfloat16 and resolves float32
+            out = ShapeArray(device, shape, a.dtype if alike else _resolved(np.matmul, (a.dtype, b.dtype), dtype)[0])
         elif out.shape != shape:
             raise ValueError(f"matmul gives an array of shape {shape}, out has {out.shape}")
         batch = math.prod(lead)

@@ -550,3 +550,15 @@ def test_factorizations_ask_what_to_assume():
                 routine(a)
     with pytest.raises(pla.ConfigError, match="pivots='none' is not known"):
         pla.WhatIf(pivots="none")
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_of_16_bits_on_gpus(dtype):
+    """Those of CPUs are cast to float32."""
+    for target, expected in (("gpu", dtype), ("cpu", "float32")):
+        with pla.imagine(ranks=4, target=target) as world:
+            a = pla.ones((64, 64), pla.Grid({"r": 4}), pla.Layout("r", None), dtype=dtype)
+            with world.trace() as trace:
+                assert (a @ a).dtype.name == dtype
+        assert [e.dtype for e in trace.events if isinstance(e, Gemm)] == [expected]
