@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.create import ones
+from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
 from parlinalg.backend import Backend, kernels
 from parlinalg.backend.blas import cores, gemm_rate, host_and_cores
@@ -191,7 +191,7 @@ def _products(backend: Backend, dtype: str) -> dict[str, float]:
     """Return the operations a second of products, by their shapes."""
     rng, found = np.random.default_rng(0), {}
     for m, n, k in (*GEMMS, *(ON_GPU if backend.cuda else ())):
-        a, b = (backend.from_host(rng.random(shape).astype(dtype)) for shape in ((m, k), (k, n)))
+        a, b = (backend.from_host(rng.random(shape).astype(dtype_named(dtype))) for shape in ((m, k), (k, n)))
         out = backend.empty((m, n), a.dtype)
         seconds = _seconds(partial(backend.xp.matmul, a, b, out=out), backend)
         found[f"{m} {n} {k}"] = 2 * m * n * k / seconds

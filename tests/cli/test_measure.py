@@ -16,11 +16,13 @@ from parlinalg.planning.machine import OPERATIONS, STEPS, load_machine, machine_
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few points, each measured for a moment."""
     monkeypatch.setattr(measure, "GEMMS", measure.GEMMS[:3])
+    monkeypatch.setattr(measure, "ON_GPU", ())  # too large for the stand-in
     monkeypatch.setattr(measure, "SUMS", measure.SUMS[:2])
     monkeypatch.setattr(measure, "RECEIVED", measure.RECEIVED[:3])
     monkeypatch.setattr(measure, "POINT_SECONDS", 0.002)
 
 
+@pytest.mark.timeout(150)
 def test_measured_machine(brief, world) -> None:
     found = measure.measure_machine(world, "here")
     assert parse_machine(machine_text(found), "here.toml").name == "here"

@@ -154,6 +154,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("name", "parallel", "layers", "chunks", "zero"), PIPELINES, ids=[p[0] for p in PIPELINES])
 def test_ledgers_of_pipelines_are_those_of_real_ranks(world, name, parallel, layers, chunks, zero):
@@ -297,6 +298,7 @@ def on_2d(kind: str, **options: Any) -> Any:
     return make(kind, schemes.discover()["2d"].SCHEME.with_data("data"), pla.Grid(GRID), **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.serial
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -440,6 +442,7 @@ def fit(comm: Any, config: dict[str, Any], traced: Any = None) -> Any:
     return trace if traced else rows(book)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_ledgers_of_trainers_are_those_of_real_ranks(world, name):
@@ -478,6 +481,7 @@ DEALS = [  # grid, layout, layers
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.serial
 @pytest.mark.parametrize(("sizes", "cuts", "depth"), DEALS, ids=str)
 @pytest.mark.parametrize("kind", ["square", "tall", "wide"])

@@ -36,6 +36,7 @@ def plan(ranks: int, machine: str = "v100", **more: Any) -> search.TrainingPlan:
     return pla.plan_training({**GPT, **more}, ranks=ranks, machine=machine, **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "fixed"), NARROW, ids=str)
 def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
     found, every = plan(ranks, best=3, **fixed), plan(ranks, best=3, exhaustive=True, **fixed)
@@ -44,6 +45,7 @@ def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
     assert found.traced <= every.traced == every.candidates
 
 
+@pytest.mark.one_in(3)
 def test_bounds_are_below_full_traces():
     config = {**GPT, "parallel": {"sequence": 1}, "zero": 0}
     looks = search.Looks(load(config), 4, load_machine("v100"), 8)
@@ -66,12 +68,14 @@ def test_what_is_given_stays(tmp_path):
     assert re.search(r"1 +\d.* ms .*pipeline 2", made.explain())
 
 
+@pytest.mark.one_in(3)
 def test_a_given_form_leaves_its_shapes_open():
     made = plan(4, parallel={"tensor": {"mode": "2d"}, "pipeline": 1, "sequence": 1, "data": 1}, best=9, model=AGAIN,
                 gradient_accumulation=1)  # fmt: skip
     assert {p.candidate.tensor.shape for p in made.best} == {(1, 4), (2, 2), (4, 1)}
 
 
+@pytest.mark.one_in(3)
 def test_more_ranks_than_a_machine_without_network_share_its_cores_and_memory():
     laptop = load_machine("laptop")
     config = {"model": {"name": "mlp"}, "batch_size": 64, "parallel": {"pipeline": 1, "tensor": 1}, "zero": 0}
@@ -80,6 +84,7 @@ def test_more_ranks_than_a_machine_without_network_share_its_cores_and_memory():
     assert one.best[0].across == two.best[0].across == 0
 
 
+@pytest.mark.one_in(3)
 def test_the_written_configuration_trains(tmp_path):
     args = ["plan", "train", "digits", "--ranks", "4", "--machine", "a100", "--best", "2", "--out", "best.py"]
     fixed = ["--set", "parallel={'pipeline': 2}", "--set", "zero=0", "--set", "batch_size=32"]
@@ -92,6 +97,7 @@ def test_the_written_configuration_trains(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.one_in(3)
 def test_beyond_reach_the_search_is_a_heuristic_and_says_so(monkeypatch):
     fixed = {"parallel": {"sequence": 1, "pipeline": 1}, "model": AGAIN, "zero": 0}
     every = plan(4, best=1, **fixed)
@@ -109,6 +115,7 @@ def test_why_others_lost():
     assert any("pipeline" in what and "×" in why for what, _, why in made.lost)
 
 
+@pytest.mark.one_in(3)
 def test_what_cannot_be_imagined_leaves_the_answer_unproven():
     muon = {"optimizer": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3}, "zero": 1, "model": AGAIN}
     made = plan(4, parallel={"pipeline": 1, "sequence": 1}, best=1, gradient_accumulation=1, **muon)
