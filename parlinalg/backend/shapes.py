@@ -35,7 +35,7 @@ SMALL = 1 << 24
 """Elements up to which an array of integers or booleans has values."""
 TARGETS = ("cpu", "gpu")
 CATEGORIES = ("weights", "gradients", "states", "activations", "buffers")
-"""What memory is held for; a new array is a buffer until `label_memory` says otherwise."""
+"""The purposes of memory; a new array is a buffer until `label_memory` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def has_values(block: Any) -> bool:
 
 
 def label_memory(block: Any, category: str) -> None:
-    """Say what the memory of a block is held for: one of `CATEGORIES`; nothing on arrays with values."""
+    """Assign the memory of a block to one of `CATEGORIES`; do nothing on arrays with values."""
     if isinstance(block, ShapeArray):
         owner = block if block._base is None else block._base
         if owner._category != category:
@@ -307,7 +307,7 @@ def _keeps_values(shape: Any, dtype: DTypeLike) -> bool:
 
 
 class _At:
-    """What NumPy asks of memory of this shape at an address."""
+    """The array interface of memory of this shape at an address."""
 
     def __init__(self, shape: tuple[int, ...], typestr: str, at: int) -> None:
         self.__array_interface__ = {"shape": shape, "typestr": typestr, "data": (at, False), "version": 3}

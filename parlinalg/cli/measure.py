@@ -1,4 +1,4 @@
-"""What this machine gives, measured in seconds: collectives, products and kernels, and a machine's file of them all."""
+"""Measurements of this machine in seconds: collectives, products and kernels, and a machine's file of them all."""
 
 from __future__ import annotations
 

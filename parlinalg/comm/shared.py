@@ -28,7 +28,7 @@ from parlinalg.comm.imagined import ImaginedComm
 
 FOLDER = "/dev/shm"
 ORDERED = platform.machine() in ("x86_64", "AMD64")
-"""What a core writes first the others see first."""
+"""True if other cores see writes in the order in which a core makes them."""
 
 
 @dataclass

@@ -352,7 +352,7 @@ def _usual(latency: float, op: str) -> Operation:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the ranks of a node, or the nodes.
+    """A connection of the ranks of a node, or of the nodes.
 
     A rank alone has `bandwidth` bytes a second each way; `rails` ranks of a node can have it at the same time, and more
     share it.
@@ -383,7 +383,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What goes on at the same time."""
+    """Computing and communicating at the same time."""
 
     progress: str = key(
         word("asynchronous", "polls"),
@@ -400,7 +400,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one operation between ranks costs: `latency` seconds, then `seconds` on a link of the level `level`.
+    """The cost of one operation between ranks: `latency` seconds, then `seconds` on a link of the level `level`.
 
     Of them the processor works `processor` seconds.  It advances in `steps` messages.
     """
