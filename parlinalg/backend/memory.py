@@ -37,6 +37,19 @@ def keep_freed() -> bool:
     return library is not None and bool(library.mallopt(MMAP_MAX, 0) and library.mallopt(TRIM_THRESHOLD, 2**31 - 1))
 
 
+LARGE = 4 << 20
+"""Bytes of an array from which on memory that is free is given back between phases of work."""
+
+
+def give_back(nbytes: int) -> None:
+    """Give memory that is free back to the system, between phases of work with arrays of so many bytes, if large.
+
+    What `keep_freed` keeps lies in pieces as large as the arrays that were there; others find no room in it.
+    """
+    if nbytes >= LARGE and keep_freed() and (library := _glibc()) is not None:
+        library.malloc_trim(0)
+
+
 def _glibc() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(None)

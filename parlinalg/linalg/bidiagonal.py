@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from parlinalg.backend import memory
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
 from parlinalg.linalg.eigh import Kept, Reduction, first, places, reflector, share, to_tiles
@@ -29,20 +30,22 @@ class Bidiagonal(Reduction):
         Where rows lie that are turned by Q and P.
     workers : Deal
         How the matrix is dealt to the ranks that reduce it: the first ones of the grid (`workers`).
-    a : array
-        This rank's tiles, of that deal; overwritten.
+    held : list
+        This rank's tiles, of that deal, which are taken out of the list and overwritten.
     """
 
-    def __init__(self, tiles: Tiles, workers: Deal, a: np.ndarray, shape: tuple[int, int]) -> None:
+    def __init__(self, tiles: Tiles, workers: Deal, held: list[np.ndarray], shape: tuple[int, int]) -> None:
         m, n = self.shape = shape
+        a = held.pop()
         super().__init__(tiles, n, a.dtype)
         self._left, self._right = Kept(tiles.rows(m)[tiles.i]), Kept(tiles.rows(n)[tiles.i])
-        self._deal, self._a = workers, a
+        self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
+        del a
         if tiles.grid.inside:
             self._run(workers, max(shape))
             self._left.close()
             self._right.close()
-        self._a = a[:0]
+        self._a = self._a[:0].copy()
 
     def _keep(self, k: int, message: np.ndarray) -> None:
         wide = self.shape[0] - k
@@ -56,7 +59,11 @@ class Bidiagonal(Reduction):
         """Reduce b columns and rows from k on, apply A := A - V Yᴴ - X Uᴴ to what is behind; return [V, U, tau, pi]."""
         (m, n), a, deal = self.shape, self._a, self._deal
         gi, gj = deal.coords[lent.comm.rank]
-        rows, columns = deal.rows(m)[gi], deal.columns(n)[gj]
+        rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
+        low, left = first(rows, k), first(columns, k)
+        if 2 * a[low:, left:].size <= a.size:  # memory is for the reflections now
+            self._a = a = a[low:, left:].copy()
+            self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         v, x = np.zeros((b, m - k), a.dtype), np.zeros((b, m - k), a.dtype)  # columns of V and X, one in a row
         u, y = np.zeros((b, n - k), a.dtype), np.zeros((b, n - k), a.dtype)
         tau, pi = np.zeros(b, a.dtype), np.zeros(b, a.dtype)
@@ -139,7 +146,9 @@ def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     right = left
     if grid.inside:
         rows = np.arange(grid.rank, n, grid.size)
+        memory.give_back(8 * n * len(rows))
         values, left, right = bidiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone)
+        memory.give_back(left.nbytes)
     (failed,) = tiles.worst([not np.isfinite(values).all()])
     if failed:
         raise np.linalg.LinAlgError("SVD did not converge")

@@ -70,13 +70,13 @@ def arrangement(routine: str, m: int, n: int, ranks: int, near: bool) -> str:
     """Return how the ranks of a grid stand for a matrix [m, n]: the parameter `shape` of `Deal`.
 
     Tall matrices are dealt by rows alone.  Few ranks that share memory, `near`, are dealt columns alone, since they
-    pass panels on at no cost.
+    pass panels on at no cost; but of `eigh` and `svd`, of which each rank keeps its rows of all reflections.
     """
     if routine == "eig":
         return "square"
     if m >= TALL * n:
         return "tall"
-    return "wide" if near and ranks <= FEW and routine != "eigh" else "square"
+    return "wide" if near and ranks <= FEW and routine not in ("eigh", "svd") else "square"
 
 
 def block_size(routine: str, m: int, n: int, R: int, C: int, D: int = 1) -> int:

@@ -26,10 +26,10 @@ from parlinalg.layout import Cut, Layout, coordinates, span_of
 from parlinalg.linalg import blocks
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
-from parlinalg.linalg.eigh import PANEL, TOGETHER
+from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
 from parlinalg.linalg.lu import shares
 from parlinalg.linalg.qr import QR
-from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting
+from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting, turned
 from parlinalg.matmul.assign import assign
 from parlinalg.moves import moves
 
@@ -203,10 +203,11 @@ class Costs:
 
     def home(
         self, layout: Layout, shape: tuple[int, int], rows: Sequence[Numbers], columns: Sequence[Numbers],
-        lower: int = 0,
+        lower: int = 0, adjoint: bool = False,
     ) -> None:  # fmt: skip
-        """Add the trip of a matrix from work to a layout."""
-        self.trip(HOME, self.deal.places(rows, columns), resting(layout, shape, self.deal.sizes)[0], lower)
+        """Add the trip of a matrix, or of its adjoint, from work to a layout."""
+        have = self.deal.places(rows, columns)
+        self.trip(HOME, turned(have) if adjoint else have, resting(layout, shape, self.deal.sizes)[0], lower)
 
     def agree(self, count: int) -> None:
         """Add the agreement of all ranks on so many numbers."""
@@ -525,9 +526,10 @@ def tridiagonal(costs: Costs, layout: Layout, n: int, workers: Deal | None = Non
     """
     deal = costs.deal if workers is None else workers
     place, ranks = costs.everyone.place, deal.R * deal.C
-    want = deal.spread(deal.rows(n), deal.columns(n), len(place))
-    for each in (layout, Layout(*layout.dims[::-1])):
-        costs.trip(TO_WORK, resting(each, (n, n), costs.deal.sizes)[0], want)
+    have, _ = resting(layout, (n, n), costs.deal.sizes)
+    for same, want in parts(deal, n, len(place)):  # of blocks on both sides of the diagonal what is above it, too
+        for each in (want,) if same else (want, turned(want)):
+            costs.trip(TO_WORK, have, each, lower=deal.size)
     costs.agree(2)
     group, who, some = Group(costs.everyone.axes, ranks, place), place < ranks, ranks < len(place)
     for k, b in panels(n, PANEL):
@@ -682,7 +684,7 @@ def svd(
     for wide in (k, n):
         turn(costs, panels(n, PANEL * TOGETHER), after(deal.columns(wide), 0))
     costs.home(layout, (top, k), deal.rows(top), deal.columns(k))
-    costs.home(layout, (n, n), deal.rows(n), deal.columns(n))
+    costs.home(layout, (n, n), deal.rows(n), deal.columns(n), adjoint=True)
     if tall:
         orthogonal(costs.turned(first), layout, shape, m if full_matrices else n)
         plan = assign(layout, layout, (m, n), (n, n), deal.sizes)
@@ -691,5 +693,4 @@ def svd(
         costs.redistribute(name, plan.w, plan.w_work, (n, n))
         costs.redistribute(name, plan.y_work, plan.y, (m, n))
         costs.redistribute(name, plan.y, layout, (m, n))
-    costs.redistribute("transpose of V", Layout(*layout.dims[::-1]), layout, (n, n))
     return costs

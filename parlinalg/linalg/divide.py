@@ -18,13 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from parlinalg.backend import memory
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 
 LEAF = 64
 """Rows of a part that LAPACK solves."""
-STRIP = 256
+STRIP = 128
 """Columns of the vectors of a merge that exist at once."""
+SOME = 1 << 16
+"""Differences of a merge's values that exist at once."""
 
 Part = tuple[np.ndarray, np.ndarray]
 """Eigenvalues, rising, and of the eigenvectors the first row, this rank's rows, and the last one; NaNs by failure."""
@@ -98,6 +101,7 @@ def _merged(
     w = np.zeros((first + len(w2) - 1, m), dtype)  # the first half's rows, then the second's
     w[:first, :m1], w[first:, m1:] = w1[:-1], w2[1:]
     del one, two, w1, w2
+    memory.give_back(w.nbytes)
     if not np.isfinite(message).all():
         return np.full(m, np.nan, dtype), w
     upper = np.arange(m) < m1
@@ -127,16 +131,18 @@ def _turned(
     """Return the wanted ones of the columns `w[:, kept] @ vector(...)`, behind which `w[:, rest]` are counted.
 
     `blocks` are rows, and for each column whether it has elements there.  The last `more` columns stay as they are.
+    The result overwrites w.
     """
     k = len(kept)
-    out = np.empty((len(w), len(wanted) + more), w.dtype)
-    out[:, len(wanted) :] = w[:, w.shape[1] - more :]
     has = [each[kept] for _, each in blocks]
     order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
     inner = [_side_by_side(np.flatnonzero(each[order])) for each in has]
     factors = [np.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
     others = np.flatnonzero(wanted >= k)
-    out[:, others] = w[:, rest[wanted[others] - k]]
+    known, last = w[:, rest[wanted[others] - k]], w[:, w.shape[1] - more :].copy()
+    out = w if len(wanted) + more == w.shape[1] else np.empty((len(w), len(wanted) + more), w.dtype)
+    out[:, others], out[:, len(wanted) :] = known, last
+    del w, known
     places = np.flatnonzero(wanted < k)
     for start in range(0, len(places), STRIP):
         at = places[start : start + STRIP]
@@ -236,11 +242,12 @@ def _vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np
     origin = d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
     found = np.empty((len(mine), 1), d.dtype)
-    for start in range(0, len(mine), STRIP):  # the z of which the computed roots are the exact ones
-        j = mine[start : start + STRIP]
+    step = max(1, SOME // k)
+    for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
+        j = mine[start : start + step]
         below = d[j][:, None] - d[None, :]
         below[np.arange(len(j)), j] = 1
-        found[start : start + STRIP, 0] = (((d[j][:, None] - origin) - gap) / below).prod(axis=1)
+        found[start : start + step, 0] = (((d[j][:, None] - origin) - gap) / below).prod(axis=1)
     exact = np.copysign(np.sqrt(np.abs(_shared(comm, found, k)[:, 0])), z)
 
     def columns(i: np.ndarray, order: np.ndarray) -> np.ndarray:
@@ -330,6 +337,7 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
         right[:first, 0] *= c
         right[first:, 0] = s * null
     del one, two, u1, u2, v1, v2
+    memory.give_back(left.nbytes)
     if not finite:
         return np.full(n, np.nan, dtype), left, right
     if abs(z[0]) <= limit:
@@ -363,8 +371,9 @@ def _singular_vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray
     k, origin = len(d), d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
     found = np.empty((len(mine), 1), d.dtype)
-    for start in range(0, len(mine), STRIP):  # the z of which the computed roots are the exact ones
-        j = mine[start : start + STRIP]
+    step = max(1, SOME // k)
+    for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
+        j = mine[start : start + step]
         each, own = d[j][:, None], np.arange(len(j))
         ratio = (each - origin) - gap
         below = each - d
@@ -374,7 +383,7 @@ def _singular_vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray
         np.add(each, d, out=below)
         below[own, j] = 1
         ratio /= below
-        found[start : start + STRIP, 0] = ratio.prod(axis=1)
+        found[start : start + step, 0] = ratio.prod(axis=1)
     exact = np.copysign(np.sqrt(np.abs(_shared(comm, found, k)[:, 0])), z)
 
     def right(i: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 
-from parlinalg.backend import blas
+from parlinalg.array.core import DistArray
+from parlinalg.backend import blas, memory
 from parlinalg.backend.blas import cores
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
 from parlinalg.linalg.qr import reflect
-from parlinalg.linalg.tiles import Board, Deal, Tiles, board, move
+from parlinalg.linalg.tiles import Board, Deal, Places, Tiles, board, clear_above, move, turned
 
 PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
@@ -201,24 +202,16 @@ class Half:
     Hermitian matrix of their own, of which the lower triangle counts.  Of two classes the first rank takes every other
     tile of the later one, and the second rank the rest.  So each element is read once for both of its products, and
     the rest of the matrix, from any row on, is a part of few matrices.
+
+    Parameters
+    ----------
+    blocks : list
+        This rank's parts of the matrix [n, n], as `blocks` returns them.
     """
 
-    def __init__(self, tiles: Deal, here: tuple[int, int], a: np.ndarray, n: int) -> None:
-        self.dtype, self.n = a.dtype, n
-        tile, period = np.arange(n) // tiles.size, math.lcm(tiles.R, tiles.C)
-        kind, odd = tile % period, tile // period % 2 == 1
-        self._order = np.argsort(kind, kind="stable")
-        rows, columns = tiles.rows(n)[here[0]], tiles.columns(n)[here[1]]
-        self._blocks: list[_Rectangle | _Triangle] = []
-        for each in range(here[1], period, tiles.C):
-            same = kind[columns] == each
-            i, j = kind[rows] == each, same
-            if i.any():
-                self._blocks.append(_Triangle(a[np.ix_(i, j)], rows[i], columns[j]))
-            before, behind = kind[rows] < each, (kind[rows] > each) & odd[rows]
-            for i, j in ((before, same & ~odd[columns]), (behind, same)):
-                if i.any() and j.any():
-                    self._blocks.append(_Rectangle(a[np.ix_(i, j)], rows[i], columns[j]))
+    def __init__(self, deal: Deal, n: int, dtype: np.dtype[Any], blocks: list[_Rectangle | _Triangle]) -> None:
+        self.dtype, self.n, self._blocks = dtype, n, blocks
+        self._order = np.argsort(np.arange(n) // deal.size % math.lcm(deal.R, deal.C), kind="stable")
 
     def begin(self, k: int) -> np.ndarray:
         """Take the matrix from row and column k on; return where the elements of vectors stand, by their numbers."""
@@ -249,16 +242,62 @@ class Half:
             block.update(k, both, other)
 
 
-class _Rectangle:
-    """A block of a Hermitian matrix that stands for its adjoint too."""
+def parts(deal: Deal, n: int, ranks: int) -> Iterator[tuple[bool, Places]]:
+    """Yield the rows and columns of the blocks of a `Half`, one block of each of so many ranks at a time.
 
-    def __init__(self, a: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
+    With them comes True for matrices of one class, of which the lower triangle counts.
+    """
+    tile, period = np.arange(n) // deal.size, math.lcm(deal.R, deal.C)
+    kind, odd = tile % period, tile // period % 2 == 1
+    every, none = (deal.rows(n), deal.columns(n)), np.zeros(0, np.intp)
+    for turn in range(period // deal.C):
+        found: list[Places] = [[], [], []]
+        for i, j in deal.coords:
+            rows, columns, each = every[0][i], every[1][j], j + turn * deal.C
+            columns = columns[kind[columns] == each]
+            found[0].append((rows[kind[rows] == each], columns))
+            found[1].append((rows[kind[rows] < each], columns[~odd[columns]]))
+            found[2].append((rows[(kind[rows] > each) & odd[rows]], columns))
+        for same, places in zip((True, False, False), found, strict=True):
+            if any(len(x) and len(y) for x, y in places):
+                yield same, places + [(none, none)] * (ranks - len(places))
+
+
+def blocks(tiles: Tiles, deal: Deal, x: DistArray) -> list[_Rectangle | _Triangle]:
+    """Return this rank's blocks of a Hermitian matrix, of which the lower triangle is read.  Collective."""
+    found: list[_Rectangle | _Triangle] = []
+    x, grid = x.summed(), tiles.grid
+    for same, places in parts(deal, x.shape[0], grid.size):
+        lower = tiles.bring_to(x, places, lower=True, host=True)
+        if not same:
+            upper = tiles.bring_to(x, turned(places), lower=True, host=True)
+        if grid.inside and lower.size:
+            rows, columns = places[grid.rank]
+            found.append(_Triangle(lower, rows, tiles.size) if same else _Rectangle(lower, upper, rows, columns))
+    return found
+
+
+class _Rectangle:
+    """A block of a Hermitian matrix that stands for its adjoint too.
+
+    Parameters
+    ----------
+    lower, upper : array
+        Its elements below the diagonal of the matrix, and the adjoint of those above it; zeros elsewhere.  One of them
+        is overwritten.
+    """
+
+    def __init__(self, lower: np.ndarray, upper: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
         wide = len(rows) <= len(columns)  # products with wide strips are faster
         self.numbers = (rows, columns) if wide else (columns, rows)
-        self.a = a if wide else np.ascontiguousarray(kernels.adjoint(a))
+        self.a, other = (lower, upper) if wide else (upper, lower)
+        self.a += kernels.adjoint(other)
 
     def begin(self, k: int, at: np.ndarray) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
+        if 2 * self.a[top:, left:].size <= self.a.size:  # memory is for the reflections now
+            self.a, self.numbers = self.a[top:, left:].copy(), (self.numbers[0][top:], self.numbers[1][left:])
+            top = left = 0
         self.at, self.rest = at, self.a[top:, left:]
         self.here, self.there = at[self.numbers[0][top:]], at[self.numbers[1][left:]]
         self.i, self.j = _run(self.here), _run(self.there)
@@ -292,14 +331,19 @@ class _Rectangle:
 
 
 class _Triangle:
-    """A Hermitian matrix by its lower triangle."""
+    """A Hermitian matrix by its lower triangle; tiles above its diagonal are zeros."""
 
-    def __init__(self, a: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
+    def __init__(self, a: np.ndarray, rows: np.ndarray, size: int) -> None:
         self.a, self.numbers = a, rows
         self.whole = not blas.has_hermitian(a.dtype)
+        clear_above(a, rows, rows, size)  # it has not been read
+        if self.whole:
+            self.a += kernels.adjoint(np.tril(a, -1))
 
     def begin(self, k: int, at: np.ndarray) -> None:
         top = first(self.numbers, k)
+        if 2 * (len(self.a) - top) ** 2 <= self.a.size:
+            self.a, self.numbers, top = self.a[top:, top:].copy(), self.numbers[top:], 0
         self.at, self.rest, self.here = at, self.a[top:, top:], at[self.numbers[top:]]
         self.i = slice(int(self.here[0]), int(self.here[-1]) + 1) if len(self.here) else slice(0, 0)
 
@@ -365,8 +409,12 @@ class Kept:
         self._open = []
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:
-        """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective."""
-        for k, v, t in reversed(self._closed):
+        """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective.
+
+        The reflections are given up one after the other.
+        """
+        while self._closed:
+            k, v, t = self._closed.pop()
             reflect(tiles, v, t, z[first(self._rows, k) :])
 
 
@@ -443,7 +491,9 @@ def vectors(reduced: Tridiagonal, choose: Callable[[np.ndarray], slice]) -> tupl
     values, at, z = np.zeros(n, reduced.d.dtype), slice(0, 0), np.empty((0, 0), reduced.d.dtype)
     if grid.inside:
         rows = np.arange(grid.rank, n, grid.size)
+        memory.give_back(8 * n * len(rows))
         values, z = tridiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone, choose)
+        memory.give_back(z.nbytes)
         at = choose(values)
     failed, start, stop = tiles.worst([not np.isfinite(values).all(), at.start, at.stop])
     if failed:

@@ -24,7 +24,7 @@ from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
 from parlinalg.linalg.qr import QR, orthogonalized, reflect
-from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, move
+from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class CholeskyFactor(Factor):
         self.tiles = tiles = _tiles(a, block, "cholesky", depth)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
         t = tiles.bring(a, self.rows, self.columns, lower=True)
+        if self.grid.inside:  # what is not read may be anything
+            clear_above(t, *tiles.places(self.rows, self.columns)[self.grid.rank], tiles.size)
         finite = _finite(t)
         self._t = t = tiles.layered(t, self.columns)
         target: Any = None
@@ -134,12 +136,7 @@ class CholeskyFactor(Factor):
     def L(self) -> DistArray:
         """The lower triangular factor, in the layout of A."""
         if self.grid.inside:  # what the factorization left above the diagonal
-            size, (rows, columns) = self.tiles.size, self.tiles.places(self.rows, self.columns)[self.grid.rank]
-            for k in range(0, len(columns), size):
-                first = int(columns[k])
-                top, end = np.searchsorted(rows, [first, first + size])
-                self._t[:top, k : k + size] = 0
-                self._t[top:end, k : k + size] = namespace(self._t).tril(self._t[top:end, k : k + size])
+            clear_above(self._t, *self.tiles.places(self.rows, self.columns)[self.grid.rank], self.tiles.size)
         return self.tiles.home(self._t, self.rows, self.columns, self.shape, self.layout, lower=True)  # type: ignore[arg-type]
 
     def solve(self, b: DistArray) -> DistArray:
@@ -520,7 +517,7 @@ def cholesky(x: DistArray, /, *, upper: bool = False, depth: int | None = None) 
     x = _matrix(x, "cholesky", square=True)
     if x.ndim > 2:
         _no_layers(None, depth)
-        found = _batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x)[0]
+        found = _batches("cholesky", lambda xp, a: xp.linalg.cholesky(a), cholesky, x, lower=True)[0]
     else:
         found = CholeskyFactor(x, passing=True, depth=depth).L
     return found if not upper else found.mT.conj().redistribute(found.layout)
@@ -871,9 +868,10 @@ def _scalar(value: Any, dtype: Any, grid: Grid) -> DistArray:
 
 
 def _batches(
-    name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0
-) -> tuple[DistArray, ...]:
-    """Return what a function of matrices gives for stacks of them.
+    name: str, local: Callable[..., Any], one: Callable[..., Any], *arrays: DistArray, like: int = 0,
+    lower: bool = False,
+) -> tuple[DistArray, ...]:  # fmt: skip
+    """Return what a function of matrices, or with `lower` of lower triangles, gives for stacks of them.
 
     As many matrices as ranks, or more, are shared out and computed by each rank alone, by `local(xp, blocks)`; fewer
     are computed one after the other by all ranks, by `one`.
@@ -890,6 +888,8 @@ def _batches(
     cut = grid.default_layout(stacks)
     layout = Layout(*cut.dims, None, None)
     blocks = [a.redistribute(layout).block for a in arrays]
+    if lower:
+        blocks = [namespace(block).tril(block) for block in blocks]
     problem = ""
     results: Any = ()
     if not all(bool(a.isfinite(b).all()) for a, b in ((arrays[0].xp, block) for block in blocks)):

@@ -109,8 +109,7 @@ class Schur:
         tiles, n, grid = self.tiles, x.shape[0], x.grid
         rows, columns = tiles.rows(n), tiles.columns(n)
         a = tiles.bring(x, rows, columns, host=True)
-        scale = _scaled(tiles, a, name)
-        self.scale = a.real.dtype.type(scale)
+        self.scale = _scaled(tiles, [a], a.dtype, name)
         self._rows, self._powers = rows, np.zeros(n)
         if balance and grid.inside:
             order, low, high = isolated(tiles, a, n)

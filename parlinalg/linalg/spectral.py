@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
-from parlinalg.linalg.eigh import Half, Tridiagonal, tridiagonal_values, vectors, workers
+from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
 from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
@@ -63,7 +63,7 @@ def eigh(
     x = _matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
-        every = EighResult(*_batches("eigh", lambda xp, a: tuple(xp.linalg.eigh(a)), eigh, x))
+        every = EighResult(*_batches("eigh", lambda xp, a: tuple(xp.linalg.eigh(a)), eigh, x, lower=True))
         if subset_by_index is None:
             return every
         return EighResult(*(each[..., choose(None)] for each in every))
@@ -87,7 +87,7 @@ def eigvalsh(
     x = _matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
-        every = _batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x)[0]
+        every = _batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x, lower=True)[0]
         return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh")
     values = tridiagonal_values(reduced.d, reduced.e) / scale
@@ -161,12 +161,15 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
             z[: left.shape[0], : left.shape[1]] = left
         del left, right
         reduced.left(z)
-        reduced.right(w)
     u = tiles.home(z, parts[0], parts[2], (top, k), layout)
-    v = tiles.home(w, parts[1], parts[3], (n, n), layout)
+    del z
+    if x.grid.inside:
+        reduced.right(w)
+    v = tiles.home(w, parts[1], parts[3], (n, n), layout, adjoint=True)
+    del w
     if q is not None:
         u = _completed(q, u, m if full_matrices else n, layout)
-    return SVDResult(u, _vector(values / scale, Layout(layout.dims[-1]), x.grid), v.mT.conj().redistribute(layout))
+    return SVDResult(u, _vector(values / scale, Layout(layout.dims[-1]), x.grid), v)
 
 
 def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
@@ -273,35 +276,35 @@ def _vector(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
     return DistArray(grid.backend.from_host(block), values.shape, layout, grid)
 
 
-def _scaled(tiles: Tiles, t: np.ndarray, name: str) -> float:
-    """Multiply tiles by a power of two that keeps squares of their elements in range, and return it; refuse NaNs."""
-    finite = _finite(t)
-    largest = float(np.abs(t).max()) if finite and t.size else 0.0
+def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], name: str) -> Any:
+    """Multiply a matrix by a power of two that keeps squares of its elements in range, and return it; refuse NaNs.
+
+    `parts` are what this rank has of it.
+    """
+    limits, real = np.finfo(dtype), np.zeros(0, dtype).real.dtype.type
+    finite, largest = all(map(_finite, parts)), 0.0
+    if finite:
+        for numbers in (t.view(limits.dtype) for t in parts if t.size):
+            largest = max(largest, float(numbers.max()), -float(numbers.min()))
     odd, largest = tiles.worst([not finite, largest])
     _refuse(odd, name)
-    limits = np.finfo(t.dtype)
     if not largest or math.sqrt(float(limits.tiny)) * 1e3 < largest < math.sqrt(float(limits.max)) * 1e-3:
-        return 1.0
+        return real(1)
     scale = 2.0 ** -math.frexp(largest)[1]
-    t *= scale if math.isfinite(scale) else 1
-    return scale
+    for t in parts:
+        t *= scale if math.isfinite(scale) else 1
+    return real(scale)
 
 
 def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix and by what it was multiplied."""
     tiles, n = _tiles(x, None, "eigh"), x.shape[0]
     deal, grid = workers(tiles), x.grid
-    want = deal.spread(deal.rows(n), deal.columns(n), grid.size)
-    lower, upper = (tiles.bring_to(each, want, host=True) for each in (x, x.mT.conj()))
-    if grid.inside:  # the upper triangle is made from the lower one
-        rows, columns = want[grid.rank]
-        np.copyto(lower, upper, where=rows[:, None] < columns[None, :])
-    del upper
-    scale, dtype = _scaled(tiles, lower, name), lower.dtype
-    half = Half(deal, deal.coords[grid.rank], lower, n) if grid.inside and grid.rank < len(deal.coords) else None
-    del lower
-    reduced = Tridiagonal(tiles, deal, half, n, dtype)
-    return reduced, reduced.d.dtype.type(scale)
+    found = blocks(tiles, deal, x)
+    scale = _scaled(tiles, [each.a for each in found], x.dtype, name)
+    half = Half(deal, n, x.dtype, found) if grid.inside and grid.rank < len(deal.coords) else None
+    del found
+    return Tridiagonal(tiles, deal, half, n, x.dtype), scale
 
 
 def _bidiagonal(x: DistArray, name: str) -> tuple[Bidiagonal, Any, Any]:
@@ -315,8 +318,10 @@ def _bidiagonal(x: DistArray, name: str) -> tuple[Bidiagonal, Any, Any]:
     deal = workers(tiles)
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
     t = tiles.bring_to(x, want, host=True)
-    scale = _scaled(tiles, t, name)
-    return Bidiagonal(tiles, deal, t, x.shape), t.real.dtype.type(scale), q  # type: ignore[arg-type]
+    scale = _scaled(tiles, [t], t.dtype, name)
+    held = [t]
+    del t
+    return Bidiagonal(tiles, deal, held, x.shape), scale, q  # type: ignore[arg-type]
 
 
 def _completed(q: Any, u: DistArray, columns: int, layout: Layout) -> DistArray:

@@ -179,14 +179,17 @@ class Tiles(Deal):
 
     def home(
         self, block: Any, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
-        layout: Layout, *, lower: bool = False,
+        layout: Layout, *, lower: bool = False, adjoint: bool = False,
     ) -> DistArray:  # fmt: skip
         """Return the matrix of which every rank has these rows and columns, in a layout; `lower` as of `bring`.
 
-        All ranks have theirs on the device of the grid's blocks, or all on the host.
+        With `adjoint` it is the adjoint of the matrix, and shape and layout are its.  All ranks have theirs on the
+        device of the grid's blocks, or all on the host.
         """
-        rest, _ = resting(layout, shape, self.sizes)
-        block = move(block, self.places(rows, columns), rest, self.grid, lower=self.size if lower else 0)
+        (rest, _), have = resting(layout, shape, self.sizes), self.places(rows, columns)
+        if adjoint:
+            block, have = block.conj().T, turned(have)
+        block = move(block, have, rest, self.grid, lower=self.size if lower else 0)
         if isinstance(block, np.ndarray):
             block = self.grid.backend.from_host(block)
         return DistArray(block, shape, layout, self.grid)
@@ -285,6 +288,20 @@ def board(comm: Comm, most: int, dtype: Any) -> Iterator[Board]:
             return
         room = memory[:size].view(dtype)[: 2 * comm.size * most].reshape(2, comm.size, most)
         yield Board(comm, room, memory[size:])
+
+
+def clear_above(t: Any, rows: Numbers, columns: Numbers, size: int) -> None:
+    """Replace what tiles of a matrix, with these rows and columns, have above its diagonal by zeros."""
+    for k in range(0, len(columns), size):
+        first = int(columns[k])
+        top, end = np.searchsorted(rows, [first, first + size])
+        t[:top, k : k + size] = 0
+        t[top:end, k : k + size] = namespace(t).tril(t[top:end, k : k + size])
+
+
+def turned(places: Places) -> Places:
+    """Return the places of the transpose."""
+    return [(columns, rows) for rows, columns in places]
 
 
 def dealt(n: int, size: int, parts: int) -> list[Numbers]:
@@ -414,7 +431,7 @@ def move(
     def common(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = (id(x), id(y))
         if key not in memo:
-            memo[key] = np.intersect1d(x, y, assume_unique=True, return_indices=True)
+            memo[key] = _common(x, y)
         return memo[key]
 
     gives, gets = ([_Part(*[np.zeros(0, np.intp)] * 4)] * size for _ in range(2))
@@ -435,11 +452,19 @@ def move(
     width = -(-width // lower) * lower if lower else width
     ends: Any = None  # for each pair of ranks and turn, where in common memory ends what goes from one to the other
     if size <= FEW and on_host:
-        amounts = np.zeros((size, size, -(-n // width)), np.int64)
+        amounts, step = np.zeros((size, size, -(-n // width)), np.int64), lower or width
+        heights: dict[int, np.ndarray] = {}  # for each tile of columns, or turn: the rows of a part that travel
+        widths: dict[int, np.ndarray] = {}  # and the columns
         for p, q in permutations(range(size), 2):
             if at[p] == at[q]:
                 (rows, *_), (columns, *_) = (common(x, y) for x, y in zip(have[p], want[q], strict=True))
-                amounts[p, q] = _amounts(rows, columns, n, width, lower)
+                if id(rows) not in heights:
+                    above = np.searchsorted(rows, np.arange(0, n, step)) if lower else np.zeros(-(-n // step), int)
+                    heights[id(rows)] = len(rows) - above
+                if id(columns) not in widths:
+                    widths[id(columns)] = np.bincount(columns // step, minlength=-(-n // step))
+                each = heights[id(rows)] * widths[id(columns)]
+                amounts[p, q] = np.add.reduceat(each, np.arange(0, len(each), width // step)) if len(each) else 0
         ends = amounts.reshape(size * size, -1).cumsum(axis=0).reshape(amounts.shape)
     most = (2, 0 if ends is None else int(ends[-1, -1].max(initial=0)))
     with shared(grid.everyone, most, block.dtype) if on_host else nullcontext() as memory:
@@ -468,14 +493,19 @@ def move(
     return out
 
 
-def _amounts(rows: Numbers, columns: Numbers, n: int, width: int, lower: int) -> np.ndarray:
-    """Return how many elements of these rows and columns travel at each turn, of `width` columns."""
-    if not lower:
-        return len(rows) * np.bincount(columns // width, minlength=-(-n // width))
-    starts = np.arange(0, n, lower)
-    each = np.bincount(columns // lower, minlength=len(starts)) * (len(rows) - np.searchsorted(rows, starts))
-    found: np.ndarray = np.add.reduceat(each, np.arange(0, len(starts), width // lower))
-    return found
+def _common(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the numbers that are in both, rising, and their places in each; no number is twice in one."""
+    if not len(x) or not len(y):
+        return (np.zeros(0, np.intp),) * 3
+    place = np.full(1 + max(int(x.max()), int(y.max())), -1, np.intp)
+    place[y] = np.arange(len(y))
+    also = place[x]
+    at = np.flatnonzero(also >= 0)
+    numbers = x[at]
+    if (numbers[1:] < numbers[:-1]).any():
+        order = np.argsort(numbers)
+        at, numbers = at[order], numbers[order]
+    return numbers, at, also[at]
 
 
 Rectangle = tuple[np.ndarray, np.ndarray]
@@ -496,10 +526,9 @@ def _copy(to: Any, there: Rectangle | None, of: Any, here: Rectangle | None) -> 
 
     On a device one kernel copies all of it, unless one stretch is the whole.
     """
-    whole, short = to if there is None else of, SHORT if isinstance(to, np.ndarray) else to.size + 1
-    every = tuple(map(np.arange, whole.shape))
-    first, second = (every if at is None else at for at in (there, here))
-    rows, columns = (list(_together(first[d], second[d], short)) for d in range(2))
+    short = SHORT if isinstance(to, np.ndarray) else to.size + 1
+    first, second = ((None, None) if at is None else at for at in (there, here))
+    rows, columns = (list(_together(x, y, short)) for x, y in zip(first, second, strict=True))
     for i, k in rows:
         for j, l in columns:
             if isinstance(i, slice) or isinstance(j, slice):
@@ -508,11 +537,18 @@ def _copy(to: Any, there: Rectangle | None, of: Any, here: Rectangle | None) -> 
                 to[i[:, None], j] = of[k[:, None], l]
 
 
-def _together(x: np.ndarray, y: np.ndarray, short: int) -> Iterator[tuple[Any, Any]]:
-    """Yield slices for the stretches in which both rise by ones; all at once as they are where they are short."""
-    edges = np.flatnonzero((np.diff(x) != 1) | (np.diff(y) != 1)) + 1
-    if len(edges) * short > len(x):
-        yield x, y
+def _together(x: np.ndarray | None, y: np.ndarray | None, short: int) -> Iterator[tuple[Any, Any]]:
+    """Yield slices for the stretches in which both rise by ones; all at once as they are where they are short.
+
+    None counts from 0 on, as far as the other goes.
+    """
+    n = len(x) if x is not None else len(y) if y is not None else 0
+    rising = [at[1:] - at[:-1] == 1 for at in (x, y) if at is not None]
+    edges = np.flatnonzero(~(rising[0] & rising[-1])) + 1
+    if len(edges) * short > n:
+        every = np.arange(n)
+        yield every if x is None else x, every if y is None else y
         return
-    for a, b in pairwise([0, *edges.tolist(), len(x)] if len(x) else ()):
-        yield slice(int(x[a]), int(x[a]) + b - a), slice(int(y[a]), int(y[a]) + b - a)
+    for a, b in pairwise([0, *edges.tolist(), n] if n else ()):
+        first, second = (a if at is None else int(at[a]) for at in (x, y))
+        yield slice(first, first + b - a), slice(second, second + b - a)

@@ -9,6 +9,8 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.layout import Layout
 from parlinalg.linalg import spectral
+from parlinalg.linalg.eigh import parts
+from parlinalg.linalg.tiles import Deal
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, matrices, norm, random
 
@@ -171,3 +173,33 @@ def test_odd_numbers(grid, name):
     if name.startswith("eig"):
         with pytest.raises(np.linalg.LinAlgError, match="square matrices"):
             getattr(linalg, name)(pla.ones((3, 4), grid))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lower_triangles(grid, dtype):
+    """What is above the diagonal is not read."""
+    rng = np.random.default_rng(11)
+    a = random((150, 150), dtype, rng)
+    a = a + a.conj().T + 80 * np.eye(150, dtype=dtype)
+    given = np.where(np.tri(150, dtype=bool), a, np.nan).astype(dtype)
+    for every in (given, np.stack([given] * grid.size)):
+        x = pla.distribute(every, grid, grid.default_layout(every.shape))
+        w, z = linalg.eigh(x)
+        rest = a @ z.gather() - z.gather() * w.gather()[..., None, :]
+        ratio(norm(rest.reshape(-1, 150)), norm(a) * grid.size, 150, dtype, "eigh")
+        same(linalg.eigvalsh(x), w.gather(), 150 * eps(dtype))
+        factor = linalg.cholesky(x).gather()
+        assert np.array_equal(factor, np.tril(factor))
+        ratio(norm((a - factor @ factor.conj().mT).reshape(-1, 150)), norm(a) * grid.size, 150, dtype, "cholesky")
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (3, 2), (4, 1), (4, 6)], ids=str)
+def test_each_element_has_one_rank(shape):
+    deal = Deal({"r": shape[0], "c": shape[1]}, 4)
+    for n in (0, 1, 3, 29, 64):
+        times = np.zeros((n, n), int)
+        for same_class, places in parts(deal, n, deal.R * deal.C + 1):
+            for rows, columns in places:
+                at = np.ix_(rows, columns)
+                times[at] += np.tri(*times[at].shape, dtype=int) if same_class else 1
+        np.testing.assert_array_equal(np.tril(times) + np.triu(times, 1).T, np.tri(n))
