@@ -208,12 +208,12 @@ class ShapesBackend:
     def kernel(self, name: str, nbytes: int, elements: int, dtype: Any) -> None:
         """Note work on blocks that is no product."""
         if self.recorder is not None and not self._within and elements:
-            self.recorder.kernel(name, nbytes, elements, np.dtype(dtype).name)
+            self.recorder.kernel(name, nbytes, elements, _name_of(dtype))
 
     def product(self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1) -> None:
         """Note `batch` products of m×k and k×n matrices by so many calls of BLAS."""
         if self.recorder is not None and not self._within and batch * m * n * k:
-            self.recorder.product(batch, m, n, k, np.dtype(dtype).name, calls)
+            self.recorder.product(batch, m, n, k, _name_of(dtype), calls)
 
     def span(self, name: str, begins: bool) -> None:
         """Note that a named stretch of the program begins or ends."""
@@ -266,6 +266,12 @@ class ShapesBackend:
 
     def __repr__(self) -> str:
         return f"ShapesBackend({self.target!r})"
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype, for which NumPy takes longer than for most that is noted here."""
+    return np.dtype(dtype).name
 
 
 def values_needed(what: str, right: str = "run it on real arrays, or leave it out of what is imagined") -> ValuesNeeded:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,6 +45,10 @@ def within(world: ImaginedComm) -> Iterator[ImaginedComm]:
         _entered.reset(token)
 
 
+class EndedError(CommError):
+    """Another imagined rank has ended, of which this one waits for something: the error is that rank's."""
+
+
 class Representatives:
     """Ranks that are imagined together, each in a thread: they stand for the others, and tell each other what differs.
 
@@ -59,6 +63,7 @@ class Representatives:
         self._changed = threading.Condition()
         self._told: dict[Hashable, dict[int, Any]] = {}
         self._sent: dict[Hashable, deque[np.ndarray]] = {}
+        self._passed: dict[Hashable, list[np.ndarray]] = {}
         self._left: set[int] = set()
 
     def leave(self, rank: int) -> None:
@@ -82,11 +87,19 @@ class Representatives:
             self._await(lambda: all(m in told for m in wanted), [m for m in wanted if m not in told], f"share {key}")
         return [told[self.stands[m]] for m in members]
 
-    def put(self, key: Hashable, block: np.ndarray) -> None:
-        """Send a block of values."""
+    def put(self, place: Hashable, sender: int, to: int, tag: int, block: np.ndarray) -> None:
+        """Send a block of values from one rank of a communicator to another."""
         with self._changed:
-            self._sent.setdefault(key, deque()).append(block.copy())
+            self._sent.setdefault((place, sender, to, tag), deque()).append(block.copy())
+            self._passed.setdefault((place, sender, to > sender), []).append(block.copy())
             self._changed.notify_all()
+
+    def like(self, place: Hashable, stand: int, upward: bool, number: int, block: np.ndarray) -> None:
+        """Receive what a rank sent, as message `number` in this direction, that stands for the sender; waits for it."""
+        with self._changed:
+            passed = self._passed.setdefault((place, stand, upward), [])
+            self._await(lambda: len(passed) > number, [stand], f"a message like one of rank {stand}")
+            block.reshape(-1)[:] = passed[number].reshape(-1).view(block.dtype)
 
     def get(self, key: Hashable, source: int, block: np.ndarray) -> None:
         """Receive a block of values; waits for it."""
@@ -98,7 +111,7 @@ class Representatives:
     def _await(self, there: Callable[[], bool], whom: Sequence[int], what: str) -> None:
         while not there():
             if gone := [m for m in whom if m in self._left]:
-                raise CommError(f"{what}: the program of rank {gone[0]} has ended without it")
+                raise EndedError(f"{what}: the program of rank {gone[0]} has ended without it")
             self._changed.wait(1.0)
 
 
@@ -153,6 +166,8 @@ class ImaginedComm(Comm):
         self._place = *like, device.count(like)
         """The same on the ranks that are imagined together, another one for each communicator."""
         self._shares = 0
+        self._like: Counter[int] = Counter()
+        """Messages so far from ranks for which others stand, by these ranks."""
         super().__init__(size, rank, axes, ranks, places, [] if books is None else books, False)
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
@@ -241,7 +256,7 @@ class ImaginedComm(Comm):
 
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
         if self.together is not None and isinstance(buffer, np.ndarray):
-            self.together.put((self._place, self.rank, to, tag), buffer)
+            self.together.put(self._place, self.rank, to, tag, buffer)
         return self._post("send", 0, buffer.nbytes, wait, buffer, peer=to, tag=tag)
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
@@ -250,7 +265,29 @@ class ImaginedComm(Comm):
             together, key, whom = self.together, (self._place, source, self.rank, tag), self.world_ranks[source]
             if together.stands[whom] == whom:
                 arrives = partial(together.get, key, whom, buffer)
+            elif (stand := self._sender_like(source)) is not None:
+                number, self._like[source] = self._like[source], self._like[source] + 1
+                arrives = partial(together.like, self._place, stand, self.rank > source, number, buffer)
         return self._post("receive", buffer.nbytes, 0, wait, buffer, peer=source, tag=tag, arrives=arrives)
+
+    def _sender_like(self, source: int) -> int | None:
+        """Return the rank whose messages are like those of a rank for which another stands; None if it is elsewhere.
+
+        That is who stands for it, unless it is this rank itself: then who is imagined next in line behind the sender.
+        """
+        assert self.together is not None
+        stands, ranks = self.together.stands, self.world_ranks
+        stand = stands[ranks[source]]
+        if stand != ranks[self.rank]:
+            return ranks.index(stand) if stand in ranks else None
+        line = range(source, self.size) if source > self.rank else range(source, -1, -1)
+        for at in line:
+            if stands[ranks[at]] == ranks[at]:
+                return at
+        raise CommError(
+            f"rank {stand} stands for rank {ranks[source]}, from which it receives what only values tell, and so does "
+            "none behind that one; let another rank stand for it"
+        )
 
     def _barrier(self) -> None:
         pass

@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg.backend.shapes import ShapesBackend, WhatIf
-from parlinalg.comm.imagined import ImaginedComm, Representatives, within
-from parlinalg.errors import CommError, ConfigError
+from parlinalg.comm.imagined import EndedError, ImaginedComm, Representatives, within
+from parlinalg.errors import ConfigError
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
+
+if TYPE_CHECKING:
+    from parlinalg.train.mesh import Configuration
 
 Result = TypeVar("Result")
 
@@ -185,8 +188,8 @@ def imagine_together(
         Takes the `World`, in which it is one rank.
     ranks : int
     classes : callable, optional
-        The class of a rank, such as its stage; the first rank of each class stands for all of it.  By default every
-        rank stands for itself alone.
+        The class of a rank, such as its stage or that of `classes_of_stages`; the first rank of each class stands for
+        all of it.  By default every rank stands for itself alone.
     node, target, what_if
         As of `imagine`.
 
@@ -235,9 +238,45 @@ def imagine_together(
     for thread in threads:
         thread.join()
     if errors:
-        own = [rank for rank, error in errors.items() if not isinstance(error, CommError)]
+        own = [rank for rank, error in errors.items() if not isinstance(error, EndedError)]
         raise errors[min(own or errors)]
     return {rank: results[rank] for rank in sorted(results)}
+
+
+def classes_of_stages(config: Configuration, ranks: int, layers: int) -> Callable[[int], Hashable]:
+    """Return the classes of ranks for `imagine_together` by what the stages of their pipeline hold.
+
+    Ranks whose stages have as many layers are alike, apart from those with the first or the last stage.  A class is
+    imagined by its first pipeline rank, which has the most microbatches in flight.  Ranks of one stage whose blocks
+    differ in size, since lengths do not divide, are taken to be alike.
+
+    Parameters
+    ----------
+    config : dict, str, Path or TrainingConfig
+        What `launch` takes.
+    ranks : int
+    layers : int
+        The layers of the model between its embedding and its head.
+
+    Examples
+    --------
+    >>> stage = classes_of_stages({"parallel": {"pipeline": 8, "tensor": {"size": 2, "mode": "1d"}}}, 16, layers=14)
+    >>> len({stage(rank) for rank in range(16)}), stage(2) == stage(13) != stage(14)
+    (3, True)
+    """
+    from parlinalg.train.mesh import resolve
+
+    spec = resolve(config, ranks)
+    counts = spec.layer_counts(layers)
+    of = {rank: p for p, group in enumerate(spec.places) for rank in group}
+    if counts is None or spec.parts:
+        return of.__getitem__
+    held = {p: spec.stages(p) for p in range(spec.pipeline)}
+    last = len(counts) - 1
+    kinds = {  # stages that follow one another on a rank send nothing
+        p: tuple((counts[n], n == 0, n == last, n + 1 in stages) for n in stages) for p, stages in held.items()
+    }
+    return lambda rank: kinds[of[rank]]
 
 
 def _check(**numbers: tuple[Any, int]) -> None:

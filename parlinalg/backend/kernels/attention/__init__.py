@@ -116,6 +116,9 @@ class _Room:
         return held[:n].reshape(shape)
 
 
+_ALL = slice(None)
+
+
 class _Task:
     """The part that forward and backward have in common: shapes, units of work, and the scores of one block.
 
@@ -138,6 +141,7 @@ class _Task:
         self.room = _Room(self.xp, self.work)
         self.kept, self.used = kept, 0
         self.pairs = 0
+        self._spans: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
         most = self.limits.rows * (4 if visible.alike else 1)  # small blocks waste less where queries see other keys
         rows = max(1, min(self.queries, max(16, most // max(1, self.group))))
         size = visible.size
@@ -226,7 +230,12 @@ class _Task:
         return s.reshape(*s.shape[:2], self.group, rows.stop - rows.start, s.shape[-1])
 
     def spans(self, b: slice, h: slice, rows: slice) -> list[tuple[int, int]]:
-        return self.visible.spans(b, h, rows, self.keys, self.limits.keys)
+        seen = self.visible
+        items, heads = (b if seen.documents is not None else _ALL), (h if seen.table is not None else _ALL)
+        key = items.start, items.stop, heads.start, heads.stop, rows.start, rows.stop
+        if key not in self._spans:  # the same for others, unless documents or a table tell them apart
+            self._spans[key] = seen.spans(b, h, rows, self.keys, self.limits.keys)
+        return self._spans[key]
 
     def sums(self, s: Block) -> Block:
         """Return the sums of the rows of s, as columns."""
