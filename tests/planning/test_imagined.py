@@ -566,3 +566,13 @@ def test_products_of_16_bits_on_gpus(dtype):
             with world.trace() as trace:
                 assert (a @ a).dtype.name == dtype
         assert [e.dtype for e in trace.events if isinstance(e, Gemm)] == [expected]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("rank", range(4))
+def test_targets_are_counted_where_a_rank_has_few_or_none(rank):
+    with pla.imagine(4, rank):
+        targets = pla.zeros((5, 3), pla.Grid({"r": 4}), pla.Layout("r", None), dtype="int64")
+        assert ops.count_targets(targets) == 15
+        none = pla.zeros((2, 3), targets.grid, pla.Layout("r", None), dtype="int64")
+        assert ops.count_targets(none) == 6
