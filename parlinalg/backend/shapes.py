@@ -270,7 +270,7 @@ class ShapesBackend:
 
 @cache
 def _name_of(dtype: Any) -> str:
-    """Return the name of a dtype, for which NumPy takes longer than for most that is noted here."""
+    """Return the name of a dtype; NumPy makes it anew each time, which took a good part of a trace."""
     return np.dtype(dtype).name
 
 

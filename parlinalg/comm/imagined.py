@@ -46,7 +46,7 @@ def within(world: ImaginedComm) -> Iterator[ImaginedComm]:
 
 
 class EndedError(CommError):
-    """Another imagined rank has ended, of which this one waits for something: the error is that rank's."""
+    """The error of an imagined rank that waits for another one, whose program has ended."""
 
 
 class Representatives:
@@ -64,6 +64,7 @@ class Representatives:
         self._told: dict[Hashable, dict[int, Any]] = {}
         self._sent: dict[Hashable, deque[np.ndarray]] = {}
         self._passed: dict[Hashable, list[np.ndarray]] = {}
+        """By communicator, sender and distance: all messages, for receivers from ranks that the sender stands for."""
         self._left: set[int] = set()
 
     def leave(self, rank: int) -> None:
@@ -89,16 +90,22 @@ class Representatives:
 
     def put(self, place: Hashable, sender: int, to: int, tag: int, block: np.ndarray) -> None:
         """Send a block of values from one rank of a communicator to another."""
+        sent = block.copy()
         with self._changed:
-            self._sent.setdefault((place, sender, to, tag), deque()).append(block.copy())
-            self._passed.setdefault((place, sender, to > sender), []).append(block.copy())
+            self._sent.setdefault((place, sender, to, tag), deque()).append(sent)
+            self._passed.setdefault((place, sender, to - sender), []).append(sent)
             self._changed.notify_all()
 
-    def like(self, place: Hashable, stand: int, upward: bool, number: int, block: np.ndarray) -> None:
-        """Receive what a rank sent, as message `number` in this direction, that stands for the sender; waits for it."""
+    def get_alike(
+        self, place: Hashable, stand: int, distance: int, number: int, whom: int, block: np.ndarray
+    ) -> None:  # fmt: skip
+        """Receive message `number` that rank `stand` of a communicator sends over a distance; waits for it.
+
+        It takes the place of the message of a sender that is not imagined.  `whom` is the stand's rank in the world.
+        """
         with self._changed:
-            passed = self._passed.setdefault((place, stand, upward), [])
-            self._await(lambda: len(passed) > number, [stand], f"a message like one of rank {stand}")
+            passed = self._passed.setdefault((place, stand, distance), [])
+            self._await(lambda: len(passed) > number, [whom], f"a message from rank {whom}, which stands for others")
             block.reshape(-1)[:] = passed[number].reshape(-1).view(block.dtype)
 
     def get(self, key: Hashable, source: int, block: np.ndarray) -> None:
@@ -166,8 +173,8 @@ class ImaginedComm(Comm):
         self._place = *like, device.count(like)
         """The same on the ranks that are imagined together, another one for each communicator."""
         self._shares = 0
-        self._like: Counter[int] = Counter()
-        """Messages so far from ranks for which others stand, by these ranks."""
+        self._received: Counter[int] = Counter()
+        """Messages with values so far from ranks that are not imagined, by these ranks."""
         super().__init__(size, rank, axes, ranks, places, [] if books is None else books, False)
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
@@ -265,28 +272,32 @@ class ImaginedComm(Comm):
             together, key, whom = self.together, (self._place, source, self.rank, tag), self.world_ranks[source]
             if together.stands[whom] == whom:
                 arrives = partial(together.get, key, whom, buffer)
-            elif (stand := self._sender_like(source)) is not None:
-                number, self._like[source] = self._like[source], self._like[source] + 1
-                arrives = partial(together.like, self._place, stand, self.rank > source, number, buffer)
+            elif (stand := self._stand_of(source)) is not None:
+                arrives = partial(
+                    together.get_alike, self._place, stand, self.rank - source, self._received[source],
+                    self.world_ranks[stand], buffer,
+                )  # fmt: skip
+                self._received[source] += 1
         return self._post("receive", buffer.nbytes, 0, wait, buffer, peer=source, tag=tag, arrives=arrives)
 
-    def _sender_like(self, source: int) -> int | None:
-        """Return the rank whose messages are like those of a rank for which another stands; None if it is elsewhere.
+    def _stand_of(self, source: int) -> int | None:
+        """Return the rank whose messages this rank takes for those of `source`, which is not imagined.
 
-        That is who stands for it, unless it is this rank itself: then who is imagined next in line behind the sender.
+        That is the rank that stands for it.  If this rank itself does, it is the next imagined rank behind the source.
+        None if the one that stands for it is not in this communicator.
         """
         assert self.together is not None
         stands, ranks = self.together.stands, self.world_ranks
         stand = stands[ranks[source]]
         if stand != ranks[self.rank]:
             return ranks.index(stand) if stand in ranks else None
-        line = range(source, self.size) if source > self.rank else range(source, -1, -1)
-        for at in line:
-            if stands[ranks[at]] == ranks[at]:
-                return at
+        behind = range(source, self.size) if source > self.rank else range(source, -1, -1)
+        for rank in behind:
+            if stands[ranks[rank]] == ranks[rank]:
+                return rank
         raise CommError(
-            f"rank {stand} stands for rank {ranks[source]}, from which it receives what only values tell, and so does "
-            "none behind that one; let another rank stand for it"
+            f"rank {stand} receives values from rank {ranks[source]}, for which it stands itself, and no rank behind "
+            f"that one is imagined; give rank {ranks[source]} another class"
         )
 
     def _barrier(self) -> None:

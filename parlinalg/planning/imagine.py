@@ -166,7 +166,7 @@ def imagine(
     ...     print(b.block.shape, book.words.total())
     (10000, 10000) 1400000000
     """
-    _check(ranks=(ranks, 1), node=(node, 1), rank=(rank, 0))
+    _check("imagined ranks", ranks=(ranks, 1), node=(node, 1), rank=(rank, 0))
     if rank >= ranks:
         raise ConfigError(f"rank={rank} is not among {ranks} imagined ranks, which are 0 to {ranks - 1}")
     with within(ImaginedComm(int(ranks), int(rank), ShapesBackend(target, what_if), node=int(node))) as comm:
@@ -214,7 +214,7 @@ def imagine_together(
     >>> imagine_together(program, 8, classes=lambda rank: rank % 2)
     {0: (0, 8), 1: (1, 8)}
     """
-    _check(ranks=(ranks, 1), node=(node, 1))
+    _check("imagined ranks", ranks=(ranks, 1), node=(node, 1))
     first: dict[Hashable, int] = {}
     stands = [first.setdefault(rank if classes is None else classes(rank), rank) for rank in range(ranks)]
     together = Representatives(stands)
@@ -247,8 +247,10 @@ def classes_of_stages(config: Configuration, ranks: int, layers: int) -> Callabl
     """Return the classes of ranks for `imagine_together` by what the stages of their pipeline hold.
 
     Ranks whose stages have as many layers are alike, apart from those with the first or the last stage.  A class is
-    imagined by its first pipeline rank, which has the most microbatches in flight.  Ranks of one stage whose blocks
-    differ in size, since lengths do not divide, are taken to be alike.
+    imagined by its first pipeline rank, which has the most microbatches in flight.  Ranks of one stage count as alike,
+    even where a length that does not divide makes their blocks differ by an item.
+
+    Every stage is a class of its own where stages have grids of their own, or are cut by what their layers cost.
 
     Parameters
     ----------
@@ -258,6 +260,16 @@ def classes_of_stages(config: Configuration, ranks: int, layers: int) -> Callabl
     layers : int
         The layers of the model between its embedding and its head.
 
+    Returns
+    -------
+    callable
+        From a rank to its class.
+
+    Raises
+    ------
+    ConfigError
+        If `launch` would refuse the configuration on so many ranks, or there are fewer layers than stages.
+
     Examples
     --------
     >>> stage = classes_of_stages({"parallel": {"pipeline": 8, "tensor": {"size": 2, "mode": "1d"}}}, 16, layers=14)
@@ -266,21 +278,23 @@ def classes_of_stages(config: Configuration, ranks: int, layers: int) -> Callabl
     """
     from parlinalg.train.mesh import resolve
 
+    _check("imagined ranks", ranks=(ranks, 1))
+    _check("a model", layers=(layers, 0))
     spec = resolve(config, ranks)
     counts = spec.layer_counts(layers)
-    of = {rank: p for p, group in enumerate(spec.places) for rank in group}
+    position = {rank: p for p, group in enumerate(spec.places) for rank in group}
     if counts is None or spec.parts:
-        return of.__getitem__
-    held = {p: spec.stages(p) for p in range(spec.pipeline)}
+        return position.__getitem__
     last = len(counts) - 1
-    kinds = {  # stages that follow one another on a rank send nothing
-        p: tuple((counts[n], n == 0, n == last, n + 1 in stages) for n in stages) for p, stages in held.items()
-    }
-    return lambda rank: kinds[of[rank]]
+    held = [spec.stages(p) for p in range(spec.pipeline)]
+    kinds = [  # a stage sends nothing to the next one on the same rank
+        tuple((counts[n], n == 0, n == last, n + 1 in stages) for n in stages) for stages in held
+    ]
+    return lambda rank: kinds[position[rank]]
 
 
-def _check(**numbers: tuple[Any, int]) -> None:
+def _check(whose: str, **numbers: tuple[Any, int]) -> None:
     """Raise a ConfigError unless each is a whole number of at least the other one."""
     for name, (value, least) in numbers.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ConfigError(f"{name} of imagined ranks should be a whole number of at least {least}, not {value!r}")
+            raise ConfigError(f"{name} of {whose} should be a whole number of at least {least}, not {value!r}")

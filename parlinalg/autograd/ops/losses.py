@@ -156,7 +156,10 @@ def count_targets(targets: Any, ignore_index: int = -100) -> int:
 
 
 def _totals(z: DistArray, numbers: list[Any], axes: Cut, targets: int) -> Any:
-    """Numbers of this rank, summed over the ranks along `axes` in one all-reduce, in float64; of so many targets."""
+    """Return this rank's numbers, summed over the ranks along `axes` in one all-reduce, in float64.
+
+    `targets` are all that there are: what imagined ranks count where this one has none.
+    """
     xp = z.xp
     values = xp.stack([xp.asarray(n).astype(np.float64) for n in numbers])
     if z.grid.inside:
@@ -164,7 +167,7 @@ def _totals(z: DistArray, numbers: list[Any], axes: Cut, targets: int) -> Any:
     if z.grid.size < z.grid.world.size:  # ranks outside the grid learn the result
         z.grid.world.broadcast(values, 0)
     found = [xp.asarray(values[i]) for i in range(len(numbers))]
-    if not z.grid.backend.values:  # what each rank counts has a value; of the others' elements as large a part counts
+    if not z.grid.backend.values:  # a count has a value: other imagined ranks count as large a part of their targets
         cut = [d for d, dim in enumerate(z.layout.dims) if set(dim) & set(axes)]
         own, every = (math.prod(shape[d] for d in cut) for shape in (z.block.shape, z.shape))
         return [

@@ -116,9 +116,6 @@ class _Room:
         return held[:n].reshape(shape)
 
 
-_ALL = slice(None)
-
-
 class _Task:
     """The part that forward and backward have in common: shapes, units of work, and the scores of one block.
 
@@ -230,11 +227,14 @@ class _Task:
         return s.reshape(*s.shape[:2], self.group, rows.stop - rows.start, s.shape[-1])
 
     def spans(self, b: slice, h: slice, rows: slice) -> list[tuple[int, int]]:
-        seen = self.visible
-        items, heads = (b if seen.documents is not None else _ALL), (h if seen.table is not None else _ALL)
-        key = items.start, items.stop, heads.start, heads.stop, rows.start, rows.stop
-        if key not in self._spans:  # the same for others, unless documents or a table tell them apart
-            self._spans[key] = seen.spans(b, h, rows, self.keys, self.limits.keys)
+        """Return the runs of keys that queries `rows` of these items and heads see."""
+        key: tuple[int | None, ...] = rows.start, rows.stop  # the same for all items and heads, but for these:
+        if self.visible.documents is not None:
+            key += b.start, b.stop
+        if self.visible.table is not None:
+            key += h.start, h.stop
+        if key not in self._spans:
+            self._spans[key] = self.visible.spans(b, h, rows, self.keys, self.limits.keys)
         return self._spans[key]
 
     def sums(self, s: Block) -> Block:
