@@ -61,6 +61,7 @@ def train_gpt(
     *,
     kind: Any = nn.GPT,
     gathered: bool = False,
+    optimizer: Any = optim.AdamW,
     **options: Any,
 ) -> None:
     sizes = {"vocab_size": 53, "max_position_embeddings": 16, "hidden_size": 24, "num_hidden_layers": 2}
@@ -71,15 +72,15 @@ def train_gpt(
     GradientReducer(parameters, [ZeRO(stage=stage)] if stage else [], 2000, 4000)
     if gathered:
         WeightGatherer(model)
-    optimizer = optim.AdamW(parameters, lr=1e-3)
+    made = optimizer(parameters, lr=1e-3)
     numbers = np.random.default_rng(0).integers(0, 53, (2, 6, 16))
     ids, targets = (pla.distribute(a, grid, model.ids_layout) for a in numbers)
     for step in range(steps):
         with nn.training_step(step):
             loss, count = ops.cross_entropy_sum(model(ids), targets)
             (loss * (1 / count)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        made.step()
+        made.zero_grad()
 
 
 def cases(ranks: int, full: bool) -> list[tuple[str, Any, dict[str, int], int]]:
@@ -108,6 +109,18 @@ def test_ledgers_of_training_are_those_of_real_ranks(world, full):
         book = both(world, sizes, partial(train_gpt, scheme=scheme, stage=stage, gathered=gathered, **enough))
         words += book.words.total()
     assert world.size == 1 or words
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", ["muon"])
+def test_ledgers_of_matrix_optimizers_are_those_of_real_ranks(world, name, stage):
+    """The parts that ranks update are known without asking."""
+    scheme = schemes.discover()["2d"].SCHEME.with_data("data")
+    for sizes in sizes_for(scheme, world.size):
+        program = partial(train_gpt, scheme=scheme, stage=stage, optimizer=optim.discover()[name])
+        book = both(world, sizes, program, what_if=pla.WhatIf())
+        assert book.words["all_to_all", tuple(sizes)] or world.size == 1
 
 
 @pytest.mark.ranks(1, 4, full=(8,))
