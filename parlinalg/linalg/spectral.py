@@ -14,12 +14,14 @@ from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import isfinite, where
 from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values, values_needed
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal
+from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
+from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _matrix, _refuse, _tiles, inv, qr_factor
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
 
@@ -113,6 +115,8 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
         raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
     if x.ndim > 2:
         raise ValueError(f"subset_by_value is of one matrix, not of a stack of shape {x.shape}; take subset_by_index")
+    if not x.grid.backend.values:
+        raise values_needed("subset_by_value", "take subset_by_index, or imagine all eigenvalues")
     return lambda values: slice(*np.searchsorted(values, [least, most], side="right").tolist())
 
 
@@ -157,7 +161,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     if x.grid.inside:
         if (top, k) != (n, n):
             rows, columns = parts[0][tiles.i], parts[2][tiles.j]
-            z = (rows[:, None] == columns[None, :]).astype(x.dtype)
+            z = namespace(left).asarray((rows[:, None] == columns[None, :]).astype(x.dtype))
             z[: left.shape[0], : left.shape[1]] = left
         del left, right
         reduced.left(z)
@@ -269,14 +273,14 @@ def _alone(x: DistArray, subset: Any = None) -> bool:
 def _vector(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
     """Return a vector that every rank has as a distributed one."""
     (part,) = grid.block(layout, values.shape)
-    block = np.ascontiguousarray(values[part.start : part.stop])
+    block = namespace(values).ascontiguousarray(values[part.start : part.stop])
     return DistArray(grid.backend.from_host(block), values.shape, layout, grid)
 
 
 def _scaled(tiles: Tiles, t: np.ndarray, name: str) -> float:
     """Multiply tiles by a power of two that keeps squares of their elements in range, and return it; refuse NaNs."""
-    finite = _finite(t)
-    largest = float(np.abs(t).max()) if finite and t.size else 0.0
+    finite = kernels.finite(t)
+    largest = float(np.abs(t).max()) if finite and t.size and has_values(t) else 0.0
     odd, largest = tiles.worst([not finite, largest])
     _refuse(odd, name)
     limits = np.finfo(t.dtype)
