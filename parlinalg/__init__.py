@@ -39,7 +39,7 @@ from parlinalg.layout import Layout
 from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
-from parlinalg.planning.imagine import imagine, imagine_together
+from parlinalg.planning.imagine import classes_of_stages, imagine, imagine_together
 from parlinalg.planning.machine import load_machine
 from parlinalg.planning.search import plan_training
 from parlinalg.sequence import sequence_order
@@ -103,6 +103,7 @@ __all__ = [
     "asnumpy",
     "autograd",
     "check_gradients",
+    "classes_of_stages",
     "datasets",
     "__array_api_version__",
     "__array_namespace_info__",

@@ -17,6 +17,7 @@ from parlinalg.array import DistArray
 from parlinalg.backend.views import flat
 from parlinalg.comm.together import together
 from parlinalg.errors import ConfigError, OffloadError
+from parlinalg.exchange import volume
 from parlinalg.grid import worlds
 from parlinalg.layout import Cut, Layout
 
@@ -67,7 +68,7 @@ class Owner(Protocol):
 
 
 class Partition(NamedTuple):
-    """The elements of a flattened block that this rank updates: `start` to `stop`.
+    """The elements of a flattened block that a rank updates: `start` to `stop`.
 
     Attributes
     ----------
@@ -167,9 +168,9 @@ class ParameterStorage:
         self.changed(mine)
 
     # ------------------------------------------------------------------ the update
-    def partition(self, data: DistArray) -> Partition:
-        """Return the elements that this rank updates."""
-        return Partition(0, _elements(data))
+    def partition(self, data: DistArray, rank: int | None = None) -> Partition:
+        """Return the elements that a rank of the grid updates, by default this one; no rank is asked."""
+        return Partition(0, _elements(data, rank))
 
     def updated(self, data: DistArray) -> tuple[Block, Block]:
         """Return flat views of the elements that this rank updates, and of their settled gradient or None."""
@@ -182,9 +183,11 @@ class ParameterStorage:
         return StorageBytes(n, n, n, n if data.resident is None else 0)
 
 
-def _elements(data: DistArray) -> int:
-    """Return the elements of this rank's block, without bringing it to memory."""
-    return math.prod(data.grid.block_shape(data.layout, data.shape))
+def _elements(data: DistArray, rank: int | None = None) -> int:
+    """Return the elements of the block of a rank, by default of this one, without bringing it to memory."""
+    if rank is None:
+        return math.prod(data.grid.block_shape(data.layout, data.shape))
+    return volume(data.layout.block(data.shape, data.grid.sizes, data.grid.coords_of(rank)))
 
 
 def owners(parameters: Iterable[Parameter]) -> list[Owner]:

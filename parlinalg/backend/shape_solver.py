@@ -57,3 +57,51 @@ def unpivoted(a: Block) -> tuple[Block, Block, Block]:
     """Return arrays for L, U and signs."""
     a.device.kernel("laorhr_col_getrfnp", 2 * a.nbytes, a.size * len(a), a.dtype)
     return tuple(a.device.empty(shape, a.dtype) for shape in (a.shape, a.shape, (len(a),)))
+
+
+# ------------------------------------------------------------------ eigenvalues and singular values
+
+
+def reflector(x: Block) -> tuple[Block, Block, Block]:
+    """Return arrays for v, tau and beta of a reflection of a vector."""
+    x.device.kernel("larfg", 2 * x.nbytes, x.size, x.dtype)
+    empty = x.device.empty
+    return empty(x.shape, x.dtype), empty((), x.dtype), empty((), x.real.dtype)
+
+
+def hermitian(a: Block, x: Block) -> None:
+    """Note the product of a Hermitian matrix, of which one triangle is read, with a vector."""
+    a.device.kernel("hemv", a.nbytes // 2 + 2 * x.nbytes, a.size, a.dtype)
+
+
+def tridiagonal_values(d: Block) -> Block:
+    """Return an array for the eigenvalues of a tridiagonal matrix."""
+    d.device.kernel("sterf", 2 * d.nbytes, d.size**2, d.dtype)
+    return d.device.empty(d.shape, d.dtype)
+
+
+def tridiagonal_vectors(d: Block) -> tuple[Block, Block]:
+    """Return arrays for the eigenvalues and vectors of a tridiagonal matrix."""
+    n = len(d)
+    d.device.kernel("stevd", 2 * d.nbytes + n * d.nbytes, n**3, d.dtype)
+    return d.device.empty(d.shape, d.dtype), d.device.empty((n, n), d.dtype)
+
+
+def bidiagonal_values(d: Block) -> Block:
+    """Return an array for the singular values of a bidiagonal matrix."""
+    d.device.kernel("bdsdc", 2 * d.nbytes, d.size**2, d.dtype)
+    return d.device.empty(d.shape, d.dtype)
+
+
+def bidiagonal_vectors(d: Block, left: int, right: int, columns: int) -> tuple[Block, Block, Block]:
+    """Return arrays for the singular values, and for so many rows of the left and of the right vectors."""
+    n = len(d)
+    d.device.kernel("lasdq", 2 * d.nbytes + 2 * n * d.nbytes, 2 * n**3, d.dtype)
+    empty = d.device.empty
+    return empty(d.shape, d.dtype), empty((left, n), d.dtype), empty((right, columns), d.dtype)
+
+
+def secular_roots(d: Block, count: int) -> Block:
+    """Return an array for so many roots of a secular equation, with the nearest pole of each and how far it is."""
+    d.device.kernel("laed4", count * d.nbytes, count * d.size, d.dtype)
+    return d.device.empty((count, 3), d.dtype)

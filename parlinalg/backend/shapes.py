@@ -54,31 +54,45 @@ class WhatIf:
         Any other number that is read, such as a loss for the log.
     token : int
         The token that is sampled or chosen.
-    routing : str
-        "even": every expert gets as many tokens as any other, or one more.
+    routing : str or sequence of float
+        "even": every expert gets as many tokens as any other, or one more.  Or the load of each expert: numbers in
+        proportion to the tokens that it gets.
     iterations : int
         The steps that an iteration takes which would stop where it has converged.
     pivots : str
         "even": every grid row has its share of the pivots of each panel of LU, and no rows of a rank are exchanged.
     conditioned : bool
-        The columns of panels of QR are independent enough that products alone orthogonalize them; if not, each panel
-        goes through a tree.
+        The columns of matrices are independent enough that products alone orthogonalize panels of QR, and the rank is
+        full; if not, each panel goes through a tree, and one singular value counts as 0.
+    deflation : str
+        "none": no merge of divide and conquer (`eigh`, `svd`) finds a vector that it need not compute, the most work.
     """
 
     finite: bool = True
     norm: float = 1.0
     number: float = 1.0
     token: int = 0
-    routing: str = "even"
+    routing: str | Sequence[float] = "even"
     iterations: int = 10
     pivots: str = "even"
     conditioned: bool = True
+    deflation: str = "none"
 
     def __post_init__(self) -> None:
-        if self.routing != "even":
-            raise ConfigError(f"routing={self.routing!r} is not known; what can be assumed is 'even'")
-        if self.pivots != "even":
-            raise ConfigError(f"pivots={self.pivots!r} is not known; what can be assumed is 'even'")
+        if not isinstance(self.routing, str):
+            load = tuple(map(float, self.routing))
+            if not load or min(load) < 0 or not 0 < sum(load) < math.inf:
+                raise ConfigError(
+                    f"routing={self.routing!r} should be 'even' or the experts' loads, numbers of at least 0"
+                )
+            object.__setattr__(self, "routing", load)
+        elif self.routing != "even":
+            raise ConfigError(
+                f"routing={self.routing!r} is not known; what can be assumed is 'even', or loads of experts"
+            )
+        for name, known in (("pivots", "even"), ("deflation", "none")):
+            if (given := getattr(self, name)) != known:
+                raise ConfigError(f"{name}={given!r} is not known; what can be assumed is {known!r}")
         if self.iterations < 1:
             raise ConfigError(f"iterations={self.iterations} should be at least 1")
 
@@ -208,12 +222,12 @@ class ShapesBackend:
     def kernel(self, name: str, nbytes: int, elements: int, dtype: Any) -> None:
         """Note work on blocks that is no product."""
         if self.recorder is not None and not self._within and elements:
-            self.recorder.kernel(name, nbytes, elements, np.dtype(dtype).name)
+            self.recorder.kernel(name, nbytes, elements, _name_of(dtype))
 
     def product(self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1) -> None:
         """Note `batch` products of m×k and k×n matrices by so many calls of BLAS."""
         if self.recorder is not None and not self._within and batch * m * n * k:
-            self.recorder.product(batch, m, n, k, np.dtype(dtype).name, calls)
+            self.recorder.product(batch, m, n, k, _name_of(dtype), calls)
 
     def span(self, name: str, begins: bool) -> None:
         """Note that a named stretch of the program begins or ends."""
@@ -266,6 +280,12 @@ class ShapesBackend:
 
     def __repr__(self) -> str:
         return f"ShapesBackend({self.target!r})"
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """Return the name of a dtype; NumPy makes it anew each time, which took a good part of a trace."""
+    return np.dtype(dtype).name
 
 
 def values_needed(what: str, right: str = "run it on real arrays, or leave it out of what is imagined") -> ValuesNeeded:
@@ -1202,12 +1222,61 @@ class Namespace:
 class Factorizations:
     """NumPy's `linalg`, by shapes."""
 
+    _numpy: Any = np.linalg
+
     def __init__(self, device: ShapesBackend) -> None:
         self._device = device
 
+    def _factored(self, name: str, a: Any, *shapes: tuple[int, ...], real: tuple[int, ...] | None = None) -> Any:
+        """Return arrays of these shapes for what a function makes of matrices, and a real one if that is given."""
+        self._device.assume("finite", f"whether linalg.{name} of a matrix succeeds")
+        self._device.kernel(f"linalg.{name}", 2 * a.nbytes, a.size * min(a.shape[-2:]), a.dtype)
+        found = [ShapeArray(self._device, shape, a.dtype) for shape in shapes]
+        if real is not None:
+            found.append(ShapeArray(self._device, real, a.real.dtype))
+        return found
+
+    def eigh(self, a: Any, UPLO: str = "L") -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eigh(a, UPLO)
+        z, w = self._factored("eigh", a, a.shape, real=a.shape[:-1])
+        return w, z
+
+    def eigvalsh(self, a: Any, UPLO: str = "L") -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eigvalsh(a, UPLO)
+        return self._factored("eigvalsh", a, real=a.shape[:-1])[0]
+
+    def svd(self, a: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.svd(a, full_matrices, compute_uv)
+        *lead, m, n = a.shape
+        k = min(m, n)
+        if not compute_uv:
+            return self._factored("svd", a, real=(*lead, k))[0]
+        left, right = (m, n) if full_matrices else (k, k)
+        u, vh, s = self._factored("svd", a, (*lead, m, left), (*lead, right, n), real=(*lead, k))
+        return u, s, vh
+
+    def qr(self, a: Any, mode: str = "reduced") -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.qr(a, mode)
+        *lead, m, n = a.shape
+        k = m if mode == "complete" else min(m, n)
+        return tuple(self._factored("qr", a, (*lead, m, k), (*lead, k, n)))
+
+    def lstsq(self, a: Any, b: Any, rcond: Any = None) -> Any:
+        if not _has((a, b)):
+            return self._numpy.lstsq(a, b, rcond)
+        (m, n), k = a.shape, min(a.shape)
+        full = self._device.assume("conditioned", "the rank of a matrix")
+        x, s = self._factored("lstsq", a, (n, *b.shape[1:]), real=(k,))
+        residuals = ShapeArray(self._device, b.shape[1:] if full and m > n else (0,), s.dtype)
+        return x, residuals, k if full else max(0, k - 1), s
+
     def norm(self, a: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
         if not isinstance(a, ShapeArray):
-            return np.linalg.norm(a, ord, axis, keepdims)
+            return self._numpy.norm(a, ord, axis, keepdims)
         return self._device.xp._reduce("norm", a, axis, a.real.dtype, None, keepdims)
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,6 +45,10 @@ def within(world: ImaginedComm) -> Iterator[ImaginedComm]:
         _entered.reset(token)
 
 
+class EndedError(CommError):
+    """The error of an imagined rank that waits for another one, whose program has ended."""
+
+
 class Representatives:
     """Ranks that are imagined together, each in a thread: they stand for the others, and tell each other what differs.
 
@@ -59,6 +63,8 @@ class Representatives:
         self._changed = threading.Condition()
         self._told: dict[Hashable, dict[int, Any]] = {}
         self._sent: dict[Hashable, deque[np.ndarray]] = {}
+        self._passed: dict[Hashable, list[np.ndarray]] = {}
+        """By communicator, sender and distance: all messages, for receivers from ranks that the sender stands for."""
         self._left: set[int] = set()
 
     def leave(self, rank: int) -> None:
@@ -82,11 +88,25 @@ class Representatives:
             self._await(lambda: all(m in told for m in wanted), [m for m in wanted if m not in told], f"share {key}")
         return [told[self.stands[m]] for m in members]
 
-    def put(self, key: Hashable, block: np.ndarray) -> None:
-        """Send a block of values."""
+    def put(self, place: Hashable, sender: int, to: int, tag: int, block: np.ndarray) -> None:
+        """Send a block of values from one rank of a communicator to another."""
+        sent = block.copy()
         with self._changed:
-            self._sent.setdefault(key, deque()).append(block.copy())
+            self._sent.setdefault((place, sender, to, tag), deque()).append(sent)
+            self._passed.setdefault((place, sender, to - sender), []).append(sent)
             self._changed.notify_all()
+
+    def get_alike(
+        self, place: Hashable, stand: int, distance: int, number: int, whom: int, block: np.ndarray
+    ) -> None:  # fmt: skip
+        """Receive message `number` that rank `stand` of a communicator sends over a distance; waits for it.
+
+        It takes the place of the message of a sender that is not imagined.  `whom` is the stand's rank in the world.
+        """
+        with self._changed:
+            passed = self._passed.setdefault((place, stand, distance), [])
+            self._await(lambda: len(passed) > number, [whom], f"a message from rank {whom}, which stands for others")
+            block.reshape(-1)[:] = passed[number].reshape(-1).view(block.dtype)
 
     def get(self, key: Hashable, source: int, block: np.ndarray) -> None:
         """Receive a block of values; waits for it."""
@@ -98,7 +118,7 @@ class Representatives:
     def _await(self, there: Callable[[], bool], whom: Sequence[int], what: str) -> None:
         while not there():
             if gone := [m for m in whom if m in self._left]:
-                raise CommError(f"{what}: the program of rank {gone[0]} has ended without it")
+                raise EndedError(f"{what}: the program of rank {gone[0]} has ended without it")
             self._changed.wait(1.0)
 
 
@@ -153,6 +173,8 @@ class ImaginedComm(Comm):
         self._place = *like, device.count(like)
         """The same on the ranks that are imagined together, another one for each communicator."""
         self._shares = 0
+        self._received: Counter[int] = Counter()
+        """Messages with values so far from ranks that are not imagined, by these ranks."""
         super().__init__(size, rank, axes, ranks, places, [] if books is None else books, False)
 
     def sub(self, ranks: Sequence[int], axes: tuple[str, ...]) -> Comm:
@@ -241,7 +263,7 @@ class ImaginedComm(Comm):
 
     def _send(self, buffer: Block, to: int, tag: int, wait: bool) -> Handle:
         if self.together is not None and isinstance(buffer, np.ndarray):
-            self.together.put((self._place, self.rank, to, tag), buffer)
+            self.together.put(self._place, self.rank, to, tag, buffer)
         return self._post("send", 0, buffer.nbytes, wait, buffer, peer=to, tag=tag)
 
     def _receive(self, buffer: Block, source: int, tag: int, wait: bool) -> Handle:
@@ -250,7 +272,33 @@ class ImaginedComm(Comm):
             together, key, whom = self.together, (self._place, source, self.rank, tag), self.world_ranks[source]
             if together.stands[whom] == whom:
                 arrives = partial(together.get, key, whom, buffer)
+            elif (stand := self._stand_of(source)) is not None:
+                arrives = partial(
+                    together.get_alike, self._place, stand, self.rank - source, self._received[source],
+                    self.world_ranks[stand], buffer,
+                )  # fmt: skip
+                self._received[source] += 1
         return self._post("receive", buffer.nbytes, 0, wait, buffer, peer=source, tag=tag, arrives=arrives)
+
+    def _stand_of(self, source: int) -> int | None:
+        """Return the rank whose messages this rank takes for those of `source`, which is not imagined.
+
+        That is the rank that stands for it.  If this rank itself does, it is the next imagined rank behind the source.
+        None if the one that stands for it is not in this communicator.
+        """
+        assert self.together is not None
+        stands, ranks = self.together.stands, self.world_ranks
+        stand = stands[ranks[source]]
+        if stand != ranks[self.rank]:
+            return ranks.index(stand) if stand in ranks else None
+        behind = range(source, self.size) if source > self.rank else range(source, -1, -1)
+        for rank in behind:
+            if stands[ranks[rank]] == ranks[rank]:
+                return rank
+        raise CommError(
+            f"rank {stand} receives values from rank {ranks[source]}, for which it stands itself, and no rank behind "
+            f"that one is imagined; give rank {ranks[source]} another class"
+        )
 
     def _barrier(self) -> None:
         pass

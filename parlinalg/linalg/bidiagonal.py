@@ -11,7 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from parlinalg.backend import memory
+from parlinalg.backend import memory, shape_solver
+from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
 from parlinalg.linalg.eigh import Kept, Reduction, first, places, reflector, share, to_tiles
@@ -64,16 +65,17 @@ class Bidiagonal(Reduction):
         if 2 * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
-        v, x = np.zeros((b, m - k), a.dtype), np.zeros((b, m - k), a.dtype)  # columns of V and X, one in a row
-        u, y = np.zeros((b, n - k), a.dtype), np.zeros((b, n - k), a.dtype)
-        tau, pi = np.zeros(b, a.dtype), np.zeros(b, a.dtype)
+        xp = self.xp
+        v, x = xp.zeros((b, m - k), a.dtype), xp.zeros((b, m - k), a.dtype)  # columns of V and X, one in a row
+        u, y = xp.zeros((b, n - k), a.dtype), xp.zeros((b, n - k), a.dtype)
+        tau, pi = xp.zeros(b, a.dtype), xp.zeros(b, a.dtype)
         down, right = partial(first, rows), partial(first, columns)
         low, left = down(k), right(k)
         here, there = places(rows[low:] - k), places(columns[left:] - k)
         for q in range(b):
             j = k + q
             i, behind = deal.owner(j)
-            column = np.zeros(m - k, a.dtype)
+            column = xp.zeros(m - k, a.dtype)
             if gj == behind:
                 column[here] = a[low:, right(j)]
                 if q:
@@ -83,7 +85,7 @@ class Bidiagonal(Reduction):
             if j == n - 1:
                 break
             # y := tau (A - V Yᴴ - X Uᴴ)ᴴ v
-            found, mine = np.zeros(n - k, a.dtype), share(q + 1, n - k, lent.comm)  # each corrects its share
+            found, mine = xp.zeros(n - k, a.dtype), share(q + 1, n - k, lent.comm)  # each corrects its share
             top, after, inner = down(j), right(j + 1), v[q].conj()
             later = places(columns[after:] - k)
             found[later] = (inner[places(rows[top:] - k)] @ a[top:, after:]).conj()
@@ -93,14 +95,14 @@ class Bidiagonal(Reduction):
             found[: q + 1] = 0
             y[q] = tau[q] * found
             # row j, as a column of its conjugates
-            line = np.zeros(n - k, a.dtype)
+            line = xp.zeros(n - k, a.dtype)
             if gi == i:
                 line[there] = a[down(j), left:].conj()
                 line[there] -= (v[: q + 1, q].conj() @ y[: q + 1] + x[:q, q].conj() @ u[:q])[there]
             line = lent.total(line)
             u[q, q + 1 :], pi[q], self.e[j] = reflector(line[q + 1 :])
             # x := pi (A - V Yᴴ - X Uᴴ) u
-            found, mine = np.zeros(m - k, a.dtype), share(q + 1, m - k, lent.comm)
+            found, mine = xp.zeros(m - k, a.dtype), share(q + 1, m - k, lent.comm)
             top, inner = down(j + 1), u[q].conj()
             found[places(rows[top:] - k)] = a[top:, after:] @ u[q, later]
             found[mine] -= (y[: q + 1] @ inner).conj() @ v[: q + 1, mine] + (u[:q] @ inner).conj() @ x[:q, mine]
@@ -124,6 +126,8 @@ class Bidiagonal(Reduction):
 def singular_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     """Return the singular values, falling, of a real upper bidiagonal matrix."""
     n = len(d)
+    if not has_values(d):
+        return shape_solver.bidiagonal_values(d)
     values, off = d.copy(), np.concatenate([e, np.zeros(1, e.dtype)])
     if not n:
         return values
@@ -142,14 +146,14 @@ def vectors(reduced: Bidiagonal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Collective over all ranks.
     """
     tiles, n, grid = reduced.tiles, reduced.n, reduced.tiles.grid
-    values, left = np.zeros(n, reduced.d.dtype), np.empty((0, 0), reduced.d.dtype)
-    right = left
+    values = reduced.xp.zeros(n, reduced.d.dtype)
+    left = right = reduced.xp.empty((0, 0), reduced.d.dtype)
     if grid.inside:
         rows = np.arange(grid.rank, n, grid.size)
         memory.give_back(8 * n * len(rows))
         values, left, right = bidiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone)
         memory.give_back(left.nbytes)
-    (failed,) = tiles.worst([not np.isfinite(values).all()])
+    (failed,) = tiles.worst([not kernels.finite(values)])
     if failed:
         raise np.linalg.LinAlgError("SVD did not converge")
     left = to_tiles(left, tiles, n, n)

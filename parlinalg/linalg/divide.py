@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import memory
+from parlinalg.backend import backend_of, memory, namespace, shape_solver
+from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 
@@ -52,7 +53,7 @@ def tridiagonal_vectors(
         Returns from all eigenvalues where those are whose vectors are wanted.
     """
     n = len(d)
-    scale = max(np.abs(d).max(initial=0), np.abs(e).max(initial=0)) or d.dtype.type(1)
+    scale = _largest(d, e) or d.dtype.type(1)
     d, e = d / scale, e / scale
     leaf = LEAF if comm.size > 1 else n
 
@@ -76,7 +77,9 @@ def tridiagonal_vectors(
 
 
 def _leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, choose: Callable[[np.ndarray], slice] | None) -> Part:
-    if len(d) < 2:
+    if not has_values(d):
+        values, z, info = *shape_solver.tridiagonal_vectors(d), 0
+    elif len(d) < 2:
         values, z, info = d.copy(), np.ones((len(d), len(d)), d.dtype), 0
     else:
         values, z, info = kernels.lapack("stevd", d.dtype)(d, e)
@@ -93,28 +96,29 @@ def _merged(
     (d1, w1), (d2, w2) = one, two
     m1, m, dtype = len(d1), len(d1) + len(d2), d1.dtype
     # Decisions below must be the same on all ranks, whatever their processors round.
-    message = np.concatenate([d1, d2, w1[-1], w2[0] if beta >= 0 else -w2[0]])
+    positive = not has_values(beta) or beta >= 0
+    message = np.concatenate([d1, d2, w1[-1], w2[0] if positive else -w2[0]])
     comm.broadcast(message, 0)
     d, z = message[:m], message[m:] / dtype.type(math.sqrt(2))
-    rho = dtype.type(2 * abs(beta))
+    rho = 2 * abs(beta)
     first = len(w1) - 1
-    w = np.zeros((first + len(w2) - 1, m), dtype)  # the first half's rows, then the second's
+    w: np.ndarray = namespace(d).zeros((first + len(w2) - 1, m), dtype)  # the first half's rows, then the second's
     w[:first, :m1], w[first:, m1:] = w1[:-1], w2[1:]
     del one, two, w1, w2
     memory.give_back(w.nbytes)
-    if not np.isfinite(message).all():
+    if not kernels.finite(message):
         return np.full(m, np.nan, dtype), w
     upper = np.arange(m) < m1
     lower = ~upper
-    limit = 8 * np.finfo(dtype).eps / 2 * max(np.abs(d).max(), np.abs(z).max())
+    limit = 8 * np.finfo(dtype).eps / 2 * _largest(d, z)
     kept, rest = _deflated(d, z, rho, limit, [w], [upper, lower])
     dk, zk = d[kept], z[kept]
     roots, near, gap = _roots(comm, dk, zk, rho)
-    if not np.isfinite(roots).all():
+    if not kernels.finite(roots):
         return np.full(m, np.nan, dtype), w
     vector = _vectors(comm, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
-    order = np.argsort(values, kind="stable")
+    order = _rising(values)
     values = values[order]
     wanted = order[choose(values)] if choose else order
     return values, _turned(w, [(np.s_[:first], upper), (np.s_[first:], lower)], kept, rest, vector, wanted)
@@ -134,10 +138,11 @@ def _turned(
     The result overwrites w.
     """
     k = len(kept)
+    xp = namespace(w)
     has = [each[kept] for _, each in blocks]
     order = np.argsort(has[-1].astype(int) - has[0], kind="stable")  # those of one block lie side by side
     inner = [_side_by_side(np.flatnonzero(each[order])) for each in has]
-    factors = [np.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
+    factors = [xp.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
     others = np.flatnonzero(wanted >= k)
     known, last = w[:, rest[wanted[others] - k]], w[:, w.shape[1] - more :].copy()
     out = w if len(wanted) + more == w.shape[1] else np.empty((len(w), len(wanted) + more), w.dtype)
@@ -163,6 +168,24 @@ def _side_by_side(numbers: np.ndarray) -> Any:
     return numbers
 
 
+def _largest(*arrays: Any) -> Any:
+    """Return the largest size of their elements, 0 without elements; 1 of arrays without values."""
+    return max(np.abs(a).max(initial=0) for a in arrays) if all(map(has_values, arrays)) else 1
+
+
+def _rising(values: np.ndarray) -> np.ndarray:
+    """Return the order in which values rise; arrays without values count as sorted."""
+    return np.argsort(values, kind="stable") if has_values(values) else np.arange(len(values))
+
+
+def _rotation(x: Any, y: Any, limit: Any) -> tuple[Any, Any, Any]:
+    """Return the length of (x, y), and its cosine and sine."""
+    if not has_values(x):
+        return x, x, y
+    size = math.hypot(x, y)
+    return (size, x / size, y / size) if size > limit else (size, 1, 0)
+
+
 def _deflated(
     d: np.ndarray, z: np.ndarray, rho: Any, limit: Any, vectors: list[np.ndarray], halves: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -170,6 +193,9 @@ def _deflated(
 
     Columns of nearly equal d are turned so that z of one becomes 0; `halves` say in which half a column has elements.
     """
+    if not has_values(d):  # the most work: no vector is one already
+        backend_of(d).assume("deflation", "which vectors a merge of divide and conquer finds to be vectors already")
+        return np.arange(len(d)), np.zeros(0, np.intp)
     kept: list[int] = []
     rest: list[int] = []
     before = -1
@@ -202,8 +228,9 @@ def _shared(comm: Comm, mine: np.ndarray, k: int) -> np.ndarray:
     width, every = mine.shape[1], [np.arange(p, k, comm.size) for p in range(comm.size)]
     if comm.size == 1:
         return mine
-    got, out = np.empty((k, width), mine.dtype), np.empty((k, width), mine.dtype)
-    comm.all_gather(np.ascontiguousarray(mine), got, [len(each) * width for each in every])
+    xp = namespace(mine)
+    got, out = xp.empty((k, width), mine.dtype), xp.empty((k, width), mine.dtype)
+    comm.all_gather(xp.ascontiguousarray(mine), got, [len(each) * width for each in every])
     out[np.concatenate(every)] = got
     return out
 
@@ -217,6 +244,9 @@ def _roots(
     """
     k = len(d)
     mine = np.arange(comm.rank, k, comm.size)
+    if not has_values(d):
+        found = _shared(comm, shape_solver.secular_roots(d, len(mine)), k)
+        return found[:, 0], found[:, 1], found[:, 2]
     found = np.empty((len(mine), 3), d.dtype)
     delta, root, number = np.empty(k, d.dtype), np.empty(1, d.dtype), np.empty(1, np.intc)
     given = (k, number, d, z, delta, np.array([rho], d.dtype), root)
@@ -237,12 +267,11 @@ def _vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray, gap: np
     """Return the function from numbers of roots to the vectors of the merge."""
     k = len(d)
     if k < 3:
-        whole = np.stack([near, gap]) if k == 2 else np.ones((k, k), d.dtype)
+        whole = np.stack([near, gap]) if k == 2 else namespace(d).ones((k, k), d.dtype)
         return lambda i, order: whole[order][:, i]
     origin = d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
-    found = np.empty((len(mine), 1), d.dtype)
-    step = max(1, SOME // k)
+    found, step = namespace(d).empty((len(mine), 1), d.dtype), max(1, SOME // k)
     for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
         j = mine[start : start + step]
         below = d[j][:, None] - d[None, :]
@@ -277,7 +306,7 @@ def bidiagonal_vectors(
         The numbers of this rank's rows, rising.
     """
     n = len(d)
-    scale = max(np.abs(d).max(initial=0), np.abs(e).max(initial=0)) or d.dtype.type(1)
+    scale = _largest(d, e) or d.dtype.type(1)
     d, e = d / scale, e / scale
 
     def part(low: int, high: int, more: int) -> Pair:
@@ -293,8 +322,10 @@ def bidiagonal_vectors(
 
 def _bidiagonal_leaf(d: np.ndarray, e: np.ndarray, rows: np.ndarray, others: np.ndarray) -> Pair:
     n, more = len(d), len(e) + 1 - len(d)
+    if n and not has_values(d):
+        return shape_solver.bidiagonal_vectors(d, len(rows), len(others) + 2, n + more)
     if not n:
-        return d.copy(), np.zeros((0, 0), d.dtype), np.zeros((2, 0), d.dtype)
+        return d.copy(), namespace(d).zeros((0, 0), d.dtype), namespace(d).zeros((2, 0), d.dtype)
     values, off = d.copy(), np.append(e, e.dtype.type(0))
     u, vt = np.eye(n, dtype=d.dtype, order="F"), np.eye(n + more, dtype=d.dtype, order="F")
     unused, work = np.zeros(1, d.dtype), np.zeros(4 * (n + 1), d.dtype)
@@ -314,25 +345,24 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     # Decisions below must be the same on all ranks, whatever their processors round.
     message = np.concatenate([d1, d2, v1[-1], v2[0]])
     comm.broadcast(message, 0)
-    d = np.concatenate([np.zeros(1, dtype), message[: n - 1]])
+    xp = namespace(message)
+    d = np.concatenate([xp.zeros(1, dtype), message[: n - 1]])
     begin, last = message[n + n1 :] * beta, message[n - 1 : n + n1] * alpha
     z = np.concatenate([last[n1:], last[:n1], begin[: n - 1 - n1]])
-    finite, largest = np.isfinite(message).all(), max(np.abs(d).max(), abs(alpha), abs(beta))
+    finite, largest = kernels.finite(message), _largest(d, alpha, beta)
     scale = largest or dtype.type(1)
     d, z = d / scale, z / scale  # so that squares stay in range
     limit = 4 * np.finfo(dtype).eps
     # columns: the one for the row between, the first part's, the second's, and of right vectors the one mapped to 0
-    left, right = np.zeros((len(u1) + own + len(u2), n), dtype), np.zeros((len(v1) + len(v2) - 2, n + more), dtype)
+    left, right = xp.zeros((len(u1) + own + len(u2), n), dtype), xp.zeros((len(v1) + len(v2) - 2, n + more), dtype)
     middle, first = slice(len(u1), len(u1) + own), len(v1) - 1
     above, below = np.arange(n) <= n1, np.arange(n) > n1
     left[: len(u1), 1 : n1 + 1], left[middle, 0], left[middle.stop :, n1 + 1 :] = u1, 1, u2
     right[:first, 1 : n1 + 1], right[first:, n1 + 1 : n] = v1[:-1, :n1], v2[1:, : n - 1 - n1]
     right[:first, 0] = v1[:-1, n1]
     if more:
-        other = begin[-1] / scale
-        size = math.hypot(z[0], other)
-        c, s = (z[0] / size, other / size) if size > limit else (1, 0)
-        z[0], null = size, v2[1:, -1]
+        z[0], c, s = _rotation(z[0], begin[-1] / scale, limit)
+        null = v2[1:, -1]
         right[:first, n], right[first:, n] = -s * right[:first, 0], c * null
         right[:first, 0] *= c
         right[first:, 0] = s * null
@@ -340,7 +370,7 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     memory.give_back(left.nbytes)
     if not finite:
         return np.full(n, np.nan, dtype), left, right
-    if abs(z[0]) <= limit:
+    if has_values(z) and abs(z[0]) <= limit:
         z[0] = limit
     kept, rest = _deflated(d[1:], z[1:], 1, limit, [left[:, 1:], right[:, 1:n]], [above[1:], below[1:]])
     kept, rest = np.concatenate([np.zeros(1, np.intp), kept + 1]), rest + 1
@@ -352,11 +382,11 @@ def _joined(comm: Comm, one: Pair, two: Pair, alpha: Any, beta: Any, own: int, m
     else:
         length = np.linalg.norm(zk)
         roots, near, gap = _roots(comm, dk, zk / length, length * length, squares=True)
-        if not np.isfinite(roots).all():
+        if not kernels.finite(roots):
             return np.full(n, np.nan, dtype), left, right
         vectors = _singular_vectors(comm, dk, zk, near, gap)
     values = np.concatenate([roots, d[rest]])
-    order = np.argsort(values, kind="stable")
+    order = _rising(values)
     ends = np.zeros(n, bool)
     ends[0] = True
     outside = [(np.s_[: middle.start], above & ~ends), (middle, ends), (np.s_[middle.stop :], below)]
@@ -370,8 +400,7 @@ def _singular_vectors(comm: Comm, d: np.ndarray, z: np.ndarray, near: np.ndarray
     """Return the functions from numbers of roots to the left and to the right vectors of the merge."""
     k, origin = len(d), d[near.astype(np.intp)]
     mine = np.arange(comm.rank, k, comm.size)
-    found = np.empty((len(mine), 1), d.dtype)
-    step = max(1, SOME // k)
+    found, step = namespace(d).empty((len(mine), 1), d.dtype), max(1, SOME // k)
     for start in range(0, len(mine), step):  # the z of which the computed roots are the exact ones
         j = mine[start : start + step]
         each, own = d[j][:, None], np.arange(len(j))

@@ -17,8 +17,9 @@ from typing import Any, cast
 import numpy as np
 
 from parlinalg.array.core import DistArray
-from parlinalg.backend import blas, memory
+from parlinalg.backend import blas, memory, namespace, shape_solver
 from parlinalg.backend.blas import cores
+from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import tridiagonal_vectors
@@ -48,8 +49,8 @@ class Reduction(ABC):
 
     def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any]) -> None:
         self.tiles, self.n, self.dtype = tiles, n, dtype
-        real = np.zeros(0, dtype).real.dtype
-        self.d, self.e = np.zeros(n, real), np.zeros(max(0, n - 1), real)
+        real, self.xp = np.zeros(0, dtype).real.dtype, kernels.on_host(tiles.grid.backend)
+        self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
 
     @abstractmethod
     def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
@@ -72,7 +73,7 @@ class Reduction(ABC):
             comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
             with board(comm, most, self.dtype) as lent:
                 for turn, k in enumerate(panels):
-                    message = np.ascontiguousarray(self._panel(lent, k, min(PANEL, self.n - k)))
+                    message = self.xp.ascontiguousarray(self._panel(lent, k, min(PANEL, self.n - k)))
                     self._keep(k, message)
                     if some and turn % ranks == everyone.rank:  # each of the ranks gives some panels to the others
                         held.append(message)
@@ -88,7 +89,7 @@ class Reduction(ABC):
             if everyone.rank == root:
                 message = held.pop(0)
             else:
-                message = np.empty((min(PANEL, self.n - k), self._wide(k)), self.dtype)
+                message = self.xp.empty((min(PANEL, self.n - k), self._wide(k)), self.dtype)
             everyone.broadcast(message, root)
             if everyone.rank >= ranks:
                 self._keep(k, message)
@@ -127,11 +128,11 @@ class Tridiagonal(Reduction):
         Vectors have the elements from number k on in the order of `half`.  Of sums each rank makes its share, and all
         take the same bits: else columns of rounding errors would give each rank reflections of its own.
         """
-        half, dtype, m = cast("Half", self._half), self.dtype, self.n - k
+        half, dtype, m, xp = cast("Half", self._half), self.dtype, self.n - k, self.xp
         at = half.begin(k)
         columns = lent.total(half.columns(k, b))
-        both, tau = np.zeros((2 * b, m), dtype), np.zeros(b, dtype)  # v and w of each column, one in a row
-        mine, term = share(0, m, lent.comm), np.empty(m + 2 * b + 1, dtype)
+        both, tau = xp.zeros((2 * b, m), dtype), xp.zeros(b, dtype)  # v and w of each column, one in a row
+        mine, term = share(0, m, lent.comm), xp.empty(m + 2 * b + 1, dtype)
         counts = [(m * (p + 1) // lent.comm.size) - m * p // lent.comm.size for p in range(lent.comm.size)]
         part, x = both[:, mine], columns[0]
         for q in range(b):
@@ -151,14 +152,14 @@ class Tridiagonal(Reduction):
             found = lent.total(term[:size])
             # w := tau (A - V Wᴴ - W Vᴴ) v - |tau|² / 2 (vᴴ (A - V Wᴴ - W Vᴴ) v) v, and the next column of A - …
             inner, beside = found[m : size - 1].reshape(q, 2), both[:old, after]
-            coefficients = np.empty((2, q, 2), dtype)
+            coefficients = xp.empty((2, q, 2), dtype)
             coefficients[0] = inner[:, ::-1]
             np.conj(beside.reshape(q, 2)[:, ::-1], out=coefficients[1])
             coefficients = coefficients.reshape(2, old)
             middle = found[size - 1].real - 2 * np.vdot(inner[:, 0], inner[:, 1]).real
             less = 0.5 * abs(tau[q]) ** 2 * middle
             known = coefficients @ part[:old]
-            pair = np.empty((2, len(own)), dtype)
+            pair = xp.empty((2, len(own)), dtype)
             w = pair[0]
             np.subtract(found[mine], known[0], out=w)
             w *= tau[q]
@@ -184,10 +185,11 @@ class Tridiagonal(Reduction):
 def workers(tiles: Tiles) -> Deal:
     """Return how a matrix is dealt that is reduced: to all ranks, or to as many of a node as it has cores for.
 
-    Where ranks outnumber cores each column's sums would wait for all to have their turn.  Collective over the grid.
+    Where ranks outnumber cores each column's sums would wait for all to have their turn; imagined ranks have a core
+    each.  Collective over the grid.
     """
     grid = tiles.grid
-    if not grid.inside or grid.size == 1 or grid.everyone.local_size < grid.size:
+    if not grid.inside or grid.size == 1 or grid.everyone.local_size < grid.size or grid.everyone.imagined:
         return tiles
     every = grid.everyone.share(sorted(cores()), others="alike")
     ranks = len(set(chain.from_iterable(every)))
@@ -209,8 +211,10 @@ class Half:
         This rank's parts of the matrix [n, n], as `blocks` returns them.
     """
 
-    def __init__(self, deal: Deal, n: int, dtype: np.dtype[Any], blocks: list[_Rectangle | _Triangle]) -> None:
-        self.dtype, self.n, self._blocks = dtype, n, blocks
+    def __init__(
+        self, deal: Deal, n: int, dtype: np.dtype[Any], blocks: list[_Rectangle | _Triangle], xp: Any
+    ) -> None:  # fmt: skip
+        self.dtype, self.n, self._blocks, self._xp = dtype, n, blocks, xp
         self._order = np.argsort(np.arange(n) // deal.size % math.lcm(deal.R, deal.C), kind="stable")
 
     def begin(self, k: int) -> np.ndarray:
@@ -224,7 +228,7 @@ class Half:
 
     def columns(self, k: int, b: int) -> np.ndarray:
         """Return this rank's elements of b columns from k on, one in a row, else zeros; above the diagonal any."""
-        out = np.zeros((b, self.n - k), self.dtype)
+        out: np.ndarray = self._xp.zeros((b, self.n - k), self.dtype)
         for block in self._blocks:
             block.columns(out, k, b)
         return out
@@ -315,8 +319,8 @@ class _Rectangle:
     def times(self, v: np.ndarray, y: np.ndarray) -> None:
         if not self.rest.size:
             return
-        x, z = v[self.j], v[self.i].conj()
-        below, right = np.empty(len(z), y.dtype), np.zeros(len(x), y.dtype)
+        x, z, xp = v[self.j], v[self.i].conj(), namespace(y)
+        below, right = xp.empty(len(z), y.dtype), xp.zeros(len(x), y.dtype)
         for start, strip in zip(range(0, len(z), self.step), self.strips, strict=True):
             end = start + self.step
             np.dot(strip, x, out=below[start:end])
@@ -338,7 +342,7 @@ class _Triangle:
         self.whole = not blas.has_hermitian(a.dtype)
         clear_above(a, rows, rows, size)  # it has not been read
         if self.whole:
-            self.a += kernels.adjoint(np.tril(a, -1))
+            self.a += kernels.adjoint(namespace(a).tril(a, -1))
 
     def begin(self, k: int, at: np.ndarray) -> None:
         top = first(self.numbers, k)
@@ -353,7 +357,9 @@ class _Triangle:
         out[np.ix_(j, self.here)] = self.rest[:, : len(j)].T
 
     def times(self, v: np.ndarray, y: np.ndarray) -> None:
-        if self.whole:
+        if not has_values(y):
+            shape_solver.hermitian(self.rest, v[self.i])
+        elif self.whole:
             y[self.i] += self.rest @ v[self.i]
         else:
             blas.add_hermitian(y[self.i], self.rest, v[self.i])
@@ -399,13 +405,14 @@ class Kept:
         if not self._open:
             return
         k, longest, _ = self._open[0]
-        v = np.zeros((sum(len(x) for _, x, _ in self._open), longest.shape[1]), longest.dtype)
+        xp = namespace(longest)
+        v = xp.zeros((sum(len(x) for _, x, _ in self._open), longest.shape[1]), longest.dtype)
         at = 0
         for start, each, _ in self._open:
             v[at : at + len(each), start - k :] = each
             at += len(each)
         t = triangle(v.T, np.concatenate([tau for _, _, tau in self._open]))
-        self._closed.append((k, np.ascontiguousarray(v[:, places(self._rows[first(self._rows, k) :] - k)]).T, t))
+        self._closed.append((k, xp.ascontiguousarray(v[:, places(self._rows[first(self._rows, k) :] - k)]).T, t))
         self._open = []
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:
@@ -441,6 +448,8 @@ def reflector(x: np.ndarray, at: int = 0) -> tuple[np.ndarray, complex, float]:
 
     This is LAPACK's `larfg`.
     """
+    if not has_values(x):
+        return shape_solver.reflector(x)
     alpha = x[at]
     x[at] = 0
     square = np.vdot(x, x).real
@@ -465,7 +474,7 @@ def reflector(x: np.ndarray, at: int = 0) -> tuple[np.ndarray, complex, float]:
 def triangle(v: np.ndarray, tau: np.ndarray) -> np.ndarray:
     """Return T of the product of reflections, I - V T Vᴴ (LAPACK's `larft`)."""
     b = len(tau)
-    t, inner = np.zeros((b, b), v.dtype), v.conj().T @ v
+    t, inner = namespace(v).zeros((b, b), v.dtype), v.conj().T @ v
     for q in range(b):
         t[:q, q] = -tau[q] * (t[:q, :q] @ inner[:q, q])
         t[q, q] = tau[q]
@@ -476,6 +485,8 @@ def tridiagonal_values(d: np.ndarray, e: np.ndarray) -> np.ndarray:
     """Return the eigenvalues of a real tridiagonal matrix, rising."""
     if len(d) < 2:
         return d.copy()
+    if not has_values(d):
+        return shape_solver.tridiagonal_values(d)
     values, info = kernels.lapack("sterf", d.dtype)(d, e)
     if info:
         raise np.linalg.LinAlgError("Eigenvalues did not converge")
@@ -488,14 +499,15 @@ def vectors(reduced: Tridiagonal, choose: Callable[[np.ndarray], slice]) -> tupl
     Collective over all ranks.
     """
     tiles, n, grid = reduced.tiles, reduced.n, reduced.tiles.grid
-    values, at, z = np.zeros(n, reduced.d.dtype), slice(0, 0), np.empty((0, 0), reduced.d.dtype)
+    xp, dtype = reduced.xp, reduced.d.dtype
+    values, at, z = xp.zeros(n, dtype), slice(0, 0), xp.empty((0, 0), dtype)
     if grid.inside:
         rows = np.arange(grid.rank, n, grid.size)
         memory.give_back(8 * n * len(rows))
         values, z = tridiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone, choose)
         memory.give_back(z.nbytes)
         at = choose(values)
-    failed, start, stop = tiles.worst([not np.isfinite(values).all(), at.start, at.stop])
+    failed, start, stop = tiles.worst([not kernels.finite(values), at.start, at.stop])
     if failed:
         raise np.linalg.LinAlgError("Eigenvalues did not converge")
     at = slice(int(start), int(stop))

@@ -16,7 +16,7 @@ from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
-from parlinalg.backend import backend_of, namespace
+from parlinalg.backend import namespace
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels, triangular
@@ -105,7 +105,7 @@ class CholeskyFactor(Factor):
         t = tiles.bring(a, self.rows, self.columns, lower=True)
         if self.grid.inside:  # what is not read may be anything
             clear_above(t, *tiles.places(self.rows, self.columns)[self.grid.rank], tiles.size)
-        finite = _finite(t)
+        finite = kernels.finite(t)
         self._t = t = tiles.layered(t, self.columns)
         target: Any = None
         if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
@@ -177,7 +177,7 @@ class LUFactor(Factor):
                 t[:, t.shape[1] - width :] = sides
             else:
                 t = namespace(t).hstack([t, sides])
-        finite = _finite(t)
+        finite = kernels.finite(t)
         work = LU(tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             work.run()
@@ -345,7 +345,7 @@ class QRFactor(Factor):
             sides = self.tiles.bring(b, self.rows, self._more)
             if self.grid.inside:
                 t[:, t.shape[1] - width :] = sides
-        finite = _finite(t)
+        finite = kernels.finite(t)
         self._work = QR(self.tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             self._work.run()
@@ -382,6 +382,29 @@ class QRFactor(Factor):
             self._work.times(q, mine)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
+    def _diagonal(self) -> tuple[Numbers, Any]:
+        """Return the numbers of the elements of R's diagonal that this rank has, and these."""
+        rows, columns = self.tops[self.tiles.i], self.columns[self.tiles.j]
+        numbers, at, also = np.intersect1d(rows, columns, return_indices=True)
+        return numbers, self._r[at, also]
+
+    def extremes(self) -> tuple[float, float]:
+        """Return the least size of an element of R's diagonal and the largest of an element of R; of NaNs 0 and 0.
+
+        Collective; inf and 0 without elements, 1 and 1 on imagined ranks.
+        """
+        least, most = math.inf, 0.0
+        if not self.grid.backend.values:
+            least = most = 1.0
+        elif self.grid.inside and self._r.size:
+            sizes = abs(self._r[:, : len(self.columns[self.tiles.j])])
+            diagonal = abs(self._diagonal()[1])
+            least, most = float(diagonal.min()) if diagonal.size else least, float(sizes.max()) if sizes.size else most
+            if not math.isfinite(most):
+                least = most = 0.0
+        less, most = self.tiles.worst([-least, most])
+        return -less, most
+
     @cached_property
     def zero(self) -> int | None:
         """The first zero of R's diagonal; None where A has full rank.  The first use is collective."""
@@ -389,9 +412,8 @@ class QRFactor(Factor):
         if not self.grid.backend.values:
             self.grid.backend.assume("finite", "whether the columns are independent")
         elif self.grid.inside:
-            rows, columns = self.tops[self.tiles.i], self.columns[self.tiles.j]
-            both, at, also = np.intersect1d(rows, columns, return_indices=True)
-            zeros = both[kernels.to_host(self._r[at, also]) == 0]
+            numbers, diagonal = self._diagonal()
+            zeros = numbers[kernels.to_host(diagonal) == 0]
         found = int(self.tiles.worst([k - zeros[0] if len(zeros) else 0])[0])
         return k - found if found else None
 
@@ -766,7 +788,7 @@ def solve_triangular(
         both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
         zeros = both[kernels.to_host(t[at, also]) == 0]
         zero = n - int(zeros[0]) if len(zeros) else 0
-    odd, zero = map(int, held.tiles.worst([not (_finite(t) and _finite(x)), zero]))
+    odd, zero = map(int, held.tiles.worst([not (kernels.finite(t) and kernels.finite(x)), zero]))
     _refuse(odd, "solve_triangular")
     if zero:
         raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
@@ -848,14 +870,6 @@ def _no_layers(block: int | None, depth: int | None) -> int | None:
     return block
 
 
-def _finite(block: Any) -> bool:
-    xp, backend = namespace(block), backend_of(block)
-    if not backend.values:
-        return bool(backend.assume("finite", "whether the elements are finite"))
-    with np.errstate(all="ignore"):
-        return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
-
-
 def _refuse(odd: bool | float, name: str) -> None:
     if odd:
         raise ValueError(f"{name} takes finite numbers; the array has {ODD}")
@@ -892,7 +906,7 @@ def _batches(
         blocks = [namespace(block).tril(block) for block in blocks]
     problem = ""
     results: Any = ()
-    if not all(bool(a.isfinite(b).all()) for a, b in ((arrays[0].xp, block) for block in blocks)):
+    if not all(map(kernels.finite, blocks)):
         problem = ODD
     try:
         with np.errstate(all="ignore"), kernels.raising(arrays[0].block):
@@ -901,7 +915,7 @@ def _batches(
         problem = f"{name}: {error}"
     blocks = list(results) if isinstance(results, tuple) else [results]
     everyone = grid.world.share(
-        (problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]), others="by rank"
+        (problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]), others="alike"
     )
     told = [each for each, _ in everyone]
     _refuse(ODD in told, name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.backend import backend_of, blas, namespace, shape_solver
+from parlinalg.backend import Backend, backend_of, blas, namespace, shape_solver
 from parlinalg.backend.blas import added, substituted
 from parlinalg.backend.shapes import has_values, values_needed
 
@@ -38,6 +38,20 @@ def to_host(a: Block) -> np.ndarray:
     if not has_values(a):
         raise values_needed("this factorization")
     return backend_of(a).to_host(a)
+
+
+def on_host(like: Backend) -> Any:
+    """Return the namespace of arrays on the host beside those of a backend: NumPy, or that of imagined ones."""
+    return np if like.values else like.xp
+
+
+def finite(block: Block) -> bool:
+    """Return True if all elements of an array are finite."""
+    xp, backend = namespace(block), backend_of(block)
+    if not backend.values:
+        return bool(backend.assume("finite", "whether the elements are finite"))
+    with np.errstate(all="ignore"):
+        return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
 
 
 def beside(a: np.ndarray, like: Block) -> Block:

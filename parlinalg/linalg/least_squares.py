@@ -12,9 +12,9 @@ import numpy as np
 from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.joining import diagonal
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
@@ -23,7 +23,6 @@ from parlinalg.linalg.factors import (
     LOWER,
     LinAlgError,
     QRFactor,
-    _finite,
     _matrix,
     _refuse,
     by_rows,
@@ -139,7 +138,7 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
     x, s = grid.backend.empty(b.block.shape, b.dtype), grid.backend.empty((0,), a.real.dtype)
     if grid.inside:
         xp = a.xp
-        if not bool(xp.isfinite(a.block).all() and xp.isfinite(b.block).all()):
+        if not (kernels.finite(a.block) and kernels.finite(b.block)):
             problem = "odd"
         else:
             try:
@@ -161,13 +160,14 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     k = min(a.shape)
     factor = QRFactor(a.mT.conj(), name="lstsq") if wide else QRFactor(a, b=b, name="lstsq")
     if wide:
-        _refuse(factor.tiles.worst([not _finite(b.block)])[0], "lstsq")
+        _refuse(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     r = factor.R
     rank = 0
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
-    if k and float(abs(diagonal(r)).min()) > limit * float(abs(r).max()):
+    least, most = factor.extremes()
+    if k and _maybe_full(a.grid, least, most, limit):
         s = svdvals(r)
-        rank = int((s > _limit(r, s, limit, 0)).sum())
+        rank = _counted((s > _limit(r, s, limit, 0)).sum(), k)
     if rank == k:
         if not k:
             s = svdvals(r)
@@ -184,7 +184,22 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     if keep:
         left = factor.turned(u)
         parts = ("svd", vh.mT.conj(), inverse, left.mT.conj()) if wide else ("svd", left, inverse, vh)
-    return (x, int(kept.sum()), s), parts
+    return (x, _counted(kept.sum(), k), s), parts
+
+
+def _maybe_full(grid: Grid, least: float, most: float, limit: float) -> bool:
+    """Return True if bounds of singular values do not exclude full rank; it is assumed of imagined matrices."""
+    if not grid.backend.values:
+        return bool(grid.backend.assume("conditioned", "the rank of a matrix"))
+    return least > limit * most
+
+
+def _counted(count: DistArray, k: int) -> int:
+    """Return the number of the k singular values that count; of imagined matrices all, or all but one."""
+    backend = count.grid.backend
+    if not backend.values:
+        return k if backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
+    return int(count)
 
 
 def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
@@ -205,7 +220,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
             x = xp.ascontiguousarray(kernels.adjoint(y) @ sides)
             everyone.all_reduce(x)
             kernels.substitute(last, x, lower=True)  # Qᴴ b
-        sound = sound and bool(xp.isfinite(x).all()) and bool(xp.isfinite(r).all())
+        sound = sound and kernels.finite(x) and kernels.finite(r)
         s = backend.empty((n,), a.real.dtype)
         if sound and everyone.rank == 0:
             kernels.substitute(r, x)
@@ -213,8 +228,8 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
                 with suppress(LinAlgError), kernels.raising(r):
                     s[:] = 0
                     s[:] = xp.linalg.svd(r, compute_uv=False)
-                sound = bool((s > limit * s.max()).all())
-    if grid.world.share(sound).count(False):
+                sound = bool((s > limit * s.max()).all()) if has_values(s) else True  # assumed, or not sound before
+    if grid.world.share(sound, others="alike").count(False):
         return None
     if grid.inside:
         grid.everyone.broadcast(x, 0)
@@ -230,7 +245,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
     where = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
     triangle = DistArray(_part(r, where), (n, n), layout, grid)
     values_of_all = svdvals(triangle)
-    if int((values_of_all > _limit(triangle, values_of_all, limit, 0)).sum()) < n:
+    if _counted((values_of_all > _limit(triangle, values_of_all, limit, 0)).sum(), n) < n:
         return None
     return found, n, values_of_all
 

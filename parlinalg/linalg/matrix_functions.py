@@ -12,6 +12,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import concatenate
+from parlinalg.backend.shapes import values_needed
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import (
     LinAlgError,
@@ -285,6 +286,8 @@ def halley(a: DistArray) -> DistArray | None:
 
     See `polar` for the iteration.
     """
+    if not a.grid.backend.values:
+        raise values_needed("the number of steps of a polar decomposition, by which svd begins on several GPUs,")
     (m, n), layout = a.shape, a.layout
     real = a.real.dtype.type
     eps = float(np.finfo(a.dtype).eps)

@@ -14,12 +14,14 @@ from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import isfinite, where
 from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values, values_needed
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
-from parlinalg.linalg import bidiagonal
+from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _finite, _matrix, _refuse, _tiles, inv, qr_factor
+from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _matrix, _refuse, _tiles, inv, qr_factor
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
 
@@ -113,6 +115,8 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
         raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
     if x.ndim > 2:
         raise ValueError(f"subset_by_value is of one matrix, not of a stack of shape {x.shape}; take subset_by_index")
+    if not x.grid.backend.values:
+        raise values_needed("subset_by_value", "take subset_by_index, or imagine all eigenvalues")
     return lambda values: slice(*np.searchsorted(values, [least, most], side="right").tolist())
 
 
@@ -157,7 +161,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
     if x.grid.inside:
         if (top, k) != (n, n):
             rows, columns = parts[0][tiles.i], parts[2][tiles.j]
-            z = (rows[:, None] == columns[None, :]).astype(x.dtype)
+            z = namespace(left).asarray((rows[:, None] == columns[None, :]).astype(x.dtype))
             z[: left.shape[0], : left.shape[1]] = left
         del left, right
         reduced.left(z)
@@ -272,7 +276,7 @@ def _alone(x: DistArray, subset: Any = None) -> bool:
 def _vector(values: np.ndarray, layout: Layout, grid: Grid) -> DistArray:
     """Return a vector that every rank has as a distributed one."""
     (part,) = grid.block(layout, values.shape)
-    block = np.ascontiguousarray(values[part.start : part.stop])
+    block = namespace(values).ascontiguousarray(values[part.start : part.stop])
     return DistArray(grid.backend.from_host(block), values.shape, layout, grid)
 
 
@@ -282,9 +286,9 @@ def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], nam
     `parts` are what this rank has of it.
     """
     limits, real = np.finfo(dtype), np.zeros(0, dtype).real.dtype.type
-    finite, largest = all(map(_finite, parts)), 0.0
+    finite, largest = all(map(kernels.finite, parts)), 0.0
     if finite:
-        for numbers in (t.view(limits.dtype) for t in parts if t.size):
+        for numbers in (t.view(limits.dtype) for t in parts if t.size and has_values(t)):
             largest = max(largest, float(numbers.max()), -float(numbers.min()))
     odd, largest = tiles.worst([not finite, largest])
     _refuse(odd, name)
@@ -302,7 +306,8 @@ def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     deal, grid = workers(tiles), x.grid
     found = blocks(tiles, deal, x)
     scale = _scaled(tiles, [each.a for each in found], x.dtype, name)
-    half = Half(deal, n, x.dtype, found) if grid.inside and grid.rank < len(deal.coords) else None
+    xp, here = kernels.on_host(grid.backend), grid.inside and grid.rank < len(deal.coords)
+    half = Half(deal, n, x.dtype, found, xp) if here else None
     del found
     return Tridiagonal(tiles, deal, half, n, x.dtype), scale
 

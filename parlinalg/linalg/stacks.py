@@ -27,7 +27,6 @@ from parlinalg.linalg.factors import (
     LUFactor,
     QRFactor,
     SlogdetResult,
-    _finite,
     _matrix,
     _refuse,
     parity,
@@ -156,7 +155,7 @@ class FactorStack(Factor):
             self._unite()
             return
         block = a.grid.backend.to_host(a.redistribute(Layout(*self._cut.dims, None, None)).block)
-        odd = not _finite(block)
+        odd = not kernels.finite(block)
         if a.grid.inside and not odd:
             with np.errstate(all="ignore"):
                 self.held = [local(each) for each in _listed(block)]

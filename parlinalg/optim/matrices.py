@@ -141,21 +141,15 @@ def extent(slots: Slots) -> int:
 
 # ---------------------------------------------------------------------------------------------- where they are
 def resting(entries: Sequence[Entry], grid: Grid) -> list[Slots]:
-    """Return for every rank of the grid the slots of what it updates.
-
-    Collective over the grid if ranks share updates: those with other blocks may share theirs otherwise, and are asked.
-    """
-    shared = any(e.partition.axes for e in entries)
-    mine = [(e.start, e.start + e.size) for e in entries]
-    everyone = grid.everyone.share(mine, others="by rank") if shared else None
+    """Return for every rank of the grid the slots of what it updates."""
     found = []
     for rank in range(grid.size):
         parts = []
         for number, e in enumerate(entries):
             block = e.data.layout.block(e.data.shape, grid.sizes, grid.coords_of(rank))
-            start, stop = (0, volume(block)) if everyone is None else everyone[rank][number]
+            part = e.parameter.storage.partition(e.data, rank)
             lengths, first = tuple(len(r) for r in block), tuple(r.start for r in block)
-            for offsets, sizes in rectangles(lengths, start, stop):
+            for offsets, sizes in rectangles(lengths, part.start, part.stop):
                 parts.append((number, rect_at([a + o for a, o in zip(first, offsets, strict=True)], sizes), -1))
         found.append(packed(parts))
     return found

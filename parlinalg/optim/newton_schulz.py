@@ -125,8 +125,6 @@ class Team:
         All of all parameters.
     rest : list of lists of Slot
         What each rank of the grid updates.
-
-    Making it is collective over the grid if ranks share updates.
     """
 
     def __init__(self, entries: Sequence[Entry], grid: Grid, iterations: Sequence[Iteration]) -> None:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Unpack
 import numpy as np
 
 from parlinalg.autograd import Parameter, Partition
-from parlinalg.backend import namespace
+from parlinalg.backend import backend_of, namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import piece
@@ -137,13 +138,14 @@ class Preconditioned(Matrixwise):
         """Replace the gradient of a parameter that is at home here by the directions of its matrices."""
         group, mine = self.param_groups[entry.group], {s.name: s.read().reshape(s.shape) for s in states}
         mine["count"] += 1
+        step = int(mine["count"][0]) if has_values(g) else self.steps  # imagined parameters have gradients at each step
         for m in matrices_of(0, entry.data.shape, split_of(entry.parameter)):
             at = tuple(r.start for r in m.rect[: len(m.rect) - len(m.inputs) - len(m.outputs)])
             x = g[at].reshape(m.rows, m.columns)
             parts = {name: array[at] for name, array in mine.items() if name != "count"}
             parts |= {name: parts[name].reshape(m.rows, m.columns) for name in self.ALIKE if name in parts}
             for block, views in self._blocks(m, parts, group):
-                x[block] = self.direct(x[block], views, int(mine["count"][0]), group)
+                x[block] = self.direct(x[block], views, step, group)
         if not isinstance(self.flat.states, InMemory):
             for s in states:
                 self.flat.states.write(s.entry, s.name, mine[s.name])  # type: ignore[arg-type]
@@ -415,7 +417,7 @@ class SOAP(Preconditioned):
         if step == 1:
             self._accumulate(g, states, sides, beta2)
             left, values, right = xp.linalg.svd(g, full_matrices=False)
-            rank = int((values > max(g.shape) * float(xp.finfo(g.dtype).eps) * values[:1]).sum())
+            rank = self._rank(values, max(g.shape) * float(xp.finfo(g.dtype).eps))
             for side, vectors in (("left", left), ("right", right.T)):
                 if side in sides:
                     states[f"{side}_basis"][...] = completed(vectors[:, :rank])
@@ -433,6 +435,13 @@ class SOAP(Preconditioned):
             for side in sides:
                 self._refresh(states, side)
         return d
+
+    @staticmethod
+    def _rank(values: Block, limit: float) -> int:
+        """Return how many singular values count; all those of imagined gradients, if that is assumed."""
+        if not has_values(values):
+            return len(values) - (not backend_of(values).assume("conditioned", "the rank of a gradient"))
+        return int((values > limit * values[:1]).sum())
 
     @staticmethod
     def _accumulate(g: Block, states: dict[str, Block], sides: Sequence[str], beta: float) -> None:
@@ -458,7 +467,7 @@ class SOAP(Preconditioned):
         found, r = xp.linalg.qr(product[:, order])
         sizes = xp.abs(xp.diagonal(r))
         good = sizes > tiny * sizes.max()
-        if not bool(good.all()):
+        if has_values(good) and not bool(good.all()):
             places = xp.argsort(~good, kind="stable")
             found[:, places] = xp.linalg.qr(xp.concatenate([found[:, good], old[:, ~good]], axis=1))[0]
         basis[...] = found

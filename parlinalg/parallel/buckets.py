@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from parlinalg.comm import Comm
 from parlinalg.comm.base import reduction_work
 from parlinalg.comm.shared import terms
 from parlinalg.errors import ConfigError
+from parlinalg.exchange import volume
 from parlinalg.grid import Grid
 from parlinalg.layout import Cut, Layout, piece, pieces
 from parlinalg.parallel.handlers import ReductionPolicy
@@ -98,6 +100,7 @@ class Bucket:
     missing: int = 0
     pool: list[Block] = field(default_factory=list)
     """Arrays of this dtype that are not in use, as long as any bucket's data at least."""
+    _starts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -133,6 +136,19 @@ class Bucket:
         """True if all of the parameters' gradients so far are in the ranks' parts, summed."""
         settled = all(slot.parameter.storage.settled is not None for slot in self.slots)
         return self.transient and settled and not self.policy.keeps
+
+    def starts(self, coords: Mapping[str, int]) -> list[int]:
+        """Return where the parameters begin in the bucket of the rank at these coordinates, and where the last ends.
+
+        All ranks have the same parameters in it, but blocks of them that may differ in size.
+        """
+        sizes, of = self.grid.sizes, [slot.parameter for slot in self.slots]
+        axes = dict.fromkeys(axis for p in of for axis in p.layout.cut_axes)
+        key = tuple(coords[axis] for axis in axes)
+        if key not in self._starts:
+            lengths = (volume(p.layout.block(p.shape, sizes, coords)) for p in of)
+            self._starts[key] = list(accumulate(lengths, initial=0))
+        return self._starts[key]
 
     def storage(self) -> Block:
         """The data; made if there is none."""

@@ -10,7 +10,7 @@ from parlinalg.autograd import ParameterStorage, Partition, StorageBytes
 from parlinalg.backend.shapes import label_memory
 from parlinalg.backend.views import address, flat
 from parlinalg.comm import Handle
-from parlinalg.layout import Cut
+from parlinalg.layout import Cut, index_of, pieces, span_of
 from parlinalg.parallel.buckets import Bucket, Slot
 
 Block = Any
@@ -29,17 +29,24 @@ class SharedStorage(ParameterStorage):
     ----------
     before : ParameterStorage
     owner : SharedValues
+    slot : Slot
+        The parameter's place in one of them.
+
+    Attributes
+    ----------
     part : Partition
         What this rank updates.
     keeps : bool
         Whether the gradient stays whole between steps (stage 1).
     """
 
-    __slots__ = ("keeps", "mine", "owner", "part")
+    __slots__ = ("keeps", "mine", "owner", "part", "slot")
 
-    def __init__(self, before: ParameterStorage, owner: SharedValues, part: Partition, keeps: bool) -> None:
+    def __init__(self, before: ParameterStorage, owner: SharedValues, slot: Slot) -> None:
         super().__init__(before)
-        self.owner, self.part, self.keeps = owner, part, keeps
+        bucket, mine = slot.bucket, slot.shard
+        self.owner, self.slot, self.keeps = owner, slot, not bucket.transient
+        self.part = Partition(mine.start, mine.stop, bucket.scatter, _lengths(bucket.lengths, slot.start, slot.stop))
         self.mine: Block = None
         """The settled gradient of this rank's part, or None."""
 
@@ -69,8 +76,17 @@ class SharedStorage(ParameterStorage):
     def replace(self, block: Block) -> None:
         self.mine[...] = block.reshape(-1)[self.part.start : self.part.stop]
 
-    def partition(self, data: DistArray) -> Partition:
-        return self.part
+    def partition(self, data: DistArray, rank: int | None = None) -> Partition:
+        if rank is None:
+            return self.part
+        sizes, coords = data.grid.sizes, data.grid.coords_of(rank)
+        starts = self.slot.bucket.starts(coords)
+        number = self.slot.bucket.slots.index(self.slot)
+        parts = pieces(starts[-1], span_of(self.axes, sizes))
+        lengths = _lengths(parts, starts[number], starts[number + 1])
+        position = index_of(self.axes, sizes, coords)
+        start = sum(lengths[:position])
+        return Partition(start, start + lengths[position], self.axes, lengths)
 
     def updated(self, data: DistArray) -> tuple[Block, Block]:
         return flat(data.block)[self.part.start : self.part.stop], self.mine
@@ -94,9 +110,7 @@ class SharedValues:
         self.buckets = list(buckets)
         for bucket in self.buckets:
             for slot in bucket.slots:
-                p, mine = slot.parameter, slot.shard
-                part = Partition(mine.start, mine.stop, bucket.scatter, _lengths(bucket, slot))
-                p.storage = SharedStorage(p.storage, self, part, not bucket.transient)
+                slot.parameter.storage = SharedStorage(slot.parameter.storage, self, slot)
         self.adopt()
 
     def adopt(self) -> None:
@@ -148,10 +162,10 @@ def _lies_in(block: Block, view: Block) -> bool:
     return block.base is view.base and address(block) == address(view)
 
 
-def _lengths(bucket: Bucket, slot: Slot) -> tuple[int, ...]:
-    """Return the number of a parameter's elements in each rank's part of the bucket."""
+def _lengths(parts: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Return how many of elements `start` to `stop` of a bucket are in each of its parts, of these lengths."""
     found, at = [], 0
-    for length in bucket.lengths:
-        found.append(max(0, min(at + length, slot.stop) - max(at, slot.start)))
+    for length in parts:
+        found.append(max(0, min(at + length, stop) - max(at, start)))
         at += length
     return tuple(found)

@@ -188,6 +188,7 @@ class PipelineModel(Module):
         object.__setattr__(self, "full_model", full_model)  # its names are its own, without a prefix
         self.counts, self.stages, self.topology = tuple(counts), len(counts), topology
         self._decoder: PipelineDecoder | None = None
+        self.chunks_of_ranks = schedule.chunks
         self._holders = {chunk: rank for rank, held in enumerate(schedule.chunks) for chunk in held}
         self._names = {id(module): name for name, module in full_model.named_modules()}
         self.inventory = dict(inventory)

@@ -200,11 +200,16 @@ class P2P:
     def of(cls, model: PipelineModel, comm: Comm) -> P2P:
         """Return the messages between a model's stages, once all ranks know each other's layouts.  Collective."""
         topology, grid = model.topology, model.grid
-        roles = [[s.number, s.copy, input_role(m for layer in s.layers for m in layer.modules)] for s in model.chunks]
+        roles = [input_role(m for layer in s.layers for m in layer.modules) for s in model.chunks]
         first = comm.rank == topology.ranks[topology.rank][0]
         everyone = comm.share([layout_table(model.scheme, grid.sizes), roles] if first else None, others="by rank")
         tables, inputs = zip(*(everyone[ranks[0]] for ranks in topology.ranks), strict=True)
-        return cls(topology, comm, grid, tables, {Edge(n, copy): role for held in inputs for n, copy, role in held})
+        edges = {
+            Edge(chunk.stage, chunk.copy): role
+            for held, found in zip(model.chunks_of_ranks, inputs, strict=True)
+            for chunk, role in zip(held, found, strict=True)
+        }
+        return cls(topology, comm, grid, tables, edges)
 
     # ------------------------------------------------------------------ what passes
     def known(self, edge: Edge, signature: Hashable) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parlinalg.backend.shapes import ShapesBackend, WhatIf
-from parlinalg.comm.imagined import ImaginedComm, Representatives, within
-from parlinalg.errors import CommError, ConfigError
+from parlinalg.comm.imagined import EndedError, ImaginedComm, Representatives, within
+from parlinalg.errors import ConfigError
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
+
+if TYPE_CHECKING:
+    from parlinalg.train.mesh import Configuration
 
 Result = TypeVar("Result")
 
@@ -163,7 +166,7 @@ def imagine(
     ...     print(b.block.shape, book.words.total())
     (10000, 10000) 1400000000
     """
-    _check(ranks=(ranks, 1), node=(node, 1), rank=(rank, 0))
+    _check("imagined ranks", ranks=(ranks, 1), node=(node, 1), rank=(rank, 0))
     if rank >= ranks:
         raise ConfigError(f"rank={rank} is not among {ranks} imagined ranks, which are 0 to {ranks - 1}")
     with within(ImaginedComm(int(ranks), int(rank), ShapesBackend(target, what_if), node=int(node))) as comm:
@@ -185,8 +188,8 @@ def imagine_together(
         Takes the `World`, in which it is one rank.
     ranks : int
     classes : callable, optional
-        The class of a rank, such as its stage; the first rank of each class stands for all of it.  By default every
-        rank stands for itself alone.
+        The class of a rank, such as its stage or that of `classes_of_stages`; the first rank of each class stands for
+        all of it.  By default every rank stands for itself alone.
     node, target, what_if
         As of `imagine`.
 
@@ -211,7 +214,7 @@ def imagine_together(
     >>> imagine_together(program, 8, classes=lambda rank: rank % 2)
     {0: (0, 8), 1: (1, 8)}
     """
-    _check(ranks=(ranks, 1), node=(node, 1))
+    _check("imagined ranks", ranks=(ranks, 1), node=(node, 1))
     first: dict[Hashable, int] = {}
     stands = [first.setdefault(rank if classes is None else classes(rank), rank) for rank in range(ranks)]
     together = Representatives(stands)
@@ -235,13 +238,63 @@ def imagine_together(
     for thread in threads:
         thread.join()
     if errors:
-        own = [rank for rank, error in errors.items() if not isinstance(error, CommError)]
+        own = [rank for rank, error in errors.items() if not isinstance(error, EndedError)]
         raise errors[min(own or errors)]
     return {rank: results[rank] for rank in sorted(results)}
 
 
-def _check(**numbers: tuple[Any, int]) -> None:
+def classes_of_stages(config: Configuration, ranks: int, layers: int) -> Callable[[int], Hashable]:
+    """Return the classes of ranks for `imagine_together` by what the stages of their pipeline hold.
+
+    Ranks whose stages have as many layers are alike, apart from those with the first or the last stage.  A class is
+    imagined by its first pipeline rank, which has the most microbatches in flight.  Ranks of one stage count as alike,
+    even where a length that does not divide makes their blocks differ by an item.
+
+    Every stage is a class of its own where stages have grids of their own, or are cut by what their layers cost.
+
+    Parameters
+    ----------
+    config : dict, str, Path or TrainingConfig
+        What `launch` takes.
+    ranks : int
+    layers : int
+        The layers of the model between its embedding and its head.
+
+    Returns
+    -------
+    callable
+        From a rank to its class.
+
+    Raises
+    ------
+    ConfigError
+        If `launch` would refuse the configuration on so many ranks, or there are fewer layers than stages.
+
+    Examples
+    --------
+    >>> stage = classes_of_stages({"parallel": {"pipeline": 8, "tensor": {"size": 2, "mode": "1d"}}}, 16, layers=14)
+    >>> len({stage(rank) for rank in range(16)}), stage(2) == stage(13) != stage(14)
+    (3, True)
+    """
+    from parlinalg.train.mesh import resolve
+
+    _check("imagined ranks", ranks=(ranks, 1))
+    _check("a model", layers=(layers, 0))
+    spec = resolve(config, ranks)
+    counts = spec.layer_counts(layers)
+    position = {rank: p for p, group in enumerate(spec.places) for rank in group}
+    if counts is None or spec.parts:
+        return position.__getitem__
+    last = len(counts) - 1
+    held = [spec.stages(p) for p in range(spec.pipeline)]
+    kinds = [  # a stage sends nothing to the next one on the same rank
+        tuple((counts[n], n == 0, n == last, n + 1 in stages) for n in stages) for stages in held
+    ]
+    return lambda rank: kinds[position[rank]]
+
+
+def _check(whose: str, **numbers: tuple[Any, int]) -> None:
     """Raise a ConfigError unless each is a whole number of at least the other one."""
     for name, (value, least) in numbers.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ConfigError(f"{name} of imagined ranks should be a whole number of at least {least}, not {value!r}")
+            raise ConfigError(f"{name} of {whose} should be a whole number of at least {least}, not {value!r}")

@@ -9,11 +9,9 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import optim
-from parlinalg.autograd import Partition
 from parlinalg.layout import piece
 from parlinalg.offload import DiskStates, HostStates
-from parlinalg.parallel.zero import SharedStorage
-from tests.optim.test_optimizers import give, parameters, values
+from tests.optim.test_optimizers import give, parameters, shared_storage, values
 
 
 def norm_ratio(a, b):
@@ -97,10 +95,9 @@ def test_states_that_come_in_tiles_give_the_same_steps(kind, textbook, options, 
 
 def shard(p, world):
     """Share a parameter's update over the data axis; its settled gradient is the shard's."""
-    lengths = tuple(len(piece(p.block.size, world.size, r)) for r in range(world.size))
     mine = piece(p.block.size, world.size, world.rank)
     grad = p.grad.block.reshape(-1)[mine.start : mine.stop]
-    p.storage, p.grad = SharedStorage(p.storage, None, Partition(mine.start, mine.stop, ("data",), lengths), True), None
+    p.storage, p.grad = shared_storage(p, "data"), None
     p.storage.mine = grad
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import nn, optim, schemes
-from parlinalg.autograd import Partition, ops
+from parlinalg.autograd import ops
 from parlinalg.comm import SingleComm
 from parlinalg.grid import factorizations
 from parlinalg.layout import piece
@@ -20,10 +20,9 @@ from parlinalg.offload import DiskStates, HostStates
 from parlinalg.optim.matrices import balanced
 from parlinalg.optim.newton_schulz import executions, flops
 from parlinalg.parallel.memory import estimate
-from parlinalg.parallel.zero import SharedStorage
 from parlinalg.train import launch
 from tests.agreement import once
-from tests.optim.test_optimizers import textbook_adamw
+from tests.optim.test_optimizers import shared_storage, textbook_adamw
 from tests.train.trainings import Training
 
 pytestmark = pytest.mark.one_in(8)
@@ -89,11 +88,7 @@ def parameters(grid):
 
 def sharded(p):
     """Share a parameter's update along the axis d, in parts that fit no row."""
-    d = p.grid.sizes["d"]
-    n, me = p.block.size, p.grid.coords["d"]
-    lengths = tuple(len(piece(n, d, r)) for r in range(d))
-    mine = piece(n, d, me)
-    p.storage = SharedStorage(p.storage, None, Partition(mine.start, mine.stop, ("d",), lengths), True)
+    p.storage = shared_storage(p, "d")
 
 
 def give(ps, grads, zero):

@@ -10,6 +10,9 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import optim, tunables
+from parlinalg.parallel.buckets import Bucket, Slot
+from parlinalg.parallel.handlers import ReductionPolicy
+from parlinalg.parallel.zero import SharedStorage
 
 L = pla.Layout
 SHAPES = [(7, 11), (5,), (3, 2, 4)]
@@ -65,6 +68,13 @@ def parameters(grid, dtype=np.float64):
         pla.Parameter(pla.distribute(v.astype(dtype), grid, layout), f"p{i}")
         for i, (v, layout) in enumerate(zip(values(0), layouts, strict=True))
     ]
+
+
+def shared_storage(p, axis):
+    """The storage of a parameter alone in its bucket, of which ranks along an axis update a part each."""
+    bucket = Bucket(p.grid, p.dtype, ReductionPolicy(scatter=(axis,), stage=1), ())
+    bucket.slots.append(Slot(p, bucket, 0, p.block.size, p.block.shape))
+    return SharedStorage(p.storage, None, bucket.slots[0])
 
 
 def give(ps, grads):

@@ -9,6 +9,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg.autograd import ParameterStorage
+from parlinalg.grid import factorizations
 from parlinalg.offload import OffloadedParameters
 from parlinalg.offload.parameters import OffloadedStorage
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, table
@@ -100,3 +101,19 @@ def test_a_storage_takes_over_what_the_one_before_had(make_grid, world, folder, 
         p.data.put(p.block.reshape(-1)[:3], 0)
         np.testing.assert_array_equal(p.block.reshape(-1), [1.0] * 3 + [5.0] * 4 + [1.0] * 23 + [7.0] * 2 + [1.0] * 3)
         np.testing.assert_array_equal(p.grad.block, np.full(SHAPE, 2.0))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_partition_of_every_rank_is_known_on_all(stage, make_grid, world):
+    """Blocks that the ranks hold differ in size, and buckets have several parameters."""
+    for sizes in factorizations(world.size, 3):
+        grid = make_grid(dict(zip(("t", "data", "u"), sizes, strict=True)))
+        layouts = [("t", None), (None, ("u", "t")), (None, None), ("u", "t"), ("t", None)]
+        ps = [pla.Parameter(pla.zeros((7 + i, 5), grid, pla.Layout(*cut)), f"p{i}") for i, cut in enumerate(layouts)]
+        if stage:
+            GradientReducer(ps, [ZeRO(stage)], first_bucket=1, bucket=700)
+        for p in ps:
+            every = world.share(p.storage.partition(p.data))
+            assert [list(p.storage.partition(p.data, rank)[:2]) for rank in range(world.size)] == [e[:2] for e in every]
+        grid.close()

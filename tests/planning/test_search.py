@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import parlinalg as pla
+from parlinalg.backend.shapes import values_needed
 from parlinalg.errors import ConfigError, PlanError
+from parlinalg.optim import Muon
 from parlinalg.planning import search
 from parlinalg.planning.machine import load_machine
 from parlinalg.train.config import load
@@ -116,9 +118,19 @@ def test_why_others_lost():
 
 
 @pytest.mark.one_in(3)
-def test_what_cannot_be_imagined_leaves_the_answer_unproven():
+def test_what_cannot_be_imagined_leaves_the_answer_unproven(monkeypatch):
     muon = {"optimizer": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3}, "zero": 1, "model": AGAIN}
-    made = plan(4, parallel={"pipeline": 1, "sequence": 1}, best=1, gradient_accumulation=1, **muon)
+    given = {"parallel": {"pipeline": 1, "sequence": 1}, "best": 1, "gradient_accumulation": 1, **muon}
+    assert plan(4, **given).proven
+    plain = Muon.directions
+
+    def directions(self, entries, buffer):
+        if any(e.partition.axes for e in entries):
+            raise values_needed("a step that ranks share")
+        plain(self, entries, buffer)
+
+    monkeypatch.setattr(Muon, "directions", directions)
+    made = plan(4, **given)
     assert not made.proven
     assert any("depends on values" in why for _, _, why in made.lost)
 

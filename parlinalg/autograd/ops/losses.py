@@ -85,7 +85,7 @@ def cross_entropy_sum(
     if label_smoothing:
         losses -= (label_smoothing / classes) * sums[2]
     losses = xp.where(counts, losses, work.type(0))
-    loss, count = _totals(z, [losses.sum(dtype=np.float64), counts.sum()], pieces.lead)
+    loss, count = _totals(z, [losses.sum(dtype=np.float64), counts.sum()], pieces.lead, math.prod(z.shape[:-1]))
 
     def part(g: Block, block: Block, log_sum: Block, counts: Block, rows: Block, columns: Block) -> Term:
         scale = counts * g.astype(work)
@@ -135,7 +135,7 @@ def mse_sum(x: Any, target: Any) -> tuple[Tensor, int]:
             f"mse_loss: the target is NaN at {where} (rank {a.grid.rank}); targets are finite numbers: leave out or "
             "mask what is missing"
         )
-    (loss,) = _totals(a, [local], a.layout.cut_axes)
+    (loss,) = _totals(a, [local], a.layout.cut_axes, a.size)
     rest = a.layout
     y = DistArray(loss.astype(work_dtype(a.dtype)), (), Layout(), a.grid)
     part = Part(lambda g, p, q: ((p - q) * (2 * g).astype(p.dtype), rest), p, q)
@@ -151,12 +151,15 @@ def mse_loss(x: Any, target: Any) -> Tensor:
 def count_targets(targets: Any, ignore_index: int = -100) -> int:
     """Return the number of targets that are not ignored, over the whole array.  Collective."""
     t = as_tensor(targets).data
-    (count,) = _totals(t, [(t.block != ignore_index).sum()], t.layout.cut_axes)
+    (count,) = _totals(t, [(t.block != ignore_index).sum()], t.layout.cut_axes, t.size)
     return int(count)
 
 
-def _totals(z: DistArray, numbers: list[Any], axes: Cut) -> Any:
-    """Numbers of this rank, summed over the ranks along `axes` in one all-reduce, in float64."""
+def _totals(z: DistArray, numbers: list[Any], axes: Cut, targets: int) -> Any:
+    """Return this rank's numbers, summed over the ranks along `axes` in one all-reduce, in float64.
+
+    `targets` are all that there are: what imagined ranks count where this one has none.
+    """
     xp = z.xp
     values = xp.stack([xp.asarray(n).astype(np.float64) for n in numbers])
     if z.grid.inside:
@@ -164,9 +167,13 @@ def _totals(z: DistArray, numbers: list[Any], axes: Cut) -> Any:
     if z.grid.size < z.grid.world.size:  # ranks outside the grid learn the result
         z.grid.world.broadcast(values, 0)
     found = [xp.asarray(values[i]) for i in range(len(numbers))]
-    if not z.grid.backend.values:  # what each rank counts has a value, and imagined ranks count alike
-        ranks = math.prod(z.grid.sizes[a] for a in axes)
-        return [x if isinstance(n, type(x)) else ranks * n for n, x in zip(numbers, found, strict=True)]
+    if not z.grid.backend.values:  # a count has a value: other imagined ranks count as large a part of their targets
+        cut = [d for d, dim in enumerate(z.layout.dims) if set(dim) & set(axes)]
+        own, every = (math.prod(shape[d] for d in cut) for shape in (z.block.shape, z.shape))
+        return [
+            x if isinstance(n, type(x)) else round(int(n) * every / own) if own else targets
+            for n, x in zip(numbers, found, strict=True)
+        ]
     return found
 
 

@@ -172,22 +172,21 @@ class Routing:
         batch, _, k = choices.shape
         runs = [q.runs(at, self.positions) for at in q.peers]
         mine = runs[self._me]
-        many = (len(mine.first), k, batch, q.experts)
-        run, j, b = mine.run[None, :, None], np.arange(k)[None, None, :], np.arange(batch)[:, None, None]
-        key = ((run * k + j) * batch + b) * q.experts + choices
-        counts = np.bincount(key.ravel(), minlength=math.prod(many))
+        j, b = np.arange(k)[None, None, :], np.arange(batch)[:, None, None]
+        key, counted = _counted(mine, choices, q.experts)
+        counts = counted.reshape(-1)
         lined = key[:, mine.order, :].ravel()
         at = np.argsort(lined, kind="stable")  # tokens of one key stay in their order
         rank = np.empty(lined.size, np.int64)
         rank[at] = np.arange(lined.size) - (np.cumsum(counts) - counts)[lined[at]]
         place = np.empty(choices.shape, np.int64)
         place[:, mine.order, :] = rank.reshape(choices.shape)
-        self._line_up(runs, self._gathered(runs, counts.reshape(many)))
+        self._line_up(runs, self._gathered(runs, counted))
         starts, _, lined_up = self._lines[q.parts[self._me]]
         own = np.flatnonzero(lined_up[:, 0] == self._me)
         own = own[np.argsort(lined_up[own, 1])]
         if choices.size:
-            place += starts[j, own[run], b, choices]
+            place += starts[j, own[mine.run[None, :, None]], b, choices]
         self.places_of = place
         self.kept = place < q.capacity
 
@@ -206,6 +205,11 @@ class Routing:
         send = grid.backend.from_host(np.ascontiguousarray(mine, np.int32))
         got = grid.backend.empty((sum(sizes),), np.int32)
         grid.comm(q.crossed).all_gather(send, got, sizes)
+        if not grid.backend.values:  # others' blocks may have other sizes
+            return [
+                _counted(r, assumed_choices(grid.backend, q.rows(at) * len(r.run), k, experts), experts)[1]
+                for r, at in zip(runs, q.peers, strict=True)
+            ]
         flat = np.split(grid.backend.to_host(got).astype(np.int64), np.cumsum(sizes)[:-1])
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
@@ -354,13 +358,61 @@ def best(block: Block, k: int) -> Block:
         found.append(xp.argmax(block, axis=-1))
         taken = xp.arange(block.shape[-1]) == found[-1][..., None]
         block = xp.where(taken, block.dtype.type(-math.inf), block)
-    if not backend_of(block).values:
-        return _even(block, k)
+    backend, (*lead, experts) = backend_of(block), block.shape
+    if not backend.values:
+        return assumed_choices(backend, math.prod(lead), k, experts).reshape(*lead, k)
     return xp.stack(found, axis=-1).astype(np.int64)
 
 
-def _even(block: Block, k: int) -> np.ndarray:
-    """The choices of imagined tokens, in turn: every expert gets as many as any other, or one more."""
-    backend_of(block).assume("routing", "the experts that tokens are sent to")
-    tokens, experts = math.prod(block.shape[:-1]), block.shape[-1]
-    return (np.arange(tokens * k, dtype=np.int64) % experts).reshape(*block.shape[:-1], k)
+def assumed_choices(backend: Any, tokens: int, k: int, experts: int) -> np.ndarray:
+    """Return the choices [tokens, k] of the imagined tokens of a rank, as the backend's `WhatIf` has it."""
+    routing = backend.assume("routing", "the experts that tokens are sent to")
+    return in_turn(tokens, k, experts) if routing == "even" else by_load(tokens, k, experts, routing)
+
+
+def in_turn(tokens: int, k: int, experts: int) -> np.ndarray:
+    """Return choices [tokens, k] in turn: every expert gets as many tokens as any other, or one more.
+
+    >>> in_turn(3, 2, 4).tolist()
+    [[0, 1], [2, 3], [0, 1]]
+    """
+    return (np.arange(tokens * k, dtype=np.int64) % experts).reshape(tokens, k)
+
+
+def by_load(tokens: int, k: int, experts: int, load: Sequence[float]) -> np.ndarray:
+    """Return choices [tokens, k] such that expert i has about the part `load[i]` of all of them.
+
+    The choices of a token are k points, one apart, among the loads that lie side by side k long in all (systematic
+    sampling; Madow 1949); where the first lies follows the golden ratio from token to token, which is even.
+
+    >>> np.bincount(by_load(100, 2, 3, (0.5, 0.25, 0.25)).ravel()).tolist()
+    [100, 51, 49]
+
+    Raises
+    ------
+    ConfigError
+        If there are not as many loads as experts, or one is too large for k choices of a token that differ.
+    """
+    if len(load) != experts:
+        raise ConfigError(f"routing assumes the load of {len(load)} experts, but the layer has {experts}")
+    ends = np.cumsum(load) * (k / sum(load))
+    if max(load) * k > sum(load) * (1 + 1e-9):
+        raise ConfigError(
+            f"routing assumes that an expert has {max(load) / sum(load):.3g} of all choices; a token that goes to {k} "
+            f"experts goes to each once, which is 1/{k} at most"
+        )
+    first = np.arange(tokens) * (math.sqrt(5) - 1) / 2 % 1
+    found = np.searchsorted(ends[:-1], first[:, None] + np.arange(k), side="right")
+    return found.astype(np.int64)
+
+
+def _counted(runs: Runs, choices: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for every choice [..., k] the number of its run, rank of choice, sequence and expert, and how many there
+    are of each, [run, choice, sequence, expert]."""
+    k = choices.shape[-1]
+    choices = choices.reshape(-1, len(runs.run), k)
+    batch = len(choices)
+    j, b = np.arange(k)[None, None, :], np.arange(batch)[:, None, None]
+    key = ((runs.run[None, :, None] * k + j) * batch + b) * experts + choices
+    shape = (len(runs.first), k, batch, experts)
+    return key, np.bincount(key.ravel(), minlength=math.prod(shape)).reshape(shape)

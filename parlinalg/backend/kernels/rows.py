@@ -11,6 +11,7 @@ from parlinalg.backend import backend_of, cuda, namespace
 from parlinalg.backend.compiled import exp, loop
 from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel, spans
+from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.backend.views import contiguous_rows, flat, matrix
 
 Block = Any
@@ -181,6 +182,16 @@ def row_sums(block: Block) -> Block:
     for at in range(0, len(rows), RUN):  # sums of sums: thousands of terms one by one would lose digits
         part = rows[at : at + RUN].astype(work, copy=False)
         out += ones[: len(part)] @ part
+    return out
+
+
+@row_sums.shapes
+def _(device: ShapesBackend, block: Block) -> Block:
+    rows, work = matrix(block), work_dtype(block.dtype)
+    if not device.cpu:
+        return rows.sum(axis=0, dtype=work)
+    out = device.empty(rows.shape[1], work)
+    device.kernel(row_sums.name, block.nbytes + out.nbytes, block.size, block.dtype)
     return out
 
 

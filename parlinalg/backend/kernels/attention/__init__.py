@@ -138,6 +138,7 @@ class _Task:
         self.room = _Room(self.xp, self.work)
         self.kept, self.used = kept, 0
         self.pairs = 0
+        self._spans: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
         most = self.limits.rows * (4 if visible.alike else 1)  # small blocks waste less where queries see other keys
         rows = max(1, min(self.queries, max(16, most // max(1, self.group))))
         size = visible.size
@@ -226,7 +227,15 @@ class _Task:
         return s.reshape(*s.shape[:2], self.group, rows.stop - rows.start, s.shape[-1])
 
     def spans(self, b: slice, h: slice, rows: slice) -> list[tuple[int, int]]:
-        return self.visible.spans(b, h, rows, self.keys, self.limits.keys)
+        """Return the runs of keys that queries `rows` of these items and heads see."""
+        key: tuple[int | None, ...] = rows.start, rows.stop  # the same for all items and heads, but for these:
+        if self.visible.documents is not None:
+            key += b.start, b.stop
+        if self.visible.table is not None:
+            key += h.start, h.stop
+        if key not in self._spans:
+            self._spans[key] = self.visible.spans(b, h, rows, self.keys, self.limits.keys)
+        return self._spans[key]
 
     def sums(self, s: Block) -> Block:
         """Return the sums of the rows of s, as columns."""

@@ -1,0 +1,75 @@
+"""Mixtures of experts on imagined ranks, with an even load or a given one, against real ranks with the same choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg.autograd.ops import routing
+from tests.models import every_scheme
+from tests.nn.test_experts import KINDS, cases, passed
+from tests.planning.test_imagined import both
+
+LOADS: dict[int, Any] = {3: (2, 1, 1), 7: (0.3, 0.2, 0.2, 0.1, 0.1, 0.1, 0)}
+
+
+def choosing(load: Any) -> Any:
+    """What takes the place of `routing.best` on real ranks: choices as imagined ranks assume them."""
+
+    def best(block: Any, k: int) -> Any:
+        *lead, experts = block.shape
+        tokens = int(np.prod(lead))
+        chosen = routing.in_turn(tokens, k, experts) if load == "even" else routing.by_load(tokens, k, experts, load)
+        return chosen.reshape(*lead, k)
+
+    return best
+
+
+@pytest.mark.ranks(1, 3, 4, 8)
+@pytest.mark.parametrize("even", [True, False], ids=["even", "given"])
+def test_ledgers_of_experts_are_those_of_real_ranks(world, even, monkeypatch, full):
+    """Under all schemes, where blocks have unlike sizes and experts drop tokens."""
+    assumed, travelled = routing.best, 0
+    for kind, name, sizes, axis in cases(world.size, full):
+        load = "even" if even else LOADS[KINDS[kind].get("experts", 3)]
+
+        def best(block: Any, k: int, load: Any = load) -> Any:
+            return (choosing(load) if isinstance(block, np.ndarray) else assumed)(block, k)
+
+        def program(grid: Any, kind: str = kind, name: str = name, axis: Any = axis) -> None:
+            passed(every_scheme()[name], grid, axis=axis, **KINDS[kind])
+
+        monkeypatch.setattr(routing, "best", best)
+        book = both(world, sizes, program, what_if=pla.WhatIf(routing=load))
+        travelled += sum(n for (op, _), n in book.words.items() if op == "all_to_all")
+    assert travelled or world.size == 1
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_choices_have_the_load(k):
+    load, tokens = np.array([0.3, 0.3, 0.2, 0.15, 0.05, 0.0]), 2000
+    chosen = routing.by_load(tokens, k, 6, load * 7)
+    assert all(len(set(each)) == k for each in chosen.tolist())
+    np.testing.assert_allclose(np.bincount(chosen.ravel(), minlength=6) / (tokens * k), load, atol=3e-3)
+    assert np.ptp(np.bincount(routing.in_turn(tokens, k, 6).ravel())) <= 1
+
+
+@pytest.mark.serial
+def test_loads_that_cannot_be_are_refused():
+    for given in ("odd", (), (1, -1), (0, 0), (1, float("nan"))):
+        with pytest.raises(pla.ConfigError, match="routing="):
+            pla.WhatIf(routing=given)
+
+    def run(load: Any) -> None:
+        with pla.imagine(2, what_if=pla.WhatIf(routing=load)):
+            passed(every_scheme()["data"], pla.Grid({"data": 2}), **KINDS["two"])
+
+    with pytest.raises(pla.ConfigError, match="the load of 2 experts, but the layer has 3"):
+        run((1, 1))
+    with pytest.raises(pla.ConfigError, match=r"an expert has 0\.6 of all choices; a token that goes to 2 experts"):
+        run((3, 1, 1))
+    run((2, 1, 1))
