@@ -145,7 +145,7 @@ def _turned(
     factors = [xp.ascontiguousarray(w[part][:, kept[order][j]]) for (part, _), j in zip(blocks, inner, strict=True)]
     others = np.flatnonzero(wanted >= k)
     known, last = w[:, rest[wanted[others] - k]], w[:, w.shape[1] - more :].copy()
-    out = w if len(wanted) + more == w.shape[1] else np.empty((len(w), len(wanted) + more), w.dtype)
+    out = w if len(wanted) + more == w.shape[1] else xp.empty((len(w), len(wanted) + more), w.dtype)
     out[:, others], out[:, len(wanted) :] = known, last
     del w, known
     places = np.flatnonzero(wanted < k)
