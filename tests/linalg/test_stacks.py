@@ -131,21 +131,21 @@ def agree(got, b, want, tol):
 @pytest.mark.parametrize("stacks", STACKS, ids=str)
 def test_least_squares(grid, stacks, shape):
     """Of full rank, of some matrices of lower rank, and of matrices of zeros: what NumPy gives of each."""
-    rng, (m, n) = np.random.default_rng(3), shape
-    for dtype in DTYPES:
+    rng, (m, n) = np.random.default_rng([3, len(stacks), len(grid.sizes), *shape]), shape
+    for dtype in DTYPES if grid.size == 1 else rng.permutation(DTYPES)[:2]:
         tol = 5000 * eps(dtype)
         u, _, vh = np.linalg.svd(random((*stacks, m, n), dtype, rng), full_matrices=False)
         values = (1 + np.arange(min(shape))).astype(vh.real.dtype)
         some = values * (rng.random((*stacks, min(shape))) < 0.5)
         for s in (np.broadcast_to(values, some.shape), some, 0 * some):
             a = (u * s[..., None, :]) @ vh
-            for b in [*sides(stacks, m, dtype, rng)][rng.integers(2) :: 2]:
+            for b in [*sides(stacks, m, dtype, rng)][rng.integers(2) :: 2][: 1 if grid.size > 1 else 2]:
                 every = layouts(grid.axes, a.ndim)
                 layout = every[rng.integers(len(every))]
                 A = pla.distribute(a, grid, layout.with_partial(())).redistribute(layout)
                 B = placed(grid, b, rng)
                 agree(linalg.lstsq(A, B), B, each(a, b), tol)
-                if dtype in ("float64", "complex128") and rng.random() < 0.3:
+                if rng.random() < 0.3:
                     found = linalg.lstsq(A, B, refine=True)
                     same(found.x, linalg.lstsq(A, B).x.gather(), tol)
                     np.testing.assert_array_equal(found.rank.gather(), each(a, b)[2])
