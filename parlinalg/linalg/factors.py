@@ -398,6 +398,19 @@ class QRFactor(Factor):
         found = int(self.tiles.worst([k - zeros[0] if len(zeros) else 0])[0])
         return k - found if found else None
 
+    def extremes(self) -> tuple[float, float]:
+        """Return the least |R[i, i]|, infinity if there is none, and the largest |R[i, j]|.  Collective."""
+        least, most = np.inf, 0.0
+        if self.grid.inside and self._r.size:
+            columns = self.columns[self.tiles.j]
+            _, at, also = np.intersect1d(self.tops[self.tiles.i], columns, return_indices=True)
+            if len(columns):
+                most = float(abs(self._r[:, : len(columns)]).max())
+            if len(at):
+                least = float(abs(self._r[at, also]).min())
+        less, most = self.tiles.worst([-least, most])
+        return -less, most
+
     def solve(self, b: DistArray) -> DistArray:
         """Return the x for which ‖A x - b‖ is least, for b of shape (m,) or (m, k), in the layout of b.
 

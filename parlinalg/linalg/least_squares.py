@@ -15,13 +15,10 @@ import numpy as np
 from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.joining import diagonal
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
-from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.blocks import machine, predicted
 from parlinalg.linalg.factors import (
     LOWER,
     LinAlgError,
@@ -34,7 +31,7 @@ from parlinalg.linalg.factors import (
     by_rows,
     solve_triangular,
 )
-from parlinalg.linalg.planner import dealt
+from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import _inverse, _limit, svd, svdvals
 from parlinalg.matmul import matmul
@@ -157,7 +154,7 @@ def _solved(a: DistArray, b: DistArray, limit: float, refine: bool, keep: bool) 
 
 def _squares(a: DistArray, b: DistArray, x: DistArray) -> DistArray:
     """Return the sums of squares of b - A x, in each column."""
-    found: DistArray = (abs(b - matmul(a, x)) ** 2).sum(axis=-2)
+    found: DistArray = (abs(b - matmul(a, x, layout=b.layout.with_partial(()))) ** 2).sum(axis=-2)
     return found
 
 
@@ -193,13 +190,13 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
         _refuse(factor.tiles.worst([not _finite(b.block)])[0], "lstsq")
     r = factor.R
     rank = 0
-    # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
-    if k and float(abs(diagonal(r)).min()) > limit * float(abs(r).max()):
+    least, most = factor.extremes() if k else (0.0, 0.0)
+    if least > limit * most:  # no singular value is above the one, and some value is at least the other
         s = svdvals(r)
         rank = int((s > _limit(r, s, limit, 0)).sum())
     if rank == k:
         if not k:
-            s = svdvals(r)
+            s = zeros((0,), dtype=r.real.dtype, grid=r.grid)
         x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
         return (x, rank, s), ("wide" if wide else "tall", factor.Q(), r) if keep else ()
     u, s, vh = svd(r, full_matrices=False)
@@ -224,7 +221,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
     n, grid, rest, like = a.shape[1], a.grid, by_rows(a), b.layout.with_partial(())
     if rest is None:
         return None
-    alone, backend, sound = _small(n, grid), grid.backend, True
+    alone, backend, sound = by_one(n, grid.sizes), grid.backend, True
     r = s = x = backend.empty((0, 0), a.dtype)
     if grid.inside:
         y, sides = a.redistribute(rest).block.copy(order="C"), b.redistribute(rest).block
@@ -268,16 +265,6 @@ def _part(x: Any, where: tuple[range, ...]) -> Any:
     """Return the rows and columns of a matrix that are this rank's, in an array of their own."""
     rows, columns = where
     return x[rows.start : rows.stop, columns.start : columns.stop].copy(order="C")
-
-
-def _small(n: int, grid: Grid) -> bool:
-    """Return True if one rank finds the singular values of a matrix [n, n] sooner than all do together."""
-    deal = dealt("svd", n, n, grid.sizes, None, True)
-    alone, together = (
-        predicted("svd", n, n, rows, columns, deal.size, machine()).total
-        for rows, columns in ((1, 1), (deal.R, deal.C))
-    )
-    return alone <= together
 
 
 # ------------------------------------------------------------------------------------------------ stacks
