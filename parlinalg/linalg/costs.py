@@ -182,7 +182,7 @@ class Costs:
         times = -(-n // (-(-width // lower) * lower if lower else width))
         self.note(name, "all_to_all", self.everyone, np.array(words, np.int64), times=times)
 
-    def redistribute(self, name: str, src: Layout, dst: Layout, shape: tuple[int, int]) -> None:
+    def redistribute(self, name: str, src: Layout, dst: Layout, shape: tuple[int, ...]) -> None:
         """Add a change of layout; a long one goes in pieces, which count as one call here."""
         sizes = self.deal.sizes
         at = list(coordinates(tuple(sizes), sizes))
