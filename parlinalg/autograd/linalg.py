@@ -24,7 +24,6 @@ from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
 from parlinalg.autograd.tape import tracing
 from parlinalg.autograd.tensor import Tensor, as_tensor
-from parlinalg.layout import Layout
 from parlinalg.linalg import factors, spectral
 from parlinalg.linalg.least_squares import LstsqResult, least_squares, times
 
@@ -632,8 +631,8 @@ def of_system(g: DistArray, y: DistArray, a: DistArray, b: DistArray, parts: Any
 _least = known("lstsq", "a b found parts", a=of_system, b=lambda g, parts: times(parts, g, adjoint=True))
 _residuals = known(
     "lstsq", "a b x found",
-    a=lambda g, a, b, x: -2 * ((b - a @ x) * g) @ adjoint(x),
-    b=lambda g, a, b, x: 2 * ((b - a @ x) * g),
+    a=lambda g, a, b, x: -2 * ((b - a @ x) * g[..., None, :]) @ adjoint(x),
+    b=lambda g, a, b, x: 2 * ((b - a @ x) * g[..., None, :]),
 )  # fmt: skip
 
 
@@ -648,14 +647,14 @@ _values_alone = known("lstsq", "x found", x=of_singular_values)
 
 @as_op(linalg.lstsq)
 def lstsq(a: Any, b: Any, rcond: float | None = None, *, refine: bool = False) -> LstsqResult:
-    """Return the x of least norm for which ‖A x - b‖ is least, the residuals, the rank, and the singular values.
+    """Return the x of least norm for which ‖A x - b‖ is least, the residuals, the ranks, and the singular values.
 
     The factorization is saved for the gradient, and has full precision also with `refine`.
     """
     a, b = as_tensor(a), as_tensor(b)
     if b.ndim == 1:
         x, *others = lstsq(a, b[:, None], rcond)
-        return LstsqResult(x.redistribute(Layout(x.layout.dims[0], None))[:, 0], *others)
+        return LstsqResult(x.redistribute(x.layout.with_dim(x.ndim - 1, None))[..., 0], *others)
     found, parts = least_squares(a.data, b.data, rcond, keep=True)
     residuals: Any = found.residuals
     if residuals.size:

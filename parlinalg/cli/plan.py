@@ -11,6 +11,7 @@ from parlinalg.layout import Layout
 
 ROUTINES = {
     "cholesky": "A = L Lᴴ", "lu": "P A = L U", "solve": "A X = B by LU", "qr": "A = Q R",
+    "lstsq": "the X of least ‖A X - B‖",
     "eigh": "the eigenvalues and eigenvectors of a Hermitian matrix", "svd": "A = U S Vᴴ",
 }  # fmt: skip
 
@@ -42,7 +43,7 @@ def add(commands: Commands) -> None:
         ranks = routine.add_mutually_exclusive_group(required=True)
         ranks.add_argument("--ranks", "-p", type=int, metavar="P", help="the ranks there are")
         ranks.add_argument("--grid", metavar="r=2,c=2", help="the grid's axes and their sizes, to take these")
-        if name == "solve":
+        if name in ("solve", "lstsq"):
             routine.add_argument("--sides", type=int, default=1, metavar="K", help="right-hand sides (default: 1)")
         routine.add_argument("--block", type=int, metavar="B", help="rows and columns of a tile, to take these")
         if name in ("cholesky", "lu", "solve"):

@@ -182,7 +182,7 @@ class Costs:
         times = -(-n // (-(-width // lower) * lower if lower else width))
         self.note(name, "all_to_all", self.everyone, np.array(words, np.int64), times=times)
 
-    def redistribute(self, name: str, src: Layout, dst: Layout, shape: tuple[int, int]) -> None:
+    def redistribute(self, name: str, src: Layout, dst: Layout, shape: tuple[int, ...]) -> None:
         """Add a change of layout; a long one goes in pieces, which count as one call here."""
         sizes = self.deal.sizes
         at = list(coordinates(tuple(sizes), sizes))
@@ -192,6 +192,12 @@ class Costs:
             words = np.array([step.words(shape, sizes, here) for here in at], np.int64)
             op = "all_to_all" if step.op == "exchange" else step.op
             self.note(name, op, Group(self._label(step.axes), span_of(step.axes, sizes), self.everyone.place), words)
+
+    def sum_of(self, name: str, over: Cut, rest: Cut, size: int) -> None:
+        """Add the sum, or another reduction, over axes, of vectors of `size` elements that axes `rest` cut."""
+        sizes = self.deal.sizes
+        axes = tuple(a for a in sizes if a in over and sizes[a] > 1)
+        self.redistribute(name, Layout(rest, partial=axes), Layout(rest), (size,))
 
     # ------------------------------------------------------------------ what the factorizations begin and end with
     def bring(
@@ -510,6 +516,76 @@ def orthogonal(costs: Costs, layout: Layout, shape: tuple[int, int], columns: in
         turn(costs, [(k, b)], after(every, k))
     costs.home(layout, (m, columns), deal.rows(m), every)
     return costs
+
+
+def lstsq(
+    costs: Costs, layout: Layout, shape: tuple[int, int], sides: int, sides_layout: Layout, *, values: Deal,
+    alone: bool = True, trees: Collection[int] = (), sound: bool = True, workers: Deal | None = None,
+) -> Costs:  # fmt: skip
+    """Add what `lstsq` receives of a matrix of full rank for right-hand sides [m, sides].
+
+    Of lower rank the singular vectors of R, by `svd`, and products with them come in addition; these are not counted.
+
+    Parameters
+    ----------
+    values : Deal
+        How the tiles of the reduction of R are dealt.
+    alone : bool
+        Of a tall matrix one rank finds the singular values (`planner.by_one`).
+    trees, sound, workers : optional
+        As of `qr`, by the Gram matrix of a tall matrix, and of `bidiagonal`.
+    """
+    deal, (m, n) = costs.deal, shape
+    wide, k, own = m < n, min(shape), Layout(*sides_layout.dims)
+    tried = by_gram(shape, len(costs.i))
+    if tried:
+        rest = Layout(tuple(a for a, size in deal.sizes.items() if size > 1), None)
+        costs.redistribute("trip to rows", layout, rest, shape)
+        costs.redistribute("trip to rows", own, rest, (m, sides))
+        costs.all_reduce("Gram matrices", costs.everyone, n * n, times=2)
+        costs.all_reduce("products with right-hand sides", costs.everyone, n * sides)
+    if tried and sound:
+        costs.broadcast("solution to all ranks", costs.everyone, n * sides, 0)
+        if alone:
+            costs.broadcast("singular values", costs.everyone, n, 0)
+        else:
+            _singular_values(costs, layout, n, values, workers)
+    else:
+        turned, (high, low) = (Layout(*layout.dims[::-1]), (n, m)) if wide else (layout, shape)
+        rows, columns = deal.rows(high), deal.columns(low)
+        riding = 0 if wide else sides
+        qr_factor(costs, turned, (high, low), trees=trees, extra=riding, extra_layout=None if wide else own)
+        if wide:
+            costs.agree(1)
+        tops = [x[x < k] for x in rows]
+        costs.home(turned, (k, k), tops, columns)
+        if k:
+            costs.agree(2)
+            _singular_values(costs, turned, k, values, workers)
+        more = deal.columns(sides) if wide else [x[x >= low] - low for x in deal.columns(low + sides)]
+        if wide:
+            costs.bring(own, (m, sides), tops, more)
+        substitute(costs, tops, k, after(more, 0), lower=False, adjoint=wide)
+        costs.home(own, (k, sides), tops, more)
+        if wide:
+            costs.bring(own, (k, sides), tops, more)
+            turn(costs, panels(k, deal.size), after(more, 0))
+            costs.home(own, (n, sides), rows, more)
+    if m > n:
+        plan = assign(layout, own, shape, (n, sides), deal.sizes, own)
+        for src, dst, size in (
+            (plan.x, plan.x_work, shape), (plan.w, plan.w_work, (n, sides)), (plan.y_work, plan.y, (m, sides)),
+        ):  # fmt: skip
+            costs.redistribute("residuals", src, dst, size)
+        costs.sum_of("residuals", own.dims[0], own.dims[1], sides)
+    return costs
+
+
+def _singular_values(costs: Costs, layout: Layout, n: int, deal: Deal, workers: Deal | None) -> None:
+    """Add what the singular values of R [n, n] and their number above a limit receive."""
+    bidiagonal(costs.turned(deal), layout, (n, n), workers)
+    for size in (2, 1):  # the largest one, with whether it is a number, and how many count
+        costs.sum_of("rank", layout.dims[1], (), size)
 
 
 # ------------------------------------------------------------------------------------------------ reductions

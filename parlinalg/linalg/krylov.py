@@ -23,6 +23,9 @@ from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
 from parlinalg.matmul import matmul
+from parlinalg.matmul.assign import assign
+from parlinalg.matmul.execute import execute
+from parlinalg.plan import Plan
 
 Apply = Callable[[DistArray], DistArray]
 Operator = DistArray | Apply
@@ -69,29 +72,35 @@ class Vectors:
         shape = (*self.systems[:-1], 1, self.systems[-1])
         return DistArray(self.grid.backend.from_host(block), shape, Layout(*lead, None, last), self.grid)
 
-    def sums(self, terms: Callable[[], Sequence[Any]], n: int) -> Callable[[], np.ndarray]:
+    def plus(self, x: DistArray, factor: Any, y: DistArray) -> DistArray:
+        """Return x + factor y of vectors that lie alike, for what `factor` returns."""
+        block = factor.block if isinstance(factor, DistArray) else factor
+        return self.made(x.block + block * y.block)
+
+    def sums(self, terms: Callable[[], Sequence[Any]], n: int, wait: bool = False) -> Callable[[], np.ndarray]:
         """Begin to sum n numbers a system over the ranks; what is returned waits, and gives all ranks the sums.
 
-        Terms are numbers of this rank's systems, or arrays of those; the sums are an array [n, *systems].
+        Terms are numbers of this rank's systems, or arrays of those; the sums are an array [n, *systems].  With `wait`
+        they are there already, which takes less than to begin and to wait.
         """
         found, handle = np.zeros((n, *self.systems), self.dtype), None
         if self.comm is not None:
             here = [np.asarray(self._numbers(t)) for t in terms()]
             each = [t.reshape(-1) if self.one else t if t.ndim > len(self.systems) else t[None] for t in here]
             found[(slice(None), *self._mine)] = np.concatenate(each)
-            handle = self.comm.all_reduce(found, wait=False)
+            handle = self.comm.all_reduce(found, wait=wait)
 
-        def wait() -> np.ndarray:
+        def summed() -> np.ndarray:
             if handle is not None:
                 handle.wait()
             if not self.grid.backend.values:
                 found[...] = 1  # none decides: an iteration takes the steps that are assumed
             if self.grid.size == self.grid.world.size:
                 return found
-            told = self.grid.world.share(found if handle is not None else None, others="alike")
+            told = self.grid.world.share(found if self.comm is not None else None, others="alike")
             return next(each for each in told if each is not None)
 
-        return wait
+        return summed
 
     def _numbers(self, block: Block) -> np.ndarray:
         found = self.grid.backend.to_host(block)
@@ -103,11 +112,11 @@ class Vectors:
 
     def products(self, *pairs: tuple[DistArray, DistArray]) -> np.ndarray:
         """Return the inner products xᴴ y of pairs of vectors, [pairs, *systems]."""
-        return self.begin(*pairs)()
+        return self.begin(*pairs, wait=True)()
 
-    def begin(self, *pairs: tuple[DistArray, DistArray]) -> Callable[[], np.ndarray]:
-        """Begin the inner products of pairs of vectors; what is returned waits for them."""
-        return self.sums(lambda: [self.dots(x.block, y.block) for x, y in pairs], len(pairs))
+    def begin(self, *pairs: tuple[DistArray, DistArray], wait: bool = False) -> Callable[[], np.ndarray]:
+        """Begin the inner products of pairs of vectors; what is returned waits for them; see `sums`."""
+        return self.sums(lambda: [self.dots(x.block, y.block) for x, y in pairs], len(pairs), wait)
 
     def norm(self, x: DistArray) -> Any:
         """Return the length of a vector, or of each system's."""
@@ -146,7 +155,7 @@ class Basis:
         block, found = w.block.copy(), np.zeros((n, *vectors.systems), vectors.dtype)
         for again in (False, True):
             with_length = lambda: [self._onto(block), *([vectors.dots(block, block)] if again else [])]  # noqa: B023, E731
-            told = vectors.sums(with_length, n + again)()
+            told = vectors.sums(with_length, n + again, wait=True)()
             part = told[:n]
             found += part
             if n:
@@ -174,6 +183,28 @@ class Basis:
         self.rows[:k] = c @ self.rows[:m]
 
 
+class Product:
+    """The function that multiplies by a matrix; how it multiplies vectors that lie alike is found once."""
+
+    def __init__(self, a: DistArray) -> None:
+        self._a = a
+        self._layout: Layout | None = None
+        self._column = Layout()
+        self._plan: Plan | None = None
+
+    def __call__(self, x: DistArray) -> DistArray:
+        """Return A x, of vectors like x."""
+        a, layout = self._a, x.layout
+        if a.ndim != 2 or x.ndim != 1 or layout.partial or x.shape[0] != a.shape[1] or not a.grid.inside:
+            return matmul(a, x)
+        if self._plan is None or layout != self._layout:
+            self._layout, self._column = layout, Layout(layout.dims[0], None)
+            sizes = tuple(a.grid.sizes.items())
+            self._plan = assign(a.layout, self._column, a.shape, (a.shape[1], 1), sizes, self._column)
+        block = execute(self._plan, a, x.like(x.block[:, None], self._column, (a.shape[1], 1)))
+        return x.like(block[:, 0], layout, (a.shape[0],))
+
+
 def applied(a: Any, name: str, n: int | None = None, square: bool = True, stacks: bool = False) -> Apply:
     """Return the function that multiplies by a matrix, or the function that is given for it.
 
@@ -187,8 +218,7 @@ def applied(a: Any, name: str, n: int | None = None, square: bool = True, stacks
         if odd or (square and a.shape[-2] != a.shape[-1]) or n not in (None, a.shape[-1]):
             wanted = "a square matrix" if n is None else f"a matrix of shape ({n}, {n})"
             raise LinAlgError(f"{name} takes {wanted if square else f'a matrix of {n} columns'}, not {a.shape}")
-        whole = a.summed()
-        return lambda x: matmul(whole, x)
+        return Product(a.summed())
     if not callable(a):
         raise TypeError(f"{name} takes a DistArray or a function of DistArrays for a matrix, not {type(a).__name__}")
     return a
@@ -283,7 +313,10 @@ class _System:
 
     def times(self, x: DistArray) -> DistArray:
         """Return A x."""
-        return self._like(self._a(x), "A x")
+        y = self._a(x)
+        if isinstance(self._a, Product) and y.layout == self.layout and y.dtype == self.dtype:
+            return y  # an array of its own, which a function's need not be
+        return self._like(y, "A x")
 
     def preconditioned(self, r: DistArray) -> DistArray:
         """Return M r."""
@@ -361,14 +394,15 @@ def cg(
         If a step finds that A or M is not positive definite.
     """
     s = _System("cg", A, b, x0, M, rtol, atol, maxiter)
-    r, x, systems = s.r, s.x, s.vectors.systems
+    r, x, vectors = s.r, s.x, s.vectors
+    systems, plus = vectors.systems, vectors.plus
     u = s.preconditioned(r)
     w = s.times(u)
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
     active = np.ones(systems, bool)
     for step in range(s.maxiter + 1):
-        summing = s.vectors.begin((r, u), (w, u), (r, r))
+        summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
         if pipelined:
             m = s.preconditioned(w)
             n = s.times(m)
@@ -396,13 +430,13 @@ def cg(
             raise LinAlgError(f"cg takes positive definite {what} = {value:.3g} in iteration {step + 1}{s.at(where)}")
         alpha = _ratio(gamma, curvature, active)
         along, onward = s.factor(alpha), s.factor(beta)
-        p, q = (u, w) if first else (u + onward * p, w + onward * q)
+        p, q = (u, w) if first else (plus(u, onward, p), plus(w, onward, q))
         if pipelined:
-            z, t = (n, m) if first else (n + onward * z, m + onward * t)
+            z, t = (n, m) if first else (plus(n, onward, z), plus(m, onward, t))
         first = False
-        x, r = x + along * p, r - along * q
+        x, r = plus(x, along, p), plus(r, -along, q)
         if pipelined:
-            u, w = u - along * t, w - along * z
+            u, w = plus(u, -along, t), plus(w, -along, z)
         else:
             u = s.preconditioned(r)
             w = s.times(u)

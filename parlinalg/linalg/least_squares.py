@@ -1,4 +1,7 @@
-"""Least squares: by QR where the rank is full, else by the singular values of R; refined from half the precision."""
+"""Least squares: by QR where the rank is full, else by the singular values of R; refined from half the precision.
+
+The matrices of stacks are shared out, or where they are fewer than ranks solved by all ranks one after the other.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,27 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
-from parlinalg.linalg.blocks import machine, predicted
 from parlinalg.linalg.factors import (
     LOWER,
     LinAlgError,
     QRFactor,
+    _batches,
     _matrix,
     _refuse,
+    _scalar,
     by_rows,
     solve_triangular,
 )
-from parlinalg.linalg.planner import dealt
+from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
 from parlinalg.linalg.spectral import _inverse, _limit, svd, svdvals
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]
-"""("tall", Q, R), ("wide", Q, R) of the adjoint matrix, or ("svd", U, inverses of the values that count, Vᴴ)."""
+"""("tall", Q, R), ("wide", Q, R) of the adjoint matrix, or ("svd", U, inverses of the values that count, Vᴴ).
+
+Of stacks each is a stack.
+"""
 
 Found = tuple[DistArray, int, DistArray]
 
@@ -45,26 +52,31 @@ INNER = 30
 
 
 class LstsqResult(NamedTuple):
-    """The solution, the sums of squared residuals, the rank, and the singular values."""
+    """The solution, the sums of squared residuals, the rank (of stacks an array of ranks), and the singular values."""
 
     x: DistArray
     residuals: DistArray
-    rank: int
+    rank: int | DistArray
     s: DistArray
 
 
 @primitive
 def lstsq(a: DistArray, b: DistArray, rcond: float | None = None, *, refine: bool = False) -> LstsqResult:
-    """Return the x of least norm for which ‖A x - b‖ is least.
+    """Return the x of least norm for which ‖A x - b‖ is least, of one matrix or of each matrix of a stack.
 
     A matrix of full rank is solved by its QR factorization, or by that of its adjoint if it has more columns than rows.
     Only the n × n triangle R is reduced further, for its singular values, which are those of A.  If some of them count
     as 0, x comes from the singular vectors of R, as LAPACK's `gelsd` finds it.
 
+    `numpy.linalg.lstsq` takes one matrix.  Of a stack each matrix has the x, the rank and the singular values that it
+    would have alone, with one `rcond` for all.  Leading dims are broadcast as by `solve`, and residuals are there or
+    not for the whole stack, as `torch.linalg.lstsq` has them.
+
     Parameters
     ----------
-    a : DistArray [m, n]
-    b : DistArray [m] or [m, k]
+    a : DistArray [..., m, n]
+    b : DistArray [m] or [..., m, k]
+        One vector, for all matrices, or matrices.
     rcond : float, optional
         Singular values of at most `rcond` times the largest count as 0; by default max(m, n) times the dtype's eps.
         Outside 0 < rcond < 1 it is eps, as LAPACK's and NumPy's.
@@ -73,24 +85,26 @@ def lstsq(a: DistArray, b: DistArray, rcond: float | None = None, *, refine: boo
         of full precision until its backward error is that of a factorization in full precision.  R of half the
         precision is the preconditioner of conjugate gradients for the corrections (Björck 1987; Carson, Higham and
         Pranesh 2020; Epperly, Meier and Nakatsukasa 2024).  The singular values are those of the factorization in half
-        the precision.  A matrix of a condition above about 4e5, with which the rank would be in doubt, and matrices
-        that have half the precision already are factored as without `refine`.
+        the precision.  A matrix of a condition above about 4e5, with which the rank would be in doubt, matrices that
+        have half the precision already, and those of a stack that ranks solve by themselves, where nothing would be
+        sent, are factored as without `refine`.
 
     Returns
     -------
-    x : DistArray [n] or [n, k]
+    x : DistArray [..., n] or [..., n, k]
         In the layout of b.
-    residuals : DistArray [k] or [1]
-        The sums of squares of b - A x, in each column; empty where the rank is below n or A has no more rows than
-        columns, as NumPy's.
-    rank : int
-    s : DistArray [min(m, n)]
+    residuals : DistArray [..., k] or [..., 1]
+        The sums of squares of b - A x, in each column; empty, [0], where the rank of a matrix is below n or A has no
+        more rows than columns.
+    rank : int or DistArray [...]
+        A number of one matrix, int64 of stacks.
+    s : DistArray [..., min(m, n)]
         The singular values of A, falling.
 
     Raises
     ------
     LinAlgError
-        If A is no matrix, or b has other rows.
+        If A is no matrix, b has other rows, or the leading dims do not fit to each other.
     ValueError
         If A or b has NaNs or infinities.
     """
@@ -102,33 +116,47 @@ def least_squares(
 ) -> tuple[LstsqResult, Pseudoinverse]:
     """Return the result of `lstsq`, and with `keep` the parts of the pseudoinverse, which `times` takes."""
     a, b = _matrix(a, "lstsq"), _matrix(b, "lstsq", vectors=True)
-    if a.ndim != 2 or b.ndim > 2 or b.shape[0] != a.shape[0]:
+    if b.shape[: 1 if b.ndim == 1 else -1][-1:] != a.shape[-2:-1]:
         raise LinAlgError(
-            f"lstsq takes a matrix [m, n] and right-hand sides [m] or [m, k], not {a.shape} and {b.shape}"
+            f"lstsq takes matrices [..., m, n] and right-hand sides [m] or [..., m, k], not {a.shape} and {b.shape}"
         )
     same_grid([a, b])
-    dtype, (m, n) = np.result_type(a.dtype, b.dtype), a.shape
-    a, sides = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False).summed()
-    sides = sides if b.ndim == 2 else sides[:, None]
+    dtype, (m, n) = np.result_type(a.dtype, b.dtype), a.shape[-2:]
+    a, sides = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    sides = sides if b.ndim > 1 else sides[:, None]
     limit = float(np.finfo(dtype).eps)
     if rcond is None:
         limit *= max(m, n)
     elif 0 < rcond < 1:
         limit = float(rcond)
-    parts: Pseudoinverse = ()
-    found = refined(a, sides, limit) if refine and dtype.char in LOWER and not keep else None
-    if found is None and not keep:
-        found = _products(a, sides, limit)
-    if found is None and a.grid.size == 1 and a.size and sides.size and not keep:
-        found = _alone(a, sides, limit)
-    if found is None:
-        found, parts = _factored(a, sides, limit, keep)
-    x, rank, s = found
-    residuals = zeros((0,), dtype=s.dtype, grid=a.grid)
-    if rank == n and m > n:
-        residuals = (abs(sides - matmul(a, x)) ** 2).sum(axis=0)
-    x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
+    rank: int | DistArray
+    if a.ndim == sides.ndim == 2:
+        a, sides = a.summed(), sides.summed()
+        (x, rank, s), parts = _solved(a, sides, limit, refine, keep)
+        squares = _squares(a, sides, x) if rank == n and m > n else None
+    else:
+        (x, rank, s, squares), parts = _stacked(a, sides, limit, refine, keep)
+    residuals = zeros((0,), dtype=s.dtype, grid=a.grid) if squares is None else squares
+    if b.ndim == 1:
+        x = reshape(x, x.shape[:-1])
+    x = x.redistribute(Layout(*[None] * (x.ndim - b.ndim), *b.layout.dims))
     return LstsqResult(x, residuals, rank, s), parts
+
+
+def _solved(a: DistArray, b: DistArray, limit: float, refine: bool, keep: bool) -> tuple[Found, Pseudoinverse]:
+    """Return x, the rank and the singular values of one matrix, and with `keep` the parts of the pseudoinverse."""
+    found = refined(a, b, limit) if refine and a.dtype.char in LOWER and not keep else None
+    if found is None and not keep:
+        found = _products(a, b, limit)
+    if found is None and a.grid.size == 1 and a.size and b.size and not keep:
+        found = _alone(a, b, limit)
+    return _factored(a, b, limit, keep) if found is None else (found, ())
+
+
+def _squares(a: DistArray, b: DistArray, x: DistArray) -> DistArray:
+    """Return the sums of squares of b - A x, in each column."""
+    found: DistArray = (abs(b - matmul(a, x, layout=b.layout.with_partial(()))) ** 2).sum(axis=-2)
+    return found
 
 
 def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
@@ -164,13 +192,13 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     r = factor.R
     rank = 0
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
-    least, most = factor.extremes()
+    least, most = factor.extremes() if k else (0.0, 0.0)
     if k and _maybe_full(a.grid, least, most, limit):
         s = svdvals(r)
         rank = _counted((s > _limit(r, s, limit, 0)).sum(), k)
     if rank == k:
         if not k:
-            s = svdvals(r)
+            s = zeros((0,), dtype=r.real.dtype, grid=r.grid)
         x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
         return (x, rank, s), ("wide" if wide else "tall", factor.Q(), r) if keep else ()
     u, s, vh = svd(r, full_matrices=False)
@@ -210,7 +238,7 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
     n, grid, rest, like = a.shape[1], a.grid, by_rows(a), b.layout.with_partial(())
     if rest is None:
         return None
-    alone, backend, sound = _small(n, grid), grid.backend, True
+    alone, backend, sound = by_one(n, grid.sizes), grid.backend, True
     r = s = x = backend.empty((0, 0), a.dtype)
     if grid.inside:
         y, sides = a.redistribute(rest).block.copy(order="C"), b.redistribute(rest).block
@@ -256,21 +284,98 @@ def _part(x: Any, where: tuple[range, ...]) -> Any:
     return x[rows.start : rows.stop, columns.start : columns.stop].copy(order="C")
 
 
-def _small(n: int, grid: Grid) -> bool:
-    """Return True if one rank finds the singular values of a matrix [n, n] sooner than all do together."""
-    deal = dealt("svd", n, n, grid.sizes, None, True)
-    alone, together = (
-        predicted("svd", n, n, rows, columns, deal.size, machine()).total
-        for rows, columns in ((1, 1), (deal.R, deal.C))
-    )
-    return alone <= together
+# ------------------------------------------------------------------------------------------------ stacks
+def _stacked(
+    a: DistArray, b: DistArray, limit: float, refine: bool, keep: bool
+) -> tuple[tuple[DistArray, DistArray, DistArray, DistArray | None], Pseudoinverse]:
+    """Return x, the ranks, the singular values and sums of squares of matrices [..., m, n], and what `_solved` keeps.
+
+    There are sums of squares if there are more rows than columns and all matrices have full rank.
+    """
+    try:
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise LinAlgError(
+            f"the leading dims of lstsq's stacks do not fit to each other: {a.shape} and {b.shape}"
+        ) from None
+    (m, n), k = a.shape[-2:], min(a.shape[-2:])
+
+    def local(xp: Any, p: Any, q: Any) -> tuple[Any, ...]:
+        found = _of_each(xp, p, q, limit, wide=m < n)
+        squares = ((abs(q - p @ found[0]) ** 2).sum(axis=-2),) if m > n else ()
+        return found[:3] + squares + (found[3:] if keep else ())
+
+    def one(p: DistArray, q: DistArray) -> tuple[DistArray, ...]:
+        p, q = p.summed(), q.summed()
+        (x, rank, s), parts = _solved(p, q, limit, refine, keep)
+        squares = (_squares(p, q, x),) if m > n else ()
+        return (x, _scalar(rank, np.int64, a.grid), s, *squares, *_orthogonal(parts, s))
+
+    x, ranks, s, *others = _batches("lstsq", local, one, a, b, like=1)
+    full = bool((ranks == k).all())
+    squares = others.pop(0) if m > n else None
+    parts: Pseudoinverse = ()
+    if others:  # A = Q R, or Aᴴ if A has more columns than rows
+        q, r = others
+        parts = ("wide" if m < n else "tall", q, r)
+        if not full:
+            u, values, vh = svd(r, full_matrices=False)
+            inverse, left = _inverse(values, values > _limit(r, values, limit, 1)), matmul(q, u)
+            parts = ("svd", left, inverse, vh) if m >= n else ("svd", vh.mT.conj(), inverse, left.mT.conj())
+    return (x, ranks, s, squares if full else None), parts
+
+
+def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ...]:
+    """Return x, the ranks, the singular values, Q and R of matrices that a rank has, Q and R of adjoints if `wide`."""
+    *lead, m, n = a.shape
+    k, sides, real = min(m, n), b.shape[-1], a.real.dtype
+    if not a.size:
+        q, r = xp.zeros((*lead, max(m, n), k), a.dtype), xp.zeros((*lead, k, k), a.dtype)
+        return xp.zeros((*lead, n, sides), a.dtype), xp.zeros(lead, np.int64), xp.zeros((*lead, k), real), q, r
+    count = math.prod(lead)
+    a, b = a.reshape(count, m, n), b.reshape(count, m, sides)
+    q, r = xp.linalg.qr(_adjoint(a) if wide else a)
+    s = xp.linalg.svd(r, compute_uv=False)
+    kept = s > limit * s[:, :1]
+    t = _adjoint(r) if wide else r  # x = Q T⁺ b, or T⁺ Qᴴ b
+    right = b if wide else _adjoint(q) @ b
+    y = xp.zeros((count, k, sides), a.dtype)
+    regular = kept.all(axis=1) & (xp.diagonal(r, axis1=1, axis2=2) != 0).all(axis=1)
+    some = xp.flatnonzero(regular)
+    if len(some):
+        y[some] = xp.linalg.solve(t[some], right[some])
+    some = xp.flatnonzero(~regular)
+    if len(some):
+        u, values, vh = xp.linalg.svd(t[some], full_matrices=False)
+        inverse = xp.where(kept[some], 1 / xp.where(kept[some], values, 1), 0).astype(real)
+        y[some] = _adjoint(vh) @ (inverse[:, :, None] * (_adjoint(u) @ right[some]))
+    found = (q @ y if wide else y, kept.sum(axis=1), s, q, r)
+    return tuple(each.reshape(*lead, *each.shape[1:]) for each in found)
+
+
+def _adjoint(a: Any) -> Any:
+    """Return the adjoints of matrices [..., m, n] that a rank has."""
+    return a.swapaxes(-1, -2).conj()
+
+
+def _orthogonal(parts: Pseudoinverse, s: DistArray) -> tuple[DistArray, ...]:
+    """Return Q and R for the parts of a pseudoinverse, with A = Q R, or Aᴴ if A has more columns than rows."""
+    if not parts:
+        return ()
+    kind, first, second, *rest = parts
+    if kind != "svd":
+        return first, second
+    left, right = first, rest[0]  # A = U S Vᴴ; R need not be a triangle here
+    if left.shape[0] < right.shape[1]:
+        left, right = right.mT.conj(), left.mT.conj()
+    return left, s[:, None] * right
 
 
 def times(parts: Pseudoinverse, b: DistArray, adjoint: bool = False) -> DistArray:
-    """Return P b, or with `adjoint` Pᴴ b, for a pseudoinverse P in parts and b [m, k], or [n, k]."""
+    """Return P b, or with `adjoint` Pᴴ b, for a pseudoinverse P in parts and b [..., m, k], or [..., n, k]."""
     kind, first, second, *rest = parts
     if kind == "svd":
-        u, inverse, vh = first, second[:, None], rest[0]
+        u, inverse, vh = first, second[..., :, None], rest[0]
         if adjoint:
             return matmul(u, inverse * matmul(vh, b))
         return matmul(vh.mT.conj(), inverse * matmul(u.mT.conj(), b))

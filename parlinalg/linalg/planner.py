@@ -20,8 +20,10 @@ from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.tiles import Deal, depths
 from parlinalg.units import ITEMSIZE, dtype_name, format_bytes, parse_bytes
 
-ROUTINES = ("cholesky", "lu", "solve", "qr", "eigh", "svd")
+ROUTINES = ("cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd")
 SQUARE = ("cholesky", "solve", "eigh")
+SOLUTIONS = ("solve", "lstsq")
+"""Routines with right-hand sides."""
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
 
@@ -33,7 +35,7 @@ class LinalgPlan:
     ----------
     routine : str
     m, n, sides : int
-        The rows and columns of the matrix, and the right-hand sides of `solve`.
+        The rows and columns of the matrix, and the right-hand sides of `solve` and `lstsq`.
     sizes : dict of str to int
         The axes of the grid and their sizes.
     dtype : str
@@ -68,7 +70,7 @@ class LinalgPlan:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The rows and columns of the matrix at work: of a tall one in an `svd` R of its QR factorization."""
+        """The rows and columns of the matrix at work: of a tall one in an `svd` R, of a wide one in `lstsq` Aᴴ."""
         return at_work(self.routine, self.m, self.n)
 
     @property
@@ -76,6 +78,12 @@ class LinalgPlan:
         """The deal of the QR factorization that comes before the `svd` of a tall matrix."""
         m, n = max(self.m, self.n), min(self.m, self.n)
         return dealt("qr", m, n, self.sizes, None, self.near) if self.routine == "svd" and self.shape[0] < m else None
+
+    @property
+    def values(self) -> Deal | None:
+        """The deal of the reduction of R, of whose singular values `lstsq` takes the rank."""
+        k = min(self.m, self.n)
+        return dealt("svd", k, k, self.sizes, None, self.near) if self.routine == "lstsq" else None
 
     @cached_property
     def deal(self) -> Deal:
@@ -100,6 +108,10 @@ class LinalgPlan:
             return costs.solve(found, rest, self.n, self.sides, other)
         if self.routine == "qr":
             return costs.qr(found, rest, (self.m, self.n))
+        if (values := self.values) is not None:
+            other = default_layout(tuple(self.sizes), (self.m, self.sides))
+            alone = by_one(self.n, self.sizes)
+            return costs.lstsq(found, rest, (self.m, self.n), self.sides, other, values=values, alone=alone)
         if self.routine == "eigh":
             return costs.eigh(found, rest, self.n)
         return costs.svd(found, rest, (self.m, self.n), full_matrices=False, first=self.first)
@@ -111,8 +123,8 @@ class LinalgPlan:
 
     @property
     def gram(self) -> bool:
-        """True if `qr` takes the way by Gram matrices, which leaves the matrix where it lies."""
-        return self.routine == "qr" and costs.by_gram((self.m, self.n), self.ranks)
+        """True if `qr` or `lstsq` takes the way by Gram matrices, which leaves the matrix where it lies."""
+        return self.routine in ("qr", "lstsq") and costs.by_gram((self.m, self.n), self.ranks)
 
     @property
     def words(self) -> int:
@@ -128,7 +140,12 @@ class LinalgPlan:
     def time(self) -> Time:
         """The time of the model, without the trips, in operations of a fast product."""
         deal = self.deal
-        found = blocks.predicted(self.routine, *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
+        found = blocks.predicted(kernel(self.routine), *self.shape, deal.R, deal.C, self.block, self.machine, deal.D)
+        if (values := self.values) is not None:
+            k = min(self.m, self.n)
+            more = blocks.predicted("svd", k, k, values.R, values.C, values.size, self.machine)
+            more = more._replace(products=more.products / 2)  # no vectors
+            found = Time(*(x + y for x, y in zip(found, more, strict=True)))
         if (first := self.first) is not None:
             m, n = max(self.m, self.n), min(self.m, self.n)
             before = blocks.predicted("qr", m, n, first.R, first.C, first.size, self.machine)
@@ -144,15 +161,15 @@ class LinalgPlan:
         tiles = rows * columns
         b = min(deal.size, m, n)
         panels = 3 * (rows + 2 * b) * b + 2 * columns * b
-        if self.routine == "solve":
-            rest += -(-self.n * self.sides // self.ranks)
+        if self.routine in SOLUTIONS:
+            rest += -(-self.m * self.sides // self.ranks)
             tiles += rows * len(deal.columns(self.sides)[0])
         if (first := self.first) is not None:  # before the SVD of R
             m = max(self.m, self.n)
             tiles = max(tiles, len(first.rows(m)[0]) * len(first.columns(n)[0]))
         if self.depth > 1:  # L and U in one layer, and one of them on its way there
             rest += {"cholesky": 0}.get(self.routine, 2 * -(-self.m * self.n // self.ranks))
-        results = {"lu": 2 * tiles, "qr": 3 * tiles, "eigh": 4 * tiles, "svd": 6 * tiles}
+        results = {"lu": 2 * tiles, "qr": 3 * tiles, "lstsq": tiles, "eigh": 4 * tiles, "svd": 6 * tiles}
         more = max(panels, rest) + results.get(self.routine, rest)
         return {"at rest": rest * item, "in tiles": tiles * item, "in buffers and results": more * item}
 
@@ -162,17 +179,33 @@ class LinalgPlan:
 
 
 def at_work(routine: str, m: int, n: int) -> tuple[int, int]:
-    """Return the rows and columns of the tiles of a routine; an `svd` works on no fewer rows than columns."""
-    if routine != "svd":
+    """Return the rows and columns of the tiles of a routine; `svd` and `lstsq` have no fewer rows than columns."""
+    if routine not in ("svd", "lstsq"):
         return m, n
     m, n = max(m, n), min(m, n)
-    return (n, n) if m > bidiagonal.TALL * n and n else (m, n)
+    return (n, n) if routine == "svd" and m > bidiagonal.TALL * n and n else (m, n)
+
+
+def kernel(routine: str) -> str:
+    """Return the factorization whose tiles a routine has."""
+    return "qr" if routine == "lstsq" else routine
+
+
+def by_one(n: int, sizes: Mapping[str, int]) -> bool:
+    """Return True if one rank finds the singular values of a matrix [n, n] sooner than all do together."""
+    deal = dealt("svd", n, n, sizes, None, True)
+    alone, together = (
+        blocks.predicted("svd", n, n, rows, columns, deal.size, blocks.machine()).total
+        for rows, columns in ((1, 1), (deal.R, deal.C))
+    )
+    return alone <= together
 
 
 def dealt(
     routine: str, m: int, n: int, sizes: Mapping[str, int], block: int | None, near: bool, depth: int = 1
 ) -> Deal:  # fmt: skip
     """Return how a routine deals the tiles of a matrix [m, n], by default of the size that the model chooses."""
+    routine = kernel(routine)
     kind = blocks.arrangement(routine, m, n, math.prod(sizes.values()), near)
     deal = Deal(sizes, 1, kind, depth)
     deal.size = blocks.block_size(routine, m, n, deal.R, deal.C, deal.D) if block is None else block
@@ -203,13 +236,13 @@ def plan_linalg(
 
     Parameters
     ----------
-    routine : {"cholesky", "lu", "solve", "qr", "eigh", "svd"}
+    routine : {"cholesky", "lu", "solve", "qr", "lstsq", "eigh", "svd"}
     ranks : int, optional
         The number of ranks, where no grid is given.
     sizes : dict of str to int, optional
         The axes of a grid and their sizes, to take this one.
     sides : int
-        The right-hand sides of `solve`.
+        The right-hand sides of `solve` and `lstsq`.
     block : int, optional
         Rows and columns of a tile, to take these.
     dtype : str or dtype
@@ -347,7 +380,7 @@ def explain(plan: LinalgPlan) -> str:
 
 
 def _matrix(plan: LinalgPlan) -> str:
-    sides = f" X = B[{plan.n}, {plan.sides}]" if plan.routine == "solve" else ""
+    sides = f" X = B[{plan.m}, {plan.sides}]" if plan.routine in SOLUTIONS else ""
     return f"A[{plan.m}, {plan.n}]{sides} in {plan.dtype} over {_count(plan.ranks, 'rank')}"
 
 
@@ -378,7 +411,9 @@ def _words(plan: LinalgPlan) -> str:
         text += "; pivots are taken to fall evenly on the grid rows"
     if plan.routine in ("eigh", "svd") and plan.ranks > 1:
         text += "; those of divide and conquer are a bound"
-    if plan.routine == "qr" and plan.deal.R > 1:
+    if plan.routine == "lstsq" and plan.ranks > 1:
+        text += "; A is taken to have full rank"
+    if plan.routine in ("qr", "lstsq") and plan.deal.R > 1:
         text += "; panels are taken to be well conditioned"
     return text
 
@@ -414,14 +449,14 @@ def _others(plan: LinalgPlan) -> list[str]:
     (m, n), deal = plan.shape, plan.deal
 
     def predicted(R: int, C: int, b: int) -> float:
-        return blocks.predicted(plan.routine, m, n, R, C, b, plan.machine, deal.D).total
+        return blocks.predicted(kernel(plan.routine), m, n, R, C, b, plan.machine, deal.D).total
 
     best = predicted(deal.R, deal.C, plan.block) or 1
 
     def time(R: int, C: int, b: int) -> float:
         return 100 * (predicted(R, C, b) / best - 1)
 
-    sizes = sorted({*blocks.candidates(plan.routine, m, n, deal.R, deal.C), plan.block})
+    sizes = sorted({*blocks.candidates(kernel(plan.routine), m, n, deal.R, deal.C), plan.block})
     at = sizes.index(plan.block)
     found = [(f"tiles of {b}", time(deal.R, deal.C, b)) for b in (*sizes[max(0, at - 1) : at], *sizes[at + 1 :][:1])]
     every = _layers(plan.ranks, [plan.depth])

@@ -256,7 +256,7 @@ def test_plan_explains_itself() -> None:
     assert all(part in done.stdout for part in ("4×4×4", "rank 64 is idle", "float32", "words", "bound", "runners-up"))
 
 
-@pytest.mark.parametrize("routine", ["solve", "cholesky", "lu", "qr", "eigh", "svd"])
+@pytest.mark.parametrize("routine", ["solve", "cholesky", "lu", "qr", "lstsq", "eigh", "svd"])
 def test_plan_explains_factorizations(routine: str) -> None:
     done = run(0, "plan", routine, "4096", "--ranks", "16", "--memory", "4GiB", "--dtype", "float32")
     assert done.returncode == 0, done.stderr

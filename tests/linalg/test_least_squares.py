@@ -202,9 +202,12 @@ def test_wrong_use(grid, refine):
             x, y = (pla.distribute(v, grid, grid.default_layout(v.shape)) for v in (a, b))
             with pytest.raises(ValueError, match="lstsq takes finite numbers; the array has NaNs or infinities"):
                 linalg.lstsq(x, y, refine=refine)
-    for x, y in ((pla.ones((3, 2), grid), pla.ones(4, grid)), (pla.ones((2, 3, 2), grid), pla.ones(3, grid))):
-        with pytest.raises(np.linalg.LinAlgError, match=r"lstsq takes a matrix \[m, n\] and right-hand sides"):
-            linalg.lstsq(x, y, refine=refine)
+    for shape, sides in (((3, 2), (4,)), ((2, 3, 2), (2,)), ((2, 3, 2), (2, 2, 3)), ((3, 2), (3, 2, 1))):
+        with pytest.raises(np.linalg.LinAlgError, match=r"lstsq takes matrices \[..., m, n\] and right-hand sides"):
+            linalg.lstsq(pla.ones(shape, grid), pla.ones(sides, grid), refine=refine)
+    with pytest.raises(np.linalg.LinAlgError) as error:
+        linalg.lstsq(pla.ones((4, 3, 2), grid), pla.ones((5, 3, 1), grid), refine=refine)
+    assert str(error.value) == "the leading dims of lstsq's stacks do not fit to each other: (4, 3, 2) and (5, 3, 1)"
 
 
 @pytest.mark.parametrize("refine", [False, True])

@@ -26,7 +26,9 @@ def grid(world, backend):
 def test_a_plan_says_what_runs(grid, routine, shape):
     """On the default grid, in the default layout, with the tiles that the model chooses: calls and words."""
     m, n = shape
-    if (m != n and routine in ("cholesky", "solve", "eigh")) or (grid.size == 1 and routine in ("qr", "eigh", "svd")):
+    if (m != n and routine in ("cholesky", "solve", "eigh")) or (
+        grid.size == 1 and routine in ("qr", "lstsq", "eigh", "svd")
+    ):
         return  # on one rank these are one call of LAPACK
     if routine == "svd" and not grid.backend.cpu:
         return  # on GPUs by the polar decomposition, which has no plan
@@ -40,6 +42,7 @@ def test_a_plan_says_what_runs(grid, routine, shape):
     run = {
         "cholesky": linalg.cholesky, "lu": linalg.lu, "qr": linalg.qr, "eigh": linalg.eigh,
         "solve": lambda x: linalg.solve(x, b), "svd": lambda x: linalg.svd(x, full_matrices=False),
+        "lstsq": lambda x: linalg.lstsq(x, b),
     }[routine]  # fmt: skip
     plan = plan_linalg(routine, m, n, sizes=grid.sizes, sides=7, dtype="float64")
     with pla.ledger(grid) as book:

@@ -1,12 +1,14 @@
-"""Factor objects of stacks of matrices: fewer than ranks, as many and more, with every method of those of one."""
+"""Stacks of matrices: fewer than ranks, as many and more; factor objects with every method of those of one matrix."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import Layout, linalg
 from tests.cases import grids, layouts, same
 from tests.linalg.test_factors import DTYPES, eps, random
 
@@ -95,6 +97,114 @@ def test_stacks_of_rectangles(grid, stacks, shape):
             continue
         for b in sides(stacks, m, dtype, rng):
             same(qr.solve(placed(grid, b, rng)), np.linalg.pinv(a) @ b, 100 * tol)
+
+
+def each(a, b, rcond=None):
+    """What NumPy's `lstsq` gives for each matrix: x, the sums of squares, the ranks and the singular values."""
+    b = b[:, None] if b.ndim == 1 else b
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (np.broadcast_to(y, (*lead, *y.shape[-2:])) for y in (a, b))
+    (m, n), k = a.shape[-2:], b.shape[-1]
+    real = a.real.dtype
+    x, ranks = np.zeros((*lead, n, k), a.dtype), np.zeros(lead, np.int64)
+    s, squares = np.zeros((*lead, min(m, n)), real), np.zeros((*lead, k), real)
+    for at in np.ndindex(*lead):
+        limit = eps(a.dtype) * max(m, n) if rcond is None else rcond
+        x[at], _, ranks[at], s[at] = np.linalg.lstsq(a[at], b[at], limit)
+        squares[at] = (np.abs(b[at] - a[at] @ x[at]) ** 2).sum(axis=0)
+    return x, squares if m > n and (ranks == n).all() else np.zeros(0, real), ranks, s
+
+
+def agree(got, b, want, tol):
+    x, squares, ranks, s = want
+    same(got.x, x[..., 0] if b.ndim == 1 else x, tol)
+    assert got.x.layout.dims[-b.ndim :] == b.layout.dims
+    assert not got.x.layout.partial
+    assert got.rank.dtype == np.int64
+    np.testing.assert_array_equal(got.rank.gather(), ranks)
+    for found, right in ((got.residuals, squares), (got.s, s)):
+        assert (found.shape, found.dtype) == (right.shape, right.dtype)
+        np.testing.assert_allclose(found.gather(), right, atol=tol * max(1, float(np.abs(right).max(initial=0))))
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (3, 6), (4, 4), (1, 1), (1, 3), (3, 1), (3, 0), (0, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("stacks", STACKS, ids=str)
+def test_least_squares(grid, stacks, shape):
+    """Of full rank, of some matrices of lower rank, and of matrices of zeros: what NumPy gives of each."""
+    rng, (m, n) = np.random.default_rng([3, len(stacks), len(grid.sizes), *shape]), shape
+    for dtype in DTYPES if grid.size == 1 else rng.permutation(DTYPES)[:2]:
+        tol = 5000 * eps(dtype)
+        u, _, vh = np.linalg.svd(random((*stacks, m, n), dtype, rng), full_matrices=False)
+        values = (1 + np.arange(min(shape))).astype(vh.real.dtype)
+        some = values * (rng.random((*stacks, min(shape))) < 0.5)
+        for s in (np.broadcast_to(values, some.shape), some, 0 * some):
+            a = (u * s[..., None, :]) @ vh
+            for b in [*sides(stacks, m, dtype, rng)][rng.integers(2) :: 2][: 1 if grid.size > 1 else 2]:
+                every = layouts(grid.axes, a.ndim)
+                layout = every[rng.integers(len(every))]
+                A = pla.distribute(a, grid, layout.with_partial(())).redistribute(layout)
+                B = placed(grid, b, rng)
+                agree(linalg.lstsq(A, B), B, each(a, b), tol)
+                if rng.random() < 0.3:
+                    found = linalg.lstsq(A, B, refine=True)
+                    same(found.x, linalg.lstsq(A, B).x.gather(), tol)
+                    np.testing.assert_array_equal(found.rank.gather(), each(a, b)[2])
+
+
+def test_least_squares_of_one_matrix_and_stacks_of_sides(grid):
+    rng = np.random.default_rng(4)
+    for m, n in ((5, 3), (3, 5)):
+        a, b = random((m, n), "complex128", rng), random((2, 3, m, 2), "float64", rng)
+        A, B = placed(grid, a, rng), placed(grid, b, rng)
+        agree(linalg.lstsq(A, B), B, each(a, b), 1e-11)
+        c = random((3, m, n), "float64", rng)
+        agree(linalg.lstsq(placed(grid, c, rng), B), B, each(c, b), 1e-11)
+        assert linalg.lstsq(A, B[..., :0]).x.shape == (2, 3, n, 0)
+
+
+def test_singular_values_of_stacks_that_count(grid):
+    """One `rcond` for all matrices, beside the largest value of each."""
+    rng = np.random.default_rng(5)
+    for (m, n), stacks in itertools.product([(9, 4), (4, 9), (4, 4)], [(1,), (3, 5)]):
+        u, _, vh = np.linalg.svd(random((*stacks, m, n), "float64", rng), full_matrices=False)
+        scale = 10.0 ** rng.integers(-9, 9, size=(*stacks, 1, 1))
+        a, b = scale * ((u * np.geomspace(1, 1e-6, 4)) @ vh), scale[..., 0] * random((*stacks, m), "float64", rng)
+        A, B = placed(grid, a, rng), placed(grid, b[..., None], rng)
+        for rcond, rank in ((None, 4), (-1, 4), (1e-9, 4), (1e-3, 2), (0.9, 1), (2.0, 4)):
+            got, want = linalg.lstsq(A, B, rcond), each(a, b[..., None], rcond)
+            assert set(got.rank.gather().flat) == set(want[2].flat) == {rank}
+            same(got.x, want[0], 1e-8)
+            np.testing.assert_allclose(got.s.gather() / scale[..., 0], want[3] / scale[..., 0], atol=1e-13)
+    zero = np.zeros((3, 5, 6, 3))
+    zero[..., 0] = 1  # R has zeros on its diagonal
+    for rcond in (None, 1e-300):
+        a, b = zero + 0, random((3, 5, 6, 1), "float64", rng)
+        found = linalg.lstsq(placed(grid, a, rng), placed(grid, b, rng), rcond)
+        same(found.x[..., :1, 0], b.mean(axis=-2), 1e-12)
+        assert found.residuals.shape == (0,)
+
+
+def test_wrong_least_squares(grid):
+    for stacks in ((1,), (3, 5)):
+        a, b = np.ones((*stacks, 4, 2)), np.ones((*stacks, 4, 1))
+        for which in (a, b):
+            which[(*(n - 1 for n in stacks), 3, 0)] = np.nan
+            A, B = (pla.distribute(x, grid, grid.default_layout(x.shape)) for x in (a, b))
+            with pytest.raises(ValueError, match="lstsq takes finite numbers; the array has NaNs or infinities"):
+                linalg.lstsq(A, B)
+            which[...] = 1
+
+
+def test_least_squares_of_stacks_that_lie_shared_out_move_nothing(grid):
+    count = 2 * grid.size
+    layout = grid.default_layout((count,))
+    a, b = np.random.default_rng(6).standard_normal((2, count, 6, 3))
+    A, B = (pla.distribute(x, grid, Layout(*layout.dims, None, None)) for x in (a, b))
+    with pla.ledger(grid) as book:
+        found = linalg.lstsq(A, B)
+    assert {op for (op, _), words in book.words.items() if words} <= {"all_reduce"}  # whether all have full rank
+    assert book.words.total() <= 2 * grid.world.size
+    agree(found, B, each(a, b), 1e-12)
 
 
 def test_wrong_use(grid, world):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import linalg
+from parlinalg import Layout, linalg
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, spectral
+from parlinalg.linalg import divide, factors, least_squares, spectral
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.eigh import workers
 from parlinalg.linalg.qr import QR
@@ -190,6 +190,36 @@ def test_qr(grid, dtype, deals, dependent, monkeypatch):
             costs = formulas.qr(counting(grid, deal), layout, shape, trees=trees, sound=not dependent)
             equal(book, costs, grid, (shape, deal, layout))
     assert found or not expected
+
+
+@pytest.mark.parametrize("way", ["sound", "near to dependent", "one rank has R", "all ranks have R"])
+def test_lstsq(grid, dtype, deals, way, monkeypatch):
+    """Of full rank: tall by Gram matrices, or by tiles where these do not serve, and wide."""
+    monkeypatch.setattr(QR, "STRIP", 24)
+    alone = way != "all ranks have R"
+    monkeypatch.setattr(least_squares, "by_one", lambda n, sizes: alone)
+    cases = deals([(1, 0), (0, 3), (1, 1), (40, 9), (150, 30), (9, 40), (24, 110), (33, 33), (80, 60)], 9)
+    for deal, shape, layout, other, rng in cases if grid.size > 1 else []:
+        (m, n), sides = shape, int(rng.integers(6))
+        a, k = random(shape, dtype, rng), min(shape)
+        sound = way != "near to dependent"
+        if not sound and m > n > 1:  # the condition of the Gram matrix is beyond the precision
+            a[:, 1] = a[:, 0] + (1e-4 if dtype.char == "F" else 1e-10) * a[:, 1]
+        x, b = pla.distribute(a, grid, layout), pla.distribute(random((m, sides), dtype, rng), grid, other)
+        with pla.ledger(grid) as book:
+            found = linalg.lstsq(x, b)
+        assert found.rank == k
+        tiles = spectral._tiles(pla.zeros((k, k), grid=grid), None, "svd")
+        trees = set()
+        if not (formulas.by_gram(shape, grid.size) and sound):
+            high = (a.conj().T if m < n else a), (layout.dims[::-1] if m < n else layout.dims)
+            factor = factors.QRFactor(pla.distribute(high[0], grid, Layout(*high[1])), b=b if m >= n else None)
+            trees = set().union(*grid.world.share(factor._work.trees))
+        costs = formulas.lstsq(
+            counting(grid, deal, dtype), layout, shape, sides, other, values=Deal(tiles.sizes, tiles.size, tiles.shape),
+            alone=alone, trees=trees, sound=sound or not n > 1, workers=workers(tiles),
+        )  # fmt: skip
+        equal(book, costs, grid, (shape, deal, layout, other, sides))
 
 
 def test_reductions(grid, dtype, deals):
