@@ -45,6 +45,8 @@ class Reduction(ABC):
     ----------
     d, e : array
         The diagonal of what is left and what is beside it, on every rank; real.
+    xp : module
+        The namespace of arrays on the host: NumPy, but on imagined ranks.
     """
 
     def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any]) -> None:

@@ -272,7 +272,7 @@ def classes_of_stages(config: Configuration, ranks: int, layers: int) -> Callabl
 
     Examples
     --------
-    >>> stage = classes_of_stages({"parallel": {"pipeline": 8, "tensor": {"size": 2, "mode": "1d"}}}, 16, layers=14)
+    >>> stage = classes_of_stages({"parallel": {"pipeline": 8, "tensor": {"size": 2, "mode": "1d"}}}, 16, layers=16)
     >>> len({stage(rank) for rank in range(16)}), stage(2) == stage(13) != stage(14)
     (3, True)
     """

@@ -160,3 +160,25 @@ def test_classes_where_stages_are_not_known_from_their_layers():
         pla.classes_of_stages({"parallel": {"pipeline": 4}}, 4, 1)
     with pytest.raises(pla.ConfigError, match="layers of a model should be a whole number of at least 0"):
         pla.classes_of_stages({"parallel": {"pipeline": 4}}, 4, 2.5)
+
+
+@pytest.mark.serial
+def test_messages_of_ranks_that_are_not_imagined_come_in_order():
+    """Rank 1 stands for rank 2, so rank 3 receives what rank 1 sends to its next rank, not what it sends elsewhere."""
+
+    def program(world: Any) -> list[int]:
+        got, found = np.zeros(1, np.int64), []
+        for turn in range(3):
+            if world.rank < 3:
+                world.comm.send(np.array([10 * turn + world.rank]), world.rank + 1, tag=turn)
+            if world.rank == 1:
+                world.comm.send(np.array([-1]), 0)
+            if world.rank == 0:
+                world.comm.receive(got, 1)
+            else:
+                world.comm.receive(got, world.rank - 1, tag=turn)
+            found.append(int(got[0]))
+        return found
+
+    found = pla.imagine_together(program, 4, classes=lambda rank: min(rank, 1) + rank // 3)
+    assert found == {0: [-1, -1, -1], 1: [0, 10, 20], 3: [1, 11, 21]}
