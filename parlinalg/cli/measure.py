@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import cycle
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
@@ -17,13 +18,16 @@ from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
 from parlinalg.backend import Backend, kernels
 from parlinalg.backend.blas import cores, gemm_rate, host_and_cores
+from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import Machine
 from parlinalg.planning import machine as planning
+from parlinalg.planning.imagine import TraceRecorder
 from parlinalg.planning.machine import OPERATIONS, STEPS, Algorithm, GemmRate, Kernels, Link, Operation, Overlap
+from parlinalg.planning.trace import Gemm, Kernel, Trace
 
 LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
 
@@ -94,7 +98,9 @@ def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> fl
 GEMMS = (
     (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 512),
     (2048, 128, 256), (256, 1024, 256), (2048, 256, 32), (64, 64, 1024), (1024, 1024, 32), (16, 1024, 1024),
-    (1024, 16, 1024), (64, 64, 16), (1024, 32, 256), (256, 32, 1024), (8, 512, 512),
+    (1024, 16, 1024), (64, 64, 16), (1024, 32, 256), (256, 32, 1024), (8, 512, 512), (2048, 512, 2048),
+    (512, 2048, 2048), (2048, 512, 512), (2048, 512, 1024), (1024, 512, 2048), (512, 256, 2048), (1024, 256, 256),
+    (128, 256, 1024), (64, 256, 64), (64, 64, 256),
 )  # fmt: skip
 """The shapes m, n, k of the products that are measured."""
 ON_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 4096), (2048, 8192, 1024), (8192, 8192, 128))
@@ -105,8 +111,15 @@ POINT_SECONDS = 0.05
 """Seconds in which a point is measured again and again."""
 SLOW = 0.2
 """Seconds of an operation from which no longer ones are measured."""
+LEAST_ELEMENTS = 1 << 14
+"""Elements of a kernel's call from which on it is counted."""
 BURST = 1 << 19
 """Bytes that a rank receives before a message is timed."""
+FAR, MOST_FAR = 1 << 26, 64
+"""Bytes of operands and results that a measurement goes through in turn, so that they come from memory as in a step,
+and the most sets of them."""
+ROWS = ((512, 256), (2048, 512))
+"""The sizes at which kernels are measured: blocks that fit into a core's cache, and larger ones."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
 CHAIN, EVENTS = 32, 4
@@ -136,12 +149,12 @@ def measure_machine(comm: Comm, name: str) -> planning.Machine:
             dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source)
             for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
         }
-        found = _agreed(comm, at_work, lambda: _operations(backend))
+        found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
         operations = Kernels(
             overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
             floor=found["floor"], asynchronous=backend.cuda,
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
-            rates={key.removeprefix("rate "): rate for key, rate in found.items() if key.startswith("rate ")},
+            rates=_rates(found),
         )  # fmt: skip
         crowd = max(1.0, (comm.size if shared else per_node) / units)
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
@@ -173,8 +186,7 @@ def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) 
 
 
 def _seconds(call: Callable[[], Any], backend: Backend, limit: float = POINT_SECONDS) -> float:
-    """Return the lower quartile of the seconds of a call, called for so many seconds, at least three times: others may
-    be at work on the machine."""
+    """Return the median of the seconds of a call, called for so many seconds, at least three times."""
     call()
     backend.synchronize()
     times: list[float] = []
@@ -184,16 +196,46 @@ def _seconds(call: Callable[[], Any], backend: Backend, limit: float = POINT_SEC
         call()
         backend.synchronize()
         times.append(perf_counter() - start)
-    return sorted(times)[len(times) // 4]
+    return median(times)
+
+
+def _in_turn(make: Callable[[], Any], call: Callable[[Any], Any], nbytes: int) -> Callable[[], None]:
+    """Return what calls with one set of operands after the other, of so many bytes with the results.
+
+    Each result is kept until its set's next turn, so that a call finds its operands and writes its result where a step
+    would: not in the cache, where the last call has left them.
+    """
+    sets = [make() for _ in range(min(MOST_FAR, max(1, FAR // nbytes)))]
+    kept: list[Any] = [None] * len(sets)
+    turns = cycle(range(len(sets)))
+
+    def one() -> None:
+        at = next(turns)
+        kept[at] = None
+        kept[at] = call(sets[at])
+
+    for _ in sets:
+        one()
+    return one
 
 
 def _products(backend: Backend, dtype: str) -> dict[str, float]:
-    """Return the operations a second of products, by their shapes."""
+    """Return the operations a second of products, by their shapes: as they are, and with the first or the second
+    operand turned, as in a backward pass, a third of each."""
     rng, found = np.random.default_rng(0), {}
+    xp, kind = backend.xp, dtype_named(dtype)
     for m, n, k in (*GEMMS, *(ON_GPU if backend.cuda else ())):
-        a, b = (backend.from_host(rng.random(shape).astype(dtype_named(dtype))) for shape in ((m, k), (k, n)))
-        out = backend.empty((m, n), a.dtype)
-        seconds = _seconds(partial(backend.xp.matmul, a, b, out=out), backend)
+        full = [rng.random(shape).astype(kind) for shape in ((m, k), (k, n))]
+        seconds = 0.0
+        for turned in (None, 0, 1):
+            blocks = [np.ascontiguousarray(x.T) if i == turned else x for i, x in enumerate(full)]
+
+            def make(blocks: list[Any] = blocks, turned: int | None = turned) -> list[Any]:
+                made = [backend.from_host(x.copy()) for x in blocks]
+                return [x.T if i == turned else x for i, x in enumerate(made)]
+
+            call = _in_turn(make, lambda given: xp.matmul(*given), kind.itemsize * (m * k + k * n + m * n))
+            seconds += _seconds(call, backend, POINT_SECONDS / 3) / 3
         found[f"{m} {n} {k}"] = 2 * m * n * k / seconds
     return found
 
@@ -214,25 +256,9 @@ def _fitted(rates: dict[str, float], source: str) -> GemmRate:
     return GemmRate(rate, source, half=half, points=tuple(points))  # type: ignore[arg-type]
 
 
-def _operations(backend: Backend) -> dict[str, float]:
+def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
     """Return what operations cost: bandwidths by bytes, rates of kernels, seconds beside their work."""
     xp, found = backend.xp, {}
-    for nbytes in SUMS:
-        x, y = (backend.from_host(np.full(nbytes // 12, value, np.float32)) for value in (1, 2))
-        found[f"sum {nbytes}"] = nbytes / _seconds(partial(xp.add, x, y), backend)
-    x = backend.from_host(np.random.default_rng(0).random((512, 256)).astype(np.float32) + 0.5)
-    for name in UFUNCS:
-        call = getattr(xp, name)
-        found[f"rate {name}"] = x.size / _seconds(partial(call, *[x] * call.nin), backend, 0.02)
-    arrays = {
-        name: backend.from_host(a.astype(np.float32) if a.dtype == np.float64 else a)
-        for name, a in kernels.samples(512, 256).items()
-    }  # fmt: skip
-    with _timed_kernels(backend) as rates:
-        for example in kernels.examples():
-            for _ in range(4):
-                example.call(*(arrays[name].copy() for name in example.inputs))
-    found |= {f"rate {name}": rate for name, rate in rates.items()}
     small, few = backend.zeros(8, np.float32), backend.zeros((64, 2, 2), np.float32)
     found["floor"] = _seconds(lambda: xp.add(small, small), backend, 0.02) if backend.cuda else 0.0
     found["call"] = _seconds(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
@@ -246,32 +272,111 @@ def _operations(backend: Backend) -> dict[str, float]:
             z.sum().backward()
 
         found["overhead"] = _seconds(chain, backend, 0.3) / (CHAIN * EVENTS)
+    for nbytes in SUMS:
+        n = nbytes // 12
+        made = partial(lambda n: [backend.from_host(np.full(n, v, np.float32)) for v in (1, 2)], n)
+        found[f"sum {nbytes}"] = nbytes / _seconds(_in_turn(made, lambda given: xp.add(*given), nbytes), backend)
+    for rows, width in ROWS:
+        x = np.random.default_rng(0).random((rows, width)).astype(np.float32) + np.float32(0.5)
+        for name in UFUNCS:
+            function = getattr(xp, name)
+            made = partial(lambda x, nin: [backend.from_host(x.copy()) for _ in range(nin)], x, function.nin)
+            turn = _in_turn(made, lambda given, function=function: function(*given), x.nbytes * (function.nin + 1))
+            found[f"rate {name} {x.size}"] = x.size / _seconds(turn, backend, 0.02)
+        found |= {
+            f"rate {name} {size}": size / max(0.5 * seconds, seconds - found["overhead"])
+            for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"]).items()
+        }
     return found
 
 
-@contextmanager
-def _timed_kernels(backend: Backend) -> Iterator[dict[str, float]]:
-    """Time every call of a kernel; yield the most elements a second of each."""
+def _rates(found: dict[str, float]) -> dict[str, float | tuple[tuple[float, float], ...]]:
+    """Return the measured rates of kernels by their names: rows of elements and elements a second."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for key, rate in found.items():
+        if key.startswith("rate "):
+            _, name, size = key.split()
+            rows.setdefault(name, []).append((float(size), rate))
+    return {name: tuple(sorted(points)) for name, points in rows.items()}
+
+
+CALLS_OF_KERNELS = 9
+
+
+def _timed_kernels(backend: Backend, rows: int, width: int, gemm: GemmRate, call: float) -> dict[tuple[str, int], float]:
+    """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples.
+
+    Attention's are those beside its products.
+    """
     plain: Any = kernels.Kernel.__call__
-    rates: dict[str, float] = {}
+    times: dict[tuple[str, int], list[float]] = {}
+    depth = 0
 
     def timed(self: Any, *args: Any, **named: Any) -> Any:
+        nonlocal depth
+        if depth:  # a part of another kernel
+            return plain(self, *args, **named)
+        depth += 1
         backend.synchronize()
         start = perf_counter()
-        made = plain(self, *args, **named)
-        backend.synchronize()
+        try:
+            made = plain(self, *args, **named)
+            backend.synchronize()
+        finally:
+            depth -= 1
         seconds = perf_counter() - start
         results = made if isinstance(made, tuple) else (made,)
-        largest = max((b.size for b in (*args, *results) if hasattr(b, "nbytes")), default=0)
-        if largest >= 1 << 14 and not self.name.startswith("attention."):  # theirs goes by products
-            rates[self.name] = max(rates.get(self.name, 0.0), largest / seconds)
+        size = max((b.size for b in (*args, *results) if hasattr(b, "nbytes")), default=0)
+        times.setdefault((self.name, size), []).append(seconds)
         return made
 
-    kernels.Kernel.__call__ = timed  # type: ignore[method-assign]
-    try:
-        yield rates
-    finally:
-        kernels.Kernel.__call__ = plain  # type: ignore[method-assign]
+    samples = {
+        name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in kernels.samples(rows, width).items()
+    }
+    found: dict[tuple[str, int], float] = {}
+    for example in kernels.examples():
+        nbytes = sum(samples[name].nbytes for name in example.inputs)
+        run = _in_turn(
+            lambda example=example: [backend.from_host(samples[name].copy()) for name in example.inputs],
+            lambda given, example=example: example.call(*given), 2 * nbytes,
+        )  # fmt: skip
+        times.clear()
+        kernels.Kernel.__call__ = timed  # type: ignore[method-assign]
+        try:
+            for _ in range(CALLS_OF_KERNELS):
+                run()
+        finally:
+            kernels.Kernel.__call__ = plain  # type: ignore[method-assign]
+        beside = _attention(example, samples, gemm, call)
+        for (name, size), taken in times.items():
+            elements, products = beside.get(name, (size, 0.0))
+            if size >= LEAST_ELEMENTS:
+                found[name, elements] = max(0.1 * median(taken), median(taken) - products)
+    largest: dict[str, int] = {}
+    for name, size in found:
+        largest[name] = max(size, largest.get(name, 0))
+    return {(name, size): found[name, size] for name, size in largest.items()}
+
+
+def _attention(
+    example: kernels.Example, samples: dict[str, np.ndarray], gemm: GemmRate, call: float
+) -> dict[str, tuple[int, float]]:  # fmt: skip
+    """Return the scores of the kernels of attention in an example, and the seconds of their products."""
+    device, found = ShapesBackend("cpu"), {}
+    trace = Trace(0, 1)
+    device.recorder = TraceRecorder(trace)
+    if not example.name.startswith("attention"):
+        return {}
+    example.call(*(device.from_host(samples[name]) for name in example.inputs))
+    products = 0.0
+    for event in trace.events:
+        if isinstance(event, Gemm):
+            products += event.flops / gemm.at(event.m, event.n, event.k, event.batch) + call * event.calls
+        elif isinstance(event, Kernel):
+            if event.name.startswith("attention.") and products:
+                found[event.name] = event.elements, products
+            products = 0.0
+    return found
 
 
 def _link(
