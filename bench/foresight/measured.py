@@ -4,7 +4,7 @@
     python bench/foresight/measured.py train:4 pipeline:2 pipeline:4
     python bench/foresight/measured.py hosts:200mbit hosts:1gbit        # bench/schemes.py on 8 emulated hosts
 
-The forms take turns: every round starts each of them once (on emulated hosts: makes a step of each).  Between the rounds
+The forms take turns: every round starts each of them once, on emulated hosts all together.  Between the rounds
 `parlinalg doctor --machine` measures the machine, unless --machine names a file; then each form's program is run on
 imagined ranks, and its events on the machine.  So the speed that a shared machine has today is that of both.  No step
 is timed for the machine's file.
@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -125,6 +126,21 @@ def doctor(setting: str, path: Path) -> None:
         harness.ran([*harness.mpiexec(), "-n", where, sys.executable, *program], env, timeout=240)
 
 
+def spent() -> tuple[float, float, float]:
+    """Seconds since boot in which cores were busy, all seconds of them, and those that were spent by what was started
+    here."""
+    busy, whole = harness._ticks()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    rate = os.sysconf("SC_CLK_TCK")
+    return busy / rate, whole / rate, used.ru_utime + used.ru_stime
+
+
+def used_by_others(before: Sequence[float], after: Sequence[float]) -> float:
+    """The share of the cores that others used meanwhile; on emulated hosts the system's work for the links too."""
+    busy, whole, own = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, busy - own) / max(1e-9, whole)
+
+
 def one_thread() -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -165,7 +181,7 @@ def compare(setting: str, args: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.machine or Path(args.keep or folder) / f"{setting.replace(':', '_')}.toml")
-        others = []
+        others, before = [], spent()
         for number in range(args.rounds):
             if number == args.rounds // 2 and not args.machine:
                 doctor(setting, path)
@@ -173,6 +189,7 @@ def compare(setting: str, args: argparse.Namespace) -> dict[str, Any]:
             for name, seconds in a_round(setting, names, args).items():
                 samples[name] += seconds
             print(f"{setting}: round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+        others.append(used_by_others(before, spent()))
         machine = load_machine(path if path.suffix == ".toml" else str(args.machine))
         rows = []
         for name in names:
@@ -184,7 +201,7 @@ def compare(setting: str, args: argparse.Namespace) -> dict[str, Any]:
             })  # fmt: skip
     return {
         "setting": setting, "date": time.strftime("%Y-%m-%d"), "about": machine.about, "model": args.model,
-        "machine_file": str(args.machine) if args.machine else None, "busy_before": max(others), "rows": rows,
+        "machine_file": str(args.machine) if args.machine else None, "others": max(others), "rows": rows,
     }  # fmt: skip
 
 
@@ -231,7 +248,7 @@ TITLES = {
     "hosts": f"{HOSTS} emulated hosts, links of {{}}",
 }
 MODELS = {
-    "train": "The GPT of `bench/train.py` ({}: width × layers × heads × sequence × batch × vocabulary), float32, AdamW.",
+    "train": "The GPT of `bench/train.py` ({}: width, layers, heads, sequence, batch, vocabulary), float32, AdamW.",
     "pipeline": "The GPT of `bench/pipeline.py` ({}), 8 microbatches.",
     "hosts": "All schemes of `bench/schemes.py`: hidden 256, 2 layers, batch 16 × sequence 64.",
 }
@@ -243,7 +260,7 @@ def section(result: dict[str, Any]) -> str:
     place = where.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
     about = (
         f"{MODELS[kind].format(result['model'])} {result['date']}, {result['machine']['cpu']}, "
-        f"{result['machine']['cores']} cores."
+        f"{result['machine']['cores']} cores, of which others used {100 * result['others']:.0f}%."
     )
     return f"### {TITLES[kind].format(place)}\n\n{about}\n\n{table(result)}\n\n{figures(result)}"
 

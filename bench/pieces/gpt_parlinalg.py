@@ -2,8 +2,8 @@
 
 usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS [BACKEND DTYPE]
 
-SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`, with a shape as in 2d/1x2 where the number of ranks does
-not give one; or zero1, zero2, zero3: data parallel with that stage.
+SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`, with a shape as in 2d/1x2 where the number of ranks
+does not give one; or zero1, zero2, zero3: data parallel with that stage.
 """
 
 from __future__ import annotations

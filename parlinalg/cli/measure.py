@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -62,7 +63,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
     return found, rate
 
 
-def _call(comm: Comm, backend: Backend, name: str, size: int) -> tuple[Callable[[], Any], int]:
+def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True) -> tuple[Callable[[], Any], int]:
     """A call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
     p = comm.size
     each = max(1, size // 8 // p)
@@ -70,15 +71,15 @@ def _call(comm: Comm, backend: Backend, name: str, size: int) -> tuple[Callable[
     counts = [each] * p
     received = 8 * each * (p - 1)
     if name == "all_gather":
-        return lambda: comm.all_gather(own, whole, counts), received
+        return lambda: comm.all_gather(own, whole, counts, wait=wait), received
     if name == "reduce_scatter":
-        return lambda: comm.reduce_scatter(whole, own, counts), received
+        return lambda: comm.reduce_scatter(whole, own, counts, wait=wait), received
     if name == "all_reduce":
-        return lambda: comm.all_reduce(whole), 2 * received
+        return lambda: comm.all_reduce(whole, wait=wait), 2 * received
     if name == "broadcast":
-        return lambda: comm.broadcast(whole, 0), 8 * each * p
+        return lambda: comm.broadcast(whole, 0, wait=wait), 8 * each * p
     out = backend.zeros(each * p, np.float64)
-    return lambda: comm.all_to_all(whole, counts, out, counts), received
+    return lambda: comm.all_to_all(whole, counts, out, counts, wait=wait), received
 
 
 def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> float:
@@ -113,8 +114,15 @@ SLOW = 0.2
 """Seconds of an operation from which no longer ones are measured."""
 LEAST_ELEMENTS = 1 << 14
 """Elements of a kernel's call from which on it is counted."""
-BURST = 1 << 19
-"""Bytes that a rank receives before a message is timed."""
+ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
+"""Seconds of a round of operations between ranks, and the numbers of operations of one."""
+PASSES = 3
+"""How often all operations between ranks are measured, one after the other."""
+BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
+"""The operations that are also measured in flight together, and the bytes that a rank receives in one."""
+TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 10, 1 << 16
+"""Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
+by which the wait of ranks for each other is measured."""
 FAR, MOST_FAR = 1 << 26, 64
 """Bytes of operands and results that a measurement goes through in turn, so that they come from memory as in a step,
 and the most sets of them."""
@@ -165,7 +173,7 @@ def measure_machine(comm: Comm, name: str) -> planning.Machine:
             across = [r for r in range(comm.size) if here[:r].count(here[r]) == turn]
             network = _link(comm, backend, across, 1, source, crowd)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (comm.size if shared else per_node)
-        overlap = Overlap("polls", source, _window(comm, backend, network or node))
+        overlap = Overlap("polls", source, _window(comm, backend, network or node), turns=_turns(comm, backend))
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
         return planning.Machine(
@@ -199,20 +207,20 @@ def _seconds(call: Callable[[], Any], backend: Backend, limit: float = POINT_SEC
     return median(times)
 
 
-def _in_turn(make: Callable[[], Any], call: Callable[[Any], Any], nbytes: int) -> Callable[[], None]:
-    """Return what calls with one set of operands after the other, of so many bytes with the results.
+def _in_turn(function: Callable[..., Any], backend: Backend, arrays: Sequence[Any], nbytes: int) -> Callable[[], None]:
+    """Return what calls a function with one set of operands after the other, of so many bytes with the results.
 
     Each result is kept until its set's next turn, so that a call finds its operands and writes its result where a step
     would: not in the cache, where the last call has left them.
     """
-    sets = [make() for _ in range(min(MOST_FAR, max(1, FAR // nbytes)))]
+    sets = [[backend.from_host(x.copy()) for x in arrays] for _ in range(min(MOST_FAR, max(1, FAR // nbytes)))]
     kept: list[Any] = [None] * len(sets)
     turns = cycle(range(len(sets)))
 
     def one() -> None:
         at = next(turns)
         kept[at] = None
-        kept[at] = call(sets[at])
+        kept[at] = function(*sets[at])
 
     for _ in sets:
         one()
@@ -224,17 +232,15 @@ def _products(backend: Backend, dtype: str) -> dict[str, float]:
     operand turned, as in a backward pass, a third of each."""
     rng, found = np.random.default_rng(0), {}
     xp, kind = backend.xp, dtype_named(dtype)
-    for m, n, k in (*GEMMS, *(ON_GPU if backend.cuda else ())):
-        full = [rng.random(shape).astype(kind) for shape in ((m, k), (k, n))]
+    for m, n, k in (*GEMMS[:: 2 if dtype == "float64" else 1], *(ON_GPU if backend.cuda else ())):
+        a, b = (rng.random(shape).astype(kind) for shape in ((m, k), (k, n)))
         seconds = 0.0
-        for turned in (None, 0, 1):
-            blocks = [np.ascontiguousarray(x.T) if i == turned else x for i, x in enumerate(full)]
-
-            def make(blocks: list[Any] = blocks, turned: int | None = turned) -> list[Any]:
-                made = [backend.from_host(x.copy()) for x in blocks]
-                return [x.T if i == turned else x for i, x in enumerate(made)]
-
-            call = _in_turn(make, lambda given: xp.matmul(*given), kind.itemsize * (m * k + k * n + m * n))
+        for function, arrays in (
+            (xp.matmul, (a, b)),
+            (lambda a, b: xp.matmul(a.T, b), (np.ascontiguousarray(a.T), b)),
+            (lambda a, b: xp.matmul(a, b.T), (a, np.ascontiguousarray(b.T))),
+        ):
+            call = _in_turn(function, backend, arrays, kind.itemsize * (m * k + k * n + m * n))
             seconds += _seconds(call, backend, POINT_SECONDS / 3) / 3
         found[f"{m} {n} {k}"] = 2 * m * n * k / seconds
     return found
@@ -273,16 +279,14 @@ def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
 
         found["overhead"] = _seconds(chain, backend, 0.3) / (CHAIN * EVENTS)
     for nbytes in SUMS:
-        n = nbytes // 12
-        made = partial(lambda n: [backend.from_host(np.full(n, v, np.float32)) for v in (1, 2)], n)
-        found[f"sum {nbytes}"] = nbytes / _seconds(_in_turn(made, lambda given: xp.add(*given), nbytes), backend)
+        terms = [np.full(nbytes // 12, value, np.float32) for value in (1, 2)]
+        found[f"sum {nbytes}"] = nbytes / _seconds(_in_turn(xp.add, backend, terms, nbytes), backend)
     for rows, width in ROWS:
         x = np.random.default_rng(0).random((rows, width)).astype(np.float32) + np.float32(0.5)
         for name in UFUNCS:
             function = getattr(xp, name)
-            made = partial(lambda x, nin: [backend.from_host(x.copy()) for _ in range(nin)], x, function.nin)
-            turn = _in_turn(made, lambda given, function=function: function(*given), x.nbytes * (function.nin + 1))
-            found[f"rate {name} {x.size}"] = x.size / _seconds(turn, backend, 0.02)
+            call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
+            found[f"rate {name} {x.size}"] = x.size / _seconds(call, backend, 0.02)
         found |= {
             f"rate {name} {size}": size / max(0.5 * seconds, seconds - found["overhead"])
             for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"]).items()
@@ -303,7 +307,9 @@ def _rates(found: dict[str, float]) -> dict[str, float | tuple[tuple[float, floa
 CALLS_OF_KERNELS = 9
 
 
-def _timed_kernels(backend: Backend, rows: int, width: int, gemm: GemmRate, call: float) -> dict[tuple[str, int], float]:
+def _timed_kernels(
+    backend: Backend, rows: int, width: int, gemm: GemmRate, call: float
+) -> dict[tuple[str, int], float]:  # fmt: skip
     """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples.
 
     Attention's are those beside its products.
@@ -335,11 +341,8 @@ def _timed_kernels(backend: Backend, rows: int, width: int, gemm: GemmRate, call
     }
     found: dict[tuple[str, int], float] = {}
     for example in kernels.examples():
-        nbytes = sum(samples[name].nbytes for name in example.inputs)
-        run = _in_turn(
-            lambda example=example: [backend.from_host(samples[name].copy()) for name in example.inputs],
-            lambda given, example=example: example.call(*given), 2 * nbytes,
-        )  # fmt: skip
+        given = [samples[name] for name in example.inputs]
+        run = _in_turn(example.call, backend, given, 2 * sum(x.nbytes for x in given))
         times.clear()
         kernels.Kernel.__call__ = timed  # type: ignore[method-assign]
         try:
@@ -362,7 +365,7 @@ def _attention(
     example: kernels.Example, samples: dict[str, np.ndarray], gemm: GemmRate, call: float
 ) -> dict[str, tuple[int, float]]:  # fmt: skip
     """Return the scores of the kernels of attention in an example, and the seconds of their products."""
-    device, found = ShapesBackend("cpu"), {}
+    device, found = ShapesBackend("cpu"), dict[str, tuple[int, float]]()
     trace = Trace(0, 1)
     device.recorder = TraceRecorder(trace)
     if not example.name.startswith("attention"):
@@ -382,30 +385,70 @@ def _attention(
 def _link(
     comm: Comm, backend: Backend, members: Sequence[int], rails: int, source: str, crowd: float
 ) -> Link | None:  # fmt: skip
-    """Return the link between these ranks, measured while the other groups measure theirs; None for one rank."""
+    """Return the link between these ranks, measured while the other groups measure theirs; None for one rank.
+
+    Of several passes over all points the least time of each counts: what others do on the machine lasts for a while.
+    """
     most = min(comm.share(len(members)))
     if most < 2:
         return None
     place = members.index(comm.rank)
-    points: dict[str, list[tuple[int, float, float]]] = {op: [] for op in OPERATIONS}
-    for size in sorted({*(2**k for k in range(1, most.bit_length())), most}):
-        start = place // size * size
-        group = comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
-        for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
-            for nbytes in RECEIVED:
-                call, received = _received(group, backend, op, nbytes, size)
-                before = partial(_drain, group, backend) if nbytes > RECEIVED[0] and group.size == size else None
-                seconds = _together(comm, call if group.size == size else lambda: None, before)
-                points[op].append((size, float(received), seconds / (2 if op == "send" else 1)))
-                if seconds > SLOW:
-                    break
-        processor = _processor(comm, backend, group, size) if size == most else 0.0
+    times: dict[str, dict[tuple[int, int], float]] = {op: {} for op in OPERATIONS}
+    ratios: dict[str, list[float]] = {op: [] for op in BESIDE}
+    sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
+    starts = [place // size * size for size in sizes]
+    groups = [
+        comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    for _ in range(PASSES):
+        for group, size in zip(groups, sizes, strict=True):
+            for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
+                for nbytes in RECEIVED:
+                    sets = max(1, min(8, FAR // 4 // nbytes))
+                    several = [_received(group, backend, op, nbytes, size) for _ in range(sets)]
+                    at, calls = (size, several[0][1]), cycle([call for call, _ in several])
+                    seconds = _together(comm, partial(_next, calls) if group.size == size else lambda: None)
+                    times[op][at] = min(times[op].get(at, math.inf), seconds / (2 if op == "send" else 1))
+                    if seconds > SLOW:
+                        break
+        for op in BESIDE:
+            ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1]))
+    processor = _processor(comm, backend, groups[-1], most)
+    for group in groups:
         group.free()
+    points = {op: [(p, float(n), s) for (p, n), s in found.items()] for op, found in times.items()}
     latency = min(s for _, _, s in points["send"])
-    _, longest, seconds = points["send"][-1]
+    _, longest, seconds = max(points["send"])
     bandwidth = longest / max(seconds - latency, 1e-9)
     found = {op: _operation(rows, bandwidth) for op, rows in points.items()}
+    found |= {op: replace(found[op], beside=min(10.0, max(1.0, median(ratios[op])))) for op in BESIDE}
     return Link(latency, bandwidth, rails, source, processor / crowd, **found)
+
+
+def _beside(comm: Comm, backend: Backend, group: Comm, op: str, size: int) -> float:
+    """Return how many times as long operations take that are in flight together, each waited for in its turn, as those
+    that are made one after the other."""
+    nbytes = BESIDE_BYTES * size // (size - 1) // (2 if op == "all_reduce" else 1)
+    calls = [[_call(group, backend, op, nbytes, wait)[0] for _ in range(4)] for wait in (True, False)]
+
+    def together() -> None:
+        for handle in [call() for call in calls[1]]:
+            handle.wait()
+
+    def in_turn() -> None:
+        for call in calls[0]:
+            call()
+
+    if group.size != size:
+        together = in_turn = lambda: None
+    apart, turned = _together(comm, together), _together(comm, in_turn)
+    return apart / max(turned, 1e-9)
+
+
+def _next(calls: Iterator[Callable[[], Any]]) -> None:
+    """Make the next call, with blocks that were not used in the last one."""
+    next(calls)()
 
 
 def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tuple[Callable[[], Any], int]:
@@ -422,25 +465,27 @@ def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tu
     return _call(group, backend, op, max(8 * p, whole))
 
 
-def _drain(group: Comm, backend: Backend) -> None:
-    """Send more than what a link lets pass at once after a pause: virtual machines' and shapers' bursts."""
-    n = BURST // max(1, group.size - 1)
-    group.all_gather(backend.zeros(n, np.uint8), backend.zeros(n * group.size, np.uint8), [n] * group.size)
+def _together(comm: Comm, call: Callable[[], Any]) -> float:
+    """Return the seconds of a call on the slowest rank, of calls that follow each other: the median of rounds.
 
-
-def _together(comm: Comm, call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-    """Return the seconds of a call on the slowest rank, the median of rounds that all ranks begin together."""
+    Ranks that outnumber their cores begin a round one after the other, so that a call alone would tell that time.
+    """
     call()
     times: list[float] = []
-    while True:
-        if before is not None:
-            before()
+    calls = LEAST_CALLS
+    while len(times) < 3:
         comm.barrier()
         start = perf_counter()
-        call()
-        times.append(max(comm.share(perf_counter() - start)))
-        if len(times) >= 3 and (len(times) >= 21 or sum(times) > POINT_SECONDS):
-            return sorted(times)[len(times) // 2]
+        for _ in range(calls):
+            call()
+        seconds = max(comm.share((perf_counter() - start) / calls))
+        if seconds > ROUND_SECONDS:  # long, and its beginning no matter
+            return seconds
+        if calls == LEAST_CALLS and seconds * calls < ROUND_SECONDS:
+            calls = max(calls + 1, min(MOST_CALLS, int(ROUND_SECONDS / seconds)))
+        else:
+            times.append(seconds)
+    return median(times)
 
 
 def rising(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
@@ -483,11 +528,11 @@ def _operation(rows: Iterable[tuple[int, float, float]], bandwidth: float) -> Op
 def _processor(comm: Comm, backend: Backend, group: Comm, size: int) -> float:
     """Return the seconds of a core, shared as it is, that each byte costs which arrives while a rank computes.
 
-    Small products are computed, with a poll after each, while an operation is in flight and when it is done.
+    Small products are computed, with a poll after each few, while sums are in flight and when they are done.
     """
     a = backend.zeros((64, 64), np.float32)
-    n = 1 << 20
-    own, whole = backend.zeros(n, np.uint8), backend.zeros(n * group.size, np.uint8)
+    whole = backend.zeros(1 << 18, np.float32)
+    received = 2 * whole.nbytes * (size - 1) / size
 
     def computed(until: Callable[[], bool]) -> tuple[int, float]:
         count, start = 0, perf_counter()
@@ -497,18 +542,63 @@ def _processor(comm: Comm, backend: Backend, group: Comm, size: int) -> float:
             count += 1
         return count, perf_counter() - start
 
-    comm.barrier()
-    if group.size == size:
-        handle = group.all_gather(own, whole, [n] * group.size, wait=False)
-        during, took = computed(handle.test)
-    else:
-        during, took = 0, 0.0
-    comm.barrier()
-    end = perf_counter() + max(0.1, took)
-    alone, base = computed(lambda: perf_counter() > end)
-    lost = took - during * base / max(1, alone) if took else 0.0
-    found = [x for x in comm.share(max(0.0, lost) / (n * (size - 1)) if took else -1.0) if x >= 0]
-    return sorted(found)[len(found) // 2] if found else 0.0
+    costs = []
+    for _ in range(7):
+        comm.barrier()
+        if group.size == size:
+            handle = group.all_reduce(whole, wait=False)
+            during, took = computed(handle.test)
+        else:
+            during, took = 0, 0.0
+        comm.barrier()
+        alone, base = computed(partial(_after, perf_counter() + max(0.05, took)))
+        costs.append((took - during * base / max(1, alone)) / received)
+    found = comm.share([median(costs), group.size == size])
+    mine = [cost for cost, there in found if there]
+    return float(max(0.0, median(mine))) if mine else 0.0
+
+
+def _after(end: float) -> bool:
+    return perf_counter() > end
+
+
+def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
+    """Return rows of seconds in which ranks compute, and of those by which an operation between them then takes longer
+    than one that follows another.
+
+    Ranks that share a core wait until the others have had their turn, and take it from those that compute; with a core
+    each they wait out the system's pauses.
+    """
+    if comm.size < 2:
+        return ()
+    a = backend.zeros((64, 64), np.float32)
+    one = median([_seconds(partial(backend.xp.matmul, a, a), backend, 0.01) for _ in range(3)])
+    one = median(comm.share(one))
+    pair = comm.sub([r for r in (comm.rank & ~1, comm.rank | 1) if r < comm.size], ("measured",))
+    calls = [_received(c, backend, "all_gather", TURN_BYTES, c.size)[0] for c in (comm, pair) if c.size > 1]
+    calls += [lambda: None] * (2 - len(calls))
+
+    def timed(count: int, call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(3):
+            comm.barrier()
+            start = perf_counter()
+            for _ in range(TURNS):
+                for _ in range(count):
+                    backend.xp.matmul(a, a)
+                call()
+            times.append(max(comm.share((perf_counter() - start) / TURNS)))
+        return min(times)
+
+    alone = [timed(0, call) for call in calls]
+    rows = []
+    for seconds in TURN_SECONDS:
+        count = max(1, int(seconds / one))
+        base = timed(count, lambda: None)
+        more = [timed(count, call) - base - short for call, short in zip(calls, alone, strict=True)]
+        rows.append((base, max(1e-7, sum(more) / len(more))))
+    pair.free()
+    return tuple(rows)
 
 
 def _window(comm: Comm, backend: Backend, link: Link) -> float:

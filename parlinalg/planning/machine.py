@@ -153,8 +153,10 @@ def rate_of_kernel(where: str, value: Any) -> float | tuple[tuple[float, float],
     """Check a rate of elements a second, or rows of elements and the rate at so many."""
     rate = number(1e3, 1e15, "elements a second", above=True)
     if isinstance(value, list) and value:
-        return points(number(1, 1e15, "elements"), rate)(where, value)
-    return rate(where, value)  # type: ignore[no-any-return]
+        rows: tuple[tuple[float, float], ...] = points(number(1, 1e15, "elements"), rate)(where, value)
+        return rows
+    found: float = rate(where, value)
+    return found
 
 
 T = TypeVar("T")
@@ -310,8 +312,8 @@ class Kernels:
     )
     rates: Mapping[str, float | tuple[tuple[float, float], ...]] = key(
         table(rate_of_kernel),
-        "by kernel, the elements a second that computing them allows, whatever the bandwidth; or rows elements, elements "
-        "a second, as measured with what they read and write", MappingProxyType({}),
+        "by kernel, the elements a second that computing them allows, whatever the bandwidth; or rows elements, "
+        "elements a second, as measured with what they read and write", MappingProxyType({}),
     )  # fmt: skip
 
     def seconds(self, kernel: Kernel) -> float:
@@ -351,6 +353,11 @@ class Operation:
     )
     points: tuple[tuple[int, float, float], ...] = key(
         points(RANKS, SIZE, SECONDS), "rows ranks, bytes that a rank receives, seconds, as measured", ()
+    )
+    beside: float = key(
+        number(0.1, 100, "a ratio"),
+        "how many times as long it takes when others of the same ranks are in flight with it",
+        1.0,
     )
 
 
@@ -415,6 +422,18 @@ class Overlap:
         "the time that computing takes longer while communication is in flight, as a share",
         0.0,
     )
+    turns: tuple[tuple[float, float], ...] = key(
+        points(SECONDS, SECONDS),
+        "rows seconds in which ranks have computed, seconds that an operation between them then takes longer: those "
+        "that share cores wait until each has had its turn, others for the system's pauses", (),
+    )  # fmt: skip
+
+    def turn(self, computed: float) -> float:
+        """Return the seconds by which an operation takes longer after the ranks have computed for so many."""
+        if not self.turns or computed <= 0:
+            return 0.0
+        first, extra = self.turns[0]
+        return extra * computed / first if computed < first else between(self.turns, computed)
 
 
 @dataclass(frozen=True)
@@ -519,6 +538,12 @@ class Machine:
         return self.kernels.seconds(kernel)
 
     # -------------------------------------------------------------------------------------------- communicating
+    def beside(self, op: str, level: str) -> float:
+        """Return how many times as long an operation takes that is not waited for at once."""
+        link = self.node if level == "node" or self.network is None else self.network
+        found = getattr(link, op, None) if op in OPERATIONS else None
+        return 1.0 if found is None else float(found.beside)
+
     def transfer(self, op: str, nbytes: float, ranks: int, local: int, on_node: int, size: int) -> Transfer:
         """Return what an operation between ranks costs.
 

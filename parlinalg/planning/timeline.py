@@ -308,6 +308,7 @@ class _Operation:
     ended: float = math.inf
     latency: float = 0.0
     left: float = 0.0
+    turned: bool = False  # a rank that has computed waits for it
     credit: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -327,6 +328,7 @@ class _Rank:
         self.began = 0.0
         self.waits: _Operation | None = None
         self.since = 0.0
+        self.computed = 0.0  # seconds since it last waited
         self.calls: dict[int, _Operation] = {}
         self.flying: dict[_Operation, None] = {}
 
@@ -551,6 +553,7 @@ class _Run:
             rank.clock = max(rank.clock, rank.host)
         else:
             seconds += overhead
+        rank.computed += seconds
         if rank.flying:
             late = max(0.0, rank.clock - self.now)
             rank.at_work, rank.work, rank.began = event, max(seconds, 1e-14) + late, self.now
@@ -568,6 +571,8 @@ class _Run:
         if op is None:
             op = self.open[key] = _Operation(start, self._transfer(start), members, group)
             op.latency, op.left = op.transfer.latency, op.transfer.seconds
+            if not self._blocks(rank, start):
+                op.left *= self.machine.beside(start.op, op.transfer.level)
         op.posted[rank.number] = start
         rank.calls[start.call] = op
         rank.flying[op] = None
@@ -577,6 +582,11 @@ class _Run:
         if op.members == op.posted.keys():
             del self.open[key]
             self._begin(op)
+
+    def _blocks(self, rank: _Rank, start: Start) -> bool:
+        """Return True if a rank waits at once for what it starts."""
+        after = rank.events[rank.next] if rank.next < len(rank.events) else None
+        return isinstance(after, Wait) and after.call == start.call
 
     def _begin(self, op: _Operation) -> None:
         """Let an operation begin that all have started, unless one of the same ranks is under way."""
@@ -633,6 +643,10 @@ class _Run:
             )
         if op.ended <= self.now:
             return True
+        if not op.turned:
+            op.turned = True
+            op.latency += self.machine.overlap.turn(rank.computed)
+        rank.computed = 0.0
         rank.waits, rank.since = op, self.now
         return False
 
