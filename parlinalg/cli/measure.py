@@ -25,10 +25,12 @@ from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import Machine
+from parlinalg.nn import GELU, LayerNorm, Linear, Sequential
 from parlinalg.planning import machine as planning
-from parlinalg.planning.imagine import TraceRecorder
+from parlinalg.planning.imagine import TraceRecorder, imagine
 from parlinalg.planning.machine import OPERATIONS, STEPS, Algorithm, GemmRate, Kernels, Link, Operation, Overlap
 from parlinalg.planning.trace import Gemm, Kernel, Trace
+from parlinalg.schemes import discover
 
 LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
 
@@ -130,9 +132,8 @@ ROWS = ((512, 256), (2048, 512))
 """The sizes at which kernels are measured: blocks that fit into a core's cache, and larger ones."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
-CHAIN, EVENTS = 32, 4
-"""Links of a chain of products of small tensors, and the operations on blocks that one makes: itself, two products of
-its gradient, and their sum with another."""
+CHAIN, SIDE = 8, 64
+"""The layers by which the overhead of an operation is measured, and the sides of their matrices."""
 
 
 def measure_machine(comm: Comm, name: str) -> planning.Machine:
@@ -268,16 +269,7 @@ def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
     small, few = backend.zeros(8, np.float32), backend.zeros((64, 2, 2), np.float32)
     found["floor"] = _seconds(lambda: xp.add(small, small), backend, 0.02) if backend.cuda else 0.0
     found["call"] = _seconds(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
-    with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
-        y, w = (Tensor(ones((8,), grid, Layout(None), dtype="float32"), requires_grad=True) for _ in range(2))
-
-        def chain() -> None:
-            z = y
-            for _ in range(CHAIN):
-                z = z * w
-            z.sum().backward()
-
-        found["overhead"] = _seconds(chain, backend, 0.3) / (CHAIN * EVENTS)
+    found["overhead"] = _overhead(backend, gemm)
     for nbytes in SUMS:
         terms = [np.full(nbytes // 12, value, np.float32) for value in (1, 2)]
         found[f"sum {nbytes}"] = nbytes / _seconds(_in_turn(xp.add, backend, terms, nbytes), backend)
@@ -288,10 +280,44 @@ def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
             call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
             found[f"rate {name} {x.size}"] = x.size / _seconds(call, backend, 0.02)
         found |= {
-            f"rate {name} {size}": size / max(0.5 * seconds, seconds - found["overhead"])
+            f"rate {name} {size}": size / seconds
             for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"]).items()
         }
     return found
+
+
+def _overhead(backend: Backend, gemm: GemmRate) -> float:
+    """Return the seconds of an operation beside its work: the interpreter, the tape, layouts and plans.
+
+    Layers of a few thousand elements run forward and backward, and on imagined blocks tell what operations they make.
+    """
+
+    scheme = discover()["serial"].SCHEME
+
+    def layers(grid: Grid) -> Callable[[], None]:
+        parts = [(LayerNorm(SIDE, scheme, grid), Linear(SIDE, SIDE, scheme, grid), GELU()) for _ in range(CHAIN)]
+        own = [Sequential(*part) for part in parts]
+        Sequential(*own).initialize(0)
+        x = Tensor(ones((1, SIDE, SIDE), grid, Layout(None, None, None), dtype="float32"), requires_grad=True)
+
+        def forward_and_backward() -> None:
+            y = x
+            for layer in own:
+                y = y + layer(y)
+            y.sum().backward()
+
+        return forward_and_backward
+
+    with imagine(1) as world:
+        call = layers(Grid({"own": 1}, world.comm))
+        with world.trace() as trace:
+            call()
+    gemms = [e for e in trace.events if isinstance(e, Gemm)]
+    count = len(gemms) + sum(isinstance(e, Kernel) for e in trace.events)
+    work = sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
+    with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
+        seconds = _seconds(layers(grid), backend, 0.3)
+    return max(1e-7, seconds - work) / count
 
 
 def _rates(found: dict[str, float]) -> dict[str, float | tuple[tuple[float, float], ...]]:

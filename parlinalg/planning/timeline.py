@@ -27,6 +27,8 @@ from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Tr
 
 LEAST_SPEED = 0.02  # of a rank whose processor is busy with transport
 _SOON = 1e-15
+_CALL = Kernel("call", 0, 0, "")
+"""What the host does beside the operation to begin one between ranks: an operation without work."""
 
 
 class Interval(NamedTuple):
@@ -329,6 +331,7 @@ class _Rank:
         self.waits: _Operation | None = None
         self.since = 0.0
         self.computed = 0.0  # seconds since it last waited
+        self.called = False  # has spent what the host needs to begin the next operation between ranks
         self.calls: dict[int, _Operation] = {}
         self.flying: dict[_Operation, None] = {}
 
@@ -348,6 +351,7 @@ class _Run:
         self.machine, self.on_node, self.size = machine, on_node, traces[0].size
         self.crowd = machine.crowd(on_node, self.size)
         self.polled = machine.overlap.progress == "polls"
+        self.called = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
         self.traces = traces
         self.of_class: dict[int, int] = {}
@@ -523,8 +527,14 @@ class _Run:
                 continue
             if isinstance(event, Start | Test | Wait) and rank.clock > self.now + _SOON and not self._done(rank, event):
                 break  # what the others do before comes first
+            if isinstance(event, Start) and self.called and not rank.called:
+                rank.called = True
+                if self._compute(rank, _CALL):
+                    break
+                continue
             rank.next += 1
             if isinstance(event, Start):
+                rank.called = False
                 self._start(rank, event)
             elif isinstance(event, Wait | Test):
                 self._poll(rank)

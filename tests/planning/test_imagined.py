@@ -566,3 +566,19 @@ def test_products_of_16_bits_on_gpus(dtype):
             with world.trace() as trace:
                 assert (a @ a).dtype.name == dtype
         assert [e.dtype for e in trace.events if isinstance(e, Gemm)] == [expected]
+
+
+def test_a_stage_of_one_rank_has_no_values() -> None:
+    """Its grid is one of imagined ranks, and tells of no messages within."""
+
+    def program(world):
+        mesh = pla.launch({"parallel": {"pipeline": 2}})
+        with world.trace() as trace, pla.ledger(mesh.grid) as book:
+            a = pla.ones((64, 64), mesh.grid, pla.Layout(None, None), dtype="float32")
+            total = (a @ a).sum(axis=0)
+        names = [e.op for e in trace.events if isinstance(e, Start)]
+        gemms = [e for e in trace.events if isinstance(e, Gemm)]
+        return mesh.grid.backend.name, names, len(gemms), book.calls.total(), total.shape
+
+    for told in pla.imagine_together(program, 2).values():
+        assert told == ("shapes", [], 1, 0, (64,))
