@@ -122,7 +122,7 @@ PASSES = 3
 """How often all operations between ranks are measured, one after the other."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
-TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 10, 1 << 16
+TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
 """Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
 by which the wait of ranks for each other is measured."""
 FAR, MOST_FAR = 1 << 26, 64
@@ -605,24 +605,21 @@ def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
     calls += [lambda: None] * (2 - len(calls))
 
     def timed(count: int, call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(3):
-            comm.barrier()
-            start = perf_counter()
-            for _ in range(TURNS):
-                for _ in range(count):
-                    backend.xp.matmul(a, a)
-                call()
-            times.append(max(comm.share((perf_counter() - start) / TURNS)))
-        return min(times)
+        comm.barrier()
+        start = perf_counter()
+        for _ in range(TURNS):
+            for _ in range(count):
+                backend.xp.matmul(a, a)
+            call()
+        return float(max(comm.share((perf_counter() - start) / TURNS)))
 
-    alone = [timed(0, call) for call in calls]
-    rows = []
-    for seconds in TURN_SECONDS:
-        count = max(1, int(seconds / one))
-        base = timed(count, lambda: None)
-        more = [timed(count, call) - base - short for call, short in zip(calls, alone, strict=True)]
-        rows.append((base, max(1e-7, sum(more) / len(more))))
+    counts = [0, *(max(1, int(seconds / one)) for seconds in TURN_SECONDS)]
+    every = [(count, call) for count in counts for call in (lambda: None, *calls)]
+    passes = [[timed(count, call) for count, call in every] for _ in range(PASSES)]
+    least = [min(times) for times in zip(*passes, strict=True)]  # what others do on the machine lasts for a while
+    table = [least[i : i + 3] for i in range(0, len(least), 3)]
+    alone = sum(table[0][1:])
+    rows = [(base, max(1e-7, (sum(more) - alone) / 2 - base)) for base, *more in table[1:]]
     pair.free()
     return tuple(rows)
 

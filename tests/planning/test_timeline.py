@@ -170,6 +170,15 @@ def test_ranks_that_have_computed_wait_for_each_other() -> None:
     assert late.seconds == pytest.approx(2)  # half of it is left, and half a second more
 
 
+def test_the_host_begins_operations_between_ranks() -> None:
+    """That takes it as long as another operation, unless it runs ahead of a device."""
+    found = run(gather(0, 1.0), Wait(0), SECOND, overhead=0.25)
+    assert found.seconds == pytest.approx(2.5)
+    assert found.causes[0]["other kernels"] == pytest.approx(0.25)
+    assert run(gather(0, 1.0), gather(1, 1.0), Wait(0), Wait(1), overhead=0.25).seconds == pytest.approx(2.25)
+    assert run(gather(0, 1.0), Wait(0), overhead=0.25, asynchronous="true").seconds == pytest.approx(1)
+
+
 def test_two_ranks_that_wait_for_one_operation_do_so_once() -> None:
     overlap = replace(round_machine().overlap, turns=((1.0, 0.5),))
     machine = replace(round_machine(), overlap=overlap)
