@@ -214,7 +214,7 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace, ranks: int) -> st
     return f"{head}\n\n{text}"
 
 
-def main() -> int:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=64)
@@ -231,7 +231,11 @@ def main() -> int:
     parser.add_argument("--schemes", nargs="+", help="only these cases")
     parser.add_argument("--tables", action="store_true", help="print what the tape saves, per operation and layout")
     parser.add_argument("--json", help="write the result here")
-    args = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> int:
+    args = arguments()
     world = open_comm()
     if world.size not in SHAPES:
         print(f"start it on {', '.join(map(str, SHAPES))} ranks, not on {world.size}", file=sys.stderr)

@@ -299,3 +299,59 @@ def test_arrays_are_compared(tmp_path: Path) -> None:
     for name, seconds in told["seconds"].items():
         assert {"numpy 1", "parlinalg 1", "parlinalg 2"} <= set(seconds), name
         assert all(values[1] > 0 for values in seconds.values())
+
+
+# ------------------------------------------------------------------ foresight
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, harness: Any) -> Any:
+    for folder in ("foresight", "pieces"):
+        monkeypatch.syspath_prepend(str(BENCH / folder))
+    import measured
+
+    return measured
+
+
+def rows_of(*seconds: tuple[str, float, float]) -> dict[str, Any]:
+    rows = [
+        {"form": form, "seconds": real, "quartiles": [real, real], "samples": [real], "predicted": told, "bound": "it"}
+        for form, real, told in seconds
+    ]
+    machine = {"cpu": "a processor", "cores": 2}
+    return {"setting": "train:2", "date": "2000-01-01", "model": "m", "others": 0.0, "rows": rows, "machine": machine}
+
+
+def test_predictions_are_judged(measured: Any) -> None:
+    """Pairs that are apart by more than a tenth count, and an error is that of the prediction."""
+    result = rows_of(("a", 1.0, 1.2), ("b", 1.05, 0.9), ("c", 1.5, 1.1), ("d", 2.0, 2.2))
+    assert measured.wrong_order(result["rows"]) == ([("a", "c")], 5)
+    told = measured.figures(result)
+    assert (
+        "Median error 17.1%, worst 26.7%; of 5 pairs further apart than 10%, 1 in the wrong order (a before c)" in told
+    )
+    assert told.endswith("missed.")
+    assert measured.figures(rows_of(("a", 1.0, 1.05), ("b", 2.0, 1.9))).endswith("reached.")
+    assert "| a    | 1000        | 1000–1000 | 1200         | +20.0% | it" in measured.section(result)
+
+
+def test_forms_of_settings(measured: Any) -> None:
+    assert measured.forms("train:4")[:4] == ["1d", "2d/1x4", "2d/2x2", "2d/4x1"]
+    assert "serial" in measured.forms("train:2")
+    assert len(measured.forms("hosts:1gbit")) == 10
+    assert not {"interleaved", "zb-v"} & set(measured.forms("pipeline:4"))
+    assert "zb-v" in measured.forms("pipeline:2")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("setting", ["train:2", "pipeline:2"])
+def test_steps_are_measured_and_predicted(setting: str, tmp_path: Path) -> None:
+    forms = {"train:2": ["1d", "2d/2x1", "zero3"], "pipeline:2": ["1f1b", "zb-v"]}[setting]
+    options = ["--model", "32x4x2x16x4x64", "--microbatches", "2", "--forms", *forms, "--machine", "laptop"]
+    options += ["--rounds", "1", "--steps", "2", "--crowded", "--out", str(tmp_path)]
+    done = launch(0, [str(BENCH / "foresight" / "measured.py"), setting, *options], timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / f"{setting.replace(':', '_')}.json").read_text())["rows"]
+    assert [row["form"] for row in rows] == forms
+    assert all(row["seconds"] > 0 and row["predicted"] > 0 and len(row["samples"]) == 2 for row in rows)
+    assert "Median error" in done.stdout

@@ -2,7 +2,8 @@
 
 usage: mpiexec -n P python gpt_parlinalg.py SCHEME SIZES WARM STEPS [BACKEND DTYPE]
 
-SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`; or zero1, zero2, zero3: data parallel with that stage.
+SCHEME is serial, 1d, 2d, data, …: a mode of `parlinalg.launch`, with a shape as in 2d/1x2 where the number of ranks
+does not give one; or zero1, zero2, zero3: data parallel with that stage.
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ def parallel(mode: str) -> dict[str, object]:
     comm.free()
     if mode == "serial":
         return {}
-    return {"data": size} if mode == "data" or mode.startswith("zero") else {"tensor": {"size": size, "mode": mode}}
+    if mode == "data" or mode.startswith("zero"):
+        return {"data": size}
+    name, _, shape = mode.partition("/")
+    given = {"shape": [int(n) for n in shape.split("x")]} if shape else {}
+    return {"tensor": {"size": size, "mode": name, **given}}
 
 
 if __name__ == "__main__":

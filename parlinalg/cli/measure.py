@@ -6,8 +6,10 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
@@ -17,13 +19,18 @@ from parlinalg.array.create import dtype_named, ones
 from parlinalg.autograd import Tensor
 from parlinalg.backend import Backend, kernels
 from parlinalg.backend.blas import cores, gemm_rate, host_and_cores
+from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import Machine
+from parlinalg.nn import GELU, LayerNorm, Linear, Sequential
 from parlinalg.planning import machine as planning
+from parlinalg.planning.imagine import TraceRecorder, imagine
 from parlinalg.planning.machine import OPERATIONS, STEPS, Algorithm, GemmRate, Kernels, Link, Operation, Overlap
+from parlinalg.planning.trace import Gemm, Kernel, Trace
+from parlinalg.schemes import discover
 
 LATENCY_BYTES, BANDWIDTH_BYTES = 8, 4 * 2**20
 
@@ -58,7 +65,7 @@ def machine(dtype: str) -> tuple[Machine, float]:
     return found, rate
 
 
-def _call(comm: Comm, backend: Backend, name: str, size: int) -> tuple[Callable[[], Any], int]:
+def _call(comm: Comm, backend: Backend, name: str, size: int, wait: bool = True) -> tuple[Callable[[], Any], int]:
     """A call whose whole buffer has `size` bytes (at least 8 a rank), and the bytes a rank receives in it."""
     p = comm.size
     each = max(1, size // 8 // p)
@@ -66,15 +73,15 @@ def _call(comm: Comm, backend: Backend, name: str, size: int) -> tuple[Callable[
     counts = [each] * p
     received = 8 * each * (p - 1)
     if name == "all_gather":
-        return lambda: comm.all_gather(own, whole, counts), received
+        return lambda: comm.all_gather(own, whole, counts, wait=wait), received
     if name == "reduce_scatter":
-        return lambda: comm.reduce_scatter(whole, own, counts), received
+        return lambda: comm.reduce_scatter(whole, own, counts, wait=wait), received
     if name == "all_reduce":
-        return lambda: comm.all_reduce(whole), 2 * received
+        return lambda: comm.all_reduce(whole, wait=wait), 2 * received
     if name == "broadcast":
-        return lambda: comm.broadcast(whole, 0), 8 * each * p
+        return lambda: comm.broadcast(whole, 0, wait=wait), 8 * each * p
     out = backend.zeros(each * p, np.float64)
-    return lambda: comm.all_to_all(whole, counts, out, counts), received
+    return lambda: comm.all_to_all(whole, counts, out, counts, wait=wait), received
 
 
 def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> float:
@@ -94,7 +101,9 @@ def _timed(comm: Comm, call: Callable[[], Any], received: int, calls: int) -> fl
 GEMMS = (
     (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 512),
     (2048, 128, 256), (256, 1024, 256), (2048, 256, 32), (64, 64, 1024), (1024, 1024, 32), (16, 1024, 1024),
-    (1024, 16, 1024), (64, 64, 16), (1024, 32, 256), (256, 32, 1024), (8, 512, 512),
+    (1024, 16, 1024), (64, 64, 16), (1024, 32, 256), (256, 32, 1024), (8, 512, 512), (2048, 512, 2048),
+    (512, 2048, 2048), (2048, 512, 512), (2048, 512, 1024), (1024, 512, 2048), (512, 256, 2048), (1024, 256, 256),
+    (128, 256, 1024), (64, 256, 64), (64, 64, 256),
 )  # fmt: skip
 """The shapes m, n, k of the products that are measured."""
 ON_GPU = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 4096), (2048, 8192, 1024), (8192, 8192, 128))
@@ -105,13 +114,26 @@ POINT_SECONDS = 0.05
 """Seconds in which a point is measured again and again."""
 SLOW = 0.2
 """Seconds of an operation from which no longer ones are measured."""
-BURST = 1 << 19
-"""Bytes that a rank receives before a message is timed."""
+LEAST_ELEMENTS = 1 << 14
+"""Elements of a kernel's call from which on it is counted."""
+ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
+"""Seconds of a round of operations between ranks, and the numbers of operations of one."""
+PASSES = 3
+"""How often all operations between ranks are measured, one after the other."""
+BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
+"""The operations that are also measured in flight together, and the bytes that a rank receives in one."""
+TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
+"""Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
+by which the wait of ranks for each other is measured."""
+FAR, MOST_FAR = 1 << 26, 64
+"""Bytes of operands and results that a measurement goes through in turn, so that they come from memory as in a step,
+and the most sets of them."""
+ROWS = ((512, 256), (2048, 512))
+"""The sizes at which kernels are measured: blocks that fit into a core's cache, and larger ones."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
-CHAIN, EVENTS = 32, 4
-"""Links of a chain of products of small tensors, and the operations on blocks that one makes: itself, two products of
-its gradient, and their sum with another."""
+CHAIN, SIDE = 8, 64
+"""The layers by which the overhead of an operation is measured, and the sides of their matrices."""
 
 
 def measure_machine(comm: Comm, name: str) -> planning.Machine:
@@ -136,12 +158,12 @@ def measure_machine(comm: Comm, name: str) -> planning.Machine:
             dtype: _fitted(_agreed(comm, at_work, partial(_products, backend, dtype)), source)
             for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
         }
-        found = _agreed(comm, at_work, lambda: _operations(backend))
+        found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
         operations = Kernels(
             overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
             floor=found["floor"], asynchronous=backend.cuda,
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
-            rates={key.removeprefix("rate "): rate for key, rate in found.items() if key.startswith("rate ")},
+            rates=_rates(found),
         )  # fmt: skip
         crowd = max(1.0, (comm.size if shared else per_node) / units)
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
@@ -152,7 +174,7 @@ def measure_machine(comm: Comm, name: str) -> planning.Machine:
             across = [r for r in range(comm.size) if here[:r].count(here[r]) == turn]
             network = _link(comm, backend, across, 1, source, crowd)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (comm.size if shared else per_node)
-        overlap = Overlap("polls", source, _window(comm, backend, network or node))
+        overlap = Overlap("polls", source, _window(comm, backend, network or node), turns=_turns(comm, backend))
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
         return planning.Machine(
@@ -173,8 +195,7 @@ def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) 
 
 
 def _seconds(call: Callable[[], Any], backend: Backend, limit: float = POINT_SECONDS) -> float:
-    """Return the lower quartile of the seconds of a call, called for so many seconds, at least three times: others may
-    be at work on the machine."""
+    """Return the median of the seconds of a call, called for so many seconds, at least three times."""
     call()
     backend.synchronize()
     times: list[float] = []
@@ -184,16 +205,44 @@ def _seconds(call: Callable[[], Any], backend: Backend, limit: float = POINT_SEC
         call()
         backend.synchronize()
         times.append(perf_counter() - start)
-    return sorted(times)[len(times) // 4]
+    return median(times)
+
+
+def _in_turn(function: Callable[..., Any], backend: Backend, arrays: Sequence[Any], nbytes: int) -> Callable[[], None]:
+    """Return what calls a function with one set of operands after the other, of so many bytes with the results.
+
+    Each result is kept until its set's next turn, so that a call finds its operands and writes its result where a step
+    would: not in the cache, where the last call has left them.
+    """
+    sets = [[backend.from_host(x.copy()) for x in arrays] for _ in range(min(MOST_FAR, max(1, FAR // nbytes)))]
+    kept: list[Any] = [None] * len(sets)
+    turns = cycle(range(len(sets)))
+
+    def one() -> None:
+        at = next(turns)
+        kept[at] = None
+        kept[at] = function(*sets[at])
+
+    for _ in sets:
+        one()
+    return one
 
 
 def _products(backend: Backend, dtype: str) -> dict[str, float]:
-    """Return the operations a second of products, by their shapes."""
+    """Return the operations a second of products, by their shapes: as they are, and with the first or the second
+    operand turned, as in a backward pass, a third of each."""
     rng, found = np.random.default_rng(0), {}
-    for m, n, k in (*GEMMS, *(ON_GPU if backend.cuda else ())):
-        a, b = (backend.from_host(rng.random(shape).astype(dtype_named(dtype))) for shape in ((m, k), (k, n)))
-        out = backend.empty((m, n), a.dtype)
-        seconds = _seconds(partial(backend.xp.matmul, a, b, out=out), backend)
+    xp, kind = backend.xp, dtype_named(dtype)
+    for m, n, k in (*GEMMS[:: 2 if dtype == "float64" else 1], *(ON_GPU if backend.cuda else ())):
+        a, b = (rng.random(shape).astype(kind) for shape in ((m, k), (k, n)))
+        seconds = 0.0
+        for function, arrays in (
+            (xp.matmul, (a, b)),
+            (lambda a, b: xp.matmul(a.T, b), (np.ascontiguousarray(a.T), b)),
+            (lambda a, b: xp.matmul(a, b.T), (a, np.ascontiguousarray(b.T))),
+        ):
+            call = _in_turn(function, backend, arrays, kind.itemsize * (m * k + k * n + m * n))
+            seconds += _seconds(call, backend, POINT_SECONDS / 3) / 3
         found[f"{m} {n} {k}"] = 2 * m * n * k / seconds
     return found
 
@@ -214,93 +263,218 @@ def _fitted(rates: dict[str, float], source: str) -> GemmRate:
     return GemmRate(rate, source, half=half, points=tuple(points))  # type: ignore[arg-type]
 
 
-def _operations(backend: Backend) -> dict[str, float]:
+def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
     """Return what operations cost: bandwidths by bytes, rates of kernels, seconds beside their work."""
     xp, found = backend.xp, {}
-    for nbytes in SUMS:
-        x, y = (backend.from_host(np.full(nbytes // 12, value, np.float32)) for value in (1, 2))
-        found[f"sum {nbytes}"] = nbytes / _seconds(partial(xp.add, x, y), backend)
-    x = backend.from_host(np.random.default_rng(0).random((512, 256)).astype(np.float32) + 0.5)
-    for name in UFUNCS:
-        call = getattr(xp, name)
-        found[f"rate {name}"] = x.size / _seconds(partial(call, *[x] * call.nin), backend, 0.02)
-    arrays = {
-        name: backend.from_host(a.astype(np.float32) if a.dtype == np.float64 else a)
-        for name, a in kernels.samples(512, 256).items()
-    }  # fmt: skip
-    with _timed_kernels(backend) as rates:
-        for example in kernels.examples():
-            for _ in range(4):
-                example.call(*(arrays[name].copy() for name in example.inputs))
-    found |= {f"rate {name}": rate for name, rate in rates.items()}
     small, few = backend.zeros(8, np.float32), backend.zeros((64, 2, 2), np.float32)
     found["floor"] = _seconds(lambda: xp.add(small, small), backend, 0.02) if backend.cuda else 0.0
     found["call"] = _seconds(lambda: xp.matmul(few, few), backend, 0.02) / len(few)
-    with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
-        y, w = (Tensor(ones((8,), grid, Layout(None), dtype="float32"), requires_grad=True) for _ in range(2))
-
-        def chain() -> None:
-            z = y
-            for _ in range(CHAIN):
-                z = z * w
-            z.sum().backward()
-
-        found["overhead"] = _seconds(chain, backend, 0.3) / (CHAIN * EVENTS)
+    found["overhead"] = _overhead(backend, gemm)
+    for nbytes in SUMS:
+        terms = [np.full(nbytes // 12, value, np.float32) for value in (1, 2)]
+        found[f"sum {nbytes}"] = nbytes / _seconds(_in_turn(xp.add, backend, terms, nbytes), backend)
+    for rows, width in ROWS:
+        x = np.random.default_rng(0).random((rows, width)).astype(np.float32) + np.float32(0.5)
+        for name in UFUNCS:
+            function = getattr(xp, name)
+            call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
+            found[f"rate {name} {x.size}"] = x.size / _seconds(call, backend, 0.02)
+        found |= {
+            f"rate {name} {size}": size / seconds
+            for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"]).items()
+        }
     return found
 
 
-@contextmanager
-def _timed_kernels(backend: Backend) -> Iterator[dict[str, float]]:
-    """Time every call of a kernel; yield the most elements a second of each."""
+def _overhead(backend: Backend, gemm: GemmRate) -> float:
+    """Return the seconds of an operation beside its work: the interpreter, the tape, layouts and plans.
+
+    Layers of a few thousand elements run forward and backward, and on imagined blocks tell what operations they make.
+    """
+
+    scheme = discover()["serial"].SCHEME
+
+    def layers(grid: Grid) -> Callable[[], None]:
+        parts = [(LayerNorm(SIDE, scheme, grid), Linear(SIDE, SIDE, scheme, grid), GELU()) for _ in range(CHAIN)]
+        own = [Sequential(*part) for part in parts]
+        Sequential(*own).initialize(0)
+        x = Tensor(ones((1, SIDE, SIDE), grid, Layout(None, None, None), dtype="float32"), requires_grad=True)
+
+        def forward_and_backward() -> None:
+            y = x
+            for layer in own:
+                y = y + layer(y)
+            y.sum().backward()
+
+        return forward_and_backward
+
+    with imagine(1) as world:
+        call = layers(Grid({"own": 1}, world.comm))
+        with world.trace() as trace:
+            call()
+    gemms = [e for e in trace.events if isinstance(e, Gemm)]
+    count = len(gemms) + sum(isinstance(e, Kernel) for e in trace.events)
+    work = sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
+    with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
+        seconds = _seconds(layers(grid), backend, 0.3)
+    return max(1e-7, seconds - work) / count
+
+
+def _rates(found: dict[str, float]) -> dict[str, float | tuple[tuple[float, float], ...]]:
+    """Return the measured rates of kernels by their names: rows of elements and elements a second."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for key, rate in found.items():
+        if key.startswith("rate "):
+            _, name, size = key.split()
+            rows.setdefault(name, []).append((float(size), rate))
+    return {name: tuple(sorted(points)) for name, points in rows.items()}
+
+
+CALLS_OF_KERNELS = 9
+
+
+def _timed_kernels(
+    backend: Backend, rows: int, width: int, gemm: GemmRate, call: float
+) -> dict[tuple[str, int], float]:  # fmt: skip
+    """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples.
+
+    Attention's are those beside its products.
+    """
     plain: Any = kernels.Kernel.__call__
-    rates: dict[str, float] = {}
+    times: dict[tuple[str, int], list[float]] = {}
+    depth = 0
 
     def timed(self: Any, *args: Any, **named: Any) -> Any:
+        nonlocal depth
+        if depth:  # a part of another kernel
+            return plain(self, *args, **named)
+        depth += 1
         backend.synchronize()
         start = perf_counter()
-        made = plain(self, *args, **named)
-        backend.synchronize()
+        try:
+            made = plain(self, *args, **named)
+            backend.synchronize()
+        finally:
+            depth -= 1
         seconds = perf_counter() - start
         results = made if isinstance(made, tuple) else (made,)
-        largest = max((b.size for b in (*args, *results) if hasattr(b, "nbytes")), default=0)
-        if largest >= 1 << 14 and not self.name.startswith("attention."):  # theirs goes by products
-            rates[self.name] = max(rates.get(self.name, 0.0), largest / seconds)
+        size = max((b.size for b in (*args, *results) if hasattr(b, "nbytes")), default=0)
+        times.setdefault((self.name, size), []).append(seconds)
         return made
 
-    kernels.Kernel.__call__ = timed  # type: ignore[method-assign]
-    try:
-        yield rates
-    finally:
-        kernels.Kernel.__call__ = plain  # type: ignore[method-assign]
+    samples = {
+        name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in kernels.samples(rows, width).items()
+    }
+    found: dict[tuple[str, int], float] = {}
+    for example in kernels.examples():
+        given = [samples[name] for name in example.inputs]
+        run = _in_turn(example.call, backend, given, 2 * sum(x.nbytes for x in given))
+        times.clear()
+        kernels.Kernel.__call__ = timed  # type: ignore[method-assign]
+        try:
+            for _ in range(CALLS_OF_KERNELS):
+                run()
+        finally:
+            kernels.Kernel.__call__ = plain  # type: ignore[method-assign]
+        beside = _attention(example, samples, gemm, call)
+        for (name, size), taken in times.items():
+            elements, products = beside.get(name, (size, 0.0))
+            if size >= LEAST_ELEMENTS:
+                found[name, elements] = max(0.1 * median(taken), median(taken) - products)
+    largest: dict[str, int] = {}
+    for name, size in found:
+        largest[name] = max(size, largest.get(name, 0))
+    return {(name, size): found[name, size] for name, size in largest.items()}
+
+
+def _attention(
+    example: kernels.Example, samples: dict[str, np.ndarray], gemm: GemmRate, call: float
+) -> dict[str, tuple[int, float]]:  # fmt: skip
+    """Return the scores of the kernels of attention in an example, and the seconds of their products."""
+    device, found = ShapesBackend("cpu"), dict[str, tuple[int, float]]()
+    trace = Trace(0, 1)
+    device.recorder = TraceRecorder(trace)
+    if not example.name.startswith("attention"):
+        return {}
+    example.call(*(device.from_host(samples[name]) for name in example.inputs))
+    products = 0.0
+    for event in trace.events:
+        if isinstance(event, Gemm):
+            products += event.flops / gemm.at(event.m, event.n, event.k, event.batch) + call * event.calls
+        elif isinstance(event, Kernel):
+            if event.name.startswith("attention.") and products:
+                found[event.name] = event.elements, products
+            products = 0.0
+    return found
 
 
 def _link(
     comm: Comm, backend: Backend, members: Sequence[int], rails: int, source: str, crowd: float
 ) -> Link | None:  # fmt: skip
-    """Return the link between these ranks, measured while the other groups measure theirs; None for one rank."""
+    """Return the link between these ranks, measured while the other groups measure theirs; None for one rank.
+
+    Of several passes over all points the least time of each counts: what others do on the machine lasts for a while.
+    """
     most = min(comm.share(len(members)))
     if most < 2:
         return None
     place = members.index(comm.rank)
-    points: dict[str, list[tuple[int, float, float]]] = {op: [] for op in OPERATIONS}
-    for size in sorted({*(2**k for k in range(1, most.bit_length())), most}):
-        start = place // size * size
-        group = comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
-        for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
-            for nbytes in RECEIVED:
-                call, received = _received(group, backend, op, nbytes, size)
-                before = partial(_drain, group, backend) if nbytes > RECEIVED[0] and group.size == size else None
-                seconds = _together(comm, call if group.size == size else lambda: None, before)
-                points[op].append((size, float(received), seconds / (2 if op == "send" else 1)))
-                if seconds > SLOW:
-                    break
-        processor = _processor(comm, backend, group, size) if size == most else 0.0
+    times: dict[str, dict[tuple[int, int], float]] = {op: {} for op in OPERATIONS}
+    ratios: dict[str, list[float]] = {op: [] for op in BESIDE}
+    sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
+    starts = [place // size * size for size in sizes]
+    groups = [
+        comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    for _ in range(PASSES):
+        for group, size in zip(groups, sizes, strict=True):
+            for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
+                for nbytes in RECEIVED:
+                    sets = max(1, min(8, FAR // 4 // nbytes))
+                    several = [_received(group, backend, op, nbytes, size) for _ in range(sets)]
+                    at, calls = (size, several[0][1]), cycle([call for call, _ in several])
+                    seconds = _together(comm, partial(_next, calls) if group.size == size else lambda: None)
+                    times[op][at] = min(times[op].get(at, math.inf), seconds / (2 if op == "send" else 1))
+                    if seconds > SLOW:
+                        break
+        for op in BESIDE:
+            ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1]))
+    processor = _processor(comm, backend, groups[-1], most)
+    for group in groups:
         group.free()
+    points = {op: [(p, float(n), s) for (p, n), s in found.items()] for op, found in times.items()}
     latency = min(s for _, _, s in points["send"])
-    _, longest, seconds = points["send"][-1]
+    _, longest, seconds = max(points["send"])
     bandwidth = longest / max(seconds - latency, 1e-9)
     found = {op: _operation(rows, bandwidth) for op, rows in points.items()}
+    found |= {op: replace(found[op], beside=min(10.0, max(1.0, median(ratios[op])))) for op in BESIDE}
     return Link(latency, bandwidth, rails, source, processor / crowd, **found)
+
+
+def _beside(comm: Comm, backend: Backend, group: Comm, op: str, size: int) -> float:
+    """Return how many times as long operations take that are in flight together, each waited for in its turn, as those
+    that are made one after the other."""
+    nbytes = BESIDE_BYTES * size // (size - 1) // (2 if op == "all_reduce" else 1)
+    calls = [[_call(group, backend, op, nbytes, wait)[0] for _ in range(4)] for wait in (True, False)]
+
+    def together() -> None:
+        for handle in [call() for call in calls[1]]:
+            handle.wait()
+
+    def in_turn() -> None:
+        for call in calls[0]:
+            call()
+
+    if group.size != size:
+        together = in_turn = lambda: None
+    apart, turned = _together(comm, together), _together(comm, in_turn)
+    return apart / max(turned, 1e-9)
+
+
+def _next(calls: Iterator[Callable[[], Any]]) -> None:
+    """Make the next call, with blocks that were not used in the last one."""
+    next(calls)()
 
 
 def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tuple[Callable[[], Any], int]:
@@ -317,25 +491,27 @@ def _received(group: Comm, backend: Backend, op: str, nbytes: int, p: int) -> tu
     return _call(group, backend, op, max(8 * p, whole))
 
 
-def _drain(group: Comm, backend: Backend) -> None:
-    """Send more than what a link lets pass at once after a pause: virtual machines' and shapers' bursts."""
-    n = BURST // max(1, group.size - 1)
-    group.all_gather(backend.zeros(n, np.uint8), backend.zeros(n * group.size, np.uint8), [n] * group.size)
+def _together(comm: Comm, call: Callable[[], Any]) -> float:
+    """Return the seconds of a call on the slowest rank, of calls that follow each other: the median of rounds.
 
-
-def _together(comm: Comm, call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
-    """Return the seconds of a call on the slowest rank, the median of rounds that all ranks begin together."""
+    Ranks that outnumber their cores begin a round one after the other, so that a call alone would tell that time.
+    """
     call()
     times: list[float] = []
-    while True:
-        if before is not None:
-            before()
+    calls = LEAST_CALLS
+    while len(times) < 3:
         comm.barrier()
         start = perf_counter()
-        call()
-        times.append(max(comm.share(perf_counter() - start)))
-        if len(times) >= 3 and (len(times) >= 21 or sum(times) > POINT_SECONDS):
-            return sorted(times)[len(times) // 2]
+        for _ in range(calls):
+            call()
+        seconds = max(comm.share((perf_counter() - start) / calls))
+        if seconds > ROUND_SECONDS:  # long, and its beginning no matter
+            return seconds
+        if calls == LEAST_CALLS and seconds * calls < ROUND_SECONDS:
+            calls = max(calls + 1, min(MOST_CALLS, int(ROUND_SECONDS / seconds)))
+        else:
+            times.append(seconds)
+    return median(times)
 
 
 def rising(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
@@ -378,11 +554,11 @@ def _operation(rows: Iterable[tuple[int, float, float]], bandwidth: float) -> Op
 def _processor(comm: Comm, backend: Backend, group: Comm, size: int) -> float:
     """Return the seconds of a core, shared as it is, that each byte costs which arrives while a rank computes.
 
-    Small products are computed, with a poll after each, while an operation is in flight and when it is done.
+    Small products are computed, with a poll after each few, while sums are in flight and when they are done.
     """
     a = backend.zeros((64, 64), np.float32)
-    n = 1 << 20
-    own, whole = backend.zeros(n, np.uint8), backend.zeros(n * group.size, np.uint8)
+    whole = backend.zeros(1 << 18, np.float32)
+    received = 2 * whole.nbytes * (size - 1) / size
 
     def computed(until: Callable[[], bool]) -> tuple[int, float]:
         count, start = 0, perf_counter()
@@ -392,18 +568,60 @@ def _processor(comm: Comm, backend: Backend, group: Comm, size: int) -> float:
             count += 1
         return count, perf_counter() - start
 
-    comm.barrier()
-    if group.size == size:
-        handle = group.all_gather(own, whole, [n] * group.size, wait=False)
-        during, took = computed(handle.test)
-    else:
-        during, took = 0, 0.0
-    comm.barrier()
-    end = perf_counter() + max(0.1, took)
-    alone, base = computed(lambda: perf_counter() > end)
-    lost = took - during * base / max(1, alone) if took else 0.0
-    found = [x for x in comm.share(max(0.0, lost) / (n * (size - 1)) if took else -1.0) if x >= 0]
-    return sorted(found)[len(found) // 2] if found else 0.0
+    costs = []
+    for _ in range(7):
+        comm.barrier()
+        if group.size == size:
+            handle = group.all_reduce(whole, wait=False)
+            during, took = computed(handle.test)
+        else:
+            during, took = 0, 0.0
+        comm.barrier()
+        alone, base = computed(partial(_after, perf_counter() + max(0.05, took)))
+        costs.append((took - during * base / max(1, alone)) / received)
+    found = comm.share([median(costs), group.size == size])
+    mine = [cost for cost, there in found if there]
+    return float(max(0.0, median(mine))) if mine else 0.0
+
+
+def _after(end: float) -> bool:
+    return perf_counter() > end
+
+
+def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
+    """Return rows of seconds in which ranks compute, and of those by which an operation between them then takes longer
+    than one that follows another.
+
+    Ranks that share a core wait until the others have had their turn, and take it from those that compute; with a core
+    each they wait out the system's pauses.
+    """
+    if comm.size < 2:
+        return ()
+    a = backend.zeros((64, 64), np.float32)
+    one = median([_seconds(partial(backend.xp.matmul, a, a), backend, 0.01) for _ in range(3)])
+    one = median(comm.share(one))
+    pair = comm.sub([r for r in (comm.rank & ~1, comm.rank | 1) if r < comm.size], ("measured",))
+    calls = [_received(c, backend, "all_gather", TURN_BYTES, c.size)[0] for c in (comm, pair) if c.size > 1]
+    calls += [lambda: None] * (2 - len(calls))
+
+    def timed(count: int, call: Callable[[], Any]) -> float:
+        comm.barrier()
+        start = perf_counter()
+        for _ in range(TURNS):
+            for _ in range(count):
+                backend.xp.matmul(a, a)
+            call()
+        return float(max(comm.share((perf_counter() - start) / TURNS)))
+
+    counts = [0, *(max(1, int(seconds / one)) for seconds in TURN_SECONDS)]
+    every = [(count, call) for count in counts for call in (lambda: None, *calls)]
+    passes = [[timed(count, call) for count, call in every] for _ in range(PASSES)]
+    least = [min(times) for times in zip(*passes, strict=True)]  # what others do on the machine lasts for a while
+    table = [least[i : i + 3] for i in range(0, len(least), 3)]
+    alone = sum(table[0][1:])
+    rows = [(base, max(1e-7, (sum(more) - alone) / 2 - base)) for base, *more in table[1:]]
+    pair.free()
+    return tuple(rows)
 
 
 def _window(comm: Comm, backend: Backend, link: Link) -> float:

@@ -24,7 +24,6 @@ import numpy as np
 from parlinalg.backend.shapes import ShapesBackend, values_needed
 from parlinalg.comm.base import DONE, Block, Comm, Handle, by_terms
 from parlinalg.comm.ledger import Book
-from parlinalg.comm.single import SingleComm
 from parlinalg.errors import CommError
 
 _entered: ContextVar[ImaginedComm | None] = ContextVar("imagined", default=None)
@@ -185,9 +184,7 @@ class ImaginedComm(Comm):
                 "they should be distinct, in range, and include it"
             )
         world, nodes = (tuple(of[r] for r in ranks) for of in (self.world_ranks, self.nodes))
-        if len(ranks) == 1:
-            return SingleComm(axes, world[0], nodes[0], self.books)
-        return ImaginedComm(
+        return ImaginedComm(  # of one rank too: its blocks have no values either
             len(ranks), ranks.index(self.rank), self.device, axes=axes, world_ranks=world, nodes=nodes,
             books=self.books, together=self.together,
         )  # fmt: skip

@@ -149,6 +149,16 @@ def boolean(where: str, value: Any) -> bool:
     return value
 
 
+def rate_of_kernel(where: str, value: Any) -> float | tuple[tuple[float, float], ...]:
+    """Check a rate of elements a second, or rows of elements and the rate at so many."""
+    rate = number(1e3, 1e15, "elements a second", above=True)
+    if isinstance(value, list) and value:
+        rows: tuple[tuple[float, float], ...] = points(number(1, 1e15, "elements"), rate)(where, value)
+        return rows
+    found: float = rate(where, value)
+    return found
+
+
 T = TypeVar("T")
 
 
@@ -213,6 +223,21 @@ class Correction:
             total += distance**-2
             above += ratio * distance**-2
         return float(2.0 ** (above / total))
+
+
+def between(known: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the value at x of points (x, value) in order, from the nearest two by logarithm; that of the end beyond.
+
+    >>> between([(1.0, 2.0), (4.0, 8.0)], 2.0), between([(1.0, 2.0), (4.0, 8.0)], 9.0)
+    (4.0, 8.0)
+    """
+    if x <= known[0][0]:
+        return known[0][1]
+    if x >= known[-1][0]:
+        return known[-1][1]
+    at = next(i for i, (size, _) in enumerate(known) if size >= x)
+    (x0, y0), (x1, y1) = known[at - 1], known[at]
+    return float(y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)))
 
 
 # ------------------------------------------------------------------------------------------------ parts of a machine
@@ -285,29 +310,25 @@ class Kernels:
     points: tuple[tuple[float, float], ...] = key(
         points(SIZE, BYTES), "rows bytes, bytes a second, as measured: caches are faster", ()
     )
-    rates: Mapping[str, float] = key(
-        table(number(1e3, 1e15, "elements a second", above=True)),
-        "by kernel, the elements a second that computing them allows, whatever the bandwidth", MappingProxyType({}),
+    rates: Mapping[str, float | tuple[tuple[float, float], ...]] = key(
+        table(rate_of_kernel),
+        "by kernel, the elements a second that computing them allows, whatever the bandwidth; or rows elements, "
+        "elements a second, as measured with what they read and write", MappingProxyType({}),
     )  # fmt: skip
 
     def seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel's work, its overhead aside."""
-        through = kernel.nbytes / self.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
         rate = self.rates.get(kernel.name)
+        if isinstance(rate, tuple):
+            return max(self.floor, kernel.elements / between(rate, max(1, kernel.elements)))
+        through = kernel.nbytes / self.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
         return max(self.floor, through, kernel.elements / rate if rate else 0.0)
 
     def bandwidth_at(self, nbytes: float) -> float:
         """Return the bytes a second of a kernel that reads and writes so many: from the nearest measured points by
         logarithm, `bandwidth` beyond the last."""
         known = self._sorted
-        if not known or nbytes >= known[-1][0]:
-            return self.bandwidth
-        if nbytes <= known[0][0]:
-            return known[0][1]
-        at = next(i for i, (size, _) in enumerate(known) if size >= nbytes)
-        (x0, y0), (x1, y1) = known[at - 1], known[at]
-        share = math.log(nbytes / x0) / math.log(x1 / x0)
-        return float(y0 * (y1 / y0) ** share)
+        return self.bandwidth if not known or nbytes >= known[-1][0] else between(known, nbytes)
 
     @cached_property
     def _sorted(self) -> list[tuple[float, float]]:
@@ -332,6 +353,11 @@ class Operation:
     )
     points: tuple[tuple[int, float, float], ...] = key(
         points(RANKS, SIZE, SECONDS), "rows ranks, bytes that a rank receives, seconds, as measured", ()
+    )
+    beside: float = key(
+        number(0.1, 100, "a ratio"),
+        "how many times as long it takes when others of the same ranks are in flight with it",
+        1.0,
     )
 
 
@@ -396,6 +422,18 @@ class Overlap:
         "the time that computing takes longer while communication is in flight, as a share",
         0.0,
     )
+    turns: tuple[tuple[float, float], ...] = key(
+        points(SECONDS, SECONDS),
+        "rows seconds in which ranks have computed, seconds that an operation between them then takes longer: those "
+        "that share cores wait until each has had its turn, others for the system's pauses", (),
+    )  # fmt: skip
+
+    def turn(self, computed: float) -> float:
+        """Return the seconds by which an operation takes longer after the ranks have computed for so many."""
+        if not self.turns or computed <= 0:
+            return 0.0
+        first, extra = self.turns[0]
+        return extra * computed / first if computed < first else between(self.turns, computed)
 
 
 @dataclass(frozen=True)
@@ -500,6 +538,12 @@ class Machine:
         return self.kernels.seconds(kernel)
 
     # -------------------------------------------------------------------------------------------- communicating
+    def beside(self, op: str, level: str) -> float:
+        """Return how many times as long an operation takes that is not waited for at once."""
+        link = self.node if level == "node" or self.network is None else self.network
+        found = getattr(link, op, None) if op in OPERATIONS else None
+        return 1.0 if found is None else float(found.beside)
+
     def transfer(self, op: str, nbytes: float, ranks: int, local: int, on_node: int, size: int) -> Transfer:
         """Return what an operation between ranks costs.
 

@@ -19,7 +19,6 @@ from parlinalg.array.create import dtype_named
 from parlinalg.autograd import Tensor, no_sync
 from parlinalg.autograd.parameter import settle
 from parlinalg.backend.shapes import WhatIf
-from parlinalg.comm.imagined import ImaginedComm
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -199,8 +198,6 @@ def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:
     """Return the mesh around an imagined rank; `launch` would also ask the ranks for their hosts and cores."""
     topology = PipelineTopology.of(world.comm, spec.grids, OUTSIDE)
     group = topology.group if topology.size > 1 else world.comm
-    if not group.imagined:  # one rank needs no communicator, but the arrays of imagined ones
-        group = ImaginedComm(1, 0, world.device, world_ranks=(world.rank,), nodes=(world.comm.nodes[world.rank],))
     grid = Grid(topology.sizes[topology.rank], group)
     return Mesh(grid, config, spec, topology)
 

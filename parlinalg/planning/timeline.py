@@ -27,6 +27,8 @@ from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Tr
 
 LEAST_SPEED = 0.02  # of a rank whose processor is busy with transport
 _SOON = 1e-15
+_CALL = Kernel("call", 0, 0, "")
+"""What the host does beside the operation to begin one between ranks: an operation without work."""
 
 
 class Interval(NamedTuple):
@@ -308,6 +310,7 @@ class _Operation:
     ended: float = math.inf
     latency: float = 0.0
     left: float = 0.0
+    turned: bool = False  # a rank that has computed waits for it
     credit: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -327,6 +330,8 @@ class _Rank:
         self.began = 0.0
         self.waits: _Operation | None = None
         self.since = 0.0
+        self.computed = 0.0  # seconds since it last waited
+        self.called = False  # has spent what the host needs to begin the next operation between ranks
         self.calls: dict[int, _Operation] = {}
         self.flying: dict[_Operation, None] = {}
 
@@ -346,6 +351,7 @@ class _Run:
         self.machine, self.on_node, self.size = machine, on_node, traces[0].size
         self.crowd = machine.crowd(on_node, self.size)
         self.polled = machine.overlap.progress == "polls"
+        self.called = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
         self.traces = traces
         self.of_class: dict[int, int] = {}
@@ -521,8 +527,14 @@ class _Run:
                 continue
             if isinstance(event, Start | Test | Wait) and rank.clock > self.now + _SOON and not self._done(rank, event):
                 break  # what the others do before comes first
+            if isinstance(event, Start) and self.called and not rank.called:
+                rank.called = True
+                if self._compute(rank, _CALL):
+                    break
+                continue
             rank.next += 1
             if isinstance(event, Start):
+                rank.called = False
                 self._start(rank, event)
             elif isinstance(event, Wait | Test):
                 self._poll(rank)
@@ -551,6 +563,7 @@ class _Run:
             rank.clock = max(rank.clock, rank.host)
         else:
             seconds += overhead
+        rank.computed += seconds
         if rank.flying:
             late = max(0.0, rank.clock - self.now)
             rank.at_work, rank.work, rank.began = event, max(seconds, 1e-14) + late, self.now
@@ -568,6 +581,8 @@ class _Run:
         if op is None:
             op = self.open[key] = _Operation(start, self._transfer(start), members, group)
             op.latency, op.left = op.transfer.latency, op.transfer.seconds
+            if not self._blocks(rank, start):
+                op.left *= self.machine.beside(start.op, op.transfer.level)
         op.posted[rank.number] = start
         rank.calls[start.call] = op
         rank.flying[op] = None
@@ -577,6 +592,11 @@ class _Run:
         if op.members == op.posted.keys():
             del self.open[key]
             self._begin(op)
+
+    def _blocks(self, rank: _Rank, start: Start) -> bool:
+        """Return True if a rank waits at once for what it starts."""
+        after = rank.events[rank.next] if rank.next < len(rank.events) else None
+        return isinstance(after, Wait) and after.call == start.call
 
     def _begin(self, op: _Operation) -> None:
         """Let an operation begin that all have started, unless one of the same ranks is under way."""
@@ -633,6 +653,10 @@ class _Run:
             )
         if op.ended <= self.now:
             return True
+        if not op.turned:
+            op.turned = True
+            op.latency += self.machine.overlap.turn(rank.computed)
+        rank.computed = 0.0
         rank.waits, rank.since = op, self.now
         return False
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from parlinalg.backend import kernels
+from parlinalg.backend.numpy import NUMPY
 from parlinalg.cli import doctor, measure
 from parlinalg.errors import ConfigError
-from parlinalg.planning.machine import OPERATIONS, STEPS, load_machine, machine_text, parse_machine
+from parlinalg.planning.machine import OPERATIONS, STEPS, GemmRate, load_machine, machine_text, parse_machine
 
 
 @pytest.fixture
@@ -20,6 +24,12 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SUMS", measure.SUMS[:2])
     monkeypatch.setattr(measure, "RECEIVED", measure.RECEIVED[:3])
     monkeypatch.setattr(measure, "POINT_SECONDS", 0.002)
+    monkeypatch.setattr(measure, "ROWS", ((64, 256), (128, 256)))
+    monkeypatch.setattr(measure, "FAR", 1 << 20)
+    monkeypatch.setattr(measure, "PASSES", 1)
+    monkeypatch.setattr(measure, "BESIDE_BYTES", 1 << 12)
+    monkeypatch.setattr(measure, "TURNS", 1)
+    monkeypatch.setattr(measure, "TURN_SECONDS", (0.0005, 0.001))
 
 
 @pytest.mark.timeout(150)
@@ -27,8 +37,12 @@ def test_measured_machine(brief, world) -> None:
     found = measure.measure_machine(world, "here")
     assert parse_machine(machine_text(found), "here.toml").name == "here"
     assert len(found.gemm["float32"].points) == 3
-    assert found.kernels.rates["exp"] > 1e6
+    for name in ("exp", "norms.norm", "attention.forward"):
+        rows = found.kernels.rates[name]
+        assert isinstance(rows, tuple)
+        assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
     assert 1e-7 < found.kernels.overhead < 1e-2
+    assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
     if world.size > 1:
         link = found.node if found.network is None else found.network
         for op in OPERATIONS:
@@ -36,8 +50,47 @@ def test_measured_machine(brief, world) -> None:
             assert {p for p, _, _ in rows} >= {2}
             assert all(seconds > 0 for _, _, seconds in rows)
             p, nbytes, seconds = rows[-1]
+            assert link.operation(op).beside >= 1
             again = found.transfer(op, nbytes, p, p, found.ranks_per_node, world.size).total
             assert again == pytest.approx(seconds, rel=1e-6)
+
+
+@pytest.mark.serial
+def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets are used in turn, as many as have the bytes together, and each result lives until its set's next turn."""
+    monkeypatch.setattr(measure, "FAR", 3 * 24)
+    seen, alive = [], []
+
+    def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        seen.append(a.ctypes.data)
+        made = a + b
+        alive.append(weakref.ref(made))
+        return made
+
+    call = measure._in_turn(add, NUMPY, [np.ones(1), np.ones(1)], 24)
+    assert len(set(seen)) == len(seen) == 3
+    call()
+    assert seen[3] == seen[0]
+    assert [ref() is not None for ref in alive] == [False, True, True, True]
+
+
+@pytest.mark.serial
+def test_scores_and_products_of_attention() -> None:
+    """Causal attention of 2 × 4 heads over 16 tokens in one block: both products of all scores, in the given time."""
+    samples = {name: a.astype(np.float32) for name, a in kernels.samples(16, 8).items()}
+    example = next(e for e in kernels.examples() if e.name == "attention, causal")
+    found = measure._attention(example, samples, GemmRate(1e9, "by hand"), 0.0)
+    scores, seconds = found["attention.forward"]
+    assert scores == 8 * 16 * 16
+    assert seconds == pytest.approx(2 * 2 * scores * 64 / 1e9)
+    other = next(e for e in kernels.examples() if not e.name.startswith("attention"))
+    assert measure._attention(other, samples, GemmRate(1e9, "by hand"), 0.0) == {}
+
+
+@pytest.mark.serial
+def test_rates_by_size() -> None:
+    found = {"rate exp 10": 3.0, "rate exp 5": 2.0, "overhead": 1.0, "rate a.b 7": 4.0}
+    assert measure._rates(found) == {"exp": ((5.0, 2.0), (10.0, 3.0)), "a.b": ((7.0, 4.0),)}
 
 
 @pytest.mark.serial

@@ -612,3 +612,20 @@ def test_targets_are_counted_where_a_rank_has_few_or_none(rank):
         assert ops.count_targets(targets) == 15
         none = pla.zeros((2, 3), targets.grid, pla.Layout("r", None), dtype="int64")
         assert ops.count_targets(none) == 6
+
+
+@pytest.mark.serial
+def test_a_stage_of_one_rank_has_no_values() -> None:
+    """Its grid is one of imagined ranks, and tells of no messages within."""
+
+    def program(world):
+        mesh = pla.launch({"parallel": {"pipeline": 2}})
+        with world.trace() as trace, pla.ledger(mesh.grid) as book:
+            a = pla.ones((64, 64), mesh.grid, pla.Layout(None, None), dtype="float32")
+            total = (a @ a).sum(axis=0)
+        names = [e.op for e in trace.events if isinstance(e, Start)]
+        gemms = [e for e in trace.events if isinstance(e, Gemm)]
+        return mesh.grid.backend.name, names, len(gemms), book.calls.total(), total.shape
+
+    for told in pla.imagine_together(program, 2).values():
+        assert told == ("shapes", [], 1, 0, (64,))

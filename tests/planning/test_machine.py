@@ -119,6 +119,19 @@ def test_rates_of_kernels() -> None:
     assert machine.kernel_seconds(Kernel("exp", 1000, 750, "float32")) == pytest.approx(0.5)
 
 
+def test_measured_rates_of_kernels() -> None:
+    """Rates hold at measured sizes, between them the mean of logarithms, beyond them the last; bytes add nothing."""
+    given = 'bandwidth = 1e6\nrates = { "norms.norm" = [[100, 4e5], [10000, 1e5]] }'
+    machine = parse_machine(text().replace("bandwidth = 1e6", given, 1))
+    for elements, rate in ((50, 4e5), (100, 4e5), (1000, 2e5), (10000, 1e5), (10**6, 1e5)):
+        seconds = machine.kernel_seconds(Kernel("norms.norm", 10**9, elements, "float32"))
+        assert seconds == pytest.approx(elements / rate)
+    assert machine.kernel_seconds(Kernel("add", 10**6, 1, "float32")) == pytest.approx(1)
+    assert parse_machine(machine_text(machine)) == machine
+    with pytest.raises(ConfigError, match=r"kernels.rates.norms.norm\[0\] = \[100\]: .* a list of 2 numbers"):
+        parse_machine(text().replace("bandwidth = 1e6", 'bandwidth = 1e6\nrates = { "norms.norm" = [[100]] }', 1))
+
+
 def test_measured_collectives() -> None:
     """At a measured point the point holds, near it too, and on the link of one rank a node only."""
     ways = '[{ steps = "ring", latency = 0.1, efficiency = 0.5 }]'

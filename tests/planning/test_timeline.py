@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.planning import trace as events_of
-from parlinalg.planning.machine import Machine
+from parlinalg.planning.machine import Algorithm, Machine, Operation
 from parlinalg.planning.timeline import Stage, Timeline, cut, pipeline_timeline, timeline
 from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait
 from tests.planning.machines import round_machine
@@ -152,6 +152,46 @@ def test_ranks_beyond_the_cores_take_turns() -> None:
     assert found.seconds == pytest.approx(2)
     spread = replace(round_machine(ranks_per_node=1, cores=2), cores_of="world")
     assert timeline(Trace(0, 8, [SECOND]), spread).seconds == pytest.approx(4)
+
+
+def test_ranks_that_have_computed_wait_for_each_other() -> None:
+    """Half a second more after one of computing, less after less, and none for what follows an operation."""
+    overlap = replace(round_machine().overlap, turns=((1.0, 0.5), (4.0, 2.0)))
+    machine = replace(round_machine(), overlap=overlap)
+    assert run(SECOND, gather(0, 1.0), Wait(0), machine=machine).seconds == pytest.approx(2.5)
+    assert run(kernel(0.5), gather(0, 1.0), Wait(0), machine=machine).seconds == pytest.approx(1.75)
+    again = run(SECOND, gather(0, 1.0), Wait(0), gather(1, 1.0), Wait(1), machine=machine)
+    assert again.seconds == pytest.approx(3.5)
+    assert run(*[SECOND] * 2, gather(0, 1.0), Wait(0), machine=machine).seconds == pytest.approx(4)
+    assert run(*[SECOND] * 9, gather(0, 1.0), Wait(0), machine=machine).seconds == pytest.approx(12)
+    hidden = run(gather(0, 0.5), SECOND, Wait(0), machine=machine)
+    assert hidden.seconds == pytest.approx(1)  # it is over when the rank looks
+    late = run(gather(0, 1.5), SECOND, Wait(0), machine=machine)
+    assert late.seconds == pytest.approx(2)  # half of it is left, and half a second more
+
+
+def test_the_host_begins_operations_between_ranks() -> None:
+    """That takes it as long as another operation, unless it runs ahead of a device."""
+    found = run(gather(0, 1.0), Wait(0), SECOND, overhead=0.25)
+    assert found.seconds == pytest.approx(2.5)
+    assert found.causes[0]["other kernels"] == pytest.approx(0.25)
+    assert run(gather(0, 1.0), gather(1, 1.0), Wait(0), Wait(1), overhead=0.25).seconds == pytest.approx(2.25)
+    assert run(gather(0, 1.0), Wait(0), overhead=0.25, asynchronous="true").seconds == pytest.approx(1)
+
+
+def test_two_ranks_that_wait_for_one_operation_do_so_once() -> None:
+    overlap = replace(round_machine().overlap, turns=((1.0, 0.5),))
+    machine = replace(round_machine(), overlap=overlap)
+    traces = [Trace(r, 2, [SECOND, gather(0, 1.0), Wait(0)], (r,)) for r in range(2)]
+    assert timeline(traces, machine).seconds == pytest.approx(2.5)
+
+
+def test_operations_beside_computing_take_longer() -> None:
+    ways = Operation((Algorithm("one", 0.0),), beside=2.0)
+    machine = replace(round_machine(), node=replace(round_machine().node, all_gather=ways))
+    assert run(gather(0, 1.0), Wait(0), machine=machine).seconds == pytest.approx(1)
+    assert run(gather(0, 1.0), SECOND, Wait(0), machine=machine).seconds == pytest.approx(2)
+    assert run(gather(0, 1.0), SECOND, Wait(0)).seconds == pytest.approx(1)
 
 
 def test_a_device_hides_the_host() -> None:

@@ -1,0 +1,317 @@
+"""Training steps on real ranks beside what the timeline predicts of them, in one run.
+
+    python bench/foresight/measured.py train:2          # bench/train.py's GPT under 1D, 2D, data parallel and ZeRO
+    python bench/foresight/measured.py train:4 pipeline:2 pipeline:4
+    python bench/foresight/measured.py hosts:200mbit hosts:1gbit        # bench/schemes.py on 8 emulated hosts
+
+The forms take turns: every round starts each of them once, on emulated hosts all together.  Between the rounds
+`parlinalg doctor --machine` measures the machine, unless --machine names a file; then each form's program is run on
+imagined ranks, and its events on the machine.  So the speed that a shared machine has today is that of both.  No step
+is timed for the machine's file.
+
+A result is written to bench/foresight/results/, of which `published.py --write` makes a part of the page; the measured
+machine beside it, as SETTING.toml, if --keep names a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BENCH = HERE.parent
+sys.path[:0] = [str(BENCH), str(BENCH / "pieces")]
+
+import harness  # noqa: E402
+import pipeline  # noqa: E402
+import schemes  # noqa: E402
+import train  # noqa: E402
+from gpt import Sizes  # noqa: E402
+
+RESULTS = HERE / "results"
+MODEL = train.MODELS["d512"]
+TRAIN = ("serial", "1d", "2d", "data", "zero1", "zero2", "zero3")
+APART = 1.1
+"""Steps whose times differ by more than this ratio should be ordered by the prediction."""
+GOALS = {"train": (0.1, 0.1), "pipeline": (0.1, 0.1), "hosts": (0.1, 0.2)}
+"""By setting, the most that predictions should be off: in the median, and at worst."""
+HOSTS = 8
+Step = Callable[[int], object]
+
+
+# ------------------------------------------------------------------------------------------------ what is run
+def forms(setting: str) -> list[str]:
+    """Return the forms of a setting such as train:2, with the sizes that numbers of ranks do not give."""
+    kind, where = setting.split(":")
+    if kind == "hosts":
+        return list(schemes.SHAPES[HOSTS])
+    ranks = int(where)
+    if kind == "pipeline":
+        layers = Sizes.parse(pipeline.MODEL).layers
+        return [s for s in pipeline.OURS if ranks * pipeline.CHUNKS.get(s, 1) <= layers]
+    shapes = [f"2d/{r}x{ranks // r}" for r in range(1, ranks + 1) if ranks % r == 0]
+    return [form for name in TRAIN if name != "serial" or ranks == 2 for form in (shapes if name == "2d" else [name])]
+
+
+def ranks_of(setting: str, form: str) -> int:
+    kind, where = setting.split(":")
+    return HOSTS if kind == "hosts" else 1 if form == "serial" else int(where)
+
+
+def prepared(setting: str, form: str, world: Any, args: argparse.Namespace) -> tuple[Step, int]:
+    """Return what makes a step of a form on imagined ranks, and the batches of one."""
+    kind, _ = setting.split(":")
+    if kind == "train":
+        from gpt_parlinalg import prepared as train_step
+
+        return train_step(form, Sizes.parse(args.model), "numpy", "float32")[1], 1
+    if kind == "hosts":
+        case = schemes.make(form, world.comm, schemes.arguments([]))
+        return lambda number: case.step(), 1
+    from pipeline_parlinalg import prepared as pipeline_step
+
+    batches = args.batches if form in pipeline.LATE else 1
+    sizes, ranks = Sizes.parse(args.model), world.size
+    counts = pipeline.counts(sizes.layers, ranks * pipeline.CHUNKS.get(form, 1))
+    return pipeline_step(form, sizes, args.microbatches, counts, batches).step, batches
+
+
+# ------------------------------------------------------------------------------------------------ predicted
+def predicted(setting: str, form: str, machine: Any, args: argparse.Namespace) -> Any:
+    """Return the timeline of a step of a form, and the batches in it."""
+    import parlinalg as pla
+    from parlinalg.planning.timeline import timeline
+
+    ranks, node = ranks_of(setting, form), 1 if setting.startswith("hosts") else ranks_of(setting, form)
+
+    def program(world: Any) -> tuple[Any, int]:
+        step, batches = prepared(setting, form, world, args)
+        for number in range(2):  # what a first step makes is there in the later ones
+            step(number)
+        with world.trace() as trace:
+            step(2)
+        return trace, batches
+
+    os.environ["PARLINALG_MPI"] = "0"  # this process is no rank; those that it starts are
+    if setting.startswith("pipeline"):
+        told = pla.imagine_together(program, ranks, node=node, what_if=pla.WhatIf())
+        traces, batches = [trace for trace, _ in told.values()], next(iter(told.values()))[1]
+    else:  # all ranks do the same
+        with pla.imagine(ranks, node=node, what_if=pla.WhatIf()) as world:
+            trace, batches = program(world)
+        traces = [trace]
+    del os.environ["PARLINALG_MPI"]
+    return timeline(traces, machine, on_node=node), batches
+
+
+# ------------------------------------------------------------------------------------------------ measured
+def doctor(setting: str, path: Path) -> None:
+    """Measure the machine, on the ranks of a setting."""
+    kind, where = setting.split(":")
+    program = ["-m", "parlinalg", "doctor", "--machine", str(path)]
+    env = harness.environment(1, one_thread())
+    if kind == "hosts":
+        harness.ran(on_hosts(where, [sys.executable, *program]), env, timeout=240)
+    else:
+        harness.ran([*harness.mpiexec(), "-n", where, sys.executable, *program], env, timeout=240)
+
+
+def spent() -> tuple[float, float, float]:
+    """Seconds since boot in which cores were busy, all seconds of them, and those that were spent by what was started
+    here."""
+    busy, whole = harness._ticks()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    rate = os.sysconf("SC_CLK_TCK")
+    return busy / rate, whole / rate, used.ru_utime + used.ru_stime
+
+
+def used_by_others(before: Sequence[float], after: Sequence[float]) -> float:
+    """The share of the cores that others used meanwhile; on emulated hosts the system's work for the links too."""
+    busy, whole, own = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, busy - own) / max(1e-9, whole)
+
+
+def one_thread() -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def on_hosts(rate: str, program: Sequence[str]) -> list[str]:
+    """The command that runs a program on emulated hosts."""
+    hosts = str(BENCH / "cluster" / "hosts.py")
+    return [sys.executable, hosts, "run", "--hosts", str(HOSTS), "--rate", rate, "--timeout", "230", "--", *program]
+
+
+def a_round(setting: str, names: Sequence[str], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of steps of each form, in one round."""
+    kind, where = setting.split(":")
+    if kind == "hosts":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "told.json"
+            program = [sys.executable, str(BENCH / "schemes.py"), "--rounds", str(args.steps), "--json", str(path)]
+            harness.ran(on_hosts(where, [*program, "--schemes", *names]), harness.environment(1, one_thread()), 240)
+            return {row["scheme"]: row["samples"] for row in json.loads(path.read_text())["rows"]}
+    found = {}
+    for form in names:
+        piece = f"parlinalg:{form}:{ranks_of(setting, form)}"
+        if kind == "train":
+            line, env = train.command(piece, args.model, args.warm, args.steps, "cpu", "float32")
+        else:
+            line, env = pipeline.command(piece, Sizes.parse(args.model), args.model, args)
+        told = harness.run(line, env, timeout=240)
+        batches = told.get("batches", 1)
+        found[form] = [s / batches for s in told["seconds"]]
+    return found
+
+
+def compare(setting: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of a setting: measured and predicted seconds of each form."""
+    from parlinalg.planning.machine import load_machine
+
+    names = [f for f in forms(setting) if not args.forms or f in args.forms]
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(args.machine or Path(args.keep or folder) / f"{setting.replace(':', '_')}.toml")
+        others, before = [], spent()
+        for number in range(args.rounds):
+            if number == args.rounds // 2 and not args.machine:
+                doctor(setting, path)
+            others.append(harness.busy(0.5))
+            for name, seconds in a_round(setting, names, args).items():
+                samples[name] += seconds
+            print(f"{setting}: round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+        others.append(used_by_others(before, spent()))
+        machine = load_machine(path if path.suffix == ".toml" else str(args.machine))
+        rows = []
+        for name in names:
+            step, batches = predicted(setting, name, machine, args)
+            low, middle, high = harness.spread(samples[name])
+            rows.append({
+                "form": name, "seconds": middle, "quartiles": [low, high], "samples": samples[name],
+                "predicted": step.seconds / batches, "bound": step.bound(),
+            })  # fmt: skip
+    return {
+        "setting": setting, "date": time.strftime("%Y-%m-%d"), "about": machine.about, "model": args.model,
+        "machine_file": str(args.machine) if args.machine else None, "others": max(others), "rows": rows,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ told
+def error(row: dict[str, Any]) -> float:
+    return float(row["predicted"] / row["seconds"] - 1)
+
+
+def wrong_order(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, str]], int]:
+    """Return the pairs further apart than `APART` whose order is predicted wrongly, the faster first, and how many
+    pairs are so far apart."""
+    apart = [(a, b) for a, b in itertools.permutations(rows, 2) if b["seconds"] > APART * a["seconds"]]
+    return [(a["form"], b["form"]) for a, b in apart if a["predicted"] >= b["predicted"]], len(apart)
+
+
+def figures(result: dict[str, Any]) -> str:
+    """A line: the errors and the pairs, beside what is to be reached."""
+    errors = [abs(error(row)) for row in result["rows"]]
+    middle, worst = statistics.median(errors), max(errors)
+    wrong, apart = wrong_order(result["rows"])
+    most = GOALS[result["setting"].partition(":")[0]]
+    verdict = "reached" if middle <= most[0] and worst <= most[1] and not wrong else "missed"
+    pairs = f"of {apart} pairs further apart than {100 * (APART - 1):.0f}%, {len(wrong)} in the wrong order"
+    named = f" ({'; '.join(f'{a} before {b}' for a, b in wrong)})" if wrong else ""
+    goal = f"goal {100 * most[0]:.0f}% and {100 * most[1]:.0f}%, no pair: {verdict}"
+    return f"Median error {100 * middle:.1f}%, worst {100 * worst:.1f}%; {pairs}{named}; {goal}."
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            r["form"], f"{1e3 * r['seconds']:.0f}", f"{1e3 * r['quartiles'][0]:.0f}–{1e3 * r['quartiles'][1]:.0f}",
+            f"{1e3 * r['predicted']:.0f}", f"{100 * error(r):+.1f}%", r["bound"],
+        )
+        for r in sorted(result["rows"], key=lambda r: r["seconds"])
+    ]  # fmt: skip
+    head = ("form", "measured ms", "quartiles", "predicted ms", "error", "what bounds it, as predicted")
+    return harness.table(head, rows)
+
+
+TITLES = {
+    "train": "{} ranks of one machine: GPTs under tensor and data parallelism",
+    "pipeline": "{} ranks of one machine: pipelines",
+    "hosts": f"{HOSTS} emulated hosts, links of {{}}",
+}
+MODELS = {
+    "train": "The GPT of `bench/train.py` ({}: width, layers, heads, sequence, batch, vocabulary), float32, AdamW.",
+    "pipeline": "The GPT of `bench/pipeline.py` ({}), 8 microbatches.",
+    "hosts": "All schemes of `bench/schemes.py`: hidden 256, 2 layers, batch 16 × sequence 64.",
+}
+
+
+def section(result: dict[str, Any]) -> str:
+    """The part of the page of a result."""
+    kind, where = result["setting"].split(":")
+    place = where.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+    about = (
+        f"{MODELS[kind].format(result['model'])} {result['date']}, {result['machine']['cpu']}, "
+        f"{result['machine']['cores']} cores, of which others used {100 * result['others']:.0f}%."
+    )
+    return f"### {TITLES[kind].format(place)}\n\n{about}\n\n{table(result)}\n\n{figures(result)}"
+
+
+def sections() -> str:
+    """The part of the page of all results."""
+    order = [*(f"{kind}_{n}" for kind in ("train", "pipeline") for n in (2, 4)), "hosts_200mbit", "hosts_1gbit"]
+    found = [RESULTS / f"{name}.json" for name in order]
+    return "\n\n".join(section(json.loads(path.read_text())) for path in found if path.exists())
+
+
+def setting(text: str) -> str:
+    """An argument that names a setting."""
+    kind, _, where = text.partition(":")
+    if kind not in GOALS or not where or (kind != "hosts" and (not where.isdigit() or int(where) < 2)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no setting: train:RANKS, pipeline:RANKS, hosts:RATE with a rate as tc writes it"
+        )
+    return text
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="+", type=setting, help="such as train:2, pipeline:4, hosts:1gbit")
+    parser.add_argument("--forms", nargs="+", help="only these, such as 1d zero3")
+    parser.add_argument("--machine", help="a machine's file or name, instead of measuring one")
+    parser.add_argument("--keep", help="a folder for the measured machine's file")
+    parser.add_argument("--model", default=MODEL, help="d, layers, heads, sequence, batch, vocabulary (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of pipelines")
+    parser.add_argument("--batches", type=int, default=4, help="between two flushes of an asynchronous pipeline")
+    parser.add_argument("--out", help=f"the folder for results ({RESULTS.name} beside this script)")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=1, help="steps not counted")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps a form and round")
+    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for idle cores")
+    parser.add_argument("--crowded", action="store_true", help="measure even if the cores are not idle, and say so")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    harness.stop_cleanly()
+    if harness.busy_at_start(args.wait, args.crowded) is None:
+        return 1
+    for name in args.settings:
+        result = compare(name, args)
+        out = Path(args.out or RESULTS) / f"{name.replace(':', '_')}.json"
+        harness.write_json(out, result)
+        print(f"\n{section(json.loads(out.read_text()))}\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
