@@ -183,19 +183,22 @@ def page() -> str:
     )  # fmt: skip
 
 
-SHORT = """- Links of 1 Gbit/s miss the goal by far. Another run of the same day, with an earlier measurement of the waits, had a
-  median error of 20.6% and a worst one of 35.5%, and steps up to a third shorter than here; every form is predicted too fast, most of all those whose communication goes on
-  beside computing. There the cores and not the links are busy, and what MPI does at a poll costs more in a step than beside
-  the small products by which the doctor measures it.
-- On the emulated hosts 8 ranks share 2 cores, and MPI's ranks take a core while they wait. An operation of a few bytes
-  takes 0.3 ms in one minute and 10 ms in another, by the order in which the system runs the ranks. The doctor takes the
-  least of three passes, and measures apart how long ranks wait for each other after computing (`overlap.turns`).
-- The forms of one machine differ by about as much as its speed does from one minute to the next: the same step takes up to
-  10% more or less in another run, as much as in the pair in the wrong order there.
-- On 4 ranks with 2 cores an earlier form of the doctor and of the model had a median error of 9.3% and a worst one of
-  23.7% (2D on 1 × 4, with 149 operations a step), no pair of 12 in the wrong order; the present ones were not run there.
-- Not compared yet: pipelines (`measured.py pipeline:2` predicts them), the model of width 1024 of `bench/train.py`, and
-  hosts that have cores of their own.
+SHORT = """- Links of 1 Gbit/s miss the goal by far. Another run of the same day, with an earlier measurement of the
+  waits, had a median error of 20.6% and a worst one of 35.5%, and steps up to a third shorter than here;
+  every form is predicted too fast, most of all those whose communication goes on beside computing. There
+  the cores and not the links are busy, and what MPI does at a poll costs more in a step than beside the
+  small products by which the doctor measures it.
+- On the emulated hosts 8 ranks share 2 cores, and MPI's ranks take a core while they wait. An operation of
+  a few bytes takes 0.3 ms in one minute and 10 ms in another, by the order in which the system runs the
+  ranks. The doctor takes the least of three passes, and measures apart how long ranks wait for each other
+  after computing (`overlap.turns`).
+- The forms of one machine differ by about as much as its speed does from one minute to the next: the same
+  step takes up to 10% more or less in another run, as much as in the pair in the wrong order there.
+- On 4 ranks with 2 cores an earlier form of the doctor and of the model had a median error of 9.3% and a
+  worst one of 23.7% (2D on 1 × 4, with 149 operations a step), no pair of 12 in the wrong order; the
+  present ones were not run there.
+- Not compared yet: pipelines (`measured.py pipeline:2` predicts them), the model of width 1024 of
+  `bench/train.py`, and hosts that have cores of their own.
 """
 
 TEXT = """# Foresight against measured steps and published tables
