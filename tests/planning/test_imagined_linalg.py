@@ -122,7 +122,7 @@ def test_ledgers_of_least_squares_are_those_of_real_ranks(world, deflated, monke
     n, draw = 12 if world.size == 8 else 60, np.random.default_rng(1)
     dense, sides = draw.standard_normal((200, n)), draw.standard_normal((200, 3))
     for alone in (True, False):
-        monkeypatch.setattr(least_squares, "_small", lambda n, grid, alone=alone: alone)
+        monkeypatch.setattr(least_squares, "by_one", lambda n, sizes, alone=alone: alone)
         for sizes, layout in grids(world.size):
             both(world, sizes, program, what_if=pla.WhatIf())
 
