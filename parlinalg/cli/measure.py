@@ -119,7 +119,7 @@ LEAST_ELEMENTS = 1 << 14
 ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
 """Seconds of a round of operations between ranks, and the numbers of operations of one."""
 PASSES = 3
-"""How often all operations between ranks are measured, one after the other."""
+"""The number of times that all operations between ranks are measured."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
 TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
@@ -585,6 +585,7 @@ def _processor(comm: Comm, backend: Backend, group: Comm, size: int) -> float:
 
 
 def _after(end: float) -> bool:
+    """Return True once the clock has passed a time."""
     return perf_counter() > end
 
 

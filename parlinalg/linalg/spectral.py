@@ -49,7 +49,7 @@ def eigh(
     """Return the eigenvalues [..., n], rising, and eigenvectors [..., n, n] of Hermitian matrices.
 
     Only lower triangles are read.  The vectors lie like `x`, the values like its columns.  No rank holds more than a
-    few times its share of the matrix.
+    few times its share of the matrix; where ranks of one node outnumber its cores, as many as cores share it.
 
     Parameters
     ----------

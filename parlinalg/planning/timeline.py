@@ -28,7 +28,7 @@ from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Tr
 LEAST_SPEED = 0.02  # of a rank whose processor is busy with transport
 _SOON = 1e-15
 _CALL = Kernel("call", 0, 0, "")
-"""What the host does beside the operation to begin one between ranks: an operation without work."""
+"""The work of the host to begin an operation between ranks: the overhead of a kernel, and no more."""
 
 
 class Interval(NamedTuple):
