@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 COLUMNS = 16
 ITERATIONS = 20
-SMALL = 96
-"""Rows and columns of a matrix by which all that the routine needs is loaded, before memory is measured."""
+SMALL = 512
+"""Rows and columns of a matrix by which all that the routine needs is loaded, compiled loops with it, before memory is
+measured."""
 LIBRARY, ROUTINE, DTYPE = sys.argv[1], sys.argv[2], sys.argv[6]
 M, N, REPEATS = map(int, sys.argv[3:6])
 SIDES = ROUTINE in ("solve", "triangular", "lstsq", "cg")

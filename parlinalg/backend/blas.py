@@ -241,18 +241,84 @@ def substituted(
     return True
 
 
+CACHE = 1 << 19
+"""Bytes of a matrix that a core reads for one product and finds again near it for another."""
+
+
+def add_from_both_sides(below: Any, right: Any, a: Any, corner: tuple[int, int], x: Any, z: Any) -> None:
+    """Add A x to `below` and Aᴴ z to `right`, for A the rows and columns of matrix `a` from a corner on.
+
+    A is read once for both: by a loop that numba compiles, else some rows at a time, which stay in a core's cache.
+    All vectors are contiguous and differ.
+    """
+    top, left = corner
+    if a.flags.c_contiguous and _threads() == 1 and compiled.ready(a, below, right, x, z):
+        _both_sides(a, top, left, x, z, below, right, False)
+        return
+    rest, z, xp = a[top:, left:], z.conj(), namespace(a)
+    step = max(1, CACHE // max(1, rest.shape[1] * a.itemsize))
+    column, row = xp.empty(len(below), a.dtype), xp.zeros(len(right), a.dtype)
+    for start in range(0, len(z), step):
+        strip, end = rest[start : start + step], start + step
+        np.dot(strip, x, out=column[start:end])
+        row += z[start:end] @ strip
+    below += column
+    right += row.conj()
+
+
+@compiled.loop(sums=True)
+def _both_sides(
+    a: Any, top: int, left: int, x: Any, z: Any, below: Any, right: Any, triangle: bool
+) -> None:  # fmt: skip
+    """Add A x to `below` and zᵀ A to `right`, of four rows at once; A is strictly lower triangular, or a rectangle."""
+    m, zero = len(z), x.dtype.type(0)
+    for turn in range((m + 3) // 4):
+        i = 4 * turn
+        end = min(i + 4, m)
+        n = i if triangle else len(x)
+        if end == i + 4:
+            row, second, third, last = a[i + top], a[i + top + 1], a[i + top + 2], a[i + top + 3]
+            row, second, third, last = row[left:], second[left:], third[left:], last[left:]
+            p, q, r, s = z[i], z[i + 1], z[i + 2], z[i + 3]
+            b, c, d, e = zero, zero, zero, zero
+            for j in range(n):
+                b += row[j] * x[j]
+                c += second[j] * x[j]
+                d += third[j] * x[j]
+                e += last[j] * x[j]
+                right[j] += (p * row[j] + q * second[j]) + (r * third[j] + s * last[j])
+            below[i] += b
+            below[i + 1] += c
+            below[i + 2] += d
+            below[i + 3] += e
+        for k in range(i, end):
+            row = a[k + top]
+            row = row[left:]
+            for j in range(n if end == i + 4 else 0, k if triangle else n):
+                below[k] += row[j] * x[j]
+                right[j] += row[j] * z[k]
+
+
 def has_hermitian(dtype: np.dtype[Any]) -> bool:
     """Return True if `add_hermitian` works for a dtype."""
     return dtype.char in _LETTERS and _cblas("hemv" if dtype.kind == "c" else "symv", dtype) is not None
 
 
-def add_hermitian(y: np.ndarray, a: np.ndarray, x: np.ndarray) -> None:
-    """Add `a @ x` to y, for a Hermitian matrix in rows, of which the lower triangle is read; vectors are contiguous."""
+def add_hermitian(y: np.ndarray, a: np.ndarray, top: int, x: np.ndarray) -> None:
+    """Add A x to y, for A the rows and columns of a Hermitian matrix in rows from number `top` on.
+
+    The lower triangle is read; vectors are contiguous.
+    """
     if not y.size:
+        return
+    rest = a[top:, top:]
+    if a.flags.c_contiguous and _threads() == 1 and compiled.ready(a, y, x):
+        _both_sides(a, top, top, x, x, y, y, True)
+        y += np.diagonal(rest) * x
         return
     one = _number(a.dtype, 1)
     _cblas("hemv" if a.dtype.kind == "c" else "symv", a.dtype)(
-        ROWS, LOWER, ctypes.c_int64(len(a)), one, ctypes.c_void_p(a.ctypes.data),
+        ROWS, LOWER, ctypes.c_int64(len(rest)), one, ctypes.c_void_p(rest.ctypes.data),
         ctypes.c_int64(a.strides[0] // a.itemsize), ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(1), one,
         ctypes.c_void_p(y.ctypes.data), ctypes.c_int64(1),
     )  # fmt: skip

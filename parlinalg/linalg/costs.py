@@ -625,8 +625,12 @@ def _to_others(costs: Costs, n: int, ranks: int, wide: Callable[[int], int]) -> 
     """Add what all ranks receive of a reduction by the first `ranks` ones, with so many numbers for a reflection."""
     for size in (n, max(0, n - 1)):
         costs.broadcast("diagonals to other ranks", costs.everyone, size, 0)
-    for turn, (k, b) in enumerate(panels(n, PANEL)):
-        costs.broadcast("reflections to other ranks", costs.everyone, b * wide(k), turn % ranks)
+    every = [b * wide(k) for k, b in panels(n, PANEL)]
+    for start in range(0, len(every), TOGETHER * ranks):
+        own = np.zeros(len(costs.i), int)
+        for rank in range(ranks):
+            own[rank] = sum(every[start + rank * TOGETHER :][:TOGETHER])
+        costs.all_gather("reflections to other ranks", costs.everyone, own.sum(), own)
 
 
 def eigh(

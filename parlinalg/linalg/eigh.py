@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from parlinalg.array.core import DistArray
-from parlinalg.backend import blas, memory, namespace, shape_solver
+from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
 from parlinalg.backend.blas import cores
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
@@ -32,8 +32,6 @@ TOGETHER = 4
 """Panels whose reflections are applied to vectors at once."""
 STRIP = 256
 """Rows of a triangle that are updated at once."""
-CACHE = 1 << 19
-"""Bytes of a matrix that a core reads for one product and finds again near it for another."""
 TINY = 1e-25
 """A square of a length from which on to its inverse lengths are formed by squares, in all dtypes."""
 
@@ -69,16 +67,17 @@ class Reduction(ABC):
     def _run(self, workers: Deal, most: int) -> None:
         """Reduce the matrix; a column sums and gathers at most so many elements of a rank.  Collective."""
         everyone, ranks = self.tiles.grid.everyone, workers.R * workers.C
-        some, panels = ranks < everyone.size, list(range(0, self.n, PANEL))
+        some, xp = ranks < everyone.size, self.xp
+        panels = [(k, min(PANEL, self.n - k)) for k in range(0, self.n, PANEL)]
         held: list[np.ndarray] = []
         if everyone.rank < ranks:
             comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
             with board(comm, most, self.dtype) as lent:
-                for turn, k in enumerate(panels):
-                    message = self.xp.ascontiguousarray(self._panel(lent, k, min(PANEL, self.n - k)))
+                for turn, (k, b) in enumerate(panels):
+                    message = xp.ascontiguousarray(self._panel(lent, k, b))
                     self._keep(k, message)
-                    if some and turn % ranks == everyone.rank:  # each of the ranks gives some panels to the others
-                        held.append(message)
+                    if some and turn // TOGETHER % ranks == everyone.rank:  # each gives some panels to the others
+                        held.append(message.reshape(-1))
             if some:
                 comm.free()
         if not some:
@@ -86,15 +85,20 @@ class Reduction(ABC):
         everyone.barrier()  # the others wait without a core, then get the reflections
         for line in (self.d, self.e):
             everyone.broadcast(line, 0)
-        for turn, k in enumerate(panels):
-            root = turn % ranks
-            if everyone.rank == root:
-                message = held.pop(0)
-            else:
-                message = self.xp.empty((min(PANEL, self.n - k), self._wide(k)), self.dtype)
-            everyone.broadcast(message, root)
-            if everyone.rank >= ranks:
-                self._keep(k, message)
+        step = ranks * TOGETHER
+        sizes = [b * self._wide(k) for k, b in panels]
+        most = max((sum(sizes[start : start + step]) for start in range(0, len(panels), step)), default=0)
+        with board(everyone, -(-most // everyone.size), self.dtype) as lent:
+            for start in range(0, len(panels), step):
+                counts = [sum(sizes[i : i + TOGETHER]) for i in range(start, start + step, TOGETHER)]
+                mine = xp.concatenate([xp.empty(0, self.dtype), *held[:TOGETHER]])[:, None]
+                del held[:TOGETHER]
+                found, at = lent.gather(mine, counts + [0] * (everyone.size - ranks)), 0
+                if everyone.rank < ranks:
+                    continue
+                for (k, b), size in zip(panels[start : start + step], sizes[start : start + step], strict=True):
+                    self._keep(k, found[at : at + size].reshape(b, -1).copy())
+                    at += size
 
 
 class Tridiagonal(Reduction):
@@ -152,29 +156,12 @@ class Tridiagonal(Reduction):
             term[m : size - 1] = (part[:old] @ own.conj()).conj()
             term[size - 1] = np.vdot(v, y)
             found = lent.total(term[:size])
-            # w := tau (A - V Wᴴ - W Vᴴ) v - |tau|² / 2 (vᴴ (A - V Wᴴ - W Vᴴ) v) v, and the next column of A - …
-            inner, beside = found[m : size - 1].reshape(q, 2), both[:old, after]
-            coefficients = xp.empty((2, q, 2), dtype)
-            coefficients[0] = inner[:, ::-1]
-            np.conj(beside.reshape(q, 2)[:, ::-1], out=coefficients[1])
-            coefficients = coefficients.reshape(2, old)
-            middle = found[size - 1].real - 2 * np.vdot(inner[:, 0], inner[:, 1]).real
-            less = 0.5 * abs(tau[q]) ** 2 * middle
-            known = coefficients @ part[:old]
-            pair = xp.empty((2, len(own)), dtype)
-            w = pair[0]
-            np.subtract(found[mine], known[0], out=w)
-            w *= tau[q]
-            w -= less * own
-            if q + 1 == b:
-                both[old + 1] = lent.gather(w[:, None], counts)[:, 0]
-            else:
-                corner = tau[q] * (found[after] - coefficients[0] @ beside) - less
-                np.subtract(columns[q + 1, mine], known[1], out=pair[1])
-                pair[1] -= w
-                pair[1] -= np.conj(corner) * own
-                whole = lent.gather(pair.T, counts)
-                both[old + 1], x = whole[:, 0], whole[:, 1].copy()
+            pair = xp.empty((mine.stop - mine.start, 1 + (q + 1 < b)), dtype)
+            _columns(pair, found, both[: old + 1], columns[q + 1 : q + 2], mine.start, after, tau[q])
+            whole = lent.gather(pair, counts)
+            both[old + 1] = whole[:, 0]
+            if q + 1 < b:
+                x = whole[:, 1].copy()
             both[old + 1, done] = 0
         half.update(k + b, both)
         return np.concatenate([both[::2, at[k:]], tau[:, None]], axis=1)
@@ -182,6 +169,66 @@ class Tridiagonal(Reduction):
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
         self._kept.times(self.tiles, z)
+
+
+def _columns(
+    pair: np.ndarray, found: np.ndarray, both: np.ndarray, column: np.ndarray, start: int, after: int, tau: Any
+) -> None:
+    """Set this rank's share of w := tau (A - V Wᴴ - W Vᴴ) v - |tau|² / 2 (vᴴ (A - V Wᴴ - W Vᴴ) v) v.
+
+    Parameters
+    ----------
+    pair : array [share, 1 or 2]
+        For w and, if there are two, for the share of the next column of A - V Wᴴ - W Vᴴ - v wᴴ - w vᴴ.
+    found : array [m + 2 q + 1]
+        A v, the products of v with the columns before it, in turn of V and W, and vᴴ A v.
+    both : array [2 q + 1, m]
+        These columns, and v.
+    column : array [1, m] or [0, m]
+        The next column of A.
+    start, after : int
+        Where the share begins, and where the next column has its diagonal.
+    """
+    if compiled.ready(both, found, column, pair):
+        _columns_loop(pair, found, both, column, start, after, tau)
+        return
+    (old, m), mine, xp = (len(both) - 1, both.shape[1]), slice(start, start + len(pair)), namespace(both)
+    own, inner, beside = both[old, mine], found[m : m + old].reshape(-1, 2), both[:old, after]
+    coefficients = xp.empty((2, old // 2, 2), both.dtype)
+    coefficients[0] = inner[:, ::-1]
+    np.conj(beside.reshape(-1, 2)[:, ::-1], out=coefficients[1])
+    coefficients = coefficients.reshape(2, old)
+    middle = found[m + old].real - 2 * np.vdot(inner[:, 0], inner[:, 1]).real
+    less = 0.5 * abs(tau) ** 2 * middle
+    known = coefficients @ both[:old, mine]
+    w = tau * (found[mine] - known[0]) - less * own
+    pair[:, 0] = w
+    if len(column):
+        corner = tau * (found[after] - coefficients[0] @ beside) - less
+        pair[:, 1] = column[0, mine] - known[1] - w - np.conj(corner) * own
+
+
+@compiled.loop(sums=True)
+def _columns_loop(pair: Any, found: Any, both: Any, column: Any, start: int, after: int, tau: Any) -> None:
+    old, m, n = len(both) - 1, both.shape[1], len(pair)
+    first, second = np.zeros(n, both.dtype), np.zeros(n, both.dtype)
+    middle, corner = found[m + old], found[after]
+    for i in range(0, old, 2):
+        v, w = both[i, start : start + n], both[i + 1, start : start + n]
+        p, q, r, s = found[m + i + 1], found[m + i], both[i + 1, after], both[i, after]
+        middle -= p * q + p * q
+        corner -= p * s + q * r
+        for j in range(n):
+            first[j] += p * v[j] + q * w[j]
+            second[j] += r * v[j] + s * w[j]
+    less = tau * tau * middle * both.dtype.type(0.5)
+    corner = tau * corner - less
+    for j in range(n):
+        own = both[old, start + j]
+        w_j = tau * (found[start + j] - first[j]) - less * own
+        pair[j, 0] = w_j
+        if len(column):
+            pair[j, 1] = column[0, start + j] - second[j] - w_j - corner * own
 
 
 def workers(tiles: Tiles) -> Deal:
@@ -304,12 +351,9 @@ class _Rectangle:
         if 2 * self.a[top:, left:].size <= self.a.size:  # memory is for the reflections now
             self.a, self.numbers = self.a[top:, left:].copy(), (self.numbers[0][top:], self.numbers[1][left:])
             top = left = 0
-        self.at, self.rest = at, self.a[top:, left:]
+        self.at, self.rest, self.corner = at, self.a[top:, left:], (top, left)
         self.here, self.there = at[self.numbers[0][top:]], at[self.numbers[1][left:]]
         self.i, self.j = _run(self.here), _run(self.there)
-        step = max(1, CACHE // max(1, self.rest.shape[1] * self.a.itemsize))
-        self.strips = [self.rest[start : start + step] for start in range(0, len(self.rest), step)]
-        self.step = step
 
     def columns(self, out: np.ndarray, k: int, b: int) -> None:
         rows, columns = (len(each) for each in (self.here, self.there))
@@ -321,14 +365,12 @@ class _Rectangle:
     def times(self, v: np.ndarray, y: np.ndarray) -> None:
         if not self.rest.size:
             return
-        x, z, xp = v[self.j], v[self.i].conj(), namespace(y)
-        below, right = xp.empty(len(z), y.dtype), xp.zeros(len(x), y.dtype)
-        for start, strip in zip(range(0, len(z), self.step), self.strips, strict=True):
-            end = start + self.step
-            np.dot(strip, x, out=below[start:end])
-            right += z[start:end] @ strip
-        y[self.i] += below
-        y[self.j] += right.conj()
+        below, right = y[self.i], y[self.j]  # views, or copies
+        blas.add_from_both_sides(below, right, self.a, self.corner, v[self.j], v[self.i])
+        if not isinstance(self.i, slice):
+            y[self.i] = below
+        if not isinstance(self.j, slice):
+            y[self.j] = right
 
     def update(self, k: int, both: np.ndarray, other: np.ndarray) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
@@ -350,7 +392,7 @@ class _Triangle:
         top = first(self.numbers, k)
         if 2 * (len(self.a) - top) ** 2 <= self.a.size:
             self.a, self.numbers, top = self.a[top:, top:].copy(), self.numbers[top:], 0
-        self.at, self.rest, self.here = at, self.a[top:, top:], at[self.numbers[top:]]
+        self.at, self.top, self.rest, self.here = at, top, self.a[top:, top:], at[self.numbers[top:]]
         self.i = slice(int(self.here[0]), int(self.here[-1]) + 1) if len(self.here) else slice(0, 0)
 
     def columns(self, out: np.ndarray, k: int, b: int) -> None:
@@ -364,7 +406,7 @@ class _Triangle:
         elif self.whole:
             y[self.i] += self.rest @ v[self.i]
         else:
-            blas.add_hermitian(y[self.i], self.rest, v[self.i])
+            blas.add_hermitian(y[self.i], self.a, self.top, v[self.i])
 
     def update(self, k: int, both: np.ndarray, other: np.ndarray) -> None:
         top = first(self.numbers, k)
@@ -422,9 +464,12 @@ class Kept:
 
         The reflections are given up one after the other.
         """
-        while self._closed:
-            k, v, t = self._closed.pop()
-            reflect(tiles, v, t, z[first(self._rows, k) :])
+        if not self._closed:
+            return
+        with board(tiles.down, self._closed[0][2].shape[0] * z.shape[1], z.dtype) as lent:
+            while self._closed:
+                k, v, t = self._closed.pop()
+                reflect(tiles, v, t, z[first(self._rows, k) :], lent)
 
 
 def places(numbers: np.ndarray) -> Any:

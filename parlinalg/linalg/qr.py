@@ -17,7 +17,7 @@ from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm, Handle
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
-from parlinalg.linalg.tiles import Tiles
+from parlinalg.linalg.tiles import Board, Tiles
 
 NEAR = 0.1
 """The largest difference of an element between a Gram matrix and I with which one more Cholesky factor makes columns
@@ -149,10 +149,13 @@ def _gram_factor(y: Any, comm: Comm) -> tuple[Any, Any]:
     return lower, gram
 
 
-def reflect(tiles: Tiles, y: Any, t: Any, b: Any) -> None:
-    """Replace b by (I - Y T Yᴴ) b; the rows of both lie along the grid's columns."""
+def reflect(tiles: Tiles, y: Any, t: Any, b: Any, lent: Board | None = None) -> None:
+    """Replace b by (I - Y T Yᴴ) b; the rows of both lie along the grid's columns, whose ranks may have a board."""
     w = namespace(y).ascontiguousarray(kernels.adjoint(y) @ b)
-    tiles.down.all_reduce(w)
+    if lent is None:
+        tiles.down.all_reduce(w)
+    else:
+        w = lent.total(w)
     kernels.subtract(b, y, t @ w)
 
 

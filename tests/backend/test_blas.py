@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import numpy as np
@@ -99,6 +100,48 @@ def test_a_read_only_sum_is_refused():
     y.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         blas.add_product(y, np.ones((3, 3)), np.ones((3, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("loops", [False, True], ids=["blas", "loop"])
+def test_a_matrix_is_read_once_for_products_from_both_sides(dtype, loops, tune, monkeypatch):
+    tune(COMPILED_SIZE=1 if loops else 1 << 60)
+    monkeypatch.setattr(blas, "_threads", lambda: 1)
+    monkeypatch.setattr(blas, "CACHE", 40 * np.dtype(dtype).itemsize)
+    rng = np.random.default_rng(5)
+
+    def whole(*shape):
+        real, imaginary = rng.integers(-9, 9, (2, *shape))
+        return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
+
+    for m, n in itertools.product((0, 1, 3, 4, 7, 8, 13), (0, 1, 5, 8, 21)):
+        a, top, left = whole(m + 3, n + 2), 3 if m % 2 else 0, 2 if n % 2 else 0
+        rest = a[top:, left:]
+        z, x = whole(rest.shape[0]), whole(rest.shape[1])
+        below, right = whole(*z.shape), whole(*x.shape)
+        want = below + rest @ x, right + rest.conj().T @ z
+        blas.add_from_both_sides(below, right, a, (top, left), x, z)
+        np.testing.assert_array_equal(below, want[0])
+        np.testing.assert_array_equal(right, want[1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize("loops", [False, True], ids=["blas", "loop"])
+def test_of_a_hermitian_matrix_the_lower_triangle_is_read(dtype, loops, tune, monkeypatch):
+    if not blas.has_hermitian(np.dtype(dtype)):
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    tune(COMPILED_SIZE=1 if loops else 1 << 60)
+    monkeypatch.setattr(blas, "_threads", lambda: 1)
+    rng = np.random.default_rng(6)
+    for n, top in itertools.product((1, 2, 3, 4, 5, 8, 9, 14), (0, 1)):
+        a = rng.integers(-9, 9, (n, n)).astype(dtype)
+        if np.dtype(dtype).kind == "c":
+            a += 1j * np.tril(rng.integers(-9, 9, (n, n)), -1).astype(dtype)
+        lower, rest = np.tril(a), np.tril(a)[top:, top:]
+        x, y = (rng.integers(-9, 9, n - top).astype(dtype) for _ in range(2))
+        want = y + (rest + np.tril(rest, -1).conj().T) @ x
+        blas.add_hermitian(y, lower + np.triu(np.full((n, n), 5, dtype), 1), top, x)
+        np.testing.assert_array_equal(y, want)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

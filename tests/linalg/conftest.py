@@ -15,7 +15,8 @@ from parlinalg.linalg import blocks, tiles
 def ways(request, monkeypatch):
     """Half the tests deal few ranks rows too; half have sums and panels in common memory, and short pieces of trips.
 
-    Of the ranks of a node all, two or one make matrices tridiagonal.
+    Of the ranks of a node all, two or one make matrices tridiagonal.  In half the tests compiled loops, where there are
+    some, compute on small blocks too.
     """
     if request.node.get_closest_marker("serial"):
         return
@@ -28,3 +29,5 @@ def ways(request, monkeypatch):
         monkeypatch.setattr(tunables, "SHARED_BYTES", 1)
         monkeypatch.setattr(tunables, "TILES_MOVED", 64)
         monkeypatch.setattr(tiles, "SMALL", 1)
+    if number & 16:
+        monkeypatch.setattr(tunables, "COMPILED_SIZE", 1)
