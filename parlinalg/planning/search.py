@@ -21,7 +21,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -151,19 +151,12 @@ class Candidate:
 
     def values(self, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
         """Return the keys of a configuration file with this candidate's choices in place."""
-        values = dict(given)
+        values = {name: value for name, value in given.items() if name != "machine"}
         parallel: dict[str, Any] = {"data": self.data}
         if self.pipeline > 1:
-            before = given.get("parallel", {})
-            before = before.get("pipeline") if isinstance(before, Mapping) else None
-            partition = (
-                {"partition": before["partition"]} if isinstance(before, Mapping) and "partition" in before else {}
-            )
-            parallel["pipeline"] = {"size": self.pipeline, **partition}
+            parallel["pipeline"] = {"size": self.pipeline, **_option(given, "pipeline", "partition")}
         if self.sequence > 1:
-            before = given.get("parallel", {})
-            before = before.get("sequence") if isinstance(before, Mapping) else None
-            order = {"order": before["order"]} if isinstance(before, Mapping) and "order" in before else {}
+            order = _option(given, "sequence", "order")
             parallel["sequence"] = {"size": self.sequence, "ulysses": self.ulysses, **order}
         if self.tensor.mode is not None:
             parallel["tensor"] = self.tensor.given()
@@ -185,6 +178,29 @@ class Candidate:
             model = {"name": model} if isinstance(model, str) else dict(model)
             values["model"] = {**model, "recompute": self.recompute}
         return values
+
+    def note(self) -> dict[str, Any]:
+        """Return the choices as what JSON can carry; `from_note` reads them."""
+        made = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**made, "tensor": self.tensor.given()}
+
+    @classmethod
+    def from_note(cls, note: Mapping[str, Any]) -> Candidate:
+        """Return the candidate of a note.
+
+        Raises
+        ------
+        TypeError, ConfigError
+            If it is no note of a candidate.
+        """
+        return cls(**{**note, "tensor": TensorConfig.parse("tensor", note.get("tensor"))})
+
+
+def _option(given: Mapping[str, Any], of: str, name: str) -> dict[str, Any]:
+    """Return an option of `parallel.pipeline` or `parallel.sequence` that is given, as a dict; else an empty one."""
+    parallel = given.get("parallel")
+    own = parallel.get(of) if isinstance(parallel, Mapping) else None
+    return {name: own[name]} if isinstance(own, Mapping) and name in own else {}
 
 
 def _tensors(config: TrainingConfig, ranks: int) -> Iterator[TensorConfig]:
@@ -761,7 +777,8 @@ class TrainingPlan:
         first = self.best[0]
         head = (
             f'"""Planned for {self.ranks} ranks of {self.machine.name}: {first.candidate}.\n\nA step of {self.batch} '
-            f'samples is predicted to take {_time(first.seconds)}, and {format_bytes(first.bytes)} a rank.\n"""\n\n'
+            f"samples is predicted to take {shown_time(first.seconds)}, and {format_bytes(first.bytes)} a rank."
+            '\n"""\n\n'
         )
         body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
         Path(path).write_text(head + body, encoding="utf-8")
@@ -781,7 +798,7 @@ class TrainingPlan:
         rows = [head]
         for i, p in enumerate(self.best, 1):
             rows.append((
-                str(i), _time(p.seconds), f"{p.throughput:,.0f}", f"{100 * p.mfu:.0f}%", format_bytes(p.bytes),
+                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", f"{100 * p.mfu:.0f}%", format_bytes(p.bytes),
                 f"{p.words:.3g}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
             ))  # fmt: skip
         wide = [max(len(row[k]) for row in rows) for k in range(len(head) - 1)]
@@ -799,8 +816,16 @@ class TrainingPlan:
 
     __str__ = explain
 
+    def why(self) -> str:
+        """Return in a line why the next best lost, or why there is none."""
+        if len(self.best) > 1:
+            other = self.best[1]
+            return f"next is {other.candidate}: {why_slower(other, self.best[0])}"
+        return "no other form can be trained" if not self.lost else f"others: {self.lost[0][2]}"
 
-def _time(seconds: float) -> str:
+
+def shown_time(seconds: float) -> str:
+    """Return seconds as text."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
@@ -822,7 +847,7 @@ def why_slower(other: Planned, best: Planned) -> str:
     reasons.append((bubble, f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"))
     for cause in ("products", "other kernels"):
         more = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
-        why = f"{cause} take {_time(max(0.0, more))} more"
+        why = f"{cause} take {shown_time(max(0.0, more))} more"
         if other.candidate.recompute and not best.candidate.recompute:
             why = f"computes {other.candidate.recompute}s again"
         reasons.append((more, why))
@@ -832,9 +857,9 @@ def why_slower(other: Planned, best: Planned) -> str:
 
 # ------------------------------------------------------------------------------------------------ the search
 def plan_training(
-    config: TrainingConfig | Mapping[str, Any] | str | Path, *, ranks: int, machine: Machine | str | PathLike[str],
-    memory: int | str | None = None, global_batch: int | None = None, best: int = 10, settings: Sequence[str] = (),
-    exhaustive: bool = False,
+    config: TrainingConfig | Mapping[str, Any] | str | Path, *, ranks: int,
+    machine: Machine | str | PathLike[str] | None = None, memory: int | str | None = None,
+    global_batch: int | None = None, best: int = 10, settings: Sequence[str] = (), exhaustive: bool = False,
 ) -> TrainingPlan:  # fmt: skip
     """Return the fastest ways to train a model on so many ranks of a machine.  Pure: nothing is computed or sent.
 
@@ -847,8 +872,8 @@ def plan_training(
     config : dict, str, Path or TrainingConfig
         A `TrainingConfig` leaves nothing but `parallel`, `zero`, `schedule` and `precision` at their defaults open.
     ranks : int
-    machine : Machine, str or path
-        The name of a shipped machine, or a file.
+    machine : Machine, str or path, optional
+        The name of a shipped machine, or a file; by default the configuration's `machine`.
     memory : int or str, optional
         Bytes that a rank may use, such as "80GiB"; by default the machine's.
     global_batch : int, optional
@@ -874,7 +899,7 @@ def plan_training(
         _whole("global_batch", global_batch)
     given = _values(config, settings)
     checked = parse(given)
-    found = load_machine(machine)
+    found = load_machine(_named(checked) if machine is None else machine)
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     looks = Looks(checked, ranks, found, batch)
@@ -887,6 +912,15 @@ def plan_training(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), len(search.candidates),
         search.traced, search.proven, perf_counter() - began, given, looks.inputs.language,
     )  # fmt: skip
+
+
+def _named(config: TrainingConfig) -> str:
+    if config.machine is None:
+        raise ConfigError(
+            "a plan needs a machine: give machine='a100', say, here or in the configuration (--machine a100); "
+            "parlinalg doctor --machine FILE.toml measures this one"
+        )
+    return config.machine
 
 
 def _room(machine: Machine, ranks: int) -> int:
@@ -912,8 +946,11 @@ def _bytes(value: int | str) -> int:
 def _values(config: Any, settings: Sequence[str]) -> dict[str, Any]:
     given = config.given() if isinstance(config, TrainingConfig) else config
     values = override(dict(given) if isinstance(given, Mapping) else read(given), settings)
-    if values.get("parallel") == "auto":
+    parallel = values.get("parallel")
+    if parallel == "auto":
         del values["parallel"]
+    elif isinstance(parallel, Mapping) and "auto" in parallel:
+        values["parallel"] = {name: value for name, value in parallel.items() if name != "auto"}
     return values
 
 
