@@ -16,7 +16,6 @@ import numpy as np
 from parlinalg.backend import Backend, compiled, select_backend
 from parlinalg.backend.blas import cores, gemm_rate, host_and_cores, sharing
 from parlinalg.cli import gpu
-from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives, measure_machine
 from parlinalg.cli.parser import Commands, mpiexec
 from parlinalg.comm import open_comm
 from parlinalg.comm.shared import FOLDER
@@ -25,6 +24,7 @@ from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.planning.machine import load_machine, machine_text
+from parlinalg.planning.measure import BANDWIDTH_BYTES, collectives, measure_machine
 from parlinalg.units import format_bytes
 
 EXTRAS = (

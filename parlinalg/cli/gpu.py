@@ -16,7 +16,6 @@ import numpy as np
 from parlinalg.backend import Backend, cuda, select_backend
 from parlinalg.backend.blas import gemm_rate, gemm_side
 from parlinalg.backend.kernels import examples, samples
-from parlinalg.cli.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.cli.parser import mpiexec
 from parlinalg.comm import Comm, open_comm
 from parlinalg.comm.startup import launched
@@ -24,6 +23,7 @@ from parlinalg.comm.streams import tell
 from parlinalg.errors import CommError, ConfigError
 from parlinalg.grid import Grid, factorizations
 from parlinalg.layout import Layout
+from parlinalg.planning.measure import BANDWIDTH_BYTES, collectives
 from parlinalg.units import format_bytes
 
 Block = Any

@@ -82,7 +82,8 @@ def _add_train(what: Commands) -> None:
     train.add_argument("config", metavar="CONFIG", help="a Python file, or the name of a shipped example")
     train.add_argument("--ranks", "-p", type=int, required=True, metavar="P", help="the ranks there are")
     train.add_argument(
-        "--machine", required=True, metavar="NAME|FILE", help="a shipped machine, or a .toml file of one"
+        "--machine", metavar="NAME|FILE",
+        help="a shipped machine, or a .toml file of one (default: the configuration's)",
     )  # fmt: skip
     train.add_argument("--memory", metavar="BYTES", help="what a rank may use, such as 80GiB (default: the machine's)")
     train.add_argument(
@@ -126,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_routine(args: argparse.Namespace) -> int:
     """Print the plan of a factorization."""
-    from parlinalg.cli.measure import machine
     from parlinalg.linalg.planner import plan_linalg
+    from parlinalg.planning.measure import machine
 
     if len(args.size) > 2:
         raise ConfigError(f"a matrix has rows and columns; {len(args.size)} sizes are given")

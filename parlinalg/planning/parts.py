@@ -153,8 +153,8 @@ def _layers(model: Any) -> list[Layer]:
 
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
-    given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu", update: bool = True,
-    seen: Callable[[Any], None] | None = None,
+    skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
+    update: bool = True, seen: Callable[[Any], None] | None = None,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -167,6 +167,8 @@ def trace_part(
         Rows of a microbatch on all data parallel ranks together.
     layers : pair of int, optional
         The first layer and the one after the last; by default all.
+    skip : pair of int
+        Of them the first that is left out and the one after the last left out: those around them pass on the same.
     given : Between, optional
         What the layer before gives, where these are not the first.
     stage : int
@@ -189,9 +191,8 @@ def trace_part(
             seen(model)
         every = _layers(model)
         first, after = layers or (0, len(every))
-        return _Run(config, inputs, world, mesh, model, every[first:after], first == 0, after == len(every)).part(
-            rows, given, update
-        )
+        own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
+        return _Run(config, inputs, world, mesh, model, own, first == 0, after == len(every)).part(rows, given, update)
 
 
 def _mesh(config: TrainingConfig, spec: MeshSpec, world: World) -> Mesh:

@@ -17,26 +17,30 @@ below the time of the last of the best, so that its answer is that of tracing ev
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from parlinalg.errors import ConfigError, LayoutError, ParlinalgError, PlanError, ValuesNeeded
 from parlinalg.grid import factorizations
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
+from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, simulate
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.parts import Between, Inputs, Part, layer_keys, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
 from parlinalg.planning.trace import Gemm, Start, Trace
+from parlinalg.schemes import for_mode
+from parlinalg.schemes.words import scheme_words
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import (
     DataParallelConfig,
@@ -56,15 +60,17 @@ from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
-TRACES = 160  # of parts, for more than that
-FULL = 6  # candidates that are traced in full there, before those near the fastest
-ROUNDS = 4  # of those near the fastest
+TRACES = 150  # of parts, for more than that
+NEAR = 8  # neighbours of the fastest that are estimated in a round
+FULL = 6  # candidates that are traced there in full
+ROUNDS = 6  # of those near the fastest
+LONG, FEW, FEW_CUT = 12, (2, 4), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
 # ------------------------------------------------------------------------------------------------ candidates
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Candidate:
     """One way to use the ranks.
 
@@ -81,19 +87,27 @@ class Candidate:
         As of the model.
     dtype : str or None
         Of `precision`.
+    experts : str or None
+        The axis that cuts the experts of a mixture, "none" for no axis; None for what the configuration gives.
     """
 
     data: int
     pipeline: int
     sequence: int
     ulysses: int
-    tensor: TensorConfig = field(compare=False)
+    tensor: TensorConfig
     zero: int
     microbatches: int
-    schedule: str | None = field(compare=False)
-    chunks: int | None = field(compare=False)
-    recompute: str | None = field(compare=False)
-    dtype: str | None = field(compare=False)
+    schedule: str | None
+    chunks: int | None
+    recompute: str | None
+    dtype: str | None
+    experts: str | None = None
+
+    @property
+    def frame(self) -> Frame:
+        """How the ranks are used."""
+        return Frame(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
 
     @property
     def width(self) -> int:
@@ -124,6 +138,7 @@ class Candidate:
         options += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
         options += [f"recompute {self.recompute}"] * (self.recompute is not None)
         options += [str(self.dtype)] * (self.dtype is not None)
+        options += [f"experts on {self.experts}"] * (self.experts not in (None, "none"))
         return ", ".join([text, *options])
 
     def apply(self, config: TrainingConfig, batch: int) -> TrainingConfig:
@@ -131,7 +146,9 @@ class Candidate:
         model = config.model
         if model.name in LANGUAGE:
             options = {k: v for k, v in model.options.items() if k != "recompute"}
-            model = replace(model, options={**options, "recompute": self.recompute} if self.recompute else options)
+            options |= {"recompute": self.recompute} if self.recompute else {}
+            options |= {} if self.experts is None else {"expert_axis": self.expert_axis}
+            model = replace(model, options=options)
         pipeline = replace(config.parallel.pipeline, size=self.pipeline)
         parallel = ParallelConfig(
             DataParallelConfig(self.data), pipeline if self.pipeline > 1 else PipelineConfig(),
@@ -151,19 +168,12 @@ class Candidate:
 
     def values(self, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
         """Return the keys of a configuration file with this candidate's choices in place."""
-        values = dict(given)
+        values = {name: value for name, value in given.items() if name != "machine"}
         parallel: dict[str, Any] = {"data": self.data}
         if self.pipeline > 1:
-            before = given.get("parallel", {})
-            before = before.get("pipeline") if isinstance(before, Mapping) else None
-            partition = (
-                {"partition": before["partition"]} if isinstance(before, Mapping) and "partition" in before else {}
-            )
-            parallel["pipeline"] = {"size": self.pipeline, **partition}
+            parallel["pipeline"] = {"size": self.pipeline, **_option(given, "pipeline", "partition")}
         if self.sequence > 1:
-            before = given.get("parallel", {})
-            before = before.get("sequence") if isinstance(before, Mapping) else None
-            order = {"order": before["order"]} if isinstance(before, Mapping) and "order" in before else {}
+            order = _option(given, "sequence", "order")
             parallel["sequence"] = {"size": self.sequence, "ulysses": self.ulysses, **order}
         if self.tensor.mode is not None:
             parallel["tensor"] = self.tensor.given()
@@ -180,11 +190,41 @@ class Candidate:
             values["zero"] = self.zero
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
-        if self.recompute is not None:
+        more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
+        if self.experts is not None:
+            more["expert_axis"] = self.expert_axis
+        if more:
             model = given.get("model", "gpt")
-            model = {"name": model} if isinstance(model, str) else dict(model)
-            values["model"] = {**model, "recompute": self.recompute}
+            values["model"] = {**({"name": model} if isinstance(model, str) else dict(model)), **more}
         return values
+
+    @property
+    def expert_axis(self) -> str | None:
+        """`expert_axis` of the model."""
+        return None if self.experts == "none" else self.experts
+
+    def note(self) -> dict[str, Any]:
+        """Return the choices as what JSON can carry; `from_note` reads them."""
+        made = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**made, "tensor": self.tensor.given()}
+
+    @classmethod
+    def from_note(cls, note: Mapping[str, Any]) -> Candidate:
+        """Return the candidate of a note.
+
+        Raises
+        ------
+        TypeError, ConfigError
+            If it is no note of a candidate.
+        """
+        return cls(**{**note, "tensor": TensorConfig.parse("tensor", note.get("tensor"))})
+
+
+def _option(given: Mapping[str, Any], of: str, name: str) -> dict[str, Any]:
+    """Return an option of `parallel.pipeline` or `parallel.sequence` that is given, as a dict; else an empty one."""
+    parallel = given.get("parallel")
+    own = parallel.get(of) if isinstance(parallel, Mapping) else None
+    return {name: own[name]} if isinstance(own, Mapping) and name in own else {}
 
 
 def _tensors(config: TrainingConfig, ranks: int) -> Iterator[TensorConfig]:
@@ -215,9 +255,26 @@ def _shapes(own: TensorConfig, ranks: int) -> Iterator[TensorConfig]:
         yield replace(own, shape=tuple(shape))
 
 
+def _mode_of(tensor: TensorConfig) -> tuple[Any, dict[str, int]]:
+    """Return the module of a form of tensor parallelism, and the sizes of its axes."""
+    module = for_mode(tensor.mode, depth_on=tensor.depth_on, sequence_parallel=tensor.sequence_parallel or None)
+    return module, dict(module.sizes(tensor.ranks or 1, tensor.shape, tensor.depth))
+
+
+@cache
 def divisors(n: int) -> list[int]:
     """Return the numbers that divide n, ascending."""
     return sorted({a for a, _ in factorizations(n, 2)})
+
+
+class Frame(NamedTuple):
+    """A way to use the ranks: the sizes of the mesh, and the form of tensor parallelism."""
+
+    data: int
+    pipeline: int
+    sequence: int
+    ulysses: int
+    tensor: TensorConfig
 
 
 class Space:
@@ -231,17 +288,27 @@ class Space:
         self.parallel = dict(parallel) if isinstance(parallel, Mapping) else {}
         self.config, self.given, self.ranks, self.batch, self.depth = config, given, ranks, batch, depth
         self.dtypes = dtypes
+        self._numbers: dict[tuple[int, int], int] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
-        config, ranks = self.config, self.ranks
-        own = config.parallel
+        for frame in self.frames():
+            yield from self.steps(frame)
+
+    def __len__(self) -> int:
+        """The number of candidates; `len` of 10 million is as quick as of ten."""
+        return sum(self.count(frame) for frame in self.frames())
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the ways in which the ranks may be used."""
+        ranks, own = self.ranks, self.config.parallel
         for pipeline in [own.pipeline.ranks] if "pipeline" in self.parallel else divisors(ranks):
             if ranks % pipeline or pipeline > self.depth:
                 continue
             for sequence, ulysses in self._sequences(ranks // pipeline):
                 left = ranks // pipeline // sequence
                 for data, tensor in self._data_and_tensor(left):
-                    yield from self._steps(data, pipeline, sequence, ulysses, tensor)
+                    if self.batch % data == 0:
+                        yield Frame(data, pipeline, sequence, ulysses, tensor)
 
     def _sequences(self, ranks: int) -> Iterator[tuple[int, int]]:
         own = self.config.parallel.sequence
@@ -272,30 +339,55 @@ class Space:
                 for tensor in _tensors(self.config, size):
                     yield ranks // size, tensor
 
-    def _steps(
-        self, data: int, pipeline: int, sequence: int, ulysses: int, tensor: TensorConfig
-    ) -> Iterator[Candidate]:  # fmt: skip
-        config = self.config
-        stages = [config.zero.stage] if "zero" in self.given else [0, 1, 2, 3] if data > 1 else [0]
-        fixed = "schedule" in self.given or "gradient_accumulation" in self.given
-        if self.batch % data:
-            return
-        counts = [config.microbatches(pipeline)] if fixed else divisors(self.batch // data)
-        model = config.model.options
-        recompute: list[Any] = [model.get("recompute")]
-        if config.model.name in LANGUAGE and "recompute" not in model:
-            recompute = [None, "attention", "block"]
-        for count in counts:
-            if self.batch % (data * count) or (pipeline > 1 and not fixed and count < pipeline):
-                continue
+    def steps(self, frame: Frame) -> Iterator[Candidate]:
+        """Yield the candidates that use the ranks in a way."""
+        data, pipeline, sequence, ulysses, tensor = frame
+        for count in self.counts(frame):
             for name, chunks in self._schedules(pipeline, count):
-                for zero in stages:
-                    for again in recompute:
-                        for dtype in self.dtypes:
-                            yield Candidate(
-                                data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again,
-                                dtype or None,
-                            )  # fmt: skip
+                for zero, again, dtype, experts in itertools.product(
+                    self.stages(data), self.recompute, self.dtypes, self._experts(frame)
+                ):
+                    yield Candidate(
+                        data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
+                        experts,
+                    )  # fmt: skip
+
+    def count(self, frame: Frame) -> int:
+        """Return how many candidates use the ranks in a way."""
+        key = frame.data, frame.pipeline
+        if key not in self._numbers:
+            others = len(self.stages(frame.data)) * len(self.recompute) * len(self.dtypes)
+            schedules = sum(len(list(self._schedules(frame.pipeline, n))) for n in self.counts(frame))
+            self._numbers[key] = others * schedules
+        return self._numbers[key] * len(self._experts(frame))
+
+    def counts(self, frame: Frame) -> list[int]:
+        """Return the numbers of microbatches that split the batch evenly."""
+        each, pipeline = self.batch // frame.data, frame.pipeline
+        if "schedule" in self.given or "gradient_accumulation" in self.given:
+            count = self.config.microbatches(pipeline)
+            return [count] if each % count == 0 else []
+        return [n for n in divisors(each) if n >= pipeline or pipeline == 1]
+
+    def stages(self, data: int) -> list[int]:
+        """Return the stages of ZeRO."""
+        return [self.config.zero.stage] if "zero" in self.given else [0, 1, 2, 3] if data > 1 else [0]
+
+    @cached_property
+    def recompute(self) -> list[Any]:
+        model = self.config.model
+        open_ = model.name in LANGUAGE and "recompute" not in model.options
+        return [None, "attention", "block"] if open_ else [model.options.get("recompute")]
+
+    def _experts(self, frame: Frame) -> list[str | None]:
+        """Return the axes that may cut the experts of a model that has several; None where they are as they are."""
+        model = self.config.model
+        if "expert_axis" in model.options or int(model.options.get("num_local_experts", 1)) < 2:
+            return [None]
+        axes = ["data"] * (frame.data > 1) + ["s"] * (frame.sequence > frame.ulysses)
+        if (frame.tensor.ranks or 1) > 1:
+            axes += [axis for axis, n in _mode_of(frame.tensor)[1].items() if n > 1]
+        return [*axes, "none"]
 
     def _schedules(self, pipeline: int, count: int) -> Iterator[tuple[str | None, int | None]]:
         if pipeline == 1:
@@ -316,7 +408,7 @@ class Space:
 # ------------------------------------------------------------------------------------------------ looks
 @dataclass(frozen=True)
 class Planned:
-    """A candidate that was traced in full.
+    """A candidate and what it takes.
 
     Attributes
     ----------
@@ -342,6 +434,8 @@ class Planned:
         The model's operations over what the ranks could do at the machine's rate of large products.
     stage : int
         The pipeline rank whose memory is the fullest.
+    traced : bool
+        False of an estimate by single layers.
     """
 
     candidate: Candidate
@@ -356,6 +450,7 @@ class Planned:
     throughput: float
     mfu: float
     stage: int = 0
+    traced: bool = True
 
     @property
     def bytes(self) -> int:
@@ -373,8 +468,10 @@ class Looks:
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
         self.traces = 0
         self._parts: dict[Any, Part] = {}
-        self._seconds: dict[tuple[int, str, bool], float] = {}
+        self._runs: dict[tuple[int, str, bool], tuple[float, Mapping[str, float]]] = {}
         self._alone: dict[str | None, tuple[Part, list[Any], float]] = {}
+        self._known_figures: dict[tuple[int, bool], Figures] = {}
+        self._kept_alive: list[Part] = []  # runs are known by their identities
 
     @cached_property
     def _quick(self) -> Machine:
@@ -406,6 +503,32 @@ class Looks:
     def depth(self) -> int:
         """The layers that a pipeline cuts."""
         return len(self.alone(self.config.precision.dtype)[1])
+
+    # -------------------------------------------------------------------------------------------- a first guess
+    @cached_property
+    def _guesses(self) -> Guesses:
+        return Guesses(self)
+
+    def guess(self, frame: Frame, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
+        """Return a guess of the fastest way to use the ranks in a frame; see `Guesses`."""
+        return self._guesses(frame, counts, recompute, limit)
+
+    def kept_by(self, recompute: str | None) -> tuple[float, float]:
+        """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
+        output."""
+        dtype = self.config.precision.dtype
+        keys = self.alone(dtype)[1]
+        middle = len(keys) // 2
+        key = "kept", recompute
+        if key not in self._parts:
+            config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype).apply(self.config, 1)
+            given = None
+            for i in sorted({0, middle} if middle else {0}):
+                self._parts[key] = trace_part(
+                    config, self.inputs, 1, 1, layers=(i, i + 1), given=given, node=1, target=self.target, update=False
+                )
+                given = self._parts[key].output
+        return float(self._parts[key].kept), float(self._parts[key].message)
 
     # -------------------------------------------------------------------------------------------- bounds
     def static_bound(self, c: Candidate) -> float:
@@ -443,23 +566,35 @@ class Looks:
 
         A rank runs its layers one after the other, forward and backward, once for each microbatch.  Within them it
         computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  The busiest
-        rank of a pipeline has at least the mean of all ranks' work, and the first layer alone passes before the second
-        stage begins.
+        rank of a pipeline has at least the mean of all ranks' work.  With one stage a rank, each also waits for the
+        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.
         """
-        total = 0.0
+        forward, backward = [], []
         for part in self._layers(c, bound=True):
-            total += self.seconds(part, "forward", quick=True) + self.seconds(part, "backward", quick=True)
-        return max(self.static_bound(c), c.microbatches * total / c.pipeline)
+            forward.append(self.seconds(part, "forward", quick=True))
+            backward.append(self.seconds(part, "backward", quick=True))
+        least = max(self.static_bound(c), c.microbatches * (sum(forward) + sum(backward)) / c.pipeline)
+        if c.pipeline > 1 and c.schedule in ("1f1b", "zb-h1"):
+            before = 0.0
+            for a, b in _cuts(self._schedule(*self._spec(c))[1]):
+                own = sum(forward[a:b]) + sum(backward[a:b])
+                least = max(least, before + c.microbatches * own)
+                before += sum(forward[a:b]) + (sum(backward[a:b]) if c.schedule == "1f1b" else 0.0)
+        return least
 
     def seconds(self, part: Part, span: str, quick: bool = False) -> float:
         """Return the seconds of a span of a part."""
+        return self._run(part, span, quick)[0]
+
+    def _run(self, part: Part, span: str, quick: bool = False) -> tuple[float, Mapping[str, float]]:
+        """Return the seconds of a span of a part, and those of its causes."""
         key = id(part), span, quick
-        if key not in self._seconds:
+        if key not in self._runs:
             trace = part.span(span)
             trace.size = self.ranks
-            machine = self._quick if quick else self.machine
-            self._seconds[key] = timeline(trace, machine, on_node=self.node).seconds if trace.events else 0.0
-        return self._seconds[key]
+            run = timeline(trace, self._quick if quick else self.machine, on_node=self.node) if trace.events else None
+            self._runs[key] = (0.0, {}) if run is None else (run.seconds, run.causes[run.slowest])
+        return self._runs[key]
 
     # -------------------------------------------------------------------------------------------- parts
     def _part(self, key: Any, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
@@ -489,45 +624,146 @@ class Looks:
         return found
 
     # -------------------------------------------------------------------------------------------- estimates
-    def estimate(self, c: Candidate) -> tuple[float, int]:
-        """Return about how many seconds a step takes, and how many bytes the fullest rank holds, by traced layers."""
+    def estimate(self, c: Candidate) -> Planned:
+        """Return about what a candidate takes, by traces of its distinct layers."""
         parts = self._layers(c, bound=False)
-        forward = [self.seconds(p, "forward") for p in parts]
-        backward = [self.seconds(p, "backward") for p in parts]
-        update = [self.seconds(p, "update") for p in parts]
-        transient = max(p.transient for p in parts)
+        spec, config = self._short(c)
+        figures = [self._figures(p, c.pipeline == 1).copy() for p in parts]
+        if c.zero == 3:  # a layer alone keeps the weights it gathered, of many layers few are gathered at once
+            for figure, bare in zip(figures, self._layers(c, bound=True), strict=True):
+                figure["kept"] = min(figure["kept"], bare.kept)
         if c.pipeline == 1:
-            one = sum(forward) + sum(backward)
-            ends = [self.seconds(p, "end") for p in parts]
-            reduce = [max(0.0, e - f - b - u) for e, f, b, u in zip(ends, forward, backward, update, strict=True)]
-            hidden = sum(backward) if self.machine.overlap.progress == "asynchronous" else 0.0
-            exposed = max(*reduce, sum(reduce) - hidden)
-            return c.microbatches * one + exposed + sum(update), sum(p.rest + p.kept for p in parts) + transient
-        spec, config = self._spec(c)
+            one = _total(figures)
+            one["message"] = 0
+            passes = sum(f["forward"] + f["backward"] for f in figures)
+            reduce = [max(0.0, f["end"] - f["forward"] - f["backward"] - f["update"]) for f in figures]
+            asynchronous = self.machine.overlap.progress == "asynchronous"
+            hidden = sum(f["backward"] for f in figures) if asynchronous else 0.0
+            one["end"] = passes + max(*reduce, sum(reduce) - hidden) + sum(f["update"] for f in figures)
+            return self._assembled(c, config, [one], None)
         schedule, counts = self._schedule(spec, config)
-        cuts = _cuts(counts)
-        stage = [range(a, b) for a, b in cuts]
-        reduce = [self.seconds(p, "reduce") for p in parts]
-        own = [[i for chunk in held for i in stage[chunk.stage]] for held in schedule.chunks]
+        return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], schedule)
+
+    def _figures(self, part: Part, alone: bool) -> Figures:
+        """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows."""
+        if (id(part), alone) in self._known_figures:
+            return self._known_figures[id(part), alone]
+        made: Figures = {
+            "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
+            "transient": part.transient, "message": part.message,
+        }  # fmt: skip
+        for span in ("forward", "backward", "reduce", "update", "end"):
+            if span != "end" or alone:
+                made[span], causes = self._run(part, span)
+                for cause, seconds in causes.items():
+                    key = f"{'pass' if span in ('forward', 'backward') else span}: {cause}"
+                    made[key] = made.get(key, 0.0) + seconds
+        ends = [part.span("end")] if alone else [part.span("reduce"), part.span("update")]
+        for name, traces in (("pass", (part.span("forward"), part.span("backward"))), ("end", ends)):
+            moved = self._moved([(1, _starts(*traces))])
+            made |= {f"{what} in {name}": n for what, n in zip(("words", "across", "within"), moved, strict=True)}
+        self._known_figures[id(part), alone] = made
+        return made
+
+    def _assembled(
+        self, c: Candidate, config: TrainingConfig, stages: Sequence[Figures], schedule: Schedule | None
+    ) -> Planned:  # fmt: skip
+        """Return what a candidate takes by the figures of its stages."""
+        if schedule is None:
+            (one,) = stages
+            seconds = (c.microbatches - 1) * (one["forward"] + one["backward"]) + one["end"]
+            memory = _memory(*(round(one[k]) for k in ("weights", "gradients", "states", "kept", "transient")))
+            spent = _causes([(c.microbatches - 1, one, "pass"), (1, one, "end")])
+            moved = _in_step([(c.microbatches - 1, one, "pass"), (1, one, "end")])
+            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False)
+        held = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
+        local = 1 if self.ranks > self.node else 2
         costs = Costs(
-            forward=[sum(forward[i] for i in s) for s in stage],
-            backward=[sum(backward[i] for i in s) for s in stage],
-            weight=[sum(backward[i] for i in s) / 2 for s in stage],
-            latency=self.machine.transfer("send", parts[0].message, 2, 1 if self.ranks > self.node else 2, self.node,
-                                          self.ranks).total,
-            reduce=[sum(reduce[i] for i in held) for held in own],
-            step=[sum(update[i] for i in held) for held in own],
+            forward=[f["forward"] for f in stages], backward=[f["backward"] for f in stages],
+            weight=[f["backward"] / 2 for f in stages],
+            latency=self.machine.transfer("send", stages[0]["message"], 2, local, self.node, self.ranks).total,
+            reduce=[sum(f["reduce"] for f in own) for own in held],
+            step=[sum(f["update"] for f in own) for own in held],
         )  # fmt: skip
-        run = simulate(schedule, costs)
-        most = 0
-        for r, held in enumerate(own):
-            kept = max((sum(parts[i].kept for i in stage[c.stage]) for c in schedule.chunks[r]), default=0)
-            most = max(most, sum(parts[i].rest for i in held) + run.held[r] * kept + transient)
-        return run.makespan, most
+        run = simulate(schedule, costs, check=False)
+        seconds, bubble = run.makespan, run.bubble
+        if (more := c.microbatches - schedule.microbatches) > 0:  # each further round of microbatches takes as long
+            step = schedule.ranks
+            fewer = make_schedule(schedule.name, schedule.ranks, schedule.microbatches - step, c.chunks)
+            seconds += more / step * (seconds - simulate(fewer, costs, check=False).makespan)
+            work = sum(c.microbatches * (f["forward"] + f["backward"]) + f["reduce"] + f["update"] for f in stages)
+            bubble = max(0.0, 1 - work / (schedule.ranks * seconds))
+        memory, stage = {}, 0
+        for r, own in enumerate(held):
+            rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
+            kept, buffers = run.held[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
+            here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
+            if sum(here.values()) > sum(memory.values()):
+                memory, stage = here, r
+        busiest = max(held, key=lambda own: sum(f["forward"] + f["backward"] for f in own))
+        times: list[tuple[float, Figures, str]] = [(c.microbatches, f, "pass") for f in busiest]
+        times += [(1, f, name) for f in busiest for name in ("reduce", "update")]
+        spent = _causes(times)
+        spent["idle"] = spent.get("idle", 0.0) + max(0.0, seconds - sum(spent.values()))
+        words, across, within = _in_step([(n, f, name) for n, f, name in times if name == "pass"])
+        ends = _in_step([(1, f, "end") for f in busiest])
+        sends = round(2 * c.microbatches * sum(f["message"] for f in busiest))
+        apart = local == 1 and c.width >= self.node
+        moved = (words + ends[0] + sends // 4, across + ends[1] + sends * apart, within + ends[2] + sends * (not apart))
+        shares = _as_shares(spent, seconds)
+        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False)
+
+    def stretched(self, c: Candidate) -> Planned:
+        """Return what a candidate takes, where stages have many equal layers: of those with few and with some more.
+
+        What a stage takes grows evenly with its equal layers, from a few on, as they pass through the same buckets.
+        """
+        spec, config = self._short(c)
+        keys = self.alone(c.dtype)[1]
+        schedule, cuts = None, [(0, len(keys))]
+        if c.pipeline > 1:
+            schedule, counts = self._schedule(spec, config)
+            cuts = _cuts(counts)
+        whole = self.batch // c.microbatches
+        made: list[Figures] = []
+        few_ = FEW_CUT if c.zero == 3 else FEW  # some are gathered ahead
+        known: dict[Any, tuple[Figures, Between | None]] = {}
+        given: Between | None = None
+        for s, (a, b) in enumerate(cuts):
+            key = tuple(keys[a:b]), given
+            if key not in known:
+                first, last = _alike(keys, a, b)
+                figures = []
+                for few in few_ if last - first > few_[-1] else (last - first,):
+                    self.traces += 1
+                    part = trace_part(
+                        config, self.inputs, self.ranks, whole, layers=(a, b), skip=(first + few, last), given=given,
+                        stage=0 if schedule is None else schedule.holder(s), node=self.node, target=self.target,
+                    )  # fmt: skip
+                    figures.append(self._figures(part, c.pipeline == 1))
+                    self._kept_alive.append(part)
+                known[key] = _line(figures, few_, last - first), part.output
+            made.append(known[key][0])
+            given = known[key][1]
+        return replace(self._assembled(c, config, made, schedule), traced=True)
+
+    def is_long(self, c: Candidate) -> bool:
+        """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""
+        return (self.depth - 2) / c.pipeline > LONG or self._rounds(c) < c.microbatches
 
     def _spec(self, c: Candidate) -> tuple[MeshSpec, TrainingConfig]:
         config = c.apply(self.config, self.batch)
         return resolve(config, self.ranks), config
+
+    def _short(self, c: Candidate) -> tuple[MeshSpec, TrainingConfig]:
+        """Return the mesh, with a schedule of so many microbatches that more of them repeat what is there."""
+        spec, config = self._spec(replace(c, microbatches=self._rounds(c), data=c.data))
+        return spec, c.apply(self.config, self.batch) if spec.schedule is not None else config
+
+    def _rounds(self, c: Candidate) -> int:
+        """Return the microbatches that are simulated: all, or a few times the ranks of the pipeline."""
+        few = (3 if c.pipeline < 32 else 2) * c.pipeline
+        return c.microbatches if c.pipeline == 1 or c.microbatches <= few else few
 
     def _schedule(self, spec: MeshSpec, config: TrainingConfig) -> tuple[Schedule, tuple[int, ...]]:
         assert spec.schedule is not None
@@ -630,12 +866,107 @@ class Looks:
 
     def _planned(
         self, c: Candidate, config: TrainingConfig, seconds: float, memory: Mapping[str, int],
-        moved: tuple[int, int, int], bubble: float, causes: Mapping[str, float], stage: int,
+        moved: tuple[int, int, int], bubble: float, causes: Mapping[str, float], stage: int, traced: bool = True,
     ) -> Planned:  # fmt: skip
         units = self.batch * (self.inputs.length if self.inputs.language else 1)
         peak = self.machine.peak(c.dtype or self.config.dtype) / self.machine.crowd(self.node, self.ranks)
         mfu = self.model_flops / (seconds * self.ranks * peak)
-        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage)
+        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced)
+
+
+class Guess(NamedTuple):
+    """About what a frame takes at best, and with how many microbatches and what recomputed."""
+
+    seconds: float
+    microbatches: int
+    recompute: str | None
+
+
+class Guesses:
+    """Guesses by formulas of a step in a frame: only the order in which frames are looked at follows from them.
+
+    Of a transformer they add products at the best rate, the words of the scheme's table for each microbatch, those of
+    attention between ranks of a sequence, the pipeline's bubble, and the reduction of gradients.  Of other models they
+    are the products alone.
+    """
+
+    def __init__(self, looks: Looks) -> None:
+        self.looks, self.machine, config = looks, looks.machine, looks.config
+        self.dtype = config.precision.dtype
+        self.part, keys, flops = looks.alone(self.dtype)
+        self.layers = max(1, len(keys) - 2)
+        self.products = flops / looks.ranks / best_rate(self.machine, self.dtype or config.dtype)
+        self.itemsize = ITEMSIZE.get(self.dtype or config.dtype, 4)
+        self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
+        self.length = looks.inputs.length
+        self.kept: dict[str | None, tuple[float, float]] = {}
+        self._words: dict[TensorConfig, tuple[float, float]] = {}
+        self._byte: dict[tuple[str, int], float] = {}
+
+    def __call__(self, frame: Frame, counts: Sequence[int], recompute: Sequence[str | None], limit: int) -> Guess:
+        data, pipeline, sequence, ulysses, tensor = frame
+        width, looks = sequence * (tensor.ranks or 1), self.looks
+        weights = (self.part.weights + self.part.gradients) / pipeline / (tensor.ranks or 1)
+        states = self.part.states / pipeline / (tensor.ranks or 1) / data
+        fixed, per_row = self._tensor(tensor)
+        each = looks.batch / data / sequence  # rows of a step
+        layers = self.layers / pipeline
+        byte = self.byte("all_gather", width) * self.itemsize
+        attention = 0.0
+        if self.hidden:
+            own = each * self.length * self.hidden / (tensor.ranks or 1)
+            if ulysses > 1:
+                attention += 8 * own * self.byte("all_to_all", min(width, ulysses * (tensor.ranks or 1)))
+            if sequence > ulysses:
+                attention += 6 * own * (sequence // ulysses) * self.byte("send", width)
+        reduce = 2 * (self.part.gradients / pipeline / (tensor.ranks or 1)) * self.byte("all_gather", looks.ranks)
+        best = Guess(math.inf, counts[0], recompute[0])
+        for again in recompute:
+            if again not in self.kept:
+                self.kept[again] = looks.kept_by(again)
+            kept, output = self.kept[again]
+            more = 4 / 3 if again == "block" else 1.03 if again == "attention" else 1.0
+            for count in _few(counts, data, looks.batch):
+                passes = max(self.products * more, 1e-12)
+                moved = layers * (count * fixed + each * per_row) * byte * more + layers * attention * self.itemsize
+                bubble = (pipeline - 1) / count
+                seconds = (passes + moved) * (1 + bubble) + (reduce if data > 1 else 0.0) * 0.5
+                flight = min(count, pipeline)
+                held = looks.batch / data / count * layers * (kept if again != "block" else output) * flight / width
+                if held + weights + states > limit:  # behind all that seem to fit
+                    seconds *= 10 * (held + weights + states) / limit
+                if seconds < best.seconds:
+                    best = Guess(seconds, count, again)
+        return best
+
+    def _tensor(self, tensor: TensorConfig) -> tuple[float, float]:
+        """Return the words that a rank receives in a layer: of a microbatch, and of each of its rows."""
+        if tensor not in self._words:
+            self._words[tensor] = 0.0, 0.0
+            if self.hidden and (tensor.ranks or 1) > 1:
+                module, axes = _mode_of(tensor)
+                at = dict.fromkeys(axes, 0)
+                found = []
+                for rows in (64, 128):
+                    words = scheme_words(module.SCHEME, (rows, self.length, self.hidden), 4 * self.hidden, axes, at)
+                    found.append(1.5 * (sum(words.values()) + words["x"] + words["w"]))
+                per_row = max(0.0, (found[1] - found[0]) / 64)
+                self._words[tensor] = max(0.0, found[0] - 64 * per_row), per_row
+        return self._words[tensor]
+
+    def byte(self, op: str, ranks: int) -> float:
+        """Return the seconds of a byte in an operation among ranks that are next to each other."""
+        if (op, ranks) not in self._byte:
+            looks, n = self.looks, 2 if op == "send" else ranks
+            local = max(1, min(n, looks.node if ranks <= looks.node or op != "send" else 1))
+            cost = self.machine.transfer(op, 1e7, n, local, looks.node, looks.ranks).total if ranks > 1 else 0.0
+            self._byte[op, ranks] = cost / 1e7
+        return self._byte[op, ranks]
+
+
+def _few(counts: Sequence[int], data: int, batch: int) -> Sequence[int]:
+    """Return the numbers of microbatches that are guessed with: those of a few samples a rank, and the fewest."""
+    return counts if len(counts) < 6 else [counts[0], counts[len(counts) // 2], *counts[-4:]]
 
 
 def on_node(machine: Machine, ranks: int) -> int:
@@ -666,6 +997,67 @@ def _flops(model: Any, batch: int, inputs: Inputs) -> float:
     if inputs.language:
         return float(model.flops(batch, inputs.length))
     return 6.0 * batch * sum(m.multiplications for m in model.modules())
+
+
+Figures = dict[str, float]
+"""Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
+
+
+def _total(figures: Sequence[Figures]) -> Figures:
+    """Return the figures of layers one after the other."""
+    made: Figures = {}
+    for figure in figures:
+        for name, value in figure.items():
+            made[name] = max(made.get(name, 0.0), value) if name == "transient" else made.get(name, 0.0) + value
+    made["message"] = figures[-1]["message"] if figures else 0.0
+    return made
+
+
+def _line(figures: Sequence[Figures], few: tuple[int, int], count: int) -> Figures:
+    """Return the figures for a number of equal layers, by those for two others, or for this one."""
+    if len(figures) == 1:
+        return figures[0]
+    one, two = figures
+    times = (count - few[0]) / (few[1] - few[0])
+    names = dict.fromkeys((*one, *two))
+    return {n: max(0.0, one.get(n, 0.0) + times * (two.get(n, 0.0) - one.get(n, 0.0))) for n in names}
+
+
+def _alike(keys: Sequence[Any], a: int, b: int) -> tuple[int, int]:
+    """Return the longest run of equal layers among those from a to b."""
+    best = at = a
+    most = 0
+    for i in range(a, b + 1):
+        if i == b or keys[i] != keys[at]:
+            if i - at > most:
+                best, most = at, i - at
+            at = i
+    return best, best + most
+
+
+def _causes(times: Iterable[tuple[float, Figures, str]]) -> dict[str, float]:
+    """Return the seconds of causes, of figures a number of times."""
+    made: dict[str, float] = {}
+    for count, figures, name in times:
+        for key, seconds in figures.items():
+            if key.startswith(f"{name}: "):
+                cause = key.partition(": ")[2]
+                made[cause] = made.get(cause, 0.0) + count * seconds
+    return made
+
+
+def _in_step(times: Iterable[tuple[float, Figures, str]]) -> tuple[int, int, int]:
+    """Return words, bytes across nodes, and bytes within them, of figures a number of times."""
+    made = [0.0, 0.0, 0.0]
+    for count, figures, name in times:
+        for i, what in enumerate(("words", "across", "within")):
+            made[i] += count * figures[f"{what} in {name}"]
+    return round(made[0]), round(made[1]), round(made[2])
+
+
+def _as_shares(spent: Mapping[str, float], seconds: float) -> dict[str, float]:
+    found = sorted(spent.items(), key=lambda x: (-x[1], x[0]))
+    return {cause: s / seconds for cause, s in found if s > 0}
 
 
 def _cuts(counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -761,7 +1153,8 @@ class TrainingPlan:
         first = self.best[0]
         head = (
             f'"""Planned for {self.ranks} ranks of {self.machine.name}: {first.candidate}.\n\nA step of {self.batch} '
-            f'samples is predicted to take {_time(first.seconds)}, and {format_bytes(first.bytes)} a rank.\n"""\n\n'
+            f"samples is predicted to take {shown_time(first.seconds)}, and {format_bytes(first.bytes)} a rank."
+            '\n"""\n\n'
         )
         body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
         Path(path).write_text(head + body, encoding="utf-8")
@@ -781,7 +1174,7 @@ class TrainingPlan:
         rows = [head]
         for i, p in enumerate(self.best, 1):
             rows.append((
-                str(i), _time(p.seconds), f"{p.throughput:,.0f}", f"{100 * p.mfu:.0f}%", format_bytes(p.bytes),
+                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", f"{100 * p.mfu:.0f}%", format_bytes(p.bytes),
                 f"{p.words:.3g}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
             ))  # fmt: skip
         wide = [max(len(row[k]) for row in rows) for k in range(len(head) - 1)]
@@ -799,42 +1192,55 @@ class TrainingPlan:
 
     __str__ = explain
 
+    def why(self) -> str:
+        """Return in a line why the next best lost, or why there is none."""
+        if len(self.best) > 1:
+            other = self.best[1]
+            return f"next is {other.candidate}: {why_slower(other, self.best[0])}"
+        return "no other form can be trained" if not self.lost else f"others: {self.lost[0][2]}"
 
-def _time(seconds: float) -> str:
+
+def shown_time(seconds: float) -> str:
+    """Return seconds as text."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def why_slower(other: Planned, best: Planned) -> str:
     """Return why a candidate lost against the best, in words: what costs the most of the difference."""
     times = other.seconds / best.seconds
+    about = "" if other.traced else "about "
     if times < 1.005:
-        return "is as fast"
+        more = other.bytes - best.bytes
+        return "as fast to half a percent" + (f", with {format_bytes(more)} more memory" if more > 0 else "")
     reasons: list[tuple[float, str]] = []
+    share = sum(s for cause, s in other.causes.items() if " over " in cause) * other.seconds
+    own = sum(s for cause, s in best.causes.items() if " over " in cause) * best.seconds
     for name, mine, theirs in (
         ("across nodes", other.across, best.across), ("within nodes", other.within, best.within),
     ):  # fmt: skip
-        share = sum(s for cause, s in other.causes.items() if " over " in cause) * other.seconds
-        own = sum(s for cause, s in best.causes.items() if " over " in cause) * best.seconds
         if mine > 1.02 * theirs and share > own:
-            text = f"moves {mine / theirs:.1f}× the bytes {name}" if theirs else f"moves {format_bytes(mine)} {name}"
+            ratio = mine / max(1, theirs)
+            text = f"moves {ratio:.1f}× the bytes {name}" if ratio < 100 else f"moves {format_bytes(mine)} {name}"
             reasons.append(((share - own) * (1.0 if name == "across nodes" else 0.5), text))
-    bubble = other.bubble * other.seconds - best.bubble * best.seconds
-    reasons.append((bubble, f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"))
-    for cause in ("products", "other kernels"):
-        more = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
-        why = f"{cause} take {_time(max(0.0, more))} more"
-        if other.candidate.recompute and not best.candidate.recompute:
-            why = f"computes {other.candidate.recompute}s again"
-        reasons.append((more, why))
-    most = max(reasons)
-    return f"{times:.2f}× the time: {most[1]}" if most[0] > 0 else f"{times:.2f}× the time"
+    again = other.candidate.recompute
+    for cause in {**other.causes, **best.causes}:
+        more_seconds = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
+        why = f"{cause} take {shown_time(max(0.0, more_seconds))} more"
+        if cause == "idle":
+            why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
+            if other.bubble > best.bubble:
+                why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
+        elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
+            why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
+        reasons.append((more_seconds * 0.99, why))
+    return f"{about}{times:.2f}× the time: {max(reasons)[1]}"
 
 
 # ------------------------------------------------------------------------------------------------ the search
 def plan_training(
-    config: TrainingConfig | Mapping[str, Any] | str | Path, *, ranks: int, machine: Machine | str | PathLike[str],
-    memory: int | str | None = None, global_batch: int | None = None, best: int = 10, settings: Sequence[str] = (),
-    exhaustive: bool = False,
+    config: TrainingConfig | Mapping[str, Any] | str | Path, *, ranks: int,
+    machine: Machine | str | PathLike[str] | None = None, memory: int | str | None = None,
+    global_batch: int | None = None, best: int = 10, settings: Sequence[str] = (), exhaustive: bool = False,
 ) -> TrainingPlan:  # fmt: skip
     """Return the fastest ways to train a model on so many ranks of a machine.  Pure: nothing is computed or sent.
 
@@ -847,8 +1253,8 @@ def plan_training(
     config : dict, str, Path or TrainingConfig
         A `TrainingConfig` leaves nothing but `parallel`, `zero`, `schedule` and `precision` at their defaults open.
     ranks : int
-    machine : Machine, str or path
-        The name of a shipped machine, or a file.
+    machine : Machine, str or path, optional
+        The name of a shipped machine, or a file; by default the configuration's `machine`.
     memory : int or str, optional
         Bytes that a rank may use, such as "80GiB"; by default the machine's.
     global_batch : int, optional
@@ -874,19 +1280,28 @@ def plan_training(
         _whole("global_batch", global_batch)
     given = _values(config, settings)
     checked = parse(given)
-    found = load_machine(machine)
+    found = load_machine(_named(checked) if machine is None else machine)
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     looks = Looks(checked, ranks, found, batch)
     space = Space(checked, given, ranks, batch, looks.depth, _dtypes(checked, given, found))
-    search = _Search(looks, list(space), limit, best, exhaustive)
+    search = _Search(looks, space, limit, best, exhaustive)
     if not search.candidates:
         raise PlanError(_no_split(checked, given, ranks, batch))
     planned = search.run()
     return TrainingPlan(
-        found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), len(search.candidates),
+        found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
         search.traced, search.proven, perf_counter() - began, given, looks.inputs.language,
     )  # fmt: skip
+
+
+def _named(config: TrainingConfig) -> str:
+    if config.machine is None:
+        raise ConfigError(
+            "a plan needs a machine: give machine='a100', say, here or in the configuration (--machine a100); "
+            "parlinalg doctor --machine FILE.toml measures this one"
+        )
+    return config.machine
 
 
 def _room(machine: Machine, ranks: int) -> int:
@@ -912,8 +1327,11 @@ def _bytes(value: int | str) -> int:
 def _values(config: Any, settings: Sequence[str]) -> dict[str, Any]:
     given = config.given() if isinstance(config, TrainingConfig) else config
     values = override(dict(given) if isinstance(given, Mapping) else read(given), settings)
-    if values.get("parallel") == "auto":
+    parallel = values.get("parallel")
+    if parallel == "auto":
         del values["parallel"]
+    elif isinstance(parallel, Mapping) and "auto" in parallel:
+        values["parallel"] = {name: value for name, value in parallel.items() if name != "auto"}
     return values
 
 
@@ -938,41 +1356,45 @@ def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batc
 class _Search:
     """Candidates, and how far each was looked at."""
 
-    def __init__(self, looks: Looks, candidates: Sequence[Candidate], memory: int, best: int, exhaustive: bool) -> None:
-        self.looks, self.candidates, self.memory, self.best = looks, candidates, memory, best
-        self.exhaustive = exhaustive
-        self.limited = not exhaustive and (looks.ranks > ALL or len(candidates) > MANY)
+    def __init__(self, looks: Looks, space: Space, memory: int, best: int, exhaustive: bool) -> None:
+        self.looks, self.space, self.memory, self.best, self.exhaustive = looks, space, memory, best, exhaustive
+        self.candidates = len(space)
+        self.limited = not exhaustive and (looks.ranks > ALL or self.candidates > MANY)
         self.done: list[Planned] = []
+        self.estimated: dict[Candidate, Planned] = {}
         self.too_full: list[tuple[int, Candidate, int]] = []
         self.refused: Counter[str] = Counter()
         self.refused_of: dict[str, Candidate] = {}
         self.left: list[tuple[float, Candidate]] = []
+        self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
+        self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.traced, self.proven = 0, True
         self.unknown = False  # whether some cannot be imagined
 
     def run(self) -> list[Planned]:
         """Return the best, the fastest first."""
-        fitting = []
-        for n, c in enumerate(self.candidates):
-            if (need := self.looks.memory_bound(c)) > self.memory:
-                self.too_full.append((need, c, -1))
-            else:
-                fitting.append((self.looks.static_bound(c), _guess(c, self.looks.node), n, c))
-        if self.exhaustive:
-            for _, _, _, c in fitting:
-                self._full(c)
-        elif self.limited:
-            self._reach(fitting)
+        if self.limited:
+            self._reach()
         else:
-            self._prove(fitting)
+            fitting = []
+            for n, c in enumerate(self.space):
+                if (need := self.looks.memory_bound(c)) > self.memory:
+                    self.too_full.append((need, c, -1))
+                else:
+                    fitting.append((self.looks.static_bound(c), n, c))
+            if self.exhaustive:
+                for _, _, c in fitting:
+                    self._full(c)
+            else:
+                self._prove(fitting)
         if not self.done:
             raise PlanError(self._nothing_fits())
         self.proven = self.proven and not self.unknown
         return sorted(self.done, key=_order)[: self.best]
 
-    def _prove(self, fitting: Sequence[tuple[float, Any, int, Candidate]]) -> None:
+    def _prove(self, fitting: Sequence[tuple[float, int, Candidate]]) -> None:
         """Trace candidates in the order of their bounds, until none that is left can be among the best."""
-        heap = [(bound, 0, n, c) for bound, _, n, c in fitting]
+        heap = [(bound, 0, n, c) for bound, n, c in fitting]
         heapq.heapify(heap)
         while heap:
             bound, look, n, c = heapq.heappop(heap)
@@ -985,59 +1407,87 @@ class _Search:
             elif (found := self._asked(c, self.looks.time_bound)) is not None:
                 heapq.heappush(heap, (found, 1, n, c))
 
-    def _reach(self, fitting: Sequence[tuple[float, Any, int, Candidate]]) -> None:
-        """Estimate as many candidates as there are traces for, and trace the first of them in full.
+    def _reach(self) -> None:
+        """Estimate the likeliest candidates and those near the fastest of them, and trace the first in full.
 
-        Forms and lengths of the pipeline take turns, so that each comes up before any has all its candidates looked at.
+        Forms of tensor and sequence parallelism, each with and without a pipeline, take turns, so that each comes up.
         """
-        turns: Counter[tuple[str, int]] = Counter()
-        ranked = []
-        for i, each in enumerate(sorted(fitting, key=lambda x: (x[1], x[0], x[2]))):
-            group = each[3].form(), each[3].pipeline
-            ranked.append((turns[group], i, each))
-            turns[group] += 1
-        order = [each for _, _, each in sorted(ranked)]
-        bounds = {n: bound for bound, _, n, _ in fitting}
-        seen: set[int] = set()  # what is refused, too full or traced
-        near: list[tuple[float, int, Candidate]] = []
-        for _, _, n, c in order:
-            if self.looks.traces >= TRACES // 2:
-                break
-            if (bound := self._asked(c, self.looks.time_bound)) is None:
-                seen.add(n)
+        guessed: dict[Frame, Guess] = {}
+        numbers: dict[Frame, int] = {}
+        recompute = self.space.recompute
+        for frame in self.space.frames():
+            number = self.space.count(frame)
+            if not number:
+                continue
+            sample = next(self.space.steps(frame))
+            most = max(self.space.stages(frame.data))
+            if (need := self.looks.memory_bound(replace(sample, zero=most))) > self.memory:
+                self.crammed.append((need, frame, number))
             else:
-                bounds[n] = bound
-                near.append((bound, n, c))
-        estimates: list[tuple[float, int, Candidate]] = []
-        for bound, n, c in sorted(near, key=lambda x: x[:2]):
-            least = sorted(e for e, _, _ in estimates)
-            if self.looks.traces >= TRACES or (len(least) >= self.best and bound > least[self.best - 1]):
+                guessed[frame] = self.looks.guess(frame, self.space.counts(frame), recompute, self.memory)
+                numbers[frame] = number
+        turns: Counter[str] = Counter()
+        order = []
+        for i, frame in enumerate(sorted(guessed, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))):
+            order.append((turns[_kind(frame)], i, frame))
+            turns[_kind(frame)] += 1
+        for _, _, frame in sorted(order, key=lambda x: x[:2]):
+            if self.looks.traces >= (TRACES // 2 if self._fitting() else TRACES):
                 break
-            if (found := self._asked(c, self.looks.estimate)) is None:
-                seen.add(n)
-            elif found[1] <= self.memory:
-                estimates.append((found[0], n, c))
-        for _, n, c in sorted(estimates, key=lambda x: x[:2])[: 4 * FULL]:
-            if len(self.done) < FULL:
-                seen.add(n)
-                self._full(c)
-        self._climb(fitting, seen)
-        self.left = [(bounds[n], c) for _, _, n, c in fitting if n not in seen]
-        least_time = min((p.seconds for p in self.done), default=math.inf)
-        self.proven = all(bound >= least_time for bound, _ in self.left)
+            self._begin(frame, guessed[frame])
+        self._climb(guessed)
+        for p in self._fitting()[: 4 * FULL]:
+            if len(self.done) < max(FULL, min(self.best, 2 * FULL)):
+                self._full(p.candidate)
+        seen = {c.frame for c in self.estimated}
+        self.others = [(guessed[f].seconds, f, numbers[f]) for f in guessed if f not in seen]
+        self.proven = False
 
-    def _climb(self, fitting: Sequence[tuple[float, Any, int, Candidate]], seen: set[int]) -> None:
-        """Trace those that differ from the fastest in one choice, as long as one of them is faster."""
+    def _fitting(self) -> list[Planned]:
+        """Return what was estimated and fits, the fastest first."""
+        return sorted((p for p in self.estimated.values() if p.bytes <= self.memory), key=_order)
+
+    def _begin(self, frame: Frame, guess: Guess) -> None:
+        """Estimate a frame: as guessed, then with what saves memory until it fits."""
+        steps = list(self.space.steps(frame))
+        counts = self.space.counts(frame)
+        most = max(self.space.stages(frame.data))
+        again = self.space.recompute[-1]
+        one = min(1, most)
+        tries = (one, guess.microbatches, guess.recompute), (one, counts[-1], again), (most, counts[-1], again)
+        for zero, count, recompute in dict.fromkeys(tries):
+            likely = [
+                c for c in steps
+                if c.microbatches == count and (c.zero == zero or len({x.zero for x in steps}) == 1)
+                and c.recompute == recompute and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
+            ]  # fmt: skip
+            found = [p for c in likely if (p := self._estimate(c)) is not None]
+            if any(p.bytes <= self.memory for p in found):
+                return
+
+    def _estimate(self, c: Candidate) -> Planned | None:
+        if c not in self.estimated:
+            found: Planned | None = self._asked(c, self.looks.estimate)
+            if found is None:
+                return None
+            self.estimated[c] = found
+        return self.estimated[c]
+
+    def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
+        """Estimate those that differ from the fastest in one choice, as long as one of them is faster."""
         best: Planned | None = None
         for _ in range(ROUNDS):
-            fastest = min(self.done, key=_order, default=None)
-            if fastest is None or fastest is best:
+            fitting = self._fitting()
+            if not fitting or fitting[0] is best or self.looks.traces >= TRACES:
                 return
-            best = fastest
-            for _, _, n, c in fitting:
-                if n not in seen and _one_apart(c, best.candidate):
-                    seen.add(n)
-                    self._full(c)
+            best = fitting[0]
+            for c in self.space.steps(best.candidate.frame):
+                if _one_apart(c, best.candidate, self.space.counts(c.frame)) and self.looks.traces < TRACES:
+                    self._estimate(c)
+            near = [f for f in guessed if _near(f, best.candidate.frame) and f not in {e.frame for e in self.estimated}]
+            for frame in sorted(near, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
+                if self.looks.traces < TRACES:
+                    self._begin(frame, guessed[frame])
 
     def _asked(self, c: Candidate, look: Any) -> Any:
         """Return what a look finds; None if the library refuses the candidate, or cannot imagine it."""
@@ -1058,7 +1508,8 @@ class _Search:
 
     def _full(self, c: Candidate) -> None:
         self.traced += 1
-        found: Planned | None = self._asked(c, self.looks.full)
+        look = self.looks.stretched if self.limited and self.looks.is_long(c) else self.looks.full
+        found: Planned | None = self._asked(c, look)
         if found is None:
             return
         if found.bytes > self.memory:
@@ -1067,6 +1518,15 @@ class _Search:
             self.done.append(found)
 
     def _nothing_fits(self) -> str:
+        for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
+            self._full(p.candidate)
+        if not self.too_full and self.crammed:
+            need, frame, _ = min(self.crammed, key=lambda x: x[0])
+            return (
+                f"no configuration on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the weights, "
+                f"gradients and states alone need {format_bytes(need)}, in a form of {_kind(frame)}; give more memory "
+                "or more ranks"
+            )
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.looks.ranks} ranks; {count} of them: {why}"
@@ -1089,15 +1549,22 @@ class _Search:
 
     def lost(self, best: Sequence[Planned]) -> list[tuple[str, int, str]]:
         """Return groups of candidates that lost, with why."""
-        chosen = {id(p) for p in best}
+        chosen = {p.candidate for p in best}
+        traced = {p.candidate for p in self.done}
         found: list[tuple[str, int, str]] = []
         groups: dict[str, list[Planned]] = {}
-        for p in sorted(self.done, key=_order):
-            if id(p) not in chosen:
+        known = [*self.done, *(p for p in self._fitting() if p.candidate not in traced)]
+        for p in sorted(known, key=_order):
+            if p.candidate not in chosen:
                 groups.setdefault(_group(p.candidate), []).append(p)
         found += [(name, len(of), f"{why_slower(of[0], best[0])} ({of[0].candidate})") for name, of in groups.items()]
         full: dict[str, list[tuple[int, Candidate, int]]] = {}
-        for each in sorted(self.too_full, key=lambda x: (x[0], str(x[1]))):
+        crowded = {c for _, c, _ in self.too_full}
+        more = [
+            (p.bytes, p.candidate, p.stage) for p in self.estimated.values()
+            if p.bytes > self.memory and p.candidate not in crowded
+        ]  # fmt: skip
+        for each in sorted([*self.too_full, *more], key=lambda x: (x[0], str(x[1]))):
             full.setdefault(_group(each[1]), []).append(each)
         for name, of_ in full.items():
             need, c, stage = of_[0]
@@ -1108,21 +1575,67 @@ class _Search:
             slow.setdefault(_group(c), []).append(bound)
         for name, bounds in slow.items():
             times = min(bounds) / best[0].seconds
-            found.append((name, len(bounds), f"not traced: at least {times:.2f}× the time"))
+            found.append((name, len(bounds), f"the passes of its layers alone take {max(1.0, times):.2f}× the time"))
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
-        return sorted(found, key=lambda x: (-x[1], x[0]))[:40]
+        by_number = [sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0]))]
+        return [*by_number[0][:40], *by_number[1][:20]]
+
+    def _unseen(self, best: Planned) -> list[tuple[str, int, str]]:
+        """Return groups of frames of which no candidate was traced, with why."""
+        found = []
+        full: dict[str, list[tuple[int, int]]] = {}
+        for need, frame, number in self.crammed:
+            full.setdefault(_kind(frame), []).append((need, number))
+        for name, needs in full.items():
+            least = format_bytes(min(need for need, _ in needs))
+            why = f"weights, gradients and states need at least {least} of {format_bytes(self.memory)}"
+            found.append((name, sum(n for _, n in needs), why))
+        mine = next((g for g, f, _ in self.others if f == best.candidate.frame), best.seconds)
+        rest: dict[str, list[tuple[float, int]]] = {}
+        for seconds, frame, number in self.others:
+            rest.setdefault(_kind(frame), []).append((seconds, number))
+        for name, guesses in rest.items():
+            times = min(seconds for seconds, _ in guesses) / mine
+            tried = [p for p in self.estimated.values() if _kind(p.candidate.frame) == name]
+            why = f"not traced: products and words alone are guessed at {times:.1f}× the time"
+            if tried:
+                p = min(tried, key=_order)
+                why = f"not traced: the likeliest of them takes {why_slower(p, best)} ({p.candidate})"
+            elif times < 1.05:
+                why = "not traced: guessed to be slower than those that were"
+            found.append((name, sum(n for _, n in guesses), why))
+        return found
 
 
-def _one_apart(a: Candidate, b: Candidate) -> bool:
-    """Return True if candidates use the ranks alike and differ in one other choice."""
-
-    def ranks(c: Candidate) -> tuple[Any, ...]:
-        return c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
+    """Return True if candidates of one frame differ in one choice; numbers of microbatches by at most two steps."""
 
     def choices(c: Candidate) -> tuple[Any, ...]:
-        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype
+        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts
 
-    return ranks(a) == ranks(b) and sum(x != y for x, y in zip(choices(a), choices(b), strict=True)) == 1
+    if abs(counts.index(a.microbatches) - counts.index(b.microbatches)) > 2:
+        return False
+    return sum(x != y for x, y in zip(choices(a), choices(b), strict=True)) == 1
+
+
+def _near(a: Frame, b: Frame) -> bool:
+    """Return True if frames differ in the form of tensor parallelism, or in two sizes by a small factor."""
+    mine, theirs = (
+        (f.data, f.pipeline, f.sequence // f.ulysses, f.ulysses, f.tensor.ranks or 1) for f in (a, b)
+    )  # fmt: skip
+    if mine == theirs:
+        return a != b
+    apart = [max(x, y) / min(x, y) for x, y in zip(mine, theirs, strict=True) if x != y]
+    return len(apart) == 2 and max(apart) <= 4
+
+
+def _kind(frame: Frame) -> str:
+    """Return the kinds of parallelism of a frame, without their sizes."""
+    texts = ["pipeline"] * (frame.pipeline > 1)
+    if (frame.tensor.ranks or 1) > 1:
+        texts.append(str(frame.tensor.mode).upper())
+    texts += ["Ulysses"] * (frame.ulysses > 1) + ["ring"] * (frame.sequence > frame.ulysses)
+    return " × ".join(texts) or "data only"
 
 
 def _order(p: Planned) -> tuple[float, int, str]:
@@ -1132,20 +1645,6 @@ def _order(p: Planned) -> tuple[float, int, str]:
 def _group(c: Candidate) -> str:
     return " × ".join(
         [*["pipeline"] * (c.pipeline > 1), c.form()] if c.form() else ["pipeline" if c.pipeline > 1 else "data only"]
-    )
-
-
-def _guess(c: Candidate, node: int) -> tuple[Any, ...]:
-    """Return a key by which likely candidates come first: groups within a node, few axes, few stages, no work twice."""
-    axes = {None: 0, "1d": 1, "2d": 2, "2.5d": 3, "3d": 3}.get(c.tensor.mode, 1) + (c.sequence > 1) + (c.ulysses > 1)
-    return (
-        c.width > node,
-        axes,
-        {None: 0, "attention": 1, "block": 1}[c.recompute],
-        c.zero == 3,
-        c.width,
-        abs(math.log2(max(1, c.pipeline))),
-        -c.microbatches,
     )
 
 

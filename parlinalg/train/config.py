@@ -221,6 +221,18 @@ class ParallelConfig(Section):
         SequenceConfig, "ranks that share each sequence, or a dict with the keys below", "1"
     )
     tensor: TensorConfig = section(TensorConfig, "ranks that share each product, or a dict with the keys below", "1")
+    auto: bool = key(
+        False, flag, '`True`: `parlinalg train` chooses what is not given here when it starts; `parallel="auto"` '
+        "leaves all to it. See [](planning.md)",
+    )  # fmt: skip
+
+    @classmethod
+    def expand(cls, value: object) -> object:
+        if isinstance(value, str):
+            if value != "auto":
+                raise refuse("parallel", value, "'auto', or a dict with the keys data, pipeline, sequence, tensor")
+            return {"auto": True}
+        return super().expand(value)
 
     def check(self, where: str) -> None:
         if self.tensor.mode == "sequence" and self.sequence.size is not None:
@@ -469,8 +481,12 @@ class TrainingConfig(Section):
     """A parsed configuration; the guide's page on configurations lists its keys."""
 
     parallel: ParallelConfig = section(
-        ParallelConfig, "how the ranks are used; see [](#parallel-how-the-ranks-are-used)", "data parallel"
+        ParallelConfig, 'how the ranks are used, or `"auto"`; see [](#parallel-how-the-ranks-are-used)', "data parallel"
     )
+    machine: str | None = key(
+        None, text, 'with `parallel="auto"`: the machine to plan for, a shipped one such as `"a100"` or the path of a '
+        "`.toml` file; see [](machines.md)", "this one, measured once",
+    )  # fmt: skip
     backend: str = key(
         "auto", one_of("auto", "numpy", "cupy"), '`"auto"`, `"numpy"`, `"cupy"`',
         '`"auto"`: CuPy where every rank has a GPU',

@@ -147,13 +147,16 @@ class CheckpointHook(Hook):
         then names the signal.
     saves : bool
         Whether checkpoints are made; else the training only resumes.
+    notes : dict, optional
+        What JSON can carry, saved with each checkpoint: how the ranks were used, say.
     """
 
     def __init__(
         self, to: str | Path | Callable[[Trainer], object], every: int | None = None, *, keep: int | None = 3,
         best: str | None = None, background: bool = True, resume: bool = False, fall_back: bool = False,
-        signals: bool = True, saves: bool = True,
+        signals: bool = True, saves: bool = True, notes: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        self.notes = dict(notes or {})
         if fall_back and not resume:
             raise ConfigError("CheckpointHook: fall_back says how to resume: add resume=True, or leave it out")
         self.signals, self.fall_back, self.resume, self.saves = signals, fall_back, resume, saves
@@ -247,7 +250,8 @@ class CheckpointHook(Hook):
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what a checkpoint holds of the training beside the arrays."""
         kind = {"kind": type(trainer.engine.optimizer).__name__}  # looked at before states are loaded
-        return {"metrics": trainer.step_metrics, "optimizer": kind, "best": self.best, **trainer.progress()}
+        about = {"metrics": trainer.step_metrics, "optimizer": kind, "best": self.best, **trainer.progress()}
+        return {**self.notes, **about}
 
     def _save(self, trainer: Trainer) -> None:
         if self._checkpoints is not None and self.saves:

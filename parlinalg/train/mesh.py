@@ -203,6 +203,11 @@ def resolve(config: Configuration, ranks: int) -> MeshSpec:
     """
     config = load({} if config is None else config)
     parallel = config.parallel
+    if parallel.auto:
+        raise ConfigError(
+            "parallel='auto' is chosen when `parlinalg train` starts; elsewhere give the sizes, such as those that "
+            f"pla.plan_training(config, ranks={ranks}, machine=...).configuration has"
+        )
     if parallel.pipeline.tensor is not None:
         found = _unlike(parallel, parallel.pipeline.tensor, ranks)
     else:

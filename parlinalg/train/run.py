@@ -72,24 +72,33 @@ def train(
     ------
     ConfigError
         On all ranks, if the configuration, the data or the directory is wrong on any.
+    PlanError
+        On all ranks, if `parallel="auto"` finds no way to train that fits the memory.
     """
     try:
         world = open_comm(comm)
     except CommError as error:
         raise ConfigError(str(error)) from error
-    with launch(config, world, settings=settings) as mesh:
-        made, run = recipe(mesh.config, mesh, out), RunHook(out)
+    from parlinalg.planning.auto import choose  # it plans with what is here
+
+    chosen = choose(config, world, settings, out / FOLDER if resume else None)
+    with launch(chosen.config, world) as mesh:
+        made, run = recipe(mesh.config, mesh, out), RunHook(out, chosen.lines)
         mesh.ends.callback(run.release)
         run.open(world)
-        trainer, feed = trainer_of(mesh, made, out, [run, *hooks_of(mesh, made, out, resume, fall_back)])
+        hooks = hooks_of(mesh, made, out, resume, fall_back, chosen.notes)
+        trainer, feed = trainer_of(mesh, made, out, [run, *hooks])
         steps = mesh.config.steps_of(len(made.train))
         run.lines |= lines_of(mesh, made, trainer, steps)
         trainer.fit(feed, steps=steps)
         return 128 + int(getattr(signal, trainer.signal)) if trainer.signal else 0
 
 
-def hooks_of(mesh: Mesh, made: Recipe, out: Path, resume: bool = False, fall_back: bool = False) -> list[Hook]:
-    """Return the hooks of a configuration, which measure, show and save."""
+def hooks_of(
+    mesh: Mesh, made: Recipe, out: Path, resume: bool = False, fall_back: bool = False,
+    notes: Mapping[str, Any] | None = None,
+) -> list[Hook]:  # fmt: skip
+    """Return the hooks of a configuration, which measure, show and save; `notes` are saved with each checkpoint."""
     config, options = mesh.config, mesh.config.checkpoint
     if options.best is not None and options.best not in made.test_columns:
         raise ConfigError(
@@ -105,7 +114,7 @@ def hooks_of(mesh: Mesh, made: Recipe, out: Path, resume: bool = False, fall_bac
         ),
         CheckpointHook(
             out / FOLDER, options.every, keep=options.keep, best=options.best, background=options.background,
-            resume=resume, fall_back=fall_back, saves=options.on,
+            resume=resume, fall_back=fall_back, saves=options.on, notes=notes,
         ),
     ]  # fmt: skip
 

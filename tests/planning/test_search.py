@@ -168,3 +168,62 @@ def test_classifiers_are_planned():
     assert made.proven
     assert not made.language
     assert made.best[0].throughput == pytest.approx(64 / made.best[0].seconds)
+
+
+BIG = {
+    "model": {
+        "name": "gpt", "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 32, "num_attention_heads": 8,
+    },
+    "data": {"name": "text", "sequence_length": 128}, "dtype": "float32", "batch_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("form", "microbatches", "zero"),
+    [((8, 1, 1, 1, {}), 2, 1), ((4, 2, 1, 1, {}), 8, 1), ((2, 1, 1, 1, {"mode": "2d", "shape": (2, 2)}), 4, 0)],
+    ids=str,
+)
+def test_long_stages_are_traced_by_few_layers(form, microbatches, zero):
+    """What few and some more equal layers take says what many do: within 1% of a trace of all."""
+    looks = search.Looks(load(BIG), 8, load_machine("a100"), 64)
+    *sizes, tensor = form
+    tensor = search.TensorConfig.parse("tensor", tensor or None)
+    name = "1f1b" if sizes[1] > 1 else None
+    c = search.Candidate(*sizes, tensor, zero, microbatches, name, None, None, None)
+    assert looks.is_long(c)
+    short, whole = looks.stretched(c), looks.full(c)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.bytes == pytest.approx(whole.bytes, rel=0.02)
+    assert short.words == pytest.approx(whole.words, rel=0.03)
+
+
+def test_every_loser_has_a_reason():
+    for more in ({}, {"global_batch": 16}):
+        made = plan(8, best=2, **more)
+        assert made.lost
+        for what, count, why in made.lost:
+            assert what
+            assert count > 0
+            assert not re.search(r"\b0\.\d+×", why), why
+            assert re.search(r"[a-z]{3}", why), why
+
+
+def test_experts_may_be_cut_by_any_axis():
+    model = {**AGAIN, "num_local_experts": 4}
+    space = search.Space(load({**GPT, "model": model}), {**GPT, "model": model}, 4, 8, 4, [""])
+    found = {(c.experts, (c.tensor.mode or "")) for c in space if c.data == 2 and c.pipeline == c.sequence == 1}
+    assert found >= {("data", "1d"), ("t", "1d"), ("none", "1d")}
+    given = {"zero": 0, "gradient_accumulation": 1, "parallel": {"pipeline": 1, "sequence": 1, "tensor": 1}}
+    made = plan(2, best=3, model=model, **given)
+    assert {p.candidate.experts for p in made.best} == {"data", "none"}
+    assert made.best[0].config.model.options["expert_axis"] == (
+        None if made.best[0].candidate.experts == "none" else "data"
+    )
+
+
+@pytest.mark.one_in(3)
+def test_beyond_reach_what_does_not_fit_names_the_least_memory(monkeypatch):
+    monkeypatch.setattr(search, "MANY", 1)
+    with pytest.raises(PlanError, match=r"64.00 KiB a rank: the .* needs? .*KiB|64.00 KiB a rank: the least .* is"):
+        plan(2, memory=1 << 16, parallel={"sequence": 1, "pipeline": 1})

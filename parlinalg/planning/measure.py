@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -136,13 +135,13 @@ CHAIN, SIDE = 8, 64
 """The layers by which the overhead of an operation is measured, and the sides of their matrices."""
 
 
-def measure_machine(comm: Comm, name: str) -> planning.Machine:
+def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
     """Return this machine as its ranks see it, measured in less than a minute.  Collective.
 
     Products and kernels are measured on as many ranks at once as there are cores, the links by operations among 2, 4, …
-    and all ranks of a node, and among one rank of each node.
+    and all ranks of a node, and among one rank of each node.  `device` names the backend.
     """
-    with Grid({"ranks": comm.size}, comm) as grid:
+    with Grid({"ranks": comm.size}, comm, device) as grid:
         backend = grid.backend
         here, nodes = list(comm.nodes), sorted(set(comm.nodes))
         per_node = max(here.count(n) for n in nodes)
@@ -173,7 +172,9 @@ def measure_machine(comm: Comm, name: str) -> planning.Machine:
         if len(nodes) > 1:
             across = [r for r in range(comm.size) if here[:r].count(here[r]) == turn]
             network = _link(comm, backend, across, 1, source, crowd)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (comm.size if shared else per_node)
+        memory = backend.memory_total()
+        if not backend.cuda:
+            memory //= comm.size if shared else per_node
         overlap = Overlap("polls", source, _window(comm, backend, network or node), turns=_turns(comm, backend))
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"

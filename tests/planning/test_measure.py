@@ -11,8 +11,9 @@ import pytest
 
 from parlinalg.backend import kernels
 from parlinalg.backend.numpy import NUMPY
-from parlinalg.cli import doctor, measure
+from parlinalg.cli import doctor
 from parlinalg.errors import ConfigError
+from parlinalg.planning import measure
 from parlinalg.planning.machine import OPERATIONS, STEPS, GemmRate, load_machine, machine_text, parse_machine
 
 
