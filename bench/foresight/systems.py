@@ -12,6 +12,7 @@ stores attention's scores.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -283,20 +284,22 @@ def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
     """Return the fastest of runs that fit into the memory, of which a paper does not say which it was.
 
     Layers are traced for each microbatch, and the pipeline's formula gives the order in which runs are traced in full;
-    the first that fits is taken.
+    the first that fits is taken.  Microbatches whose memory is too much without chunks are left out before.
     """
-    layers: dict[int, tuple[float, float]] = {}
+    layers: dict[int, float] = {}
     ranked = []
     for run in runs:
         if run.microbatch not in layers:
             looks = Looks(parse(run.configuration()), run.ranks, machine, run.batch)
             parts = looks._layers(run.candidate(), bound=True)
-            message = machine.transfer("send", parts[0].message, 2, 1, looks.node, run.ranks).total
-            layers[run.microbatch] = sum(looks.seconds(p, s) for p in parts for s in ("forward", "backward")), message
-        seconds, message = layers[run.microbatch]
+            layers[run.microbatch] = sum(looks.seconds(p, s) for p in parts for s in ("forward", "backward"))
+            if looks.estimate(replace(run, chunks=1).candidate())[1] > 0.92 * machine.memory:
+                layers[run.microbatch] = math.inf
         passes = run.microbatches + (run.pipeline - 1) / run.chunks
-        ranked.append((seconds / run.pipeline * passes + 2 * message * run.chunks * run.microbatches, run))
-    for _, run in sorted(ranked, key=lambda x: x[0]):
+        ranked.append((layers[run.microbatch] / run.pipeline * passes, run))
+    for seconds, run in sorted(ranked, key=lambda x: x[0]):
+        if seconds == math.inf:
+            break
         planned = run.predict(machine)
         if planned.bytes <= 0.92 * machine.memory:
             return run, planned
