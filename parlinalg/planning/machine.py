@@ -256,9 +256,9 @@ class GemmRate:
     """The rate of products of one dtype: `rate` m/(m + mh) n/(n + nh) k/(k + kh), mended by measured points.
 
     A device with `tiles` takes the one that wastes the least: of the tiles at the result's edges, and of the processors
-    in the last round (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantization).  A result of
-    few tiles is cut along k too, as cuBLAS does (split-K).  Without points, products take as long as their operands and
-    results pass through memory at least; products with vectors take just that.
+    in the last round (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantization).  A result
+    of few tiles is cut along k too, as cuBLAS does (split-K).  Without points, products take as long as their operands
+    and results pass through memory at least; products with vectors take just that.
     """
 
     rate: float = key(RATE, "the operations a second of large products")

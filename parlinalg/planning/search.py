@@ -564,9 +564,7 @@ class Looks:
         for s, (a, b) in enumerate(_cuts(counts)):
             key = (tuple(keys[a:b]), given)
             if key not in known:
-                known[key] = self.trace(
-                    config, self.ranks, whole, layers=(a, b), given=given, stage=schedule.holder(s)
-                )
+                known[key] = self.trace(config, self.ranks, whole, layers=(a, b), given=given, stage=schedule.holder(s))
             parts.append(part := known[key])
             stages.append(Stage(part.span("forward"), part.span("backward"), None, part.message))
             given = part.output
