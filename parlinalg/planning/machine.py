@@ -40,6 +40,7 @@ STEPS: dict[str, Callable[[int], float]] = {
 """By name, the messages that one rank of p sends after each other in a collective operation."""
 
 MOST_FILE = 1 << 20
+SPLIT = 256  # the least length of a part of k
 _REACH = 2.0  # a point's ratio holds within about so many doublings of a dim or of the bytes
 
 
@@ -255,8 +256,9 @@ class GemmRate:
     """The rate of products of one dtype: `rate` m/(m + mh) n/(n + nh) k/(k + kh), mended by measured points.
 
     A device with `tiles` takes the one that wastes the least: of the tiles at the result's edges, and of the processors
-    in the last round (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantization).  Without
-    points, products take as long as their operands and results pass through memory at least.
+    in the last round (NVIDIA, "Matrix multiplication background user's guide": tile and wave quantization).  A result
+    of few tiles is cut along k too, as cuBLAS does (split-K).  Without points, products take as long as their operands
+    and results pass through memory at least; products with vectors take just that.
     """
 
     rate: float = key(RATE, "the operations a second of large products")
@@ -279,16 +281,21 @@ class GemmRate:
         return self._formula(m, n, k, batch) * self._correction((m, n, k))
 
     def _formula(self, m: float, n: float, k: float, batch: float = 1) -> float:
-        rate = self.rate * math.prod(x / (x + h) for x, h in zip((m, n, k), self.half, strict=True))
         if not self.tiles:
-            return rate
-        return rate * max(share * self._filled(m, n, batch, rows, columns) for rows, columns, share in self.tiles)
+            return self.rate * self._begun(m, n, k)
+        found = []
+        for rows, columns, share in self.tiles:
+            tiles, filled = math.ceil(m / rows) * math.ceil(n / columns) * batch, m * n * batch / (rows * columns)
+            parts = 1
+            while parts == 1 or (tiles * parts <= self.units and parts * SPLIT <= k):
+                rounds = math.ceil(tiles * parts / self.units)
+                found.append(share * filled * parts / (rounds * self.units) * self._begun(m, n, k / parts))
+                parts *= 2
+        return self.rate * max(found)
 
-    def _filled(self, m: float, n: float, batch: float, rows: int, columns: int) -> float:
-        """Return the share of the tiles of all rounds of all processors that is the result's."""
-        tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
-        rounds = math.ceil(tiles / self.units)
-        return m * n * batch / (rounds * self.units * rows * columns)
+    def _begun(self, m: float, n: float, k: float) -> float:
+        """Return the share of the rate that dims of this length reach."""
+        return math.prod(x / (x + h) for x, h in zip((m, n, k), self.half, strict=True))
 
     @cached_property
     def _correction(self) -> Correction:
@@ -510,7 +517,8 @@ class Machine:
         if not gemm.flops:
             return 0.0
         rate, times = self._gemm_rate(gemm.dtype)
-        seconds = times * gemm.flops / rate.at(gemm.m, gemm.n, gemm.k, gemm.batch)
+        vector = bool(rate.tiles) and min(gemm.m, gemm.n) == 1  # BLAS computes it along rows, not by tiles
+        seconds = 0.0 if vector else times * gemm.flops / rate.at(gemm.m, gemm.n, gemm.k, gemm.batch)
         if not rate.points:  # measured ones have it in them
             words = gemm.batch * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
             nbytes = words * ITEMSIZE.get(gemm.dtype, 4)

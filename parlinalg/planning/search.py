@@ -599,9 +599,13 @@ class Looks:
     # -------------------------------------------------------------------------------------------- parts
     def _part(self, key: Any, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
         if key not in self._parts:
-            self.traces += 1
-            self._parts[key] = trace_part(config, self.inputs, ranks, rows, node=self.node, target=self.target, **more)
+            self._parts[key] = self.trace(config, ranks, rows, **more)
         return self._parts[key]
+
+    def trace(self, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
+        """Return `trace_part` of a configuration on the machine's nodes; another software's kernels may replace its."""
+        self.traces += 1
+        return trace_part(config, self.inputs, ranks, rows, node=self.node, target=self.target, **more)
 
     def _layers(self, c: Candidate, bound: bool) -> list[Part]:
         """Return the parts of all layers of a candidate's model: passes of one copy of it for a bound, else its own."""
@@ -780,8 +784,7 @@ class Looks:
         spec, config = self._spec(c)
         whole = rows * c.data
         if c.pipeline == 1:
-            self.traces += 1
-            part = trace_part(config, self.inputs, self.ranks, whole, node=self.node, target=self.target)
+            part = self.trace(config, self.ranks, whole)
             run = self._alone_run(part, c.microbatches)
             seconds = run[0]
             memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
@@ -797,11 +800,7 @@ class Looks:
         for s, (a, b) in enumerate(_cuts(counts)):
             key = (tuple(keys[a:b]), given)
             if key not in known:
-                self.traces += 1
-                known[key] = trace_part(
-                    config, self.inputs, self.ranks, whole, layers=(a, b), given=given, stage=schedule.holder(s),
-                    node=self.node, target=self.target,
-                )  # fmt: skip
+                known[key] = self.trace(config, self.ranks, whole, layers=(a, b), given=given, stage=schedule.holder(s))
             parts.append(part := known[key])
             stages.append(Stage(part.span("forward"), part.span("backward"), None, part.message))
             given = part.output

@@ -169,3 +169,16 @@ def test_more_bytes_take_no_less(name: str, op: str, ranks: int, local: int, nby
     on_node = max(local, machine.ranks_per_node)
     few, more = (machine.transfer(op, n, ranks, local, on_node, ranks).total for n in (nbytes, nbytes * times))
     assert more >= 0.6 * few  # between measured points the sums are not smooth
+
+
+def test_products_with_vectors_pass_memory_once():
+    machine = load_machine("a100")
+    seconds = machine.gemm_seconds(Gemm(1, 1, 1, 1 << 28, "float32"))
+    assert seconds == pytest.approx(2 * 4 * 2**28 / machine.kernels.bandwidth, rel=0.01)
+
+
+def test_results_of_few_tiles_are_cut_along_k():
+    rate = load_machine("a100").gemm["float16"]
+    assert rate.at(384, 384, 1 << 16) > 4 * rate.at(384, 384, 256)
+    whole = 256 * 12, 128 * 9  # one round of all processors: nothing to gain
+    assert rate.at(*whole, 4096) == pytest.approx(rate.rate * 4096 / (4096 + 64))

@@ -1,0 +1,338 @@
+"""Published training runs, predicted from the library's own traces of the same model and split.
+
+    python bench/foresight/systems.py --hidden 12288 --layers 96 --heads 96 --ranks 1024 --batch 1536 \\
+        --tensor 8 --pipeline 8 --chunks 3 --recompute block --machine a100
+
+The library's GPT or Llama, its tape, reducer, ZeRO, pipeline schedule and optimizer run without values on imagined
+ranks, one of each class, and the planner's `Looks.full` times the traces on a machine's file.  `Megatron` has the same
+traces with the kernels of the published software in place of the library's: those of Megatron-LM before 2023, which
+stores attention's scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parlinalg.planning.machine import Machine, load_machine
+from parlinalg.planning.parts import Part
+from parlinalg.planning.search import Candidate, Looks, Planned
+from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Trace
+from parlinalg.train.config import TensorConfig, parse
+
+HALF = 2  # bytes of a 16-bit float
+CHAINS = (
+    (("add", "dropout.drop", "add"), 3 * HALF + 1),  # bias, dropout with its mask, residual
+    (("add", "activations.gelu"), 2 * HALF),
+)
+"""Kernels that Megatron-LM makes one, and the bytes an element of it reads and writes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: a model, and how ranks share its step of `batch` sequences.
+
+    `cuts` is Megatron's sequence parallelism, `recompute` as of `nn.GPT`; attention's scores are never kept by the
+    library, which is what Megatron's selective recomputation comes to.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    ranks: int
+    batch: int
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    microbatch: int = 1
+    sequence: int = 2048
+    vocabulary: int = 51200
+    cuts: bool = False
+    recompute: str | None = None
+    zero: int = 0
+    dtype: str = "float16"
+    dropout: float = 0.1
+
+    @property
+    def data(self) -> int:
+        return self.ranks // (self.tensor * self.pipeline)
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.data * self.microbatch)
+
+    @property
+    def flops(self) -> float:
+        """Operations of a step as Narayanan et al. count them: 72 B s l h² (1 + s/6h + V/12lh), and with recomputed
+        blocks 96 B s l h² (1 + s/6h + V/16lh)."""
+        b, s, l, h, v = self.batch, self.sequence, self.layers, self.hidden, self.vocabulary
+        return (96 if self.recompute == "block" else 72) * b * s * l * h**2 * (1 + s / (6 * h)) + 6 * b * s * h * v
+
+    def possible(self) -> bool:
+        """Return True if microbatches and chunks come out even."""
+        even = self.batch % (self.data * self.microbatch) == 0
+        return even and (self.chunks == 1 or self.microbatches % self.pipeline == 0)
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the keys of the configuration that do not depend on the split."""
+        p = self.dropout
+        model = {
+            "name": "gpt", "vocab_size": self.vocabulary, "max_position_embeddings": self.sequence,
+            "hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "resid_pdrop": p, "attn_pdrop": p, "embd_pdrop": p,
+        }  # fmt: skip
+        data = {"name": "text", "sequence_length": self.sequence}
+        return {"model": model, "data": data, "batch_size": self.batch, "precision": self.dtype}
+
+    def candidate(self) -> Candidate:
+        """Return the split as the planner's candidate."""
+        tensor = TensorConfig()
+        if self.tensor > 1:
+            tensor = TensorConfig(size=self.tensor, mode="1d", sequence_parallel=self.cuts)
+        schedule = None if self.pipeline == 1 else "interleaved" if self.chunks > 1 else "1f1b"
+        return Candidate(
+            self.data, self.pipeline, 1, 1, tensor, self.zero, self.microbatches, schedule,
+            self.chunks if self.chunks > 1 else None, self.recompute, self.dtype,
+        )  # fmt: skip
+
+    def predict(self, machine: Machine, looks: type[Looks] = Looks) -> Planned:
+        """Return the step on a machine, by the trace of the library's program or of another software's kernels."""
+        made = looks(parse(self.configuration()), self.ranks, machine, self.batch)
+        if isinstance(made, Megatron):
+            made.run = self
+        return made.full(self.candidate())
+
+
+# ------------------------------------------------------------------------------------------------ other kernels
+class Megatron(Looks):
+    """Traces with Megatron-LM's kernels of 2021 and 2022 in place of the library's.
+
+    - Attention: products of all pairs in 16 bits, masked ones too, and scores in memory: one kernel for scale, mask and
+      softmax, one for dropout.  The library computes in tiles and keeps no scores.
+    - Bias and GELU are one kernel; bias, dropout and residual are one.
+    - NCCL adds 16-bit terms as they arrive; the library adds them in float32 (`combine_terms`).
+    - With sequence cuts the sequence is the first dim, so that gathering needs no copies; here the batch is.
+    - Adam is apex's fused kernel, with passes to unscale, for the norm, to clip, to copy and to clear gradients.
+
+    Communication, the order of all else, the schedule and the memory are the traced ones.
+    """
+
+    run: Run
+
+    def trace(self, *args: Any, **more: Any) -> Part:
+        part = super().trace(*args, **more)
+        left_out = "copy" if self.run.cuts else ""
+        traced = [
+            e for e in part.trace.events
+            if not (isinstance(e, Memory) or (isinstance(e, Kernel) and e.name in ("combine_terms", left_out)))
+        ]  # fmt: skip
+        events = list(self._update(part, list(_fused(list(self._attention(traced))))))
+        return replace(part, trace=Trace(part.trace.rank, part.trace.size, events))
+
+    def _attention(self, events: Sequence[Event]) -> Iterator[Event]:
+        """Replace the tiles of attention's products and its kernel, which comes after them."""
+        tiles: list[Gemm] = []
+        s, width = self.run.sequence, self.run.hidden // self.run.heads
+        for e in events:
+            if isinstance(e, Gemm) and e.dtype == "float32" and e.m > 1 and width in (e.n, e.k):
+                tiles.append(e)
+                continue
+            if isinstance(e, Kernel) and e.name.startswith("attention.") and tiles:
+                batch = self.run.microbatch * self.run.heads // self.run.tensor
+                scores = batch * s * s
+                forward = e.name == "attention.forward"
+                wide, narrow = (Gemm(batch, s, s, width, self.run.dtype), Gemm(batch, s, width, s, self.run.dtype))
+                drops = 2 * HALF + 1 if self.run.dropout else 0
+                if not forward and self.run.recompute is None:  # selective recomputation: the scores are made again
+                    yield from (wide, _kernel("softmax", 2 * HALF * scores), _kernel("dropout", drops * scores))
+                if forward:
+                    yield wide
+                    yield _kernel("softmax", 2 * HALF * scores)
+                    yield _kernel("dropout", drops * scores)
+                    yield narrow
+                else:
+                    yield from (wide, narrow)
+                    yield _kernel("dropout, backward", drops * scores)
+                    yield _kernel("softmax, backward", 3 * HALF * scores)
+                    yield from (narrow, narrow)
+                yield _kernel("transpose", e.nbytes // 2)
+                tiles = []
+                continue
+            yield from tiles
+            tiles = []
+            yield e
+        yield from tiles
+
+    def _update(self, part: Part, events: list[Event]) -> Iterator[Event]:
+        """Replace the kernels of the update by passes over the parameters; communication stays."""
+        inside, own = False, part.weights // HALF
+        for e in events:
+            if isinstance(e, Span) and e.name == "update":
+                inside = e.begins
+                yield e
+                if inside:
+                    for name, nbytes in (
+                        ("unscale", 6), ("norm", 4), ("clip", 8), ("adam", 28), ("copy", 6), ("zero", 2),
+                    ):  # fmt: skip
+                        yield _kernel(name, own * nbytes)
+            elif not inside or not isinstance(e, Gemm | Kernel):
+                yield e
+
+
+def _kernel(name: str, nbytes: int) -> Kernel:
+    return Kernel(name, nbytes, nbytes // HALF, "float16")
+
+
+def _fused(events: Sequence[Event]) -> Iterator[Event]:
+    """Make chains of kernels one kernel each."""
+    at = 0
+    while at < len(events):
+        for chain, nbytes in CHAINS:
+            found = events[at : at + len(chain)]
+            if tuple(e.name if isinstance(e, Kernel) else "" for e in found) == chain:
+                size = max(e.elements for e in found if isinstance(e, Kernel))
+                yield _kernel(", ".join(chain), size * nbytes)
+                at += len(chain)
+                break
+        else:
+            yield events[at]
+            at += 1
+
+
+# ------------------------------------------------------------------------------------------------ published tables
+@dataclass(frozen=True)
+class Published:
+    """A published figure of a run: the seconds of a step."""
+
+    name: str
+    run: Run
+    seconds: float
+
+
+def narayanan() -> Iterator[tuple[str, list[Run], float]]:
+    """Yield the rows of table 1: name, what the run may have been, operations a second of a GPU (10¹²).
+
+    The table does not have microbatches and chunks: the paper's text says that the interleaved schedule was used.
+    """
+    for name, heads, hidden, layers, tensor, pipeline, ranks, batch, rate in NARAYANAN:
+        runs = [
+            Run(hidden, layers, heads, ranks, batch, tensor, pipeline, chunks, microbatch, recompute="block")
+            for chunks in ((v for v in (1, 2, 3, 4, 5) if layers // pipeline % v == 0) if pipeline > 1 else (1,))
+            for microbatch in (1, 2, 4, 8)
+        ]
+        yield name, [run for run in runs if run.possible()], rate
+
+
+NARAYANAN = (
+    ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137), ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
+    ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142), ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
+    ("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138), ("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    ("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148), ("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163), ("1008.0B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)  # fmt: skip
+"""Parameters, heads, hidden, layers, tensor, pipeline, GPUs, batch, TFLOP/s a GPU (Narayanan et al. 2021, table 1)."""
+
+KORTHIKANTI = tuple(
+    Published(
+        f"{name}, {'selective recomputation, sequence cuts' if cuts else 'full recomputation'}",
+        Run(hidden, layers, heads, 8 * pipeline, batch, 8, pipeline, chunks, microbatch, cuts=cuts,
+            recompute=None if cuts else "block"),
+        seconds,
+    )
+    for name, hidden, layers, heads, pipeline, chunks, batch, microbatch, *both in (
+        ("22B", 6144, 48, 64, 1, 1, 4, 4, 1.42, 1.10), ("175B", 12288, 96, 96, 8, 3, 64, 1, 18.13, 13.75),
+        ("530B", 20480, 105, 128, 35, 3, 280, 1, 49.05, 37.83), ("1T", 25600, 128, 160, 64, 1, 512, 1, 94.42, 71.49),
+    )
+    for cuts, seconds in zip((False, True), both, strict=True)
+)  # fmt: skip
+"""Korthikanti et al. 2022, tables 3 and 5."""
+
+MT_NLG = tuple(
+    Published(
+        f"530B on {ranks}", Run(20480, 105, 128, ranks, 1920, 8, 35, recompute="block", dtype="bfloat16"), seconds
+    )
+    for ranks, seconds in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
+)
+"""Smith et al. 2022, section 2.4."""
+
+MPT = tuple(
+    Published(
+        f"{name}, {sequence} tokens, on {ranks}",
+        Run(*sizes, ranks, ranks * microbatch * times, microbatch=microbatch, sequence=sequence, vocabulary=50368,
+            recompute="block" if again else None, zero=3, dtype="bfloat16", dropout=0.0),
+        microbatch * times * sequence / tokens,
+    )
+    for name, sizes, ranks, sequence, microbatch, times, again, tokens in (
+        ("1B", (2048, 24, 16), 8, 2048, 14, 4, False, 20513), ("3B", (2560, 32, 20), 8, 2048, 10, 2, False, 10811),
+        ("3B", (2560, 32, 20), 8, 4096, 5, 6, False, 9457), ("7B", (4096, 32, 32), 8, 1024, 64, 2, True, 4357),
+        ("7B", (4096, 32, 32), 8, 2048, 6, 2, False, 4641), ("7B", (4096, 32, 32), 8, 4096, 16, 2, True, 3684),
+        ("13B", (5120, 40, 40), 8, 2048, 2, 3, False, 2262), ("13B", (5120, 40, 40), 8, 4096, 10, 3, True, 2060),
+        ("30B", (7168, 48, 56), 8, 1024, 6, 21, True, 946), ("30B", (7168, 48, 56), 8, 2048, 3, 21, True, 916),
+        ("30B", (7168, 48, 56), 8, 4096, 1, 21, True, 814), ("70B", (8192, 80, 64), 32, 2048, 2, 16, True, 373),
+        ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 410),
+    )
+)  # fmt: skip
+"""MosaicML, LLM Foundry, scripts/train/benchmarking: A100 80GB, 1600 Gbit/s, all rows of 1B and more and of 1,024 to
+4,096 tokens that repeat no other's model and length."""
+
+
+def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
+    """Return the fastest of runs that fit into the memory, of which a paper does not say which it was.
+
+    Layers are traced for each microbatch, and the pipeline's formula gives the order in which runs are traced in full;
+    the first that fits is taken.  Microbatches whose memory is too much without chunks are left out before.
+    """
+    layers: dict[int, float] = {}
+    ranked = []
+    for run in runs:
+        if run.microbatch not in layers:
+            looks = Looks(parse(run.configuration()), run.ranks, machine, run.batch)
+            parts = looks._layers(run.candidate(), bound=True)
+            layers[run.microbatch] = sum(looks.seconds(p, s) for p in parts for s in ("forward", "backward"))
+            if looks.estimate(replace(run, chunks=1).candidate())[1] > 0.92 * machine.memory:
+                layers[run.microbatch] = math.inf
+        passes = run.microbatches + (run.pipeline - 1) / run.chunks
+        ranked.append((layers[run.microbatch] / run.pipeline * passes, run))
+    for seconds, run in sorted(ranked, key=lambda x: x[0]):
+        if seconds == math.inf:
+            break
+        planned = run.predict(machine)
+        if planned.bytes <= 0.92 * machine.memory:
+            return run, planned
+    raise SystemExit(f"none of {runs} fits {machine.memory / 1e9:.0f} GB a rank")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("hidden", "layers", "heads", "ranks", "batch"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name, default in (
+        ("tensor", 1), ("pipeline", 1), ("chunks", 1), ("microbatch", 1), ("sequence", 2048), ("vocabulary", 51200),
+        ("zero", 0),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--cuts", action="store_true", help="Megatron's sequence cuts")
+    parser.add_argument("--recompute", choices=("attention", "block"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--machine", default="a100")
+    args = vars(parser.parse_args())
+    machine = load_machine(args.pop("machine"))
+    run = Run(**args)
+    for name, looks in (("the library's program", Looks), ("with Megatron-LM's kernels", Megatron)):
+        found = run.predict(machine, looks)
+        print(
+            f"{name}: {found.seconds:.4g} s a step, {found.throughput / run.ranks:.0f} tokens/s "
+            f"and {run.flops / found.seconds / run.ranks / 1e12:.0f} teraFLOP/s a rank, {found.bytes / 1e9:.1f} GB\n"
+            + "    "
+            + ", ".join(f"{cause} {100 * share:.0f}%" for cause, share in found.causes.items() if share > 0.005)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
