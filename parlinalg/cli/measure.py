@@ -137,7 +137,7 @@ CHAIN, SIDE = 8, 64
 
 
 def measure_machine(comm: Comm, name: str) -> planning.Machine:
-    """Return this machine as its ranks see it, measured in less than a minute.  Collective.
+    """Return this machine as its ranks see it, measured in about two minutes where links are slow.  Collective.
 
     Products and kernels are measured on as many ranks at once as there are cores, the links by operations among 2, 4, …
     and all ranks of a node, and among one rank of each node.
