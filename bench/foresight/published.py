@@ -197,7 +197,8 @@ SHORT = """- Each setting here is one round. The machines of the emulated hosts 
 - 4 ranks that share 2 cores in a pipeline are predicted 8 to 23% too fast, and 1F1B before forms that are faster. The
   model gives each rank that computes an equal part of all cores at once, which the system may not do; that was not tested.
 - Not compared: GPTs on 4 ranks with 2 cores with the present model (an earlier one had a median error of 9.3% and a worst
-  one of 23.7%), interleaved and asynchronous schedules on 4 ranks, and hosts that have cores of their own.
+  one of 23.7%), other schedules than these on 2 and 4 ranks (Chimera, zero-bubble and asynchronous ones on 2), and hosts
+  that have cores of their own.
 """
 
 TEXT = """# Foresight against measured steps and published tables
