@@ -213,7 +213,8 @@ sources, and none of a training step.
 
 By `bench/foresight/measured.py`: each form's program runs on real ranks, and on imagined ones, whose events run on the
 machine that `parlinalg doctor --machine` measures in the same run or just before. The goals are errors of at most 10%
-in the median, at worst 10% on one machine and 20% on emulated hosts, and the right order of all pairs further apart than 10%.
+in the median, at worst 10% on one machine and 20% on emulated hosts, and the right order of all pairs further
+apart than 10%.
 
 {measured}
 
