@@ -9,6 +9,8 @@ The forms take turns: every round starts each of them once, on emulated hosts al
 imagined ranks, and its events on the machine.  So the speed that a shared machine has today is that of both.  No step
 is timed for the machine's file.
 
+A setting that takes long can be measured form by form: `--forms 1f1b --add` keeps the rows of the others.
+
 A result is written to bench/foresight/results/, of which `published.py --write` makes a part of the page; the measured
 machine beside it, as SETTING.toml, if --keep names a folder.
 """
@@ -268,7 +270,7 @@ def section(result: dict[str, Any]) -> str:
 def sections() -> str:
     """The part of the page of all results."""
     order = [*(f"{kind}_{n}" for kind in ("train", "pipeline") for n in (2, 4)), "hosts_200mbit", "hosts_1gbit"]
-    found = [RESULTS / f"{name}.json" for name in order]
+    found = [RESULTS / f"{name}{model}.json" for name in order for model in ("", "_d1024")]
     return "\n\n".join(section(json.loads(path.read_text())) for path in found if path.exists())
 
 
@@ -282,6 +284,22 @@ def setting(text: str) -> str:
     return text
 
 
+def result_file(setting: str, args: argparse.Namespace) -> Path:
+    """Where the result of a setting goes: with the model's name, if it is not the usual one."""
+    other = next((f"_{name}" for name, model in train.MODELS.items() if model == args.model != MODEL), "")
+    return Path(args.out or RESULTS) / f"{setting.replace(':', '_')}{other}.json"
+
+
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the rows of both runs; those of the later one where both have a form."""
+    for name in ("setting", "model"):
+        if old[name] != new[name]:
+            raise SystemExit(f"--add: the result there is of {name} {old[name]}, this one of {new[name]}")
+    forms = {row["form"] for row in new["rows"]}
+    rows = [row for row in old["rows"] if row["form"] not in forms] + new["rows"]
+    return {**new, "others": max(old["others"], new["others"]), "rows": rows}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="+", type=setting, help="such as train:2, pipeline:4, hosts:1gbit")
@@ -292,6 +310,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="of pipelines")
     parser.add_argument("--batches", type=int, default=4, help="between two flushes of an asynchronous pipeline")
     parser.add_argument("--out", help=f"the folder for results ({RESULTS.name} beside this script)")
+    parser.add_argument("--add", action="store_true", help="keep the other forms' rows of the result that is there")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=1, help="steps not counted")
     parser.add_argument("--steps", type=int, default=4, help="timed steps a form and round")
@@ -307,7 +326,9 @@ def main() -> int:
         return 1
     for name in args.settings:
         result = compare(name, args)
-        out = Path(args.out or RESULTS) / f"{name.replace(':', '_')}.json"
+        out = result_file(name, args)
+        if args.add and out.exists():
+            result = joined(json.loads(out.read_text()), result)
         harness.write_json(out, result)
         print(f"\n{section(json.loads(out.read_text()))}\n", flush=True)
     return 0

@@ -209,22 +209,24 @@ def page() -> str:
     return TEXT.format(measured=sections(), short=SHORT, **json.loads(KEPT.read_text()))
 
 
-SHORT = """- Links of 1 Gbit/s miss the goal by far. Another run of the same day, with an earlier measurement of the
-  waits, had a median error of 20.6% and a worst one of 35.5%, and steps up to a third shorter than here;
-  every form is predicted too fast, most of all those whose communication goes on beside computing. There
-  the cores and not the links are busy, and what MPI does at a poll costs more in a step than beside the
-  small products by which the doctor measures it.
-- On the emulated hosts 8 ranks share 2 cores, and MPI's ranks take a core while they wait. An operation of
-  a few bytes takes 0.3 ms in one minute and 10 ms in another, by the order in which the system runs the
-  ranks. The doctor takes the least of three passes, and measures apart how long ranks wait for each other
-  after computing (`overlap.turns`).
-- The forms of one machine differ by about as much as its speed does from one minute to the next: the same
-  step takes up to 10% more or less in another run, as much as in the pair in the wrong order there.
-- On 4 ranks with 2 cores an earlier form of the doctor and of the model had a median error of 9.3% and a
-  worst one of 23.7% (2D on 1 × 4, with 149 operations a step), no pair of 12 in the wrong order; the
-  present ones were not run there.
-- Not compared yet: pipelines (`measured.py pipeline:2` predicts them), the model of width 1024 of
-  `bench/train.py`, and hosts that have cores of their own.
+SHORT = """- Each setting here is one round. The machines of the emulated hosts and of the pipelines were measured
+  just before the steps, in a run of their own (`--machine`), not between two rounds. Forms of one
+  setting were partly measured minutes apart (`--add`). 2 ranks at width 512 are of the model and the
+  doctor before cores were shared by polls.
+- On the emulated hosts 8 ranks share 2 cores, and ranks take a core while they wait. An operation of a
+  few bytes takes 0.3 ms in one minute and 10 ms in another, by the order in which the system runs the
+  ranks, and three passes of the doctor do not average it out: all-reduces of a few bytes among 4 ranks
+  were measured at 4.7 to 9.4 ms for 1 Gbit/s, those among 8 at 0.5 to 1 ms. The two forms with many of
+  them (2D on 2 × 4, 2.5D on k) are predicted a third too slow there.
+- At 200 Mbit/s data parallelism is predicted a quarter too fast, and with that before two forms that are
+  faster. At 1 Gbit/s the same form is within 9%. What a byte costs a core beside computing (`processor`)
+  was measured between 1.3 and 2.4 ns in several runs at 1 Gbit/s.
+- 4 ranks that share 2 cores in a pipeline are predicted 8 to 23% too fast, and 1F1B before forms that
+  are faster. The model gives each rank that computes an equal part of all cores at once, which the
+  system may not do; that was not tested.
+- Not compared: GPTs on 4 ranks with 2 cores with the present model (an earlier one had a median error of
+  9.3% and a worst one of 23.7%), other schedules than these on 2 and 4 ranks (Chimera, zero-bubble and
+  asynchronous ones on 2), and hosts that have cores of their own.
 """
 
 TEXT = """# Foresight against measured steps and published tables
@@ -236,8 +238,9 @@ sources, and none of a training step.
 ## Steps on real ranks
 
 By `bench/foresight/measured.py`: each form's program runs on real ranks, and on imagined ones, whose events run on the
-machine that `parlinalg doctor --machine` measures in the same run. The goals are errors of at most 10% in the median,
-at worst 10% on one machine and 20% on emulated hosts, and the right order of all pairs further apart than 10%.
+machine that `parlinalg doctor --machine` measures in the same run or just before. The goals are errors of at most 10%
+in the median, at worst 10% on one machine and 20% on emulated hosts, and the right order of all pairs further
+apart than 10%.
 
 {measured}
 

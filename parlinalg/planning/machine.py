@@ -396,8 +396,9 @@ class Link:
     rails: int = key(RANKS, "ranks of a node that can have this bandwidth at once; the node's network interfaces")
     source: str = key(word(), "where the figures are from")
     processor: float = key(
-        number(0, 1e-3, "seconds a byte"), "seconds of a core for each byte that a rank receives (TCP, copies)", 0.0
-    )
+        number(0, 1e-3, "seconds a byte"),
+        "seconds of a core for each byte that a rank receives while it computes (TCP, copies)", 0.0,
+    )  # fmt: skip
     all_gather: Operation | None = key(_operation, "as measured", None)
     reduce_scatter: Operation | None = key(_operation, "as measured", None)
     all_reduce: Operation | None = key(_operation, "as measured", None)
@@ -428,6 +429,14 @@ class Overlap:
         number(0, 10, "a ratio"),
         "the time that computing takes longer while communication is in flight, as a share",
         0.0,
+    )
+    waiting: float = key(
+        number(0, 1, "a share of a core"),
+        "where ranks outnumber cores, the share of a core that a rank takes which waits in a collective operation, of "
+        "what it takes computing: 1 if it polls without a pause, 0 if it sleeps", 1.0,
+    )  # fmt: skip
+    receiving: float = key(
+        number(0, 1, "a share of a core"), "likewise of a rank that waits for a message, or has ended its step", 1.0
     )
     turns: tuple[tuple[float, float], ...] = key(
         points(SECONDS, SECONDS),

@@ -136,7 +136,7 @@ CHAIN, SIDE = 8, 64
 
 
 def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
-    """Return this machine as its ranks see it, measured in less than a minute.  Collective.
+    """Return this machine as its ranks see it, measured in about two minutes where links are slow.  Collective.
 
     Products and kernels are measured on as many ranks at once as there are cores, the links by operations among 2, 4, …
     and all ranks of a node, and among one rank of each node.  `device` names the backend.
@@ -175,7 +175,11 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         memory = backend.memory_total()
         if not backend.cuda:
             memory //= comm.size if shared else per_node
-        overlap = Overlap("polls", source, _window(comm, backend, network or node), turns=_turns(comm, backend))
+        waiting, receiving = _waits(comm, backend, at_work) if crowd > 1 else (1.0, 1.0)
+        overlap = Overlap(
+            "polls", source, _window(comm, backend, network or node), waiting=waiting, receiving=receiving,
+            turns=_turns(comm, backend),
+        )  # fmt: skip
         about = f"{len(nodes)} nodes of {per_node} ranks with {units} cores, {backend.device}, as measured"
         place = "world" if shared else "node"
         return planning.Machine(
@@ -414,13 +418,14 @@ def _link(
 ) -> Link | None:  # fmt: skip
     """Return the link between these ranks, measured while the other groups measure theirs; None for one rank.
 
-    Of several passes over all points the least time of each counts: what others do on the machine lasts for a while.
+    Of several passes over all points the median of each counts.  Where ranks share cores an operation takes longer or
+    shorter by the order in which the system runs them; a step has many operations, which take their mean together.
     """
     most = min(comm.share(len(members)))
     if most < 2:
         return None
     place = members.index(comm.rank)
-    times: dict[str, dict[tuple[int, int], float]] = {op: {} for op in OPERATIONS}
+    times: dict[str, dict[tuple[int, int], list[float]]] = {op: {} for op in OPERATIONS}
     ratios: dict[str, list[float]] = {op: [] for op in BESIDE}
     sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
     starts = [place // size * size for size in sizes]
@@ -436,7 +441,7 @@ def _link(
                     several = [_received(group, backend, op, nbytes, size) for _ in range(sets)]
                     at, calls = (size, several[0][1]), cycle([call for call, _ in several])
                     seconds = _together(comm, partial(_next, calls) if group.size == size else lambda: None)
-                    times[op][at] = min(times[op].get(at, math.inf), seconds / (2 if op == "send" else 1))
+                    times[op].setdefault(at, []).append(seconds / (2 if op == "send" else 1))
                     if seconds > SLOW:
                         break
         for op in BESIDE:
@@ -444,7 +449,7 @@ def _link(
     processor = _processor(comm, backend, groups[-1], most)
     for group in groups:
         group.free()
-    points = {op: [(p, float(n), s) for (p, n), s in found.items()] for op, found in times.items()}
+    points = {op: [(p, float(n), median(s)) for (p, n), s in found.items()] for op, found in times.items()}
     latency = min(s for _, _, s in points["send"])
     _, longest, seconds = max(points["send"])
     bandwidth = longest / max(seconds - latency, 1e-9)
@@ -552,42 +557,38 @@ def _operation(rows: Iterable[tuple[int, float, float]], bandwidth: float) -> Op
     return Operation((Algorithm(steps, latency, min(1.0, max(0.01, share))),), tuple(rows))
 
 
+BESIDE_SUMS, HIDDEN = (1 << 12, 1 << 18), 2.0
+"""The elements of sums that are in flight while products are computed, and for how many times as long as they take."""
+
+
 def _processor(comm: Comm, backend: Backend, group: Comm, size: int) -> float:
     """Return the seconds of a core, shared as it is, that each byte costs which arrives while a rank computes.
 
-    Small products are computed, with a poll after each few, while sums are in flight and when they are done.
+    All ranks compute the same number of products, with a poll after each, while two sums are in flight, and then wait
+    for them.  What long sums take more than short ones is what sockets, copies, additions and whatever lets the sums
+    progress take for their bytes.
     """
-    a = backend.zeros((64, 64), np.float32)
-    whole = backend.zeros(1 << 18, np.float32)
-    received = 2 * whole.nbytes * (size - 1) / size
+    here = group.size == size
+    a = backend.zeros((256, 256), np.float32)
+    blocks = [[backend.zeros(n, np.float32) for _ in range(2)] for n in BESIDE_SUMS]
+    alone = _together(comm, (lambda: group.all_reduce(blocks[-1][0])) if here else lambda: None)
+    count = max(1, int(HIDDEN * 2 * alone / _together(comm, lambda: backend.xp.matmul(a, a))))
 
-    def computed(until: Callable[[], bool]) -> tuple[int, float]:
-        count, start = 0, perf_counter()
-        while not until():
-            for _ in range(8):
-                backend.xp.matmul(a, a)
-            count += 1
-        return count, perf_counter() - start
-
-    costs = []
-    for _ in range(7):
+    def hidden(sums: Sequence[Any]) -> float:
         comm.barrier()
-        if group.size == size:
-            handle = group.all_reduce(whole, wait=False)
-            during, took = computed(handle.test)
-        else:
-            during, took = 0, 0.0
-        comm.barrier()
-        alone, base = computed(partial(_after, perf_counter() + max(0.05, took)))
-        costs.append((took - during * base / max(1, alone)) / received)
-    found = comm.share([median(costs), group.size == size])
-    mine = [cost for cost, there in found if there]
-    return float(max(0.0, median(mine))) if mine else 0.0
+        start = perf_counter()
+        handles = [group.all_reduce(x, wait=False) for x in sums] if here else []
+        for _ in range(count):
+            backend.xp.matmul(a, a)
+            for handle in handles:
+                handle.test()
+        for handle in handles:
+            handle.wait()
+        return float(max(comm.share(perf_counter() - start)))
 
-
-def _after(end: float) -> bool:
-    """Return True once the clock has passed a time."""
-    return perf_counter() > end
+    few, many = (2 * 2 * x[0].nbytes * (size - 1) / size for x in blocks)
+    costs = [[hidden(x) for x in blocks] for _ in range(9)]
+    return max(0.0, median(more - less for less, more in costs) / (many - few))
 
 
 def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
@@ -618,12 +619,68 @@ def _turns(comm: Comm, backend: Backend) -> tuple[tuple[float, float], ...]:
     counts = [0, *(max(1, int(seconds / one)) for seconds in TURN_SECONDS)]
     every = [(count, call) for count in counts for call in (lambda: None, *calls)]
     passes = [[timed(count, call) for count, call in every] for _ in range(PASSES)]
-    least = [min(times) for times in zip(*passes, strict=True)]  # what others do on the machine lasts for a while
-    table = [least[i : i + 3] for i in range(0, len(least), 3)]
+    middle = [median(times) for times in zip(*passes, strict=True)]
+    table = [middle[i : i + 3] for i in range(0, len(middle), 3)]
     alone = sum(table[0][1:])
     rows = [(base, max(1e-7, (sum(more) - alone) / 2 - base)) for base, *more in table[1:]]
     pair.free()
     return tuple(rows)
+
+
+WAIT_SECONDS = 0.15
+"""Seconds for which some ranks compute while the others wait."""
+
+
+def _waits(comm: Comm, backend: Backend, at_work: bool) -> tuple[float, float]:
+    """Return the shares of a core that ranks take while they wait in a collective operation, and for a message, of what
+    they take computing.
+
+    As many ranks as there are cores compute while the others sleep, and while they wait: of those that sleep nothing is
+    taken.
+    """
+    a = backend.zeros((64, 64), np.float32)
+    workers = [r for r, there in enumerate(comm.share(at_work)) if there]
+    others = [r for r in range(comm.size) if r not in workers]
+    served = {r: [o for i, o in enumerate(others) if workers[i % len(workers)] == r] for r in workers}
+    mine = next((w for w, theirs in served.items() if comm.rank in theirs), comm.rank)
+    token = backend.zeros(1, np.float64)
+
+    def speed() -> float:
+        count, start = 0, perf_counter()
+        while perf_counter() < start + WAIT_SECONDS:
+            for _ in range(8):
+                backend.xp.matmul(a, a)
+            count += 1
+        return count / (perf_counter() - start)
+
+    def asleep() -> float:
+        if at_work:
+            return speed()
+        sleep(WAIT_SECONDS)
+        return 0.0
+
+    def in_a_collective() -> float:
+        found = speed() if at_work else 0.0
+        comm.all_reduce(token)
+        return found
+
+    def for_a_message() -> float:
+        found = speed() if at_work else 0.0
+        if at_work:
+            for r in served[comm.rank]:
+                comm.send(token, r)
+        else:
+            comm.receive(token, mine, wait=False).wait()
+        return found
+
+    rates: dict[Callable[[], float], list[float]] = {asleep: [], in_a_collective: [], for_a_message: []}
+    for _ in range(PASSES):
+        for way, found in rates.items():
+            comm.barrier()
+            found.append(sum(comm.share(way())))
+    alone, polled, received = (median(found) for found in rates.values())
+    many = len(others) / len(workers)
+    return tuple(min(1.0, max(0.0, (alone / slower - 1) / many)) for slower in (polled, received))  # type: ignore[return-value]
 
 
 def _window(comm: Comm, backend: Backend, link: Link) -> float:

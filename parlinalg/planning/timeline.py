@@ -6,6 +6,10 @@ operations that are on it at the same time has an equal share; operations of one
 Between `Start` and `Wait` the rank computes on.  On a machine that makes progress at polls only, an operation advances
 by one message, at most `window` bytes, after each.
 
+Where ranks outnumber cores each has an equal share of one: those that compute, and those that wait, as far as they
+poll.  Transport takes its seconds of a core for each byte from the rank that computes meanwhile, at most half of its
+share; an operation that needs more is slower by as much.
+
 `pipeline_timeline` times the instructions of a pipeline schedule in this way, and simulates the schedule with them.
 """
 
@@ -25,7 +29,8 @@ from parlinalg.pipeline.simulate import Costs, Simulation, simulate
 from parlinalg.planning.machine import Machine, Transfer
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
-LEAST_SPEED = 0.02  # of a rank whose processor is busy with transport
+TRANSPORT_SHARE = 0.5
+"""The most of a computing rank's processor that transport takes: both are ready to run, and share it evenly."""
 _SOON = 1e-15
 _CALL = Kernel("call", 0, 0, "")
 """The work of the host to begin an operation between ranks: the overhead of a kernel, and no more."""
@@ -350,6 +355,7 @@ class _Run:
     def __init__(self, traces: Sequence[Trace], machine: Machine, on_node: int) -> None:
         self.machine, self.on_node, self.size = machine, on_node, traces[0].size
         self.crowd = machine.crowd(on_node, self.size)
+        self.uneven = self.crowd > 1 and len(traces) > 1 and min(machine.overlap.waiting, machine.overlap.receiving) < 1
         self.polled = machine.overlap.progress == "polls"
         self.called = machine.kernels.overhead > 0 and not machine.kernels.asynchronous
         self.ranks = [_Rank(i, trace) for i, trace in enumerate(traces)]
@@ -357,6 +363,7 @@ class _Run:
         self.of_class: dict[int, int] = {}
         for i, trace in enumerate(traces):
             self.of_class |= dict.fromkeys((*trace.stands_for, trace.rank), i)
+        self.beside = [self._beside(trace.rank) for trace in traces] if self.uneven else []
         self.open: dict[tuple[Any, ...], _Operation] = {}
         self.counts: Counter[tuple[int, tuple[Any, ...]]] = Counter()
         self.last: dict[tuple[Any, ...], _Operation] = {}
@@ -486,7 +493,41 @@ class _Run:
         """Return the share of its link that each operation has whose bytes are on it."""
         moving = [op for op in self.flying if op.moving and op.left > _SOON and self._advances(op)]
         busy: Counter[tuple[int, str]] = Counter((m, op.transfer.level) for op in moving for m in op.members)
-        return {op: min(1.0 / busy[m, op.transfer.level] for m in op.members) for op in moving}
+        rates = {op: min(1.0 / busy[m, op.transfer.level] for m in op.members) for op in moving}
+        slower = {}
+        for rank in self.ranks:
+            used = self._transport(rank, rates) if rank.at_work is not None else 0.0
+            if used > TRANSPORT_SHARE:
+                slower[rank.number] = TRANSPORT_SHARE / used
+        return {op: r * min(slower.get(m, 1.0) for m in op.members) for op, r in rates.items()} if slower else rates
+
+    def _transport(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
+        """Return the share of a rank's processor that the transport of its operations takes at these rates."""
+        mine = [op for op in rank.flying if rates.get(op, 0.0) > 0 and op.transfer.seconds > 0]
+        return sum(op.transfer.processor / op.transfer.seconds * rates[op] for op in mine)
+
+    def _beside(self, place: int) -> list[int]:
+        """Return by representative how many of its ranks share cores with the rank `place`, itself included."""
+        counts = [0] * len(self.ranks)
+        node = place // self.on_node
+        for r in range(self.size) if self.machine.cores_of == "world" else range(node * self.on_node, self.size):
+            if self.machine.cores_of == "world" or r // self.on_node == node:
+                counts[self.of_class.get(r, self.of_class[place])] += 1
+        return counts
+
+    def _room(self, rank: _Rank) -> float:
+        """Return how many times as fast a rank computes as if all that share its cores computed."""
+        if not self.uneven:
+            return 1.0
+        load = sum(n * self._load(other) for n, other in zip(self.beside[rank.number], self.ranks, strict=True))
+        return self.crowd / max(1.0, load / self.machine.cores)
+
+    def _load(self, rank: _Rank) -> float:
+        """Return the share of a core that a rank takes if it can have it."""
+        if rank.waits is None and not rank.over:
+            return 1.0
+        collective = rank.waits is not None and rank.waits.start.peer is None
+        return self.machine.overlap.waiting if collective else self.machine.overlap.receiving
 
     def _pace(self, op: _Operation, rates: Mapping[_Operation, float]) -> float:
         """Return the share of an operation that is done in a second."""
@@ -500,11 +541,9 @@ class _Run:
 
     def _speed(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
         """Return the speed of a rank at work: transport takes a part of its processor, of the memory's bandwidth."""
-        mine = [op for op in rank.flying if rates.get(op, 0.0) > 0]
-        if not mine:
-            return 1.0
-        transport = sum(op.transfer.processor / op.transfer.seconds * rates[op] for op in mine)
-        return max(LEAST_SPEED, 1.0 - transport) / (1.0 + self.machine.overlap.slowdown)
+        transport = self._transport(rank, rates)
+        slowdown = 1.0 + self.machine.overlap.slowdown if any(rates.get(op, 0.0) > 0 for op in rank.flying) else 1.0
+        return (1.0 - min(TRANSPORT_SHARE, transport)) / slowdown * self._room(rank)
 
     # -------------------------------------------------------------------------------------------- one rank
     def _go_on(self, rank: _Rank) -> bool:
@@ -519,7 +558,7 @@ class _Run:
         while rank.next < len(rank.events):
             event = rank.events[rank.next]
             if isinstance(event, Gemm | Kernel):
-                if rank.clock > self.now + _SOON and rank.flying:
+                if rank.clock > self.now + _SOON and (rank.flying or self.uneven):
                     break
                 rank.next += 1
                 if self._compute(rank, event):
@@ -564,7 +603,7 @@ class _Run:
         else:
             seconds += overhead
         rank.computed += seconds
-        if rank.flying:
+        if rank.flying or self.uneven:
             late = max(0.0, rank.clock - self.now)
             rank.at_work, rank.work, rank.began = event, max(seconds, 1e-14) + late, self.now
             return True

@@ -30,6 +30,8 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "PASSES", 1)
     monkeypatch.setattr(measure, "BESIDE_BYTES", 1 << 12)
     monkeypatch.setattr(measure, "TURNS", 1)
+    monkeypatch.setattr(measure, "BESIDE_SUMS", (1 << 8, 1 << 12))
+    monkeypatch.setattr(measure, "WAIT_SECONDS", 0.02)
     monkeypatch.setattr(measure, "TURN_SECONDS", (0.0005, 0.001))
 
 
@@ -44,6 +46,8 @@ def test_measured_machine(brief, world) -> None:
         assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
     assert 1e-7 < found.kernels.overhead < 1e-2
     assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
+    assert 0 <= found.overlap.waiting <= 1
+    assert 0 <= found.overlap.receiving <= 1
     if world.size > 1:
         link = found.node if found.network is None else found.network
         for op in OPERATIONS:

@@ -142,6 +142,14 @@ def test_transport_takes_the_processor() -> None:
     assert run(across, Wait(0), machine=slow).seconds == pytest.approx(6)
 
 
+def test_transport_and_computing_share_the_processor() -> None:
+    """2 s of transport in 1 s on the link: they take a half each, and together as long as the sum of both."""
+    across = Start(0, "all_gather", ("b",), (0, 1), 10**5)
+    machine = round_machine(ranks_per_node=1, processor=2e-5)
+    assert run(across, *[SECOND] * 2, Wait(0), machine=machine).seconds == pytest.approx(4)
+    assert run(across, *[SECOND] * 4, Wait(0), machine=machine).seconds == pytest.approx(6)
+
+
 def test_computing_slows_down_beside_communication() -> None:
     found = run(gather(0, 1.5), *[SECOND] * 3, Wait(0), slowdown=0.5)
     assert found.seconds == pytest.approx(3.5)
@@ -152,6 +160,33 @@ def test_ranks_beyond_the_cores_take_turns() -> None:
     assert found.seconds == pytest.approx(2)
     spread = replace(round_machine(ranks_per_node=1, cores=2), cores_of="world")
     assert timeline(Trace(0, 8, [SECOND]), spread).seconds == pytest.approx(4)
+
+
+@pytest.mark.parametrize(("waiting", "receiving"), [(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.5, 0.25)])
+def test_ranks_that_wait_take_cores_as_far_as_they_poll(waiting: float, receiving: float) -> None:
+    """Two ranks on a core: one computes while the other waits, by a message and in a collective operation."""
+    overlap = replace(round_machine().overlap, waiting=waiting, receiving=receiving)
+    machine = replace(round_machine(cores=1), overlap=overlap)
+    late = Trace(0, 2, [SECOND, SECOND, gather(0, 1.0), Wait(0)])
+    early = Trace(1, 2, [gather(0, 1.0), Wait(0)])
+    assert timeline([late, early], machine).seconds == pytest.approx(2 * (1 + waiting) + 1)
+    sender = Trace(0, 2, [SECOND, Start(5, "send", ("p",), (0, 1), 0, sent=10**6, peer=1), Wait(5)])
+    receiver = Trace(1, 2, [Start(0, "receive", ("p",), (0, 1), 10**6, peer=0), Wait(0)])
+    assert timeline([sender, receiver], machine).seconds == pytest.approx(1 + receiving + 1)
+    both = [Trace(r, 2, [SECOND, gather(0, 1.0), Wait(0)]) for r in range(2)]
+    assert timeline(both, machine).seconds == pytest.approx(3)
+
+
+def test_cores_are_shared_within_a_node() -> None:
+    """Of two nodes with a core and two ranks each, the one whose second rank sleeps computes twice as fast."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
+    machine = replace(round_machine(cores=1), overlap=overlap)
+    group = (0, 1, 2, 3)
+    events = gather(0, 0.0, group), Wait(0)
+    traces = [Trace(r, 4, [*[SECOND] * n, *events]) for r, n in enumerate((3, 0, 1, 1))]
+    assert timeline(traces, machine).seconds == pytest.approx(3)
+    shared = replace(machine, cores_of="world")
+    assert timeline(traces, shared).seconds == pytest.approx(5)
 
 
 def test_ranks_that_have_computed_wait_for_each_other() -> None:
