@@ -262,7 +262,8 @@ same for all tables. Two predictions stand beside each published figure:
   kernel; Adam is fused; gathered sequences need no copies. The class `Megatron` lists them.
 
 The figures of the file were chosen with the first table in sight (below); the other three tables were then predicted
-without a change to the file or the model.
+without a change to the file or the model of time. One kernel of the second prediction, the copies of gathered
+sequences, was left out after Korthikanti's table had been seen.
 
 ### Megatron-LM, weak scaling
 

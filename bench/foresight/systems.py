@@ -276,8 +276,8 @@ MPT = tuple(
         ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 410),
     )
 )  # fmt: skip
-"""MosaicML, LLM Foundry, scripts/train/benchmarking: A100 80GB, 1600 Gbit/s, all rows of 1B and more and of 1,024 to
-4,096 tokens that repeat no other's model and length."""
+"""MosaicML, LLM Foundry, scripts/train/benchmarking: A100 80GB, 1600 Gbit/s, a sample of the rows of 1B and more and
+of 1,024 to 4,096 tokens."""
 
 
 def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
