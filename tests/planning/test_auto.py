@@ -126,7 +126,7 @@ def noted(folder: Path) -> dict:
     return dict(read_index(at / name_of(complete(at)[-1])).training["plan"])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.serial
 @pytest.mark.timeout(400)
 def test_a_training_chooses_says_so_and_goes_on(tmp_path):

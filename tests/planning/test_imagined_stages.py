@@ -53,6 +53,7 @@ def classes(name: str, chunks: int, stages: int, layers: int) -> Any:
     return pla.classes_of_stages(config, 4 * stages, layers)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.serial
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_few_stages_stand_for_all(case):
