@@ -210,6 +210,7 @@ def _columns(
 
 @compiled.loop(sums=True)
 def _columns_loop(pair: Any, found: Any, both: Any, column: Any, start: int, after: int, tau: Any) -> None:
+    """Do what `_columns` does, of real numbers, in one pass over the columns before."""
     old, m, n = len(both) - 1, both.shape[1], len(pair)
     first, second = np.zeros(n, both.dtype), np.zeros(n, both.dtype)
     middle, corner = found[m + old], found[after]

@@ -106,7 +106,7 @@ class Candidate:
 
     @property
     def frame(self) -> Frame:
-        """How the ranks are used."""
+        """Return how the ranks are used."""
         return Frame(self.data, self.pipeline, self.sequence, self.ulysses, self.tensor)
 
     @property
