@@ -410,7 +410,7 @@ def _words(plan: LinalgPlan) -> str:
     if plan.routine in ("lu", "solve") and plan.deal.R > 1:
         text += "; pivots are taken to fall evenly on the grid rows"
     if plan.routine in ("eigh", "svd") and plan.ranks > 1:
-        text += "; those of divide and conquer are a bound"
+        text += "; those of divide and conquer are a bound, and each rank has a core"
     if plan.routine == "lstsq" and plan.ranks > 1:
         text += "; A is taken to have full rank"
     if plan.routine in ("qr", "lstsq") and plan.deal.R > 1:
