@@ -95,9 +95,9 @@ HALVES = "n²/2R (1 − 1/C) + n²/2C (1 − 1/R)"
 LINALG = {
     "cholesky": f"{HALVES}; trips n²/p (1 − 1/p)",
     "lu": f"{HALVES} + n b (R − 1)/C for tournaments + n b (1 − 1/C) for corners; trips 3 n²/p (1 − 1/p)",
-    "solve": "the same and n²/2R (1 − 1/C) for the substitution; trips n²/p (1 − 1/p)",
+    "solve": "the same and n b/C (1 − 1/R) for the substitution; trips n²/p (1 − 1/p)",
     "qr": "n²/2R (1 − 1/C) + 2 n²/C (1 − 1/R) + 6 n b/C (1 − 1/R) + 2 n b (1 − 1/C); trips 3 n²/p (1 − 1/p)",
-    "lstsq": "4 n² (1 − 1/p) for singular values + n²/R (1 − 1/C) + n²/C (1 − 1/R) + 6 n b/C (1 − 1/R) "
+    "lstsq": "4 n² (1 − 1/p) for singular values + n²/2R (1 − 1/C) + n²/C (1 − 1/R) + 6 n b/C (1 − 1/R) "
     "+ 2 n b (1 − 1/C); trips 3 n²/p (1 − 1/p)",
     "eigh": "3 n² (1 − 1/p) + 2 n²/C (1 − 1/R); trips 5/2 n²/p (1 − 1/p)",
     "svd": "4 n² (1 − 1/p) + 4 n²/C (1 − 1/R); trips 5 n²/p (1 − 1/p)",

@@ -22,7 +22,7 @@ import numpy as np
 
 from parlinalg import tunables
 from parlinalg.comm.ledger import Key
-from parlinalg.layout import Cut, Layout, coordinates, span_of
+from parlinalg.layout import Cut, Layout, coordinates, cut_lengths, index_of, span_of
 from parlinalg.linalg import blocks
 from parlinalg.linalg.bidiagonal import TALL
 from parlinalg.linalg.divide import LEAF
@@ -30,6 +30,7 @@ from parlinalg.linalg.eigh import PANEL, TOGETHER, parts
 from parlinalg.linalg.lu import shares
 from parlinalg.linalg.qr import QR
 from parlinalg.linalg.tiles import Deal, Numbers, Places, dealt, resting, turned
+from parlinalg.linalg.triangular import FEW, pieces_at_rest
 from parlinalg.matmul.assign import assign
 from parlinalg.moves import moves
 
@@ -100,6 +101,12 @@ class Costs:
         found = Costs(deal, self.itemsize, self.world.size)
         found._parts = self._parts
         return found
+
+    def along(self, axes: Cut) -> Group:
+        """Return the ranks that differ from each rank only along some axes."""
+        sizes = self.deal.sizes
+        place = np.array([index_of(axes, sizes, at) for at in coordinates(tuple(sizes), sizes)])
+        return Group(self._label(axes), span_of(axes, sizes), place)
 
     @property
     def parts(self) -> list[Part]:
@@ -190,8 +197,12 @@ class Costs:
             if step.op in ("mask", "embed", "slice") or 0 in shape:
                 continue
             words = np.array([step.words(shape, sizes, here) for here in at], np.int64)
-            op = "all_to_all" if step.op == "exchange" else step.op
-            self.note(name, op, Group(self._label(step.axes), span_of(step.axes, sizes), self.everyone.place), words)
+            op, who = "all_to_all" if step.op == "exchange" else step.op, np.ones(len(at), bool)
+            if op == "all_gather":  # in pieces of the dims before, of which there is none in an empty block
+                blocks = [step.src.block(shape, sizes, here)[: step.dim] for here in at]
+                who = np.array([all(map(len, block)) for block in blocks])
+            group = Group(self._label(step.axes), span_of(step.axes, sizes), self.everyone.place)
+            self.note(name, op, group, words, who)
 
     def sum_of(self, name: str, over: Cut, rest: Cut, size: int) -> None:
         """Add the sum, or another reduction, over axes, of vectors of `size` elements that axes `rest` cut."""
@@ -408,7 +419,7 @@ def solve(
 def substitute(
     costs: Costs, rows: Sequence[Numbers], n: int, wide: Counts, *, lower: bool, adjoint: bool = False
 ) -> Costs:  # fmt: skip
-    """Add what forward or backward substitution receives.
+    """Add what forward or backward substitution on tiles receives.
 
     Parameters
     ----------
@@ -417,14 +428,69 @@ def substitute(
     wide : array
         For every grid column how many right-hand sides it has.
     """
-    wide, total = wide[costs.j], after(rows, 0)
-    for k, b in panels(n, costs.deal.size):
+    deal, total, sides = costs.deal, after(rows, 0), int(wide.sum())
+    wide = wide[costs.j]
+    if len(costs.i) > 1 and sides <= FEW:
+        columns, name = deal.columns(n), "right-hand sides to all grid columns"
+        costs.all_gather(name, costs.across, total[costs.i] * sides, total[costs.i] * wide)
+        pieces = [(k, k + b) for k, b in panels(n, deal.size)]
+        if adjoint:
+            costs.all_gather("right-hand sides to columns", costs.down, n * sides, total[costs.i] * sides)
+            solved(costs, costs.across, costs.down, (columns, rows), sides, pieces)
+        else:
+            solved(costs, costs.down, costs.across, (rows, columns), sides, pieces)
+            own = after(columns, 0)[costs.j] * sides
+            costs.all_gather("solutions to all grid columns", costs.across, n * sides, own)
+        return costs
+    for k, b in panels(n, deal.size):
         low, high = after(rows, k), after(rows, k + b)
         size, own = (low if lower else total - high)[costs.i], (low - high)[costs.i]
-        costs.broadcast("triangle along grid rows", costs.across, size * b, costs.deal.owner(k)[1])
+        costs.broadcast("triangle along grid rows", costs.across, size * b, deal.owner(k)[1])
         costs.all_gather("right-hand sides down grid columns", costs.down, b * (b + wide), own * (b + wide))
         if adjoint:
             costs.all_reduce("sums down grid columns", costs.down, b * wide)
+    return costs
+
+
+def solved(
+    costs: Costs, down: Group, across: Group, numbers: tuple[Sequence[Numbers], Sequence[Numbers]], sides: int,
+    pieces: Sequence[tuple[int, int]],
+) -> None:  # fmt: skip
+    """Add what `triangular.solved` receives; `down` and `across` are every rank's grid column and grid row there."""
+    for k, end in pieces:
+        size = end - k
+        rows, columns = (after(some, k) - after(some, end) for some in numbers)
+        own, having = rows[down.place], columns[across.place] > 0
+        costs.all_reduce("sums of pieces of the solution", across, own * sides, own > 0)
+        if (rows > 0).sum() > 1:
+            costs.all_gather("corners", down, size * (size + sides), own * (size + sides), having)
+            continue
+        if (columns > 0).sum() > 1:
+            costs.all_gather("corners", across, size * size, columns[across.place] * size, own > 0)
+        name = "pieces of the solution"
+        costs.broadcast(name, down, columns[across.place] * sides, int(np.argmax(rows > 0)), having)
+
+
+def solve_triangular(
+    costs: Costs, layout: Layout, n: int, sides: int, sides_layout: Layout, *, adjoint: bool = False
+) -> Costs:  # fmt: skip
+    """Add what `solve_triangular` receives: for few right-hand sides where the matrix rests, else on tiles."""
+    deal, sizes = costs.deal, costs.deal.sizes
+    if len(costs.i) > 1 and sides <= FEW:
+        cuts = layout.dims[::-1] if adjoint else layout.dims
+        rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, sizes))[:-1]) for cut in cuts)
+        there, back = Layout(cuts[0], None), Layout(cuts[1], None)
+        costs.redistribute("right-hand sides to where the matrix rests", sides_layout, there, (n, sides))
+        down, across = (costs.along(cut) for cut in cuts)
+        solved(costs, down, across, (rows, columns), sides, pieces_at_rest(rows, columns, n))
+        costs.redistribute("solutions", back, sides_layout, (n, sides))
+    else:
+        rows, columns = deal.rows(n), deal.columns(sides)
+        costs.bring(sides_layout, (n, sides), rows, columns)
+        costs.bring(layout, (n, n), rows, deal.columns(n))
+        substitute(costs, rows, n, after(columns, 0), lower=True, adjoint=adjoint)
+        costs.home(sides_layout, (n, sides), rows, columns)
+    costs.agree(2)
     return costs
 
 

@@ -14,11 +14,11 @@ from parlinalg.array.core import DistArray, same_grid
 from parlinalg.array.create import computed, eye
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
-from parlinalg.array.namespace import broadcast_to
+from parlinalg.array.namespace import broadcast_to, tril, triu
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.grid import Grid
-from parlinalg.layout import Layout
+from parlinalg.layout import Layout, cut_lengths
 from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
 from parlinalg.linalg.cholesky import Cholesky
@@ -144,7 +144,7 @@ class CholeskyFactor(Factor):
         n = self.shape[0]
         x, columns, matrix = self._right_hand_sides(b, self.rows, n)
         for adjoint in (False, True):
-            triangular.substitute(self.tiles, self._t, self.rows, x, n, lower=True, adjoint=adjoint)
+            triangular.substitute(self.tiles, self._t, self.rows, x, n, columns, lower=True, adjoint=adjoint)
         return self._home(x, self.rows, columns, n, matrix, b)
 
 
@@ -273,7 +273,9 @@ class LUFactor(Factor):
         x, columns, matrix = self._right_hand_sides(b, before, n)
         triangles = [(True, True), (False, False)]  # L, which has ones on its diagonal, then U
         for lower, unit in reversed(triangles) if adjoint else triangles:
-            triangular.substitute(self.tiles, self._t, self.positions, x, n, lower=lower, adjoint=adjoint, unit=unit)
+            triangular.substitute(
+                self.tiles, self._t, self.positions, x, n, columns, lower=lower, adjoint=adjoint, unit=unit
+            )
         return self._home(x, after, columns, n, matrix, b)
 
     def carried(self, b: DistArray) -> DistArray:
@@ -281,7 +283,7 @@ class LUFactor(Factor):
         self.check()
         n = self.shape[0]
         x = namespace(self._further).ascontiguousarray(self._further)
-        triangular.substitute(self.tiles, self._t, self.positions, x, n, lower=False)
+        triangular.substitute(self.tiles, self._t, self.positions, x, n, self._more, lower=False)
         return self.tiles.home(x, self.positions, self._more, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
     def factors(self) -> tuple[DistArray, DistArray]:
@@ -437,7 +439,7 @@ class QRFactor(Factor):
             for each in self._work.kept:
                 reflect(self.tiles, each.y, kernels.adjoint(each.t), x[self._work.row(each.k) :])
         x = namespace(x).ascontiguousarray(x[: len(self._r)])
-        triangular.substitute(self.tiles, self._r, self.tops, x, n, lower=False)
+        triangular.substitute(self.tiles, self._r, self.tops, x, n, columns, lower=False)
         return self._home(x, self.tops, columns, n, matrix, b)
 
     def carried(self, b: DistArray, solve: bool) -> DistArray:
@@ -447,14 +449,14 @@ class QRFactor(Factor):
         if self.grid.inside:
             x = namespace(x).ascontiguousarray(x[:, len(self.columns[self.tiles.j]) :])
         if solve:
-            triangular.substitute(self.tiles, self._r, self.tops, x, n, lower=False)
+            triangular.substitute(self.tiles, self._r, self.tops, x, n, self._more, lower=False)
         return self.tiles.home(x, self.tops, self._more, (n, b.shape[1]), b.layout.with_partial(()))
 
     def substituted(self, b: DistArray, adjoint: bool = False) -> DistArray:
         """Return x of R x = b, or with `adjoint` of Rᴴ x = b, for m ≥ n and b [n, k] of any precision; like b."""
         n, columns = self.shape[1], self.tiles.columns(b.shape[1])
         x, r = self.tiles.bring(b, self.tops, columns), self._r.astype(b.dtype, copy=False)
-        triangular.substitute(self.tiles, r, self.tops, x, n, lower=False, adjoint=adjoint)
+        triangular.substitute(self.tiles, r, self.tops, x, n, columns, lower=False, adjoint=adjoint)
         return self.tiles.home(x, self.tops, columns, b.shape, b.layout.with_partial(()))  # type: ignore[arg-type]
 
     def turned(self, b: DistArray) -> DistArray:
@@ -776,24 +778,61 @@ def solve_triangular(
         return _stacks_of_triangles(
             a.astype(dtype, copy=False), b.astype(dtype, copy=False), lower, adjoint, unit_diagonal
         )
-    held = Factor(a.astype(dtype, copy=False))
-    held.tiles, n = _tiles(a, None, "solve_triangular"), a.shape[0]
-    rows, columns = held.tiles.rows(n), held.tiles.columns(n)
-    t = held.tiles.bring(a.astype(dtype, copy=False), rows, columns)
-    x, wide, matrix = held._right_hand_sides(b, rows, n)
-    zero = 0
-    if not a.grid.backend.values:
-        a.grid.backend.assume("finite", "whether a triangle is regular")
-    elif a.grid.inside and not unit_diagonal:
-        both, at, also = np.intersect1d(rows[held.tiles.i], columns[held.tiles.j], return_indices=True)
-        zeros = both[kernels.to_host(t[at, also]) == 0]
-        zero = n - int(zeros[0]) if len(zeros) else 0
-    odd, zero = map(int, held.tiles.worst([not (kernels.finite(t) and kernels.finite(x)), zero]))
-    _refuse(odd, "solve_triangular")
+    a, b, n = a.astype(dtype, copy=False).summed(), b.astype(dtype, copy=False), a.shape[0]
+    given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
+    held = Factor(a)
+    held.tiles = _tiles(a, None, "solve_triangular")
+    with np.errstate(all="ignore"):
+        if b.shape[0] == n and math.prod(b.shape[1:]) <= triangular.FEW and a.grid.size > 1:
+            x = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
+            x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
+        else:
+            rows, columns = held.tiles.rows(n), held.tiles.columns(n)
+            y, sides, matrix = held._right_hand_sides(b, rows, n)
+            triangular.substitute(held.tiles, held.tiles.bring(a, rows, columns), rows, y, n, sides, **given)
+            x = held._home(y, rows, sides, n, matrix, b)
+    finite, zero = (True, 0) if unit_diagonal else _diagonal(a)
+    odd, zero = map(int, held.tiles.worst([not (finite and kernels.finite(x.block)), zero]))
+    if odd or zero:  # by what was given?
+        odd = not all(kernels.finite(each.block) for each in ((tril if lower else triu)(a), b))
+        _refuse(held.tiles.worst([odd])[0], "solve_triangular")
     if zero:
         raise LinAlgError(f"the matrix is singular: element [{n - zero}, {n - zero}] of its diagonal is 0")
-    triangular.substitute(held.tiles, t, rows, x, n, lower=lower, adjoint=adjoint, unit=unit_diagonal)
-    return held._home(x, rows, wide, n, matrix, b)
+    return x
+
+
+def _at_rest(a: DistArray, b: DistArray, *, lower: bool, adjoint: bool, unit: bool) -> DistArray:
+    """Return x of op(A) x = b for few right-hand sides, which move to where A lies."""
+    grid, layout, n, sides = a.grid, a.layout, a.shape[0], b.shape[1]
+    cuts = layout.dims[::-1] if adjoint else layout.dims
+    b = b.redistribute(Layout(cuts[0], None))
+    x = grid.backend.empty((0, 0), a.dtype)
+    if grid.inside:
+        rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, grid.sizes))[:-1]) for cut in cuts)
+        pieces = triangular.pieces_at_rest(rows, columns, n)
+        down, across = (grid.comm(cut) for cut in cuts)
+        t, y = (a.block.T, b.block.conj()) if adjoint else (a.block, b.block)
+        if lower == adjoint:
+            pieces.reverse()
+        x = triangular.solved(
+            down, across, t, (rows, columns), y, pieces, lower=lower != adjoint, unit=unit, blocks=True
+        )  # fmt: skip
+        x = x.conj() if adjoint else x
+    return DistArray(x, (n, sides), Layout(cuts[1], None), grid)
+
+
+def _diagonal(a: DistArray) -> tuple[bool, int]:
+    """Return of what this rank has of the diagonal whether it is finite, and n less the number of its first 0, or 0."""
+    if not a.grid.inside:
+        return True, 0
+    if not a.grid.backend.values:
+        a.grid.backend.assume("finite", "whether a triangle is regular")
+        return True, 0
+    rows, columns = a.grid.block(a.layout, a.shape)
+    first, last = max(rows.start, columns.start), min(rows.stop, columns.stop)
+    own = a.block[first - rows.start :, first - columns.start :].diagonal()[: max(0, last - first)]
+    zeros = np.flatnonzero(kernels.to_host(own) == 0)
+    return kernels.finite(own), a.shape[0] - first - int(zeros[0]) if len(zeros) else 0
 
 
 def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool, unit: bool) -> DistArray:

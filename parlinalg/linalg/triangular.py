@@ -1,19 +1,30 @@
-"""Forward and backward substitution on tiles."""
+"""Forward and backward substitution: on tiles, or where a triangle rests.
+
+For many right-hand sides the triangle's panels go along grid rows to where the sides lie.  For few of them this would
+move far more than there is to compute: the triangle stays where it lies, and sums and pieces of the solution move.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from parlinalg.backend import namespace
+from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
-from parlinalg.linalg.tiles import Board, Numbers, Tiles
+from parlinalg.linalg.tiles import Board, Numbers, Tiles, board
+
+FEW = 32
+"""Right-hand sides up to which the triangle stays where it lies."""
+PIECE = 128
+"""The most rows of the solution that are found at once where a triangle rests."""
 
 
 def substitute(
-    tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, *, lower: bool,
+    tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, sides: Sequence[Numbers], *, lower: bool,
     adjoint: bool = False, unit: bool = False,
 ) -> None:  # fmt: skip
     """Replace b by the solution x of `op(T) x = b`.  Collective over the grid.
@@ -26,6 +37,8 @@ def substitute(
         For every grid row the numbers of its rows, rising.
     b : array
         The same rows of the right-hand sides; a grid column's ranks have the same columns.
+    sides : sequence of array
+        For every grid column the numbers of these columns.
     lower, adjoint, unit : bool
         T is a lower triangle; op(T) is its conjugate transpose; its diagonal is taken to be ones.
     """
@@ -33,7 +46,15 @@ def substitute(
         return
     if tiles.grid.size == 1:
         kernels.substitute(t[:, :n], b, lower=lower, adjoint=adjoint, unit=unit)
-        return
+    elif sum(map(len, sides)) <= FEW:
+        _few(tiles, t, rows, b, n, sides, lower=lower, adjoint=adjoint, unit=unit)
+    else:
+        _many(tiles, t, rows, b, n, lower=lower, adjoint=adjoint, unit=unit)
+
+
+def _many(
+    tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, *, lower: bool, adjoint: bool, unit: bool
+) -> None:
     columns = tiles.columns(n)[tiles.j]
     mine, wide, xp = rows[tiles.i], b.shape[1], namespace(b)
     starts = range(0, n, tiles.size)
@@ -60,3 +81,125 @@ def substitute(
         b[lo:hi] = x[mine[lo:hi] - k]
         if not adjoint:  # b[i] := b[i] - T[i, k] x[k]
             kernels.subtract(b[others], rest, x)
+
+
+def _few(
+    tiles: Tiles, t: Any, rows: Sequence[Numbers], b: Any, n: int, sides: Sequence[Numbers], *, lower: bool,
+    adjoint: bool, unit: bool,
+) -> None:  # fmt: skip
+    columns, xp = tiles.columns(n), namespace(b)
+    t = t[:, : len(columns[tiles.j])]
+    first, last = (sum(map(len, sides[:j])) for j in (tiles.j, tiles.j + 1))
+    every = _gathered(tiles.across, xp.ascontiguousarray(b.T), sides).T  # all sides, of this rank's rows
+    starts = list(range(0, n, tiles.size))
+    pieces = [(k, min(k + tiles.size, n)) for k in (starts if lower != adjoint else reversed(starts))]
+    if adjoint:
+        every = _in_order(_gathered(tiles.down, xp.ascontiguousarray(every), rows), rows)[columns[tiles.j]]
+        x = solved(
+            tiles.across, tiles.down, t.T, (columns, rows), every.conj(), pieces, lower=not lower, unit=unit
+        )  # fmt: skip
+        b[...] = x[:, first:last].conj()
+    else:
+        x = solved(tiles.down, tiles.across, t, (rows, columns), every, pieces, lower=lower, unit=unit)
+        x = _in_order(_gathered(tiles.across, x, columns), columns)
+        b[...] = x[rows[tiles.i], first:last]
+
+
+def _gathered(comm: Comm, mine: Any, numbers: Sequence[Numbers]) -> Any:
+    """Return the rows of all ranks, one rank's after the other's, of which each has as many as numbers."""
+    return Board(comm, None).gather(mine, [len(x) for x in numbers])
+
+
+def _in_order(x: Any, numbers: Sequence[Numbers]) -> Any:
+    """Return the rows of an array, which have these numbers, in their order."""
+    return x[np.argsort(np.concatenate(numbers))]
+
+
+def solved(
+    down: Comm, across: Comm, t: Any, numbers: tuple[Sequence[Numbers], Sequence[Numbers]], b: Any,
+    pieces: Sequence[tuple[int, int]], *, lower: bool, unit: bool, blocks: bool = False,
+) -> Any:  # fmt: skip
+    """Return this rank's rows of the solution x of T x = b, those with the numbers of its columns of T.
+
+    The sum of T's products for a piece of the solution is that of a grid row's ranks; the piece goes to the grid
+    column's ranks that have T's columns for it.
+
+    Parameters
+    ----------
+    down, across : Comm
+        This rank's grid column and its grid row.
+    t : array
+        This rank's rows and columns of T.  The other triangle is not read.
+    numbers : pair
+        For every grid row the numbers of its rows, and for every grid column those of its columns, rising.
+    b : array
+        This rank's rows of all right-hand sides, the same on a grid row's ranks.
+    pieces : sequence of pairs
+        Where the pieces of the solution begin and end, in the order in which they are found.  The rows or the columns
+        of each are those of one grid row or grid column.
+    lower, unit : bool
+        T is a lower triangle; its diagonal is taken to be ones.
+    blocks : bool
+        Each rank's rows are one range, and its columns, too.
+    """
+    longest = max((end - k for k, end in pieces), default=0)
+    most = longest * (longest + b.shape[1])
+    with board(down, most, b.dtype) as below, board(across, most, b.dtype) as beside:
+        return _solved(below, beside, t, numbers, b, pieces, lower=lower, unit=unit, blocks=blocks)
+
+
+def _solved(
+    below: Board, beside: Board, t: Any, numbers: tuple[Sequence[Numbers], Sequence[Numbers]], b: Any,
+    pieces: Sequence[tuple[int, int]], *, lower: bool, unit: bool, blocks: bool,
+) -> Any:  # fmt: skip
+    (rows, columns), i, j, xp = numbers, below.comm.rank, beside.comm.rank, namespace(b)
+    later = len(rows) > len(columns)  # what a piece adds to later rows is taken at once, else when they are needed
+    x, left = xp.empty((len(columns[j]), b.shape[1]), b.dtype), b.copy() if j == 0 else xp.zeros_like(b)
+    due = slice(0, 0)  # those of this rank's columns that later rows still need
+    for k, end in pieces:
+        cuts, sides = ([np.searchsorted(each, [k, end]).tolist() for each in some] for some in numbers)
+        (lo, hi), (first, last) = cuts[i], sides[j]
+        having = [p for p, (u, v) in enumerate(cuts) if u < v]
+        part = xp.ascontiguousarray(left[lo:hi])
+        if lo < hi:
+            kernels.subtract(part, t[lo:hi, due], x[due])
+            part = beside.total(part)
+        if len(having) > 1:  # the ranks of a grid column have the rows
+            if first < last:
+                both = below.gather(xp.hstack([t[lo:hi, first:last], part]), [v - u for u, v in cuts])
+                both = _in_order(both, [each[u:v] for each, (u, v) in zip(rows, cuts, strict=True)])
+                x[first:last] = both[:, end - k :]
+                kernels.substitute(both[:, : end - k], x[first:last], lower=lower, unit=unit)
+        else:
+            if i in having:
+                corner = t[lo:hi, first:last]
+                if sum(u < v for u, v in sides) > 1:  # the ranks of a grid row have the columns
+                    corner = beside.gather(xp.ascontiguousarray(corner.T), [v - u for u, v in sides])
+                    corner = _in_order(corner, [each[u:v] for each, (u, v) in zip(columns, sides, strict=True)]).T
+                if first < last:
+                    kernels.substitute(corner, part, lower=lower, unit=unit)
+                    x[first:last] = part[columns[j][first:last] - k]
+            if first < last:
+                x[first:last] = below.broadcast(xp.ascontiguousarray(x[first:last]), having[0])
+        if first == last:
+            continue
+        if later or (blocks and i not in having):
+            others = slice(hi, None) if lower else slice(lo)
+            kernels.subtract(left[others], t[others, first:last], x[first:last])
+        else:
+            due = slice(min(first, due.start), max(last, due.stop)) if due.stop else slice(first, last)
+    return x
+
+
+def pieces_at_rest(rows: Sequence[Numbers], columns: Sequence[Numbers], n: int) -> list[tuple[int, int]]:
+    """Return where pieces of a solution begin and end, each of one grid row and of one grid column.
+
+    >>> pieces_at_rest([range(0, 2), range(2, 5)], [range(0, 3), range(3, 5)], 5)
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    edges = sorted({0, n, *(int(x[0]) for x in (*rows, *columns) if len(x))})
+    found = []
+    for k, end in pairwise(edges):
+        parts = -(-(end - k) // PIECE)
+        found += list(pairwise(k + (end - k) * p // parts for p in range(parts + 1)))
+    return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 import parlinalg as pla
 from parlinalg import linalg, tunables
 from parlinalg.layout import Layout
-from parlinalg.linalg import blocks, factors, tiles
+from parlinalg.linalg import blocks, factors, tiles, triangular
 from tests.cases import check, grids, layouts, same
 
 pytestmark = pytest.mark.one_in(8)
@@ -329,97 +331,30 @@ def test_whole_numbers_with_pivots_are_exact(grid, dtype):
         exact(linalg.matrix_power(A, 3), a @ a @ a)
 
 
+@pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("lower", [True, False])
 @pytest.mark.parametrize("adjoint", [True, False])
-def test_triangular_solutions(grid, lower, adjoint):
+def test_triangular_solutions(grid, lower, adjoint, unit, monkeypatch):
+    """Of one right-hand side, few, and many, with the triangle in any layout and NaNs in the other one."""
+    monkeypatch.setattr(triangular, "PIECE", 9)
+    every = layouts(grid.axes, 2, partial=False)
     for name, a, _, _, rng in cases(grid, 6):
         if name != "random":
             continue
         n, dtype = len(a), a.dtype
-        a = a + n * np.eye(n, dtype=dtype)
-        t = np.tril(a) if lower else np.triu(a)
+        a = (a + n * np.eye(n, dtype=dtype)) / n
+        t = np.tril(a, -unit) if lower else np.triu(a, unit)
+        t = t + np.eye(n, dtype=dtype) if unit else t
+        x = np.where((np.triu if lower else np.tril)(np.ones((n, n)), 1 if lower else -1) == 1, dtype.type(np.nan), a)
+        x = pla.distribute(x, grid, every[int(rng.integers(len(every)))])
+        shape = ((n,), (n, 3), (n, triangular.FEW + 9))[int(rng.integers(3))]
+        b = random(shape, dtype, rng)
+        rhs = pla.distribute(b, grid, Layout(None) if len(shape) == 1 else every[int(rng.integers(len(every)))])
+        y = linalg.solve_triangular(x, rhs, lower=lower, adjoint=adjoint, unit_diagonal=unit)
+        assert y.layout == rhs.layout
         t = t.conj().T if adjoint else t
-        b = random((n,), dtype, rng)
-        x = pla.distribute(a, grid, grid.default_layout(a.shape))
-        y = linalg.solve_triangular(x, pla.distribute(b, grid, Layout(None)), lower=lower, adjoint=adjoint)
-        small(norm((t @ y.gather() - b)[:, None]), norm(t) * norm(y.gather()[:, None]), n, dtype, (n, dtype))
-
-
-def test_determinants_and_inverses(grid):
-    for name, a, x, _, _ in cases(grid, 7):
-        if name != "random" or len(a) > 40:
-            continue
-        n, dtype = len(a), a.dtype
-        tol = 200 * max(1, n) * eps(dtype)
-        sign, log = (np.asarray(v.gather()) for v in linalg.slogdet(x))
-        want_sign, want_log = np.linalg.slogdet(a)
-        assert abs(sign - want_sign) < tol
-        assert abs(log - want_log) < tol * 10
-        want = np.linalg.det(a)
-        assert abs(linalg.det(x).gather() - want) <= tol * 10 * max(abs(want), eps(dtype))
-        inverse = linalg.inv(x)
-        assert inverse.layout == x.layout
-        got = inverse.gather()
-        small(norm(a @ got - np.eye(n)), norm(a) * norm(got), n, dtype, (n, dtype))
-
-
-def test_permutation_lower_upper(grid):
-    rng = np.random.default_rng(8)
-    for shape in ((9, 9), (12, 5), (4, 11), (0, 3)):
-        a = rng.standard_normal(shape)
-        p, lower, upper = (f.gather() for f in linalg.lu(pla.distribute(a, grid, grid.default_layout(shape))))
-        np.testing.assert_allclose(p @ lower @ upper, a, atol=1e-13)
-
-
-@pytest.mark.parametrize("stacks", [(1,), (2,), (3, 4), (0,), (2, 0, 3)])
-def test_stacks(grid, stacks):
-    rng = np.random.default_rng(9)
-    a = rng.standard_normal((*stacks, 5, 5))
-    s = a @ a.swapaxes(-1, -2) + np.eye(5)
-    for layout in (grid.default_layout(a.shape), Layout(*[None] * a.ndim)):
-        x, y = (pla.distribute(v, grid, layout) for v in (a, s))
-        same(linalg.cholesky(y), np.linalg.cholesky(s), 1e-12)
-        same(linalg.inv(y), np.linalg.inv(s), 1e-12)
-        same(linalg.det(y), np.linalg.det(s), 1e-11)
-        for got, want in zip(linalg.slogdet(y), np.linalg.slogdet(s), strict=True):
-            same(got, want, 1e-11)
-        q, r = linalg.qr(x)
-        np.testing.assert_allclose((q @ r).gather(), a, atol=1e-12)
-        b = pla.distribute(np.ones((5, 2)), grid, Layout(None, None))
-        same(linalg.solve(y, b), np.linalg.solve(s, np.ones((5, 2))), 1e-11)
-        same(linalg.solve(y, b[:, 0]), np.linalg.solve(s, np.ones((5, 1)))[..., 0], 1e-11)
-
-
-def test_tensors_as_matrices(grid):
-    rng = np.random.default_rng(8)
-    a, c = rng.standard_normal((2, 3, 6)), rng.standard_normal((6, 4, 3, 2))
-    every = {n: layouts(grid.axes, n, partial=False) * 20 for n in (2, 3, 4)}
-    for seed in range(3):
-        A, C = pla.distribute(a, grid, every[3][seed + 1]), pla.distribute(c, grid, every[4][5 * seed])
-        b, d = rng.standard_normal((2, 3)), rng.standard_normal((6, 4))
-        B, D = pla.distribute(b, grid, every[2][seed]), pla.distribute(d, grid, every[2][seed + 1])
-        same(np.linalg.tensorinv(A), np.linalg.tensorinv(a), 1e-11)
-        same(np.linalg.tensorsolve(A, B), np.linalg.tensorsolve(a, b), 1e-11)
-        with pytest.raises(np.linalg.LinAlgError, match=r"tensorsolve takes a of b's dims .* not \(6, 4, 3, 2\)"):
-            np.linalg.tensorsolve(C, D)
-        e, wide = rng.standard_normal((6, 4)), rng.standard_normal((3, 6, 8, 4))
-        W, E = pla.distribute(wide, grid, every[4][seed]), pla.distribute(e, grid, every[2][seed])
-        same(np.linalg.tensorsolve(W, E, axes=(0, 2)), np.linalg.tensorsolve(wide, e, axes=(0, 2)), 1e-10)
-    with pytest.raises(ValueError, match="an ind of at least 1, not 0"):
-        np.linalg.tensorinv(A, 0)
-
-
-def test_numpys_names(grid):
-    rng = np.random.default_rng(10)
-    a, b = rng.standard_normal((6, 6)), rng.standard_normal(6)
-    x, y = pla.distribute(a, grid, grid.default_layout(a.shape)), pla.distribute(b, grid, Layout(None))
-    same(np.linalg.solve(x, y), np.linalg.solve(a, b), 1e-11)
-    same(np.linalg.inv(x), np.linalg.inv(a), 1e-11)
-    same(np.linalg.det(x), np.linalg.det(a), 1e-11)
-    assert abs(float(np.linalg.slogdet(x).logabsdet.gather()) - np.linalg.slogdet(a).logabsdet) < 1e-12
-    assert np.linalg.qr(x, "r").shape == (6, 6)
-    whole = pla.distribute(np.array([[4, 2], [2, 3]]), grid, Layout(None, None))
-    same(np.linalg.cholesky(whole), np.linalg.cholesky(np.array([[4, 2], [2, 3]])), 1e-14)
+        y, b = (each.reshape(n, shape[1] if len(shape) > 1 else 1) for each in (y.gather(), b))
+        small(norm(t @ y - b), norm(t) * norm(y), n, dtype, (n, dtype, shape))
 
 
 class TestErrors:
@@ -443,6 +378,28 @@ class TestErrors:
             linalg.solve_triangular(
                 pla.distribute(np.diag([1.0, 1, 1, 0, 0]), grid, Layout(None, None)), pla.ones(5, grid)
             )
+        for layout, sides in itertools.product(layouts(grid.axes, 2, partial=False), (2, triangular.FEW + 1)):
+            with pytest.raises(np.linalg.LinAlgError, match=r"element \[3, 3\] of its diagonal is 0"):
+                linalg.solve_triangular(
+                    pla.distribute(np.tril(np.ones((7, 7))) * ([1] * 3 + [0, 1, 1, 0]), grid, layout),
+                    pla.ones((7, sides), grid), lower=True,
+                )  # fmt: skip
+
+    @pytest.mark.parametrize("sides", [2, triangular.FEW + 1])
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_odd_numbers_in_triangular_systems(self, grid, value, sides):
+        good, b = np.tril(np.ones((9, 9))), np.ones((9, sides))
+        for at in ("matrix", "diagonal", "side"):
+            t, c = good.copy(), b.copy()
+            if at == "side":
+                c[4, -1] = value
+            else:
+                t[5, 5 if at == "diagonal" else 2] = value
+            for layout in layouts(grid.axes, 2, partial=False):
+                with pytest.raises(ValueError, match="finite numbers; the array has NaNs or infinities"):
+                    linalg.solve_triangular(
+                        pla.distribute(t, grid, layout), pla.distribute(c, grid, layout), lower=True
+                    )  # fmt: skip
 
     @pytest.mark.parametrize("name", ["cholesky", "inv", "qr", "det", "slogdet"])
     @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -205,9 +205,14 @@ def test_leading_terms_of_the_guide(n, sizes):
         return {
             "cholesky": halves + trip,
             "lu": lu + 3 * trip,
-            "solve": lu + n**2 / 2 / R * across + trip,
+            "solve": lu + n * b / C * down + trip,
             "qr": n**2 / 2 / R * across + (2 * n**2 + 6 * n * b) / C * down + 2 * n * b * across + 3 * trip,
-            "lstsq": 4 * n**2 * (1 - 1 / p) + 2 * halves + 6 * n * b / C * down + 2 * n * b * across + 3 * trip,
+            "lstsq": 4 * n**2 * (1 - 1 / p)
+            + halves
+            + n**2 / 2 / C * down
+            + 6 * n * b / C * down
+            + 2 * n * b * across
+            + 3 * trip,
             "eigh": 3 * n**2 * (1 - 1 / p) + 2 * n**2 / C * down + 5 / 2 * trip,
             "svd": 4 * n**2 * (1 - 1 / p) + 4 * n**2 / C * down + 5 * trip,
         }[routine]

@@ -10,7 +10,7 @@ import pytest
 import parlinalg as pla
 from parlinalg import Layout, linalg
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, least_squares, spectral
+from parlinalg.linalg import divide, factors, least_squares, spectral, triangular
 from parlinalg.linalg.costs import Costs
 from parlinalg.linalg.eigh import workers
 from parlinalg.linalg.qr import QR
@@ -100,15 +100,16 @@ def test_cholesky(grid, dtype, deals):
         with pla.ledger(grid) as book:
             linalg.cholesky(x, depth=deal.D)
         equal(book, formulas.cholesky(counting(grid, deal), layout, n), grid, (n, deal, layout))
-        b = pla.distribute(random((n, 5), dtype, rng), grid, layout)
+        sides = int(rng.choice([5, triangular.FEW + 5]))
+        b = pla.distribute(random((n, sides), dtype, rng), grid, layout)
         with pla.ledger(grid) as book:
             factor.solve(b)
         one = flat(deal)
-        costs, rows, columns = counting(grid, one), one.rows(n), one.columns(5)
-        costs.bring(layout, (n, 5), rows, columns)
+        costs, rows, columns = counting(grid, one), one.rows(n), one.columns(sides)
+        costs.bring(layout, (n, sides), rows, columns)
         for adjoint in (False, True):
             formulas.substitute(costs, rows, n, formulas.after(columns, 0), lower=True, adjoint=adjoint)
-        costs.home(layout, (n, 5), rows, columns)
+        costs.home(layout, (n, sides), rows, columns)
         equal(book, costs, grid, (n, deal, layout, "solve"))
 
 
@@ -128,6 +129,19 @@ def test_lu(grid, dtype, deals):
             equal(book, costs, grid, (shape, deal, layout))
 
 
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_solve_triangular(grid, dtype, deals, adjoint):
+    for deal, (n, _), layout, other, rng in deals(SQUARES, 2):
+        sides = int(rng.choice([0, 1, 5, triangular.FEW, triangular.FEW + 1]))
+        t = np.tril(random((n, n), dtype, rng)) + n * np.eye(n, dtype=dtype)
+        x = pla.distribute(t, grid, layout)
+        b = pla.distribute(random((n, sides), dtype, rng), grid, other)
+        with pla.ledger(grid) as book:
+            linalg.solve_triangular(x, b, lower=True, adjoint=adjoint)
+        costs = formulas.solve_triangular(counting(grid, deal, dtype), layout, n, sides, other, adjoint=adjoint)
+        equal(book, costs, grid, (n, sides, deal, layout, other))
+
+
 @pytest.mark.parametrize("shape", [(70, 50), (50, 70), (3, 3), (0, 4)], ids=str)
 def test_without_the_winners_each_grid_row_has_its_share(grid, shape):
     deal = Deal(grid.sizes, 8, "tall")
@@ -142,7 +156,7 @@ def test_without_the_winners_each_grid_row_has_its_share(grid, shape):
 
 def test_solve(grid, dtype, deals):
     for deal, (n, _), layout, other, rng in deals(SQUARES, 3, layered=True):
-        x, sides = pla.distribute(random((n, n), dtype, rng), grid, layout), int(rng.integers(6))
+        x, sides = pla.distribute(random((n, n), dtype, rng), grid, layout), int(rng.choice([0, 1, 5, 40]))
         b = pla.distribute(random((n, sides), dtype, rng), grid, other)
         with pla.ledger(grid) as book:
             _, factor = factors.solved(x, b, deal.D)
