@@ -19,7 +19,7 @@ from parlinalg.linalg.tiles import Board, Numbers, Tiles, board
 
 FEW = 32
 """Right-hand sides up to which the triangle stays where it lies."""
-PIECE = 128
+PIECE = 512
 """The most rows of the solution that are found at once where a triangle rests."""
 
 
@@ -143,7 +143,7 @@ def solved(
         Each rank's rows are one range, and its columns, too.
     """
     longest = max((end - k for k, end in pieces), default=0)
-    most = longest * (longest + b.shape[1])
+    most = longest * (b.shape[1] + (0 if blocks else longest))  # at rest no corners are gathered
     with board(down, most, b.dtype) as below, board(across, most, b.dtype) as beside:
         return _solved(below, beside, t, numbers, b, pieces, lower=lower, unit=unit, blocks=blocks)
 
