@@ -179,7 +179,7 @@ class ShapesBackend:
         return self.xp.zeros(shape, dtype)
 
     def staging(self, n: int, dtype: DTypeLike) -> Any:
-        return self.xp.empty(n, dtype)
+        return ShapeArray(self, n, dtype, counted=self.host_memory)
 
     def from_host(self, array: Any) -> Any:
         if isinstance(array, ShapeArray) or _keeps_values(array.shape, array.dtype):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn, optim, schemes
+from parlinalg import nn, offload, optim, schemes
 from parlinalg.autograd import ops
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import factors
@@ -238,6 +238,12 @@ def measured(grid: Any, stage: int) -> tuple[int, int]:
     return arrays, tracemalloc.get_traced_memory()[1] - (everything - arrays)
 
 
+SMALL = {
+    "vocab_size": 512, "max_position_embeddings": 16, "hidden_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "dtype": "float32", "seed": 1,
+}  # fmt: skip
+
+
 def training(grid: Any, stage: int) -> Callable[[], None]:
     scheme = schemes.discover()["zero3" if stage == 3 else "data"].SCHEME
     model = nn.GPT(
@@ -302,6 +308,27 @@ def test_memory_by_category():
         weights, gradients, states = (world.memory[name] for name in ("weights", "gradients", "states"))
         assert weights == gradients == 2 * states  # two moments of a fourth
         assert "activations" not in world.memory
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_states_on_the_host_are_no_memory_of_a_gpu(target):
+    held = {}
+    for home in (None, offload.HostStates("64KiB")):
+        with pla.imagine(4, target=target) as world:
+            grid = pla.Grid({"data": 4})
+            parameters = list(nn.GPT(**SMALL, scheme=schemes.discover()["data"].SCHEME, grid=grid).parameters())
+            GradientReducer(parameters, [ZeRO(stage=1)])
+            optimizer = optim.AdamW(parameters)
+            if home is not None:
+                optimizer.place(home)
+            for p in parameters:
+                p.grad = pla.zeros(p.shape, grid, p.layout, dtype="float32")
+            optimizer.step()
+            held[home is None] = sum(world.memory.values())
+            states = 2 * sum(p.size for p in parameters) * 4 / 4
+    saved = held[True] - held[False]
+    assert saved > 0.8 * states if target == "gpu" else abs(saved) < 0.2 * states
 
 
 @pytest.mark.serial
