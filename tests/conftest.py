@@ -6,7 +6,7 @@ starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in fo
 
 - none: the test runs on any number of ranks;
 - `serial`: it does not communicate, or starts its own ranks, and runs in the one-rank run without MPI only;
-- `ranks(2, 4)`: it runs on these numbers of ranks only (5, 7 and 12 ranks run only tests that name them);
+- `ranks(2, 4)`: it runs on these numbers of ranks only (5, 7, 12 and 16 ranks run only tests that name them);
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
 - `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
@@ -61,7 +61,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 SIZE = RANKS or 1
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # all tests, those of other numbers of ranks included
 CORE = {4, 8}  # numbers of ranks at which the tests of the core run in any case
-RARE = {5, 7, 12}  # numbers of ranks at which only the tests run that name them
+RARE = {5, 7, 12, 16}  # numbers of ranks at which only the tests run that name them
 SERIAL = re.compile(r"^pytestmark = \[?pytest\.mark\.serial\b", re.MULTILINE)
 UNAVAILABLE = "cannot be had here:"
 collect_ignore = [] if BACKEND == "cupy" else ["backend/test_halves.py", "backend/test_standin.py"]

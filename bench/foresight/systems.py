@@ -21,7 +21,7 @@ from typing import Any
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.parts import Part
 from parlinalg.planning.search import Candidate, Looks, Planned
-from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Trace
+from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Start, Trace
 from parlinalg.train.config import TensorConfig, parse
 
 HALF = 2  # bytes of a 16-bit float
@@ -37,7 +37,8 @@ class Run:
     """A training run: a model, and how ranks share its step of `batch` sequences.
 
     `cuts` is Megatron's sequence parallelism, `recompute` as of `nn.GPT`; attention's scores are never kept by the
-    library, which is what Megatron's selective recomputation comes to.
+    library, which is what Megatron's selective recomputation comes to.  With `fused` the published software's products
+    add to the gradients of earlier microbatches (`gradient_accumulation_fusion`, in Megatron-LM since 2022).
     """
 
     hidden: int
@@ -56,6 +57,7 @@ class Run:
     zero: int = 0
     dtype: str = "float16"
     dropout: float = 0.1
+    fused: bool = False
 
     @property
     def data(self) -> int:
@@ -117,6 +119,8 @@ class Megatron(Looks):
     - NCCL adds 16-bit terms as they arrive; the library adds them in float32 (`combine_terms`).
     - With sequence cuts the sequence is the first dim, so that gathering needs no copies; here the batch is.
     - Adam is apex's fused kernel, with passes to unscale, for the norm, to clip, to copy and to clear gradients.
+    - A microbatch's gradients are added to those before it, where the trace has the first microbatch, which copies.
+      With bfloat16 they are added and reduced in float32, as `--bf16` sets `accumulate_allreduce_grads_in_fp32`.
 
     Communication, the order of all else, the schedule and the memory are the traced ones.
     """
@@ -131,6 +135,7 @@ class Megatron(Looks):
             if not (isinstance(e, Memory) or (isinstance(e, Kernel) and e.name in ("combine_terms", left_out)))
         ]  # fmt: skip
         events = list(self._update(part, list(_fused(list(self._attention(traced))))))
+        events = list(self._accumulated(part, events))
         return replace(part, trace=Trace(part.trace.rank, part.trace.size, events))
 
     def _attention(self, events: Sequence[Event]) -> Iterator[Event]:
@@ -166,6 +171,21 @@ class Megatron(Looks):
             tiles = []
             yield e
         yield from tiles
+
+    def _accumulated(self, part: Part, events: list[Event]) -> Iterator[Event]:
+        """Add gradients to earlier ones at the end of backward passes; reduce those of bfloat16 in float32."""
+        run, reducing = self.run, False
+        wide = run.dtype == "bfloat16"
+        copied = 2 * HALF  # what the trace has for it
+        more = 0 if run.fused or run.microbatches == 1 else (HALF + 8 if wide else 3 * HALF) - copied
+        for e in events:
+            if isinstance(e, Span) and e.name == "reduce":
+                reducing = e.begins
+            if isinstance(e, Span) and e.name == "backward" and not e.begins and more:
+                yield _kernel("accumulate gradients", more * part.weights // HALF)
+            if isinstance(e, Start) and reducing and wide:
+                e = replace(e, nbytes=2 * e.nbytes, sent=2 * e.sent, dtype="float32")
+            yield e
 
     def _update(self, part: Part, events: list[Event]) -> Iterator[Event]:
         """Replace the kernels of the update by passes over the parameters; communication stays."""
@@ -240,7 +260,7 @@ KORTHIKANTI = tuple(
     Published(
         f"{name}, {'selective recomputation, sequence cuts' if cuts else 'full recomputation'}",
         Run(hidden, layers, heads, 8 * pipeline, batch, 8, pipeline, chunks, microbatch, cuts=cuts,
-            recompute=None if cuts else "block"),
+            recompute=None if cuts else "block", fused=True),
         seconds,
     )
     for name, hidden, layers, heads, pipeline, chunks, batch, microbatch, *both in (
@@ -293,7 +313,7 @@ def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
             looks = Looks(parse(run.configuration()), run.ranks, machine, run.batch)
             parts = looks._layers(run.candidate(), bound=True)
             layers[run.microbatch] = sum(looks.seconds(p, s) for p in parts for s in ("forward", "backward"))
-            if looks.estimate(replace(run, chunks=1).candidate())[1] > 0.92 * machine.memory:
+            if looks.estimate(replace(run, chunks=1).candidate()).bytes > 0.92 * machine.memory:
                 layers[run.microbatch] = math.inf
         passes = run.microbatches + (run.pipeline - 1) / run.chunks
         ranked.append((layers[run.microbatch] / run.pipeline * passes, run))

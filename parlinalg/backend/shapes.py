@@ -51,14 +51,16 @@ class WhatIf:
     norm : float
         The norm of all gradients, to which clipping compares its limit.
     number : float
-        Any other number that is read, such as a loss for the log.
+        Any other number that is read, such as a loss for the log; of the matrix of `expm` the 1-norm, of which those of
+        its powers are powers.
     token : int
         The token that is sampled or chosen.
     routing : str or sequence of float
         "even": every expert gets as many tokens as any other, or one more.  Or the load of each expert: numbers in
         proportion to the tokens that it gets.
     iterations : int
-        The steps that an iteration takes which would stop where it has converged.
+        The steps that an iteration takes which would stop where it has converged: products of `cg`, `minres`, `gmres`,
+        `lsqr` and `lobpcg`, bases filled by `eigsh` and `svds`, and each estimate of a norm by `expm`.
     pivots : str
         "even": every grid row has its share of the pivots of each panel of LU, and no rows of a rank are exchanged.
     conditioned : bool
@@ -66,6 +68,11 @@ class WhatIf:
         full; if not, each panel goes through a tree, and one singular value counts as 0.
     deflation : str
         "none": no merge of divide and conquer (`eigh`, `svd`) finds a vector that it need not compute, the most work.
+    condition : float
+        ‖A‖ ‖A⁻¹‖ in Frobenius norms of the matrices of `polar`, by which `svd` begins on several GPUs: the steps follow
+        from it.  Matrices that are not `conditioned` are singular.
+    hermitian : bool
+        The matrix of `sqrtm` is Hermitian; if not, its Schur form is asked for, which depends on values.
     """
 
     finite: bool = True
@@ -77,6 +84,8 @@ class WhatIf:
     pivots: str = "even"
     conditioned: bool = True
     deflation: str = "none"
+    condition: float = 1e4
+    hermitian: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.routing, str):
@@ -95,6 +104,8 @@ class WhatIf:
                 raise ConfigError(f"{name}={given!r} is not known; what can be assumed is {known!r}")
         if self.iterations < 1:
             raise ConfigError(f"iterations={self.iterations} should be at least 1")
+        if not 1 <= self.condition < math.inf:
+            raise ConfigError(f"condition={self.condition} should be a finite number of at least 1")
 
 
 class Recorder(Protocol):
@@ -168,7 +179,7 @@ class ShapesBackend:
         return self.xp.zeros(shape, dtype)
 
     def staging(self, n: int, dtype: DTypeLike) -> Any:
-        return self.xp.empty(n, dtype)
+        return ShapeArray(self, n, dtype, counted=self.host_memory)
 
     def from_host(self, array: Any) -> Any:
         if isinstance(array, ShapeArray) or _keeps_values(array.shape, array.dtype):

@@ -307,9 +307,14 @@ class _System:
             raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
         self.limit = np.maximum(rtol * norm, atol)
         self.values = b.grid.backend.values
-        if not self.values:
-            steps = b.grid.backend.assume("iterations", "how many iterations suffice")
-            self.maxiter, self.limit = min(self.maxiter, steps), 0 * norm
+        self.assumed = assumed_steps(b)
+        """The steps to be taken where values do not tell; None where they do."""
+        if self.assumed is not None:
+            self.limit = 0 * norm
+
+    def most(self) -> int:
+        """Return the steps to be taken at most, of a method that counts `maxiter` in steps."""
+        return self.maxiter if self.assumed is None else min(self.maxiter, self.assumed)
 
     def times(self, x: DistArray) -> DistArray:
         """Return A x."""
@@ -342,6 +347,12 @@ class _System:
     def at(self, wrong: Any) -> str:
         """Return the words that name the first system of those that are wrong; none if there is one system."""
         return f" of system {tuple(int(i) for i in np.argwhere(wrong)[0])}" if np.ndim(wrong) else ""
+
+
+def assumed_steps(like: DistArray) -> int | None:
+    """Return the steps that an iteration takes on arrays without values; None where their values tell."""
+    backend = like.grid.backend
+    return None if backend.values else int(backend.assume("iterations", "how many iterations suffice"))
 
 
 def _ratio(x: Any, y: Any, where: Any) -> np.ndarray:
@@ -400,8 +411,8 @@ def cg(
     w = s.times(u)
     p = q = z = t = r
     gamma, alpha, first = np.ones(systems), np.ones(systems), True
-    active = np.ones(systems, bool)
-    for step in range(s.maxiter + 1):
+    active, most = np.ones(systems, bool), s.most()
+    for step in range(most + 1):
         summing = vectors.begin((r, u), (w, u), (r, r), wait=not pipelined)
         if pipelined:
             m = s.preconditioned(w)
@@ -411,7 +422,7 @@ def cg(
         active = active & (np.sqrt(np.maximum(0, s.finite(rr, step))) > s.limit)
         if not active.any():
             return s.result(0)
-        if step == s.maxiter:
+        if step == most:
             break
         beta = 0.0 if first else _ratio(gamma, before, active)
         curvature = delta if first else delta - beta * _ratio(gamma, alpha, active)
@@ -465,8 +476,8 @@ def minres(
     w = old_w = zeros(s.b.shape, dtype=s.dtype, grid=s.b.grid, layout=s.layout)
     c = old_c = np.ones(systems)
     sine = old_sine = np.zeros(systems)
-    for step in range(s.maxiter):
-        active = (np.abs(left) > s.limit) & (size > 0)
+    for step in range(s.most()):
+        active = ((np.abs(left) > s.limit) & (size > 0)) | (not s.values)
         if not active.any():
             break
         z = z * s.factor(_ratio(1.0, size, active))
@@ -479,7 +490,7 @@ def minres(
         first = c * delta - old_c * sine * current
         second, third = sine * delta + old_c * c * current, old_sine * current
         whole = np.hypot(first, size)
-        if (active & (whole == 0)).any():
+        if (active & (whole == 0) & s.values).any():
             singular = s.at(active & (whole == 0))
             raise LinAlgError(f"minres: the matrix is singular, found in iteration {step + 1}{singular}")
         old_c, c, old_sine, sine = c, _ratio(first, whole, active), sine, _ratio(size, whole, active)
@@ -531,7 +542,7 @@ def gmres(
     steps, systems = 0, s.vectors.systems
     for turn in range(s.maxiter + 1):
         size = s.finite(s.vectors.norm(s.r), steps)
-        active = np.array(size > s.limit)
+        active = np.array((size > s.limit) & (steps != s.assumed))
         if not active.any():
             return s.result(0)
         if turn == s.maxiter:
@@ -548,7 +559,9 @@ def gmres(
             w, h[: j + 1, j], length = basis.orthogonalized(s.times(z))
             h[j + 1, j] = s.finite(length, steps)
             steps += 1
-            for each in map(tuple, np.argwhere(active)):
+            if steps == s.assumed:
+                break
+            for each in map(tuple, np.argwhere(active)) if s.values else ():
                 at = (slice(None), *each)
                 y[: j + 1][at], left = _least(h[: j + 2, : j + 1][(slice(None), *at)], right[: j + 2][at])
                 largest = np.abs(h[: j + 1, j][at]).max(initial=0)
@@ -647,6 +660,9 @@ def lsqr(
     norm, rho_bar, phi_bar = beta, alpha, beta
     frobenius = directions = damped = x_length = np.zeros(high.systems)
     iterations = 2 * v.shape[0 if v.ndim == 1 else -2] if iter_lim is None else iter_lim
+    assumed = assumed_steps(u)
+    if assumed is not None:
+        iterations, atol, btol = min(iterations, assumed), -1.0, -1.0  # no test of convergence is passed
     istop = np.where(alpha * beta > 0, 7, 0)
     done, r2, ar = 0, beta, alpha * beta
     while (istop == 7).any() and done < iterations:
@@ -674,6 +690,8 @@ def lsqr(
         solved = active & (r2 <= btol * norm + atol * frobenius * x_length)
         least = active & ~solved & (ar <= atol * frobenius * r2)
         istop = np.where(solved, 1, np.where(least, 2, istop))
+    if assumed is not None:
+        istop = np.ones_like(istop)
     r1 = np.sqrt(np.maximum(0.0, r2**2 - (damp * x_length) ** 2))
     numbers = (r1, r2, frobenius, frobenius * np.sqrt(directions), ar, x_length)
     ended, *lengths = (each if high.systems else np.asarray(each).item() for each in (istop, *numbers))

@@ -12,7 +12,6 @@ from parlinalg.array.core import DistArray
 from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import concatenate
-from parlinalg.backend.shapes import values_needed
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import (
     LinAlgError,
@@ -26,6 +25,7 @@ from parlinalg.linalg.factors import (
 )
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
+from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.spectral import eigh, svd
 from parlinalg.matmul import matmul
 
@@ -58,15 +58,15 @@ def expm(x: DistArray, /) -> DistArray:
     powers = [one, a @ a]  # A⁰, A², A⁴, …
     powers.append(powers[1] @ powers[1])
     powers.append(powers[1] @ powers[2])
-    d4, d6 = (_norm(powers[k]) ** (1 / (2 * k)) for k in (2, 3))
-    d8 = _estimate(powers[2], powers[2]) ** (1 / 8)
+    d4, d6 = (_norm(powers[k], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
+    d8 = _estimate(8, powers[2], powers[2]) ** (1 / 8)
     degree, squarings, theta = 13, 0, max(d6, d8)
     for m, limit in ((3, max(d4, d6)), (5, max(d4, d6)), (7, theta), (9, theta)):
         if limit <= THETA[m] and not _excess(a, m, 0):
             degree = m
             break
     else:
-        d10 = _estimate(powers[2], powers[3]) ** (1 / 10)
+        d10 = _estimate(10, powers[2], powers[3]) ** (1 / 10)
         theta = min(theta, max(d8, d10))
         squarings = max(0, math.ceil(math.log2(theta / THETA[13]))) if theta else 0
         squarings += _excess(a, 13, squarings)
@@ -99,30 +99,36 @@ def _pade(a: DistArray, powers: list[DistArray], m: int) -> tuple[DistArray, Dis
     return a @ odd, even
 
 
-def _norm(a: DistArray) -> float:
-    """Return the largest sum of the absolute values of a column."""
-    return float(abs(a).sum(axis=0).max())
+def _norm(a: DistArray, power: int) -> float:
+    """Return the largest sum of the absolute values of a column of a power of the matrix."""
+    return _told(abs(a).sum(axis=0).max(), power)
 
 
-def _estimate(*factors: DistArray) -> float:
-    """Return an estimate of the 1-norm of a product, from below (Hager 1984, Higham 1988)."""
+def _told(norm: DistArray, power: int) -> float:
+    """Return a norm of so high a power of the matrix; without values the power of what is assumed."""
+    return float(norm) if norm.grid.backend.values else float(norm) ** power
+
+
+def _estimate(power: int, *factors: DistArray) -> float:
+    """Return an estimate of the 1-norm of a product, a power of the matrix, from below (Hager 1984, Higham 1988)."""
     n, like = factors[0].shape[0], factors[0]
     v = ones(n, grid=like.grid, dtype=like.dtype) / like.real.dtype.type(n)
-    found = 0.0
-    for _ in range(5):
+    found, assumed = 0.0, assumed_steps(like)
+    for turn in range(1, 6):
         y = v
         for each in reversed(factors):
             y = each @ y
         size = abs(y)
-        now = float(size.sum())
-        if not math.isfinite(now) or now <= found:
+        now = _told(size.sum(), power)
+        if not math.isfinite(now) or (now <= found and assumed is None):
             return max(now, found)
         found = now
         z = y / np.where(size > 0, size, 1) + (size == 0)
         for each in factors:
             z = each.mT.conj() @ z
-        at = int(np.argmax(abs(z)))
-        if float(abs(z[at])) <= float(np.vdot(z, v).real):
+        size = abs(z)
+        largest, at, along = float(size.max()), int(np.argmax(size)), float(np.vdot(z, v).real)
+        if largest <= along if assumed is None else turn == assumed:
             break
         v = np.equal(_numbers(v), at).astype(v.dtype)
     return found
@@ -136,14 +142,14 @@ def _numbers(v: DistArray) -> DistArray:
 
 def _excess(a: DistArray, m: int, squarings: int) -> int:
     """Return how many squarings more the degree needs, by the norm of |A|^(2m + 1)."""
-    size, one = abs(a), _norm(a)
+    size, one = abs(a), _norm(a, 1)
     if not one:
         return 0
     size = size / size.dtype.type(one)
     v = ones(a.shape[0], grid=a.grid, dtype=size.dtype)
     for _ in range(2 * m + 1):
         v = v @ size
-    largest = float(v.max())
+    largest = _told(v.max(), 0)
     if not largest:
         return 0
     log = math.log2(largest) + 2 * m * (math.log2(one) - squarings) - math.log2(ERROR[m])
@@ -177,7 +183,7 @@ def sqrtm(x: DistArray, /) -> DistArray:
     layout, n = x.layout, x.shape[0]
     if not n:
         return x.copy()
-    if bool((x == x.mT.conj()).all()):
+    if truth((x == x.mT.conj()).all(), "hermitian", "whether the matrix of sqrtm is Hermitian"):
         w, v = eigh(x)
         least, most = float(w.min()), float(abs(w).max())
         if x.dtype.kind != "c" and least < -n * float(np.finfo(x.dtype).eps) * most:
@@ -286,12 +292,12 @@ def halley(a: DistArray) -> DistArray | None:
 
     See `polar` for the iteration.
     """
-    if not a.grid.backend.values:
-        raise values_needed("the number of steps of a polar decomposition, by which svd begins on several GPUs,")
-    (m, n), layout = a.shape, a.layout
+    (m, n), layout, values = a.shape, a.layout, a.grid.backend.values
+    if not values:
+        a.grid.backend.assume("condition", "the number of steps of a polar decomposition")
     real = a.real.dtype.type
     eps = float(np.finfo(a.dtype).eps)
-    largest = float(abs(a).max()) if a.size else 0.0
+    largest = _told(abs(a).max(), 0) if a.size else 0.0
     if not largest:
         return eye(m, n, dtype=a.dtype, grid=a.grid, layout=layout)
     x = a / real(largest)
@@ -317,7 +323,7 @@ def halley(a: DistArray) -> DistArray | None:
     for _ in range(4):
         inner = x.mT.conj() @ x
         odd = float(abs(inner - one).max())
-        if odd <= 10 * eps:
+        if odd <= 10 * eps or not values:
             return x
         if not odd < 0.5:
             break
@@ -334,16 +340,19 @@ def _least(r: DistArray, one: DistArray, eps: float) -> float:
         inverse = solve_triangular(r, one)
     except LinAlgError:
         return floor
-    size = _frobenius(inverse)
+    size, backend = _frobenius(inverse), r.grid.backend
+    if not backend.values:
+        full = backend.assume("conditioned", "the rank of a matrix")
+        size = backend.assume("condition", "the condition number of a matrix") if full else math.inf
     return max(floor, 0.9 / size) if math.isfinite(size) else floor
 
 
 def _frobenius(a: DistArray) -> float:
     """Return the square root of the sum of squares, which may be out of range themselves."""
-    largest = float(abs(a).max())
+    largest = _told(abs(a).max(), 0)
     if not largest or not math.isfinite(largest):
         return largest
-    return largest * math.sqrt(float((abs(a / a.real.dtype.type(largest)) ** 2).sum()))
+    return largest * math.sqrt(_told((abs(a / a.real.dtype.type(largest)) ** 2).sum(), 0))
 
 
 # ------------------------------------------------------------------------------------------------ bases
@@ -386,8 +395,18 @@ def null_space(a: DistArray, rcond: float | None = None) -> DistArray:
 def _finite(x: DistArray, name: str) -> DistArray:
     """Return the array with its terms summed; refuse NaNs and infinities."""
     x = x.redistribute(x.layout.with_partial(()))
-    _refuse(not bool(np.isfinite(x).all()), name)
+    _refuse(not truth(np.isfinite(x).all(), "finite", "whether the elements are finite"), name)
     return x
+
+
+def truth(condition: Any, name: str, why: str) -> bool:
+    """Return the truth of a condition that all ranks have; without values what `WhatIf` says under this name."""
+    backend = condition.grid.backend
+    if backend.values:
+        return bool(condition)
+    found = bool(backend.assume(name, why))
+    condition.item()  # what ranks ask each other they ask here too
+    return found
 
 
 def _scipy(name: str, x: DistArray, block: Any) -> Any:

@@ -183,14 +183,14 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
     rows than columns is factored by QR first.
     """
-    from parlinalg.linalg.matrix_functions import halley
+    from parlinalg.linalg.matrix_functions import halley, truth
 
     (m, n), layout = x.shape, x.layout.with_partial(())
     if not n:
         return None
     q = QRFactor(x, name="svd") if m > n else None
     r = x.summed() if q is None else q.R
-    _refuse(not bool(isfinite(r).all()), "svd")
+    _refuse(not truth(isfinite(r).all(), "finite", "whether the elements are finite"), "svd")
     u = halley(r)
     if u is None:
         return None

@@ -39,7 +39,7 @@ def aligned(n: int, backend: Backend = NUMPY) -> np.ndarray:
     """A host buffer of n zero bytes that begins at a multiple of `ALIGN`; page-locked where copies are faster so."""
     spare = backend.staging(n + ALIGN, np.uint8)
     spare[:] = 0
-    start = -spare.__array_interface__["data"][0] % ALIGN
+    start = -spare.ctypes.data % ALIGN
     return spare[start : start + n]
 
 

@@ -8,17 +8,21 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import parlinalg as pla
 from parlinalg.backend import cuda, select_backend
+from parlinalg.backend.kernels import optimizers
 from parlinalg.backend.kernels.activations import gelu, gelu_grad, swiglu, swiglu_grad
 from parlinalg.backend.kernels.norms import norm, norm_grad
 from parlinalg.backend.kernels.optimizers import adam
 from parlinalg.backend.kernels.rows import row_exp, row_exp_sum, row_max
 from parlinalg.cli.gpu import kernel_checks
+from parlinalg.planning.trace import Kernel
 from parlinalg.random import Bernoulli, dropping
 
 pytestmark = pytest.mark.serial
@@ -138,6 +142,32 @@ def test_cuda_kernels_compute_what_numpy_does(
             adam(*state, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decoupled=decoupled, step=3)
             ends.append(state)
         equal(*ends)
+
+
+def test_gradients_of_16_bits_are_cast_for_the_fused_update_of_masters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part at a time, with the numbers of the plain form; an imagined GPU makes two kernels of it, not twenty."""
+    random, ends = np.random.default_rng(0), []
+    x, g, m = (a.astype(np.float32) for a in random.normal(size=(3, 70)))
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "step": 3}
+    for cuda_ in (False, True):
+        state = x.copy(), g.astype(np.float16), m.copy(), m * m
+        with monkeypatch.context() as patch:
+            if cuda_:
+                patch.setattr(optimizers, "CAST", 16)
+                of = SimpleNamespace(cuda=True, values=True, cpu=True, host_memory=True)
+                patch.setattr(optimizers, "backend_of", lambda _, of=of: of)
+            adam(*state, **options, factor=0.5)
+        ends.append(state)
+    for found, right in zip(*ends, strict=True):
+        np.testing.assert_array_equal(found, right)
+    with pla.imagine(1, target="gpu") as world:
+        empty = world.device.empty
+        state = tuple(empty(70, kind) for kind in ("float32", "float16", "float32", "float32"))
+        with world.trace() as trace:
+            adam(*state, **options)
+    assert [e.name for e in trace.events if isinstance(e, Kernel)] == ["astype", "optimizers.adam_step"]
 
 
 def test_doctor_tries_every_cuda_kernel(

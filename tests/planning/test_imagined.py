@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import parlinalg as pla
-from parlinalg import nn, optim, schemes
+from parlinalg import nn, offload, optim, schemes
 from parlinalg.autograd import ops
 from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import factors
@@ -100,15 +100,32 @@ def cases(ranks: int, full: bool) -> list[tuple[str, Any, dict[str, int], int]]:
 
 
 @pytest.mark.always
-@pytest.mark.ranks(1, 4, 8, full=(16,))
+@pytest.mark.ranks(1, 4, 8)
 def test_ledgers_of_training_are_those_of_real_ranks(world, full):
+    assert compare_training(world, cases(world.size, full)) or world.size == 1
+
+
+def compare_training(world: Any, found: list[tuple[str, Any, dict[str, int], int]]) -> int:
+    """Compare ledgers of trainings on real and on imagined ranks; return the words that this rank receives in all."""
     words = 0
-    for name, scheme, sizes, stage in cases(world.size, full):
+    for name, scheme, sizes, stage in found:
         gathered = name == "zero3" or "weights cut" in name
         enough = {"num_attention_heads": world.size, "hidden_size": 6 * world.size} if "Ulysses" in name else {}
         book = both(world, sizes, partial(train_gpt, scheme=scheme, stage=stage, gathered=gathered, **enough))
         words += book.words.total()
-    assert world.size == 1 or words
+    return words
+
+
+SIXTEEN = cases(16, True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.ranks(16)
+@pytest.mark.parametrize("name", dict.fromkeys(case[0] for case in SIXTEEN))
+def test_ledgers_of_training_are_those_of_16_real_ranks(world, name):
+    """Three grids of the scheme, with all stages of ZeRO: `mpiexec -n 16 python -m pytest tests/planning`."""
+    words = compare_training(world, [case for case in SIXTEEN if case[0] == name])
+    assert words or name == "serial"
 
 
 @pytest.mark.ranks(1, 4)
@@ -221,6 +238,12 @@ def measured(grid: Any, stage: int) -> tuple[int, int]:
     return arrays, tracemalloc.get_traced_memory()[1] - (everything - arrays)
 
 
+SMALL = {
+    "vocab_size": 512, "max_position_embeddings": 16, "hidden_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "dtype": "float32", "seed": 1,
+}  # fmt: skip
+
+
 def training(grid: Any, stage: int) -> Callable[[], None]:
     scheme = schemes.discover()["zero3" if stage == 3 else "data"].SCHEME
     model = nn.GPT(
@@ -285,6 +308,27 @@ def test_memory_by_category():
         weights, gradients, states = (world.memory[name] for name in ("weights", "gradients", "states"))
         assert weights == gradients == 2 * states  # two moments of a fourth
         assert "activations" not in world.memory
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_states_on_the_host_are_no_memory_of_a_gpu(target):
+    held = {}
+    for home in (None, offload.HostStates("64KiB")):
+        with pla.imagine(4, target=target) as world:
+            grid = pla.Grid({"data": 4})
+            parameters = list(nn.GPT(**SMALL, scheme=schemes.discover()["data"].SCHEME, grid=grid).parameters())
+            GradientReducer(parameters, [ZeRO(stage=1)])
+            optimizer = optim.AdamW(parameters)
+            if home is not None:
+                optimizer.place(home)
+            for p in parameters:
+                p.grad = pla.zeros(p.shape, grid, p.layout, dtype="float32")
+            optimizer.step()
+            held[home is None] = sum(world.memory.values())
+            states = 2 * sum(p.size for p in parameters) * 4 / 4
+    saved = held[True] - held[False]
+    assert saved > 0.8 * states if target == "gpu" else abs(saved) < 0.2 * states
 
 
 @pytest.mark.serial
@@ -444,12 +488,13 @@ TRAININGS = {
 }
 
 
-def fit(comm: Any, config: dict[str, Any], traced: Any = None) -> Any:
+def fit(comm: Any, config: dict[str, Any], traced: Any = None, **options: Any) -> Any:
     """The ledger of a training of two batches by a configuration, as a script of the user's has it."""
     with pla.launch({**CONFIG, **config}, comm, "auto") as mesh:
+        sizes = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4, "seed": 1, **options}
         model = nn.GPT(
-            vocab_size=53, max_position_embeddings=16, hidden_size=24, num_hidden_layers=4, num_attention_heads=4,
-            dtype="bfloat16" if "precision" in config else "float32", scheme=mesh.scheme, grid=mesh.grid, seed=1,
+            vocab_size=53, max_position_embeddings=16, dtype="bfloat16" if "precision" in config else "float32",
+            scheme=mesh.scheme, grid=mesh.grid, **sizes,
         )  # fmt: skip
         samples = np.random.default_rng(0).integers(0, 53, (2, 2, 8, 16))
         engine, feed, _, rate = pla.initialize(
@@ -491,6 +536,50 @@ def test_ledgers_of_forms_of_training_on_8_ranks(world, config):
     real = fit(world, config)
     found = pla.imagine_together(lambda w: fit(w.comm, config), 8, node=world.local_size, what_if=pla.WhatIf())
     assert found[world.rank] == real
+
+
+def of_16(name: str, **schedule: int) -> dict[str, Any]:
+    """A pipeline of four stages under a schedule, with data and tensor parallelism and ZeRO."""
+    parallel = {"data": 2, "pipeline": 4, "tensor": {"size": 2, "mode": "1d"}}
+    return {"zero": 1, "parallel": parallel, "schedule": {"name": name, "microbatches": 4, **schedule}}
+
+
+FORMS_OF_16: dict[str, dict[str, Any]] = {
+    "data × 2d, ZeRO 2": {"zero": 2, "parallel": {"data": 4, "tensor": {"size": 4, "mode": "2d"}}},
+    "data × pipeline × 2d, ZeRO 1": {
+        "zero": 1, "parallel": {"data": 2, "pipeline": 2, "tensor": {"size": 4, "mode": "2d"}},
+        "schedule": {"name": "1f1b", "microbatches": 2},
+    },
+    "data × pipeline × sequence × 1d": {
+        "parallel": {"data": 2, "pipeline": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}},
+        "schedule": {"name": "1f1b", "microbatches": 2},
+    },
+    "2.5d": {"parallel": {"tensor": {"size": 16, "mode": "2.5d", "depth": 4}}},
+    "2.5d, depth on k": {"parallel": {"tensor": {"size": 16, "mode": "2.5d", "depth": 4, "depth_on": "k"}}},
+    "3d": {"parallel": {"tensor": {"size": 16, "mode": "3d", "shape": [4, 2, 2]}}},
+    "1d, sequence cuts": {"parallel": {"data": 4, "tensor": {"size": 4, "mode": "1d", "sequence_parallel": True}}},
+    "ring × Ulysses, ZeRO 3": {"zero": 3, "parallel": {"data": 2, "sequence": {"size": 8, "ulysses": 2}}},
+    "ring": {"parallel": {"sequence": 16}},
+    "offload": {"zero": 2, "parallel": {"data": 16}, "offload": {"optimizer": "host"}},
+    "gpipe": of_16("gpipe"), "1f1b": of_16("1f1b"), "interleaved": of_16("interleaved", chunks=2),
+    "zb-h1": of_16("zb-h1"), "zb-v": of_16("zb-v"), "chimera": of_16("chimera"),
+    **{name: {**of_16(name), "zero": 0, "clip_grad_norm": None} for name in ("pipedream", "pipedream-2bw")},
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.ranks(16)
+@pytest.mark.parametrize("name", FORMS_OF_16)
+def test_ledgers_of_forms_of_training_on_16_ranks(world, name):
+    """Rank 0 imagines them all: 16 times 16 imagined ranks would take minutes."""
+    config = FORMS_OF_16[name]
+    model = {"num_hidden_layers": 8, "tie_word_embeddings": not name.startswith("pipedream")}
+    real = world.share(repr(fit(world, config, **model)))
+    if world.rank == 0:
+        found = pla.imagine_together(
+            lambda w: fit(w.comm, config, **model), 16, node=world.local_size, what_if=pla.WhatIf()
+        )
+        assert [repr(found[rank]) for rank in range(16)] == real
 
 
 @pytest.mark.serial

@@ -13,9 +13,10 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, least_squares, spectral
+from parlinalg.linalg import divide, factors, krylov, least_squares, spectral
 from parlinalg.linalg.tiles import Deal
-from tests.planning.test_imagined import DEALS, both
+from parlinalg.planning.trace import Kernel
+from tests.planning.test_imagined import DEALS, both, rows
 
 SHAPES = [(150, 150), (97, 97), (210, 66), (40, 140), (300, 7), (1, 5), (0, 4)]
 
@@ -141,6 +142,12 @@ ASKED = {
     "svd": (linalg.svd, "which vectors a merge of divide and conquer finds", "deflation"),
     "eigvalsh": (linalg.eigvalsh, "whether the elements are finite", "finite"),
     "lstsq": (lambda a: linalg.lstsq(a, a[:, :2]), "the rank of a matrix", "conditioned"),
+    "polar": (linalg.polar, "the number of steps of a polar decomposition", "condition"),
+    "sqrtm": (linalg.sqrtm, "whether the matrix of sqrtm is Hermitian", "hermitian"),
+    "gmres": (lambda a: linalg.gmres(a, a[:, 0]), "how many iterations suffice", "iterations"),
+    "lsqr": (lambda a: linalg.lsqr(a, a[:, 0]), "how many iterations suffice", "iterations"),
+    "eigsh": (linalg.eigsh, "how many iterations suffice", "iterations"),
+    "lobpcg": (lambda a: linalg.lobpcg(a, a[:, :2]), "how many iterations suffice", "iterations"),
 }
 
 
@@ -170,15 +177,142 @@ def test_unknown_answers_are_refused(given):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("condition", [0.5, float("inf"), float("nan")])
+def test_impossible_conditions_are_refused(condition):
+    with pytest.raises(pla.ConfigError, match=r"condition=.* should be a finite number of at least 1"):
+        pla.WhatIf(condition=condition)
+
+
+@pytest.mark.serial
 def test_several_imagined_gpus():
-    """They find eigenvalues and least squares as hosts do; singular values begin by an iteration, which is refused."""
-    with pla.imagine(4, target="gpu", what_if=pla.WhatIf()):
-        a = pla.zeros((150, 150), pla.Grid({"r": 2, "c": 2}), pla.Layout("r", "c"))
+    """They find eigenvalues and least squares as hosts do, and singular values by a polar decomposition first."""
+    with pla.imagine(4, target="gpu", what_if=pla.WhatIf()) as world:
+        grid = pla.Grid({"r": 2, "c": 2})
+        a, layout = pla.zeros((150, 150), grid, pla.Layout("r", "c")), pla.Layout("r", "c")
         linalg.eigh(a)
         linalg.svdvals(a)
         linalg.lstsq(a, a[:, :2])
-        with pytest.raises(pla.ValuesNeeded, match=r"steps of a polar decomposition.*test_imagined_linalg\.py:\d+"):
+        with world.trace() as trace:
+            u, s, vh = linalg.svd(a[:, :60], full_matrices=False)
+        assert (u.shape, s.shape, vh.shape, u.layout) == ((150, 60), (60,), (60, 60), layout)
+        assert "potrf" in {e.name for e in trace.events if isinstance(e, Kernel)}
+    with pla.imagine(4, target="gpu", what_if=None):
+        a = pla.zeros((150, 150), pla.Grid({"r": 2, "c": 2}), pla.Layout("r", "c"))
+        with pytest.raises(pla.ValuesNeeded, match=r"elements are finite.*test_imagined_linalg\.py:\d+"):
             linalg.svd(a)
+
+
+# ------------------------------------------------------------------ iterations
+
+ITERATIONS: dict[str, Callable[..., Any]] = {
+    "cg": lambda a, b, told: linalg.cg(a, b, rtol=1e-9, callback=told),
+    "minres": lambda a, b, told: linalg.minres(a, b, rtol=1e-9, callback=told),
+    "minres, many": lambda a, b, told: linalg.minres(a, a[:, :3], rtol=1e-9, M=lambda x: x * 2.0, callback=told),
+    "minres, few": lambda a, b, told: linalg.minres(a, b, rtol=0, maxiter=3, callback=told),
+    "gmres": lambda a, b, told: linalg.gmres(a, b, rtol=1e-9),
+    "gmres, many": lambda a, b, told: linalg.gmres(a, a[:, :3], rtol=1e-9, restart=4, M=lambda x: x * 2.0),
+    "gmres, few": lambda a, b, told: linalg.gmres(a, b, rtol=0, restart=3, maxiter=2),
+    "lsqr": lambda a, b, told: linalg.lsqr(a[:, :31], b, atol=1e-9, btol=1e-9, callback=told),
+    "lsqr, few": lambda a, b, told: linalg.lsqr(a, b, atol=0, btol=0, iter_lim=4, callback=told),
+    "eigsh": lambda a, b, told: linalg.eigsh(a, 3, ncv=9),
+    "eigsh, all vectors": lambda a, b, told: linalg.eigsh(a[:20, :20], 9),
+    "eigsh, sigma": lambda a, b, told: linalg.eigsh(a, 3, sigma=-0.5),
+    "svds": lambda a, b, told: linalg.svds(a[:, :31], 3, ncv=9),
+    "lobpcg": lambda a, b, told: linalg.lobpcg(a, a[:, :4], maxiter=60, callback=told),
+    "lobpcg, few": lambda a, b, told: linalg.lobpcg(a, a[:, :4], maxiter=3, tol=0, callback=told),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_ledgers_of_iterations_are_those_of_as_many_real_steps(world, name, monkeypatch):
+    """GMRES' steps are the orthogonalizations that it makes, those of eigsh and svds the bases that they turn."""
+    counts: list[Any] = []
+
+    def count(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any) -> Any:
+            counts.append(None)
+            return function(*args)
+
+        return counting
+
+    if "gmres" in name:
+        monkeypatch.setattr(krylov.Basis, "orthogonalized", count(krylov.Basis.orthogonalized))
+    elif "eigsh" in name or "svds" in name:
+        monkeypatch.setattr(krylov.Basis, "turn", count(krylov.Basis.turn))
+    monkeypatch.setattr(spectral, "workers", lambda tiles: tiles)
+    dense = matrix(45) + np.diag(np.linspace(0, 30, 45))
+
+    def program(grid: Any) -> None:
+        a, b = pla.distribute(dense, grid, layout), pla.distribute(np.ones(45), grid, pla.Layout(layout.dims[0]))
+        ITERATIONS[name](a, b, counts.append)
+
+    for sizes, layout in grids(world.size):
+        counts.clear()
+        with pla.Grid(sizes, world, "numpy") as grid, pla.ledger(world) as real:
+            program(grid)
+        steps = len(counts)
+        assert steps > 0
+        what_if = pla.WhatIf(iterations=100 if "few" in name else steps)
+        imagined = pla.imagine(world.size, world.rank, node=world.local_size, what_if=what_if)
+        with imagined as found, pla.ledger(found.comm) as book:
+            program(pla.Grid(sizes))
+        assert rows(book) == rows(real), (sizes, steps)
+
+
+def of_condition(n: int, condition: float) -> np.ndarray:
+    """A matrix with singular values from 1 down to 1 / condition."""
+    u, _, v = np.linalg.svd(np.random.default_rng(0).standard_normal((n, n)))
+    return (u * np.geomspace(1, 1 / condition, n)) @ v
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("condition", [2.0, 1e3, 1e9, 1e13])
+def test_ledgers_of_polar_decompositions_are_those_of_real_ranks(world, condition, monkeypatch):
+    """The condition says how many steps are taken, and which of them factor by QR; several GPUs begin `svd` so."""
+    monkeypatch.setattr(spectral, "workers", lambda tiles: tiles)
+    square = of_condition(50, condition)
+    for sizes, layout in grids(world.size):
+        for dense, side in ((square, "right"), (square[:, :20], "left"), (square[:20], "right")):
+
+            def program(grid: Any, layout: Any = layout, dense: np.ndarray = dense, side: str = side) -> None:
+                a = pla.distribute(dense, grid, layout)
+                linalg.polar(a, side)
+                if condition == 1e3 and a.shape[0] > a.shape[1]:
+                    assert spectral.polar_svd(a, True) is not None
+
+            both(
+                world, sizes, program,
+                what_if=pla.WhatIf(condition=float(np.linalg.norm(dense) * np.linalg.norm(np.linalg.pinv(dense)))),
+            )  # fmt: skip
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("norm", [0.01, 0.2, 0.9, 1.5, 3.0, 50.0])
+def test_ledgers_of_exponentials_are_those_of_real_ranks(world, norm):
+    """The norm says the degree and how often the result is squared; estimates of norms take two vectors."""
+    dense = np.random.default_rng(0).random((30, 30))
+    dense *= norm * np.linspace(0.98, 1, 30) / dense.sum(axis=0)  # norms of powers are nearly powers of the norm
+    for sizes, layout in grids(world.size):
+        both(
+            world, sizes, lambda grid, layout=layout: linalg.expm(pla.distribute(dense, grid, layout)),
+            what_if=pla.WhatIf(number=norm, iterations=2),
+        )  # fmt: skip
+
+
+@pytest.mark.ranks(2, 4)
+def test_ledgers_of_square_roots_are_those_of_real_ranks(world, deflated):
+    dense = matrix(60)
+    dense = dense + dense.T
+    for sizes, layout in grids(world.size):
+        both(
+            world, sizes, lambda grid, layout=layout: linalg.sqrtm(pla.distribute(dense, grid, layout)),
+            what_if=pla.WhatIf(),
+        )  # fmt: skip
+    assert not any(deflated)
 
 
 @pytest.mark.serial

@@ -23,6 +23,8 @@ from parlinalg.backend.halves import work_dtype
 from parlinalg.backend.kernels import example, kernel
 
 Array = Any
+CAST = 1 << 24
+"""Elements of gradients that are cast at a time on a GPU."""
 
 
 @kernel()
@@ -66,7 +68,13 @@ def adam(
     root = math.sqrt(1 - b2**step)
     rate, tiny = lr / (1 - b1**step) * root, eps * root  # the correction of v, taken out of the root
     decays = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
-    adam_step(p, g, m, v, (b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor))
+    numbers = (b1, 1 - b1, b2, 1 - b2, rate, tiny, *decays, factor)
+    if not backend_of(p).cuda or g.dtype == p.dtype or p.dtype != work_dtype(g.dtype):
+        adam_step(p, g, m, v, numbers)
+        return
+    for at in range(0, p.size, CAST):  # masters of 16-bit parameters: the CUDA form reads blocks of one dtype
+        part = slice(at, at + CAST)
+        adam_step(p[part], g[part].astype(p.dtype), m[part], v[part], numbers)
 
 
 @kernel(alike=2)

@@ -1,0 +1,76 @@
+"""Published training systems: a row is traced and timed as the page of validation says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from parlinalg.planning.machine import load_machine
+from parlinalg.planning.trace import Kernel, Start
+from tests.launching import ROOT
+
+pytestmark = pytest.mark.serial
+PAGE = ROOT / "docs" / "foresight_validation.md"
+
+
+@pytest.fixture
+def systems(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "foresight"))
+    import systems
+
+    yield systems
+    sys.modules.pop("systems", None)
+
+
+def test_a_row_is_what_the_page_says(systems: Any) -> None:
+    row = systems.KORTHIKANTI[0]
+    line = next(each for each in PAGE.read_text().splitlines() if each.startswith(f"| {row.name} |"))
+    published, own, _, theirs = (cell.strip() for cell in line.split("|")[2:6])
+    machine = load_machine("a100")
+    assert float(published) == row.seconds
+    assert row.run.predict(machine).seconds == pytest.approx(float(own), rel=0.01)
+    assert row.run.predict(machine, systems.Megatron).seconds == pytest.approx(float(theirs), rel=0.01)
+
+
+@pytest.mark.one_in(3)
+def test_the_fastest_run_that_fits_is_taken(systems: Any) -> None:
+    """Each run is also predicted alone; those that do not fit the memory are left out."""
+    machine = load_machine("a100")
+    runs = [
+        systems.Run(64, 4, 4, 4, 16, pipeline=2, chunks=chunks, microbatch=rows, sequence=32, vocabulary=64)
+        for chunks, rows in ((1, 1), (1, 8))
+    ]
+    run, planned = systems.fastest(runs, machine)
+    assert run in runs
+    assert planned.seconds == run.predict(machine).seconds
+    with pytest.raises(SystemExit, match=r"none of .* fits 0 GB a rank"):
+        systems.fastest(runs[:1], replace(machine, memory=planned.bytes // 2))
+
+
+@pytest.mark.one_in(3)
+def test_gradients_of_bfloat16_are_added_and_reduced_in_float32(systems: Any) -> None:
+    """The first microbatch's are copied; Megatron-LM adds each later one's: 2 bytes more an element, or 6 more."""
+    found: dict[str, list[Any]] = {}
+    for dtype in ("float16", "bfloat16"):
+        parts = found.setdefault(dtype, [])
+
+        class Kept(systems.Megatron):  # type: ignore[misc, name-defined]
+            def trace(self, *args: Any, parts: list[Any] = parts, **more: Any) -> Any:
+                parts.append(super().trace(*args, **more))
+                return parts[-1]
+
+        run = systems.Run(64, 4, 4, 8, 16, pipeline=2, sequence=32, vocabulary=64, recompute="block", dtype=dtype)
+        run.predict(load_machine("a100"), Kept)
+    for half, wide in zip(found["float16"], found["bfloat16"], strict=True):
+        added, reduced = [], []
+        for part in (half, wide):
+            kernels = [e for e in part.span("backward").events if isinstance(e, Kernel)]
+            starts = [e for e in part.span("reduce").events if isinstance(e, Start) and e.axes == ("data",)]
+            added.append(sum(e.nbytes for e in kernels if e.name == "accumulate gradients"))
+            reduced.append(sum(e.nbytes for e in starts))
+        assert added == [half.weights, 3 * half.weights]
+        assert reduced[1] == 2 * reduced[0] > 0
