@@ -144,6 +144,8 @@ def solved(
     """
     longest = max((end - k for k, end in pieces), default=0)
     most = longest * (b.shape[1] + (0 if blocks else longest))  # at rest no corners are gathered
+    if not isinstance(b, np.ndarray):  # common memory is the host's
+        most = 0
     with board(down, most, b.dtype) as below, board(across, most, b.dtype) as beside:
         return _solved(below, beside, t, numbers, b, pieces, lower=lower, unit=unit, blocks=blocks)
 
