@@ -6,9 +6,9 @@ operations that are on it at the same time has an equal share; operations of one
 Between `Start` and `Wait` the rank computes on.  On a machine that makes progress at polls only, an operation advances
 by one message, at most `window` bytes, after each.
 
-Where ranks outnumber cores each has an equal share of one: those that compute, and those that wait, as far as they
-poll.  Transport takes its seconds of a core for each byte from the rank that computes meanwhile, at most half of its
-share; an operation that needs more is slower by as much.
+Where ranks outnumber cores each shares one with as many others, by chance: equally with those that compute, and with
+those that wait as far as they poll.  Transport takes its seconds of a core for each byte from the rank that computes
+meanwhile, at most half of its share; an operation that needs more is slower by as much.
 
 `pipeline_timeline` times the instructions of a pipeline schedule in this way, and simulates the schedule with them.
 """
@@ -20,6 +20,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from parlinalg.errors import ConfigError
@@ -30,7 +31,11 @@ from parlinalg.planning.machine import Machine, Transfer
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 TRANSPORT_SHARE = 0.5
-"""The most of a computing rank's processor that transport takes: both are ready to run, and share it evenly."""
+"""The most of a computing rank's processor that transport takes.
+
+No machine has a figure for it: what lets operations progress and the products are both ready to run all the time, and
+the system gives each of two such threads a half of the core.
+"""
 _SOON = 1e-15
 _CALL = Kernel("call", 0, 0, "")
 """The work of the host to begin an operation between ranks: the overhead of a kernel, and no more."""
@@ -349,6 +354,17 @@ def _about(event: Gemm | Kernel) -> tuple[str, str]:
     return ("gemm", "product") if isinstance(event, Gemm) else ("kernel", event.name)
 
 
+@lru_cache(maxsize=4096)
+def _mean_speed(others: int, at_work: int, waiting: float, here: int) -> float:
+    """Return the mean speed of a rank beside which `here` of the others are on its core, all alike by chance, of which
+    `at_work` compute; those that wait take the share `waiting` of what these do.
+    """
+    ways = range(max(0, here - (others - at_work)), min(here, at_work) + 1)
+    return sum(
+        math.comb(at_work, n) * math.comb(others - at_work, here - n) / (1 + n + (here - n) * waiting) for n in ways
+    ) / math.comb(others, here)
+
+
 class _Run:
     """A run: the ranks advance together from one change to the next."""
 
@@ -516,11 +532,28 @@ class _Run:
         return counts
 
     def _room(self, rank: _Rank) -> float:
-        """Return how many times as fast a rank computes as if all that share its cores computed."""
+        """Return how many times as fast a rank computes as if all that share its cores computed.
+
+        Ranks stay on the cores they have come to, whoever waits on the others: the speed is the mean over all ways in
+        which the cores could be dealt out in equal parts.
+        """
         if not self.uneven:
             return 1.0
-        load = sum(n * self._load(other) for n, other in zip(self.beside[rank.number], self.ranks, strict=True))
-        return self.crowd / max(1.0, load / self.machine.cores)
+        counts = list(self.beside[rank.number])
+        counts[rank.number] -= 1
+        loads = [self._load(other) for other in self.ranks]
+        at_work = sum(n for n, load in zip(counts, loads, strict=True) if load == 1.0)
+        others = sum(counts)
+        waiting = sum(n * load for n, load in zip(counts, loads, strict=True)) - at_work
+        waiting /= max(1, others - at_work)
+        here = max(0.0, (1 + others) / self.machine.cores - 1)  # the others on its core
+        few = math.floor(here)
+        speed = sum(
+            share * _mean_speed(others, at_work, waiting, number)
+            for number, share in ((few, few + 1 - here), (few + 1, here - few))
+            if share > 0
+        )
+        return self.crowd * speed
 
     def _load(self, rank: _Rank) -> float:
         """Return the share of a core that a rank takes if it can have it."""
