@@ -567,8 +567,12 @@ class Looks:
         A rank runs its layers one after the other, forward and backward, once for each microbatch.  Within them it
         computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  The busiest
         rank of a pipeline has at least the mean of all ranks' work.  With one stage a rank, each also waits for the
-        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.
+        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.  Where
+        ranks of a pipeline leave their cores to others, only what all compute together is certain.
         """
+        crowd = self.machine.crowd(self.node, self.ranks)
+        if c.pipeline > 1 and crowd > 1 and self.machine.overlap.receiving < 1:
+            return self.static_bound(c) * crowd
         forward, backward = [], []
         for part in self._layers(c, bound=True):
             forward.append(self.seconds(part, "forward", quick=True))

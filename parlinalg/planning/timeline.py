@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -355,14 +355,22 @@ def _about(event: Gemm | Kernel) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=4096)
-def _mean_speed(others: int, at_work: int, waiting: float, here: int) -> float:
-    """Return the mean speed of a rank beside which `here` of the others are on its core, all alike by chance, of which
-    `at_work` compute; those that wait take the share `waiting` of what these do.
+def _speed_beside(others: int, at_work: int, waiting: float, cores: int) -> float:
+    """Return the mean speed of a rank that shares cores, dealt out in equal parts by chance, with others.
+
+    Of the others `at_work` compute; those that wait take the share `waiting` of what these do.
     """
-    ways = range(max(0, here - (others - at_work)), min(here, at_work) + 1)
-    return sum(
-        math.comb(at_work, n) * math.comb(others - at_work, here - n) / (1 + n + (here - n) * waiting) for n in ways
-    ) / math.comb(others, here)
+    here = max(0.0, (1 + others) / cores - 1)  # the others on its core
+    few = math.floor(here)
+    speed = 0.0
+    for number, share in ((few, few + 1 - here), (few + 1, here - few)):
+        if share > 0:
+            ways = range(max(0, number - (others - at_work)), min(number, at_work) + 1)
+            speed += share / math.comb(others, number) * sum(
+                math.comb(at_work, n) * math.comb(others - at_work, number - n) / (1 + n + (number - n) * waiting)
+                for n in ways
+            )  # fmt: skip
+    return speed
 
 
 class _Run:
@@ -545,15 +553,7 @@ class _Run:
         at_work = sum(n for n, load in zip(counts, loads, strict=True) if load == 1.0)
         others = sum(counts)
         waiting = sum(n * load for n, load in zip(counts, loads, strict=True)) - at_work
-        waiting /= max(1, others - at_work)
-        here = max(0.0, (1 + others) / self.machine.cores - 1)  # the others on its core
-        few = math.floor(here)
-        speed = sum(
-            share * _mean_speed(others, at_work, waiting, number)
-            for number, share in ((few, few + 1 - here), (few + 1, here - few))
-            if share > 0
-        )
-        return self.crowd * speed
+        return self.crowd * _speed_beside(others, at_work, waiting / max(1, others - at_work), self.machine.cores)
 
     def _load(self, rank: _Rank) -> float:
         """Return the share of a core that a rank takes if it can have it."""
@@ -882,7 +882,9 @@ def pipeline_timeline(
         reduce=[seconds(t) for t in reduce] or 0.0,
         step=[seconds(t) for t in step] or 0.0,
     )  # fmt: skip
-    simulation = simulate(schedule, costs)
+    crowded = machine.crowd(node, size) > 1 and machine.overlap.receiving < 1
+    faster = _sharing(machine, node, size, schedule.ranks, list(known.values())) if crowded else None
+    simulation = simulate(schedule, costs, faster)
     passes = Counter(
         (span.rank, schedule.chunks[span.rank][span.chunk].stage) for span in simulation.spans if span.op is Op.FORWARD
     )
@@ -901,7 +903,28 @@ def pipeline_timeline(
                 flops += times * found.flops // size * width
                 for cause, s in next(iter(found.causes.values())).items():
                     spent[cause] += times * s
+        if crowded and (whole := sum(spent.values())):  # the times are those beside ranks that all compute
+            spent = defaultdict(float, {cause: s * simulation.busy(rank) / whole for cause, s in spent.items()})
         spent["idle"] += max(0.0, simulation.makespan - sum(spent.values()))
         causes[places[rank]] = {name: s for name, s in spent.items() if s > 0}
     most = max((found for found in known.values()), key=lambda t: t.flops)
     return Timeline(machine, simulation.makespan, (), causes, flops, most.dtype, size, {}, simulation)
+
+
+def _sharing(
+    machine: Machine, node: int, size: int, stages: int, runs: Sequence[Timeline]
+) -> Callable[[int], float]:  # fmt: skip
+    """Return how many times as fast each of so many pipeline ranks works as if all computed, by how many work.
+
+    Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed goes
+    faster then.
+    """
+    crowd, sharing = machine.crowd(node, size), node if machine.cores_of == "node" else size
+    computed = sum(run.compute for run in runs) / sum(run.seconds for run in runs)
+
+    def speed(busy: int) -> float:
+        at_work = min(sharing, max(1, round(busy * sharing / stages))) - 1
+        room = crowd * _speed_beside(sharing - 1, at_work, machine.overlap.receiving, machine.cores)
+        return 1 / (computed / room + 1 - computed)
+
+    return speed

@@ -404,6 +404,18 @@ def test_pipelines() -> None:
     assert "<svg" in found.svg()
 
 
+@pytest.mark.parametrize(("receiving", "alone"), [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)])
+def test_stages_that_wait_leave_their_cores(receiving: float, alone: float) -> None:
+    """Four ranks on two cores, one microbatch: one stage computes at a time, as fast as those that wait let it."""
+    overlap = replace(round_machine().overlap, waiting=receiving, receiving=receiving)
+    machine = replace(round_machine(ranks_per_node=4, cores=2), overlap=overlap)
+    found = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, machine)
+    assert found.seconds == pytest.approx(4 * 3 * alone)
+    assert found.causes[0] == pytest.approx({"other kernels": 3 * alone, "idle": 9 * alone})
+    many = pipeline_timeline(make_schedule("1f1b", 4, 8), [stage(1.0)] * 4, machine)
+    assert 8 * 3 * 2 < many.seconds <= 11 * 3 * 2 + 1e-9  # all compute most of the time
+
+
 def test_messages_of_pipelines() -> None:
     """A message of 0.1 s within a node and of 2 s between nodes, of which two ranks share the interface."""
     schedule = make_schedule("gpipe", 4, 1)
