@@ -209,10 +209,10 @@ def page() -> str:
     return TEXT.format(measured=sections(), short=SHORT, **json.loads(KEPT.read_text()))
 
 
-SHORT = """- Each setting here is one run. At 1 Gbit/s and for pipelines on 4 ranks the doctor measured the machine
-  in the same run. The machines of the other pipelines and at 200 Mbit/s were measured just before the
-  steps, in a run of their own (`--machine`), with an earlier doctor and model. 2 ranks at width 512 are
-  of the model and the doctor before cores were shared by polls.
+SHORT = """- Each setting here is one run. At 1 Gbit/s and on 4 ranks the doctor measured the machine in the
+  same run. The machines of the other pipelines and at 200 Mbit/s were measured just before the
+  steps, in a run of their own (`--machine`), with an earlier doctor and model. 2 ranks at width 512
+  are of the model and the doctor before cores were shared by polls.
 - The machine has two speeds or more: the same products took 1.5 times as long in one hour as in another,
   and a second run at 1 Gbit/s, in which others used half of the cores, had steps 1.4 times as long, a
   median error of 17.2% and a worst one of 26.9%. It is not shown.
@@ -233,9 +233,9 @@ SHORT = """- Each setting here is one run. At 1 Gbit/s and for pipelines on 4 ra
   ms while the others wait for a message take 1.4 times as long as alone, 3 take 1.7 times, which is what
   cores dealt out by chance make (1.3 and 1.7); for 64 ms 1.1 and 1.6 times, as the system then moves one of
   two. The model has no such move.
-- Not compared: GPTs on 4 ranks with 2 cores with the present model (an earlier one had a median error of
-  9.3% and a worst one of 23.7%), other schedules than these on 2 and 4 ranks (Chimera, zero-bubble and
-  asynchronous ones on 2), plans at 200 Mbit/s, and hosts that have cores of their own.
+- Not compared: GPTs on 4 ranks under ZeRO 1 and 2 and on 1 × 4 and 4 × 1 grids, other schedules than these
+  on 2 and 4 ranks (Chimera, zero-bubble and asynchronous ones on 2), plans at 200 Mbit/s, and hosts that
+  have cores of their own.
 """
 
 TEXT = """# Foresight against measured steps and published tables
