@@ -335,6 +335,21 @@ def test_predictions_are_judged(measured: Any) -> None:
     assert "| a    | 1000        | 1000–1000 | 1200         | +20.0% | it" in measured.section(result)
 
 
+def test_plans_are_judged(measured: Any) -> None:
+    """What is chosen is held against the fastest of its model, wherever it was predicted."""
+    result = rows_of(("a", 1.0, 1.2), ("b", 1.04, 0.9), ("c", 2.0, 1.0), ("d", 1.5, 1.1))
+    models = list(measured.PLANNED)
+    for row, chosen, model in zip(result["rows"], (0, 1, 1, 0), (0, 0, 1, 1), strict=True):
+        row |= {"chosen": bool(chosen), "model": models[model]}
+    told = measured.section({**result, "setting": "plans:1gbit"})
+    assert "links of 1 Gbit/s: what the planner chooses" in told
+    assert "1.04 times as long as the fastest measured one" in told
+    assert "predicted to be the fastest of these 1.04 times; goal 1.05: reached." in told
+    assert "1.33 times as long" in told
+    assert "missed." in told
+    assert "| b (chosen) | 1040" in told
+
+
 def test_forms_of_settings(measured: Any) -> None:
     assert measured.forms("train:4")[:4] == ["1d", "2d/1x4", "2d/2x2", "2d/4x1"]
     assert "serial" in measured.forms("train:2")

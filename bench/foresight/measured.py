@@ -3,11 +3,15 @@
     python bench/foresight/measured.py train:2          # bench/train.py's GPT under 1D, 2D, data parallel and ZeRO
     python bench/foresight/measured.py train:4 pipeline:2 pipeline:4
     python bench/foresight/measured.py hosts:200mbit hosts:1gbit        # bench/schemes.py on 8 emulated hosts
+    python bench/foresight/measured.py plans:1gbit --machine hosts_1gbit     # what the planner chooses, and others
 
 The forms take turns: every round starts each of them once, on emulated hosts all together.  Between the rounds
 `parlinalg doctor --machine` measures the machine, unless --machine names a file; then each form's program is run on
 imagined ranks, and its events on the machine.  So the speed that a shared machine has today is that of both.  No step
 is timed for the machine's file.
+
+For "plans" the planner is asked for three models on the emulated hosts: for its choice among all plans, and for that
+among those of each of `FAMILIES`.  All are trained, in turn; what is chosen should be the fastest, or within 5%.
 
 A setting that takes long can be measured form by form: `--forms 1f1b --add` keeps the rows of the others.
 
@@ -47,7 +51,31 @@ APART = 1.1
 """Steps whose times differ by more than this ratio should be ordered by the prediction."""
 GOALS = {"train": (0.1, 0.1), "pipeline": (0.1, 0.1), "hosts": (0.1, 0.2)}
 """By setting, the most that predictions should be off: in the median, and at worst."""
+OF_FASTEST = 1.05
+"""The most that the chosen plan's step should take, as a multiple of the fastest measured one's."""
 HOSTS = 8
+TEXT = {"name": "text", "sequence_length": 64, "validation": 0.1}
+PLANNED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "much computing": ({
+        "model": {"name": "gpt", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8},
+        "data": TEXT, "batch_size": 32,
+    }, None),
+    "much communication": ({
+        "model": {"name": "gpt", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8},
+        "data": TEXT, "batch_size": 8,
+    }, None),
+    "little memory": ({
+        "model": {"name": "gpt", "hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8},
+        "data": TEXT, "batch_size": 16,
+    }, "48MiB"),
+}  # fmt: skip
+"""By name the configurations that are planned, and the memory that a rank may use."""
+ONE = {"pipeline": 1, "sequence": 1}
+FAMILIES: tuple[dict[str, Any], ...] = (
+    {"data": HOSTS}, {"tensor": {"mode": "1d"}, **ONE}, {"tensor": {"mode": "2d"}, **ONE},
+    {"tensor": {"mode": "3d"}, **ONE}, {"pipeline": 2}, {"pipeline": 4}, {"sequence": 2, "pipeline": 1},
+)  # fmt: skip
+"""What `parallel` gives, of the forms beside which the chosen one is measured."""
 Step = Callable[[int], object]
 
 
@@ -207,6 +235,98 @@ def compare(setting: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------------ the planner's choice
+def planned(name: str, machine: Any) -> list[dict[str, Any]]:
+    """Return the plan that is chosen for a model, then the best of each family: what they are, and their keys."""
+    import parlinalg as pla
+
+    config, memory = PLANNED[name]
+    found: dict[str, dict[str, Any]] = {}
+    for given in ("auto", *FAMILIES):
+        values = {**config, "parallel": given}
+        try:
+            plan = pla.plan_training(values, ranks=HOSTS, machine=machine, memory=memory, best=1)
+        except pla.PlanError:  # none of the family fits
+            continue
+        first = plan.best[0]
+        row = {"form": str(first.candidate), "predicted": first.seconds, "values": plan.configuration}
+        found.setdefault(row["form"], {**row, "chosen": not found})
+    return list(found.values())
+
+
+def compare_plans(setting: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows of all models: measured and predicted seconds of each plan."""
+    from parlinalg.planning.machine import load_machine
+
+    if not args.machine:
+        raise SystemExit("plans are made for a machine that is known: give --machine")
+    machine, where = load_machine(args.machine), setting.split(":")[1]
+    names = [name for name in PLANNED if not args.forms or name in args.forms]
+    others, rows = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(names):
+            kept = Path(args.keep or folder) / f"plans_{where}_{list(PLANNED).index(name)}.json"
+            if not kept.exists():
+                kept.write_text(json.dumps(planned(name, machine)))
+            plans = json.loads(kept.read_text())
+            if args.only_plan:
+                continue
+            samples: list[list[float]] = [[] for _ in plans]
+            path, before = Path(folder) / f"plans{number}.json", spent()
+            for turn in range(args.rounds):
+                order = range(len(plans)) if turn % 2 == 0 else range(len(plans) - 1, -1, -1)
+                path.write_text(json.dumps([plans[i]["values"] for i in order]))
+                program = [sys.executable, str(BENCH / "pieces" / "planned.py"), str(path), str(args.steps)]
+                harness.ran(on_hosts(where, program), harness.environment(1, one_thread()), 240)
+                for i, seconds in zip(order, json.loads(Path(f"{path}.told").read_text()), strict=True):
+                    samples[i] += seconds
+            others.append(used_by_others(before, spent()))
+            for plan, seconds in zip(plans, samples, strict=True):
+                low, middle, high = harness.spread(seconds)
+                told = {key: plan[key] for key in ("form", "predicted", "chosen")}
+                rows.append({"model": name, **told, "seconds": middle, "quartiles": [low, high], "samples": seconds})
+    return {
+        "setting": setting, "date": time.strftime("%Y-%m-%d"), "about": machine.about, "model": "planned",
+        "machine_file": str(args.machine), "others": max(others, default=0.0), "rows": rows,
+    }  # fmt: skip
+
+
+def plans_section(result: dict[str, Any]) -> str:
+    """The part of the page of plans: a table a model."""
+    parts = []
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        config, memory = PLANNED[name]
+        model = config["model"]
+        rows = sorted((r for r in result["rows"] if r["model"] == name), key=lambda r: r["seconds"])
+        chosen = next(r for r in rows if r["chosen"])
+        said = min(rows, key=lambda r: r["predicted"])
+        ratio, other = (r["seconds"] / rows[0]["seconds"] for r in (chosen, said))
+        reached = "reached" if ratio <= OF_FASTEST else "missed"
+        body = [
+            (
+                r["form"] + (" (chosen)" if r["chosen"] else ""), f"{1e3 * r['seconds']:.0f}",
+                f"{1e3 * r['quartiles'][0]:.0f}–{1e3 * r['quartiles'][1]:.0f}", f"{1e3 * r['predicted']:.0f}",
+                f"{100 * error(r):+.1f}%",
+            )
+            for r in rows
+        ]  # fmt: skip
+        about = (
+            f"{name.capitalize()}: a GPT of width {model['hidden_size']} and {model['num_hidden_layers']} layers, "
+            f"{config['batch_size']} sequences of {TEXT['sequence_length']}"
+            + (f", {memory} a rank" if memory else "")
+            + f". The chosen plan takes {ratio:.2f} times as long as the fastest measured one, that which is predicted "
+            f"to be the fastest of these {other:.2f} times; goal {OF_FASTEST:.2f}: {reached}."
+        )
+        parts += [about, harness.table(("plan", "measured ms", "quartiles", "predicted ms", "error"), body)]
+    place = result["setting"].split(":")[1].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+    head = (
+        f"### {HOSTS} emulated hosts, links of {place}: what the planner chooses\n\nIts choice among all plans, "
+        f"and among those of some families of forms, for three models. {result['date']}, {result['machine']['cpu']}, "
+        f"{result['machine']['cores']} cores, of which others used {100 * result['others']:.0f}%."
+    )
+    return "\n\n".join([head, *parts])
+
+
 # ------------------------------------------------------------------------------------------------ told
 def error(row: dict[str, Any]) -> float:
     return float(row["predicted"] / row["seconds"] - 1)
@@ -259,6 +379,8 @@ MODELS = {
 def section(result: dict[str, Any]) -> str:
     """The part of the page of a result."""
     kind, where = result["setting"].split(":")
+    if kind == "plans":
+        return plans_section(result)
     place = where.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
     about = (
         f"{MODELS[kind].format(result['model'])} {result['date']}, {result['machine']['cpu']}, "
@@ -270,6 +392,7 @@ def section(result: dict[str, Any]) -> str:
 def sections() -> str:
     """The part of the page of all results."""
     order = [*(f"{kind}_{n}" for kind in ("train", "pipeline") for n in (2, 4)), "hosts_200mbit", "hosts_1gbit"]
+    order += ["plans_200mbit", "plans_1gbit"]
     found = [RESULTS / f"{name}{model}.json" for name in order for model in ("", "_d1024")]
     return "\n\n".join(section(json.loads(path.read_text())) for path in found if path.exists())
 
@@ -277,9 +400,13 @@ def sections() -> str:
 def setting(text: str) -> str:
     """An argument that names a setting."""
     kind, _, where = text.partition(":")
-    if kind not in GOALS or not where or (kind != "hosts" and (not where.isdigit() or int(where) < 2)):
+    if (
+        kind not in (*GOALS, "plans")
+        or not where
+        or (kind in ("train", "pipeline") and (not where.isdigit() or int(where) < 2))
+    ):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no setting: train:RANKS, pipeline:RANKS, hosts:RATE with a rate as tc writes it"
+            f"{text!r} is no setting: train:RANKS, pipeline:RANKS, hosts:RATE or plans:RATE with a rate as tc writes it"
         )
     return text
 
@@ -295,8 +422,9 @@ def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     for name in ("setting", "model"):
         if old[name] != new[name]:
             raise SystemExit(f"--add: the result there is of {name} {old[name]}, this one of {new[name]}")
-    forms = {row["form"] for row in new["rows"]}
-    rows = [row for row in old["rows"] if row["form"] not in forms] + new["rows"]
+    what = "model" if new["setting"].startswith("plans") else "form"
+    again = {row[what] for row in new["rows"]}
+    rows = [row for row in old["rows"] if row[what] not in again] + new["rows"]
     return {**new, "others": max(old["others"], new["others"]), "rows": rows}
 
 
@@ -311,6 +439,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4, help="between two flushes of an asynchronous pipeline")
     parser.add_argument("--out", help=f"the folder for results ({RESULTS.name} beside this script)")
     parser.add_argument("--add", action="store_true", help="keep the other forms' rows of the result that is there")
+    parser.add_argument("--only-plan", action="store_true", help="make the plans, and leave them in --keep")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=1, help="steps not counted")
     parser.add_argument("--steps", type=int, default=4, help="timed steps a form and round")
@@ -325,7 +454,9 @@ def main() -> int:
     if harness.busy_at_start(args.wait, args.crowded) is None:
         return 1
     for name in args.settings:
-        result = compare(name, args)
+        result = (compare_plans if name.startswith("plans") else compare)(name, args)
+        if args.only_plan:
+            continue
         out = result_file(name, args)
         if args.add and out.exists():
             result = joined(json.loads(out.read_text()), result)

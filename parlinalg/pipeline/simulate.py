@@ -163,8 +163,9 @@ class Simulation:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, cores: int | None = None, check: bool = True
-) -> Simulation:
+    schedule: Schedule, costs: Costs | None = None, cores: int | Callable[[int], float] | None = None,
+    check: bool = True,
+) -> Simulation:  # fmt: skip
     """Simulate a schedule.
 
     Parameters
@@ -172,9 +173,9 @@ def simulate(
     schedule : Schedule
     costs : Costs, optional
         By default a backward pass takes as long as two forward passes, and half of it is its weight part.
-    cores : int, optional
+    cores : int or callable, optional
         The number of ranks that can work at full speed at once, by default all; more ranks than that share the cores
-        equally.
+        equally.  A function tells the speed of each of so many ranks that work at once.
     check : bool
         False where the orders are known to be right, as those of the library's schedules are: checking takes longer.
 
@@ -190,7 +191,7 @@ def simulate(
     (33.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
     """
     costs = Costs() if costs is None else costs
-    if cores is not None and cores < 1:
+    if isinstance(cores, int) and cores < 1:
         raise ScheduleError(f"cores={cores}: ranks work on a whole number of cores of at least 1")
     if check:
         validate_orders(schedule)
@@ -226,7 +227,7 @@ def _run_apart(ranks: list[_Rank]) -> None:
                 waiting[waited] = rank
 
 
-def _run_together(ranks: list[_Rank], cores: int) -> None:
+def _run_together(ranks: list[_Rank], cores: int | Callable[[int], float]) -> None:
     """Run ranks that share cores from one change of their speeds to the next."""
     arrivals: dict[Message, float] = {}
     now = 0.0
@@ -234,7 +235,8 @@ def _run_together(ranks: list[_Rank], cores: int) -> None:
         while sum(rank.go_on(now, arrivals) for rank in ranks):
             pass
         busy = [rank for rank in ranks if rank.at_work is not None]
-        speed = min(1.0, cores / max(1, len(busy)))
+        number = max(1, len(busy))
+        speed = min(1.0, cores / number) if isinstance(cores, int) else cores(number)
         for rank in busy:
             rank.work_at(speed, now)
         now = min(rank.until for rank in ranks)

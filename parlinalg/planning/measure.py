@@ -117,8 +117,10 @@ LEAST_ELEMENTS = 1 << 14
 """Elements of a kernel's call from which on it is counted."""
 ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
 """Seconds of a round of operations between ranks, and the numbers of operations of one."""
-PASSES = 3
-"""The number of times that all operations between ranks are measured."""
+PASSES, MORE_PASSES = 3, 4
+"""The number of times that ranks' turns and waits are measured, and that all operations between ranks are."""
+ALIKE = 1.25
+"""Bytes that differ by less than this ratio count as equal: groups of several sizes do not cut a block alike."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
 TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
@@ -433,7 +435,7 @@ def _link(
         comm.sub([members[i] for i in range(start, min(start + size, len(members)))], ("measured",))
         for start, size in zip(starts, sizes, strict=True)
     ]
-    for _ in range(PASSES):
+    for _ in range(MORE_PASSES):
         for group, size in zip(groups, sizes, strict=True):
             for op in OPERATIONS if size == 2 else OPERATIONS[:-1]:
                 for nbytes in RECEIVED:
@@ -520,30 +522,22 @@ def _together(comm: Comm, call: Callable[[], Any]) -> float:
     return median(times)
 
 
-def rising(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
-    """Return points (ranks, bytes, seconds) in order, where fewer bytes took longer with the means of both.
+def bounded(rows: Iterable[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """Return points (ranks, bytes, seconds) in order, each with the least time of those of no fewer ranks and bytes.
 
-    >>> rising([(2, 1.0, 3.0), (2, 2.0, 1.0), (2, 4.0, 5.0)])
-    [(2, 1.0, 2.0), (2, 2.0, 2.0), (2, 4.0, 5.0)]
+    Where ranks share cores the system runs them in an order, for a second or so, in which every operation takes ten
+    times as long.  What takes less among more ranks, or for more bytes, shows that a point was measured in such a time.
+
+    >>> bounded([(2, 256.0, 9.0), (2, 4096.0, 1.0), (4, 240.0, 2.0), (4, 4080.0, 4.0)])
+    [(2, 256.0, 1.0), (2, 4096.0, 1.0), (4, 240.0, 2.0), (4, 4080.0, 4.0)]
     """
-    found: list[tuple[int, float, float]] = []
     rows = sorted(rows)
-    for ranks in sorted({p for p, _, _ in rows}):
-        runs: list[list[float]] = []
-        sizes = [n for p, n, _ in rows if p == ranks]
-        for seconds in (t for p, _, t in rows if p == ranks):
-            runs.append([seconds])
-            while len(runs) > 1 and sum(runs[-2]) / len(runs[-2]) > sum(runs[-1]) / len(runs[-1]):
-                last = runs.pop()
-                runs[-1] += last
-        means = [sum(run) / len(run) for run in runs for _ in run]
-        found += [(ranks, n, t) for n, t in zip(sizes, means, strict=True)]
-    return found
+    return [(p, n, min(t for q, k, t in rows if q >= p and ALIKE * k >= n)) for p, n, _ in rows]
 
 
 def _operation(rows: Iterable[tuple[int, float, float]], bandwidth: float) -> Operation:
     """Return the formula of a collective whose steps fit the short messages best, and the measured points."""
-    rows = rising(rows)
+    rows = bounded(rows)
     least, most = min(n for _, n, _ in rows), max(n for _, n, _ in rows)
     short = [(p, s) for p, n, s in rows if n <= 2 * least]
     fits = []

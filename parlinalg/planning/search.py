@@ -567,8 +567,12 @@ class Looks:
         A rank runs its layers one after the other, forward and backward, once for each microbatch.  Within them it
         computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  The busiest
         rank of a pipeline has at least the mean of all ranks' work.  With one stage a rank, each also waits for the
-        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.
+        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.  Where
+        ranks of a pipeline leave their cores to others, only what all compute together is certain.
         """
+        crowd = self.machine.crowd(self.node, self.ranks)
+        if c.pipeline > 1 and crowd > 1 and self.machine.overlap.receiving < 1:
+            return self.static_bound(c) * crowd
         forward, backward = [], []
         for part in self._layers(c, bound=True):
             forward.append(self.seconds(part, "forward", quick=True))
@@ -1435,6 +1439,8 @@ class _Search:
                 break
             self._begin(frame, guessed[frame])
         self._climb(guessed)
+        if self.looks.ranks <= ALL:  # beyond, traces and simulations take too long
+            self._mend()
         for p in self._fitting()[: 4 * FULL]:
             if len(self.done) < max(FULL, min(self.best, 2 * FULL)):
                 self._full(p.candidate)
@@ -1487,6 +1493,26 @@ class _Search:
             for frame in sorted(near, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
                 if self.looks.traces < TRACES:
                     self._begin(frame, guessed[frame])
+
+    def _mend(self) -> None:
+        """Estimate, in each of the fastest frames with a pipeline, what differs from its fastest in one choice, until
+        nothing is faster.
+
+        A frame is begun with one schedule and number of microbatches; others may make it the fastest of all.
+        """
+        firsts: dict[Frame, Planned] = {}
+        for p in self._fitting():
+            if p.candidate.pipeline > 1:
+                firsts.setdefault(p.candidate.frame, p)
+        most = self.looks.traces + TRACES
+        for frame, first in itertools.islice(firsts.items(), FULL):
+            best: Planned | None = None
+            while first is not best and self.looks.traces < most:
+                best = first
+                for c in self.space.steps(frame):
+                    if _one_apart(c, best.candidate, self.space.counts(frame)) and self.looks.traces < most:
+                        self._estimate(c)
+                first = next(p for p in self._fitting() if p.candidate.frame == frame)
 
     def _asked(self, c: Candidate, look: Any) -> Any:
         """Return what a look finds; None if the library refuses the candidate, or cannot imagine it."""

@@ -6,9 +6,9 @@ operations that are on it at the same time has an equal share; operations of one
 Between `Start` and `Wait` the rank computes on.  On a machine that makes progress at polls only, an operation advances
 by one message, at most `window` bytes, after each.
 
-Where ranks outnumber cores each has an equal share of one: those that compute, and those that wait, as far as they
-poll.  Transport takes its seconds of a core for each byte from the rank that computes meanwhile, at most half of its
-share; an operation that needs more is slower by as much.
+Where ranks outnumber cores each shares one with as many others, by chance: equally with those that compute, and with
+those that wait as far as they poll.  Transport takes its seconds of a core for each byte from the rank that computes
+meanwhile, at most half of its share; an operation that needs more is slower by as much.
 
 `pipeline_timeline` times the instructions of a pipeline schedule in this way, and simulates the schedule with them.
 """
@@ -18,8 +18,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from parlinalg.errors import ConfigError
@@ -30,7 +31,11 @@ from parlinalg.planning.machine import Machine, Transfer
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 TRANSPORT_SHARE = 0.5
-"""The most of a computing rank's processor that transport takes: both are ready to run, and share it evenly."""
+"""The most of a computing rank's processor that transport takes.
+
+No machine has a figure for it: what lets operations progress and the products are both ready to run all the time, and
+the system gives each of two such threads a half of the core.
+"""
 _SOON = 1e-15
 _CALL = Kernel("call", 0, 0, "")
 """The work of the host to begin an operation between ranks: the overhead of a kernel, and no more."""
@@ -349,6 +354,25 @@ def _about(event: Gemm | Kernel) -> tuple[str, str]:
     return ("gemm", "product") if isinstance(event, Gemm) else ("kernel", event.name)
 
 
+@lru_cache(maxsize=4096)
+def _speed_beside(others: int, at_work: int, waiting: float, cores: int) -> float:
+    """Return the mean speed of a rank that shares cores, dealt out in equal parts by chance, with others.
+
+    Of the others `at_work` compute; those that wait take the share `waiting` of what these do.
+    """
+    here = max(0.0, (1 + others) / cores - 1)  # the others on its core
+    few = math.floor(here)
+    speed = 0.0
+    for number, share in ((few, few + 1 - here), (few + 1, here - few)):
+        if share > 0:
+            ways = range(max(0, number - (others - at_work)), min(number, at_work) + 1)
+            speed += share / math.comb(others, number) * sum(
+                math.comb(at_work, n) * math.comb(others - at_work, number - n) / (1 + n + (number - n) * waiting)
+                for n in ways
+            )  # fmt: skip
+    return speed
+
+
 class _Run:
     """A run: the ranks advance together from one change to the next."""
 
@@ -516,11 +540,20 @@ class _Run:
         return counts
 
     def _room(self, rank: _Rank) -> float:
-        """Return how many times as fast a rank computes as if all that share its cores computed."""
+        """Return how many times as fast a rank computes as if all that share its cores computed.
+
+        Ranks stay on the cores they have come to, whoever waits on the others: the speed is the mean over all ways in
+        which the cores could be dealt out in equal parts.
+        """
         if not self.uneven:
             return 1.0
-        load = sum(n * self._load(other) for n, other in zip(self.beside[rank.number], self.ranks, strict=True))
-        return self.crowd / max(1.0, load / self.machine.cores)
+        counts = list(self.beside[rank.number])
+        counts[rank.number] -= 1
+        loads = [self._load(other) for other in self.ranks]
+        at_work = sum(n for n, load in zip(counts, loads, strict=True) if load == 1.0)
+        others = sum(counts)
+        waiting = sum(n * load for n, load in zip(counts, loads, strict=True)) - at_work
+        return self.crowd * _speed_beside(others, at_work, waiting / max(1, others - at_work), self.machine.cores)
 
     def _load(self, rank: _Rank) -> float:
         """Return the share of a core that a rank takes if it can have it."""
@@ -849,7 +882,9 @@ def pipeline_timeline(
         reduce=[seconds(t) for t in reduce] or 0.0,
         step=[seconds(t) for t in step] or 0.0,
     )  # fmt: skip
-    simulation = simulate(schedule, costs)
+    crowded = machine.crowd(node, size) > 1 and machine.overlap.receiving < 1
+    faster = _sharing(machine, node, size, schedule.ranks, list(known.values())) if crowded else None
+    simulation = simulate(schedule, costs, faster)
     passes = Counter(
         (span.rank, schedule.chunks[span.rank][span.chunk].stage) for span in simulation.spans if span.op is Op.FORWARD
     )
@@ -868,7 +903,28 @@ def pipeline_timeline(
                 flops += times * found.flops // size * width
                 for cause, s in next(iter(found.causes.values())).items():
                     spent[cause] += times * s
+        if crowded and (whole := sum(spent.values())):  # the times are those beside ranks that all compute
+            spent = defaultdict(float, {cause: s * simulation.busy(rank) / whole for cause, s in spent.items()})
         spent["idle"] += max(0.0, simulation.makespan - sum(spent.values()))
         causes[places[rank]] = {name: s for name, s in spent.items() if s > 0}
     most = max((found for found in known.values()), key=lambda t: t.flops)
     return Timeline(machine, simulation.makespan, (), causes, flops, most.dtype, size, {}, simulation)
+
+
+def _sharing(
+    machine: Machine, node: int, size: int, stages: int, runs: Sequence[Timeline]
+) -> Callable[[int], float]:  # fmt: skip
+    """Return how many times as fast each of so many pipeline ranks works as if all computed, by how many work.
+
+    Those that wait for messages leave their cores to the others as far as they do not poll; only what is computed goes
+    faster then.
+    """
+    crowd, sharing = machine.crowd(node, size), node if machine.cores_of == "node" else size
+    computed = sum(run.compute for run in runs) / sum(run.seconds for run in runs)
+
+    def speed(busy: int) -> float:
+        at_work = min(sharing, max(1, round(busy * sharing / stages))) - 1
+        room = crowd * _speed_beside(sharing - 1, at_work, machine.overlap.receiving, machine.cores)
+        return 1 / (computed / room + 1 - computed)
+
+    return speed

@@ -28,6 +28,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ROWS", ((64, 256), (128, 256)))
     monkeypatch.setattr(measure, "FAR", 1 << 20)
     monkeypatch.setattr(measure, "PASSES", 1)
+    monkeypatch.setattr(measure, "MORE_PASSES", 1)
     monkeypatch.setattr(measure, "BESIDE_BYTES", 1 << 12)
     monkeypatch.setattr(measure, "TURNS", 1)
     monkeypatch.setattr(measure, "BESIDE_SUMS", (1 << 8, 1 << 12))
@@ -125,3 +126,15 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .*here.toml: No such file or directory"):
         doctor.run(argparse.Namespace(clean=False, gpu=False, machine=tmp_path / "no" / "here.toml"))
     assert load_machine("laptop").cores == 2
+
+
+def test_a_time_in_which_all_took_long_does_not_get_in() -> None:
+    """Short messages among 4 ranks took ten times as long as those among 8: they count as these do at most."""
+    usual = [(p, n * (p - 1) // p, 1e-4 * p + 1e-8 * n) for p in (2, 4, 8) for n in (512, 4096, 1 << 20)]
+    slow = [(p, n, 1e-2 if p == 4 and n < 10**4 else s) for p, n, s in usual]
+    found = measure._operation(slow, 1e8)
+    by_place = {(p, n): s for p, n, s in found.points}
+    assert all(s <= 1.001 * by_place[p, n] for p, n, s in usual)
+    assert all(by_place[p, n] == s for p, n, s in usual if p != 4)
+    assert by_place[4, 384] == by_place[8, 448]
+    assert found.algorithms[0].latency < 1e-3

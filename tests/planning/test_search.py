@@ -228,3 +228,26 @@ def test_beyond_reach_what_does_not_fit_names_the_least_memory(monkeypatch):
     monkeypatch.setattr(search, "MANY", 1)
     with pytest.raises(PlanError, match=r"64.00 KiB a rank: the .* needs? .*KiB|64.00 KiB a rank: the least .* is"):
         plan(2, memory=1 << 16, parallel={"sequence": 1, "pipeline": 1})
+
+
+@pytest.mark.one_in(3)
+def test_a_pipeline_is_not_lost_by_the_schedule_it_is_begun_with(monkeypatch):
+    """Where not all is within reach, the fastest pipelines are tried with other schedules and microbatches."""
+    monkeypatch.setattr(search, "MANY", 0)
+    config = {
+        "model": {
+            "name": "gpt", "vocab_size": 256, "max_position_embeddings": 64, "hidden_size": 512,
+            "num_hidden_layers": 2, "num_attention_heads": 2,
+        },
+        "data": {"name": "text", "sequence_length": 64}, "batch_size": 8, "zero": 0, "precision": "float32",
+    }  # fmt: skip
+    one = {
+        "parallel": {"data": 2, "pipeline": 2, "sequence": 1, "tensor": {"mode": None}},
+        "schedule": {"name": "zb-h1", "microbatches": 2},
+    }
+    found, known = (
+        pla.plan_training({**config, **given}, ranks=4, machine="hosts_1gbit", best=1)
+        for given in ({"parallel": "auto"}, one)
+    )
+    assert not found.proven
+    assert found.best[0].seconds <= 1.001 * known.best[0].seconds

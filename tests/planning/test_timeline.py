@@ -147,6 +147,9 @@ def test_transport_and_computing_share_the_processor() -> None:
     across = Start(0, "all_gather", ("b",), (0, 1), 10**5)
     machine = round_machine(ranks_per_node=1, processor=2e-5)
     assert run(across, *[SECOND] * 2, Wait(0), machine=machine).seconds == pytest.approx(4)
+    found = run(across, *[SECOND] * 3, Wait(0), machine=machine)  # neither is over before the other has had its half
+    assert [i.stop for i in found.intervals if i.kind == "gemm"] == pytest.approx([2, 4, 5])
+    assert [i.stop for i in found.intervals if i.kind == "communication"] == pytest.approx([4])
     assert run(across, *[SECOND] * 4, Wait(0), machine=machine).seconds == pytest.approx(6)
 
 
@@ -175,6 +178,27 @@ def test_ranks_that_wait_take_cores_as_far_as_they_poll(waiting: float, receivin
     assert timeline([sender, receiver], machine).seconds == pytest.approx(1 + receiving + 1)
     both = [Trace(r, 2, [SECOND, gather(0, 1.0), Wait(0)]) for r in range(2)]
     assert timeline(both, machine).seconds == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("at_work", "seconds"), [(1, 1.0), (2, 6 / 5), (3, 3 / 2), (4, 2.0)])
+def test_ranks_stay_on_their_cores(at_work: int, seconds: float) -> None:
+    """Four ranks on two cores: beside each is one of the others by chance, who may wait while two share a core."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
+    machine = replace(round_machine(ranks_per_node=4, cores=2), overlap=overlap)
+    traces = [Trace(r, 4, [SECOND] if r < at_work else []) for r in range(4)]
+    assert timeline(traces, machine).seconds == pytest.approx(seconds)
+    half = replace(machine, overlap=replace(overlap, receiving=0.5))
+    beside = [1, *[0.5] * (at_work - 1), *[1 / 1.5] * (4 - at_work)]
+    assert timeline(traces, half).seconds == pytest.approx(3 / sum(beside[1:]))
+
+
+def test_cores_are_dealt_out_among_many_ranks() -> None:
+    """Six ranks on four cores: a half of them has one beside it; ranks of one class count each."""
+    overlap = replace(round_machine().overlap, waiting=0.0, receiving=0.0)
+    machine = replace(round_machine(ranks_per_node=6, cores=4), overlap=overlap)
+    traces = [Trace(0, 6, [SECOND], stands_for=(0, 1, 2)), Trace(3, 6, [], stands_for=(3, 4, 5))]
+    beside = (2 / 5) / 2 + 3 / 5  # one of the five others, two of which compute
+    assert timeline(traces, machine).seconds == pytest.approx(1 / ((1 + beside) / 2))
 
 
 def test_cores_are_shared_within_a_node() -> None:
@@ -378,6 +402,18 @@ def test_pipelines() -> None:
     assert found.flops == 4 * 10**9
     assert json.loads(found.chrome())["traceEvents"]
     assert "<svg" in found.svg()
+
+
+@pytest.mark.parametrize(("receiving", "alone"), [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)])
+def test_stages_that_wait_leave_their_cores(receiving: float, alone: float) -> None:
+    """Four ranks on two cores, one microbatch: one stage computes at a time, as fast as those that wait let it."""
+    overlap = replace(round_machine().overlap, waiting=receiving, receiving=receiving)
+    machine = replace(round_machine(ranks_per_node=4, cores=2), overlap=overlap)
+    found = pipeline_timeline(make_schedule("gpipe", 4, 1), [stage(1.0)] * 4, machine)
+    assert found.seconds == pytest.approx(4 * 3 * alone)
+    assert found.causes[0] == pytest.approx({"other kernels": 3 * alone, "idle": 9 * alone})
+    many = pipeline_timeline(make_schedule("1f1b", 4, 8), [stage(1.0)] * 4, machine)
+    assert 8 * 3 * 2 < many.seconds <= 11 * 3 * 2 + 1e-9  # all compute most of the time
 
 
 def test_messages_of_pipelines() -> None:
