@@ -7,7 +7,7 @@ search reckons what many layers take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,10 +151,17 @@ def _layers(model: Any) -> list[Layer]:
     return layers
 
 
+def declared(config: TrainingConfig, inputs: Inputs) -> Any:
+    """Return the declared model of a configuration on one rank."""
+    spec = resolve(config, 1)
+    with imagine(1, node=1, what_if=ASSUMED) as world, _mesh(config, spec, world) as mesh:
+        return inputs.declare(config, mesh)
+
+
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True, seen: Callable[[Any], None] | None = None,
+    update: bool = True,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -177,8 +184,6 @@ def trace_part(
         As of `imagine`.
     update : bool
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
-    seen : callable, optional
-        Is given the declared model.
     """
     spec = resolve(config, ranks)
     place = spec.places[stage][0]
@@ -187,8 +192,6 @@ def trace_part(
         _mesh(config, spec, world) as mesh,
     ):
         model = inputs.declare(config, mesh)
-        if seen is not None:
-            seen(model)
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]

@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -34,9 +34,9 @@ from parlinalg.grid import factorizations
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.pipeline.simulate import Costs, simulate
+from parlinalg.pipeline.simulate import Costs, Dependencies
 from parlinalg.planning.machine import Machine, load_machine
-from parlinalg.planning.parts import Between, Inputs, Part, layer_keys, trace_part
+from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
 from parlinalg.planning.trace import Gemm, Start, Trace
 from parlinalg.schemes import for_mode
@@ -55,6 +55,7 @@ from parlinalg.train.config import (
     read,
 )
 from parlinalg.train.mesh import MeshSpec, resolve
+from parlinalg.train.recipes import SIZES
 from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
@@ -458,6 +459,18 @@ class Planned:
         return sum(self.memory.values())
 
 
+class Rest(NamedTuple):
+    """Bytes of a model at rest."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+def _one_rank(dtype: str | None) -> Candidate:
+    return Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, dtype)
+
+
 class Looks:
     """The looks at candidates, with the traces they have in common."""
 
@@ -469,7 +482,9 @@ class Looks:
         self.traces = 0
         self._parts: dict[Any, Part] = {}
         self._runs: dict[tuple[int, str, bool], tuple[float, Mapping[str, float]]] = {}
-        self._alone: dict[str | None, tuple[Part, list[Any], float]] = {}
+        self._known: dict[str | None, tuple[list[Any], Any]] = {}
+        self._alone: dict[str | None, Rest] = {}
+        self._of_model: dict[tuple[str | None, int], bool] = {}
         self._known_figures: dict[tuple[int, bool], Figures] = {}
         self._kept_alive: list[Part] = []  # runs are known by their identities
 
@@ -481,28 +496,96 @@ class Looks:
         return replace(self.machine, kernels=replace(self.machine.kernels, overhead=0.0))
 
     # -------------------------------------------------------------------------------------------- the model
-    def alone(self, dtype: str | None) -> tuple[Part, list[Any], float]:
-        """Return the whole model's part on one rank, its layers' keys and the operations of its linear products."""
+    def _declared(self, dtype: str | None, fewer: int = 0) -> tuple[list[Any], Any]:
+        """Return the layers' keys of the model, or of one with fewer layers, and the model, declared on one rank."""
+        config = _one_rank(dtype).apply(self.config, 1)
+        config = config if not fewer else self._with_fewer(config, fewer)
+        model = declared(config, self.inputs)
+        return layer_keys(model), model
+
+    def _with_fewer(self, config: TrainingConfig, fewer: int) -> TrainingConfig:
+        layers = int({**SIZES, **config.model.options}["num_hidden_layers"]) - fewer
+        model = replace(config.model, options={**config.model.options, "num_hidden_layers": layers})
+        return replace(config, model=model)
+
+    def keys(self, dtype: str | None) -> list[Any]:
+        """Return the keys of the model's layers: layers with equal keys take equal work."""
+        return self._known_model(dtype)[0]
+
+    def _known_model(self, dtype: str | None) -> tuple[list[Any], Any]:
+        if dtype not in self._known:
+            self._known[dtype] = self._declared(dtype)
+        return self._known[dtype]
+
+    def linear_flops(self, dtype: str | None) -> float:
+        """Return the operations of a step's products with weights."""
+        return _linear_flops(self._known_model(dtype)[1], self.batch, self.inputs)
+
+    def alone(self, dtype: str | None) -> Rest:
+        """Return the bytes of the whole model at rest on one rank.
+
+        Those of equal layers are traced of one and two: each further one adds its own parameters, gradients and states.
+        """
         if dtype not in self._alone:
-            config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, dtype).apply(self.config, 1)
-            seen: list[Any] = []
-            part = trace_part(config, self.inputs, 1, 1, node=1, target=self.target, seen=seen.append)
-            model = seen[0]
-            self._alone[dtype] = part, layer_keys(model), _linear_flops(model, self.batch, self.inputs)
+            keys = self.keys(dtype)
+            first, last = _alike(keys, 0, len(keys))
+            config = _one_rank(dtype).apply(self.config, 1)
+            found = []
+            for few in (1, 2):
+                ends = (0, len(keys)), (first + few, last)
+                more = self._fewer(config, *ends) if last - first > few else None
+                if more is None:
+                    found = [trace_part(config, self.inputs, 1, 1, node=1, target=self.target)]
+                    break
+                found.append(trace_part(more[0], self.inputs, 1, 1, node=1, target=self.target))
+            one, two, times = found[0], found[-1], last - first - 1
+            pairs = ((one.weights, two.weights), (one.gradients, two.gradients), (one.states, two.states))
+            self._alone[dtype] = Rest(*(x + times * (y - x) for x, y in pairs))
         return self._alone[dtype]
+
+    def _fewer(
+        self, config: TrainingConfig, layers: tuple[int, int], skip: tuple[int, int]
+    ) -> tuple[TrainingConfig, tuple[int, int]] | None:
+        """Return a model without the layers that a trace would leave out, and where its layers are there.
+
+        To declare 96 layers for the trace of one takes longer than the trace.  None if there is no such model: if the
+        layers differ, or the model has no number of layers.
+        """
+        if config.model.name not in LANGUAGE:
+            return None
+        keys = self.keys(config.precision.dtype)
+        first, last = _alike(keys, 0, len(keys))
+        (a, b), (c, d) = layers, skip
+        own = [i for i in range(a, b) if not c <= i < d]
+        count = sum(first <= i < last for i in own)
+        whole = not count and a < last and b > first  # all of them are skipped
+        if whole or any(not first <= i < last for i in range(max(a, c), min(b, d))):
+            return None
+        drop = last - first - max(1, count)
+        if drop < 1 or last == len(keys):
+            return None
+        known = config.precision.dtype, drop
+        if known not in self._of_model:
+            try:
+                same = self._declared(config.precision.dtype, drop)[0] == [*keys[:first], *keys[first + drop :]]
+            except ParlinalgError:
+                same = False
+            self._of_model[known] = same
+        if not self._of_model[known]:
+            return None
+        begin = a if a <= first else first if a < last else a - drop
+        end = b if b <= first else first + count if b <= last else b - drop
+        return self._with_fewer(config, drop), (begin, end)
 
     @cached_property
     def model_flops(self) -> float:
         """Operations of a step that the model needs."""
-        config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, None).apply(self.config, 1)
-        seen: list[Any] = []
-        trace_part(config, self.inputs, 1, 1, layers=(0, 1), node=1, target=self.target, update=False, seen=seen.append)
-        return _flops(seen[0], self.batch, self.inputs)
+        return _flops(self._known_model(None)[1], self.batch, self.inputs)
 
     @property
     def depth(self) -> int:
         """The layers that a pipeline cuts."""
-        return len(self.alone(self.config.precision.dtype)[1])
+        return len(self.keys(self.config.precision.dtype))
 
     # -------------------------------------------------------------------------------------------- a first guess
     @cached_property
@@ -517,15 +600,16 @@ class Looks:
         """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
         output."""
         dtype = self.config.precision.dtype
-        keys = self.alone(dtype)[1]
+        keys = self.keys(dtype)
         middle = len(keys) // 2
         key = "kept", recompute
         if key not in self._parts:
             config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype).apply(self.config, 1)
             given = None
             for i in sorted({0, middle} if middle else {0}):
+                fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
                 self._parts[key] = trace_part(
-                    config, self.inputs, 1, 1, layers=(i, i + 1), given=given, node=1, target=self.target, update=False
+                    fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
                 )
                 given = self._parts[key].output
         return float(self._parts[key].kept), float(self._parts[key].message)
@@ -538,7 +622,7 @@ class Looks:
         of attention's pairs are left out, as masked ones may be skipped.  One rank makes at least the mean, each
         product no faster than the fastest of the machine.
         """
-        flops = self.alone(c.dtype)[2]
+        flops = self.linear_flops(c.dtype)
         dtype = c.dtype or self.config.dtype
         return flops / self.ranks / best_rate(self.machine, dtype)
 
@@ -549,7 +633,7 @@ class Looks:
         stages share states, gradients and weights between the data parallel ranks, and experts and matrix-wise
         optimizers may share theirs between any.  The fullest rank holds at least the mean.
         """
-        part = self.alone(c.dtype)[0]
+        part = self.alone(c.dtype)
         options = self.config.model.options
         ranks = c.pipeline * (c.tensor.ranks or 1)
         if int(options.get("num_local_experts", 1)) > 1:
@@ -602,19 +686,28 @@ class Looks:
             self._parts[key] = self.trace(config, ranks, rows, **more)
         return self._parts[key]
 
-    def trace(self, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
+    def trace(
+        self, config: TrainingConfig, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
+        skip: tuple[int, int] = (0, 0), **more: Any,
+    ) -> Part:  # fmt: skip
         """Return `trace_part` of a configuration on the machine's nodes; another software's kernels may replace its."""
         self.traces += 1
-        return trace_part(config, self.inputs, ranks, rows, node=self.node, target=self.target, **more)
+        if layers is not None and (found := self._fewer(config, layers, skip)) is not None:
+            config, layers, skip = *found, (0, 0)
+        return trace_part(
+            config, self.inputs, ranks, rows, layers=layers, skip=skip, node=self.node, target=self.target, **more
+        )
 
     def _layers(self, c: Candidate, bound: bool) -> list[Part]:
         """Return the parts of all layers of a candidate's model: passes of one copy of it for a bound, else its own."""
         rows = self.batch // c.data // c.microbatches
         if bound:
             c = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
+        elif c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
+            c = replace(c, microbatches=c.pipeline)
         ranks = c.width if bound else self.ranks
         config = c.apply(self.config, rows * c.data)
-        keys = self.alone(c.dtype)[1]
+        keys = self.keys(c.dtype)
         shape = (c.data, c.pipeline, c.sequence, c.ulysses, c.tensor, c.zero, c.recompute, c.dtype, rows)
         found: list[Part] = []
         given: Between | None = None
@@ -689,12 +782,13 @@ class Looks:
             reduce=[sum(f["reduce"] for f in own) for own in held],
             step=[sum(f["update"] for f in own) for own in held],
         )  # fmt: skip
-        run = simulate(schedule, costs, check=False)
-        seconds, bubble = run.makespan, run.bubble
+        run = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
+        seconds, work = run.bounds(costs)
+        bubble = 1 - work / (schedule.ranks * seconds) if seconds else 0.0
         if (more := c.microbatches - schedule.microbatches) > 0:  # each further round of microbatches takes as long
             step = schedule.ranks
-            fewer = make_schedule(schedule.name, schedule.ranks, schedule.microbatches - step, c.chunks)
-            seconds += more / step * (seconds - simulate(fewer, costs, check=False).makespan)
+            fewer = dependencies(schedule.name, schedule.ranks, schedule.microbatches - step, c.chunks)
+            seconds += more / step * (seconds - fewer.bounds(costs)[0])
             work = sum(c.microbatches * (f["forward"] + f["backward"]) + f["reduce"] + f["update"] for f in stages)
             bubble = max(0.0, 1 - work / (schedule.ranks * seconds))
         memory, stage = {}, 0
@@ -723,7 +817,7 @@ class Looks:
         What a stage takes grows evenly with its equal layers, from a few on, as they pass through the same buckets.
         """
         spec, config = self._short(c)
-        keys = self.alone(c.dtype)[1]
+        keys = self.keys(c.dtype)
         schedule, cuts = None, [(0, len(keys))]
         if c.pipeline > 1:
             schedule, counts = self._schedule(spec, config)
@@ -739,10 +833,9 @@ class Looks:
                 first, last = _alike(keys, a, b)
                 figures = []
                 for few in few_ if last - first > few_[-1] else (last - first,):
-                    self.traces += 1
-                    part = trace_part(
-                        config, self.inputs, self.ranks, whole, layers=(a, b), skip=(first + few, last), given=given,
-                        stage=0 if schedule is None else schedule.holder(s), node=self.node, target=self.target,
+                    part = self.trace(
+                        config, self.ranks, whole, layers=(a, b), skip=(first + few, last), given=given,
+                        stage=0 if schedule is None else schedule.holder(s),
                     )  # fmt: skip
                     figures.append(self._figures(part, c.pipeline == 1))
                     self._kept_alive.append(part)
@@ -792,7 +885,7 @@ class Looks:
             moved = self._moved([(c.microbatches - 1, starts[0]), (1, starts[1])])
             return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0)
         schedule, counts = self._schedule(spec, config)
-        keys = self.alone(c.dtype)[1]
+        keys = self.keys(c.dtype)
         stages: list[Stage] = []
         parts: list[Part] = []
         given: Between | None = None
@@ -892,8 +985,8 @@ class Guesses:
     def __init__(self, looks: Looks) -> None:
         self.looks, self.machine, config = looks, looks.machine, looks.config
         self.dtype = config.precision.dtype
-        self.part, keys, flops = looks.alone(self.dtype)
-        self.layers = max(1, len(keys) - 2)
+        self.part, flops = looks.alone(self.dtype), looks.linear_flops(self.dtype)
+        self.layers = max(1, looks.depth - 2)
         self.products = flops / looks.ranks / best_rate(self.machine, self.dtype or config.dtype)
         self.itemsize = ITEMSIZE.get(self.dtype or config.dtype, 4)
         self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
@@ -996,6 +1089,12 @@ def _flops(model: Any, batch: int, inputs: Inputs) -> float:
     if inputs.language:
         return float(model.flops(batch, inputs.length))
     return 6.0 * batch * sum(m.multiplications for m in model.modules())
+
+
+@lru_cache(maxsize=64)
+def dependencies(name: str, ranks: int, microbatches: int, chunks: int | None) -> Dependencies:
+    """Return the dependencies of a schedule, by which it is simulated with many costs."""
+    return replace(Dependencies.of(make_schedule(name, ranks, microbatches, chunks)), what=[])
 
 
 Figures = dict[str, float]
