@@ -7,6 +7,7 @@ search reckons what many layers take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,10 +32,11 @@ from parlinalg.planning.imagine import World, imagine
 from parlinalg.planning.timeline import cut
 from parlinalg.planning.trace import Trace
 from parlinalg.random.draws import training_step
+from parlinalg.sequence import BatchPositions, using_positions
 from parlinalg.train.choices import LANGUAGE, make_criterion
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.initialize import optimizer_for, reducer_for, update_for
-from parlinalg.train.mesh import OUTSIDE, Mesh, MeshSpec, resolve
+from parlinalg.train.mesh import OUTSIDE, RING, Mesh, MeshSpec, resolve
 from parlinalg.train.recipes import dataset, declared_classifier, declared_language_model, length_of_sequences
 
 ASSUMED = WhatIf(finite=True, norm=1.0)
@@ -158,6 +160,18 @@ def declared(config: TrainingConfig, inputs: Inputs) -> Any:
         return inputs.declare(config, mesh)
 
 
+def busiest(spec: MeshSpec) -> int:
+    """Return which rank of a stage's grid has the most work.
+
+    Uneven blocks are larger on the first ranks.  Of a causal sequence's ring all ranks have the same work in zigzag
+    order; in the others the last rank's queries see the most keys.
+    """
+    if spec.order_of(causal=True) == "zigzag" or RING not in spec.axes:
+        return 0
+    names = list(spec.axes)
+    return (spec.axes[RING] - 1) * math.prod(spec.axes[axis] for axis in names[names.index(RING) + 1 :])
+
+
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
@@ -186,7 +200,7 @@ def trace_part(
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
     """
     spec = resolve(config, ranks)
-    place = spec.places[stage][0]
+    place = spec.places[stage][busiest(spec)]
     with (
         imagine(ranks, place, node=node, target=target, what_if=ASSUMED) as world,
         _mesh(config, spec, world) as mesh,
@@ -228,6 +242,8 @@ class _Run:
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None
         self.message = 0
+        order = mesh.spec.token_order(inputs.length) if inputs.language else None
+        self.positions = None if order is None else BatchPositions(order)
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
@@ -263,7 +279,7 @@ class _Run:
         """Run a microbatch; return the bytes that are kept between its passes."""
         x, targets = self._given(rows, given), self.inputs.targets(self.model, rows, self.grid) if self.last else None
         held, span = self.world.device.held, self.world.span
-        with training_step(0), added_losses(True):
+        with training_step(0), added_losses(True), using_positions(self.positions):
             with span("forward"):
                 y = x
                 for layer in self.layers:
