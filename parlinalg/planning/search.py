@@ -38,9 +38,10 @@ from parlinalg.pipeline.simulate import Costs, Dependencies
 from parlinalg.planning.machine import Machine, load_machine
 from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
-from parlinalg.planning.trace import Gemm, Start, Trace
+from parlinalg.planning.trace import Gemm, Start, Trace, Wait
 from parlinalg.schemes import for_mode
 from parlinalg.schemes.words import scheme_words
+from parlinalg.sequence import ORDERS
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import (
     DataParallelConfig,
@@ -65,8 +66,13 @@ TRACES = 150  # of parts, for more than that
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
+WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
 LONG, FEW, FEW_CUT = 12, (2, 4), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
+"""All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
+which is another training, so that they are planned only where the configuration names one.  GPipe holds all
+microbatches, but waits for no answer from later stages: where messages take long it is faster than 1F1B."""
+RING_ORDERS = ("zigzag", *(order for order in ORDERS if order != "zigzag"))
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
@@ -90,6 +96,10 @@ class Candidate:
         Of `precision`.
     experts : str or None
         The axis that cuts the experts of a mixture, "none" for no axis; None for what the configuration gives.
+    order : str or None
+        Of the tokens on a ring; None for what the configuration gives.
+    offload : tuple of str
+        What rests in host memory: "optimizer", "activations", "parameters".
     """
 
     data: int
@@ -104,6 +114,8 @@ class Candidate:
     recompute: str | None
     dtype: str | None
     experts: str | None = None
+    order: str | None = None
+    offload: tuple[str, ...] = ()
 
     @property
     def frame(self) -> Frame:
@@ -140,6 +152,8 @@ class Candidate:
         options += [f"recompute {self.recompute}"] * (self.recompute is not None)
         options += [str(self.dtype)] * (self.dtype is not None)
         options += [f"experts on {self.experts}"] * (self.experts not in (None, "none"))
+        options += [f"{self.order} order"] * (self.order not in (None, "zigzag"))
+        options += [f"{' and '.join(self.offload)} in host memory"] * bool(self.offload)
         return ", ".join([text, *options])
 
     def apply(self, config: TrainingConfig, batch: int) -> TrainingConfig:
@@ -155,6 +169,12 @@ class Candidate:
             DataParallelConfig(self.data), pipeline if self.pipeline > 1 else PipelineConfig(),
             replace(config.parallel.sequence, size=self.sequence, ulysses=self.ulysses), self.tensor,
         )  # fmt: skip
+        if self.order is not None:
+            parallel = replace(parallel, sequence=replace(parallel.sequence, order=self.order))
+        offload = config.offload
+        if self.offload:
+            away: dict[str, Any] = dict.fromkeys(self.offload, "host")
+            offload = replace(offload, **away)
         schedule = None
         if self.pipeline > 1:
             schedule = ScheduleConfig(str(self.schedule), self.microbatches, self.chunks)
@@ -164,7 +184,7 @@ class Candidate:
         return replace(
             config, parallel=parallel, model=model, schedule=schedule, batch_size=batch, precision=precision,
             gradient_accumulation=1 if self.pipeline > 1 else self.microbatches,
-            zero=replace(config.zero, stage=self.zero),
+            zero=replace(config.zero, stage=self.zero), offload=offload,
         )  # fmt: skip
 
     def values(self, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
@@ -174,7 +194,7 @@ class Candidate:
         if self.pipeline > 1:
             parallel["pipeline"] = {"size": self.pipeline, **_option(given, "pipeline", "partition")}
         if self.sequence > 1:
-            order = _option(given, "sequence", "order")
+            order = _option(given, "sequence", "order") if self.order is None else {"order": self.order}
             parallel["sequence"] = {"size": self.sequence, "ulysses": self.ulysses, **order}
         if self.tensor.mode is not None:
             parallel["tensor"] = self.tensor.given()
@@ -191,6 +211,8 @@ class Candidate:
             values["zero"] = self.zero
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
+        if self.offload:
+            values["offload"] = dict.fromkeys(self.offload, "host")
         more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
         if self.experts is not None:
             more["expert_axis"] = self.expert_axis
@@ -207,7 +229,7 @@ class Candidate:
     def note(self) -> dict[str, Any]:
         """Return the choices as what JSON can carry; `from_note` reads them."""
         made = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**made, "tensor": self.tensor.given()}
+        return {**made, "tensor": self.tensor.given(), "offload": list(self.offload)}
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> Candidate:
@@ -218,7 +240,8 @@ class Candidate:
         TypeError, ConfigError
             If it is no note of a candidate.
         """
-        return cls(**{**note, "tensor": TensorConfig.parse("tensor", note.get("tensor"))})
+        tensor = TensorConfig.parse("tensor", note.get("tensor"))
+        return cls(**{**note, "tensor": tensor, "offload": tuple(note.get("offload", ()))})
 
 
 def _option(given: Mapping[str, Any], of: str, name: str) -> dict[str, Any]:
@@ -345,12 +368,12 @@ class Space:
         data, pipeline, sequence, ulysses, tensor = frame
         for count in self.counts(frame):
             for name, chunks in self._schedules(pipeline, count):
-                for zero, again, dtype, experts in itertools.product(
-                    self.stages(data), self.recompute, self.dtypes, self._experts(frame)
+                for zero, again, dtype, experts, order in itertools.product(
+                    self.stages(data), self.recompute, self.dtypes, self._experts(frame), self._orders(frame)
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts,
+                        experts, order,
                     )  # fmt: skip
 
     def count(self, frame: Frame) -> int:
@@ -360,7 +383,7 @@ class Space:
             others = len(self.stages(frame.data)) * len(self.recompute) * len(self.dtypes)
             schedules = sum(len(list(self._schedules(frame.pipeline, n))) for n in self.counts(frame))
             self._numbers[key] = others * schedules
-        return self._numbers[key] * len(self._experts(frame))
+        return self._numbers[key] * len(self._experts(frame)) * len(self._orders(frame))
 
     def counts(self, frame: Frame) -> list[int]:
         """Return the numbers of microbatches that split the batch evenly."""
@@ -390,6 +413,10 @@ class Space:
             axes += [axis for axis, n in _mode_of(frame.tensor)[1].items() if n > 1]
         return [*axes, "none"]
 
+    def _orders(self, frame: Frame) -> Sequence[str | None]:
+        """Return the orders of tokens; without a ring every order is the same work for all."""
+        return RING_ORDERS if frame.sequence > frame.ulysses and "sequence" not in self.parallel else (None,)
+
     def _schedules(self, pipeline: int, count: int) -> Iterator[tuple[str | None, int | None]]:
         if pipeline == 1:
             yield None, None
@@ -398,6 +425,8 @@ class Space:
         else:
             for name in SCHEDULES:
                 if name != "interleaved":
+                    if name == "chimera" and (pipeline % 2 or count < 2):
+                        continue
                     if name != "zb-v" or 2 * pipeline <= self.depth:
                         yield name, None
                     continue
@@ -649,22 +678,31 @@ class Looks:
         """Return seconds that no step of a candidate can be below, by traces of its distinct layers.
 
         A rank runs its layers one after the other, forward and backward, once for each microbatch.  Within them it
-        computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  The busiest
-        rank of a pipeline has at least the mean of all ranks' work.  With one stage a rank, each also waits for the
-        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.
+        computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  A pipeline's
+        schedule is simulated with the sums of its stages' layers, without reductions and updates and with the quicker
+        messages of those within and between nodes.  Each end in a simulation is the largest of sums of costs, so that
+        it grows with every cost: one with costs that are too low is a bound of one with the costs as they are.
         """
-        forward, backward = [], []
-        for part in self._layers(c, bound=True):
-            forward.append(self.seconds(part, "forward", quick=True))
-            backward.append(self.seconds(part, "backward", quick=True))
+        parts = self._layers(c, bound=True)
+        forward = [self.seconds(part, "forward", quick=True) for part in parts]
+        backward = [self.seconds(part, "backward", quick=True) for part in parts]
         least = max(self.static_bound(c), c.microbatches * (sum(forward) + sum(backward)) / c.pipeline)
-        if c.pipeline > 1 and c.schedule in ("1f1b", "zb-h1"):
-            before = 0.0
-            for a, b in _cuts(self._schedule(*self._spec(c))[1]):
-                own = sum(forward[a:b]) + sum(backward[a:b])
-                least = max(least, before + c.microbatches * own)
-                before += sum(forward[a:b]) + (sum(backward[a:b]) if c.schedule == "1f1b" else 0.0)
-        return least
+        if c.pipeline == 1:
+            return least
+        spec, config = self._spec(c) if c.microbatches * c.pipeline <= WHOLE else self._short(c)
+        schedule, counts = self._schedule(spec, config)
+        cuts = _cuts(counts)
+        costs = Costs(
+            forward=[sum(forward[a:b]) for a, b in cuts], backward=[sum(backward[a:b]) for a, b in cuts],
+            weight=[sum(backward[a:b]) / 2 for a, b in cuts],
+            latency=min(self._send(part.message, local) for part in parts[:-1] for local in (1, 2)),
+        )  # fmt: skip
+        graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
+        return max(least, (1 - 1e-9) * graph.bounds(costs)[0])  # fewer microbatches than there are take no longer
+
+    def _send(self, nbytes: float, local: int) -> float:
+        """Return the seconds of a message within a node, `local` being 2, or between nodes."""
+        return self.machine.transfer("send", nbytes, 2, local, self.node, self.ranks).total
 
     def seconds(self, part: Part, span: str, quick: bool = False) -> float:
         """Return the seconds of a span of a part."""
@@ -708,7 +746,8 @@ class Looks:
         ranks = c.width if bound else self.ranks
         config = c.apply(self.config, rows * c.data)
         keys = self.keys(c.dtype)
-        shape = (c.data, c.pipeline, c.sequence, c.ulysses, c.tensor, c.zero, c.recompute, c.dtype, rows)
+        form = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+        shape = (*form, c.zero, c.recompute, c.dtype, c.experts, c.order, rows)
         found: list[Part] = []
         given: Between | None = None
         for i, key in enumerate(keys):
@@ -778,38 +817,47 @@ class Looks:
         costs = Costs(
             forward=[f["forward"] for f in stages], backward=[f["backward"] for f in stages],
             weight=[f["backward"] / 2 for f in stages],
-            latency=self.machine.transfer("send", stages[0]["message"], 2, local, self.node, self.ranks).total,
-            reduce=[sum(f["reduce"] for f in own) for own in held],
+            latency=self._send(stages[0]["message"], local),
+            reduce=[sum(f["reduce"] for f in own) + self._replicas(c, schedule, own, local) for own in held],
             step=[sum(f["update"] for f in own) for own in held],
         )  # fmt: skip
         run = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
         seconds, work = run.bounds(costs)
-        bubble = 1 - work / (schedule.ranks * seconds) if seconds else 0.0
+        flight = list(map(float, run.held))
         if (more := c.microbatches - schedule.microbatches) > 0:  # each further round of microbatches takes as long
-            step = schedule.ranks
-            fewer = dependencies(schedule.name, schedule.ranks, schedule.microbatches - step, c.chunks)
-            seconds += more / step * (seconds - fewer.bounds(costs)[0])
-            work = sum(c.microbatches * (f["forward"] + f["backward"]) + f["reduce"] + f["update"] for f in stages)
-            bubble = max(0.0, 1 - work / (schedule.ranks * seconds))
+            rounds = more / schedule.ranks
+            fewer = dependencies(schedule.name, schedule.ranks, schedule.microbatches - schedule.ranks, c.chunks)
+            seconds += rounds * (seconds - fewer.bounds(costs)[0])
+            flight = [n + rounds * (n - before) for n, before in zip(run.held, fewer.held, strict=True)]
+            work += more * sum(f["forward"] + f["backward"] for f in stages)
+        bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
         memory, stage = {}, 0
         for r, own in enumerate(held):
             rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
-            kept, buffers = run.held[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
+            kept, buffers = flight[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
             here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
         busiest = max(held, key=lambda own: sum(f["forward"] + f["backward"] for f in own))
-        times: list[tuple[float, Figures, str]] = [(c.microbatches, f, "pass") for f in busiest]
+        passes = c.microbatches / schedule.copies
+        times: list[tuple[float, Figures, str]] = [(passes, f, "pass") for f in busiest]
         times += [(1, f, name) for f in busiest for name in ("reduce", "update")]
         spent = _causes(times)
         spent["idle"] = spent.get("idle", 0.0) + max(0.0, seconds - sum(spent.values()))
         words, across, within = _in_step([(n, f, name) for n, f, name in times if name == "pass"])
         ends = _in_step([(1, f, "end") for f in busiest])
-        sends = round(2 * c.microbatches * sum(f["message"] for f in busiest))
+        sends = round(2 * passes * sum(f["message"] for f in busiest))
         apart = local == 1 and c.width >= self.node
         moved = (words + ends[0] + sends // 4, across + ends[1] + sends * apart, within + ends[2] + sends * (not apart))
         shares = _as_shares(spent, seconds)
         return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False)
+
+    def _replicas(self, c: Candidate, schedule: Schedule, held: Sequence[Figures], local: int) -> float:
+        """Return the seconds in which a rank sums the gradients of its stages over a schedule's replicas."""
+        if schedule.copies == 1:
+            return 0.0
+        nbytes = sum(f["gradients"] for f in held) / (c.data if c.zero == 1 else 1)
+        return self.machine.transfer("all_reduce", nbytes, schedule.copies, local, self.node, self.ranks).total
 
     def stretched(self, c: Candidate) -> Planned:
         """Return what a candidate takes, where stages have many equal layers: of those with few and with some more.
@@ -905,6 +953,13 @@ class Looks:
             for held in schedule.chunks
         ]
         places = [spec.places[p][0] for p in range(c.pipeline)]
+        if schedule.copies > 1:  # gradients are summed over the replicas
+            for r, held in enumerate(schedule.chunks):
+                nbytes = sum(parts[k.stage].gradients for k in held) // (c.data if c.zero == 1 else 1)
+                others = sorted(
+                    {places[schedule.holder(k.stage, copy)] for k in held for copy in range(schedule.copies)}
+                )
+                ends[r] = _joined(ends[r][0], _summed(ends[r][0], tuple(others), nbytes)), ends[r][1]
         made = pipeline_timeline(
             schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends], places=places,
             on_node=self.node,
@@ -919,7 +974,7 @@ class Looks:
             )  # fmt: skip
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
-        passes = c.microbatches
+        passes = c.microbatches // schedule.copies
         busiest = max(
             range(c.pipeline),
             key=lambda r: sum(s.nbytes for k in schedule.chunks[r] for s in _starts(stages[k.stage].forward)),
@@ -1181,6 +1236,12 @@ def _joined(*traces: Trace) -> Trace:
                 made.events.append(replace(e, call=call + offset))
         offset += most
     return made
+
+
+def _summed(like: Trace, ranks: tuple[int, ...], nbytes: int) -> Trace:
+    """Return the trace of an all-reduce between ranks, among those of a trace."""
+    start = Start(1, "all_reduce", ("pipeline",), ranks, nbytes, nbytes)
+    return Trace(like.rank, like.size, [start, Wait(1)])
 
 
 def _starts(*traces: Trace) -> list[Start]:
@@ -1709,7 +1770,7 @@ def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
     """Return True if candidates of one frame differ in one choice; numbers of microbatches by at most two steps."""
 
     def choices(c: Candidate) -> tuple[Any, ...]:
-        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts
+        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts, c.order
 
     if abs(counts.index(a.microbatches) - counts.index(b.microbatches)) > 2:
         return False
