@@ -45,6 +45,7 @@ from parlinalg.sequence import ORDERS
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import (
     DataParallelConfig,
+    OffloadConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -66,12 +67,14 @@ TRACES = 150  # of parts, for more than that
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
+MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
 LONG, FEW, FEW_CUT = 12, (2, 4), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
 """All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
 which is another training, so that they are planned only where the configuration names one.  GPipe holds all
 microbatches, but waits for no answer from later stages: where messages take long it is faster than 1F1B."""
+COPIES = "other kernels"  # the cause that copies to and from host memory are counted with, as in timelines
 RING_ORDERS = ("zigzag", *(order for order in ORDERS if order != "zigzag"))
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
@@ -466,6 +469,8 @@ class Planned:
         The pipeline rank whose memory is the fullest.
     traced : bool
         False of an estimate by single layers.
+    host : int
+        Bytes of host memory that the rank with the most offloaded takes.
     """
 
     candidate: Candidate
@@ -481,6 +486,7 @@ class Planned:
     mfu: float
     stage: int = 0
     traced: bool = True
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -515,6 +521,8 @@ class Looks:
         self._alone: dict[str | None, Rest] = {}
         self._of_model: dict[tuple[str | None, int], bool] = {}
         self._known_figures: dict[tuple[int, bool], Figures] = {}
+        self._offloaded: dict[tuple[int, tuple[str, ...], int], Part] = {}
+        self._last: tuple[Candidate | None, dict[Any, Part]] = None, {}
         self._kept_alive: list[Part] = []  # runs are known by their identities
 
     @cached_property
@@ -658,9 +666,9 @@ class Looks:
     def memory_bound(self, c: Candidate) -> int:
         """Return bytes that the fullest rank of a candidate cannot be below, without a trace.
 
-        Each weight, gradient and state is on at least one of the pipeline × tensor ranks of a copy of the model; ZeRO's
-        stages share states, gradients and weights between the data parallel ranks, and experts and matrix-wise
-        optimizers may share theirs between any.  The fullest rank holds at least the mean.
+        What may be offloaded aside, each weight, gradient and state is on at least one of the pipeline × tensor ranks
+        of a copy of the model; ZeRO's stages share states, gradients and weights between the data parallel ranks, and
+        experts and matrix-wise optimizers may share theirs between any.  The fullest rank holds at least the mean.
         """
         part = self.alone(c.dtype)
         options = self.config.model.options
@@ -672,7 +680,11 @@ class Looks:
             return min(self.ranks, ranks * c.data) if c.zero >= stage else ranks
 
         states = self.ranks if self.config.optimizer.name in HOME else share(1)
-        return part.weights // share(3) + part.gradients // share(2) + part.states // states
+        kinds = self.kinds(c)
+        found = 0 if "optimizer" in kinds else part.states // states
+        if "parameters" in kinds:
+            return found + (part.gradients // share(2) if self.is_low(c) else 0)
+        return found + part.weights // share(3) + part.gradients // share(2)
 
     def time_bound(self, c: Candidate) -> float:
         """Return seconds that no step of a candidate can be below, by traces of its distinct layers.
@@ -719,6 +731,32 @@ class Looks:
         return self._runs[key]
 
     # -------------------------------------------------------------------------------------------- parts
+    def kinds(self, c: Candidate) -> tuple[str, ...]:
+        """Return what a candidate may offload to host memory, where the configuration leaves that open.
+
+        Values rest there without ZeRO only: its stages hold them in buckets, or cut.  States that lie whole on one rank
+        come back together, and stay.
+        """
+        if self.machine.host is None or self.config.offload:
+            return ()
+        found = ["optimizer"] * (self.config.optimizer.name not in HOME)
+        found += ["activations"] * (self.config.model.name in LANGUAGE)
+        return (*found, *["parameters"] * (c.zero == 0))
+
+    def is_low(self, c: Candidate) -> bool:
+        """Return True if gradients have 16 bits: their reducer keeps them where they are."""
+        return (c.dtype or self.config.dtype) in ("bfloat16", "float16")
+
+    def _resting(self, part: Part, c: Candidate) -> Part:
+        """Return a part with what a candidate offloads."""
+        if not c.offload:
+            return part
+        key = id(part), c.offload, c.zero
+        if key not in self._offloaded:
+            self._offloaded[key] = part.offloaded(c.offload, gradients=not self.is_low(c))
+            self._kept_alive.append(part)
+        return self._offloaded[key]
+
     def _part(self, key: Any, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
         if key not in self._parts:
             self._parts[key] = self.trace(config, ranks, rows, **more)
@@ -730,6 +768,7 @@ class Looks:
     ) -> Part:  # fmt: skip
         """Return `trace_part` of a configuration on the machine's nodes; another software's kernels may replace its."""
         self.traces += 1
+        config = replace(config, offload=OffloadConfig())  # `Part.offloaded` says what that changes
         if layers is not None and (found := self._fewer(config, layers, skip)) is not None:
             config, layers, skip = *found, (0, 0)
         return trace_part(
@@ -762,12 +801,12 @@ class Looks:
     # -------------------------------------------------------------------------------------------- estimates
     def estimate(self, c: Candidate) -> Planned:
         """Return about what a candidate takes, by traces of its distinct layers."""
-        parts = self._layers(c, bound=False)
+        whole = self._layers(c, bound=False)
         spec, config = self._short(c)
-        figures = [self._figures(p, c.pipeline == 1).copy() for p in parts]
+        figures = [self._resting_figures(p, c) for p in whole]
         if c.zero == 3:  # a layer alone keeps the weights it gathered, of many layers few are gathered at once
-            for figure, bare in zip(figures, self._layers(c, bound=True), strict=True):
-                figure["kept"] = min(figure["kept"], bare.kept)
+            for figure, part, bare in zip(figures, whole, self._layers(c, bound=True), strict=True):
+                figure["kept"] = max(0.0, figure["kept"] - max(0, part.kept - bare.kept))
         if c.pipeline == 1:
             one = _total(figures)
             one["message"] = 0
@@ -780,13 +819,33 @@ class Looks:
         schedule, counts = self._schedule(spec, config)
         return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], schedule)
 
+    def _resting_figures(self, part: Part, c: Candidate) -> Figures:
+        """Return the figures of a part with what a candidate offloads: ranks wait for the copies."""
+        made = self._figures(part, c.pipeline == 1).copy()
+        if not c.offload:
+            return made
+        there = self._resting(part, c)
+        for name in ("weights", "gradients", "states", "kept", "transient", "host"):
+            made[name] = getattr(there, name)
+        made["host kept"] = there.host_kept
+        assert self.machine.host is not None
+        copies = dict(zip(("forward", "backward", "update"), there.copies, strict=True))
+        for name, spans in (("forward", ("pass",)), ("backward", ("pass",)), ("update", ("update",))):
+            seconds = copies[name] / self.machine.host.bandwidth
+            made[name] += seconds
+            for span in (*spans, *["end"] * (c.pipeline == 1)):
+                made[f"{span}: {COPIES}"] = made.get(f"{span}: {COPIES}", 0.0) + seconds
+            if c.pipeline == 1:
+                made["end"] += seconds
+        return made
+
     def _figures(self, part: Part, alone: bool) -> Figures:
         """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows."""
         if (id(part), alone) in self._known_figures:
             return self._known_figures[id(part), alone]
         made: Figures = {
             "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
-            "transient": part.transient, "message": part.message,
+            "transient": part.transient, "message": part.message, "host": 0, "host kept": 0,
         }  # fmt: skip
         for span in ("forward", "backward", "reduce", "update", "end"):
             if span != "end" or alone:
@@ -811,7 +870,8 @@ class Looks:
             memory = _memory(*(round(one[k]) for k in ("weights", "gradients", "states", "kept", "transient")))
             spent = _causes([(c.microbatches - 1, one, "pass"), (1, one, "end")])
             moved = _in_step([(c.microbatches - 1, one, "pass"), (1, one, "end")])
-            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False)
+            host = round(one["host"] + one["host kept"])
+            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False, host)
         held = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
         local = 1 if self.ranks > self.node else 2
         costs = Costs(
@@ -831,11 +891,13 @@ class Looks:
             flight = [n + rounds * (n - before) for n, before in zip(run.held, fewer.held, strict=True)]
             work += more * sum(f["forward"] + f["backward"] for f in stages)
         bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
-        memory, stage = {}, 0
+        memory, stage, host = {}, 0, 0
         for r, own in enumerate(held):
             rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
             kept, buffers = flight[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
             here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
+            away = sum(f["host"] for f in own) + flight[r] * max(f["host kept"] for f in own)
+            host = max(host, round(away))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
         busiest = max(held, key=lambda own: sum(f["forward"] + f["backward"] for f in own))
@@ -850,7 +912,7 @@ class Looks:
         apart = local == 1 and c.width >= self.node
         moved = (words + ends[0] + sends // 4, across + ends[1] + sends * apart, within + ends[2] + sends * (not apart))
         shares = _as_shares(spent, seconds)
-        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False)
+        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False, host)
 
     def _replicas(self, c: Candidate, schedule: Schedule, held: Sequence[Figures], local: int) -> float:
         """Return the seconds in which a rank sums the gradients of its stages over a schedule's replicas."""
@@ -881,16 +943,26 @@ class Looks:
                 first, last = _alike(keys, a, b)
                 figures = []
                 for few in few_ if last - first > few_[-1] else (last - first,):
-                    part = self.trace(
-                        config, self.ranks, whole, layers=(a, b), skip=(first + few, last), given=given,
+                    part = self._whole(
+                        c, config, whole, layers=(a, b), skip=(first + few, last), given=given,
                         stage=0 if schedule is None else schedule.holder(s),
                     )  # fmt: skip
-                    figures.append(self._figures(part, c.pipeline == 1))
-                    self._kept_alive.append(part)
+                    figures.append(self._resting_figures(part, c))
                 known[key] = _line(figures, few_, last - first), part.output
             made.append(known[key][0])
             given = known[key][1]
         return replace(self._assembled(c, config, made, schedule), traced=True)
+
+    def _whole(self, c: Candidate, config: TrainingConfig, rows: int, **more: Any) -> Part:
+        """Return the trace of a candidate's stage; those of the last candidate are known, whatever it offloads."""
+        bare = replace(c, offload=())
+        if self._last[0] != bare:
+            self._last = bare, {}
+        key = tuple(sorted(more.items()))
+        if key not in self._last[1]:
+            self._last[1][key] = self.trace(config, self.ranks, rows, **more)
+            self._kept_alive.append(self._last[1][key])
+        return self._last[1][key]
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""
@@ -925,13 +997,13 @@ class Looks:
         spec, config = self._spec(c)
         whole = rows * c.data
         if c.pipeline == 1:
-            part = self.trace(config, self.ranks, whole)
+            part = self._resting(self._whole(c, config, whole), c)
             run = self._alone_run(part, c.microbatches)
             seconds = run[0]
             memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
             starts = _starts(part.span("forward"), part.span("backward")), _starts(part.span("end"))
             moved = self._moved([(c.microbatches - 1, starts[0]), (1, starts[1])])
-            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0)
+            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0, host=part.host + part.host_kept)
         schedule, counts = self._schedule(spec, config)
         keys = self.keys(c.dtype)
         stages: list[Stage] = []
@@ -941,7 +1013,8 @@ class Looks:
         for s, (a, b) in enumerate(_cuts(counts)):
             key = (tuple(keys[a:b]), given)
             if key not in known:
-                known[key] = self.trace(config, self.ranks, whole, layers=(a, b), given=given, stage=schedule.holder(s))
+                part = self._whole(c, config, whole, layers=(a, b), given=given, stage=schedule.holder(s))
+                known[key] = self._resting(part, c)
             parts.append(part := known[key])
             stages.append(Stage(part.span("forward"), part.span("backward"), None, part.message))
             given = part.output
@@ -965,9 +1038,10 @@ class Looks:
             on_node=self.node,
         )  # fmt: skip
         assert made.simulation is not None
-        memory, stage = {}, 0
+        memory, stage, host = {}, 0, 0
         for r, held in enumerate(schedule.chunks):
             of = [parts[k.stage] for k in held]
+            host = max(host, sum(p.host for p in of) + made.simulation.held[r] * max(p.host_kept for p in of))
             here = _memory(
                 sum(p.weights for p in of), sum(p.gradients for p in of), sum(p.states for p in of),
                 made.simulation.held[r] * max(p.kept for p in of), max(p.transient for p in of),
@@ -987,7 +1061,7 @@ class Looks:
         sends = passes * sum(parts[k.stage].message for k in schedule.chunks[busiest]) * 2
         apart = any(places[r] // self.node != places[r - 1] // self.node for r in range(1, c.pipeline))
         moved = (moved[0] + sends // 4, moved[1] + sends * apart, moved[2] + sends * (not apart))
-        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage)
+        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage, host=host)
 
     def _alone_run(self, part: Part, microbatches: int) -> tuple[float, dict[str, float]]:
         """Return the seconds of a step without a pipeline, and the shares of its causes: equal microbatches repeat."""
@@ -1014,11 +1088,12 @@ class Looks:
     def _planned(
         self, c: Candidate, config: TrainingConfig, seconds: float, memory: Mapping[str, int],
         moved: tuple[int, int, int], bubble: float, causes: Mapping[str, float], stage: int, traced: bool = True,
+        host: int = 0,
     ) -> Planned:  # fmt: skip
         units = self.batch * (self.inputs.length if self.inputs.language else 1)
         peak = self.machine.peak(c.dtype or self.config.dtype) / self.machine.crowd(self.node, self.ranks)
         mfu = self.model_flops / (seconds * self.ranks * peak)
-        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced)
+        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced, host)
 
 
 class Guess(NamedTuple):
@@ -1389,6 +1464,9 @@ def why_slower(other: Planned, best: Planned) -> str:
             why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
             if other.bubble > best.bubble:
                 why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
+        elif cause == COPIES and other.candidate.offload and not best.candidate.offload:
+            what = " and ".join(other.candidate.offload)
+            why = f"copies of {what} to and from host memory take {shown_time(max(0.0, more_seconds))} more"
         elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
             why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
         reasons.append((more_seconds * 0.99, why))
@@ -1526,6 +1604,8 @@ class _Search:
         self.refused_of: dict[str, Candidate] = {}
         self.left: list[tuple[float, Candidate]] = []
         self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
+        self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
+        self.least: list[tuple[int, str, Planned]] = []  # what does not fit although it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.traced, self.proven = 0, True
         self.unknown = False  # whether some cannot be imagined
@@ -1604,7 +1684,7 @@ class _Search:
 
     def _fitting(self) -> list[Planned]:
         """Return what was estimated and fits, the fastest first."""
-        return sorted((p for p in self.estimated.values() if p.bytes <= self.memory), key=_order)
+        return sorted((p for p in self.estimated.values() if self._fits(p)), key=_order)
 
     def _begin(self, frame: Frame, guess: Guess) -> None:
         """Estimate a frame: as guessed, then with what saves memory until it fits."""
@@ -1621,16 +1701,44 @@ class _Search:
                 and c.recompute == recompute and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
             ]  # fmt: skip
             found = [p for c in likely if (p := self._estimate(c)) is not None]
-            if any(p.bytes <= self.memory for p in found):
+            if any(self._fits(p) and not p.candidate.offload for p in found):
                 return
 
     def _estimate(self, c: Candidate) -> Planned | None:
-        if c not in self.estimated:
+        """Return an estimate of a candidate; where it does not fit, of what it offloads for that."""
+        if c not in self.offloading:
             found: Planned | None = self._asked(c, self.looks.estimate)
             if found is None:
                 return None
             self.estimated[c] = found
-        return self.estimated[c]
+            other = None if self._fits(found) else self._offloaded(c, self.looks.estimate)
+            if other is not None:
+                self.estimated[other.candidate] = other
+            self.offloading[c] = other or found
+        return self.offloading[c]
+
+    def _fits(self, p: Planned) -> bool:
+        host = self.looks.machine.host
+        return p.bytes <= self.memory and (not p.host or (host is not None and p.host <= host.memory))
+
+    def _offloaded(self, c: Candidate, look: Any) -> Planned | None:
+        """Return the fastest way in which a candidate fits with something in host memory.
+
+        Copies only add to its time, so that one that fits without, or with less, need not be asked with more: all sets
+        of kinds are looked at but those with a part that fits.  None if none fits; the least is noted.
+        """
+        found: list[Planned] = []
+        kinds = self.looks.kinds(c)
+        for n in range(1, len(kinds) + 1):
+            for chosen in itertools.combinations(kinds, n):
+                if any(set(p.candidate.offload) <= set(chosen) for p in found):
+                    continue
+                made: Planned | None = self._asked(replace(c, offload=chosen), look)
+                if made is not None and self._fits(made):
+                    found.append(made)
+                elif made is not None and made.bytes > self.memory:
+                    self.least.append((made.bytes, str(made.candidate), made))
+        return min(found, key=_order, default=None)
 
     def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
         """Estimate those that differ from the fastest in one choice, as long as one of them is faster."""
@@ -1671,10 +1779,12 @@ class _Search:
         found: Planned | None = self._asked(c, look)
         if found is None:
             return
-        if found.bytes > self.memory:
-            self.too_full.append((found.bytes, c, found.stage))
-        else:
+        if not self._fits(found) and not c.offload:
+            found = self._offloaded(c, look) or found
+        if self._fits(found):
             self.done.append(found)
+        else:
+            self.too_full.append((found.bytes, c, found.stage))
 
     def _nothing_fits(self) -> str:
         for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
@@ -1689,17 +1799,16 @@ class _Search:
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.looks.ranks} ranks; {count} of them: {why}"
-        least: list[tuple[int, Candidate]] = []
-        for need, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1])))[:40]:
-            if stage >= 0:
-                least.append((need, c))
-            elif (found := self._asked(c, self.looks.full)) is not None:
-                least.append((found.bytes, c))
+        for _, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1])))[:MOST_LEAST]:
+            if stage < 0:
+                self._full(c)
+        least = [(need, str(c), c) for need, c, stage in self.too_full if stage >= 0]
+        least += [(need, name, p.candidate) for need, name, p in self.least if p.traced]
         if not least:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.looks.ranks} ranks; {count} of them: {why}"
-        need, c = min(least, key=lambda x: x[0])
-        of = f"none of the {self.traced + len(least)} configurations traced" if self.limited else "no configuration"
+        need, _, c = min(least)
+        of = f"none of the {self.traced} configurations traced" if self.limited else "no configuration"
         return (
             f"{of} on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
             f"{'they need' if self.limited else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
@@ -1721,7 +1830,7 @@ class _Search:
         crowded = {c for _, c, _ in self.too_full}
         more = [
             (p.bytes, p.candidate, p.stage) for p in self.estimated.values()
-            if p.bytes > self.memory and p.candidate not in crowded
+            if not self._fits(p) and p.candidate not in crowded
         ]  # fmt: skip
         for each in sorted([*self.too_full, *more], key=lambda x: (x[0], str(x[1]))):
             full.setdefault(_group(each[1]), []).append(each)
