@@ -63,7 +63,8 @@ from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
-TRACES = 150  # of parts, for more than that
+TRACES = 300  # of parts, for more than that
+BEAM = 4  # of the fastest ways to use the ranks that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
@@ -1700,13 +1701,36 @@ class _Search:
                 if c.microbatches == count and (c.zero == zero or len({x.zero for x in steps}) == 1)
                 and c.recompute == recompute and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
             ]  # fmt: skip
-            found = [p for c in likely if (p := self._estimate(c)) is not None]
-            if any(self._fits(p) and not p.candidate.offload for p in found):
+            found = [(c, p) for c in likely if (p := self._estimate(c)) is not None]
+            for c, p in found:
+                self._reschedule(c, p, steps)
+            if any(self._fits(p) and not p.candidate.offload for _, p in found):
                 return
 
+    def _enough(self) -> float:
+        """Return the estimated seconds of the slowest of the best."""
+        found = self._fitting()
+        return found[self.best - 1].seconds if len(found) >= self.best else math.inf
+
+    def _reschedule(self, c: Candidate, p: Planned, steps: Sequence[Candidate]) -> None:
+        """Estimate a candidate with other schedules, unless none of them can be among the best.
+
+        They have the same passes, so that their ranks work as long together.  A step takes at least the mean of a rank.
+        """
+        if c.pipeline == 1 or p.seconds * (1 - p.bubble) > self._enough():
+            return
+        for other in steps:
+            if replace(other, schedule=c.schedule, chunks=c.chunks) == c:
+                self._estimate(other)
+
     def _estimate(self, c: Candidate) -> Planned | None:
-        """Return an estimate of a candidate; where it does not fit, of what it offloads for that."""
+        """Return an estimate of a candidate; where it does not fit, of what it offloads for that.
+
+        None if the library refuses it, or a bound says that it is not among the best.
+        """
         if c not in self.offloading:
+            if self.looks.static_bound(c) > self._enough():
+                return None
             found: Planned | None = self._asked(c, self.looks.estimate)
             if found is None:
                 return None
@@ -1741,20 +1765,34 @@ class _Search:
         return min(found, key=_order, default=None)
 
     def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
-        """Estimate those that differ from the fastest in one choice, as long as one of them is faster."""
-        best: Planned | None = None
+        """Estimate those that differ in one choice from the fastest of a few frames, until these are all known."""
+        varied: set[Candidate] = set()
         for _ in range(ROUNDS):
-            fitting = self._fitting()
-            if not fitting or fitting[0] is best or self.looks.traces >= TRACES:
+            first: dict[Frame, Planned] = {}
+            for p in self._fitting():
+                if len(first) < BEAM:
+                    first.setdefault(p.candidate.frame, p)
+            new = [p.candidate for p in first.values() if replace(p.candidate, offload=()) not in varied]
+            if not new or self.looks.traces >= TRACES:
                 return
-            best = fitting[0]
-            for c in self.space.steps(best.candidate.frame):
-                if _one_apart(c, best.candidate, self.space.counts(c.frame)) and self.looks.traces < TRACES:
-                    self._estimate(c)
-            near = [f for f in guessed if _near(f, best.candidate.frame) and f not in {e.frame for e in self.estimated}]
-            for frame in sorted(near, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
-                if self.looks.traces < TRACES:
-                    self._begin(frame, guessed[frame])
+            for i, chosen in enumerate(new):
+                best = replace(chosen, offload=())
+                varied.add(best)
+                steps = list(self.space.steps(best.frame))
+                again = self.space.recompute
+                for c in steps:
+                    near = _one_apart(c, best, self.space.counts(c.frame)) and (i == 0 or c.order == best.order)
+                    more = again.index(c.recompute) > again.index(best.recompute)  # slower, and not needed to fit
+                    if not near or (more and chosen == best) or self.looks.traces >= TRACES:
+                        continue
+                    found = self._estimate(c)
+                    if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
+                        self._reschedule(c, found, steps)
+                known = {e.frame for e in self.estimated}
+                frames = [f for f in guessed if f not in known and _near(f, best.frame)]
+                for frame in sorted(frames, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
+                    if self.looks.traces < TRACES:
+                        self._begin(frame, guessed[frame])
 
     def _asked(self, c: Candidate, look: Any) -> Any:
         """Return what a look finds; None if the library refuses the candidate, or cannot imagine it."""
