@@ -70,7 +70,7 @@ FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
 MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
-LONG, FEW, FEW_CUT = 12, (2, 4), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
+LONG, FEW, FEW_CUT = 12, (4, 6), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
 """All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
 which is another training, so that they are planned only where the configuration names one.  GPipe holds all
@@ -521,7 +521,7 @@ class Looks:
         self._known: dict[str | None, tuple[list[Any], Any]] = {}
         self._alone: dict[str | None, Rest] = {}
         self._of_model: dict[tuple[str | None, int], bool] = {}
-        self._known_figures: dict[tuple[int, bool], Figures] = {}
+        self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
         self._offloaded: dict[tuple[int, tuple[str, ...], int], Part] = {}
         self._last: tuple[Candidate | None, dict[Any, Part]] = None, {}
         self._kept_alive: list[Part] = []  # runs are known by their identities
@@ -820,9 +820,9 @@ class Looks:
         schedule, counts = self._schedule(spec, config)
         return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], schedule)
 
-    def _resting_figures(self, part: Part, c: Candidate) -> Figures:
+    def _resting_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
         """Return the figures of a part with what a candidate offloads: ranks wait for the copies."""
-        made = self._figures(part, c.pipeline == 1).copy()
+        made = self._figures(part, c.pipeline == 1, apart).copy()
         if not c.offload:
             return made
         there = self._resting(part, c)
@@ -840,10 +840,13 @@ class Looks:
                 made["end"] += seconds
         return made
 
-    def _figures(self, part: Part, alone: bool) -> Figures:
-        """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows."""
-        if (id(part), alone) in self._known_figures:
-            return self._known_figures[id(part), alone]
+    def _figures(self, part: Part, alone: bool, apart: bool = True) -> Figures:
+        """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows.
+
+        What is launched ahead in the microbatch before hides launching; `apart` says that there is none before.
+        """
+        if (id(part), alone, apart) in self._known_figures:
+            return self._known_figures[id(part), alone, apart]
         made: Figures = {
             "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
             "transient": part.transient, "message": part.message, "host": 0, "host kept": 0,
@@ -854,11 +857,16 @@ class Looks:
                 for cause, seconds in causes.items():
                     key = f"{'pass' if span in ('forward', 'backward') else span}: {cause}"
                     made[key] = made.get(key, 0.0) + seconds
+        if alone and not apart:
+            run = timeline(part.trace, self.machine, on_node=self.node)
+            made["end"] = run.seconds - made["forward"] - made["backward"]
+            for cause, seconds in run.causes[run.slowest].items():
+                made[f"end: {cause}"] = seconds - made.get(f"pass: {cause}", 0.0)
         ends = [part.span("end")] if alone else [part.span("reduce"), part.span("update")]
         for name, traces in (("pass", (part.span("forward"), part.span("backward"))), ("end", ends)):
             moved = self._moved([(1, _starts(*traces))])
             made |= {f"{what} in {name}": n for what, n in zip(("words", "across", "within"), moved, strict=True)}
-        self._known_figures[id(part), alone] = made
+        self._known_figures[id(part), alone, apart] = made
         return made
 
     def _assembled(
@@ -948,7 +956,7 @@ class Looks:
                         c, config, whole, layers=(a, b), skip=(first + few, last), given=given,
                         stage=0 if schedule is None else schedule.holder(s),
                     )  # fmt: skip
-                    figures.append(self._resting_figures(part, c))
+                    figures.append(self._resting_figures(part, c, apart=c.microbatches == 1))
                 known[key] = _line(figures, few_, last - first), part.output
             made.append(known[key][0])
             given = known[key][1]
