@@ -70,7 +70,8 @@ FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
 MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
 WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
-LONG, FEW, FEW_CUT = 12, (4, 6), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
+LONG = 12  # equal layers of a stage beyond which only some are traced:
+FEW, FEW_ALONE, FEW_CUT = (4, 6), (4, 10), (6, 10)  # so many; where reductions go on beside passes; of ZeRO-3's
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
 """All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
 which is another training, so that they are planned only where the configuration names one.  GPipe holds all
@@ -317,6 +318,8 @@ class Space:
         self.config, self.given, self.ranks, self.batch, self.depth = config, given, ranks, batch, depth
         self.dtypes = dtypes
         self._numbers: dict[tuple[int, int], int] = {}
+        schedule = given.get("schedule")  # a configuration without a pipeline has none
+        self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames():
@@ -424,8 +427,8 @@ class Space:
     def _schedules(self, pipeline: int, count: int) -> Iterator[tuple[str | None, int | None]]:
         if pipeline == 1:
             yield None, None
-        elif "schedule" in self.given and self.config.schedule is not None:
-            yield self.config.schedule.name, self.config.schedule.chunks
+        elif self.schedule is not None:
+            yield self.schedule.name, self.schedule.chunks
         else:
             for name in SCHEDULES:
                 if name != "interleaved":
@@ -943,7 +946,7 @@ class Looks:
             cuts = _cuts(counts)
         whole = self.batch // c.microbatches
         made: list[Figures] = []
-        few_ = FEW_CUT if c.zero == 3 else FEW  # some are gathered ahead
+        few_ = FEW_CUT if c.zero == 3 else FEW_ALONE if c.pipeline == 1 else FEW
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
         for s, (a, b) in enumerate(cuts):
