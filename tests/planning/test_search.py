@@ -59,6 +59,7 @@ REACH = [  # on 64 ranks, all forms of tensor parallelism, and all pipelines wit
 ]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fixed", REACH, ids=str)
 def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
     ranks = 64 if full else 4
