@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -69,18 +70,17 @@ class Costs:
                     f"backward={_at(self.backward, stage):g} and cannot be more"
                 )
 
-    def time_of(self, schedule: Schedule, rank: int, i: Instruction) -> float:
-        """Return the time an instruction takes of its rank; messages take none."""
-        if i.op in (Op.REDUCE_GRADIENTS, Op.STEP):
-            return _at(self.reduce if i.op is Op.REDUCE_GRADIENTS else self.step, rank)
-        stage = schedule.chunks[rank][i.chunk].stage
-        if i.op is Op.FORWARD:
-            return _at(self.forward, stage)
-        if i.op is Op.BACKWARD:
-            return _at(self.backward, stage)
-        if i.op is Op.BACKWARD_INPUT:
-            return _at(self.backward, stage) - _at(self.weight, stage)
-        return _at(self.weight, stage) if i.op is Op.BACKWARD_WEIGHT else 0.0
+    def time_of(self, op: Op, place: int) -> float:
+        """Return the time an instruction takes at a stage, or a reduction or step at a rank; messages take none."""
+        if op in (Op.REDUCE_GRADIENTS, Op.STEP):
+            return _at(self.reduce if op is Op.REDUCE_GRADIENTS else self.step, place)
+        if op is Op.FORWARD:
+            return _at(self.forward, place)
+        if op is Op.BACKWARD:
+            return _at(self.backward, place)
+        if op is Op.BACKWARD_INPUT:
+            return _at(self.backward, place) - _at(self.weight, place)
+        return _at(self.weight, place) if op is Op.BACKWARD_WEIGHT else 0.0
 
     def delay(self, sender: int, receiver: int) -> float:
         """Return the time a message takes from a rank to another."""
@@ -196,35 +196,149 @@ def simulate(
     if check:
         validate_orders(schedule)
     costs.validate(schedule)
-    ranks = [_Rank(schedule, rank, costs) for rank in range(schedule.ranks)]
     if cores is None:
-        _run_apart(ranks)
-    else:
-        _run_together(ranks, cores)
-    if any(rank.waits is not None for rank in ranks):
-        raise ScheduleError(_deadlock(ranks))
+        return _run_apart(schedule, costs)
+    ranks = [_Rank(schedule, rank, costs) for rank in range(schedule.ranks)]
+    _run_together(ranks, cores)
+    waits = {rank.rank: rank.waits for rank in ranks if rank.waits is not None}
+    if waits:
+        raise ScheduleError(_deadlock(schedule, waits))
     return Simulation(
         schedule, costs, tuple(s for rank in ranks for s in rank.spans), max(rank.end for rank in ranks),
         tuple(rank.most for rank in ranks),
     )  # fmt: skip
 
 
-def _run_apart(ranks: list[_Rank]) -> None:
-    """Run ranks that do not share cores: each goes as far as the messages that are known allow."""
-    arrivals: dict[Message, float] = {}
-    waiting: dict[Message, _Rank] = {}
-    ready = deque(ranks)
-    while ready:
-        rank = ready.popleft()
-        for sent in rank.run(arrivals):
-            if sent in waiting:
-                ready.append(waiting.pop(sent))
-        if rank.waits is not None:
-            waited = message(rank.schedule, rank.rank, rank.waits)
-            if waited in arrivals:
-                ready.append(rank)  # it sent the message to itself
-            else:
-                waiting[waited] = rank
+@dataclass(frozen=True)
+class Dependencies:
+    """The instructions of a schedule that take time, each after all that it waits for.
+
+    One depends on the one before it on its rank, and on one of another rank whose message it needs.  Where ranks do not
+    share cores its end is the later of both plus its cost, so that a walk through them is the simulation.
+
+    Attributes
+    ----------
+    nodes : list of (int, int, int, int)
+        Of each instruction its kind, the instruction before it, the sender of its message, and the message's edge.
+        Instruction 0 is the beginning, edge 0 takes no time.
+    kinds : list of (Op or None, int)
+        The operation, and the stage, of reductions and steps the rank; None for the arrival of a message.
+    edges : list of (int, int)
+        Pairs of ranks, from edge 1 on.
+    what : list of (int, Instruction)
+        The rank and instruction of each.
+    held : tuple of int
+        By rank, the most chunks' activations held at once, as of `Simulation`.
+    """
+
+    nodes: list[tuple[int, int, int, int]]
+    kinds: list[tuple[Op | None, int]]
+    edges: list[tuple[int, int]]
+    what: list[tuple[int, Instruction]]
+    held: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Dependencies:
+        """Return those of a schedule.
+
+        Raises
+        ------
+        ScheduleError
+            If ranks would deadlock, naming all of them and what each waits for.
+        """
+        nodes, what = [(0, 0, 0, 0)], [(0, Instruction(Op.STEP))]
+        kinds: dict[tuple[Op | None, int], int] = {(None, 0): 0}
+        edges: dict[tuple[int, int], int] = {}
+        sent: dict[Message, tuple[int, int]] = {}
+        waiting: dict[Message, int] = {}
+        last, at = [0] * schedule.ranks, [0] * schedule.ranks
+        held, most = [0] * schedule.ranks, [0] * schedule.ranks
+        ready = deque(range(schedule.ranks))
+
+        def add(rank: int, i: Instruction, kind: tuple[Op | None, int], sender: int, edge: int) -> None:
+            nodes.append((kinds.setdefault(kind, len(kinds)), last[rank], sender, edge))
+            what.append((rank, i))
+            last[rank] = len(nodes) - 1
+
+        while ready:
+            rank = ready.popleft()
+            order, stages = schedule.orders[rank], [chunk.stage for chunk in schedule.chunks[rank]]
+            arrived: tuple[int, int] | None = None
+            for n in range(at[rank], len(order) + 1):
+                i = order[n] if n < len(order) else None
+                if arrived is not None and (i is None or i.op not in COMPUTE):
+                    add(rank, order[n - 1], (None, 0), *arrived)
+                    arrived = None
+                if i is None:
+                    at[rank] = n
+                elif i.op in RECEIVES:
+                    key = message(schedule, rank, i)
+                    if key not in sent:
+                        waiting[key], at[rank] = rank, n
+                        break
+                    arrived = sent[key]
+                elif i.op in SENDS:
+                    key = message(schedule, rank, i)
+                    edge = 0 if i.peer == rank else edges.setdefault((rank, i.peer), len(edges) + 1)
+                    sent[key] = last[rank], edge
+                    if key in waiting:
+                        ready.append(waiting.pop(key))
+                else:
+                    apart = i.op in (Op.REDUCE_GRADIENTS, Op.STEP)
+                    add(rank, i, (i.op, rank if apart else stages[i.chunk]), *(arrived or (0, 0)))
+                    arrived = None
+                    if i.op is Op.FORWARD:
+                        held[rank] += 1
+                        most[rank] = max(most[rank], held[rank])
+                    elif i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                        held[rank] -= 1
+        if waiting:
+            raise ScheduleError(_deadlock(schedule, {r: schedule.orders[r][at[r]] for r in waiting.values()}))
+        return cls(nodes, list(kinds), list(edges), what, tuple(most))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """By kind, how many instructions are of it."""
+        found = [0] * len(self.kinds)
+        for kind, _, _, _ in self.nodes:
+            found[kind] += 1
+        return found
+
+    def times(self, costs: Costs) -> list[float]:
+        """Return by kind what an instruction takes."""
+        return [0.0 if op is None else costs.time_of(op, place) for op, place in self.kinds]
+
+    def ends(self, costs: Costs) -> list[float]:
+        """Return when each instruction ends."""
+        times = self.times(costs)
+        delays = [0.0, *(costs.delay(*edge) for edge in self.edges)]
+        made = [0.0]
+        add = made.append
+        nodes = iter(self.nodes)
+        next(nodes)
+        for kind, before, sender, edge in nodes:
+            begin, arrival = made[before], made[sender] + delays[edge]
+            add((arrival if arrival > begin else begin) + times[kind])
+        return made
+
+    def bounds(self, costs: Costs) -> tuple[float, float]:
+        """Return the makespan, and the work of all ranks."""
+        work = sum(n * t for n, t in zip(self.counts, self.times(costs), strict=True))
+        return max(self.ends(costs)), work
+
+
+def _run_apart(schedule: Schedule, costs: Costs) -> Simulation:
+    """Simulate ranks that do not share cores."""
+    graph = Dependencies.of(schedule)
+    ends, times = graph.ends(costs), graph.times(costs)
+    delays = [0.0, *(costs.delay(*edge) for edge in graph.edges)]
+    spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    for node, stop, (rank, i) in zip(graph.nodes[1:], ends[1:], graph.what[1:], strict=True):
+        kind = graph.kinds[node[0]][0]
+        if kind in COMPUTE or (kind is not None and times[node[0]]):
+            begin = max(ends[node[1]], ends[node[2]] + delays[node[3]])
+            spans[rank].append(Span(rank, i.op, i.chunk, i.microbatch, begin, stop))
+    return Simulation(schedule, costs, tuple(s for each in spans for s in each), max(ends), graph.held)
 
 
 def _run_together(ranks: list[_Rank], cores: int | Callable[[int], float]) -> None:
@@ -277,7 +391,7 @@ class _Rank:
         self.next = 0
         self.until = 0.0  # when it goes on, if that is known
         self.at_work: Instruction | None = None
-        self.begun = self.since = self.left = self.speed = self.end = self.reached = 0.0
+        self.begun = self.since = self.left = self.speed = self.end = 0.0
         self.held = self.most = 0
         self.spans: list[Span] = []
 
@@ -285,29 +399,6 @@ class _Rank:
     def waits(self) -> Instruction | None:
         """The receive it waits at, or None at its end."""
         return self.order[self.next] if self.next < len(self.order) else None
-
-    def run(self, arrivals: dict[Message, float]) -> list[Message]:
-        """Go on up to a message that has not been sent, or to the end; return what was sent."""
-        now = self.reached
-        sent: list[Message] = []
-        while self.next < len(self.order):
-            i = self.order[self.next]
-            if i.op in RECEIVES:
-                arrived = arrivals.get(message(self.schedule, self.rank, i))
-                if arrived is None:
-                    break
-                now = max(now, arrived)
-            elif i.op in SENDS:
-                sent.append(message(self.schedule, self.rank, i))
-                arrivals[sent[-1]] = now + self.costs.delay(self.rank, i.peer)
-            else:
-                self.begin(i, now)
-                if self.at_work is not None:
-                    now += self.left
-                    self.finish(i, now)
-            self.next += 1
-        self.reached = now
-        return sent
 
     def go_on(self, now: float, arrivals: dict[Message, float]) -> bool:
         """Do what takes no time, up to the next work or to a message that has not come; whether anything was done."""
@@ -333,7 +424,9 @@ class _Rank:
 
     def begin(self, i: Instruction, now: float) -> None:
         self.at_work, self.begun, self.since, self.speed = i, now, now, 0.0
-        self.left = self.costs.time_of(self.schedule, self.rank, i)
+        apart = i.op in (Op.REDUCE_GRADIENTS, Op.STEP)
+        place = self.rank if apart else self.schedule.chunks[self.rank][i.chunk].stage
+        self.left = self.costs.time_of(i.op, place)
         if i.op is Op.FORWARD:
             self.held += 1
             self.most = max(self.most, self.held)
@@ -355,19 +448,16 @@ class _Rank:
             self.held -= 1
 
 
-def _deadlock(ranks: list[_Rank]) -> str:
-    """Return which ranks wait for each other, and for what, as text."""
-    waits = {rank.rank: rank.waits for rank in ranks if rank.waits is not None}
+def _deadlock(schedule: Schedule, waits: Mapping[int, Instruction]) -> str:
+    """Return which ranks wait for each other, and for what, as text; by rank the receive that it waits at."""
     seen: list[int] = []
     at = min(waits)
     while at not in seen:
         seen.append(at)
         at = waits[at].peer
     circle = seen[seen.index(at) :]
-    parts = [
-        f"rank {r} waits for rank {waits[r].peer} ({instruction_text(ranks[r].schedule, r, waits[r])})" for r in circle
-    ]
-    return f"{ranks[0].schedule.name} would hang: {', '.join(parts)}"
+    parts = [f"rank {r} waits for rank {waits[r].peer} ({instruction_text(schedule, r, waits[r])})" for r in circle]
+    return f"{schedule.name} would hang: {', '.join(parts)}"
 
 
 def shifted(schedule: Schedule, measured: Iterable[Sequence[object]]) -> tuple[Span, ...]:

@@ -30,6 +30,7 @@ from parlinalg.units import ITEMSIZE, parse_bytes
 
 FOLDER = Path(__file__).parent / "machines"
 GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
+HOST_COPY = "copy to or from host memory"
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send")
 STEPS: dict[str, Callable[[int], float]] = {
     "one": lambda p: 1.0,
@@ -472,6 +473,15 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The host's memory beside a device: what a rank may offload to, and the way there."""
+
+    bandwidth: float = key(BYTES, "bytes a second that a rank copies each way while all ranks of its node do")
+    memory: int = key(_memory, "the host memory of a rank")
+    source: str = key(word(), "where the figures are from")
+
+
+@dataclass(frozen=True)
 class Machine:
     """A machine: one rank's speed, and the links between ranks.
 
@@ -492,6 +502,8 @@ class Machine:
     node, network : Link
         Within a node, and between nodes; None if it has one node.
     overlap : Overlap
+    host : Host or None
+        None where blocks are in host memory.
     """
 
     name: str = key(word(), "the machine's name")
@@ -509,6 +521,10 @@ class Machine:
         lambda where, value: read(Link, where, value), "a table, what joins the nodes; left out for one node", None
     )
     cores_of: str = key(word("node", "world"), "whose ranks share the cores", "node")
+    host: Host | None = key(
+        lambda where, value: read(Host, where, value), "a table, the memory beside a device; none: it is the memory",
+        None,
+    )  # fmt: skip
 
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""
@@ -552,6 +568,8 @@ class Machine:
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel, its overhead aside."""
+        if kernel.name == HOST_COPY and self.host is not None:
+            return kernel.nbytes / self.host.bandwidth
         return self.kernels.seconds(kernel)
 
     # -------------------------------------------------------------------------------------------- communicating

@@ -7,9 +7,10 @@ search reckons what many layers take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,16 +26,20 @@ from parlinalg.layout import Layout
 from parlinalg.nn import Module, ModuleList
 from parlinalg.nn.added_losses import added_losses
 from parlinalg.nn.layer import Layer, layers_of
+from parlinalg.offload.plan import BUFFERS, MOST_TILE
+from parlinalg.offload.probe import ActivationProbe
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.planning.imagine import World, imagine
+from parlinalg.planning.machine import HOST_COPY
 from parlinalg.planning.timeline import cut
-from parlinalg.planning.trace import Trace
+from parlinalg.planning.trace import Event, Kernel, Span, Trace
 from parlinalg.random.draws import training_step
+from parlinalg.sequence import BatchPositions, using_positions
 from parlinalg.train.choices import LANGUAGE, make_criterion
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.initialize import optimizer_for, reducer_for, update_for
-from parlinalg.train.mesh import OUTSIDE, Mesh, MeshSpec, resolve
+from parlinalg.train.mesh import OUTSIDE, RING, Mesh, MeshSpec, resolve
 from parlinalg.train.recipes import dataset, declared_classifier, declared_language_model, length_of_sequences
 
 ASSUMED = WhatIf(finite=True, norm=1.0)
@@ -106,6 +111,14 @@ class Part:
         None of the last layer.
     message : int
         Bytes of the output's block.
+    away, block : int
+        Bytes of `kept` that are put away where the activations of blocks are offloaded, and those of one block.
+    largest : int
+        Bytes of the largest block of a parameter.
+    host, host_kept : int
+        Bytes in host memory, at rest and of a microbatch.
+    copies : tuple of three ints
+        Bytes copied to or from it in a forward pass, in a backward pass and in an update.
     """
 
     trace: Trace
@@ -116,6 +129,12 @@ class Part:
     peak: int
     output: Between | None
     message: int
+    away: int = 0
+    block: int = 0
+    largest: int = 0
+    host: int = 0
+    host_kept: int = 0
+    copies: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def rest(self) -> int:
@@ -131,6 +150,50 @@ class Part:
         """Return the part of the trace in the first span of a name; empty if there is none."""
         found = cut(self.trace, name)
         return found[0] if found else Trace(self.trace.rank, self.trace.size)
+
+    def offloaded(self, kinds: Collection[str], gradients: bool) -> Part:
+        """Return the part with some of what it holds in host memory, as `parlinalg.offload` does it on a GPU.
+
+        Copies are waited for: an update brings its states in tiles and takes them back, a forward pass takes away what
+        blocks save, the backward pass brings it back.  Values come for the forward and for the backward pass, and
+        their gradients, if those rest there too, come and go with each microbatch's terms.
+
+        Parameters
+        ----------
+        kinds : collection of str
+            "optimizer", "activations", "parameters".
+        gradients : bool
+            Whether gradients rest with their parameters: only if a reducer does no more than sum them.
+        """
+        weights, held, states, kept, transient = self.weights, self.gradients, self.states, self.kept, self.transient
+        copies = {"forward": 0, "backward": 0, "update": 0}
+        host = host_kept = 0
+        if "optimizer" in kinds:
+            tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
+            copies["update"] += 2 * states
+            host, states, transient = host + states, 0, transient + min(states, tiles)
+        if "activations" in kinds:
+            copies["forward"] += self.away
+            copies["backward"] += self.away
+            host_kept, kept, transient = self.away, kept - self.away, transient + min(self.away, 3 * self.block)
+        if "parameters" in kinds:
+            moved = held if gradients else 0
+            copies["forward"] += weights
+            copies["backward"] += weights + 2 * moved
+            copies["update"] += 2 * weights + moved
+            transient += min(weights + moved, 3 * self.largest)
+            host, weights, held = host + weights + moved, 0, held - moved
+        events: list[Event] = []
+        for event in self.trace.events:
+            if isinstance(event, Span) and not event.begins and copies.get(event.name):
+                nbytes = copies[event.name]
+                events.append(Kernel(HOST_COPY, nbytes, nbytes, "uint8"))
+            events.append(event)
+        return replace(
+            self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
+            gradients=held, states=states, kept=kept, peak=weights + held + states + kept + transient,
+            host=host, host_kept=host_kept, copies=(copies["forward"], copies["backward"], copies["update"]),
+        )  # fmt: skip
 
 
 def layer_keys(model: Any) -> list[tuple[Any, ...]]:
@@ -151,10 +214,29 @@ def _layers(model: Any) -> list[Layer]:
     return layers
 
 
+def declared(config: TrainingConfig, inputs: Inputs) -> Any:
+    """Return the declared model of a configuration on one rank."""
+    spec = resolve(config, 1)
+    with imagine(1, node=1, what_if=ASSUMED) as world, _mesh(config, spec, world) as mesh:
+        return inputs.declare(config, mesh)
+
+
+def busiest(spec: MeshSpec) -> int:
+    """Return which rank of a stage's grid has the most work.
+
+    Uneven blocks are larger on the first ranks.  Of a causal sequence's ring all ranks have the same work in zigzag
+    order; in the others the last rank's queries see the most keys.
+    """
+    if spec.order_of(causal=True) == "zigzag" or RING not in spec.axes:
+        return 0
+    names = list(spec.axes)
+    return (spec.axes[RING] - 1) * math.prod(spec.axes[axis] for axis in names[names.index(RING) + 1 :])
+
+
 def trace_part(
     config: TrainingConfig, inputs: Inputs, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
     skip: tuple[int, int] = (0, 0), given: Between | None = None, stage: int = 0, node: int = 8, target: str = "cpu",
-    update: bool = True, seen: Callable[[Any], None] | None = None,
+    update: bool = True,
 ) -> Part:  # fmt: skip
     """Return the traces of some layers of a configuration's model on one of its ranks.
 
@@ -177,18 +259,14 @@ def trace_part(
         As of `imagine`.
     update : bool
         Whether gradients are reduced and parameters updated; else one microbatch passes, and nothing more.
-    seen : callable, optional
-        Is given the declared model.
     """
     spec = resolve(config, ranks)
-    place = spec.places[stage][0]
+    place = spec.places[stage][busiest(spec)]
     with (
         imagine(ranks, place, node=node, target=target, what_if=ASSUMED) as world,
         _mesh(config, spec, world) as mesh,
     ):
         model = inputs.declare(config, mesh)
-        if seen is not None:
-            seen(model)
         every = _layers(model)
         first, after = layers or (0, len(every))
         own = [layer for i, layer in enumerate(every[first:after], first) if not skip[0] <= i < skip[1]]
@@ -224,15 +302,21 @@ class _Run:
         self.weights = world.device.held - before
         self.criterion = make_criterion(config.criterion)
         self.output: Between | None = None
-        self.message = 0
+        self.message = self.away = 0
+        order = mesh.spec.token_order(inputs.length) if inputs.language else None
+        found = [int(p.storage.nbytes(p.data).value) for p in self.parameters]
+        self.largest = max(found, default=0)
+        blocks = getattr(model, "blocks", ()) if world.device.target == "gpu" else ()
+        self.blocks = [b for b in blocks if id(b) in modules]
+        self.positions = None if order is None else BatchPositions(order)
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
         world, span = self.world, self.world.span
-        gradients = states = 0
+        gradients = states = away = block = 0
         change = update_for(self.config, self.optimizer)
         held = world.device.held
         if update:  # a first step makes what later ones hold
-            self.microbatch(rows, given, sync=False)
+            away, block = self.probed(rows, given)
             gradients = max(0, world.device.held - held)
             self.settle()
             change(True, 1.0)
@@ -248,7 +332,20 @@ class _Run:
                             self.settle()
                     with span("update"):
                         change(True, 1.0)
-        return Part(trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message)
+        return Part(
+            trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message, away, block,
+            self.largest,
+        )  # fmt: skip
+
+    def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
+        """Run a microbatch, and return what of its activations could be offloaded, and the most of one block."""
+        if not self.blocks:
+            self.microbatch(rows, given, sync=False)
+            return 0, 0
+        with ActivationProbe(self.parameters) as probe:
+            probe.place(self.blocks)
+            self.microbatch(rows, given, sync=False, probe=probe)
+            return self.away, probe.block
 
     def settle(self) -> None:
         """Reduce the gradients, as the worker of a pipeline does after its last microbatch."""
@@ -256,17 +353,19 @@ class _Run:
             self.reducer.settle()
         settle(self.parameters)
 
-    def microbatch(self, rows: int, given: Between | None, sync: bool) -> int:
+    def microbatch(self, rows: int, given: Between | None, sync: bool, probe: ActivationProbe | None = None) -> int:
         """Run a microbatch; return the bytes that are kept between its passes."""
         x, targets = self._given(rows, given), self.inputs.targets(self.model, rows, self.grid) if self.last else None
         held, span = self.world.device.held, self.world.span
-        with training_step(0), added_losses(True):
+        with training_step(0), added_losses(True), using_positions(self.positions):
             with span("forward"):
                 y = x
                 for layer in self.layers:
                     y = layer.forward(y)
                 size = _nbytes(y)
                 root = self.criterion(y, targets)[0] if self.last else y
+            if probe is not None:
+                self.away = sum(each.nbytes for each in probe.away)
             kept = max(0, self.world.device.held - held - (0 if self.last else size))
             if not self.last:
                 self.output, self.message = Between(y.shape, y.layout, y.dtype.name), size

@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -34,16 +34,18 @@ from parlinalg.grid import factorizations
 from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
-from parlinalg.pipeline.simulate import Costs, simulate
+from parlinalg.pipeline.simulate import Costs, Dependencies
 from parlinalg.planning.machine import Machine, load_machine
-from parlinalg.planning.parts import Between, Inputs, Part, layer_keys, trace_part
+from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
-from parlinalg.planning.trace import Gemm, Start, Trace
+from parlinalg.planning.trace import Gemm, Start, Trace, Wait
 from parlinalg.schemes import for_mode
 from parlinalg.schemes.words import scheme_words
+from parlinalg.sequence import ORDERS
 from parlinalg.train.choices import LANGUAGE
 from parlinalg.train.config import (
     DataParallelConfig,
+    OffloadConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -55,17 +57,27 @@ from parlinalg.train.config import (
     read,
 )
 from parlinalg.train.mesh import MeshSpec, resolve
+from parlinalg.train.recipes import SIZES
 from parlinalg.units import ITEMSIZE, format_bytes, parse_bytes
 
 __all__ = ["Candidate", "Planned", "TrainingPlan", "plan_training"]
 
 ALL, MANY = 64, 400  # ranks and candidates up to which every one is within reach
-TRACES = 150  # of parts, for more than that
+TRACES = 300  # of parts, for more than that
+BEAM = 4  # of the fastest ways to use the ranks that are varied in a round
 NEAR = 8  # neighbours of the fastest that are estimated in a round
 FULL = 6  # candidates that are traced there in full
 ROUNDS = 6  # of those near the fastest
-LONG, FEW, FEW_CUT = 12, (2, 4), (6, 10)  # equal layers of a stage beyond which so many are traced; of ZeRO-3's more
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
+MOST_LEAST = 40  # candidates that are traced to say the least memory that would do
+WHOLE = 4096  # microbatches × ranks of a pipeline up to which a bound simulates all of them
+LONG = 12  # equal layers of a stage beyond which only some are traced:
+FEW, FEW_ALONE, FEW_CUT = (4, 6), (4, 10), (6, 10)  # so many; where reductions go on beside passes; of ZeRO-3's
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
+"""All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
+which is another training, so that they are planned only where the configuration names one.  GPipe holds all
+microbatches, but waits for no answer from later stages: where messages take long it is faster than 1F1B."""
+COPIES = "other kernels"  # the cause that copies to and from host memory are counted with, as in timelines
+RING_ORDERS = ("zigzag", *(order for order in ORDERS if order != "zigzag"))
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
@@ -89,6 +101,10 @@ class Candidate:
         Of `precision`.
     experts : str or None
         The axis that cuts the experts of a mixture, "none" for no axis; None for what the configuration gives.
+    order : str or None
+        Of the tokens on a ring; None for what the configuration gives.
+    offload : tuple of str
+        What rests in host memory: "optimizer", "activations", "parameters".
     """
 
     data: int
@@ -103,6 +119,8 @@ class Candidate:
     recompute: str | None
     dtype: str | None
     experts: str | None = None
+    order: str | None = None
+    offload: tuple[str, ...] = ()
 
     @property
     def frame(self) -> Frame:
@@ -139,6 +157,8 @@ class Candidate:
         options += [f"recompute {self.recompute}"] * (self.recompute is not None)
         options += [str(self.dtype)] * (self.dtype is not None)
         options += [f"experts on {self.experts}"] * (self.experts not in (None, "none"))
+        options += [f"{self.order} order"] * (self.order not in (None, "zigzag"))
+        options += [f"{' and '.join(self.offload)} in host memory"] * bool(self.offload)
         return ", ".join([text, *options])
 
     def apply(self, config: TrainingConfig, batch: int) -> TrainingConfig:
@@ -154,6 +174,12 @@ class Candidate:
             DataParallelConfig(self.data), pipeline if self.pipeline > 1 else PipelineConfig(),
             replace(config.parallel.sequence, size=self.sequence, ulysses=self.ulysses), self.tensor,
         )  # fmt: skip
+        if self.order is not None:
+            parallel = replace(parallel, sequence=replace(parallel.sequence, order=self.order))
+        offload = config.offload
+        if self.offload:
+            away: dict[str, Any] = dict.fromkeys(self.offload, "host")
+            offload = replace(offload, **away)
         schedule = None
         if self.pipeline > 1:
             schedule = ScheduleConfig(str(self.schedule), self.microbatches, self.chunks)
@@ -163,7 +189,7 @@ class Candidate:
         return replace(
             config, parallel=parallel, model=model, schedule=schedule, batch_size=batch, precision=precision,
             gradient_accumulation=1 if self.pipeline > 1 else self.microbatches,
-            zero=replace(config.zero, stage=self.zero),
+            zero=replace(config.zero, stage=self.zero), offload=offload,
         )  # fmt: skip
 
     def values(self, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
@@ -173,7 +199,7 @@ class Candidate:
         if self.pipeline > 1:
             parallel["pipeline"] = {"size": self.pipeline, **_option(given, "pipeline", "partition")}
         if self.sequence > 1:
-            order = _option(given, "sequence", "order")
+            order = _option(given, "sequence", "order") if self.order is None else {"order": self.order}
             parallel["sequence"] = {"size": self.sequence, "ulysses": self.ulysses, **order}
         if self.tensor.mode is not None:
             parallel["tensor"] = self.tensor.given()
@@ -190,6 +216,8 @@ class Candidate:
             values["zero"] = self.zero
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
+        if self.offload:
+            values["offload"] = dict.fromkeys(self.offload, "host")
         more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
         if self.experts is not None:
             more["expert_axis"] = self.expert_axis
@@ -206,7 +234,7 @@ class Candidate:
     def note(self) -> dict[str, Any]:
         """Return the choices as what JSON can carry; `from_note` reads them."""
         made = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**made, "tensor": self.tensor.given()}
+        return {**made, "tensor": self.tensor.given(), "offload": list(self.offload)}
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> Candidate:
@@ -217,7 +245,8 @@ class Candidate:
         TypeError, ConfigError
             If it is no note of a candidate.
         """
-        return cls(**{**note, "tensor": TensorConfig.parse("tensor", note.get("tensor"))})
+        tensor = TensorConfig.parse("tensor", note.get("tensor"))
+        return cls(**{**note, "tensor": tensor, "offload": tuple(note.get("offload", ()))})
 
 
 def _option(given: Mapping[str, Any], of: str, name: str) -> dict[str, Any]:
@@ -289,6 +318,8 @@ class Space:
         self.config, self.given, self.ranks, self.batch, self.depth = config, given, ranks, batch, depth
         self.dtypes = dtypes
         self._numbers: dict[tuple[int, int], int] = {}
+        schedule = given.get("schedule")  # a configuration without a pipeline has none
+        self.schedule = None if schedule is None else ScheduleConfig.parse("schedule", schedule)
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames():
@@ -344,12 +375,12 @@ class Space:
         data, pipeline, sequence, ulysses, tensor = frame
         for count in self.counts(frame):
             for name, chunks in self._schedules(pipeline, count):
-                for zero, again, dtype, experts in itertools.product(
-                    self.stages(data), self.recompute, self.dtypes, self._experts(frame)
+                for zero, again, dtype, experts, order in itertools.product(
+                    self.stages(data), self.recompute, self.dtypes, self._experts(frame), self._orders(frame)
                 ):
                     yield Candidate(
                         data, pipeline, sequence, ulysses, tensor, zero, count, name, chunks, again, dtype or None,
-                        experts,
+                        experts, order,
                     )  # fmt: skip
 
     def count(self, frame: Frame) -> int:
@@ -359,7 +390,7 @@ class Space:
             others = len(self.stages(frame.data)) * len(self.recompute) * len(self.dtypes)
             schedules = sum(len(list(self._schedules(frame.pipeline, n))) for n in self.counts(frame))
             self._numbers[key] = others * schedules
-        return self._numbers[key] * len(self._experts(frame))
+        return self._numbers[key] * len(self._experts(frame)) * len(self._orders(frame))
 
     def counts(self, frame: Frame) -> list[int]:
         """Return the numbers of microbatches that split the batch evenly."""
@@ -389,14 +420,20 @@ class Space:
             axes += [axis for axis, n in _mode_of(frame.tensor)[1].items() if n > 1]
         return [*axes, "none"]
 
+    def _orders(self, frame: Frame) -> Sequence[str | None]:
+        """Return the orders of tokens; without a ring every order is the same work for all."""
+        return RING_ORDERS if frame.sequence > frame.ulysses and "sequence" not in self.parallel else (None,)
+
     def _schedules(self, pipeline: int, count: int) -> Iterator[tuple[str | None, int | None]]:
         if pipeline == 1:
             yield None, None
-        elif "schedule" in self.given and self.config.schedule is not None:
-            yield self.config.schedule.name, self.config.schedule.chunks
+        elif self.schedule is not None:
+            yield self.schedule.name, self.schedule.chunks
         else:
             for name in SCHEDULES:
                 if name != "interleaved":
+                    if name == "chimera" and (pipeline % 2 or count < 2):
+                        continue
                     if name != "zb-v" or 2 * pipeline <= self.depth:
                         yield name, None
                     continue
@@ -436,6 +473,8 @@ class Planned:
         The pipeline rank whose memory is the fullest.
     traced : bool
         False of an estimate by single layers.
+    host : int
+        Bytes of host memory that the rank with the most offloaded takes.
     """
 
     candidate: Candidate
@@ -451,11 +490,24 @@ class Planned:
     mfu: float
     stage: int = 0
     traced: bool = True
+    host: int = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of the fullest rank."""
         return sum(self.memory.values())
+
+
+class Rest(NamedTuple):
+    """Bytes of a model at rest."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+def _one_rank(dtype: str | None) -> Candidate:
+    return Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, dtype)
 
 
 class Looks:
@@ -469,8 +521,12 @@ class Looks:
         self.traces = 0
         self._parts: dict[Any, Part] = {}
         self._runs: dict[tuple[int, str, bool], tuple[float, Mapping[str, float]]] = {}
-        self._alone: dict[str | None, tuple[Part, list[Any], float]] = {}
-        self._known_figures: dict[tuple[int, bool], Figures] = {}
+        self._known: dict[str | None, tuple[list[Any], Any]] = {}
+        self._alone: dict[str | None, Rest] = {}
+        self._of_model: dict[tuple[str | None, int], bool] = {}
+        self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
+        self._offloaded: dict[tuple[int, tuple[str, ...], int], Part] = {}
+        self._last: tuple[Candidate | None, dict[Any, Part]] = None, {}
         self._kept_alive: list[Part] = []  # runs are known by their identities
 
     @cached_property
@@ -481,28 +537,96 @@ class Looks:
         return replace(self.machine, kernels=replace(self.machine.kernels, overhead=0.0))
 
     # -------------------------------------------------------------------------------------------- the model
-    def alone(self, dtype: str | None) -> tuple[Part, list[Any], float]:
-        """Return the whole model's part on one rank, its layers' keys and the operations of its linear products."""
+    def _declared(self, dtype: str | None, fewer: int = 0) -> tuple[list[Any], Any]:
+        """Return the layers' keys of the model, or of one with fewer layers, and the model, declared on one rank."""
+        config = _one_rank(dtype).apply(self.config, 1)
+        config = config if not fewer else self._with_fewer(config, fewer)
+        model = declared(config, self.inputs)
+        return layer_keys(model), model
+
+    def _with_fewer(self, config: TrainingConfig, fewer: int) -> TrainingConfig:
+        layers = int({**SIZES, **config.model.options}["num_hidden_layers"]) - fewer
+        model = replace(config.model, options={**config.model.options, "num_hidden_layers": layers})
+        return replace(config, model=model)
+
+    def keys(self, dtype: str | None) -> list[Any]:
+        """Return the keys of the model's layers: layers with equal keys take equal work."""
+        return self._known_model(dtype)[0]
+
+    def _known_model(self, dtype: str | None) -> tuple[list[Any], Any]:
+        if dtype not in self._known:
+            self._known[dtype] = self._declared(dtype)
+        return self._known[dtype]
+
+    def linear_flops(self, dtype: str | None) -> float:
+        """Return the operations of a step's products with weights."""
+        return _linear_flops(self._known_model(dtype)[1], self.batch, self.inputs)
+
+    def alone(self, dtype: str | None) -> Rest:
+        """Return the bytes of the whole model at rest on one rank.
+
+        Those of equal layers are traced of one and two: each further one adds its own parameters, gradients and states.
+        """
         if dtype not in self._alone:
-            config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, dtype).apply(self.config, 1)
-            seen: list[Any] = []
-            part = trace_part(config, self.inputs, 1, 1, node=1, target=self.target, seen=seen.append)
-            model = seen[0]
-            self._alone[dtype] = part, layer_keys(model), _linear_flops(model, self.batch, self.inputs)
+            keys = self.keys(dtype)
+            first, last = _alike(keys, 0, len(keys))
+            config = _one_rank(dtype).apply(self.config, 1)
+            found = []
+            for few in (1, 2):
+                ends = (0, len(keys)), (first + few, last)
+                more = self._fewer(config, *ends) if last - first > few else None
+                if more is None:
+                    found = [trace_part(config, self.inputs, 1, 1, node=1, target=self.target)]
+                    break
+                found.append(trace_part(more[0], self.inputs, 1, 1, node=1, target=self.target))
+            one, two, times = found[0], found[-1], last - first - 1
+            pairs = ((one.weights, two.weights), (one.gradients, two.gradients), (one.states, two.states))
+            self._alone[dtype] = Rest(*(x + times * (y - x) for x, y in pairs))
         return self._alone[dtype]
+
+    def _fewer(
+        self, config: TrainingConfig, layers: tuple[int, int], skip: tuple[int, int]
+    ) -> tuple[TrainingConfig, tuple[int, int]] | None:
+        """Return a model without the layers that a trace would leave out, and where its layers are there.
+
+        To declare 96 layers for the trace of one takes longer than the trace.  None if there is no such model: if the
+        layers differ, or the model has no number of layers.
+        """
+        if config.model.name not in LANGUAGE:
+            return None
+        keys = self.keys(config.precision.dtype)
+        first, last = _alike(keys, 0, len(keys))
+        (a, b), (c, d) = layers, skip
+        own = [i for i in range(a, b) if not c <= i < d]
+        count = sum(first <= i < last for i in own)
+        whole = not count and a < last and b > first  # all of them are skipped
+        if whole or any(not first <= i < last for i in range(max(a, c), min(b, d))):
+            return None
+        drop = last - first - max(1, count)
+        if drop < 1 or last == len(keys):
+            return None
+        known = config.precision.dtype, drop
+        if known not in self._of_model:
+            try:
+                same = self._declared(config.precision.dtype, drop)[0] == [*keys[:first], *keys[first + drop :]]
+            except ParlinalgError:
+                same = False
+            self._of_model[known] = same
+        if not self._of_model[known]:
+            return None
+        begin = a if a <= first else first if a < last else a - drop
+        end = b if b <= first else first + count if b <= last else b - drop
+        return self._with_fewer(config, drop), (begin, end)
 
     @cached_property
     def model_flops(self) -> float:
         """Operations of a step that the model needs."""
-        config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, None, None).apply(self.config, 1)
-        seen: list[Any] = []
-        trace_part(config, self.inputs, 1, 1, layers=(0, 1), node=1, target=self.target, update=False, seen=seen.append)
-        return _flops(seen[0], self.batch, self.inputs)
+        return _flops(self._known_model(None)[1], self.batch, self.inputs)
 
     @property
     def depth(self) -> int:
         """The layers that a pipeline cuts."""
-        return len(self.alone(self.config.precision.dtype)[1])
+        return len(self.keys(self.config.precision.dtype))
 
     # -------------------------------------------------------------------------------------------- a first guess
     @cached_property
@@ -517,15 +641,16 @@ class Looks:
         """Return the bytes that a sample keeps between its passes in a middle layer on one rank, and those of its
         output."""
         dtype = self.config.precision.dtype
-        keys = self.alone(dtype)[1]
+        keys = self.keys(dtype)
         middle = len(keys) // 2
         key = "kept", recompute
         if key not in self._parts:
             config = Candidate(1, 1, 1, 1, TensorConfig(), 0, 1, None, None, recompute, dtype).apply(self.config, 1)
             given = None
             for i in sorted({0, middle} if middle else {0}):
+                fewer, layers = self._fewer(config, (i, i + 1), (0, 0)) or (config, (i, i + 1))
                 self._parts[key] = trace_part(
-                    config, self.inputs, 1, 1, layers=(i, i + 1), given=given, node=1, target=self.target, update=False
+                    fewer, self.inputs, 1, 1, layers=layers, given=given, node=1, target=self.target, update=False
                 )
                 given = self._parts[key].output
         return float(self._parts[key].kept), float(self._parts[key].message)
@@ -538,18 +663,18 @@ class Looks:
         of attention's pairs are left out, as masked ones may be skipped.  One rank makes at least the mean, each
         product no faster than the fastest of the machine.
         """
-        flops = self.alone(c.dtype)[2]
+        flops = self.linear_flops(c.dtype)
         dtype = c.dtype or self.config.dtype
         return flops / self.ranks / best_rate(self.machine, dtype)
 
     def memory_bound(self, c: Candidate) -> int:
         """Return bytes that the fullest rank of a candidate cannot be below, without a trace.
 
-        Each weight, gradient and state is on at least one of the pipeline × tensor ranks of a copy of the model; ZeRO's
-        stages share states, gradients and weights between the data parallel ranks, and experts and matrix-wise
-        optimizers may share theirs between any.  The fullest rank holds at least the mean.
+        What may be offloaded aside, each weight, gradient and state is on at least one of the pipeline × tensor ranks
+        of a copy of the model; ZeRO's stages share states, gradients and weights between the data parallel ranks, and
+        experts and matrix-wise optimizers may share theirs between any.  The fullest rank holds at least the mean.
         """
-        part = self.alone(c.dtype)[0]
+        part = self.alone(c.dtype)
         options = self.config.model.options
         ranks = c.pipeline * (c.tensor.ranks or 1)
         if int(options.get("num_local_experts", 1)) > 1:
@@ -559,32 +684,45 @@ class Looks:
             return min(self.ranks, ranks * c.data) if c.zero >= stage else ranks
 
         states = self.ranks if self.config.optimizer.name in HOME else share(1)
-        return part.weights // share(3) + part.gradients // share(2) + part.states // states
+        kinds = self.kinds(c)
+        found = 0 if "optimizer" in kinds else part.states // states
+        if "parameters" in kinds:
+            return found + (part.gradients // share(2) if self.is_low(c) else 0)
+        return found + part.weights // share(3) + part.gradients // share(2)
 
     def time_bound(self, c: Candidate) -> float:
         """Return seconds that no step of a candidate can be below, by traces of its distinct layers.
 
         A rank runs its layers one after the other, forward and backward, once for each microbatch.  Within them it
-        computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  The busiest
-        rank of a pipeline has at least the mean of all ranks' work.  With one stage a rank, each also waits for the
-        forward passes of the stages before its own, and where backward passes are whole for theirs at the end.  Where
+        computes and waits as in a trace without other ranks' copies, ZeRO or reductions, which only add.  A pipeline's
+        schedule is simulated with the sums of its stages' layers, without reductions and updates and with the quicker
+        messages of those within and between nodes.  Each end in a simulation is the largest of sums of costs, so that
+        it grows with every cost: one with costs that are too low is a bound of one with the costs as they are.  Where
         ranks of a pipeline leave their cores to others, only what all compute together is certain.
         """
         crowd = self.machine.crowd(self.node, self.ranks)
         if c.pipeline > 1 and crowd > 1 and self.machine.overlap.receiving < 1:
             return self.static_bound(c) * crowd
-        forward, backward = [], []
-        for part in self._layers(c, bound=True):
-            forward.append(self.seconds(part, "forward", quick=True))
-            backward.append(self.seconds(part, "backward", quick=True))
+        parts = self._layers(c, bound=True)
+        forward = [self.seconds(part, "forward", quick=True) for part in parts]
+        backward = [self.seconds(part, "backward", quick=True) for part in parts]
         least = max(self.static_bound(c), c.microbatches * (sum(forward) + sum(backward)) / c.pipeline)
-        if c.pipeline > 1 and c.schedule in ("1f1b", "zb-h1"):
-            before = 0.0
-            for a, b in _cuts(self._schedule(*self._spec(c))[1]):
-                own = sum(forward[a:b]) + sum(backward[a:b])
-                least = max(least, before + c.microbatches * own)
-                before += sum(forward[a:b]) + (sum(backward[a:b]) if c.schedule == "1f1b" else 0.0)
-        return least
+        if c.pipeline == 1:
+            return least
+        spec, config = self._spec(c) if c.microbatches * c.pipeline <= WHOLE else self._short(c)
+        schedule, counts = self._schedule(spec, config)
+        cuts = _cuts(counts)
+        costs = Costs(
+            forward=[sum(forward[a:b]) for a, b in cuts], backward=[sum(backward[a:b]) for a, b in cuts],
+            weight=[sum(backward[a:b]) / 2 for a, b in cuts],
+            latency=min(self._send(part.message, local) for part in parts[:-1] for local in (1, 2)),
+        )  # fmt: skip
+        graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
+        return max(least, (1 - 1e-9) * graph.bounds(costs)[0])  # fewer microbatches than there are take no longer
+
+    def _send(self, nbytes: float, local: int) -> float:
+        """Return the seconds of a message within a node, `local` being 2, or between nodes."""
+        return self.machine.transfer("send", nbytes, 2, local, self.node, self.ranks).total
 
     def seconds(self, part: Part, span: str, quick: bool = False) -> float:
         """Return the seconds of a span of a part."""
@@ -601,25 +739,62 @@ class Looks:
         return self._runs[key]
 
     # -------------------------------------------------------------------------------------------- parts
+    def kinds(self, c: Candidate) -> tuple[str, ...]:
+        """Return what a candidate may offload to host memory, where the configuration leaves that open.
+
+        Values rest there without ZeRO only: its stages hold them in buckets, or cut.  States that lie whole on one rank
+        come back together, and stay.
+        """
+        if self.machine.host is None or self.config.offload:
+            return ()
+        found = ["optimizer"] * (self.config.optimizer.name not in HOME)
+        found += ["activations"] * (self.config.model.name in LANGUAGE)
+        return (*found, *["parameters"] * (c.zero == 0))
+
+    def is_low(self, c: Candidate) -> bool:
+        """Return True if gradients have 16 bits: their reducer keeps them where they are."""
+        return (c.dtype or self.config.dtype) in ("bfloat16", "float16")
+
+    def _resting(self, part: Part, c: Candidate) -> Part:
+        """Return a part with what a candidate offloads."""
+        if not c.offload:
+            return part
+        key = id(part), c.offload, c.zero
+        if key not in self._offloaded:
+            self._offloaded[key] = part.offloaded(c.offload, gradients=not self.is_low(c))
+            self._kept_alive.append(part)
+        return self._offloaded[key]
+
     def _part(self, key: Any, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
         if key not in self._parts:
             self._parts[key] = self.trace(config, ranks, rows, **more)
         return self._parts[key]
 
-    def trace(self, config: TrainingConfig, ranks: int, rows: int, **more: Any) -> Part:
+    def trace(
+        self, config: TrainingConfig, ranks: int, rows: int, *, layers: tuple[int, int] | None = None,
+        skip: tuple[int, int] = (0, 0), **more: Any,
+    ) -> Part:  # fmt: skip
         """Return `trace_part` of a configuration on the machine's nodes; another software's kernels may replace its."""
         self.traces += 1
-        return trace_part(config, self.inputs, ranks, rows, node=self.node, target=self.target, **more)
+        config = replace(config, offload=OffloadConfig())  # `Part.offloaded` says what that changes
+        if layers is not None and (found := self._fewer(config, layers, skip)) is not None:
+            config, layers, skip = *found, (0, 0)
+        return trace_part(
+            config, self.inputs, ranks, rows, layers=layers, skip=skip, node=self.node, target=self.target, **more
+        )
 
     def _layers(self, c: Candidate, bound: bool) -> list[Part]:
         """Return the parts of all layers of a candidate's model: passes of one copy of it for a bound, else its own."""
         rows = self.batch // c.data // c.microbatches
         if bound:
             c = replace(c, data=1, pipeline=1, zero=0, microbatches=1, schedule=None, chunks=None)
+        elif c.pipeline > 1:  # a schedule is not asked for, and one of many microbatches takes long to make
+            c = replace(c, microbatches=c.pipeline)
         ranks = c.width if bound else self.ranks
         config = c.apply(self.config, rows * c.data)
-        keys = self.alone(c.dtype)[1]
-        shape = (c.data, c.pipeline, c.sequence, c.ulysses, c.tensor, c.zero, c.recompute, c.dtype, rows)
+        keys = self.keys(c.dtype)
+        form = c.data, c.pipeline, c.sequence, c.ulysses, c.tensor
+        shape = (*form, c.zero, c.recompute, c.dtype, c.experts, c.order, rows)
         found: list[Part] = []
         given: Between | None = None
         for i, key in enumerate(keys):
@@ -634,12 +809,12 @@ class Looks:
     # -------------------------------------------------------------------------------------------- estimates
     def estimate(self, c: Candidate) -> Planned:
         """Return about what a candidate takes, by traces of its distinct layers."""
-        parts = self._layers(c, bound=False)
+        whole = self._layers(c, bound=False)
         spec, config = self._short(c)
-        figures = [self._figures(p, c.pipeline == 1).copy() for p in parts]
+        figures = [self._resting_figures(p, c) for p in whole]
         if c.zero == 3:  # a layer alone keeps the weights it gathered, of many layers few are gathered at once
-            for figure, bare in zip(figures, self._layers(c, bound=True), strict=True):
-                figure["kept"] = min(figure["kept"], bare.kept)
+            for figure, part, bare in zip(figures, whole, self._layers(c, bound=True), strict=True):
+                figure["kept"] = max(0.0, figure["kept"] - max(0, part.kept - bare.kept))
         if c.pipeline == 1:
             one = _total(figures)
             one["message"] = 0
@@ -652,13 +827,36 @@ class Looks:
         schedule, counts = self._schedule(spec, config)
         return self._assembled(c, config, [_total(figures[a:b]) for a, b in _cuts(counts)], schedule)
 
-    def _figures(self, part: Part, alone: bool) -> Figures:
-        """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows."""
-        if (id(part), alone) in self._known_figures:
-            return self._known_figures[id(part), alone]
+    def _resting_figures(self, part: Part, c: Candidate, apart: bool = True) -> Figures:
+        """Return the figures of a part with what a candidate offloads: ranks wait for the copies."""
+        made = self._figures(part, c.pipeline == 1, apart).copy()
+        if not c.offload:
+            return made
+        there = self._resting(part, c)
+        for name in ("weights", "gradients", "states", "kept", "transient", "host"):
+            made[name] = getattr(there, name)
+        made["host kept"] = there.host_kept
+        assert self.machine.host is not None
+        copies = dict(zip(("forward", "backward", "update"), there.copies, strict=True))
+        for name, spans in (("forward", ("pass",)), ("backward", ("pass",)), ("update", ("update",))):
+            seconds = copies[name] / self.machine.host.bandwidth
+            made[name] += seconds
+            for span in (*spans, *["end"] * (c.pipeline == 1)):
+                made[f"{span}: {COPIES}"] = made.get(f"{span}: {COPIES}", 0.0) + seconds
+            if c.pipeline == 1:
+                made["end"] += seconds
+        return made
+
+    def _figures(self, part: Part, alone: bool, apart: bool = True) -> Figures:
+        """Return the figures of a part; without a pipeline its end is the last microbatch with all that follows.
+
+        What is launched ahead in the microbatch before hides launching; `apart` says that there is none before.
+        """
+        if (id(part), alone, apart) in self._known_figures:
+            return self._known_figures[id(part), alone, apart]
         made: Figures = {
             "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
-            "transient": part.transient, "message": part.message,
+            "transient": part.transient, "message": part.message, "host": 0, "host kept": 0,
         }  # fmt: skip
         for span in ("forward", "backward", "reduce", "update", "end"):
             if span != "end" or alone:
@@ -666,11 +864,16 @@ class Looks:
                 for cause, seconds in causes.items():
                     key = f"{'pass' if span in ('forward', 'backward') else span}: {cause}"
                     made[key] = made.get(key, 0.0) + seconds
+        if alone and not apart:
+            run = timeline(part.trace, self.machine, on_node=self.node)
+            made["end"] = run.seconds - made["forward"] - made["backward"]
+            for cause, seconds in run.causes[run.slowest].items():
+                made[f"end: {cause}"] = seconds - made.get(f"pass: {cause}", 0.0)
         ends = [part.span("end")] if alone else [part.span("reduce"), part.span("update")]
         for name, traces in (("pass", (part.span("forward"), part.span("backward"))), ("end", ends)):
             moved = self._moved([(1, _starts(*traces))])
             made |= {f"{what} in {name}": n for what, n in zip(("words", "across", "within"), moved, strict=True)}
-        self._known_figures[id(part), alone] = made
+        self._known_figures[id(part), alone, apart] = made
         return made
 
     def _assembled(
@@ -683,43 +886,56 @@ class Looks:
             memory = _memory(*(round(one[k]) for k in ("weights", "gradients", "states", "kept", "transient")))
             spent = _causes([(c.microbatches - 1, one, "pass"), (1, one, "end")])
             moved = _in_step([(c.microbatches - 1, one, "pass"), (1, one, "end")])
-            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False)
+            host = round(one["host"] + one["host kept"])
+            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False, host)
         held = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
         local = 1 if self.ranks > self.node else 2
         costs = Costs(
             forward=[f["forward"] for f in stages], backward=[f["backward"] for f in stages],
             weight=[f["backward"] / 2 for f in stages],
-            latency=self.machine.transfer("send", stages[0]["message"], 2, local, self.node, self.ranks).total,
-            reduce=[sum(f["reduce"] for f in own) for own in held],
+            latency=self._send(stages[0]["message"], local),
+            reduce=[sum(f["reduce"] for f in own) + self._replicas(c, schedule, own, local) for own in held],
             step=[sum(f["update"] for f in own) for own in held],
         )  # fmt: skip
-        run = simulate(schedule, costs, check=False)
-        seconds, bubble = run.makespan, run.bubble
+        run = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
+        seconds, work = run.bounds(costs)
+        flight = list(map(float, run.held))
         if (more := c.microbatches - schedule.microbatches) > 0:  # each further round of microbatches takes as long
-            step = schedule.ranks
-            fewer = make_schedule(schedule.name, schedule.ranks, schedule.microbatches - step, c.chunks)
-            seconds += more / step * (seconds - simulate(fewer, costs, check=False).makespan)
-            work = sum(c.microbatches * (f["forward"] + f["backward"]) + f["reduce"] + f["update"] for f in stages)
-            bubble = max(0.0, 1 - work / (schedule.ranks * seconds))
-        memory, stage = {}, 0
+            rounds = more / schedule.ranks
+            fewer = dependencies(schedule.name, schedule.ranks, schedule.microbatches - schedule.ranks, c.chunks)
+            seconds += rounds * (seconds - fewer.bounds(costs)[0])
+            flight = [n + rounds * (n - before) for n, before in zip(run.held, fewer.held, strict=True)]
+            work += more * sum(f["forward"] + f["backward"] for f in stages)
+        bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
+        memory, stage, host = {}, 0, 0
         for r, own in enumerate(held):
             rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
-            kept, buffers = run.held[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
+            kept, buffers = flight[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
             here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
+            away = sum(f["host"] for f in own) + flight[r] * max(f["host kept"] for f in own)
+            host = max(host, round(away))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
         busiest = max(held, key=lambda own: sum(f["forward"] + f["backward"] for f in own))
-        times: list[tuple[float, Figures, str]] = [(c.microbatches, f, "pass") for f in busiest]
+        passes = c.microbatches / schedule.copies
+        times: list[tuple[float, Figures, str]] = [(passes, f, "pass") for f in busiest]
         times += [(1, f, name) for f in busiest for name in ("reduce", "update")]
         spent = _causes(times)
         spent["idle"] = spent.get("idle", 0.0) + max(0.0, seconds - sum(spent.values()))
         words, across, within = _in_step([(n, f, name) for n, f, name in times if name == "pass"])
         ends = _in_step([(1, f, "end") for f in busiest])
-        sends = round(2 * c.microbatches * sum(f["message"] for f in busiest))
+        sends = round(2 * passes * sum(f["message"] for f in busiest))
         apart = local == 1 and c.width >= self.node
         moved = (words + ends[0] + sends // 4, across + ends[1] + sends * apart, within + ends[2] + sends * (not apart))
         shares = _as_shares(spent, seconds)
-        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False)
+        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False, host)
+
+    def _replicas(self, c: Candidate, schedule: Schedule, held: Sequence[Figures], local: int) -> float:
+        """Return the seconds in which a rank sums the gradients of its stages over a schedule's replicas."""
+        if schedule.copies == 1:
+            return 0.0
+        nbytes = sum(f["gradients"] for f in held) / (c.data if c.zero == 1 else 1)
+        return self.machine.transfer("all_reduce", nbytes, schedule.copies, local, self.node, self.ranks).total
 
     def stretched(self, c: Candidate) -> Planned:
         """Return what a candidate takes, where stages have many equal layers: of those with few and with some more.
@@ -727,14 +943,14 @@ class Looks:
         What a stage takes grows evenly with its equal layers, from a few on, as they pass through the same buckets.
         """
         spec, config = self._short(c)
-        keys = self.alone(c.dtype)[1]
+        keys = self.keys(c.dtype)
         schedule, cuts = None, [(0, len(keys))]
         if c.pipeline > 1:
             schedule, counts = self._schedule(spec, config)
             cuts = _cuts(counts)
         whole = self.batch // c.microbatches
         made: list[Figures] = []
-        few_ = FEW_CUT if c.zero == 3 else FEW  # some are gathered ahead
+        few_ = FEW_CUT if c.zero == 3 else FEW_ALONE if c.pipeline == 1 else FEW
         known: dict[Any, tuple[Figures, Between | None]] = {}
         given: Between | None = None
         for s, (a, b) in enumerate(cuts):
@@ -743,17 +959,26 @@ class Looks:
                 first, last = _alike(keys, a, b)
                 figures = []
                 for few in few_ if last - first > few_[-1] else (last - first,):
-                    self.traces += 1
-                    part = trace_part(
-                        config, self.inputs, self.ranks, whole, layers=(a, b), skip=(first + few, last), given=given,
-                        stage=0 if schedule is None else schedule.holder(s), node=self.node, target=self.target,
+                    part = self._whole(
+                        c, config, whole, layers=(a, b), skip=(first + few, last), given=given,
+                        stage=0 if schedule is None else schedule.holder(s),
                     )  # fmt: skip
-                    figures.append(self._figures(part, c.pipeline == 1))
-                    self._kept_alive.append(part)
+                    figures.append(self._resting_figures(part, c, apart=c.microbatches == 1))
                 known[key] = _line(figures, few_, last - first), part.output
             made.append(known[key][0])
             given = known[key][1]
         return replace(self._assembled(c, config, made, schedule), traced=True)
+
+    def _whole(self, c: Candidate, config: TrainingConfig, rows: int, **more: Any) -> Part:
+        """Return the trace of a candidate's stage; those of the last candidate are known, whatever it offloads."""
+        bare = replace(c, offload=())
+        if self._last[0] != bare:
+            self._last = bare, {}
+        key = tuple(sorted(more.items()))
+        if key not in self._last[1]:
+            self._last[1][key] = self.trace(config, self.ranks, rows, **more)
+            self._kept_alive.append(self._last[1][key])
+        return self._last[1][key]
 
     def is_long(self, c: Candidate) -> bool:
         """Return True if a candidate has more equal layers or microbatches than are traced and simulated one by one."""
@@ -788,15 +1013,15 @@ class Looks:
         spec, config = self._spec(c)
         whole = rows * c.data
         if c.pipeline == 1:
-            part = self.trace(config, self.ranks, whole)
+            part = self._resting(self._whole(c, config, whole), c)
             run = self._alone_run(part, c.microbatches)
             seconds = run[0]
             memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
             starts = _starts(part.span("forward"), part.span("backward")), _starts(part.span("end"))
             moved = self._moved([(c.microbatches - 1, starts[0]), (1, starts[1])])
-            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0)
+            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0, host=part.host + part.host_kept)
         schedule, counts = self._schedule(spec, config)
-        keys = self.alone(c.dtype)[1]
+        keys = self.keys(c.dtype)
         stages: list[Stage] = []
         parts: list[Part] = []
         given: Between | None = None
@@ -804,7 +1029,8 @@ class Looks:
         for s, (a, b) in enumerate(_cuts(counts)):
             key = (tuple(keys[a:b]), given)
             if key not in known:
-                known[key] = self.trace(config, self.ranks, whole, layers=(a, b), given=given, stage=schedule.holder(s))
+                part = self._whole(c, config, whole, layers=(a, b), given=given, stage=schedule.holder(s))
+                known[key] = self._resting(part, c)
             parts.append(part := known[key])
             stages.append(Stage(part.span("forward"), part.span("backward"), None, part.message))
             given = part.output
@@ -816,21 +1042,29 @@ class Looks:
             for held in schedule.chunks
         ]
         places = [spec.places[p][0] for p in range(c.pipeline)]
+        if schedule.copies > 1:  # gradients are summed over the replicas
+            for r, held in enumerate(schedule.chunks):
+                nbytes = sum(parts[k.stage].gradients for k in held) // (c.data if c.zero == 1 else 1)
+                others = sorted(
+                    {places[schedule.holder(k.stage, copy)] for k in held for copy in range(schedule.copies)}
+                )
+                ends[r] = _joined(ends[r][0], _summed(ends[r][0], tuple(others), nbytes)), ends[r][1]
         made = pipeline_timeline(
             schedule, stages, self.machine, reduce=[r for r, _ in ends], step=[u for _, u in ends], places=places,
             on_node=self.node,
         )  # fmt: skip
         assert made.simulation is not None
-        memory, stage = {}, 0
+        memory, stage, host = {}, 0, 0
         for r, held in enumerate(schedule.chunks):
             of = [parts[k.stage] for k in held]
+            host = max(host, sum(p.host for p in of) + made.simulation.held[r] * max(p.host_kept for p in of))
             here = _memory(
                 sum(p.weights for p in of), sum(p.gradients for p in of), sum(p.states for p in of),
                 made.simulation.held[r] * max(p.kept for p in of), max(p.transient for p in of),
             )  # fmt: skip
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
-        passes = c.microbatches
+        passes = c.microbatches // schedule.copies
         busiest = max(
             range(c.pipeline),
             key=lambda r: sum(s.nbytes for k in schedule.chunks[r] for s in _starts(stages[k.stage].forward)),
@@ -843,7 +1077,7 @@ class Looks:
         sends = passes * sum(parts[k.stage].message for k in schedule.chunks[busiest]) * 2
         apart = any(places[r] // self.node != places[r - 1] // self.node for r in range(1, c.pipeline))
         moved = (moved[0] + sends // 4, moved[1] + sends * apart, moved[2] + sends * (not apart))
-        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage)
+        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage, host=host)
 
     def _alone_run(self, part: Part, microbatches: int) -> tuple[float, dict[str, float]]:
         """Return the seconds of a step without a pipeline, and the shares of its causes: equal microbatches repeat."""
@@ -870,11 +1104,12 @@ class Looks:
     def _planned(
         self, c: Candidate, config: TrainingConfig, seconds: float, memory: Mapping[str, int],
         moved: tuple[int, int, int], bubble: float, causes: Mapping[str, float], stage: int, traced: bool = True,
+        host: int = 0,
     ) -> Planned:  # fmt: skip
         units = self.batch * (self.inputs.length if self.inputs.language else 1)
         peak = self.machine.peak(c.dtype or self.config.dtype) / self.machine.crowd(self.node, self.ranks)
         mfu = self.model_flops / (seconds * self.ranks * peak)
-        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced)
+        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced, host)
 
 
 class Guess(NamedTuple):
@@ -896,8 +1131,8 @@ class Guesses:
     def __init__(self, looks: Looks) -> None:
         self.looks, self.machine, config = looks, looks.machine, looks.config
         self.dtype = config.precision.dtype
-        self.part, keys, flops = looks.alone(self.dtype)
-        self.layers = max(1, len(keys) - 2)
+        self.part, flops = looks.alone(self.dtype), looks.linear_flops(self.dtype)
+        self.layers = max(1, looks.depth - 2)
         self.products = flops / looks.ranks / best_rate(self.machine, self.dtype or config.dtype)
         self.itemsize = ITEMSIZE.get(self.dtype or config.dtype, 4)
         self.hidden = int(config.model.options.get("hidden_size", 0)) if config.model.name in LANGUAGE else 0
@@ -1002,6 +1237,12 @@ def _flops(model: Any, batch: int, inputs: Inputs) -> float:
     return 6.0 * batch * sum(m.multiplications for m in model.modules())
 
 
+@lru_cache(maxsize=64)
+def dependencies(name: str, ranks: int, microbatches: int, chunks: int | None) -> Dependencies:
+    """Return the dependencies of a schedule, by which it is simulated with many costs."""
+    return replace(Dependencies.of(make_schedule(name, ranks, microbatches, chunks)), what=[])
+
+
 Figures = dict[str, float]
 """Seconds, bytes and words of layers by name; those of causes as "pass: CAUSE", "end: CAUSE"."""
 
@@ -1086,6 +1327,12 @@ def _joined(*traces: Trace) -> Trace:
                 made.events.append(replace(e, call=call + offset))
         offset += most
     return made
+
+
+def _summed(like: Trace, ranks: tuple[int, ...], nbytes: int) -> Trace:
+    """Return the trace of an all-reduce between ranks, among those of a trace."""
+    start = Start(1, "all_reduce", ("pipeline",), ranks, nbytes, nbytes)
+    return Trace(like.rank, like.size, [start, Wait(1)])
 
 
 def _starts(*traces: Trace) -> list[Start]:
@@ -1233,6 +1480,9 @@ def why_slower(other: Planned, best: Planned) -> str:
             why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
             if other.bubble > best.bubble:
                 why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
+        elif cause == COPIES and other.candidate.offload and not best.candidate.offload:
+            what = " and ".join(other.candidate.offload)
+            why = f"copies of {what} to and from host memory take {shown_time(max(0.0, more_seconds))} more"
         elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
             why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
         reasons.append((more_seconds * 0.99, why))
@@ -1370,6 +1620,8 @@ class _Search:
         self.refused_of: dict[str, Candidate] = {}
         self.left: list[tuple[float, Candidate]] = []
         self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
+        self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
+        self.least: list[tuple[int, str, Planned]] = []  # what does not fit although it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.traced, self.proven = 0, True
         self.unknown = False  # whether some cannot be imagined
@@ -1450,7 +1702,7 @@ class _Search:
 
     def _fitting(self) -> list[Planned]:
         """Return what was estimated and fits, the fastest first."""
-        return sorted((p for p in self.estimated.values() if p.bytes <= self.memory), key=_order)
+        return sorted((p for p in self.estimated.values() if self._fits(p)), key=_order)
 
     def _begin(self, frame: Frame, guess: Guess) -> None:
         """Estimate a frame: as guessed, then with what saves memory until it fits."""
@@ -1466,33 +1718,98 @@ class _Search:
                 if c.microbatches == count and (c.zero == zero or len({x.zero for x in steps}) == 1)
                 and c.recompute == recompute and (c.schedule, c.chunks) == (steps[0].schedule, steps[0].chunks)
             ]  # fmt: skip
-            found = [p for c in likely if (p := self._estimate(c)) is not None]
-            if any(p.bytes <= self.memory for p in found):
+            found = [(c, p) for c in likely if (p := self._estimate(c)) is not None]
+            for c, p in found:
+                self._reschedule(c, p, steps)
+            if any(self._fits(p) and not p.candidate.offload for _, p in found):
                 return
 
+    def _enough(self) -> float:
+        """Return the estimated seconds of the slowest of the best."""
+        found = self._fitting()
+        return found[self.best - 1].seconds if len(found) >= self.best else math.inf
+
+    def _reschedule(self, c: Candidate, p: Planned, steps: Sequence[Candidate]) -> None:
+        """Estimate a candidate with other schedules, unless none of them can be among the best.
+
+        They have the same passes, so that their ranks work as long together.  A step takes at least the mean of a rank.
+        """
+        if c.pipeline == 1 or p.seconds * (1 - p.bubble) > self._enough():
+            return
+        for other in steps:
+            if replace(other, schedule=c.schedule, chunks=c.chunks) == c:
+                self._estimate(other)
+
     def _estimate(self, c: Candidate) -> Planned | None:
-        if c not in self.estimated:
+        """Return an estimate of a candidate; where it does not fit, of what it offloads for that.
+
+        None if the library refuses it, or a bound says that it is not among the best.
+        """
+        if c not in self.offloading:
+            if self.looks.static_bound(c) > self._enough():
+                return None
             found: Planned | None = self._asked(c, self.looks.estimate)
             if found is None:
                 return None
             self.estimated[c] = found
-        return self.estimated[c]
+            other = None if self._fits(found) else self._offloaded(c, self.looks.estimate)
+            if other is not None:
+                self.estimated[other.candidate] = other
+            self.offloading[c] = other or found
+        return self.offloading[c]
+
+    def _fits(self, p: Planned) -> bool:
+        host = self.looks.machine.host
+        return p.bytes <= self.memory and (not p.host or (host is not None and p.host <= host.memory))
+
+    def _offloaded(self, c: Candidate, look: Any) -> Planned | None:
+        """Return the fastest way in which a candidate fits with something in host memory.
+
+        Copies only add to its time, so that one that fits without, or with less, need not be asked with more: all sets
+        of kinds are looked at but those with a part that fits.  None if none fits; the least is noted.
+        """
+        found: list[Planned] = []
+        kinds = self.looks.kinds(c)
+        for n in range(1, len(kinds) + 1):
+            for chosen in itertools.combinations(kinds, n):
+                if any(set(p.candidate.offload) <= set(chosen) for p in found):
+                    continue
+                made: Planned | None = self._asked(replace(c, offload=chosen), look)
+                if made is not None and self._fits(made):
+                    found.append(made)
+                elif made is not None and made.bytes > self.memory:
+                    self.least.append((made.bytes, str(made.candidate), made))
+        return min(found, key=_order, default=None)
 
     def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
-        """Estimate those that differ from the fastest in one choice, as long as one of them is faster."""
-        best: Planned | None = None
+        """Estimate those that differ in one choice from the fastest of a few frames, until these are all known."""
+        varied: set[Candidate] = set()
         for _ in range(ROUNDS):
-            fitting = self._fitting()
-            if not fitting or fitting[0] is best or self.looks.traces >= TRACES:
+            first: dict[Frame, Planned] = {}
+            for p in self._fitting():
+                if len(first) < BEAM:
+                    first.setdefault(p.candidate.frame, p)
+            new = [p.candidate for p in first.values() if replace(p.candidate, offload=()) not in varied]
+            if not new or self.looks.traces >= TRACES:
                 return
-            best = fitting[0]
-            for c in self.space.steps(best.candidate.frame):
-                if _one_apart(c, best.candidate, self.space.counts(c.frame)) and self.looks.traces < TRACES:
-                    self._estimate(c)
-            near = [f for f in guessed if _near(f, best.candidate.frame) and f not in {e.frame for e in self.estimated}]
-            for frame in sorted(near, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
-                if self.looks.traces < TRACES:
-                    self._begin(frame, guessed[frame])
+            for i, chosen in enumerate(new):
+                best = replace(chosen, offload=())
+                varied.add(best)
+                steps = list(self.space.steps(best.frame))
+                again = self.space.recompute
+                for c in steps:
+                    near = _one_apart(c, best, self.space.counts(c.frame)) and (i == 0 or c.order == best.order)
+                    more = again.index(c.recompute) > again.index(best.recompute)  # slower, and not needed to fit
+                    if not near or (more and chosen == best) or self.looks.traces >= TRACES:
+                        continue
+                    found = self._estimate(c)
+                    if found is not None and (c.schedule, c.chunks) == (best.schedule, best.chunks):
+                        self._reschedule(c, found, steps)
+                known = {e.frame for e in self.estimated}
+                frames = [f for f in guessed if f not in known and _near(f, best.frame)]
+                for frame in sorted(frames, key=lambda f: (guessed[f].seconds, f[:4], str(f.tensor)))[:NEAR]:
+                    if self.looks.traces < TRACES:
+                        self._begin(frame, guessed[frame])
 
     def _mend(self) -> None:
         """Estimate, in each of the fastest frames with a pipeline, what differs from its fastest in one choice, until
@@ -1537,10 +1854,12 @@ class _Search:
         found: Planned | None = self._asked(c, look)
         if found is None:
             return
-        if found.bytes > self.memory:
-            self.too_full.append((found.bytes, c, found.stage))
-        else:
+        if not self._fits(found) and not c.offload:
+            found = self._offloaded(c, look) or found
+        if self._fits(found):
             self.done.append(found)
+        else:
+            self.too_full.append((found.bytes, c, found.stage))
 
     def _nothing_fits(self) -> str:
         for p in sorted(self.estimated.values(), key=lambda p: (p.bytes, str(p.candidate)))[:FULL]:
@@ -1555,17 +1874,16 @@ class _Search:
         if not self.too_full:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.looks.ranks} ranks; {count} of them: {why}"
-        least: list[tuple[int, Candidate]] = []
-        for need, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1])))[:40]:
-            if stage >= 0:
-                least.append((need, c))
-            elif (found := self._asked(c, self.looks.full)) is not None:
-                least.append((found.bytes, c))
+        for _, c, stage in sorted(self.too_full, key=lambda x: (x[0], str(x[1])))[:MOST_LEAST]:
+            if stage < 0:
+                self._full(c)
+        least = [(need, str(c), c) for need, c, stage in self.too_full if stage >= 0]
+        least += [(need, name, p.candidate) for need, name, p in self.least if p.traced]
         if not least:
             why, count = self.refused.most_common(1)[0]
             return f"no candidate can train this model on {self.looks.ranks} ranks; {count} of them: {why}"
-        need, c = min(least, key=lambda x: x[0])
-        of = f"none of the {self.traced + len(least)} configurations traced" if self.limited else "no configuration"
+        need, _, c = min(least)
+        of = f"none of the {self.traced} configurations traced" if self.limited else "no configuration"
         return (
             f"{of} on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
             f"{'they need' if self.limited else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
@@ -1587,7 +1905,7 @@ class _Search:
         crowded = {c for _, c, _ in self.too_full}
         more = [
             (p.bytes, p.candidate, p.stage) for p in self.estimated.values()
-            if p.bytes > self.memory and p.candidate not in crowded
+            if not self._fits(p) and p.candidate not in crowded
         ]  # fmt: skip
         for each in sorted([*self.too_full, *more], key=lambda x: (x[0], str(x[1]))):
             full.setdefault(_group(each[1]), []).append(each)
@@ -1636,7 +1954,7 @@ def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:
     """Return True if candidates of one frame differ in one choice; numbers of microbatches by at most two steps."""
 
     def choices(c: Candidate) -> tuple[Any, ...]:
-        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts
+        return c.zero, c.microbatches, (c.schedule, c.chunks), c.recompute, c.dtype, c.experts, c.order
 
     if abs(counts.index(a.microbatches) - counts.index(b.microbatches)) > 2:
         return False

@@ -9,6 +9,7 @@ import pytest
 
 from parlinalg.errors import ScheduleError
 from parlinalg.pipeline import Op, make_schedule
+from parlinalg.pipeline.schedules import discover
 from parlinalg.pipeline.simulate import Costs, Simulation, Span, measured_costs, predict, simulate
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -175,3 +176,19 @@ def test_measured_spans_give_the_costs_of_a_prediction() -> None:
     assert measured_costs(make_schedule("gpipe", 1, 3), late + back).forward == [2]
     with pytest.raises(ScheduleError, match="no measured span of a forward and a backward pass of stage 0 of gpipe"):
         measured_costs(make_schedule("gpipe", 1, 3), late)
+
+
+@pytest.mark.parametrize("name", sorted(discover()))
+def test_ranks_with_a_core_each_run_as_by_their_dependencies(name: str) -> None:
+    """The walk through a schedule's dependencies finds what ranks do that are run beside each other."""
+    schedule = make_schedule(name, 4, 8)
+    costs = Costs(
+        forward=[1.0 + s / 7 for s in range(schedule.stages)], backward=[2.5 - s / 9 for s in range(schedule.stages)],
+        weight=0.75, latency={(0, 1): 0.3, (2, 1): 4.0}, reduce=0.5, step=[0.25, 0.0, 0.5, 0.125],
+    )  # fmt: skip
+    apart, beside = simulate(schedule, costs), simulate(schedule, costs, cores=4)
+    assert apart.held == beside.held
+    assert apart.makespan == pytest.approx(beside.makespan)
+    for one, other in zip(apart.spans, beside.spans, strict=True):
+        assert one[:4] == other[:4]
+        assert one[4:] == pytest.approx(other[4:])

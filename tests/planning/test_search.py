@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ import parlinalg as pla
 from parlinalg.backend.shapes import values_needed
 from parlinalg.errors import ConfigError, PlanError
 from parlinalg.optim import Muon
+from parlinalg.pipeline.schedules import discover, make_schedule
+from parlinalg.pipeline.simulate import Costs
 from parlinalg.planning import search
 from parlinalg.planning.machine import load_machine
+from parlinalg.planning.trace import Gemm
 from parlinalg.train.config import load
 from parlinalg.train.mesh import resolve
 from tests.launching import launch
@@ -47,6 +52,24 @@ def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
     assert found.traced <= every.traced == every.candidates
 
 
+WIDE = {**AGAIN, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
+REACH = [  # on 64 ranks, all forms of tensor parallelism, and all pipelines with all schedules
+    {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1},
+    {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}},
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fixed", REACH, ids=str)
+def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
+    ranks = 64 if full else 4
+    more = {"best": 3, "global_batch": 2 * ranks, "model": WIDE if full else AGAIN, **fixed}
+    found, every = plan(ranks, **more), plan(ranks, exhaustive=True, **more)
+    assert [(p.candidate, p.seconds) for p in found.best] == [(p.candidate, p.seconds) for p in every.best]
+    assert found.proven
+    assert found.traced <= every.traced == every.candidates
+
+
 @pytest.mark.one_in(3)
 def test_bounds_are_below_full_traces():
     config = {**GPT, "parallel": {"sequence": 1}, "zero": 0}
@@ -58,6 +81,12 @@ def test_bounds_are_below_full_traces():
         found = looks.full(c)
         assert looks.static_bound(c) <= looks.time_bound(c) <= found.seconds, c
         assert looks.memory_bound(c) <= found.bytes, c
+
+
+def test_a_given_schedule_stays_without_a_given_pipeline():
+    config = {**GPT, "schedule": {"name": "zb-h1", "microbatches": 4}}
+    space = search.Space(load(config), config, 4, 8, 8, [""])
+    assert {(c.schedule, c.microbatches) for c in space if c.pipeline > 1} == {("zb-h1", 4)}
 
 
 def test_what_is_given_stays(tmp_path):
@@ -181,11 +210,14 @@ BIG = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("form", "microbatches", "zero"),
-    [((8, 1, 1, 1, {}), 2, 1), ((4, 2, 1, 1, {}), 8, 1), ((2, 1, 1, 1, {"mode": "2d", "shape": (2, 2)}), 4, 0)],
+    [
+        ((8, 1, 1, 1, {}), 2, 1), ((8, 1, 1, 1, {}), 2, 2), ((8, 1, 1, 1, {}), 2, 3), ((4, 2, 1, 1, {}), 8, 1),
+        ((4, 2, 1, 1, {}), 8, 3), ((2, 1, 1, 1, {"mode": "2d", "shape": (2, 2)}), 4, 0),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_long_stages_are_traced_by_few_layers(form, microbatches, zero):
-    """What few and some more equal layers take says what many do: of a small model within 4% of a trace of all."""
+    """What few and some more equal layers take says what many do: within 1% of a trace of all, and to the byte."""
     looks = search.Looks(load(BIG), 8, load_machine("a100"), 64)
     *sizes, tensor = form
     tensor = search.TensorConfig.parse("tensor", tensor or None)
@@ -193,13 +225,14 @@ def test_long_stages_are_traced_by_few_layers(form, microbatches, zero):
     c = search.Candidate(*sizes, tensor, zero, microbatches, name, None, None, None)
     assert looks.is_long(c)
     short, whole = looks.stretched(c), looks.full(c)
-    assert short.seconds == pytest.approx(whole.seconds, rel=0.04)
-    assert short.bytes == pytest.approx(whole.bytes, rel=0.02)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.memory == whole.memory
     assert short.words == pytest.approx(whole.words, rel=0.03)
 
 
 @pytest.mark.one_in(3)
-def test_every_loser_has_a_reason():
+def test_every_loser_has_a_reason(monkeypatch):
+    monkeypatch.setattr(search, "TRACES", 60)
     for more in ({}, {"global_batch": 16}):
         made = plan(8, best=2, **more)
         assert made.lost
@@ -251,3 +284,130 @@ def test_a_pipeline_is_not_lost_by_the_schedule_it_is_begun_with(monkeypatch):
     )
     assert not found.proven
     assert found.best[0].seconds <= 1.001 * known.best[0].seconds
+
+
+def _looks(model=AGAIN, ranks=4, machine="v100", batch=8, **more):
+    return search.Looks(load({**GPT, "model": model, **more}), ranks, load_machine(machine), batch)
+
+
+def _candidate(data=1, pipeline=1, sequence=1, ulysses=1, zero=0, microbatches=1, tensor=None, **more):
+    return search.Candidate(
+        data, pipeline, sequence, ulysses, search.TensorConfig.parse("tensor", tensor), zero, microbatches,
+        more.pop("schedule", None), None, "attention", None, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (3, 4), (8, 9), (2, 5), (7, 10)], ids=str)
+def test_a_model_of_fewer_layers_is_traced_alike(layers):
+    """Layers in a model without the others do what they do in the whole one."""
+    model = {**AGAIN, "num_hidden_layers": 8}
+    looks = _looks(model)
+    config = _candidate(2, tensor={"size": 2, "mode": "1d"}, zero=3).apply(looks.config, 8)
+    fewer, there = looks._fewer(config, layers, (0, 0))
+    assert fewer.model.options["num_hidden_layers"] < 8
+    size, place = (16, 32), {"node": 8, "target": "gpu"}
+    given = None
+    if layers[0]:
+        given = search.trace_part(config, looks.inputs, 4, 8, layers=(0, 1), update=False, **place).output
+    parts = [
+        search.trace_part(of, looks.inputs, 4, 8, layers=at, given=given, **place)
+        for of, at in ((config, layers), (fewer, there))
+    ]
+    assert parts[0] == parts[1], size
+    rest = search.trace_part(_candidate().apply(looks.config, 8), looks.inputs, 1, 1, node=1, target="gpu")
+    assert looks.alone(None) == (rest.weights, rest.gradients, rest.states)
+
+
+def test_all_synchronous_schedules_are_searched():
+    every = {name for name in discover() if not make_schedule(name, 2, 4).asynchronous}
+    assert set(search.SCHEDULES) == every
+    config = {**GPT, "parallel": {"tensor": 1, "sequence": 1}, "zero": 0}
+    space = search.Space(load(config), config, 4, 8, 8, [""])
+    assert {c.schedule for c in space if c.pipeline == 2} == every
+    assert all(c.microbatches > 1 and c.pipeline % 2 == 0 for c in space if c.schedule == "chimera")
+    assert len(space) == len(list(space))
+
+
+def test_gpipe_is_faster_than_1f1b_where_messages_take_long():
+    slow, quick = Costs(1.0, 2.0, latency=20.0), Costs(1.0, 2.0)
+    for costs, faster in ((slow, "gpipe"), (quick, "1f1b")):
+        times = {name: search.dependencies(name, 4, 16, None).bounds(costs)[0] for name in ("gpipe", "1f1b")}
+        assert times[faster] == min(times.values())
+    assert (
+        search.dependencies("gpipe", 4, 16, None).bounds(slow)[0]
+        < search.dependencies("1f1b", 4, 16, None).bounds(slow)[0]
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "chimera"])
+def test_more_microbatches_than_are_simulated_are_held(schedule):
+    """GPipe holds all of them; Chimera as many as fill its two pipelines, and sums gradients over its replicas."""
+    looks = _looks(batch=64)
+    c = _candidate(2, 2, microbatches=32, schedule=schedule)
+    assert looks._rounds(c) < c.microbatches
+    short, whole = looks.stretched(c), looks.full(c)
+    assert short.memory["activations"] == whole.memory["activations"]
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    plain = looks.full(replace(c, schedule="1f1b"))
+    assert (whole.memory["weights"] > 1.5 * plain.memory["weights"]) == (schedule == "chimera")
+    many = 32 / 2 if schedule == "gpipe" else 1
+    assert whole.memory["activations"] >= many * plain.memory["activations"] * 0.99
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_ring_is_traced_in_the_order_of_its_tokens(ulysses):
+    """In zigzag order all ranks have the work that others leave to the last: this one is traced."""
+    looks = _looks(ranks=4 * ulysses, data={"name": "text", "sequence_length": 256})
+    c = _candidate(sequence=4 * ulysses, ulysses=ulysses)
+    flops = {}
+    for order in search.ORDERS:
+        part = looks._whole(replace(c, order=order), replace(c, order=order).apply(looks.config, 8), 8)
+        flops[order] = sum(e.flops for e in part.span("forward").events if isinstance(e, Gemm) and e.batch > 1)
+    assert flops["zigzag"] < flops["contiguous"]
+    assert flops["zigzag"] <= flops["striped"]
+    config = {**GPT}
+    space = search.Space(load(config), config, 4, 8, 8, [""])
+    assert {c.order for c in space if c.sequence > c.ulysses} == set(search.ORDERS)
+    assert {c.order for c in space if c.sequence == c.ulysses} == {None}
+
+
+@pytest.mark.parametrize(
+    "form", [{"data": 2}, {"data": 1, "pipeline": 2, "schedule": "1f1b", "microbatches": 4}], ids=str
+)
+def test_what_does_not_fit_offloads_as_little_as_does(form):
+    """The kinds that are offloaded are those with the shortest step of all sets that fit."""
+    model = {**AGAIN, "hidden_size": 256, "vocab_size": 512}
+    looks = _looks(model, ranks=2, batch=16)
+    c = _candidate(**form)
+    bare = looks.full(c)
+    sets = [kinds for n in (1, 2, 3) for kinds in combinations(looks.kinds(c), n)]
+    assert len(sets) == 7
+    every = {kinds: looks.full(replace(c, offload=kinds)) for kinds in sets}
+    for kinds, p in every.items():
+        assert p.seconds > bare.seconds
+        assert p.host > 0
+        if p.stage == bare.stage:
+            assert p.memory["states"] == (0 if "optimizer" in kinds else bare.memory["states"])
+            assert p.memory["weights"] == (0 if "parameters" in kinds else bare.memory["weights"])
+            assert (p.memory["activations"] < bare.memory["activations"]) == ("activations" in kinds)
+    link = looks.machine.host.bandwidth
+    copied = every["optimizer",].seconds - bare.seconds
+    assert copied == pytest.approx(2 * bare.memory["states"] / link, rel=0.02)
+    for limit in sorted({p.bytes for p in every.values()}):
+        if limit >= bare.bytes:
+            continue
+        fixed = {"zero": 0, "parallel": {"tensor": 1, "sequence": 1, "data": c.data}, "model": model}
+        if c.pipeline > 1:
+            fixed["schedule"] = {"name": "1f1b", "microbatches": 4}
+        else:
+            fixed["gradient_accumulation"] = 1
+        made = plan(2, memory=limit, best=1, global_batch=16, **fixed).best[0]
+        fastest = min((p for p in every.values() if p.bytes <= limit), key=lambda p: p.seconds)
+        assert (str(made.candidate), made.seconds) == (str(fastest.candidate), fastest.seconds)
+        assert made.config.offload.given() == dict.fromkeys(made.candidate.offload, "host")
+    least = min(p.bytes for p in every.values())
+    with pytest.raises(PlanError, match=r"the least that would do is .* in host memory"):
+        plan(2, memory=least - 1, best=1, global_batch=16, **fixed)
+    given = {**GPT, "model": model, "offload": {"optimizer": "host"}}
+    assert search.Looks(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
+    assert search.Candidate.from_note(made.candidate.note()) == made.candidate
