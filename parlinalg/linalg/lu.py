@@ -61,7 +61,8 @@ class LU(Panels):
     def run(self) -> None:
         """Factor the whole matrix.  Collective over the grid."""
         (m, n), k = self.shape, min(self.shape)
-        whole = kernels.regular_lu(self.a[:, :n], own=True) if self.tiles.grid.size == 1 and k else None
+        alone = self.tiles.grid.size == 1 and self.tiles.grid.inside and k
+        whole = kernels.regular_lu(self.a[:, :n], own=True) if alone else None
         if whole is None:
             super().run()
             return
