@@ -476,7 +476,7 @@ def solve_triangular(
 ) -> Costs:  # fmt: skip
     """Add what `solve_triangular` receives: for few right-hand sides where the matrix rests, else on tiles."""
     deal, sizes = costs.deal, costs.deal.sizes
-    if len(costs.i) > 1 and sides <= FEW:
+    if len(costs.i) == 1 or sides <= FEW:
         cuts = layout.dims[::-1] if adjoint else layout.dims
         rows, columns = (np.split(np.arange(n), np.cumsum(cut_lengths(n, cut, sizes))[:-1]) for cut in cuts)
         there, back = Layout(cuts[0], None), Layout(cuts[1], None)

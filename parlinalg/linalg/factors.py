@@ -782,8 +782,9 @@ def solve_triangular(
     given = {"lower": lower, "adjoint": adjoint, "unit": unit_diagonal}
     held = Factor(a)
     held.tiles = _tiles(a, None, "solve_triangular")
+    few = a.grid.size == 1 or math.prod(b.shape[1:]) <= triangular.FEW
     with np.errstate(all="ignore"):
-        if b.shape[0] == n and math.prod(b.shape[1:]) <= triangular.FEW and a.grid.size > 1:
+        if few and b.shape[0] == n:
             x = _at_rest(a, b if b.ndim == 2 else b[:, None], **given)
             x = (x if b.ndim == 2 else reshape(x, (n,))).redistribute(b.layout.with_partial(()))
         else:
