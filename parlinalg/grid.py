@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from parlinalg.backend import Backend, select_backend
-from parlinalg.backend.blas import host_and_cores, set_blas_threads, sharing
+from parlinalg.backend.blas import cores_of, host_and_cores, set_blas_threads, sharing
 from parlinalg.comm import Comm, ImaginedComm, between_gpus, open_comm
 from parlinalg.comm.single import SingleComm
 from parlinalg.comm.startup import place_on_node
@@ -78,6 +78,8 @@ class Grid:
     backend : Backend
     world : Comm
         All ranks of `comm`, also those outside the grid.
+    cores : int
+        The cores of this rank's node on which ranks of the grid may run; of imagined ranks each has one.
 
     Raises
     ------
@@ -118,11 +120,16 @@ class Grid:
         cart = self.world.cartesian(self.sizes)
         self._cart: Comm = SingleComm() if cart is None else between_gpus(cart, self.backend)
         if self.world.imagined:
-            self.threads = 1
+            self.threads, self._cores = 1, self.size
             return
         local_ranks = place_on_node(self.world)[1]
         places = self.world.share(host_and_cores(), others="by rank")
         self.threads = set_blas_threads(sharing(places, self.rank, local_ranks))
+        self._cores = cores_of(places[: self.size], places[self.rank][0])
+
+    @property
+    def cores(self) -> int:
+        return self._cores
 
     def _agreed(self, sizes: Mapping[str, int], backend: str, idle: bool) -> dict[str, int]:
         """Return the sizes, once all ranks have the same valid ones; a bad call on any rank raises on all."""

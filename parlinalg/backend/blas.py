@@ -48,6 +48,18 @@ def sharing(places: Sequence[Sequence[str]], rank: int, local_ranks: int = 0) ->
     return max(known, -(-known * local_ranks // len(on_host)))
 
 
+def cores_of(places: Sequence[Sequence[str]], host: str) -> int:
+    """Return how many cores of a host the ranks at these places may run on.
+
+    >>> cores_of([["a", "3"], ["a", "6"], ["b", "f"]], "a")
+    3
+    """
+    every = 0
+    for name, theirs in places:
+        every |= int(theirs, 16) if name == host else 0
+    return every.bit_count()
+
+
 def set_blas_threads(local_ranks: int) -> int:
     """Give this process's BLAS its share of the cores; returns the number of threads.
 

@@ -288,14 +288,17 @@ class Comm(ABC):
             finally:
                 slot.state = None
 
-    def attend(self, here: Callable[[], bool]) -> None:
-        """Return when `here` is true, which all ranks wait for, as in a barrier; the core is others' meanwhile."""
+    def attend(self, here: Callable[[], bool], seldom: bool = False) -> None:
+        """Return when `here` is true, which all ranks wait for, as in a barrier; the core is others' meanwhile.
+
+        With `seldom` the rank gives its core up at once, and looks again after a millisecond.
+        """
         from parlinalg.comm.watch import until
 
         self._calls += 1
         slot.state = (monotonic(), self, "barrier", self._calls)
         try:
-            until(here)
+            until(here, seldom)
         finally:
             slot.state = None
 

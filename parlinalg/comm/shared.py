@@ -134,10 +134,12 @@ class Passing:
         Common memory of the ranks, with any values.  Collective: all wait for each other.
     places : int
         The number of places, 3 or more: the third block after one may be written once it has been read by all.
+    seldom : bool
+        This rank writes no blocks, and looks for them seldom.
     """
 
-    def __init__(self, comm: Comm, counters: Any, places: int) -> None:
-        self.comm, self._places = comm, places
+    def __init__(self, comm: Comm, counters: Any, places: int, seldom: bool = False) -> None:
+        self.comm, self._places, self._seldom = comm, places, seldom
         self._counters: Any = None
         if ORDERED:
             counters[comm.rank * Meeting.SPREAD] = 0
@@ -158,20 +160,20 @@ class Passing:
         if self._counters is None:
             return self.comm.barrier_of("broadcast")  # type: ignore[attr-defined]
         self._counters[self.comm.rank] = number + 1
-        return _Passed(self.comm, lambda: self._counters[root] > number)
+        return _Passed(self.comm, lambda: self._counters[root] > number, self._seldom)
 
 
 class _Passed(Handle):
     """A block that another rank writes."""
 
-    __slots__ = ("_comm", "_here", "_waited")
+    __slots__ = ("_comm", "_here", "_seldom", "_waited")
 
-    def __init__(self, comm: Comm, here: Callable[[], bool]) -> None:
-        self._comm, self._here, self._waited = comm, here, False
+    def __init__(self, comm: Comm, here: Callable[[], bool], seldom: bool) -> None:
+        self._comm, self._here, self._seldom, self._waited = comm, here, seldom, False
 
     def wait(self) -> None:
         if not self._waited:
-            self._comm.attend(self._here)
+            self._comm.attend(self._here, self._seldom)
             self._waited = True
 
     def test(self) -> bool:

@@ -154,6 +154,8 @@ PAUSES = 2e-5, 2e-4
 """Seconds between two looks: the first, and the longest after doubling for whoever has not waited long."""
 PATIENCE, LONGEST = 1 / 64, 5e-3
 """Who has waited long takes longer pauses, in parts of the time waited, up to so many seconds."""
+SELDOM = 1e-3
+"""Seconds between two looks of whoever looks seldom."""
 YIELDS = 2e-3
 """Seconds for which a core is yielded before it is given up."""
 
@@ -168,11 +170,14 @@ def wait_asleep(request: MPI.Request) -> None:
     until(request.Test)
 
 
-def until(done: Callable[[], bool]) -> None:
+def until(done: Callable[[], bool], seldom: bool = False) -> None:
     """Return when `done` returns True, leaving the core to others.
 
     The core is yielded between two looks for a while, then given up: sleep takes far longer than it is asked to.
+    Whoever looks `seldom` gives it up at once.
     """
+    while seldom and not done():
+        sleep(SELDOM)
     began = monotonic()
     while monotonic() - began < YIELDS:
         if done():

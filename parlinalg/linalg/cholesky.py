@@ -23,18 +23,21 @@ class Cholesky(Panels):
     Parameters
     ----------
     target : (array, range, range), optional
-        A block of zeros with its rows and columns, to which every panel of L is copied as it passes: for ranks that
-        see whole panels, as those of a grid of one row do.  The tiles do not become L then.
+        A block with its rows and columns, to which every panel of L is copied as it passes: for ranks that see whole
+        panels, as those of a grid of one row do.  The tiles do not become L then.
 
     Attributes
     ----------
     minor : int
         The order of the first leading minor that is not positive, as far as this rank knows; 0 for none.
+    finite : bool
+        The elements of L's diagonal that this rank computed on the host are finite.  They are not if an element of A's
+        lower triangle is NaN or infinite.
     """
 
     def __init__(self, tiles: Tiles, a: Any, n: int, target: tuple[Any, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
-        self.minor, self._target = 0, target
+        self.minor, self.finite, self._target = 0, True, target
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
 
@@ -42,6 +45,7 @@ class Cholesky(Panels):
         """Factor the whole matrix.  Collective over the grid."""
         if self.tiles.grid.size == 1 and len(self.a):
             self.minor = kernels.cholesky(self.a)
+            self._note(self.a)
         else:
             super().run()
 
@@ -56,6 +60,7 @@ class Cholesky(Panels):
             if top:
                 corner[...] = panel[:b]
                 failed = kernels.cholesky(corner)
+                self._note(corner)
                 self.minor = self.minor or (k + failed if failed else 0)
                 panel[:b] = corner = xp.tril(corner)
             self.tiles.down.broadcast(corner, i)  # L[k, k] := A[k, k]
@@ -65,14 +70,18 @@ class Cholesky(Panels):
                 self.a[r:, c : c + b] = panel
         return self.pass_on(k, panel, j), panel
 
+    def _note(self, corner: Any) -> None:
+        if isinstance(corner, np.ndarray):
+            self.finite = self.finite and kernels.finite(corner.diagonal())
+
     def take(self, k: int, b: int, panel: Any) -> Any:
         if self._target is not None:
             out, rows, columns = self._target
             first, last = max(k, columns.start), min(k + b, columns.stop)
-            if first < last and rows.stop > k:
-                out[max(0, k - rows.start) :, first - columns.start : last - columns.start] = panel[
-                    max(k, rows.start) - k : rows.stop - k, first - k : last - k
-                ]
+            if first < last:
+                part, top = out[:, first - columns.start : last - columns.start], max(0, k - rows.start)
+                part[:top] = 0
+                part[top:] = panel[max(k, rows.start) - k : max(k, rows.stop) - k, first - k : last - k]
         r, c = self.row(k + b), self.column(k + b)
         mine = panel[self._mine[np.searchsorted(self._mine, r) :] - self.row(k)]
         if self.tiles.R == 1:  # all the rows, in the order of the columns

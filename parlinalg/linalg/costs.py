@@ -85,7 +85,7 @@ class Costs:
         size = len(self.i)
         self.layer = np.array(deal.layers, np.int64)
         self.down = Group(self._label(deal.row_axes), deal.R, self.i)
-        self.across = Group(self._label(deal.column_axes), deal.C, self.j)
+        self.across = Group(self._label(deal.column_axes), span_of(deal.column_axes, deal.sizes), self.j)
         self.deep = Group(self._label(deal.depth_axes), deal.D, self.layer)
         self.everyone = Group(tuple(deal.sizes), size, np.arange(size))
         self.world = Group((), size if ranks is None else ranks, np.arange(size))
@@ -264,7 +264,7 @@ def _cholesky(costs: Costs, layout: Layout, n: int) -> None:
         costs.terms(TERMS_OF_PANELS, left * b, root, k // deal.size, who=costs.j == j)
         costs.broadcast("corners down grid columns", costs.down, b * b, i, who=here & (costs.j == j))
         costs.broadcast(ALONG_ROWS, costs.across, left * b, j, who=here)
-        own = after(both, k + b).reshape(deal.R, deal.C)
+        own = after(both, k + b).reshape(deal.R, -1)
         costs.all_gather(
             ALONG_COLUMNS, costs.down, after(columns, k + b)[costs.j] * b, own[costs.i, costs.j] * b, who=here
         )  # fmt: skip

@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.backend import blas, compiled, memory, namespace, shape_solver
-from parlinalg.backend.blas import cores
 from parlinalg.backend.shapes import has_values
 from parlinalg.comm import Comm
 from parlinalg.linalg import kernels
@@ -235,15 +233,12 @@ def _columns_loop(pair: Any, found: Any, both: Any, column: Any, start: int, aft
 def workers(tiles: Tiles) -> Deal:
     """Return how a matrix is dealt that is reduced: to all ranks, or to as many of a node as it has cores for.
 
-    Where ranks outnumber cores each column's sums would wait for all to have their turn; imagined ranks have a core
-    each.  Collective over the grid.
+    Where ranks outnumber cores each column's sums would wait for all to have their turn.
     """
     grid = tiles.grid
-    if not grid.inside or grid.size == 1 or grid.everyone.local_size < grid.size or grid.everyone.imagined:
+    if not grid.inside or grid.everyone.local_size < grid.size or grid.cores >= grid.size:
         return tiles
-    every = grid.everyone.share(sorted(cores()), others="alike")
-    ranks = len(set(chain.from_iterable(every)))
-    return tiles if ranks >= grid.size else Deal({"worker": ranks}, tiles.size, "wide")
+    return Deal({"worker": grid.cores}, tiles.size, "wide")
 
 
 class Half:

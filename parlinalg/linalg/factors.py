@@ -102,22 +102,22 @@ class CholeskyFactor(Factor):
         n = a.shape[0]
         self.tiles = tiles = _tiles(a, block, "cholesky", depth)
         self.rows, self.columns = tiles.rows(n), tiles.columns(n)
-        t = tiles.bring(a, self.rows, self.columns, lower=True)
-        if self.grid.inside:  # what is not read may be anything
-            clear_above(t, *tiles.places(self.rows, self.columns)[self.grid.rank], tiles.size)
-        finite = kernels.finite(t)
+        on_host = isinstance(a.block, np.ndarray)  # there L's diagonal tells
+        t = tiles.bring(a, self.rows, self.columns, lower=True, cleared=False) if on_host else self._brought(a)
+        finite = on_host or kernels.finite(t)
         self._t = t = tiles.layered(t, self.columns)
         target: Any = None
         if passing and self.grid.inside and self.grid.size > tiles.R * tiles.D == 1:
             where = self.grid.block(self.layout, a.shape)
-            target = self.grid.backend.zeros(tuple(map(len, where)), a.dtype), *where
+            target = self.grid.backend.empty(tuple(map(len, where)), a.dtype), *where
         work = Cholesky(tiles, t, n, target)
         with np.errstate(all="ignore"):
             work.run()
         if tiles.D > 1:  # each layer has the panels that it factored
             self._t = tiles.own(t, self.columns)
-        odd, minor = tiles.worst([not finite, n + 1 - work.minor if work.minor else 0])
-        _refuse(odd, "cholesky")
+        odd, minor = tiles.worst([not (finite and work.finite), n + 1 - work.minor if work.minor else 0])
+        if odd:
+            _refuse(tiles.worst([not kernels.finite(self._brought(a))])[0], "cholesky")
         if minor:
             raise LinAlgError(
                 f"cholesky takes positive definite matrices; the leading minor of order {n + 1 - int(minor)} is not"
@@ -131,6 +131,14 @@ class CholeskyFactor(Factor):
             self._t = move(
                 self._t, have, self.tiles.places(self.rows, self.columns), self.grid, lower=tiles.size
             )  # fmt: skip
+
+    def _brought(self, a: DistArray) -> Any:
+        """Return this rank's tiles of A; what is above the diagonal, and may be anything, is 0.  Collective."""
+        tiles = self.tiles
+        t = tiles.bring(a, self.rows, self.columns, lower=True)
+        if self.grid.inside:
+            clear_above(t, *tiles.places(self.rows, self.columns)[self.grid.rank], tiles.size)
+        return t
 
     @cached_property
     def L(self) -> DistArray:
@@ -177,7 +185,9 @@ class LUFactor(Factor):
                 t[:, t.shape[1] - width :] = sides
             else:
                 t = namespace(t).hstack([t, sides])
-        finite = kernels.finite(t)
+        # on the host U's diagonal tells: what is not finite in a row gets there, at the latest where the row is a pivot
+        late = m == n and isinstance(t, np.ndarray)
+        finite = kernels.finite(t[:, t.shape[1] - width :] if late else t)
         work = LU(tiles, t, (m, n), extra)
         with np.errstate(all="ignore"):
             work.run()
@@ -187,6 +197,8 @@ class LUFactor(Factor):
         if tiles.D > 1:
             self._flatten(tiles, every)
         self.diagonal = work.diagonal
+        if late and not kernels.finite(self.diagonal):
+            finite = finite and kernels.finite(a.summed().block)
         zeros = np.zeros(0, int)
         if self.grid.backend.values:
             zeros = np.flatnonzero(self.diagonal == 0)
@@ -895,12 +907,23 @@ def _tiles(a: DistArray, block: int | None, routine: str, depth: int | None = 1)
     near = not grid.inside or grid.everyone.local_size == grid.size
     if depth is None:
         depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)
-    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, grid.size, near), depth)
+    workers = at_work(grid, routine) if near and depth == 1 else grid.size
+    tiles = Tiles(grid, block or SIZE, arrangement(routine, m, n, workers, near), depth, workers)
     if tiles.D > 1 and not grid.backend.host_memory:
         raise ValueError(f"depth={depth} is for grids whose arrays lie on the host; on GPUs ranks form one layer")
     if block is None:
         tiles.size = block_size(routine, m, n, tiles.R, tiles.C, tiles.D)
     return tiles
+
+
+def at_work(grid: Grid, routine: str) -> int:
+    """Return how many ranks of one node factor a matrix: all, or as many as it has cores for.
+
+    Where ranks outnumber cores, those beyond would wait for their turn in every step.  But those at work hold more
+    then: not where a factorization needs more than its triangle and two ranks share a core.
+    """
+    crowd = 1 if routine == "cholesky" else 2
+    return grid.cores if grid.backend.host_memory and grid.size > crowd * grid.cores else grid.size
 
 
 def _no_layers(block: int | None, depth: int | None) -> int | None:

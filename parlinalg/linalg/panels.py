@@ -125,7 +125,7 @@ class Panels(ABC):
             numbers = Meeting.SPREAD * tiles.across.size
             lanes = stack.enter_context(common(tiles.across, (room + numbers,), np.int64))
             if lanes is not None:
-                self._passing = Passing(tiles.across, lanes[room:], LANES)
+                self._passing = Passing(tiles.across, lanes[room:], LANES, seldom=not len(self.columns))
                 self._lanes = lanes[:room].view(self.a.dtype)[: LANES * panel].reshape(LANES, panel)
             self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
             try:

@@ -266,7 +266,7 @@ def plan_linalg(
     --------
     >>> plan = plan_linalg("lu", 4096, ranks=16)
     >>> plan.sizes, plan.block, plan.words
-    ({'r': 4, 'c': 4}, 64, 6586372)
+    ({'r': 4, 'c': 4}, 96, 6857220)
     """
     if routine not in ROUTINES:
         raise PlanError(f"there is no plan for {routine!r}; there is one for {', '.join(ROUTINES)}")
@@ -410,11 +410,13 @@ def _words(plan: LinalgPlan) -> str:
     if plan.routine in ("lu", "solve") and plan.deal.R > 1:
         text += "; pivots are taken to fall evenly on the grid rows"
     if plan.routine in ("eigh", "svd") and plan.ranks > 1:
-        text += "; those of divide and conquer are a bound, and each rank has a core"
+        text += "; those of divide and conquer are a bound"
     if plan.routine == "lstsq" and plan.ranks > 1:
         text += "; A is taken to have full rank"
     if plan.routine in ("qr", "lstsq") and plan.deal.R > 1:
         text += "; panels are taken to be well conditioned"
+    if plan.near and plan.ranks > 1:
+        text += "; each rank is taken to have a core"
     return text
 
 

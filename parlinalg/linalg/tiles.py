@@ -58,13 +58,15 @@ class Deal:
         R near C, else the axes of the grid all along the rows or all along the columns.
     depth : int
         The number of layers, a product of sizes of axes.
+    workers : int, optional
+        With "wide" the number of grid columns that have columns, the first ones; by default all.
 
     Attributes
     ----------
     row_axes, column_axes, depth_axes : tuple of str
         The axes along which rows are dealt, and columns, and along which the layers lie.
     R, C, D : int
-        The numbers of grid rows, grid columns and layers.
+        The numbers of grid rows, of grid columns that have columns, and of layers.
 
     Raises
     ------
@@ -72,13 +74,19 @@ class Deal:
         If no axes of the grid have `depth` ranks.
     """
 
-    def __init__(self, sizes: Mapping[str, int], size: int = SIZE, shape: str = "square", depth: int = 1) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], size: int = SIZE, shape: str = "square", depth: int = 1,
+        workers: int | None = None,
+    ) -> None:  # fmt: skip
         self.sizes, self.size, self.shape = sizes, size, shape
         self.depth_axes = _layered(sizes, shape, depth)
         self.row_axes, self.column_axes = _parted(_without(sizes, self.depth_axes), shape)
         self.R, self.C, self.D = (
             span_of(axes, sizes) for axes in (self.row_axes, self.column_axes, self.depth_axes)
         )  # fmt: skip
+        self._idle = 0
+        if workers is not None and shape == "wide":
+            self.C, self._idle = min(workers, self.C), max(0, self.C - workers)
 
     @cached_property
     def coords(self) -> list[tuple[int, int]]:
@@ -105,7 +113,7 @@ class Deal:
 
     def columns(self, n: int) -> list[Numbers]:
         """Return for every grid column the numbers of its columns of n, in order."""
-        return dealt(n, self.size, self.C)
+        return dealt(n, self.size, self.C) + [np.zeros(0, np.intp)] * self._idle
 
     def places(self, rows: Sequence[Numbers], columns: Sequence[Numbers]) -> Places:
         """Return what every rank has, from what every grid row and every grid column has.
@@ -145,8 +153,10 @@ class Tiles(Deal):
         This rank's grid row, grid column and layer.
     """
 
-    def __init__(self, grid: Grid, size: int = SIZE, shape: str = "square", depth: int = 1) -> None:
-        super().__init__(grid.sizes, size, shape, depth)
+    def __init__(
+        self, grid: Grid, size: int = SIZE, shape: str = "square", depth: int = 1, workers: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(grid.sizes, size, shape, depth, workers)
         self.grid = grid
         self.deep: Comm = grid.comm(self.depth_axes)
         self.down: Comm = grid.comm(self.row_axes)
@@ -159,23 +169,25 @@ class Tiles(Deal):
     # ------------------------------------------------------------------ between rest and work
     def bring(
         self, a: DistArray, rows: Sequence[Numbers], columns: Sequence[Numbers], *, lower: bool = False,
-        host: bool = False, more: int = 0,
+        host: bool = False, more: int = 0, cleared: bool = True,
     ) -> Any:  # fmt: skip
         """Return this rank's rows and columns of a matrix, in an array of its own.  Collective.
 
         The array is on the device of the grid's blocks, or with `host` on the host.  With `lower` what lies in tiles
-        above the diagonal stays behind, and is 0.  The array has so many `more` columns, which are not set.
+        above the diagonal stays behind, and is 0, or if not `cleared` anything.  The array has so many `more` columns,
+        which are not set.
         """
-        return self.bring_to(a, self.places(rows, columns), lower=lower, host=host, more=more)
+        return self.bring_to(a, self.places(rows, columns), lower=lower, host=host, more=more, cleared=cleared)
 
     def bring_to(
-        self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0
+        self, a: DistArray, want: Places, *, lower: bool = False, host: bool = False, more: int = 0,
+        cleared: bool = True,
     ) -> Any:  # fmt: skip
         """Return what this rank wants of a matrix, as `bring` does; `want` says it of every rank.  Collective."""
         a = a.summed()
         block = self.grid.backend.to_host(a.block) if host else a.block
         rest, free = resting(a.layout, a.shape, self.sizes)
-        return move(block, rest, want, self.grid, free, self.size if lower else 0, more)
+        return move(block, rest, want, self.grid, free, self.size if lower else 0, more, cleared)
 
     def home(
         self, block: Any, rows: Sequence[Numbers], columns: Sequence[Numbers], shape: tuple[int, int],
@@ -408,7 +420,8 @@ class _Part(NamedTuple):
 
 
 def move(
-    block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0, more: int = 0
+    block: Any, have: Places, want: Places, grid: Grid, copies: Cut = (), lower: int = 0, more: int = 0,
+    cleared: bool = True,
 ) -> Any:  # fmt: skip
     """Return this rank's rows and columns of a matrix of which every rank has others, by all-to-alls.
 
@@ -423,7 +436,8 @@ def move(
     copies : tuple of str
         The axes along which ranks have the same block; a rank gets what it wants from the one at its own place.
     lower : int
-        If not 0, of tiles of so many columns only the rows from their first column on move; the others become 0.
+        If not 0, of tiles of so many columns only the rows from their first column on move; the others become 0, or if
+        not `cleared` anything.
     more : int
         Columns of the returned array behind those, which are not set.
 
@@ -456,7 +470,7 @@ def move(
             gives[p] = _Part(rows, i, columns, j)
             (rows, _, i), (columns, _, j) = (common(x, y) for x, y in zip(have[p], want[me], strict=True))
             gets[p] = _Part(rows, i, columns, j)
-    out = (xp.zeros if lower else xp.empty)((len(want[me][0]), len(want[me][1]) + more), block.dtype)
+    out = (xp.zeros if lower and cleared else xp.empty)((len(want[me][0]), len(want[me][1]) + more), block.dtype)
     for there, here in zip(gets[me].rectangles(lower), gives[me].rectangles(lower), strict=True):
         _copy(out, there, block, here)
     if size == 1:

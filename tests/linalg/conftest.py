@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from zlib import crc32
 
 import pytest
 
 from parlinalg import tunables
+from parlinalg.grid import Grid
 from parlinalg.linalg import blocks, tiles
 
 
@@ -15,14 +15,13 @@ from parlinalg.linalg import blocks, tiles
 def ways(request, monkeypatch):
     """Half the tests deal few ranks rows too; half have sums and panels in common memory, and short pieces of trips.
 
-    Of the ranks of a node all, two or one make matrices tridiagonal.  In half the tests compiled loops, where there are
-    some, compute on small blocks too.
+    Of the ranks of a node all, two or one factor matrices and make them tridiagonal.  In half the tests compiled
+    loops, where there are some, compute on small blocks too.
     """
     if request.node.get_closest_marker("serial"):
         return
     number = crc32(request.node.name.encode())
-    cores = range(64) if number & 4 else range(1 + (number >> 3) % 2)  # all ranks reduce, or the first ones
-    monkeypatch.setattr(sys.modules["parlinalg.linalg.eigh"], "cores", lambda: set(cores))
+    monkeypatch.setattr(Grid, "cores", 64 if number & 4 else 1 + (number >> 3) % 2)
     if number & 1:
         monkeypatch.setattr(blocks, "FEW", 0)
     if number & 2:

@@ -49,7 +49,7 @@ def deals(grid, dtype, monkeypatch):
     A seeded sample, which differs with the grid and the dtype.  With `layered` the ranks form any number of layers.
     """
 
-    def made(shapes, seed, layered=False):
+    def made(shapes, seed, layered=False, routine=""):
         rng = np.random.default_rng([seed, len(grid.sizes), dtype.itemsize])
         every = layouts(grid.axes, 2, partial=False)
         sizes = [(shape, block) for shape, block in itertools.product(shapes, BLOCKS) if block > 1 or max(shape) < 50]
@@ -57,12 +57,13 @@ def deals(grid, dtype, monkeypatch):
         for (some, taken), kind in itertools.product([(large, 2), (sizes, TAKEN)], ["square", "tall", "wide"]):
             for at in rng.permutation(len(some))[:taken]:
                 depth = int(rng.choice(depths(grid.sizes))) if layered and grid.backend.host_memory else 1
-                yield placed(*some[at], kind, depth, every, rng)
+                yield placed(*some[at], kind, depth, every, rng, routine)
 
-    def placed(shape, block, kind, depth, every, rng):
+    def placed(shape, block, kind, depth, every, rng, routine):
         monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
         monkeypatch.setattr(factors, "block_size", lambda *_: block)
-        return Deal(grid.sizes, block, kind, depth), shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
+        workers = factors.at_work(grid, routine) if depth == 1 else grid.size
+        return Deal(grid.sizes, block, kind, depth, workers), shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
 
     return made
 
@@ -87,11 +88,11 @@ def counting(grid, deal, dtype=np.dtype("float64")):
 
 def flat(deal):
     """The deal of one layer in which factors of several come to lie."""
-    return Deal(deal.sizes, deal.size, deal.shape)
+    return Deal(deal.sizes, deal.size, deal.shape) if deal.D > 1 else deal
 
 
 def test_cholesky(grid, dtype, deals):
-    for deal, (n, _), layout, _, rng in deals(SQUARES, 1, layered=True):
+    for deal, (n, _), layout, _, rng in deals(SQUARES, 1, layered=True, routine="cholesky"):
         a = random((n, n), dtype, rng)
         x = pla.distribute(a @ a.conj().T + n * np.eye(n, dtype=dtype), grid, layout)
         with pla.ledger(grid) as book:

@@ -70,6 +70,12 @@ def grids(ranks: int) -> list[tuple[dict[str, int], Any]]:
     return [({"r": r, "c": c}, pla.Layout("r", "c")) for r, c in factorizations(ranks, 2)]
 
 
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    """Real ranks have a core each, as imagined ones do."""
+    monkeypatch.setattr(pla.Grid, "cores", 64)
+
+
 @pytest.fixture
 def deflated(monkeypatch):
     """The numbers of vectors that merges know before, on real ranks."""
@@ -81,7 +87,6 @@ def deflated(monkeypatch):
         return kept, rest
 
     monkeypatch.setattr(divide, "_deflated", counted)
-    monkeypatch.setattr(spectral, "workers", lambda tiles: tiles)  # else it depends on the cores of this machine
     return counts
 
 
@@ -241,7 +246,6 @@ def test_ledgers_of_iterations_are_those_of_as_many_real_steps(world, name, monk
         monkeypatch.setattr(krylov.Basis, "orthogonalized", count(krylov.Basis.orthogonalized))
     elif "eigsh" in name or "svds" in name:
         monkeypatch.setattr(krylov.Basis, "turn", count(krylov.Basis.turn))
-    monkeypatch.setattr(spectral, "workers", lambda tiles: tiles)
     dense = matrix(45) + np.diag(np.linspace(0, 30, 45))
 
     def program(grid: Any) -> None:
@@ -270,9 +274,8 @@ def of_condition(n: int, condition: float) -> np.ndarray:
 @pytest.mark.one_in(3)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("condition", [2.0, 1e3, 1e9, 1e13])
-def test_ledgers_of_polar_decompositions_are_those_of_real_ranks(world, condition, monkeypatch):
+def test_ledgers_of_polar_decompositions_are_those_of_real_ranks(world, condition):
     """The condition says how many steps are taken, and which of them factor by QR; several GPUs begin `svd` so."""
-    monkeypatch.setattr(spectral, "workers", lambda tiles: tiles)
     square = of_condition(50, condition)
     for sizes, layout in grids(world.size):
         for dense, side in ((square, "right"), (square[:, :20], "left"), (square[:20], "right")):
