@@ -300,7 +300,7 @@ class ImaginedComm(Comm):
     def _barrier(self) -> None:
         pass
 
-    def attend(self, here: Callable[[], bool]) -> None:
+    def attend(self, here: Callable[[], bool], seldom: bool = False) -> None:
         pass
 
     def share(self, value: Any, *, others: Any = None) -> list[Any]:

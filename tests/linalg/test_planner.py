@@ -100,8 +100,8 @@ def test_the_explanation_says_what_was_chosen():
     text = plan.explain()
     for part in (
         "lu        A[4096, 4096] in float64 over 16 ranks", '4×4 on Grid({"r": 4, "c": 4})', "43 steps",
-        f"{plan.words:,} received by rank {plan.busiest}", "tournament", "rows of U down grid columns", "trip home", "8×2: ",
-        f"{plan.messages:,} collective calls", "2.5D      one layer; on 16 ranks more would save no words",
+        f"{plan.words:,} received by rank {plan.busiest}", "tournament", "rows of U down grid columns", "trip home",
+        "8×2: ", f"{plan.messages:,} collective calls", "2.5D      one layer; on 16 ranks more would save no words",
     ):  # fmt: skip
         assert part in text, (part, text)
     listed = [line.split() for line in text.splitlines() if line.endswith(("calls", "call"))]

@@ -63,7 +63,8 @@ def deals(grid, dtype, monkeypatch):
         monkeypatch.setattr(factors, "arrangement", lambda *_: kind)
         monkeypatch.setattr(factors, "block_size", lambda *_: block)
         workers = factors.at_work(grid, routine) if depth == 1 else grid.size
-        return Deal(grid.sizes, block, kind, depth, workers), shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
+        deal = Deal(grid.sizes, block, kind, depth, workers)
+        return deal, shape, *(every[i] for i in rng.integers(len(every), size=2)), rng
 
     return made
 
