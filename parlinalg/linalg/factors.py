@@ -920,10 +920,10 @@ def at_work(grid: Grid, routine: str) -> int:
     """Return how many ranks of one node factor a matrix: all, or as many as it has cores for.
 
     Where ranks outnumber cores, those beyond would wait for their turn in every step.  But those at work hold more
-    then: not where a factorization needs more than its triangle and two ranks share a core.
+    then: so only for `cholesky`, which needs a triangle, and up to twice their share.
     """
-    crowd = 1 if routine == "cholesky" else 2
-    return grid.cores if grid.backend.host_memory and grid.size > crowd * grid.cores else grid.size
+    fewer = routine == "cholesky" and grid.backend.host_memory and grid.cores < grid.size <= 2 * grid.cores
+    return grid.cores if fewer else grid.size
 
 
 def _no_layers(block: int | None, depth: int | None) -> int | None:

@@ -415,7 +415,7 @@ def _words(plan: LinalgPlan) -> str:
         text += "; A is taken to have full rank"
     if plan.routine in ("qr", "lstsq") and plan.deal.R > 1:
         text += "; panels are taken to be well conditioned"
-    if plan.near and plan.ranks > 1:
+    if plan.near and plan.ranks > 1 and plan.routine in ("cholesky", "eigh", "svd"):
         text += "; each rank is taken to have a core"
     return text
 
