@@ -161,7 +161,7 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
     if backend == "numpy" and (named or _home(item, whole(seed)) == ranks > 1):
         mark = item.get_closest_marker("one_in")
         few = full or "PARLINALG_TEST_REPORT" not in os.environ  # asked for, not launched by the run of all tests
-        kin = mark.args[0] if mark else 1 if named or _home(item) == ranks else WHOLE_SHARES.get(ranks, 1)
+        kin = mark.args[0] if mark else 1 if named or _home(item) == ranks > min(WHOLE) else WHOLE_SHARES[ranks]
         return few or chosen(item.name, ranks, backend, kin, seed)
     return chosen(item.name, ranks, backend, 1 if full else share, seed)
 

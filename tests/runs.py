@@ -20,8 +20,8 @@ from tests.launching import ROOT, launch
 LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter one
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
 WHOLE = [2, 4]
-"""Commits run the tests in turn on 2 and on 4 ranks, and on the others of these a small part."""
-WHOLE_SHARES = {2: 1, 4: 3}  # all tests on 2 ranks, every third one on 4, which take more than twice as long
+"""Commits run large parts of the tests in turn on 2 and on 4 ranks, and on the others of these a small one."""
+WHOLE_SHARES = {2: 2, 4: 4}  # every other test on 2 ranks, every fourth one on 4, which take more than twice as long
 TURNS = [[(4, "cupy"), (8, "numpy")], [(4, "cupy"), (3, "numpy"), (5, "numpy")],
          [(4, "cupy"), (6, "numpy"), (7, "numpy")], [(4, "cupy"), (12, "numpy")]]  # fmt: skip
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
