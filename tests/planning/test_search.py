@@ -53,9 +53,11 @@ def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
 
 
 WIDE = {**AGAIN, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
-REACH = [  # on 64 ranks, all forms of tensor parallelism, and all pipelines with all schedules
-    {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1},
-    {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}},
+REACH = [  # on 64 ranks
+    {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1},  # forms of tensor parallelism
+    {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}},  # pipelines, schedules, microbatches
+    {"zero": 1, "parallel": {"sequence": 1}, "schedule": {"name": "1f1b", "microbatches": 8}},  # pipelines × tensor
+    {"parallel": {"tensor": 1, "pipeline": 1}, "gradient_accumulation": 1},  # rings × Ulysses × orders × ZeRO
 ]
 
 
