@@ -581,9 +581,9 @@ class Machine:
         for name in (real, *alike.get(real, ())):
             if name in self.gemm:
                 return self.gemm[name], times
+        right = f"add a table [gemm.{real}]" if real in GEMM_DTYPES else f"known are those of {', '.join(GEMM_DTYPES)}"
         raise ConfigError(
-            f"the machine {self.name} has no rate of products in {dtype}, only in {', '.join(self.gemm)}: add a table "
-            f"[gemm.{real}]"
+            f"the machine {self.name} has no rate of products in {dtype}, only in {', '.join(self.gemm)}: {right}"
         )
 
     def peak(self, dtype: str) -> float:

@@ -717,10 +717,11 @@ class Looks:
         spec, config = self._spec(c) if c.microbatches * c.pipeline <= WHOLE else self._short(c)
         schedule, counts = self._schedule(spec, config)
         cuts = _cuts(counts)
+        places = (2,) if self.machine.network is None else (1, 2)
         costs = Costs(
             forward=[sum(forward[a:b]) for a, b in cuts], backward=[sum(backward[a:b]) for a, b in cuts],
             weight=[sum(backward[a:b]) / 2 for a, b in cuts],
-            latency=min(self._send(part.message, local) for part in parts[:-1] for local in (1, 2)),
+            latency=min(self._send(part.message, local) for part in parts[:-1] for local in places),
         )  # fmt: skip
         graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
         return max(least, (1 - 1e-9) * graph.bounds(costs)[0])  # fewer microbatches than there are take no longer
@@ -1421,7 +1422,13 @@ class TrainingPlan:
         return self.best[0].candidate.values(self.given, self.batch)
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write this configuration as a Python file."""
+        """Write this configuration as a Python file.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be written.
+        """
         first = self.best[0]
         head = (
             f'"""Planned for {self.ranks} ranks of {self.machine.name}: {first.candidate}.\n\nA step of {self.batch} '
@@ -1429,7 +1436,10 @@ class TrainingPlan:
             '\n"""\n\n'
         )
         body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
-        Path(path).write_text(head + body, encoding="utf-8")
+        try:
+            Path(path).write_text(head + body, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def explain(self) -> str:
         """Return the plan as text: the best with their figures, and the others with why they lost."""
@@ -1446,7 +1456,7 @@ class TrainingPlan:
         rows = [head]
         for i, p in enumerate(self.best, 1):
             rows.append((
-                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", f"{100 * p.mfu:.0f}%", format_bytes(p.bytes),
+                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", shown_share(p.mfu), format_bytes(p.bytes),
                 f"{p.words:.3g}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
             ))  # fmt: skip
         wide = [max(len(row[k]) for row in rows) for k in range(len(head) - 1)]
@@ -1479,6 +1489,15 @@ def shown_time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
+def shown_share(share: float) -> str:
+    """Return a share in percent as text.
+
+    >>> shown_share(0.413), shown_share(0.0042)
+    ('41%', '0.42%')
+    """
+    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.2g}%"
+
+
 def why_slower(other: Planned, best: Planned) -> str:
     """Return why a candidate lost against the best, in words: what costs the most of the difference."""
     times = other.seconds / best.seconds
@@ -1499,7 +1518,8 @@ def why_slower(other: Planned, best: Planned) -> str:
     again = other.candidate.recompute
     for cause in {**other.causes, **best.causes}:
         more_seconds = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
-        why = f"{cause} take {shown_time(max(0.0, more_seconds))} more"
+        verb = "takes" if cause == "launching" else "take"
+        why = f"{cause} {verb} {shown_time(max(0.0, more_seconds))} more"
         if cause == "idle":
             why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
             if other.bubble > best.bubble:
@@ -1564,7 +1584,7 @@ def plan_training(
     space = Space(checked, given, ranks, batch, looks.depth, _dtypes(checked, given, found))
     search = _Search(looks, space, limit, best, exhaustive)
     if not search.candidates:
-        raise PlanError(_no_split(checked, given, ranks, batch))
+        raise PlanError(_no_split(checked, given, ranks, batch, looks.depth))
     planned = search.run()
     return TrainingPlan(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
@@ -1595,9 +1615,9 @@ def _bytes(value: int | str) -> int:
     try:
         found = parse_bytes(value)
     except ValueError as error:
-        raise ConfigError(f"memory: {error}") from None
+        raise ConfigError(str(error)) from None
     if found < 1:
-        raise ConfigError(f"memory={value!r}: a rank needs some, such as 80GiB")
+        raise ConfigError(f"memory={value!r}: give the bytes that a rank may use, at least 1, such as 80GiB")
     return found
 
 
@@ -1620,12 +1640,24 @@ def _dtypes(config: TrainingConfig, given: Mapping[str, Any], machine: Machine) 
     return [""] if not faster else ["", *faster]
 
 
-def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int) -> str:
-    parallel = given.get("parallel") or {}
+def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int, depth: int) -> str:
+    own, parallel = config.parallel, given.get("parallel") or {}
     fixed = f" with parallel={dict(parallel)}" if parallel else ""
+    sizes = {
+        "data": own.data.size, "pipeline": own.pipeline.ranks, "sequence": own.sequence.ranks,
+        "tensor": own.tensor.ranks,
+    }  # fmt: skip
+    product = math.prod(sizes[name] or 1 for name in parallel if name in sizes)
+    if ranks % product or (product != ranks and {*sizes} <= {*parallel} and all(sizes.values())):
+        what = " × ".join(f"{name} {sizes[name]}" for name in sizes if name in parallel and (sizes[name] or 1) > 1)
+        return f"parallel has {what}, which {ranks} ranks cannot be cut into: the product of sizes should divide them"
+    if own.pipeline.ranks > depth:
+        return f"parallel.pipeline={own.pipeline.ranks}, but the model has {depth} layers: a stage takes at least one"
+    count = config.microbatches(own.pipeline.ranks) if {"schedule", "gradient_accumulation"} & {*given} else 1
+    cut = f" into {count} microbatches" if count > 1 else ""
     return (
-        f"a batch of {batch} samples cannot be split evenly over {ranks} ranks{fixed}: the data parallel ranks times "
-        f"the microbatches divide the batch; give a global batch with more divisors, such as a multiple of {ranks}, or "
+        f"a batch of {batch} samples cannot be split evenly over {ranks} ranks{fixed}{cut}: the data parallel ranks "
+        f"times the microbatches divide the batch; give a global batch with more divisors, such as {ranks * count}, or "
         "leave keys of parallel and schedule out"
     )
 
@@ -1889,7 +1921,8 @@ class _Search:
             return None
 
     def _refuse(self, c: Candidate, error: ParlinalgError) -> None:
-        why = re.split(r":| \(at ", str(error))[0]
+        first, *more = re.split(r": | \(at ", str(error))
+        why = first if " " in first or not more else f"{first}: {more[0]}"  # "model: GPT cannot ..."
         self.refused[why] += 1
         self.refused_of.setdefault(why, c)
 
@@ -1958,12 +1991,13 @@ class _Search:
             need, c, stage = of_[0]
             where = f"stage {stage} needs" if stage >= 0 and c.pipeline > 1 else "a rank needs at least"
             found.append((name, len(of_), f"{where} {format_bytes(need)} of {format_bytes(self.memory)} ({c})"))
-        slow: dict[str, list[float]] = {}
+        slow: dict[str, list[tuple[float, str]]] = {}
         for bound, c in self.left:
-            slow.setdefault(_group(c), []).append(bound)
+            slow.setdefault(_group(c), []).append((bound, str(c)))
         for name, bounds in slow.items():
-            times = min(bounds) / best[0].seconds
-            found.append((name, len(bounds), f"the passes of its layers alone take {max(1.0, times):.2f}× the time"))
+            bound, text = min(bounds)
+            times = max(1.0, bound / best[0].seconds)
+            found.append((name, len(bounds), f"the passes of its layers alone take {times:.2f}× the time ({text})"))
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
         by_number = [sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0]))]
         return [*by_number[0][:40], *by_number[1][:20]]
@@ -1988,7 +2022,9 @@ class _Search:
             why = f"not traced: products and words alone are guessed at {times:.1f}× the time"
             if tried:
                 p = min(tried, key=_order)
-                why = f"not traced: the likeliest of them takes {why_slower(p, best)} ({p.candidate})"
+                text = why_slower(p, best)
+                verb = "is" if text.startswith("as fast") else "takes"
+                why = f"not traced: the likeliest of them {verb} {text} ({p.candidate})"
             elif times < 1.05:
                 why = "not traced: guessed to be slower than those that were"
             found.append((name, sum(n for _, n in guesses), why))

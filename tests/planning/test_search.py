@@ -179,10 +179,14 @@ def test_what_does_not_fit_names_the_least_memory():
     [
         ({"ranks": 0}, "ranks=0: a plan takes a whole number of at least 1"),
         ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
-        ({"ranks": 2, "memory": "many"}, "memory"),
+        ({"ranks": 2, "memory": "many"}, "memory is a number of bytes of at least 0"),
+        ({"ranks": 2, "memory": 0}, "memory=0: give the bytes that a rank may use"),
         ({"ranks": 2, "global_batch": -1}, "global_batch=-1"),
         ({"ranks": 2, "layers": 3}, "layers"),
         ({"ranks": 3, "parallel": {"tensor": 1, "sequence": 1, "pipeline": 1}}, "a batch of 8 samples cannot be split"),
+        ({"ranks": 4, "parallel": {"pipeline": 3}}, "parallel has pipeline 3, which 4 ranks cannot be cut into"),
+        ({"ranks": 16, "parallel": {"pipeline": 16}}, "parallel.pipeline=16, but the model has 4 layers"),
+        ({"ranks": 2, "schedule": {"name": "1f1b", "microbatches": 3}}, "into 3 microbatches: the data parallel ranks"),
     ],
     ids=str,
 )
@@ -195,6 +199,45 @@ def test_times_of_products():
     made = pla.plan_matmul(4096, 4096, 4096, ranks=64, dtype="float32")
     text = made.explain(search.product_seconds(made, "v100"))
     assert re.search(r"time +\S+ ms: products \S+ \S+, communication", text)
+
+
+def test_a_faster_grid_is_named():
+    """The grid of a product is chosen by words; where another one is faster on a machine, the text says so."""
+    made = pla.plan_matmul(100, 100, 100, ranks=12, dtype="float32")
+    assert "faster    1×1×1 takes the least time of these here" in made.explain(search.product_seconds(made, "h100"))
+    assert "faster" not in made.explain()
+    seconds = search.product_seconds(pla.plan_matmul(100, 100, 100, ranks=12, dtype="int32"), "h100")
+    with pytest.raises(ConfigError, match=r"no rate of products in int32, .*: known are those of float64"):
+        seconds((1, 1, 1))
+
+
+def test_pipelines_are_planned_without_a_network():
+    given = {"parallel": {"tensor": 1, "sequence": 1}, "zero": 0, "schedule": {"name": "1f1b", "microbatches": 2}}
+    made = plan(2, machine="laptop", best=9, model=AGAIN, **given)
+    assert {p.candidate.pipeline for p in made.best} == {1, 2}
+    assert made.proven
+
+
+def test_reasons_are_told_whole(monkeypatch):
+    looks = _looks()
+    made = search._Search(looks, search.Space(looks.config, GPT, 4, 8, 8, [""]), 1 << 30, 1, False)
+    for text, why in (
+        ("model: GPT cannot be cut: 3 heads", "model: GPT cannot be cut"),
+        ("a sequence of 3 tokens: give 4 (at x.py:3)", "a sequence of 3 tokens"),
+    ):
+        made._refuse(_candidate(), ConfigError(text))
+        assert list(made.refused)[-1] == why
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path):
+    fixed = {"parallel": {"pipeline": 1, "sequence": 1, "tensor": 1}, "zero": 0, "gradient_accumulation": 1}
+    made = plan(2, best=1, model=AGAIN, **fixed)
+    with pytest.raises(ConfigError, match=r"cannot write .*none.best.py: No such file"):
+        made.write(tmp_path / "none" / "best.py")
+    for out, text in ((tmp_path, "is a folder: give"), (tmp_path / "none" / "best.py", "there is no folder")):
+        done = launch(0, ["-m", "parlinalg", "plan", "train", "text", "-p", "2", "--out", str(out)], timeout=60)
+        assert done.returncode == 2
+        assert text in done.stderr
 
 
 def test_classifiers_are_planned():
