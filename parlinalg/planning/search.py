@@ -162,7 +162,7 @@ class Candidate:
         options += [f"{self.order} order"] * (self.order not in (None, "zigzag"))
         for place, where in (("host", "in host memory"), ("disk", "on a disk")):
             kinds = [kind for kind, to in self.offload if to == place]
-            options += [f"{' and '.join(kinds)} {where}"] * bool(kinds)
+            options += [f"{_and(kinds)} {where}"] * bool(kinds)
         return ", ".join([text, *options])
 
     def apply(self, config: TrainingConfig, batch: int) -> TrainingConfig:
@@ -1485,7 +1485,13 @@ class TrainingPlan:
 
 
 def shown_time(seconds: float) -> str:
-    """Return seconds as text."""
+    """Return seconds as text.
+
+    >>> shown_time(0.00123), shown_time(12.345), shown_time(4130)
+    ('1.23 ms', '12.3 s', '4,130 s')
+    """
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
@@ -1525,7 +1531,7 @@ def why_slower(other: Planned, best: Planned) -> str:
             if other.bubble > best.bubble:
                 why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
         elif cause in OFFLOADS:
-            what = " and ".join(kind for kind, _ in other.candidate.offload or best.candidate.offload)
+            what = _and([kind for kind, _ in other.candidate.offload or best.candidate.offload])
             why = f"{cause} ({what}) take {shown_time(max(0.0, more_seconds))} more"
         elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
             why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
@@ -1678,6 +1684,7 @@ class _Search:
         self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
         self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
         self.least: list[tuple[int, str, Planned]] = []  # what does not fit although it offloads
+        self.no_room: list[tuple[int, str, Planned]] = []  # what would fit, but has no room for what it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.traced, self.proven = 0, True
         self.unknown = False  # whether some cannot be imagined
@@ -1854,6 +1861,8 @@ class _Search:
                 if self._fits(made):
                     found.append(made)
                     near.append(places)
+                else:
+                    self.no_room.append((made.host + made.disk, str(made.candidate), made))
             if near:
                 enough.append(_implied(chosen))
         return min(found, key=_order, default=None)
@@ -1965,8 +1974,23 @@ class _Search:
         return (
             f"{of} on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
             f"{'they need' if self.limited else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
-            "more ranks or a smaller batch"
+            f"more ranks or a smaller batch{self._no_room()}"
         )
+
+    def _no_room(self) -> str:
+        """Return what would fit if host memory and disks had more room, as a clause; empty if nothing would."""
+        machine = self.looks.machine
+        rooms = (
+            ("host memory", "host", 0 if machine.host is None else machine.host.memory),
+            ("the disk", "disk", 0 if machine.disk is None else machine.disk.size),
+        )
+        for _, name, p in sorted(self.no_room, key=lambda x: x[:2])[:1]:
+            short = [
+                f"{format_bytes(getattr(p, kind))} of {where}, which has {format_bytes(room)} a rank"
+                for where, kind, room in rooms if getattr(p, kind) > room
+            ]  # fmt: skip
+            return f"; {name} would fit with {_and(short)}"
+        return ""
 
     def lost(self, best: Sequence[Planned]) -> list[tuple[str, int, str]]:
         """Return groups of candidates that lost, with why."""
@@ -1990,7 +2014,7 @@ class _Search:
         for name, of_ in full.items():
             need, c, stage = of_[0]
             where = f"stage {stage} needs" if stage >= 0 and c.pipeline > 1 else "a rank needs at least"
-            found.append((name, len(of_), f"{where} {format_bytes(need)} of {format_bytes(self.memory)} ({c})"))
+            found.append((name, len(of_), f"{where} {format_bytes(need)}, and has {format_bytes(self.memory)} ({c})"))
         slow: dict[str, list[tuple[float, str]]] = {}
         for bound, c in self.left:
             slow.setdefault(_group(c), []).append((bound, str(c)))
@@ -2010,7 +2034,7 @@ class _Search:
             full.setdefault(_kind(frame), []).append((need, number))
         for name, needs in full.items():
             least = format_bytes(min(need for need, _ in needs))
-            why = f"weights, gradients and states need at least {least} of {format_bytes(self.memory)}"
+            why = f"weights, gradients and states need at least {least}, and a rank has {format_bytes(self.memory)}"
             found.append((name, sum(n for _, n in needs), why))
         mine = next((g for g, f, _ in self.others if f == best.candidate.frame), best.seconds)
         rest: dict[str, list[tuple[float, int]]] = {}
@@ -2029,6 +2053,11 @@ class _Search:
                 why = "not traced: guessed to be slower than those that were"
             found.append((name, sum(n for _, n in guesses), why))
         return found
+
+
+def _and(words: Sequence[str]) -> str:
+    """Return words as an enumeration: "a, b and c"."""
+    return " and ".join([*[", ".join(words[:-1])] * (len(words) > 1), *words[-1:]])
 
 
 def _implied(kinds: Iterable[str]) -> set[str]:
