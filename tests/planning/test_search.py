@@ -528,9 +528,7 @@ def test_a_disk_takes_what_host_memory_has_no_room_for(form):
         places |= {place for _, place in made.candidate.offload}
     assert places == {"host", "disk"}
     full = replace(small, disk=replace(small.disk, size=1 << 20))
-    with pytest.raises(
-        PlanError, match=r"the least that would do .*; .* would fit with .* of .*, which has .* a rank"
-    ):
+    with pytest.raises(PlanError, match=r"the least that would do .*; .* would fit with .* of .*, which has .* a rank"):
         plan(2, machine=full, memory=min(p.bytes for p in every), best=1, global_batch=16, **_fixed(c))
 
 
