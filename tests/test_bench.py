@@ -148,6 +148,43 @@ def test_memory_is_beside_the_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_in(3)
+def test_memory_is_beside_that_of_imagined_ranks(tmp_path: Path) -> None:
+    result, forms = tmp_path / "memory.json", ["ZeRO 3", "2d"]
+    options = ["--imagined", "--hidden", "64", "--layers", "2", "--heads", "4", "--batch", "4", "--sequence", "16"]
+    options += ["--vocabulary", "64", "--bucket", "0.1", "--forms", *forms, "--json", str(result)]
+    done = launch(0, [str(BENCH / "memory.py"), *options], timeout=120)
+    rows = json.loads(result.read_text())["rows"]
+    assert [row["form"] for row in rows] == forms
+    for row in rows:  # so small a model is not within 3 %
+        assert row["imagined_rest"] == pytest.approx(row["rest"], rel=0.1)
+        assert row["imagined_peak"] == pytest.approx(row["peak"], rel=0.2)
+        assert row["peak"] > row["rest"] > 0
+    apart = [row["form"] for row in rows if abs(row["imagined_peak"] / row["peak"] - 1) > 0.03]
+    assert done.returncode == bool(apart), done.stdout + done.stderr
+    assert f"peaks within 3%: {'NO: ' + '; '.join(apart) if apart else 'yes'}" in done.stdout
+
+
+def test_a_peak_that_is_not_imagined_is_told(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import memory
+
+    rows = {"2d": (103, 1000, 1029), "3d": (90, 1000, 969)}
+
+    def run(command: list[str], *_: Any) -> dict[str, Any]:
+        form = command[command.index("--forms") + 1]
+        rest, peak, imagined = (n * 2**20 for n in rows[form])
+        return {"form": form, "rest": rest, "peak": peak, "imagined_rest": rest, "imagined_peak": imagined}
+
+    monkeypatch.setattr(harness, "stop_cleanly", lambda: None)
+    monkeypatch.setattr(harness, "run", run)
+    for forms, code, line in ((["2d"], 0, "peaks within 3%: yes"), (["2d", "3d"], 1, "peaks within 3%: NO: 3d")):
+        monkeypatch.setattr(sys, "argv", ["memory.py", "--imagined", "--forms", *forms])
+        assert memory.main() == code
+        assert line in capsys.readouterr().out
+
+
+@pytest.mark.one_in(3)
 def test_a_timeline_is_drawn(tmp_path: Path) -> None:
     picture, trace = tmp_path / "steps.png", tmp_path / "{case}.json"
     options = ["--hidden", "16", "--heads", "2", "--layers", "2", "--batch", "2", "--sequence", "8", "--rounds", "1"]

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +25,7 @@ from parlinalg.comm.streams import tell
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.planning.machine import load_machine, machine_text
-from parlinalg.planning.measure import BANDWIDTH_BYTES, collectives, measure_machine
+from parlinalg.planning.measure import BANDWIDTH_BYTES, collectives, measure_disk, measure_machine
 from parlinalg.units import format_bytes
 
 EXTRAS = (
@@ -56,6 +57,10 @@ def add(commands: Commands) -> None:
         help="measure products, kernels and links in less than a minute, write them as a machine's file, from which "
         "plans are made, and do nothing else; under mpiexec on any number of ranks and hosts",
     )  # fmt: skip
+    doctor.add_argument(
+        "--disk", type=Path, metavar="FOLDER",
+        help="with --machine: also measure the disk of a folder, so that plans may offload to it",
+    )  # fmt: skip
     doctor.set_defaults(run=run)
 
 
@@ -65,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
         return _clean()
     if args.gpu:
         return gpu.run_gpu_checks(args.rows)
+    if args.disk is not None and args.machine is None:
+        raise ConfigError(f"--disk {args.disk} is measured for a machine's file: add --machine FILE.toml")
     if args.machine is not None:
-        return _write_machine(args.machine)
+        return _write_machine(args.machine, args.disk)
     mpi = about_mpi()
     comm = open_comm()
     with Grid({"ranks": comm.size}, comm) as grid:  # takes the backend and the BLAS threads that a run would
@@ -79,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_machine(path: Path) -> int:
+def _write_machine(path: Path, disk: Path | None) -> int:
     """Measure this machine, and write its file on rank 0."""
     if path.suffix != ".toml":
         raise ConfigError(f"--machine {path}: the name of a machine's file ends with .toml")
@@ -94,7 +101,8 @@ def _write_machine(path: Path) -> int:
     if problem := comm.share(problem)[0]:
         raise ConfigError(problem)
     start = perf_counter()
-    found = measure_machine(comm, path.stem)
+    measured = None if disk is None else measure_disk(comm, disk)  # first: its errors come soon
+    found = replace(measure_machine(comm, path.stem), disk=measured)
     if comm.rank == 0:
         path.write_text(machine_text(found, "Rates are in operations, elements and bytes a second, times in seconds."))
         load_machine(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from parlinalg.cli.parser import Commands, speaks
 from parlinalg.comm.streams import tell
@@ -101,6 +102,10 @@ def run_train(args: argparse.Namespace) -> int:
     """Print the plan of a training, and write its configuration."""
     from parlinalg.planning.search import plan_training
 
+    if args.out and not (folder := Path(args.out).resolve().parent).is_dir():  # before a minute is spent
+        raise ConfigError(f"--out {args.out}: there is no folder {folder}")
+    if args.out and Path(args.out).is_dir():
+        raise ConfigError(f"--out {args.out} is a folder: give the name of a file, such as best.py")
     plan = plan_training(
         args.config, ranks=args.ranks, machine=args.machine, memory=args.memory, global_batch=args.global_batch,
         best=args.best, settings=args.set,

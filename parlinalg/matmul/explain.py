@@ -8,6 +8,7 @@ from parlinalg.matmul.planner import MARGIN, Factors, MatmulPlan, Needs, Problem
 from parlinalg.units import format_bytes
 
 RUNNERS_UP = 3
+FASTER = 0.95  # a grid that takes less than this share of the chosen one's time is named
 _NAMES = {"x": "A", "w": "B", "y": "C"}
 _STREAMED = {"x": "n", "w": "m", "y": "k"}
 
@@ -36,9 +37,16 @@ def explain(plan: MatmulPlan, seconds: Seconds | None = None) -> str:
     lines = [f"{name:<10}{text}" for name, text in rows]
     others = _others(problem, least, plan.factors)
     lines.append("runners-up" if others else "runners-up: none, no other grid can be formed")
+    times = {} if seconds is None else {f: sum(seconds(f)) for f in (plan.factors, *others)}
     for f in others:
-        time = "" if seconds is None else f"{_time(sum(seconds(f))):>9} "
+        time = f"{_time(times[f]):>9} " if times else ""
         lines.append(f"  {_shape(f):<14} {time}{_lost(problem, least, f, plan.factors)}")
+    quickest = min(times, key=times.__getitem__, default=plan.factors)
+    if times and times[quickest] < FASTER * times[plan.factors]:
+        lines.append(
+            f"faster    {_shape(quickest)} takes the least time of these here, {_time(times[quickest])} instead of "
+            f"{_time(times[plan.factors])}; the grid is chosen by words, on any machine the same"
+        )
     return "\n".join(lines)
 
 

@@ -92,6 +92,11 @@ class ActivationProbe(OffloadedActivations):
         """The arrays since `begin` that would have been offloaded and are still needed."""
         return self._probed.away
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these arrays."""
+        return sum(each.nbytes for each in self.away)
+
     def measure(self, holders: Iterable[Any], away: Iterable[OffloadedBytes]) -> ActivationMemory:
         """Return what values on the tape and walks keep in memory, in all and without what would be offloaded."""
         here = {key: a for key, a in arrays(holders).items() if key not in self._weights}

@@ -30,7 +30,9 @@ from parlinalg.units import ITEMSIZE, parse_bytes
 
 FOLDER = Path(__file__).parent / "machines"
 GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
-HOST_COPY = "copy to or from host memory"
+HOST_COPY, DISK_READ, DISK_WRITE = "copies to and from host memory", "reads from a disk", "writes to a disk"
+OFFLOADS = (HOST_COPY, DISK_READ, DISK_WRITE)
+"""The kernels that move what is offloaded; their names are the causes of a step's time."""
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send")
 STEPS: dict[str, Callable[[int], float]] = {
     "one": lambda p: 1.0,
@@ -90,14 +92,19 @@ def word(*words: str) -> Check:
     return check
 
 
-def _memory(where: str, value: Any) -> int:
-    try:
-        found = parse_bytes(value)
-    except ValueError:
-        found = 0
-    if not 1 << 20 <= found <= 1 << 50:
-        raise _wrong(where, value, 'the memory of a rank, such as "80GB" or "4GiB", from 1 MiB to 1 PiB')
-    return found
+def room(what: str) -> Check:
+    """Return a check of an amount of bytes from 1 MiB to 1 PiB."""
+
+    def check(where: str, value: Any) -> int:
+        try:
+            found = parse_bytes(value)
+        except ValueError:
+            found = 0
+        if not 1 << 20 <= found <= 1 << 50:
+            raise _wrong(where, value, f'{what} of a rank, such as "80GB" or "4GiB", from 1 MiB to 1 PiB')
+        return found
+
+    return check
 
 
 def _row(where: str, value: Any, columns: Sequence[Check]) -> tuple[Any, ...]:
@@ -245,6 +252,7 @@ def between(known: Sequence[tuple[float, float]], x: float) -> float:
 # ------------------------------------------------------------------------------------------------ parts of a machine
 RATE = number(1e6, 1e18, "floating-point operations a second of a rank", above=True)
 BYTES = number(1e3, 1e15, "bytes a second", above=True)
+DISK_BYTES = number(1e4, 1e12, "bytes a second of a disk")
 SECONDS = number(0.0, 10.0, "seconds")
 SHARE = number(0.0, 1.0, "a share of the bandwidth", above=True)
 DIM = number(1, 1e9, "a dim of a matrix")
@@ -477,7 +485,17 @@ class Host:
     """The host's memory beside a device: what a rank may offload to, and the way there."""
 
     bandwidth: float = key(BYTES, "bytes a second that a rank copies each way while all ranks of its node do")
-    memory: int = key(_memory, "the host memory of a rank")
+    memory: int = key(room("the host memory"), "the host memory of a rank")
+    source: str = key(word(), "where the figures are from")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A disk of each node, on which a rank may let rest what it offloads."""
+
+    read: float = key(DISK_BYTES, "bytes a second that a rank reads while all ranks of its node do")
+    write: float = key(DISK_BYTES, "bytes a second that a rank writes while all ranks of its node do")
+    size: int = key(room("the space on the disk"), "the space on the disk of a rank")
     source: str = key(word(), "where the figures are from")
 
 
@@ -504,13 +522,15 @@ class Machine:
     overlap : Overlap
     host : Host or None
         None where blocks are in host memory.
+    disk : Disk or None
+        None where nothing is to be offloaded to one.
     """
 
     name: str = key(word(), "the machine's name")
     about: str = key(word(), "what it is, in a line")
     ranks_per_node: int = key(RANKS, "the ranks of a node, one a GPU")
     cores: int = key(RANKS, "the ranks that compute at full speed at once: GPUs, or cores")
-    memory: int = key(_memory, "the memory of a rank")
+    memory: int = key(room("the memory"), "the memory of a rank")
     gemm: Mapping[str, GemmRate] = key(
         table(lambda where, value: read(GemmRate, where, value)), "a table [gemm.DTYPE] a dtype, the rates of products"
     )
@@ -523,6 +543,10 @@ class Machine:
     cores_of: str = key(word("node", "world"), "whose ranks share the cores", "node")
     host: Host | None = key(
         lambda where, value: read(Host, where, value), "a table, the memory beside a device; none: it is the memory",
+        None,
+    )  # fmt: skip
+    disk: Disk | None = key(
+        lambda where, value: read(Disk, where, value), "a table, the disk of a node; none: nothing is offloaded to it",
         None,
     )  # fmt: skip
 
@@ -557,9 +581,9 @@ class Machine:
         for name in (real, *alike.get(real, ())):
             if name in self.gemm:
                 return self.gemm[name], times
+        right = f"add a table [gemm.{real}]" if real in GEMM_DTYPES else f"known are those of {', '.join(GEMM_DTYPES)}"
         raise ConfigError(
-            f"the machine {self.name} has no rate of products in {dtype}, only in {', '.join(self.gemm)}: add a table "
-            f"[gemm.{real}]"
+            f"the machine {self.name} has no rate of products in {dtype}, only in {', '.join(self.gemm)}: {right}"
         )
 
     def peak(self, dtype: str) -> float:
@@ -570,7 +594,21 @@ class Machine:
         """Return the seconds of a kernel, its overhead aside."""
         if kernel.name == HOST_COPY and self.host is not None:
             return kernel.nbytes / self.host.bandwidth
+        if self.disk is not None and kernel.name in (DISK_READ, DISK_WRITE):
+            return kernel.nbytes / (self.disk.read if kernel.name == DISK_READ else self.disk.write)
         return self.kernels.seconds(kernel)
+
+    def shared_by(self, on_node: int) -> Machine:
+        """Return the machine as each of so many ranks of a node sees what is beside them: host memory and disk."""
+        times = self.ranks_per_node / max(self.ranks_per_node, on_node)
+        if times == 1:
+            return self
+        host, disk = self.host, self.disk
+        if host is not None:
+            host = replace(host, bandwidth=host.bandwidth * times, memory=int(host.memory * times))
+        if disk is not None:
+            disk = replace(disk, read=disk.read * times, write=disk.write * times, size=int(disk.size * times))
+        return replace(self, host=host, disk=disk)
 
     # -------------------------------------------------------------------------------------------- communicating
     def beside(self, op: str, level: str) -> float:

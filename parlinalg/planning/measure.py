@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
 from typing import Any
@@ -20,11 +21,14 @@ from parlinalg.backend import Backend, kernels
 from parlinalg.backend.blas import cores, gemm_rate, host_and_cores
 from parlinalg.backend.shapes import ShapesBackend
 from parlinalg.comm import Comm, SingleComm, open_comm
+from parlinalg.comm.together import together
+from parlinalg.errors import OffloadError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import blocks
 from parlinalg.linalg.blocks import Machine
 from parlinalg.nn import GELU, LayerNorm, Linear, Sequential
+from parlinalg.offload.disk import DiskFile, aligned, free_bytes, process_number
 from parlinalg.planning import machine as planning
 from parlinalg.planning.imagine import TraceRecorder, imagine
 from parlinalg.planning.machine import OPERATIONS, STEPS, Algorithm, GemmRate, Kernels, Link, Operation, Overlap
@@ -117,6 +121,8 @@ LEAST_ELEMENTS = 1 << 14
 """Elements of a kernel's call from which on it is counted."""
 ROUND_SECONDS, LEAST_CALLS, MOST_CALLS = 0.03, 3, 50
 """Seconds of a round of operations between ranks, and the numbers of operations of one."""
+DISK_FILE, DISK_TILE = 1 << 28, 1 << 23
+"""Bytes of the file that a rank writes and reads, and of each access, as large as those of offloaded states."""
 PASSES, MORE_PASSES = 3, 4
 """The number of times that ranks' turns and waits are measured, and that all operations between ranks are."""
 ALIKE = 1.25
@@ -187,6 +193,44 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
         return planning.Machine(
             name, about, per_node, units, memory, gemm, operations, node, overlap, network, place
         )  # fmt: skip
+
+
+def measure_disk(comm: Comm, folder: Path) -> planning.Disk:
+    """Return the disk of a folder as each rank sees it while all write, and then read, files past the page cache.
+
+    Collective; the slowest rank's time counts.
+
+    Raises
+    ------
+    OffloadError
+        On all ranks, if a file cannot be made, written or read on any.
+    """
+    buffer = aligned(DISK_TILE)
+    buffer[:] = 7
+
+    def timed(call: Callable[[np.ndarray, int], None]) -> float:
+        def every() -> None:
+            for at in range(0, DISK_FILE, DISK_TILE):
+                call(buffer, at)
+            file.flush()
+
+        comm.barrier()
+        start = perf_counter()
+        together(comm, every, f"measuring {folder}", (OffloadError,))
+        return DISK_FILE / max(comm.share(perf_counter() - start))
+
+    path = folder / f"bandwidth.{process_number([comm])}"
+    file = together(comm, lambda: DiskFile(path, DISK_FILE), f"making {path}", (OffloadError,))
+    try:
+        timed(file.write)  # the first time the file system also notes where things lie
+        write, read = timed(file.write), timed(file.read)
+        direct = "past" if file.direct else "through"
+    finally:
+        file.close(remove=True)
+    beside = comm.nodes.count(comm.nodes[comm.rank])
+    size = min(comm.share(free_bytes(folder) // beside))
+    source = f"measured by parlinalg doctor --machine --disk on {comm.size} ranks at once, {direct} the page cache"
+    return planning.Disk(read, write, size, source)
 
 
 def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -8,17 +8,21 @@ search reckons what many layers take.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parlinalg.array import zeros
 from parlinalg.array.create import dtype_named
-from parlinalg.autograd import Tensor, no_sync
+from parlinalg.autograd import Parameter, Tensor, no_sync, saved_arrays_hooks
 from parlinalg.autograd.parameter import settle
+from parlinalg.autograd.rule import memory
+from parlinalg.autograd.tape import walking
 from parlinalg.backend.shapes import WhatIf
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
@@ -28,10 +32,12 @@ from parlinalg.nn.added_losses import added_losses
 from parlinalg.nn.layer import Layer, layers_of
 from parlinalg.offload.plan import BUFFERS, MOST_TILE
 from parlinalg.offload.probe import ActivationProbe
+from parlinalg.optim.flat import states_of
+from parlinalg.parallel.reducer import replaceable
 from parlinalg.pipeline.layer_costs import backward_of
 from parlinalg.pipeline.topology import PipelineTopology
 from parlinalg.planning.imagine import World, imagine
-from parlinalg.planning.machine import HOST_COPY
+from parlinalg.planning.machine import DISK_READ, DISK_WRITE, HOST_COPY
 from parlinalg.planning.timeline import cut
 from parlinalg.planning.trace import Event, Kernel, Span, Trace
 from parlinalg.random.draws import training_step
@@ -115,10 +121,14 @@ class Part:
         Bytes of `kept` that are put away where the activations of blocks are offloaded, and those of one block.
     largest : int
         Bytes of the largest block of a parameter.
-    host, host_kept : int
-        Bytes in host memory, at rest and of a microbatch.
-    copies : tuple of three ints
-        Bytes copied to or from it in a forward pass, in a backward pass and in an update.
+    recorded : int
+        Bytes of the values that a disk keeps beside the states, to undo a step; none if a state is their master.
+    settled : bool
+        True if gradients may be settled one by one, and rest elsewhere: their reducer does no more than sum them.
+    elsewhere, elsewhere_kept : dict of str to int
+        Bytes by place, "host" and "disk": at rest and of a microbatch.
+    moves : dict of str to dict of str to int
+        By span, "forward", "backward" and "update", the bytes that come and go, by the kernel of `machine.OFFLOADS`.
     """
 
     trace: Trace
@@ -132,9 +142,11 @@ class Part:
     away: int = 0
     block: int = 0
     largest: int = 0
-    host: int = 0
-    host_kept: int = 0
-    copies: tuple[int, int, int] = (0, 0, 0)
+    recorded: int = 0
+    settled: bool = True
+    elsewhere: Mapping[str, int] = field(default_factory=Counter)
+    elsewhere_kept: Mapping[str, int] = field(default_factory=Counter)
+    moves: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def rest(self) -> int:
@@ -151,49 +163,99 @@ class Part:
         found = cut(self.trace, name)
         return found[0] if found else Trace(self.trace.rank, self.trace.size)
 
-    def offloaded(self, kinds: Collection[str], gradients: bool) -> Part:
-        """Return the part with some of what it holds in host memory, as `parlinalg.offload` does it on a GPU.
+    def offloaded(self, places: Mapping[str, str], device: bool) -> Part:
+        """Return the part with some of what it holds in host memory or on a disk, as `parlinalg.offload` does it.
 
-        Copies are waited for: an update brings its states in tiles and takes them back, a forward pass takes away what
-        blocks save, the backward pass brings it back.  Values come for the forward and for the backward pass, and
-        their gradients, if those rest there too, come and go with each microbatch's terms.
+        What comes and goes is waited for: an update brings its states in tiles and takes them back, a forward pass
+        takes away what blocks save, the backward pass brings it back.  Values come for the forward and for the backward
+        pass.  Gradients, which rest with the values or alone, come and go with each microbatch's terms: the first are
+        only taken away, and the update brings them once more.
 
         Parameters
         ----------
-        kinds : collection of str
-            "optimizer", "activations", "parameters".
-        gradients : bool
-            Whether gradients rest with their parameters: only if a reducer does no more than sum them.
+        places : dict of str to str
+            "host" or "disk" for each of "optimizer", "activations", "parameters" (with the gradients, if they are
+            `settled`) and "gradients" that is offloaded.
+        device : bool
+            True if blocks are in a device's memory: what a disk holds passes through the host's.
+
+        Raises
+        ------
+        ConfigError
+            If gradients alone are to rest elsewhere, and are not `settled`.
         """
         weights, held, states, kept, transient = self.weights, self.gradients, self.states, self.kept, self.transient
-        copies = {"forward": 0, "backward": 0, "update": 0}
-        host = host_kept = 0
-        if "optimizer" in kinds:
+        rest, each = Counter[str](), Counter[str]()
+        moves = {"forward": Counter[str](), "backward": Counter[str](), "update": Counter[str]()}
+
+        def moved(span: str, kind: str, come: int, go: int, beside: int = 0) -> None:
+            if device:
+                moves[span][HOST_COPY] += come + go + beside
+            if places[kind] == "disk":
+                moves[span] += Counter({DISK_READ: come, DISK_WRITE: go + beside})
+
+        if (place := places.get("optimizer")) is not None:
             tiles = (BUFFERS + 1) * MOST_TILE * (states + weights) // max(1, states)  # of values too
-            copies["update"] += 2 * states
-            host, states, transient = host + states, 0, transient + min(states, tiles)
-        if "activations" in kinds:
-            copies["forward"] += self.away
-            copies["backward"] += self.away
-            host_kept, kept, transient = self.away, kept - self.away, transient + min(self.away, 3 * self.block)
-        if "parameters" in kinds:
-            moved = held if gradients else 0
-            copies["forward"] += weights
-            copies["backward"] += weights + 2 * moved
-            copies["update"] += 2 * weights + moved
-            transient += min(weights + moved, 3 * self.largest)
-            host, weights, held = host + weights + moved, 0, held - moved
+            beside = self.recorded if place == "disk" else 0
+            moved("update", "optimizer", states, states, beside)
+            rest[place] += 2 * (states + beside) if place == "disk" else states  # a file has two places for each tile
+            states, transient = 0, transient + min(states, tiles)
+        if (place := places.get("activations")) is not None:
+            moved("forward", "activations", 0, self.away)
+            moved("backward", "activations", self.away, 0)
+            each[place] += self.away
+            kept, transient = kept - self.away, transient + min(self.away, 3 * self.block)
+        if "gradients" in places and not self.settled:
+            raise ConfigError("gradients that a reducer shares out or sends in 16 bits do not rest elsewhere alone")
+        for kind, own, least in (("parameters", weights, 3), ("gradients", 0, 2)):
+            if (place := places.get(kind)) is not None:
+                terms = held if self.settled else 0
+                moved("forward", kind, own, 0)
+                moved("backward", kind, own + terms, terms)
+                moved("update", kind, own, own)
+                transient += min(own + terms, least * self.largest)
+                rest[place] += own + terms
+                weights, held = weights - own, held - terms
         events: list[Event] = []
         for event in self.trace.events:
-            if isinstance(event, Span) and not event.begins and copies.get(event.name):
-                nbytes = copies[event.name]
-                events.append(Kernel(HOST_COPY, nbytes, nbytes, "uint8"))
+            if isinstance(event, Span) and not event.begins and event.name in moves:
+                events += [Kernel(name, n, n, "uint8") for name, n in moves[event.name].items() if n]
             events.append(event)
         return replace(
             self, trace=Trace(self.trace.rank, self.trace.size, events, self.trace.stands_for), weights=weights,
             gradients=held, states=states, kept=kept, peak=weights + held + states + kept + transient,
-            host=host, host_kept=host_kept, copies=(copies["forward"], copies["backward"], copies["update"]),
+            elsewhere=rest, elsewhere_kept=each, moves=moves,
         )  # fmt: skip
+
+
+class HostProbe(ActivationProbe):
+    """Counts what of the activations of modules a disk would hold, of blocks in host memory that have no values."""
+
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        super().__init__(parameters)
+        self._found: dict[int, weakref.ref[Any]] = {}
+
+    def _around(self, call: Callable[..., Any], module: Module, *args: Any, **kwargs: Any) -> Any:
+        if walking() is not None:
+            return call(*args, **kwargs)
+        before = self.nbytes
+        with saved_arrays_hooks(self._seen, lambda array: array):
+            result = call(*args, **kwargs)
+        self.block = max(self.block, self.nbytes - before)
+        return result
+
+    def _seen(self, array: Any) -> Any:
+        """Note the memory of an array that would go, by the rule of `Packer.pack`; it stays where it is."""
+        whole = memory(array)
+        large = array.ndim and whole.nbytes >= self.least and array.nbytes * 4 >= whole.nbytes
+        if large and id(whole) not in self._weights:
+            self._found[id(whole)] = weakref.ref(whole)
+        return array
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was noted and is still held."""
+        return sum(int(whole.nbytes) for found in self._found.values() if (whole := found()) is not None)
 
 
 def layer_keys(model: Any) -> list[tuple[Any, ...]]:
@@ -306,8 +368,7 @@ class _Run:
         order = mesh.spec.token_order(inputs.length) if inputs.language else None
         found = [int(p.storage.nbytes(p.data).value) for p in self.parameters]
         self.largest = max(found, default=0)
-        blocks = getattr(model, "blocks", ()) if world.device.target == "gpu" else ()
-        self.blocks = [b for b in blocks if id(b) in modules]
+        self.blocks = [b for b in getattr(model, "blocks", ()) if id(b) in modules]
         self.positions = None if order is None else BatchPositions(order)
 
     def part(self, rows: int, given: Between | None, update: bool) -> Part:
@@ -320,7 +381,7 @@ class _Run:
             gradients = max(0, world.device.held - held)
             self.settle()
             change(True, 1.0)
-            states = max(0, world.device.held - held)
+            states = max(0, world.device.held - held - world.device.live["gradients"])  # a GPU's buckets stay
             world.reset_peak()
         with world.trace() as trace:
             kept = self.microbatch(rows, given, sync=False)
@@ -334,15 +395,22 @@ class _Run:
                         change(True, 1.0)
         return Part(
             trace, self.weights, gradients, states, kept, world.peak_memory, self.output, self.message, away, block,
-            self.largest,
+            self.largest, self.recorded(), replaceable(self.reducer),
         )  # fmt: skip
+
+    def recorded(self) -> int:
+        """Return the bytes of the values that the rank updates and of which no state is the master."""
+        master = self.optimizer.flat.master
+        bare = [p for p in self.parameters if not states_of(p.dtype, master)[1]]
+        return sum(int(p.storage.nbytes(p.data).updated) for p in bare)
 
     def probed(self, rows: int, given: Between | None) -> tuple[int, int]:
         """Run a microbatch, and return what of its activations could be offloaded, and the most of one block."""
         if not self.blocks:
             self.microbatch(rows, given, sync=False)
             return 0, 0
-        with ActivationProbe(self.parameters) as probe:
+        kind = ActivationProbe if self.world.device.target == "gpu" else HostProbe
+        with kind(self.parameters) as probe:
             probe.place(self.blocks)
             self.microbatch(rows, given, sync=False, probe=probe)
             return self.away, probe.block
@@ -365,7 +433,7 @@ class _Run:
                 size = _nbytes(y)
                 root = self.criterion(y, targets)[0] if self.last else y
             if probe is not None:
-                self.away = sum(each.nbytes for each in probe.away)
+                self.away = probe.nbytes
             kept = max(0, self.world.device.held - held - (0 if self.last else size))
             if not self.last:
                 self.output, self.message = Between(y.shape, y.layout, y.dtype.name), size

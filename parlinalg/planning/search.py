@@ -35,10 +35,10 @@ from parlinalg.matmul.planner import Factors, MatmulPlan, Seconds
 from parlinalg.pipeline.schedule import Schedule
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.pipeline.simulate import Costs, Dependencies
-from parlinalg.planning.machine import Machine, load_machine
+from parlinalg.planning.machine import OFFLOADS, Machine, load_machine
 from parlinalg.planning.parts import Between, Inputs, Part, declared, layer_keys, trace_part
 from parlinalg.planning.timeline import Stage, Timeline, pipeline_timeline, timeline
-from parlinalg.planning.trace import Gemm, Start, Trace, Wait
+from parlinalg.planning.trace import Gemm, Kernel, Start, Trace, Wait
 from parlinalg.schemes import for_mode
 from parlinalg.schemes.words import scheme_words
 from parlinalg.sequence import ORDERS
@@ -76,8 +76,10 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "gpipe")
 """All synchronous ones; pipedream and pipedream-2bw step with weights that are older than the gradients' microbatches,
 which is another training, so that they are planned only where the configuration names one.  GPipe holds all
 microbatches, but waits for no answer from later stages: where messages take long it is faster than 1F1B."""
-COPIES = "other kernels"  # the cause that copies to and from host memory are counted with, as in timelines
 RING_ORDERS = ("zigzag", *(order for order in ORDERS if order != "zigzag"))
+IMPLIED = {"parameters": ("parameters", "gradients")}
+"""The kinds of what is offloaded that take others along."""
+Offload = tuple[tuple[str, str], ...]
 HOME = ("muon", "shampoo", "soap")  # optimizers with states that lie on one rank of many
 
 
@@ -103,8 +105,8 @@ class Candidate:
         The axis that cuts the experts of a mixture, "none" for no axis; None for what the configuration gives.
     order : str or None
         Of the tokens on a ring; None for what the configuration gives.
-    offload : tuple of str
-        What rests in host memory: "optimizer", "activations", "parameters".
+    offload : tuple of pairs of str
+        What rests elsewhere, "optimizer", "activations", "parameters" or "gradients", and where: "host" or "disk".
     """
 
     data: int
@@ -120,7 +122,7 @@ class Candidate:
     dtype: str | None
     experts: str | None = None
     order: str | None = None
-    offload: tuple[str, ...] = ()
+    offload: Offload = ()
 
     @property
     def frame(self) -> Frame:
@@ -158,7 +160,9 @@ class Candidate:
         options += [str(self.dtype)] * (self.dtype is not None)
         options += [f"experts on {self.experts}"] * (self.experts not in (None, "none"))
         options += [f"{self.order} order"] * (self.order not in (None, "zigzag"))
-        options += [f"{' and '.join(self.offload)} in host memory"] * bool(self.offload)
+        for place, where in (("host", "in host memory"), ("disk", "on a disk")):
+            kinds = [kind for kind, to in self.offload if to == place]
+            options += [f"{_and(kinds)} {where}"] * bool(kinds)
         return ", ".join([text, *options])
 
     def apply(self, config: TrainingConfig, batch: int) -> TrainingConfig:
@@ -178,7 +182,7 @@ class Candidate:
             parallel = replace(parallel, sequence=replace(parallel.sequence, order=self.order))
         offload = config.offload
         if self.offload:
-            away: dict[str, Any] = dict.fromkeys(self.offload, "host")
+            away: dict[str, Any] = dict(self.offload)
             offload = replace(offload, **away)
         schedule = None
         if self.pipeline > 1:
@@ -217,7 +221,7 @@ class Candidate:
         if self.dtype is not None and "precision" not in given:
             values["precision"] = self.dtype
         if self.offload:
-            values["offload"] = dict.fromkeys(self.offload, "host")
+            values["offload"] = dict(self.offload)
         more: dict[str, Any] = {} if self.recompute is None else {"recompute": self.recompute}
         if self.experts is not None:
             more["expert_axis"] = self.expert_axis
@@ -234,7 +238,7 @@ class Candidate:
     def note(self) -> dict[str, Any]:
         """Return the choices as what JSON can carry; `from_note` reads them."""
         made = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**made, "tensor": self.tensor.given(), "offload": list(self.offload)}
+        return {**made, "tensor": self.tensor.given(), "offload": dict(self.offload)}
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> Candidate:
@@ -242,11 +246,11 @@ class Candidate:
 
         Raises
         ------
-        TypeError, ConfigError
+        TypeError, ValueError, ConfigError
             If it is no note of a candidate.
         """
         tensor = TensorConfig.parse("tensor", note.get("tensor"))
-        return cls(**{**note, "tensor": tensor, "offload": tuple(note.get("offload", ()))})
+        return cls(**{**note, "tensor": tensor, "offload": tuple(dict(note.get("offload", ())).items())})
 
 
 def _option(given: Mapping[str, Any], of: str, name: str) -> dict[str, Any]:
@@ -473,8 +477,8 @@ class Planned:
         The pipeline rank whose memory is the fullest.
     traced : bool
         False of an estimate by single layers.
-    host : int
-        Bytes of host memory that the rank with the most offloaded takes.
+    host, disk : int
+        Bytes of host memory and on a disk that the rank with the most offloaded takes.
     """
 
     candidate: Candidate
@@ -491,6 +495,7 @@ class Planned:
     stage: int = 0
     traced: bool = True
     host: int = 0
+    disk: int = 0
 
     @property
     def bytes(self) -> int:
@@ -514,9 +519,10 @@ class Looks:
     """The looks at candidates, with the traces they have in common."""
 
     def __init__(self, config: TrainingConfig, ranks: int, machine: Machine, batch: int) -> None:
-        self.config, self.ranks, self.machine, self.batch = config, ranks, machine, batch
+        self.config, self.ranks, self.batch = config, ranks, batch
         self.inputs = Inputs.of(config)
         self.node = on_node(machine, ranks)
+        self.machine = machine.shared_by(self.node)
         self.target = "gpu" if machine.kernels.asynchronous else "cpu"
         self.traces = 0
         self._parts: dict[Any, Part] = {}
@@ -525,7 +531,7 @@ class Looks:
         self._alone: dict[str | None, Rest] = {}
         self._of_model: dict[tuple[str | None, int], bool] = {}
         self._known_figures: dict[tuple[int, bool, bool], Figures] = {}
-        self._offloaded: dict[tuple[int, tuple[str, ...], int], Part] = {}
+        self._offloaded: dict[tuple[int, Offload], Part] = {}
         self._last: tuple[Candidate | None, dict[Any, Part]] = None, {}
         self._kept_alive: list[Part] = []  # runs are known by their identities
 
@@ -686,9 +692,8 @@ class Looks:
         states = self.ranks if self.config.optimizer.name in HOME else share(1)
         kinds = self.kinds(c)
         found = 0 if "optimizer" in kinds else part.states // states
-        if "parameters" in kinds:
-            return found + (part.gradients // share(2) if self.is_low(c) else 0)
-        return found + part.weights // share(3) + part.gradients // share(2)
+        found += 0 if "parameters" in kinds else part.weights // share(3)
+        return found + (0 if self.settles(c) and {"parameters", "gradients"} & {*kinds} else part.gradients // share(2))
 
     def time_bound(self, c: Candidate) -> float:
         """Return seconds that no step of a candidate can be below, by traces of its distinct layers.
@@ -712,10 +717,11 @@ class Looks:
         spec, config = self._spec(c) if c.microbatches * c.pipeline <= WHOLE else self._short(c)
         schedule, counts = self._schedule(spec, config)
         cuts = _cuts(counts)
+        places = (2,) if self.machine.network is None else (1, 2)
         costs = Costs(
             forward=[sum(forward[a:b]) for a, b in cuts], backward=[sum(backward[a:b]) for a, b in cuts],
             weight=[sum(backward[a:b]) / 2 for a, b in cuts],
-            latency=min(self._send(part.message, local) for part in parts[:-1] for local in (1, 2)),
+            latency=min(self._send(part.message, local) for part in parts[:-1] for local in places),
         )  # fmt: skip
         graph = dependencies(schedule.name, schedule.ranks, schedule.microbatches, c.chunks)
         return max(least, (1 - 1e-9) * graph.bounds(costs)[0])  # fewer microbatches than there are take no longer
@@ -740,28 +746,36 @@ class Looks:
 
     # -------------------------------------------------------------------------------------------- parts
     def kinds(self, c: Candidate) -> tuple[str, ...]:
-        """Return what a candidate may offload to host memory, where the configuration leaves that open.
+        """Return what a candidate may offload, where the configuration leaves that open and the machine has a place.
 
-        Values rest there without ZeRO only: its stages hold them in buckets, or cut.  States that lie whole on one rank
-        come back together, and stay.
+        Values rest elsewhere without ZeRO and with its stage 3: stages 1 and 2 hold them in buckets.  An asynchronous
+        schedule keeps versions of them in memory.  States that lie whole on one rank come back together, and stay.
         """
-        if self.machine.host is None or self.config.offload:
+        if not self.homes or self.config.offload:
             return ()
         found = ["optimizer"] * (self.config.optimizer.name not in HOME)
         found += ["activations"] * (self.config.model.name in LANGUAGE)
-        return (*found, *["parameters"] * (c.zero == 0))
+        found += ["parameters"] * (c.zero in (0, 3) and c.schedule in (None, *SCHEDULES))
+        return (*found, *["gradients"] * self.settles(c))
 
-    def is_low(self, c: Candidate) -> bool:
-        """Return True if gradients have 16 bits: their reducer keeps them where they are."""
-        return (c.dtype or self.config.dtype) in ("bfloat16", "float16")
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """The places for what is offloaded, the faster first: what goes to a disk passes through the host's memory."""
+        return tuple(place for place in ("host", "disk") if getattr(self.machine, place) is not None)
+
+    def settles(self, c: Candidate) -> bool:
+        """Return True if gradients may rest elsewhere: if their reducer sums whole ones in their own dtype."""
+        precision = self.config.precision
+        cast = precision.communicate if c.dtype == precision.dtype else None
+        return c.zero == 0 and cast is None and not self.config.gradient_handler
 
     def _resting(self, part: Part, c: Candidate) -> Part:
         """Return a part with what a candidate offloads."""
         if not c.offload:
             return part
-        key = id(part), c.offload, c.zero
+        key = id(part), c.offload
         if key not in self._offloaded:
-            self._offloaded[key] = part.offloaded(c.offload, gradients=not self.is_low(c))
+            self._offloaded[key] = part.offloaded(dict(c.offload), self.target == "gpu")
             self._kept_alive.append(part)
         return self._offloaded[key]
 
@@ -833,18 +847,21 @@ class Looks:
         if not c.offload:
             return made
         there = self._resting(part, c)
-        for name in ("weights", "gradients", "states", "kept", "transient", "host"):
+        for name in ("weights", "gradients", "states", "kept", "transient"):
             made[name] = getattr(there, name)
-        made["host kept"] = there.host_kept
-        assert self.machine.host is not None
-        copies = dict(zip(("forward", "backward", "update"), there.copies, strict=True))
-        for name, spans in (("forward", ("pass",)), ("backward", ("pass",)), ("update", ("update",))):
-            seconds = copies[name] / self.machine.host.bandwidth
-            made[name] += seconds
-            for span in (*spans, *["end"] * (c.pipeline == 1)):
-                made[f"{span}: {COPIES}"] = made.get(f"{span}: {COPIES}", 0.0) + seconds
-            if c.pipeline == 1:
-                made["end"] += seconds
+        for place in self.homes:
+            made[place] = there.elsewhere[place]
+            made[f"{place} kept"] = there.elsewhere_kept[place]
+        for span, group in (("forward", "pass"), ("backward", "pass"), ("update", "update")):
+            for cause, nbytes in there.moves[span].items():
+                if not nbytes:
+                    continue
+                seconds = self.machine.kernel_seconds(Kernel(cause, nbytes, nbytes, "uint8"))
+                made[span] += seconds
+                for name in (group, *["end"] * (c.pipeline == 1)):
+                    made[f"{name}: {cause}"] = made.get(f"{name}: {cause}", 0.0) + seconds
+                if c.pipeline == 1:
+                    made["end"] += seconds
         return made
 
     def _figures(self, part: Part, alone: bool, apart: bool = True) -> Figures:
@@ -856,7 +873,7 @@ class Looks:
             return self._known_figures[id(part), alone, apart]
         made: Figures = {
             "weights": part.weights, "gradients": part.gradients, "states": part.states, "kept": part.kept,
-            "transient": part.transient, "message": part.message, "host": 0, "host kept": 0,
+            "transient": part.transient, "message": part.message,
         }  # fmt: skip
         for span in ("forward", "backward", "reduce", "update", "end"):
             if span != "end" or alone:
@@ -886,8 +903,8 @@ class Looks:
             memory = _memory(*(round(one[k]) for k in ("weights", "gradients", "states", "kept", "transient")))
             spent = _causes([(c.microbatches - 1, one, "pass"), (1, one, "end")])
             moved = _in_step([(c.microbatches - 1, one, "pass"), (1, one, "end")])
-            host = round(one["host"] + one["host kept"])
-            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False, host)
+            away = {p: round(one.get(p, 0) + one.get(f"{p} kept", 0)) for p in self.homes}
+            return self._planned(c, config, seconds, memory, moved, 0.0, _as_shares(spent, seconds), 0, False, **away)
         held = [[stages[k.stage] for k in chunks] for chunks in schedule.chunks]
         local = 1 if self.ranks > self.node else 2
         costs = Costs(
@@ -907,13 +924,14 @@ class Looks:
             flight = [n + rounds * (n - before) for n, before in zip(run.held, fewer.held, strict=True)]
             work += more * sum(f["forward"] + f["backward"] for f in stages)
         bubble = max(0.0, 1 - work / (schedule.ranks * seconds)) if seconds else 0.0
-        memory, stage, host = {}, 0, 0
+        memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
         for r, own in enumerate(held):
             rest = [round(sum(f[k] for f in own)) for k in ("weights", "gradients", "states")]
             kept, buffers = flight[r] * max(f["kept"] for f in own), max(f["transient"] for f in own)
             here = _memory(rest[0], rest[1], rest[2], round(kept), round(buffers))
-            away = sum(f["host"] for f in own) + flight[r] * max(f["host kept"] for f in own)
-            host = max(host, round(away))
+            for p in away:
+                there = sum(f.get(p, 0) for f in own) + flight[r] * max(f.get(f"{p} kept", 0) for f in own)
+                away[p] = max(away[p], round(there))
             if sum(here.values()) > sum(memory.values()):
                 memory, stage = here, r
         busiest = max(held, key=lambda own: sum(f["forward"] + f["backward"] for f in own))
@@ -928,7 +946,7 @@ class Looks:
         apart = local == 1 and c.width >= self.node
         moved = (words + ends[0] + sends // 4, across + ends[1] + sends * apart, within + ends[2] + sends * (not apart))
         shares = _as_shares(spent, seconds)
-        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False, host)
+        return self._planned(c, config, seconds, memory, moved, bubble, shares, stage, False, **away)
 
     def _replicas(self, c: Candidate, schedule: Schedule, held: Sequence[Figures], local: int) -> float:
         """Return the seconds in which a rank sums the gradients of its stages over a schedule's replicas."""
@@ -1019,7 +1037,8 @@ class Looks:
             memory = _memory(part.weights, part.gradients, part.states, part.kept, part.transient)
             starts = _starts(part.span("forward"), part.span("backward")), _starts(part.span("end"))
             moved = self._moved([(c.microbatches - 1, starts[0]), (1, starts[1])])
-            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0, host=part.host + part.host_kept)
+            away = {p: part.elsewhere[p] + part.elsewhere_kept[p] for p in self.homes}
+            return self._planned(c, config, seconds, memory, moved, 0.0, run[1], 0, True, **away)
         schedule, counts = self._schedule(spec, config)
         keys = self.keys(c.dtype)
         stages: list[Stage] = []
@@ -1054,10 +1073,12 @@ class Looks:
             on_node=self.node,
         )  # fmt: skip
         assert made.simulation is not None
-        memory, stage, host = {}, 0, 0
+        memory, stage, away = {}, 0, dict.fromkeys(self.homes, 0)
         for r, held in enumerate(schedule.chunks):
             of = [parts[k.stage] for k in held]
-            host = max(host, sum(p.host for p in of) + made.simulation.held[r] * max(p.host_kept for p in of))
+            for p in away:
+                there = made.simulation.held[r] * max(part.elsewhere_kept[p] for part in of)
+                away[p] = max(away[p], there + sum(part.elsewhere[p] for part in of))
             here = _memory(
                 sum(p.weights for p in of), sum(p.gradients for p in of), sum(p.states for p in of),
                 made.simulation.held[r] * max(p.kept for p in of), max(p.transient for p in of),
@@ -1077,7 +1098,7 @@ class Looks:
         sends = passes * sum(parts[k.stage].message for k in schedule.chunks[busiest]) * 2
         apart = any(places[r] // self.node != places[r - 1] // self.node for r in range(1, c.pipeline))
         moved = (moved[0] + sends // 4, moved[1] + sends * apart, moved[2] + sends * (not apart))
-        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage, host=host)
+        return self._planned(c, config, made.seconds, memory, moved, made.bubble, _shares(made), stage, True, **away)
 
     def _alone_run(self, part: Part, microbatches: int) -> tuple[float, dict[str, float]]:
         """Return the seconds of a step without a pipeline, and the shares of its causes: equal microbatches repeat."""
@@ -1104,12 +1125,14 @@ class Looks:
     def _planned(
         self, c: Candidate, config: TrainingConfig, seconds: float, memory: Mapping[str, int],
         moved: tuple[int, int, int], bubble: float, causes: Mapping[str, float], stage: int, traced: bool = True,
-        host: int = 0,
+        host: int = 0, disk: int = 0,
     ) -> Planned:  # fmt: skip
         units = self.batch * (self.inputs.length if self.inputs.language else 1)
         peak = self.machine.peak(c.dtype or self.config.dtype) / self.machine.crowd(self.node, self.ranks)
         mfu = self.model_flops / (seconds * self.ranks * peak)
-        return Planned(c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced, host)
+        return Planned(
+            c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced, host, disk
+        )
 
 
 class Guess(NamedTuple):
@@ -1399,7 +1422,13 @@ class TrainingPlan:
         return self.best[0].candidate.values(self.given, self.batch)
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write this configuration as a Python file."""
+        """Write this configuration as a Python file.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be written.
+        """
         first = self.best[0]
         head = (
             f'"""Planned for {self.ranks} ranks of {self.machine.name}: {first.candidate}.\n\nA step of {self.batch} '
@@ -1407,7 +1436,10 @@ class TrainingPlan:
             '\n"""\n\n'
         )
         body = "".join(f"{name} = {value!r}\n" for name, value in self.configuration.items())
-        Path(path).write_text(head + body, encoding="utf-8")
+        try:
+            Path(path).write_text(head + body, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def explain(self) -> str:
         """Return the plan as text: the best with their figures, and the others with why they lost."""
@@ -1424,13 +1456,15 @@ class TrainingPlan:
         rows = [head]
         for i, p in enumerate(self.best, 1):
             rows.append((
-                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", f"{100 * p.mfu:.0f}%", format_bytes(p.bytes),
+                str(i), shown_time(p.seconds), f"{p.throughput:,.0f}", shown_share(p.mfu), format_bytes(p.bytes),
                 f"{p.words:.3g}", format_bytes(p.across), f"{100 * p.bubble:.0f}%", str(p.candidate),
             ))  # fmt: skip
         wide = [max(len(row[k]) for row in rows) for k in range(len(head) - 1)]
         for row in rows:
             lines.append("  ".join([*(text.rjust(w) for text, w in zip(row, wide, strict=False)), row[-1]]).rstrip())
-        lines += ["", "memory     " + ", ".join(f"{name} {format_bytes(n)}" for name, n in first.memory.items())]
+        held = {**first.memory, "in host memory": first.host, "on a disk": first.disk}
+        held = {name: n for name, n in held.items() if n or name in first.memory}
+        lines += ["", "memory     " + ", ".join(f"{name} {format_bytes(n)}" for name, n in held.items())]
         lines.append(
             "time       " + ", ".join(f"{cause} {100 * s:.0f}%" for cause, s in list(first.causes.items())[:6])
         )
@@ -1451,8 +1485,23 @@ class TrainingPlan:
 
 
 def shown_time(seconds: float) -> str:
-    """Return seconds as text."""
+    """Return seconds as text.
+
+    >>> shown_time(0.00123), shown_time(12.345), shown_time(4130)
+    ('1.23 ms', '12.3 s', '4,130 s')
+    """
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def shown_share(share: float) -> str:
+    """Return a share in percent as text.
+
+    >>> shown_share(0.413), shown_share(0.0042)
+    ('41%', '0.42%')
+    """
+    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.2g}%"
 
 
 def why_slower(other: Planned, best: Planned) -> str:
@@ -1475,14 +1524,15 @@ def why_slower(other: Planned, best: Planned) -> str:
     again = other.candidate.recompute
     for cause in {**other.causes, **best.causes}:
         more_seconds = other.causes.get(cause, 0.0) * other.seconds - best.causes.get(cause, 0.0) * best.seconds
-        why = f"{cause} take {shown_time(max(0.0, more_seconds))} more"
+        verb = "takes" if cause == "launching" else "take"
+        why = f"{cause} {verb} {shown_time(max(0.0, more_seconds))} more"
         if cause == "idle":
             why = f"ranks idle {100 * other.causes.get(cause, 0.0):.0f}% of the step"
             if other.bubble > best.bubble:
                 why = f"idles {100 * other.bubble:.0f}% in the pipeline's bubble"
-        elif cause == COPIES and other.candidate.offload and not best.candidate.offload:
-            what = " and ".join(other.candidate.offload)
-            why = f"copies of {what} to and from host memory take {shown_time(max(0.0, more_seconds))} more"
+        elif cause in OFFLOADS:
+            what = _and([kind for kind, _ in other.candidate.offload or best.candidate.offload])
+            why = f"{cause} ({what}) take {shown_time(max(0.0, more_seconds))} more"
         elif cause in ("products", "other kernels") and again and again != best.candidate.recompute:
             why = f"computes {'attention' if again == 'attention' else 'blocks'} again"
         reasons.append((more_seconds * 0.99, why))
@@ -1540,7 +1590,7 @@ def plan_training(
     space = Space(checked, given, ranks, batch, looks.depth, _dtypes(checked, given, found))
     search = _Search(looks, space, limit, best, exhaustive)
     if not search.candidates:
-        raise PlanError(_no_split(checked, given, ranks, batch))
+        raise PlanError(_no_split(checked, given, ranks, batch, looks.depth))
     planned = search.run()
     return TrainingPlan(
         found, ranks, limit, batch, tuple(planned), tuple(search.lost(planned)), search.candidates,
@@ -1571,9 +1621,9 @@ def _bytes(value: int | str) -> int:
     try:
         found = parse_bytes(value)
     except ValueError as error:
-        raise ConfigError(f"memory: {error}") from None
+        raise ConfigError(str(error)) from None
     if found < 1:
-        raise ConfigError(f"memory={value!r}: a rank needs some, such as 80GiB")
+        raise ConfigError(f"memory={value!r}: give the bytes that a rank may use, at least 1, such as 80GiB")
     return found
 
 
@@ -1596,12 +1646,24 @@ def _dtypes(config: TrainingConfig, given: Mapping[str, Any], machine: Machine) 
     return [""] if not faster else ["", *faster]
 
 
-def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int) -> str:
-    parallel = given.get("parallel") or {}
+def _no_split(config: TrainingConfig, given: Mapping[str, Any], ranks: int, batch: int, depth: int) -> str:
+    own, parallel = config.parallel, given.get("parallel") or {}
     fixed = f" with parallel={dict(parallel)}" if parallel else ""
+    sizes = {
+        "data": own.data.size, "pipeline": own.pipeline.ranks, "sequence": own.sequence.ranks,
+        "tensor": own.tensor.ranks,
+    }  # fmt: skip
+    product = math.prod(sizes[name] or 1 for name in parallel if name in sizes)
+    if ranks % product or (product != ranks and {*sizes} <= {*parallel} and all(sizes.values())):
+        what = " × ".join(f"{name} {sizes[name]}" for name in sizes if name in parallel and (sizes[name] or 1) > 1)
+        return f"parallel has {what}, which {ranks} ranks cannot be cut into: the product of sizes should divide them"
+    if own.pipeline.ranks > depth:
+        return f"parallel.pipeline={own.pipeline.ranks}, but the model has {depth} layers: a stage takes at least one"
+    count = config.microbatches(own.pipeline.ranks) if {"schedule", "gradient_accumulation"} & {*given} else 1
+    cut = f" into {count} microbatches" if count > 1 else ""
     return (
-        f"a batch of {batch} samples cannot be split evenly over {ranks} ranks{fixed}: the data parallel ranks times "
-        f"the microbatches divide the batch; give a global batch with more divisors, such as a multiple of {ranks}, or "
+        f"a batch of {batch} samples cannot be split evenly over {ranks} ranks{fixed}{cut}: the data parallel ranks "
+        f"times the microbatches divide the batch; give a global batch with more divisors, such as {ranks * count}, or "
         "leave keys of parallel and schedule out"
     )
 
@@ -1622,6 +1684,7 @@ class _Search:
         self.others: list[tuple[float, Frame, int]] = []  # frames of which no candidate was looked at
         self.offloading: dict[Candidate, Planned] = {}  # estimates with what is offloaded
         self.least: list[tuple[int, str, Planned]] = []  # what does not fit although it offloads
+        self.no_room: list[tuple[int, str, Planned]] = []  # what would fit, but has no room for what it offloads
         self.crammed: list[tuple[int, Frame, int]] = []  # frames whose weights alone do not fit
         self.traced, self.proven = 0, True
         self.unknown = False  # whether some cannot be imagined
@@ -1675,8 +1738,8 @@ class _Search:
             if not number:
                 continue
             sample = next(self.space.steps(frame))
-            most = max(self.space.stages(frame.data))
-            if (need := self.looks.memory_bound(replace(sample, zero=most))) > self.memory:
+            stages = self.space.stages(frame.data)
+            if (need := min(self.looks.memory_bound(replace(sample, zero=z)) for z in stages)) > self.memory:
                 self.crammed.append((need, frame, number))
             else:
                 guessed[frame] = self.looks.guess(frame, self.space.counts(frame), recompute, self.memory)
@@ -1759,26 +1822,49 @@ class _Search:
         return self.offloading[c]
 
     def _fits(self, p: Planned) -> bool:
-        host = self.looks.machine.host
-        return p.bytes <= self.memory and (not p.host or (host is not None and p.host <= host.memory))
+        host, disk = self.looks.machine.host, self.looks.machine.disk
+        beside = (not p.host or (host is not None and p.host <= host.memory)) and (
+            not p.disk or (disk is not None and p.disk <= disk.size)
+        )
+        return p.bytes <= self.memory and beside
 
     def _offloaded(self, c: Candidate, look: Any) -> Planned | None:
-        """Return the fastest way in which a candidate fits with something in host memory.
+        """Return the fastest way in which a candidate fits with something in host memory or on a disk.
 
-        Copies only add to its time, so that one that fits without, or with less, need not be asked with more: all sets
-        of kinds are looked at but those with a part that fits.  None if none fits; the least is noted.
+        What comes and goes only adds to its time, the more the farther it goes.  So kinds need not be asked that hold
+        kinds with which it fits, nor farther places where nearer ones have room.  None if none fits; the least that it
+        takes is noted.
         """
+        kinds, homes = self.looks.kinds(c), self.looks.homes
+        sets = [
+            chosen
+            for n in range(1, len(kinds) + 1)
+            for chosen in itertools.combinations(kinds, n)
+            if not {"parameters", "gradients"} <= {*chosen}
+        ]
         found: list[Planned] = []
-        kinds = self.looks.kinds(c)
-        for n in range(1, len(kinds) + 1):
-            for chosen in itertools.combinations(kinds, n):
-                if any(set(p.candidate.offload) <= set(chosen) for p in found):
+        enough: list[set[str]] = []
+        for chosen in sorted(sets, key=lambda chosen: len(_implied(chosen))):
+            if any(less <= _implied(chosen) for less in enough):
+                continue
+            near: list[tuple[int, ...]] = []
+            for places in sorted(itertools.product(range(len(homes)), repeat=len(chosen)), key=sum):
+                if any(all(p <= q for p, q in zip(less, places, strict=True)) for less in near):
                     continue
-                made: Planned | None = self._asked(replace(c, offload=chosen), look)
-                if made is not None and self._fits(made):
-                    found.append(made)
-                elif made is not None and made.bytes > self.memory:
+                away = tuple((kind, homes[p]) for kind, p in zip(chosen, places, strict=True))
+                made: Planned | None = self._asked(replace(c, offload=away), look)
+                if made is None:
+                    break
+                if made.bytes > self.memory:  # wherever they are
                     self.least.append((made.bytes, str(made.candidate), made))
+                    break
+                if self._fits(made):
+                    found.append(made)
+                    near.append(places)
+                else:
+                    self.no_room.append((made.host + made.disk, str(made.candidate), made))
+            if near:
+                enough.append(_implied(chosen))
         return min(found, key=_order, default=None)
 
     def _climb(self, guessed: Mapping[Frame, Guess]) -> None:
@@ -1844,7 +1930,8 @@ class _Search:
             return None
 
     def _refuse(self, c: Candidate, error: ParlinalgError) -> None:
-        why = re.split(r":| \(at ", str(error))[0]
+        first, *more = re.split(r": | \(at ", str(error))
+        why = first if " " in first or not more else f"{first}: {more[0]}"  # "model: GPT cannot ..."
         self.refused[why] += 1
         self.refused_of.setdefault(why, c)
 
@@ -1887,8 +1974,23 @@ class _Search:
         return (
             f"{of} on {self.looks.ranks} ranks fits {format_bytes(self.memory)} a rank: the least that "
             f"{'they need' if self.limited else 'would do'} is {format_bytes(need)}, by {c}; give that much memory, "
-            "more ranks or a smaller batch"
+            f"more ranks or a smaller batch{self._no_room()}"
         )
+
+    def _no_room(self) -> str:
+        """Return what would fit if host memory and disks had more room, as a clause; empty if nothing would."""
+        machine = self.looks.machine
+        rooms = (
+            ("host memory", "host", 0 if machine.host is None else machine.host.memory),
+            ("the disk", "disk", 0 if machine.disk is None else machine.disk.size),
+        )
+        for _, name, p in sorted(self.no_room, key=lambda x: x[:2])[:1]:
+            short = [
+                f"{format_bytes(getattr(p, kind))} of {where}, which has {format_bytes(room)} a rank"
+                for where, kind, room in rooms if getattr(p, kind) > room
+            ]  # fmt: skip
+            return f"; {name} would fit with {_and(short)}"
+        return ""
 
     def lost(self, best: Sequence[Planned]) -> list[tuple[str, int, str]]:
         """Return groups of candidates that lost, with why."""
@@ -1912,13 +2014,14 @@ class _Search:
         for name, of_ in full.items():
             need, c, stage = of_[0]
             where = f"stage {stage} needs" if stage >= 0 and c.pipeline > 1 else "a rank needs at least"
-            found.append((name, len(of_), f"{where} {format_bytes(need)} of {format_bytes(self.memory)} ({c})"))
-        slow: dict[str, list[float]] = {}
+            found.append((name, len(of_), f"{where} {format_bytes(need)}, and has {format_bytes(self.memory)} ({c})"))
+        slow: dict[str, list[tuple[float, str]]] = {}
         for bound, c in self.left:
-            slow.setdefault(_group(c), []).append(bound)
+            slow.setdefault(_group(c), []).append((bound, str(c)))
         for name, bounds in slow.items():
-            times = min(bounds) / best[0].seconds
-            found.append((name, len(bounds), f"the passes of its layers alone take {max(1.0, times):.2f}× the time"))
+            bound, text = min(bounds)
+            times = max(1.0, bound / best[0].seconds)
+            found.append((name, len(bounds), f"the passes of its layers alone take {times:.2f}× the time ({text})"))
         found += [(_group(self.refused_of[why]), n, f"refused: {why}") for why, n in self.refused.items()]
         by_number = [sorted(x, key=lambda x: (-x[1], x[0])) for x in (found, self._unseen(best[0]))]
         return [*by_number[0][:40], *by_number[1][:20]]
@@ -1931,7 +2034,7 @@ class _Search:
             full.setdefault(_kind(frame), []).append((need, number))
         for name, needs in full.items():
             least = format_bytes(min(need for need, _ in needs))
-            why = f"weights, gradients and states need at least {least} of {format_bytes(self.memory)}"
+            why = f"weights, gradients and states need at least {least}, and a rank has {format_bytes(self.memory)}"
             found.append((name, sum(n for _, n in needs), why))
         mine = next((g for g, f, _ in self.others if f == best.candidate.frame), best.seconds)
         rest: dict[str, list[tuple[float, int]]] = {}
@@ -1943,11 +2046,23 @@ class _Search:
             why = f"not traced: products and words alone are guessed at {times:.1f}× the time"
             if tried:
                 p = min(tried, key=_order)
-                why = f"not traced: the likeliest of them takes {why_slower(p, best)} ({p.candidate})"
+                text = why_slower(p, best)
+                verb = "is" if text.startswith("as fast") else "takes"
+                why = f"not traced: the likeliest of them {verb} {text} ({p.candidate})"
             elif times < 1.05:
                 why = "not traced: guessed to be slower than those that were"
             found.append((name, sum(n for _, n in guesses), why))
         return found
+
+
+def _and(words: Sequence[str]) -> str:
+    """Return words as an enumeration: "a, b and c"."""
+    return " and ".join([*[", ".join(words[:-1])] * (len(words) > 1), *words[-1:]])
+
+
+def _implied(kinds: Iterable[str]) -> set[str]:
+    """Return kinds of what is offloaded with those that they take along."""
+    return {each for kind in kinds for each in IMPLIED.get(kind, (kind,))}
 
 
 def _one_apart(a: Candidate, b: Candidate, counts: Sequence[int]) -> bool:

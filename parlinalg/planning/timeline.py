@@ -27,7 +27,7 @@ from parlinalg.errors import ConfigError
 from parlinalg.pipeline import drawing
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Simulation, simulate
-from parlinalg.planning.machine import Machine, Transfer
+from parlinalg.planning.machine import OFFLOADS, Machine, Transfer
 from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 TRANSPORT_SHARE = 0.5
@@ -73,7 +73,7 @@ class Interval(NamedTuple):
         if self.kind == "gemm":
             return "products"
         if self.kind == "kernel":
-            return "other kernels"
+            return self.name if self.name in OFFLOADS else "other kernels"
         return f"{self.name.replace('_', '-')}{'s' if self.name[-1] != 's' else ''}{_over(self.axes)}"
 
 
@@ -140,7 +140,7 @@ class Timeline:
     @property
     def exposed(self) -> float:
         """Seconds in which the slowest rank does nothing but wait for communication that is under way."""
-        others = ("products", "other kernels", "idle", "launching")
+        others = ("products", "other kernels", "idle", "launching", *OFFLOADS)
         return sum(s for cause, s in self.causes[self.slowest].items() if cause not in others)
 
     @property

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from parlinalg.errors import ConfigError
 from parlinalg.planning.machine import (
+    DISK_READ,
+    DISK_WRITE,
     FOLDER,
     OPERATIONS,
     load_machine,
@@ -31,7 +33,8 @@ def test_shipped(name: str) -> None:
     assert load_machine(FOLDER / f"{name}.toml") == machine
     assert parse_machine(machine_text(machine)) == machine
     sources = [*(g.source for g in machine.gemm.values()), machine.kernels.source, machine.node.source]
-    assert all(len(source.split()) >= 3 for source in [*sources, machine.overlap.source])
+    sources += [each.source for each in (machine.overlap, machine.host, machine.disk) if each is not None]
+    assert all(len(source.split()) >= 3 for source in sources)
     assert {"float64", "float32"} <= machine.gemm.keys()
     large = machine.gemm_seconds(Gemm(1, 4096, 4096, 4096, "float32"))
     assert 2 * 4096**3 / large <= 1.2 * machine.peak("float32")
@@ -73,6 +76,38 @@ def test_wrong_files(old: str, new: str, words: str) -> None:
     assert old in right
     with pytest.raises(ConfigError, match=words):
         parse_machine(right.replace(old, new, 1), "m.toml")
+
+
+DISK = 'read = 1e6\nwrite = 5e5\nsize = "4GiB"\nsource = "by hand"\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("read = 1e6\n", "", "m.toml: disk.read is missing: bytes a second that a rank reads while all ranks"),
+        ("read = 1e6", "read = 2e15", "m.toml: disk.read = 2.*: it should be bytes a second of a disk, .* 1e.12"),
+        ("write = 5e5", "write = 0", "m.toml: disk.write = 0: it should be bytes a second of a disk, at least"),
+        ("write = 5e5", 'write = "fast"', "m.toml: disk.write = 'fast': it should be a number"),
+        ('size = "4GiB"', "size = 12", "m.toml: disk.size = 12: it should be the space on the disk of a rank"),
+        ('source = "by hand"\n', "", "m.toml: disk.source is missing"),
+        ("size", "sise", "m.toml: disk.sise is no key of a machine; did you mean size"),
+    ],
+)
+def test_wrong_disks(old: str, new: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_machine(f"{text()}\n[disk]\n{DISK.replace(old, new)}", "m.toml")
+
+
+def test_a_disk_is_read_and_written_at_its_rates() -> None:
+    machine = parse_machine(f"{text()}\n[disk]\n{DISK}")
+    assert parse_machine(machine_text(machine)) == machine
+    seconds = [machine.kernel_seconds(Kernel(name, 10**6, 1, "uint8")) for name in (DISK_READ, DISK_WRITE)]
+    assert seconds == [1, 2]
+    shared = machine.shared_by(8)  # four times the ranks that the node is meant for
+    assert shared.kernel_seconds(Kernel(DISK_READ, 10**6, 1, "uint8")) == 4
+    assert shared.disk is not None
+    assert shared.disk.size == 1 << 30
+    assert machine.shared_by(1) == machine
 
 
 def test_machines_that_are_not_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from parlinalg.backend import kernels
 from parlinalg.backend.numpy import NUMPY
 from parlinalg.cli import doctor
-from parlinalg.errors import ConfigError
+from parlinalg.errors import ConfigError, OffloadError
 from parlinalg.planning import measure
 from parlinalg.planning.machine import OPERATIONS, STEPS, GemmRate, load_machine, machine_text, parse_machine
 
@@ -121,11 +122,33 @@ def test_formula_of_products_is_found() -> None:
 
 @pytest.mark.serial
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    def run(machine: Path | None, disk: Path | None = None) -> None:
+        doctor.run(argparse.Namespace(clean=False, gpu=False, machine=machine, disk=disk))
+
     with pytest.raises(ConfigError, match=r"the name of a machine's file ends with \.toml"):
-        doctor.run(argparse.Namespace(clean=False, gpu=False, machine=tmp_path / "here.json"))
+        run(tmp_path / "here.json")
     with pytest.raises(ConfigError, match=r"cannot write .*here.toml: No such file or directory"):
-        doctor.run(argparse.Namespace(clean=False, gpu=False, machine=tmp_path / "no" / "here.toml"))
+        run(tmp_path / "no" / "here.toml")
+    with pytest.raises(ConfigError, match=r"--disk .* is measured for a machine's file: add --machine FILE.toml"):
+        run(None, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OffloadError, match=r"the offload folder .*file cannot be used: .*give path= a folder"):
+        run(tmp_path / "here.toml", tmp_path / "file")
     assert load_machine("laptop").cores == 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_disk_is_measured(world, mpi_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "DISK_FILE", 1 << 22)
+    monkeypatch.setattr(measure, "DISK_TILE", 1 << 20)
+    found = measure.measure_disk(world, mpi_tmp_path)
+    assert found.read > 1e4
+    assert found.write > 1e4
+    assert found.size > 1 << 20
+    assert f"on {world.size} ranks at once" in found.source
+    assert not list(mpi_tmp_path.iterdir())
+    laptop = replace(load_machine("laptop"), disk=found)
+    assert parse_machine(machine_text(laptop)).disk.size == found.size
 
 
 def test_a_time_in_which_all_took_long_does_not_get_in() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 import parlinalg as pla
+from parlinalg.autograd import ops
 from parlinalg.backend.shapes import values_needed
 from parlinalg.errors import ConfigError, PlanError
+from parlinalg.offload.probe import ActivationProbe
 from parlinalg.optim import Muon
 from parlinalg.pipeline.schedules import discover, make_schedule
 from parlinalg.pipeline.simulate import Costs
@@ -53,9 +56,11 @@ def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
 
 
 WIDE = {**AGAIN, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8}
-REACH = [  # on 64 ranks, all forms of tensor parallelism, and all pipelines with all schedules
-    {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1},
-    {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}},
+REACH = [  # on 64 ranks
+    {"zero": 1, "parallel": {"pipeline": 1, "sequence": 1}, "gradient_accumulation": 1},  # forms of tensor parallelism
+    {"zero": 0, "parallel": {"tensor": 1, "sequence": 1}},  # pipelines, schedules, microbatches
+    {"zero": 1, "parallel": {"sequence": 1}, "schedule": {"name": "1f1b", "microbatches": 8}},  # pipelines × tensor
+    {"parallel": {"tensor": 1, "pipeline": 1}, "gradient_accumulation": 1},  # rings × Ulysses × orders × ZeRO
 ]
 
 
@@ -174,10 +179,14 @@ def test_what_does_not_fit_names_the_least_memory():
     [
         ({"ranks": 0}, "ranks=0: a plan takes a whole number of at least 1"),
         ({"ranks": 2, "machine": "laptopp"}, "there is no machine 'laptopp'"),
-        ({"ranks": 2, "memory": "many"}, "memory"),
+        ({"ranks": 2, "memory": "many"}, "memory is a number of bytes of at least 0"),
+        ({"ranks": 2, "memory": 0}, "memory=0: give the bytes that a rank may use"),
         ({"ranks": 2, "global_batch": -1}, "global_batch=-1"),
         ({"ranks": 2, "layers": 3}, "layers"),
         ({"ranks": 3, "parallel": {"tensor": 1, "sequence": 1, "pipeline": 1}}, "a batch of 8 samples cannot be split"),
+        ({"ranks": 4, "parallel": {"pipeline": 3}}, "parallel has pipeline 3, which 4 ranks cannot be cut into"),
+        ({"ranks": 16, "parallel": {"pipeline": 16}}, "parallel.pipeline=16, but the model has 4 layers"),
+        ({"ranks": 2, "schedule": {"name": "1f1b", "microbatches": 3}}, "into 3 microbatches: the data parallel ranks"),
     ],
     ids=str,
 )
@@ -190,6 +199,45 @@ def test_times_of_products():
     made = pla.plan_matmul(4096, 4096, 4096, ranks=64, dtype="float32")
     text = made.explain(search.product_seconds(made, "v100"))
     assert re.search(r"time +\S+ ms: products \S+ \S+, communication", text)
+
+
+def test_a_faster_grid_is_named():
+    """The grid of a product is chosen by words; where another one is faster on a machine, the text says so."""
+    made = pla.plan_matmul(100, 100, 100, ranks=12, dtype="float32")
+    assert "faster    1×1×1 takes the least time of these here" in made.explain(search.product_seconds(made, "h100"))
+    assert "faster" not in made.explain()
+    seconds = search.product_seconds(pla.plan_matmul(100, 100, 100, ranks=12, dtype="int32"), "h100")
+    with pytest.raises(ConfigError, match=r"no rate of products in int32, .*: known are those of float64"):
+        seconds((1, 1, 1))
+
+
+def test_pipelines_are_planned_without_a_network():
+    given = {"parallel": {"tensor": 1, "sequence": 1}, "zero": 0, "schedule": {"name": "1f1b", "microbatches": 2}}
+    made = plan(2, machine="laptop", best=9, model=AGAIN, **given)
+    assert {p.candidate.pipeline for p in made.best} == {1, 2}
+    assert made.proven
+
+
+def test_reasons_are_told_whole(monkeypatch):
+    looks = _looks()
+    made = search._Search(looks, search.Space(looks.config, GPT, 4, 8, 8, [""]), 1 << 30, 1, False)
+    for text, why in (
+        ("model: GPT cannot be cut: 3 heads", "model: GPT cannot be cut"),
+        ("a sequence of 3 tokens: give 4 (at x.py:3)", "a sequence of 3 tokens"),
+    ):
+        made._refuse(_candidate(), ConfigError(text))
+        assert list(made.refused)[-1] == why
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path):
+    fixed = {"parallel": {"pipeline": 1, "sequence": 1, "tensor": 1}, "zero": 0, "gradient_accumulation": 1}
+    made = plan(2, best=1, model=AGAIN, **fixed)
+    with pytest.raises(ConfigError, match=r"cannot write .*none.best.py: No such file"):
+        made.write(tmp_path / "none" / "best.py")
+    for out, text in ((tmp_path, "is a folder: give"), (tmp_path / "none" / "best.py", "there is no folder")):
+        done = launch(0, ["-m", "parlinalg", "plan", "train", "text", "-p", "2", "--out", str(out)], timeout=60)
+        assert done.returncode == 2
+        assert text in done.stderr
 
 
 def test_classifiers_are_planned():
@@ -293,7 +341,7 @@ def _looks(model=AGAIN, ranks=4, machine="v100", batch=8, **more):
 def _candidate(data=1, pipeline=1, sequence=1, ulysses=1, zero=0, microbatches=1, tensor=None, **more):
     return search.Candidate(
         data, pipeline, sequence, ulysses, search.TensorConfig.parse("tensor", tensor), zero, microbatches,
-        more.pop("schedule", None), None, "attention", None, **more,
+        more.pop("schedule", None), None, "attention", more.pop("dtype", None), **more,
     )  # fmt: skip
 
 
@@ -371,43 +419,181 @@ def test_a_ring_is_traced_in_the_order_of_its_tokens(ulysses):
     assert {c.order for c in space if c.sequence == c.ulysses} == {None}
 
 
-@pytest.mark.parametrize(
-    "form", [{"data": 2}, {"data": 1, "pipeline": 2, "schedule": "1f1b", "microbatches": 4}], ids=str
-)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_memory_is_counted_once(zero, dtype):
+    """On a GPU gradients stay in their buckets between steps; the parts of the memory add up to the peak."""
+    looks = _looks(LARGE, ranks=2, batch=16)
+    c = _candidate(2, zero=zero, dtype=dtype, microbatches=2)
+    found = looks.full(c)
+    (part,) = looks._last[1].values()
+    assert found.bytes == part.peak
+    itemsize, whole = (4, 2) if dtype is None else (2, 3)
+    declared = [p for m in looks._known_model(dtype)[1].modules() for p in m._parameters.values()]
+    values = sum(math.prod(p.shape) for p in declared) * itemsize
+    assert found.memory["weights"] == pytest.approx(values / (2 if zero == 3 else 1), rel=0.01)
+    assert found.memory["states"] == pytest.approx(4 / itemsize * whole * values / (2 if zero else 1), rel=0.01)
+
+
+KINDS = ("optimizer", "activations", "parameters", "gradients")
+SETS = [
+    kinds for n in range(1, 4) for kinds in combinations(KINDS, n) if not {"parameters", "gradients"} <= {*kinds}
+]  # fmt: skip
+FORMS = [{"data": 2}, {"data": 1, "pipeline": 2, "schedule": "1f1b", "microbatches": 4}]
+LARGE = {**AGAIN, "hidden_size": 256, "vocab_size": 512}
+
+
+def _fixed(c):
+    """Return the keys of a configuration that leave nothing open but what is offloaded."""
+    fixed = {"zero": c.zero, "parallel": {"tensor": 1, "sequence": 1, "data": c.data}, "model": LARGE}
+    if c.pipeline > 1:
+        return {**fixed, "schedule": {"name": "1f1b", "microbatches": c.microbatches}}
+    return {**fixed, "gradient_accumulation": c.microbatches}
+
+
+def _away(kinds, place="host"):
+    return tuple((kind, place) for kind in kinds)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_what_does_not_fit_offloads_as_little_as_does(form):
     """The kinds that are offloaded are those with the shortest step of all sets that fit."""
-    model = {**AGAIN, "hidden_size": 256, "vocab_size": 512}
-    looks = _looks(model, ranks=2, batch=16)
+    looks = _looks(LARGE, ranks=2, batch=16)
     c = _candidate(**form)
     bare = looks.full(c)
-    sets = [kinds for n in (1, 2, 3) for kinds in combinations(looks.kinds(c), n)]
-    assert len(sets) == 7
-    every = {kinds: looks.full(replace(c, offload=kinds)) for kinds in sets}
+    assert looks.kinds(c) == KINDS
+    every = {kinds: looks.full(replace(c, offload=_away(kinds))) for kinds in SETS}
     for kinds, p in every.items():
         assert p.seconds > bare.seconds
         assert p.host > 0
+        assert p.disk == 0
         if p.stage == bare.stage:
             assert p.memory["states"] == (0 if "optimizer" in kinds else bare.memory["states"])
             assert p.memory["weights"] == (0 if "parameters" in kinds else bare.memory["weights"])
+            gone = {"parameters", "gradients"} & {*kinds}
+            assert p.memory["gradients"] == (0 if gone else bare.memory["gradients"])
             assert (p.memory["activations"] < bare.memory["activations"]) == ("activations" in kinds)
     link = looks.machine.host.bandwidth
     copied = every["optimizer",].seconds - bare.seconds
     assert copied == pytest.approx(2 * bare.memory["states"] / link, rel=0.02)
+    if c.pipeline == 1:  # the first and only terms are taken away, and come once more for the update
+        copied = every["gradients",].seconds - bare.seconds
+        assert copied == pytest.approx(2 * bare.memory["gradients"] / link, rel=0.02)
     for limit in sorted({p.bytes for p in every.values()}):
         if limit >= bare.bytes:
             continue
-        fixed = {"zero": 0, "parallel": {"tensor": 1, "sequence": 1, "data": c.data}, "model": model}
-        if c.pipeline > 1:
-            fixed["schedule"] = {"name": "1f1b", "microbatches": 4}
-        else:
-            fixed["gradient_accumulation"] = 1
-        made = plan(2, memory=limit, best=1, global_batch=16, **fixed).best[0]
+        made = plan(2, memory=limit, best=1, global_batch=16, **_fixed(c)).best[0]
         fastest = min((p for p in every.values() if p.bytes <= limit), key=lambda p: p.seconds)
         assert (str(made.candidate), made.seconds) == (str(fastest.candidate), fastest.seconds)
-        assert made.config.offload.given() == dict.fromkeys(made.candidate.offload, "host")
+        assert made.config.offload.given() == dict(made.candidate.offload)
     least = min(p.bytes for p in every.values())
     with pytest.raises(PlanError, match=r"the least that would do is .* in host memory"):
-        plan(2, memory=least - 1, best=1, global_batch=16, **fixed)
-    given = {**GPT, "model": model, "offload": {"optimizer": "host"}}
+        plan(2, memory=least - 1, best=1, global_batch=16, **_fixed(c))
+    given = {**GPT, "model": LARGE, "offload": {"optimizer": "host"}}
     assert search.Looks(load(given), 2, load_machine("v100"), 16).kinds(c) == ()
     assert search.Candidate.from_note(made.candidate.note()) == made.candidate
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_disk_takes_what_host_memory_has_no_room_for(form):
+    """Of all ways to deal the kinds out to host memory and a disk, the fastest that fits is found."""
+    v100 = load_machine("v100")
+    c = _candidate(**form)
+    looks = _looks(LARGE, ranks=2, batch=16)
+    room = looks.full(replace(c, offload=_away(["gradients"]))).host
+    small = replace(v100, host=replace(v100.host, memory=room))
+    looks = _looks(LARGE, ranks=2, batch=16, machine=small)
+    every = [
+        looks.full(replace(c, offload=tuple(zip(kinds, places, strict=True))))
+        for kinds in SETS for places in product(("host", "disk"), repeat=len(kinds))
+    ]  # fmt: skip
+    at = {p.candidate.offload: p for p in every}
+    states = at[_away(["optimizer"])].memory
+    on_disk = at[_away(["optimizer"], "disk")]
+    assert on_disk.memory == states
+    held = looks.full(c).memory
+    read = held["states"] / small.disk.read + held["states"] / small.host.bandwidth
+    written = 1.5 * held["states"] * (1 / small.disk.write + 1 / small.host.bandwidth)  # with the values
+    assert on_disk.seconds - looks.full(c).seconds == pytest.approx(read + written, rel=0.02)
+    assert on_disk.disk == 3 * held["states"]
+    places = set()
+    for limit in sorted({p.bytes for p in every}):
+        if limit >= looks.full(c).bytes:
+            continue
+        made = plan(2, machine=small, memory=limit, best=1, global_batch=16, **_fixed(c)).best[0]
+        fastest = min(
+            (p for p in every if p.bytes <= limit and p.host <= small.host.memory), key=lambda p: p.seconds
+        )  # fmt: skip
+        assert (str(made.candidate), made.seconds) == (str(fastest.candidate), fastest.seconds)
+        places |= {place for _, place in made.candidate.offload}
+    assert places == {"host", "disk"}
+    full = replace(small, disk=replace(small.disk, size=1 << 20))
+    with pytest.raises(PlanError, match=r"the least that would do .*; .* would fit with .* of .*, which has .* a rank"):
+        plan(2, machine=full, memory=min(p.bytes for p in every), best=1, global_batch=16, **_fixed(c))
+
+
+def test_values_that_zero_3_cuts_rest_elsewhere_and_gradients_stay():
+    looks = _looks(LARGE, ranks=2, batch=16)
+    c = _candidate(2, zero=3)
+    assert looks.kinds(c) == KINDS[:3]
+    assert [looks.kinds(replace(c, zero=z)) for z in (1, 2)] == [KINDS[:2]] * 2
+    bare, away = looks.full(c), looks.full(replace(c, offload=_away(["parameters"])))
+    assert away.memory["weights"] == 0
+    assert away.memory["gradients"] == bare.memory["gradients"] > 0
+    copies = 4 * bare.memory["weights"] / looks.machine.host.bandwidth  # beside gathers that are in flight
+    assert 0.5 * copies < away.seconds - bare.seconds < 1.02 * copies
+    for offload in ((), _away(KINDS[:3])):
+        assert looks.memory_bound(c) <= looks.full(replace(c, offload=offload)).bytes
+
+
+def test_what_the_library_does_not_offload_is_not_planned():
+    late = {"parallel": {"pipeline": 2, "tensor": 1, "sequence": 1}, "schedule": {"name": "pipedream"}}
+    c = _candidate(1, 2, microbatches=4, schedule="pipedream")
+    assert "parameters" not in _looks(LARGE, ranks=2, batch=16, **late).kinds(c)
+    cast = {"precision": {"dtype": "float16", "communicate": "32"}}
+    assert "gradients" not in _looks(LARGE, ranks=2, batch=16, **cast).kinds(_candidate(2, dtype="float16"))
+    assert "gradients" in _looks(LARGE, ranks=2, batch=16).kinds(_candidate(2))
+    muon = {"optimizer": {"name": "muon", "lr": 0.02, "adamw_lr": 4e-3}}
+    assert "optimizer" not in _looks(LARGE, ranks=2, batch=16, **muon).kinds(_candidate(2))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_planned_for_a_disk_trains_with_it(zero, tmp_path):
+    fixed = {
+        "model": {"name": "gpt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256,
+                  "recompute": None},
+        "data": {"name": "text", "sequence_length": 32}, "zero": zero, "batch_size": 4, "dtype": "float32",
+        "gradient_accumulation": 2, "parallel": {"pipeline": 1, "tensor": 1, "sequence": 1},
+    }  # fmt: skip
+    looks = search.Looks(load(fixed), 2, load_machine("laptop"), 4)
+    c = next(iter(search.Space(load(fixed), fixed, 2, 4, looks.depth, [""])))
+    kinds = [k for k in looks.kinds(c) if k != "gradients"]
+    least = looks.full(replace(c, offload=_away(kinds, "disk"))).bytes
+    made = pla.plan_training(fixed, ranks=2, machine="laptop", memory=least, best=1)
+    assert {place for _, place in made.best[0].candidate.offload} == {"disk"}
+    assert "on a disk" in made.explain()
+    everything = replace(made.best[0], candidate=replace(made.best[0].candidate, offload=_away(kinds, "disk")))
+    replace(made, best=(everything,)).write(tmp_path / "best.py")
+    done = launch(2, ["-m", "parlinalg", "train", "best.py", "--steps", "2"], timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"offload +offloaded: optimizer to \S+, activations to \S+, parameters to ", done.stdout)
+
+
+@pytest.mark.parametrize("recompute", [None, "attention", "block"])
+def test_what_a_disk_would_hold_is_what_numpy_saves(recompute):
+    """The bytes of activations that imagined ranks put on a disk are those that real ranks would."""
+    model = {**LARGE, "recompute": recompute}
+    config = load({**GPT, "model": model, "parallel": {"data": 1}})
+    inputs = search.Inputs.of(config)
+    part = search.trace_part(config, inputs, 1, 8, node=1, target="cpu")
+    with pla.launch(config) as mesh:
+        real = inputs.declare(config, mesh)
+        real.initialize(config.seed)
+        ids = pla.zeros((8, inputs.length), mesh.grid, real.ids_layout, "int64")
+        with ActivationProbe(real.parameters()) as probe:
+            probe.place(real.blocks)
+            loss = ops.cross_entropy(real(ids), ids)
+            assert 0 < part.away == probe.nbytes
+            del loss
+    assert 0 < part.block <= part.away
