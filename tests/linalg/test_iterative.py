@@ -300,11 +300,11 @@ def test_the_same_steps_on_every_number_of_ranks(grid):
 @pytest.mark.parametrize("largest", [False, True])
 def test_eigenvalues_stay_where_they_are_found(grid, largest):
     """Of steps beyond convergence rounding errors make no values of their own."""
-    for seed in range(3):
+    for seed in range(2):
         a = random(13, 13, dtype=complex, seed=seed)
         a = a @ a.conj().T
         w = np.linalg.eigvalsh(a)
-        values, v = lobpcg(placed(grid, a, 3), placed(grid, random(13, 3), 1), tol=0, maxiter=150, largest=largest)
+        values, v = lobpcg(placed(grid, a, 3), placed(grid, random(13, 3), 1), tol=0, maxiter=100, largest=largest)
         close(values, w[:-4:-1] if largest else w[:3], 1e-9)
         assert np.abs(a @ v.gather() - v.gather() * values.gather()).max() < 1e-9 * w[-1]
 
