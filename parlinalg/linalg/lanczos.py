@@ -32,6 +32,8 @@ WHICH: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "SA": lambda w: w,
 }
 """By what eigenvalues come first."""
+AGAIN = 4
+"""Steps of `lobpcg` after which products with the vectors are computed, in place of combined from those before."""
 
 
 def _count(k: Any, n: int, name: str, most: int) -> int:
@@ -315,9 +317,9 @@ def lobpcg(
     callback : function, optional
         Called with the eigenvalues after each iteration, on all ranks.
 
-    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.  Where rounding
-    errors have grown, about every tenth step, it takes a product of A (and B) with 2 k columns more.  The matrices of
-    stacks, whose leading dims are broadcast, are taken one after the other.
+    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.  Every
+    fourth step takes a product of A (and B) with 2 k columns more, so that rounding errors do not add up.  The matrices
+    of stacks, whose leading dims are broadcast, are taken one after the other.
     """
     if not isinstance(X, DistArray) or X.ndim < 2:
         raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {getattr(X, 'shape', type(X).__name__)}")
@@ -349,16 +351,13 @@ def lobpcg(
     eps = float(np.finfo(dtype).eps)
     limit, assumed = eps**0.5 * n if tol is None else tol, assumed_steps(vectors.like)
 
-    def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """Return Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these.
-
-        The last result is by how much these combinations enlarge rounding errors.
-        """
+    def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these."""
         width = s.shape[1]
         both = vectors.sums(lambda: [s.conj().T @ a_s, s.conj().T @ b_s], 2 * width * width)()
         t, g = (part + part.conj().T for part in both.reshape(2, width, width) / 2)
         if assumed is not None:
-            return np.ones(k), np.ones((width, k), dtype), np.ones((width, k), dtype), 1.0
+            return np.ones(k), np.ones((width, k), dtype), np.ones((width, k), dtype)
         if not np.isfinite(both).all():
             raise LinAlgError("lobpcg met NaNs or infinities")
         inner, beside, sizes = g[:k, :k], g[:k, k:], np.diag(g).real
@@ -375,14 +374,13 @@ def lobpcg(
         c, more = c[:, at], c[:, at].copy()
         more[:k] = 0
         more = np.linalg.qr(np.hstack([c, more]))[0][:, k:]
-        c, more = basis @ c, basis @ more
-        growth = float((np.sqrt(np.abs(sizes)) @ np.abs(np.hstack([c, more]))).max())
-        return w[at], c.astype(dtype), more.astype(dtype), growth
+        directions = np.zeros((width, k), dtype)
+        directions[:, : more.shape[1]] = basis @ more
+        return w[at], (basis @ c).astype(dtype), directions
 
     s = first
     a_s, b_s = times("A", s), times("B", s)
-    w, c, _, growth = ritz(s, a_s, b_s)
-    error = eps * max(1.0, growth)
+    w, c, _ = ritz(s, a_s, b_s)
     x, ax, bx = (each @ back(c) for each in (s, a_s, b_s))
     p = ap = bp = x[:, :0]
     for turn in range(maxiter):
@@ -394,11 +392,10 @@ def lobpcg(
         s, a_s, b_s = (
             xp.concatenate(each, axis=1) for each in ((x, r, p), (ax, times("A", r), ap), (bx, times("B", r), bp))
         )
-        w, c, more, growth = ritz(s, a_s, b_s)
+        w, c, more = ritz(s, a_s, b_s)
         x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, more) for each in (s, a_s, b_s))
-        error *= max(1.0, growth)
-        if error > eps**0.75:  # what was combined is computed again, before its errors are values of their own
-            s, error = xp.concatenate([x, p], axis=1), eps
+        if turn % AGAIN == AGAIN - 1:  # what was combined is computed, before its errors have values of their own
+            s = xp.concatenate([x, p], axis=1)
             (ax, ap), (bx, bp) = ((y[:, :k], y[:, k:]) for y in (times("A", s), times("B", s)))
         if callback is not None:
             callback(_vector(w, Layout(None), X.grid))
