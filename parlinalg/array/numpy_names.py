@@ -264,11 +264,6 @@ def _vector_norm(x: DistArray, axis: Axis = None, keepdims: Any = False, ord: An
     return reductions.norm(x, ord, axis, bool(keepdims))
 
 
-@handles(np.linalg.matrix_norm)
-def _matrix_norm(x: DistArray, keepdims: Any = False, ord: Any = "fro") -> DistArray:
-    return reductions.norm(x, ord, (-2, -1), bool(keepdims))
-
-
 # ------------------------------------------------------------------ elementwise
 @handles(np.nan_to_num)
 def _nan_to_num(x: Any, copy: bool = True, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> DistArray:

@@ -200,7 +200,7 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
         if isinstance(ord, str):
             raise ValueError(f"norm: {ord!r} is a norm of matrices; these are vectors, along axis {dims[0]}")
         if ord in (math.inf, -math.inf):
-            return finished(extreme(abs(a), "max" if ord > 0 else "min", dims, keepdims))
+            return finished(_end(abs(a), ord, dims, keepdims))
         if ord == 0:
             return finished(total((a != 0).astype(abs(a[:0]).dtype), dims, None, keepdims))
         if ord is None or ord == 2:
@@ -215,11 +215,18 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
     if ord in (1, -1, math.inf, -math.inf):
         along, other = (row, column) if abs(ord) == 1 else (column, row)
         sums = total(abs(a), along, None, True)
-        largest = extreme(sums, "max" if ord > 0 else "min", other, True)
+        largest = _end(sums, ord, (other,), True)
         return finished(largest if keepdims else np.squeeze(largest, axis=(row, column)))  # type: ignore[arg-type]
     raise ValueError(
         f"norm: a norm of matrices has the order None, 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}"
     )
+
+
+def _end(sizes: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool) -> DistArray:
+    """Return the largest sizes, 0 of none, or for an order below 0 the smallest ones."""
+    if ord > 0 and not math.prod(sizes.shape[d] for d in dims):
+        return total(sizes, dims, None, keepdims)
+    return extreme(sizes, "max" if ord > 0 else "min", dims, keepdims)
 
 
 _IDENTITY = {"max": -math.inf, "min": math.inf, "any": False, "all": True}

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
 
 from parlinalg.array import reductions
-from parlinalg.array.core import DistArray, axis_of
-from parlinalg.array.dispatch import primitive
+from parlinalg.array.core import DistArray
+from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
 from parlinalg.array.joining import dims_of, take
-from parlinalg.array.namespace import expand_dims, eye, matrix_transpose, max, min, moveaxis, sum, tensordot, vecdot
+from parlinalg.array.namespace import (
+    broadcast_to,
+    expand_dims,
+    eye,
+    matrix_transpose,
+    max,
+    min,
+    moveaxis,
+    sum,
+    tensordot,
+    vecdot,
+)
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg.factors import (
@@ -132,9 +144,9 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
 def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> DistArray:
     """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
     dims = tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim)
-    size = abs(x)
+    size = abs(x) if x.dtype.kind not in "biu" else abs(x.astype(np.float64))
     if ord in (math.inf, -math.inf):
-        return (max if ord > 0 else min)(size, axis=dims, keepdims=keepdims)
+        return _end(size, ord, dims, keepdims)
     if ord == 0:
         return sum(x != 0, axis=dims, keepdims=keepdims, dtype=size.dtype)
     if ord == 1:
@@ -153,27 +165,46 @@ def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") ->
     if ord not in (1, -1, math.inf, -math.inf):
         if ord in (2, -2, "nuc"):
             s = svdvals(x)
-            value = sum(s, axis=-1) if ord == "nuc" else (max if ord == 2 else min)(s, axis=-1)
+            value = sum(s, axis=-1) if ord == "nuc" else _end(s, ord, (-1,))
             return reshape(value, (*x.shape[:-2], 1, 1)) if keepdims else value
         raise ValueError(f"ord is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}")
-    sums = sum(abs(x), axis=-2 if abs(ord) == 1 else -1, keepdims=True)
-    found = (max if ord > 0 else min)(sums, axis=(-2, -1), keepdims=True)
+    size = abs(x) if x.dtype.kind not in "biu" else abs(x.astype(np.float64))
+    found = _end(sum(size, axis=-2 if abs(ord) == 1 else -1, keepdims=True), ord, (-2, -1), keepdims=True)
     return found if keepdims else reshape(found, x.shape[:-2])
+
+
+def _end(sizes: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool = False) -> DistArray:
+    """Return the largest sizes, 0 of none, or for an order below 0 the smallest ones."""
+    if ord > 0 and not math.prod(sizes.shape[d] for d in dims):
+        return sum(sizes, axis=dims, keepdims=keepdims)
+    return (max if ord > 0 else min)(sizes, axis=dims, keepdims=keepdims)
 
 
 def matrix_power(x: DistArray, n: int, /) -> DistArray:
     """Return the n-th powers of the square matrices of the last two dims, by repeated squaring.
 
     Powers below 0 are those of the inverses.
+
+    Raises
+    ------
+    LinAlgError
+        If the matrices are not square, or n is below 0 and a matrix is singular.
+    TypeError
+        If n is not a whole number.
     """
-    _matrices(x, "matrix_power")
-    if x.shape[-1] != x.shape[-2]:
-        raise ValueError(f"matrix_power takes square matrices, not of shape {x.shape}")
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        raise LinAlgError(f"matrix_power takes square matrices, not of shape {x.shape}")
+    try:
+        n = operator.index(n)
+    except TypeError:
+        raise TypeError(f"matrix_power takes a whole number for n, not {n!r}") from None
     if n < 0:
         return matrix_power(inv(x), -n)
     if not n:
         one = eye(x.shape[-1], dtype=x.dtype, grid=x.grid, layout=Layout(*x.layout.dims[-2:]))
-        return x * 0 + one
+        if takes_over(x):  # a tensor, whose derivative is 0
+            return x * 0 + one
+        return broadcast_to(one, x.shape).redistribute(x.layout.with_partial(())).copy()
     out, square = None, x
     while n:
         if n & 1:
@@ -183,7 +214,6 @@ def matrix_power(x: DistArray, n: int, /) -> DistArray:
     return out  # type: ignore[return-value]
 
 
-handles(np.linalg.cholesky, takes=("a", "upper"))(lambda a, upper=False: cholesky(a, upper=bool(upper)))
 handles(np.linalg.solve, takes=("a", "b"))(lambda a, b: solve(a, b))  # noqa: PLW0108 - NumPy's names of arguments
 for _function in (inv, det, slogdet, eig, eigvals):
     handles(getattr(np.linalg, _function.__name__), takes=("a",))(lambda a, f=_function: f(a))
@@ -193,10 +223,10 @@ handles(np.linalg.lstsq, takes=("a", "b", "rcond"))(lambda a, b, rcond=None: lst
 
 
 def _triangle(a: DistArray, UPLO: str) -> DistArray:
-    """Return an array whose lower triangles are the ones that NumPy reads."""
+    """Return an array that lies like `a`, whose lower triangles are the ones that NumPy reads."""
     if UPLO not in ("L", "l", "U", "u"):
         raise ValueError(f"UPLO argument must be 'L' or 'U', not {UPLO!r}")
-    return a if UPLO in "Ll" else a.mT.conj()
+    return a if UPLO in "Ll" else a.mT.conj().redistribute(a.layout)
 
 
 @handles(np.linalg.eigh)
@@ -209,15 +239,26 @@ def _eigvalsh(a: DistArray, UPLO: str = "L") -> DistArray:
     return eigvalsh(_triangle(a, UPLO))
 
 
+@handles(np.linalg.cholesky, takes=("a", "upper"))
+def _cholesky(a: DistArray, upper: Any = False) -> DistArray:
+    if not upper:
+        return cholesky(a)
+    return cholesky(_triangle(a, "U"), upper=True)
+
+
 @handles(np.linalg.norm)
 def _norm(x: DistArray, ord: Any = None, axis: Any = None, keepdims: Any = False) -> DistArray:
-    if not isinstance(ord, str | int) or ord not in (2, -2, "nuc") or not (axis is None or isinstance(axis, tuple)):
+    dims = tuple(range(x.ndim)) if axis is None else axis
+    if ord not in (2, -2, "nuc") or not isinstance(dims, tuple) or len(dims) != 2:
         return reductions.norm(x, ord, axis, bool(keepdims))
-    dims = tuple(range(x.ndim)) if axis is None else tuple(axis_of(d, x.ndim) for d in axis)
-    if len(dims) != 2:
-        return reductions.norm(x, ord, axis, bool(keepdims))
+    dims = dims_of(dims, x.ndim)
     found = matrix_norm(moveaxis(x, dims, (-2, -1)), ord=ord)
     return expand_dims(found, axis=tuple(sorted(dims))) if keepdims else found
+
+
+@handles(np.linalg.matrix_norm)
+def _matrix_norm(x: DistArray, keepdims: Any = False, ord: Any = "fro") -> DistArray:
+    return _norm(x, ord, (-2, -1), keepdims)
 
 
 @handles(np.linalg.svd)
@@ -232,7 +273,12 @@ def _pinv(a: DistArray, rcond: Any = None, hermitian: bool = False, rtol: Any = 
 
 @handles(np.linalg.matrix_rank)
 def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: Any = None) -> DistArray:
-    return matrix_rank(A, rtol=rtol) if tol is None else sum(svdvals(A) > tol, axis=-1, dtype=np.int64)
+    if A.ndim < 2:  # a vector, or a number, has rank 1, unless it is 0
+        return (A != 0).any().astype(np.int64)
+    if tol is None:
+        return matrix_rank(A, rtol=rtol)
+    tol = tol[..., None] if np.ndim(tol) else tol  # one for every matrix
+    return sum(svdvals(A) > tol, axis=-1, dtype=np.int64)
 
 
 @handles(np.linalg.qr)

@@ -17,6 +17,7 @@ from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to, tril, triu
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
+from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout, cut_lengths
 from parlinalg.linalg import kernels, triangular
@@ -320,19 +321,13 @@ class LUFactor(Factor):
     def det(self) -> DistArray:
         """The determinant of A."""
         self._square()
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            value = self.diagonal.prod(dtype=self.dtype) * parity(self.permutation) if self.zero is None else 0
-        return _scalar(value, self.dtype, self.grid)
+        return _scalar(determinant(self.diagonal, self.permutation)[0], self.dtype, self.grid)
 
     def slogdet(self) -> SlogdetResult:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
         self._square()
-        sizes = np.abs(self.diagonal)
-        sign, log = self.dtype.type(0), -math.inf
-        if self.zero is None:
-            sign = (self.diagonal / sizes).prod(dtype=self.dtype) * parity(self.permutation)
-            log = float(np.log(sizes.astype(np.float64)).sum())
-        return SlogdetResult(_scalar(sign, self.dtype, self.grid), _scalar(log, sizes.dtype, self.grid))
+        _, sign, log = determinant(self.diagonal, self.permutation)
+        return SlogdetResult(_scalar(sign, self.dtype, self.grid), _scalar(log, self.diagonal.real.dtype, self.grid))
 
     def _square(self) -> None:
         if self.shape[0] != self.shape[1]:
@@ -609,7 +604,7 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
     if not b.size:
         return solved(a, b, depth)[0]
     largest = float(abs(a).max())
-    if not largest or not math.isfinite(largest):
+    if not largest or not math.isfinite(largest) or not math.isfinite(1 / largest):
         return solved(a, b, depth)[0]
     try:
         factor = LUFactor((a * (1 / largest)).astype(LOWER[dtype.char]), depth=depth)
@@ -656,7 +651,8 @@ def solved(a: DistArray, b: DistArray, depth: int | None = None) -> tuple[DistAr
     a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     if b.ndim == 1:
         x, factor = solved(a, b[:, None], depth)
-        return reshape(x, (*a.shape[:-1],)), factor
+        x = reshape(x, (*a.shape[:-1],))
+        return (x if a.ndim > 2 else x.redistribute(b.layout.with_partial(()))), factor
     if a.ndim > 2 or b.ndim > 2:
         _no_layers(None, depth)
         return _batches("solve", lambda xp, p, q: xp.linalg.solve(p, q), solve, a, b, like=1)[0], None
@@ -738,7 +734,7 @@ def tall_qr(x: DistArray) -> QRResult | None:
     rest = by_rows(x)
     if rest is None:
         return None
-    y, r, sound = grid.backend.empty((0, n), x.dtype), grid.backend.empty((0, 0), x.dtype), True
+    y, r, sound = grid.backend.empty((0, 0), x.dtype), grid.backend.empty((0, 0), x.dtype), True
     if grid.inside:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
@@ -854,10 +850,15 @@ def _stacks_of_triangles(a: DistArray, b: DistArray, lower: bool, adjoint: bool,
     if b.ndim == 1:
         return reshape(_stacks_of_triangles(a, b[:, None], lower, adjoint, unit), a.shape[:-1])
 
+    a = (tril if lower else triu)(a, k=(-1 if lower else 1) * unit)  # what is not read may be anything
+
     def local(xp: Any, p: Any, q: Any) -> Any:
-        p = (xp.tril if lower else xp.triu)(p, (-1 if lower else 1) * unit)
         p = p + xp.eye(p.shape[-1], dtype=p.dtype) if unit else p
-        return xp.linalg.solve(p.swapaxes(-1, -2).conj() if adjoint else p, q)
+        p = p.swapaxes(-1, -2).conj() if adjoint else p
+        if lower == adjoint:
+            return xp.linalg.solve(p, q)
+        # In reverse order it is an upper triangle too, whose rows LU does not exchange: zeros on the diagonal stay.
+        return xp.linalg.solve(p[..., ::-1, ::-1], q[..., ::-1, :])[..., ::-1, :]
 
     def one(p: DistArray, q: DistArray) -> DistArray:
         return solve_triangular(p, q, lower=lower, adjoint=adjoint, unit_diagonal=unit)
@@ -882,6 +883,28 @@ def parity(order: np.ndarray) -> int:
         if length and length % 2 == 0:
             sign = -sign
     return sign
+
+
+def determinant(diagonal: np.ndarray, order: np.ndarray) -> tuple[Any, Any, float]:
+    """Return the determinant, its sign (or phase) and the logarithm of its size, of U's diagonal and the rows' order.
+
+    A product that leaves the range of numbers on its way is found by the logarithm.
+
+    >>> value, sign, log = determinant(np.array([1e200, -1e200, 1e-300, 1e-100]), np.arange(4))
+    >>> float(value), float(sign), log
+    (-1.0, -1.0, 0.0)
+    """
+    if not has_values(diagonal):
+        return 0, 0, 0.0
+    dtype, sizes = diagonal.dtype, np.abs(diagonal).astype(np.float64)
+    if not sizes.all():
+        return dtype.type(0), dtype.type(0), -math.inf
+    with np.errstate(all="ignore"):
+        value = diagonal.prod(dtype=dtype) * parity(order)
+        sign, log = (diagonal / np.abs(diagonal)).prod(dtype=dtype) * parity(order), float(np.log(sizes).sum())
+        if not np.finfo(dtype).tiny <= abs(value) < math.inf:
+            value = (sign * np.exp(log)).astype(dtype)
+    return value, sign, log
 
 
 def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> DistArray:

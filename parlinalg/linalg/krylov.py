@@ -10,8 +10,9 @@ and those of all systems are summed by the same all-reduce.  A system that has e
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -97,8 +98,10 @@ class Vectors:
                 found[...] = 1  # none decides: an iteration takes the steps that are assumed
             if self.grid.size == self.grid.world.size:
                 return found
-            told = self.grid.world.share(found if self.comm is not None else None, others="alike")
-            return next(each for each in told if each is not None)
+            mine = None if self.comm is None else found.view(np.float64).ravel().tolist()
+            told = self.grid.world.share(mine, others="alike")  # ranks outside of the grid have none
+            every = np.array(next(each for each in told if each is not None), np.float64)
+            return every.view(self.dtype).reshape(found.shape)
 
         return summed
 
@@ -224,6 +227,20 @@ def applied(a: Any, name: str, n: int | None = None, square: bool = True, stacks
     return a
 
 
+def whole(what: str, value: Any, least: int) -> int:
+    """Return a whole number; raise ValueError if it is none, or too small."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
+        raise ValueError(f"{what} is a whole number of at least {least}, not {value!r}")
+    return operator.index(value)
+
+
+def converted(y: DistArray, dtype: np.dtype[Any], what: str) -> DistArray:
+    """Return a vector in the dtype in which a method computes; raise TypeError if that would lose imaginary parts."""
+    if y.dtype.kind == "c" and dtype.kind != "c":
+        raise TypeError(f"{what} is {y.dtype}, but the method computes in {dtype}; begin with complex vectors")
+    return y.astype(dtype, copy=False)
+
+
 def lead_of(a: Any) -> tuple[int, ...]:
     """Return the leading dims of a stack of matrices; none of a function."""
     return a.shape[:-2] if isinstance(a, DistArray) else ()
@@ -279,8 +296,7 @@ class _System:
         for label, value in (("rtol", rtol), ("atol", atol)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}: {label} is a number of at least 0, not {value!r}")
-        if maxiter is not None and (isinstance(maxiter, bool) or not isinstance(maxiter, int) or maxiter < 0):
-            raise ValueError(f"{name}: maxiter is a whole number of at least 0, not {maxiter!r}")
+        maxiter = None if maxiter is None else whole(f"{name}: maxiter", maxiter, 0)
         kinds = [getattr(v, "dtype", np.dtype(np.float32)) for v in (a, b, x0)]
         self.dtype = np.result_type(*kinds, np.float32)
         self.name = name
@@ -306,6 +322,9 @@ class _System:
         if not np.isfinite(norm).all():
             raise ValueError(f"{name} takes finite numbers; the right-hand side has NaNs or infinities")
         self.limit = np.maximum(rtol * norm, atol)
+        if x0 is not None and b.grid.backend.values and (norm == 0).any():  # 0 solves it
+            self.x = self.x * self.factor(norm > 0)
+            self.r = b - self.times(self.x)
         self.values = b.grid.backend.values
         self.assumed = assumed_steps(b)
         """The steps to be taken where values do not tell; None where they do."""
@@ -332,7 +351,7 @@ class _System:
             told = f"of shape {y.shape}" if isinstance(y, DistArray) else f"a {type(y).__name__}"
             wanted = f"a DistArray of shape {self.b.shape} on b's grid"
             raise ValueError(f"{self.name}: {what} is to be {wanted}, not {told}")
-        return y.redistribute(self.layout).astype(self.dtype, copy=False)
+        return converted(y.redistribute(self.layout), self.dtype, f"{self.name}: {what}")
 
     def result(self, info: int) -> tuple[DistArray, int]:
         """Return the solution in the shape of b, and 0 or the number of iterations that did not suffice."""
@@ -536,9 +555,7 @@ def gmres(
     A step takes one product and two all-reduces, of as many numbers as there are vectors.
     """
     s = _System("gmres", A, b, x0, M, rtol, atol, maxiter)
-    if restart is not None and (isinstance(restart, bool) or not isinstance(restart, int) or restart < 1):
-        raise ValueError(f"gmres: restart is a whole number of at least 1, not {restart!r}")
-    most = min(20 if restart is None else restart, max(1, s.n))
+    most = min(20 if restart is None else whole("gmres: restart", restart, 1), max(1, s.n))
     steps, systems = 0, s.vectors.systems
     for turn in range(s.maxiter + 1):
         size = s.finite(s.vectors.norm(s.r), steps)
@@ -653,7 +670,7 @@ def lsqr(
         return x * vectors.factor(np.where(size > 0, _ratio(1.0, size, True), 1.0)), size
 
     u, beta = scaled(u, high)
-    v = backward(u).summed().astype(dtype, copy=False)
+    v = converted(backward(u).summed(), dtype, "lsqr: Aᴴ y")
     wide = Vectors(v)
     v, alpha = scaled(v, wide)
     x, w = v * 0.0, v.copy()
@@ -668,10 +685,10 @@ def lsqr(
     while (istop == 7).any() and done < iterations:
         active = istop == 7
         done += 1
-        along = forward(v).redistribute(u.layout).astype(dtype, copy=False)
+        along = converted(forward(v).redistribute(u.layout), dtype, "lsqr: A x")
         u, beta = scaled(along - high.factor(alpha) * u, high)
         frobenius = np.where(active, np.hypot(np.hypot(frobenius, alpha), np.hypot(beta, damp)), frobenius)
-        along = backward(u).redistribute(v.layout).astype(dtype, copy=False)
+        along = converted(backward(u).redistribute(v.layout), dtype, "lsqr: Aᴴ y")
         v, alpha = scaled(along - wide.factor(beta) * v, wide)
         turned = np.hypot(rho_bar, damp)
         damped = np.where(active, np.hypot(damped, damp * _ratio(phi_bar, turned, active)), damped)

@@ -6,8 +6,9 @@ where the values of a matrix say so, and take the matrices of a stack one after 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from parlinalg.array.namespace import eye
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
-from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied, assumed_steps, lead_of
-from parlinalg.linalg.spectral import EighResult, SVDResult, svd
+from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied, assumed_steps, converted, lead_of
+from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng
 
@@ -31,14 +32,16 @@ WHICH: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "SA": lambda w: w,
 }
 """By what eigenvalues come first."""
+AGAIN = 4
+"""Steps of `lobpcg` after which products with the vectors are computed, in place of combined from those before."""
 
 
 def _count(k: Any, n: int, name: str, most: int) -> int:
     if most < 1:
         raise ValueError(f"{name}: a matrix with {n} column{'s' * (n != 1)} is too small for any k; take svd or eigh")
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+    if isinstance(k, bool) or not isinstance(k, SupportsIndex) or not 1 <= operator.index(k) <= most:
         raise ValueError(f"{name}: k is a whole number from 1 to {most} for {n} columns, not {k!r}")
-    return k
+    return operator.index(k)
 
 
 def _matrices(a: Any, name: str) -> DistArray:
@@ -152,7 +155,9 @@ def eigsh(
     if not k < held <= n:
         raise ValueError(f"eigsh: ncv is a whole number above k = {k} and up to {n}, not {ncv!r}")
     basis, t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
-    basis.append(v, vectors.norm(v))
+    if not (size := vectors.norm(v)) and vectors.grid.backend.values:
+        raise ValueError("eigsh: v0 is zero; it says where to begin")
+    basis.append(v, size)
     eps = float(np.finfo(dtype).eps)
     draws, assumed = default_rng(0), assumed_steps(v)
     turns = 10 * n if maxiter is None else maxiter
@@ -160,7 +165,7 @@ def eigsh(
     for turn in range(turns):
         last, scale = 0.0, 1.0
         for j in range(basis.count - 1, held):
-            w, h, last = basis.orthogonalized(times(basis[j]).redistribute(v.layout).astype(dtype, copy=False))
+            w, h, last = basis.orthogonalized(converted(times(basis[j]).redistribute(v.layout), dtype, "eigsh: A x"))
             t[: j + 1, j], t[j, : j + 1] = h, h.conj()
             if not np.isfinite(h).all():
                 raise LinAlgError("eigsh met NaNs or infinities")
@@ -205,13 +210,10 @@ def _start(a: DistArray, n: int) -> DistArray:
 def _assembled(basis: Basis, values: np.ndarray, s: np.ndarray, like: DistArray) -> tuple[DistArray, DistArray]:
     grid, n, k = like.grid, like.shape[0], len(values)
     basis.turn(s)
-    block = like.xp.ascontiguousarray(basis.rows[:k].T)
+    block = like.xp.ascontiguousarray(basis.rows[: k if grid.inside else 0].T)
     w = np.ascontiguousarray(values, np.zeros(0, like.dtype).real.dtype)
     layout = Layout(like.layout.dims[0], None)
-    return (
-        DistArray(grid.backend.from_host(w), (k,), Layout(None), grid),
-        DistArray(block, (n, k), layout, grid),
-    )
+    return _vector(w, Layout(None), grid), DistArray(block, (n, k), layout, grid)
 
 
 @primitive
@@ -238,8 +240,7 @@ def svds(
     adjoint = A.mT.conj()
     first = _start(adjoint, n)
     _, v = eigsh(
-        lambda x: matmul(adjoint, matmul(A, x)), k, v0=first.astype(np.result_type(A.dtype, first.dtype)), ncv=ncv,
-        maxiter=maxiter, tol=tol,
+        lambda x: matmul(adjoint, matmul(A, x)), k, v0=first.astype(_precise(A)), ncv=ncv, maxiter=maxiter, tol=tol,
     )  # fmt: skip
     u, s, turn = svd(matmul(A, v), full_matrices=False)
     return SVDResult(u, s, matmul(turn, v.mT.conj()))
@@ -295,6 +296,8 @@ def lobpcg(
 ) -> EighResult:  # fmt: skip
     """Return extreme eigenvalues of A x = w B x and their eigenvectors [n, k], by LOBPCG (Knyazev 2001).
 
+    The directions of the last step are kept orthonormal to the vectors (Duersch and others 2018).
+
     Parameters
     ----------
     A : DistArray [n, n] or [..., n, n], or function of a DistArray [n, k]
@@ -314,7 +317,8 @@ def lobpcg(
     callback : function, optional
         Called with the eigenvalues after each iteration, on all ranks.
 
-    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.  The matrices
+    A step takes a product of A (and B, M) with k columns, and two all-reduces of at most 18 k² numbers.  Every
+    fourth step takes a product of A (and B) with 2 k columns more, so that rounding errors do not add up.  The matrices
     of stacks, whose leading dims are broadcast, are taken one after the other.
     """
     if not isinstance(X, DistArray) or X.ndim < 2:
@@ -330,39 +334,53 @@ def lobpcg(
     layout = Layout(X.layout.dims[0], None)
     steps = {name: applied(v, name, n) for name, v in (("A", A), ("B", B), ("M", M)) if v is not None}
 
+    def held(block: Any) -> Any:
+        """Return a block; of ranks outside of the grid, which have columns without elements here, the empty one."""
+        return block if X.grid.inside else block[:, :0]
+
     def times(name: str, block: Any) -> Any:
         if name not in steps:
             return block
-        y = steps[name](DistArray(block, (n, block.shape[1]), layout, X.grid))
-        return y.redistribute(layout).astype(dtype, copy=False).block
+        y = steps[name](DistArray(held(block), (n, block.shape[1]), layout, X.grid))
+        return converted(y.redistribute(layout), dtype, f"lobpcg: {name} x").block if X.grid.inside else block
 
     start = X.redistribute(layout).astype(dtype)
-    vectors = Vectors(DistArray(start.block[:, 0].copy(), (n,), Layout(layout.dims[0]), X.grid))
+    first = start.block if X.grid.inside else X.grid.backend.empty((0, k), dtype)
+    vectors = Vectors(DistArray(first[:, 0].copy(), (n,), Layout(layout.dims[0]), X.grid))
     xp, back = start.xp, X.grid.backend.from_host
     eps = float(np.finfo(dtype).eps)
     limit, assumed = eps**0.5 * n if tol is None else tol, assumed_steps(vectors.like)
 
-    def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray]:
+    def ritz(s: Any, a_s: Any, b_s: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return Ritz values, and the coefficients of their vectors and of directions that are orthonormal to these."""
         width = s.shape[1]
         both = vectors.sums(lambda: [s.conj().T @ a_s, s.conj().T @ b_s], 2 * width * width)()
         t, g = (part + part.conj().T for part in both.reshape(2, width, width) / 2)
         if assumed is not None:
-            return np.ones(k), np.ones((width, k), dtype)
+            return np.ones(k), np.ones((width, k), dtype), np.ones((width, k), dtype)
         if not np.isfinite(both).all():
             raise LinAlgError("lobpcg met NaNs or infinities")
-        size = np.sqrt(np.maximum(np.diag(g).real, np.finfo(dtype).tiny))
-        d, q = np.linalg.eigh(g / size[:, None] / size[None, :])
-        kept = d > 10 * width * eps * d[-1]
-        if kept.sum() < k:
-            raise LinAlgError(f"lobpcg: X has only {int(kept.sum())} independent vectors of {k}, or B is not definite")
-        whiten = q[:, kept] / np.sqrt(d[kept]) / size[:, None]
-        w, c = np.linalg.eigh(whiten.conj().T @ t @ whiten)
+        inner, beside, sizes = g[:k, :k], g[:k, k:], np.diag(g).real
+        first = _orthonormal(inner, sizes[:k], 10 * width * eps)
+        if (found := first.shape[1]) < k:
+            raise LinAlgError(f"lobpcg: X has only {found} independent vectors of {k}, or B is not definite")
+        # What lies beside X is made orthogonal to it.  Directions of which rounding leaves few digits are dropped: they
+        # would have Ritz values of their own.
+        along = first @ (first.conj().T @ beside)
+        others = _orthonormal(g[k:, k:] - beside.conj().T @ along, sizes[k:], eps**0.5)
+        basis = np.vstack([np.hstack([first, -along @ others]), np.hstack([np.zeros((width - k, k)), others])])
+        w, c = np.linalg.eigh(basis.conj().T @ t @ basis)
         at = np.arange(len(w))[::-1][:k] if largest else np.arange(k)
-        return w[at], (whiten @ c[:, at]).astype(dtype)
+        c, more = c[:, at], c[:, at].copy()
+        more[:k] = 0
+        more = np.linalg.qr(np.hstack([c, more]))[0][:, k:]
+        directions = np.zeros((width, k), dtype)
+        directions[:, : more.shape[1]] = basis @ more
+        return w[at], (basis @ c).astype(dtype), directions
 
-    s = start.block
+    s = first
     a_s, b_s = times("A", s), times("B", s)
-    w, c = ritz(s, a_s, b_s)
+    w, c, _ = ritz(s, a_s, b_s)
     x, ax, bx = (each @ back(c) for each in (s, a_s, b_s))
     p = ap = bp = x[:, :0]
     for turn in range(maxiter):
@@ -374,12 +392,32 @@ def lobpcg(
         s, a_s, b_s = (
             xp.concatenate(each, axis=1) for each in ((x, r, p), (ax, times("A", r), ap), (bx, times("B", r), bp))
         )
-        w, c = ritz(s, a_s, b_s)
-        rest = c.copy()
-        rest[:k] = 0
-        x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, rest) for each in (s, a_s, b_s))
+        w, c, more = ritz(s, a_s, b_s)
+        x, ax, bx, p, ap, bp = (each @ back(m) for m in (c, more) for each in (s, a_s, b_s))
+        if turn % AGAIN == AGAIN - 1:  # what was combined is computed, before its errors have values of their own
+            s = xp.concatenate([x, p], axis=1)
+            (ax, ap), (bx, bp) = ((y[:, :k], y[:, k:]) for y in (times("A", s), times("B", s)))
         if callback is not None:
-            callback(DistArray(back(w), (k,), Layout(None), X.grid))
+            callback(_vector(w, Layout(None), X.grid))
     values = np.ascontiguousarray(w, np.zeros(0, dtype).real.dtype)
-    found = DistArray(xp.ascontiguousarray(x), (n, k), layout, X.grid)
-    return EighResult(DistArray(back(values), (k,), Layout(None), X.grid), found)
+    found = DistArray(xp.ascontiguousarray(held(x)), (n, k), layout, X.grid)
+    return EighResult(_vector(values, Layout(None), X.grid), found)
+
+
+def _orthonormal(g: np.ndarray, sizes: np.ndarray, limit: float) -> np.ndarray:
+    """Return orthonormal combinations of vectors, by their inner products, without what is small beside their sizes.
+
+    Parameters
+    ----------
+    g : array [m, m]
+        The inner products of what is left of the vectors.
+    sizes : array [m]
+        The squared lengths that they had.
+    limit : float
+        Combinations of at most this squared length are left out.
+    """
+    scale = np.sqrt(np.maximum(sizes, np.finfo(g.dtype).tiny))
+    d, q = np.linalg.eigh(g / scale[:, None] / scale[None, :])
+    kept = d > limit
+    found: np.ndarray = q[:, kept] / np.sqrt(d[kept]) / scale[:, None]
+    return found

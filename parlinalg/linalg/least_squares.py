@@ -239,7 +239,8 @@ def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
     if rest is None:
         return None
     alone, backend, sound = by_one(n, grid.sizes), grid.backend, True
-    r = s = x = backend.empty((0, 0), a.dtype)
+    r = x = backend.empty((0, 0), a.dtype)
+    s = backend.empty((0,), a.real.dtype)
     if grid.inside:
         y, sides = a.redistribute(rest).block.copy(order="C"), b.redistribute(rest).block
         xp, everyone = namespace(y), grid.everyone

@@ -55,11 +55,18 @@ def expm(x: DistArray, /) -> DistArray:
     if not n:
         return a.copy()
     one = eye(n, dtype=a.dtype, grid=a.grid, layout=layout)
-    powers = [one, a @ a]  # A⁰, A², A⁴, …
-    powers.append(powers[1] @ powers[1])
-    powers.append(powers[1] @ powers[2])
-    d4, d6 = (_norm(powers[k], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
-    d8 = _estimate(8, powers[2], powers[2]) ** (1 / 8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = [one, a @ a]  # A⁰, A², A⁴, …
+        powers.append(powers[1] @ powers[1])
+        powers.append(powers[1] @ powers[2])
+        d4, d6 = (_norm(powers[k], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
+        d8 = _estimate(8, powers[2], powers[2]) ** (1 / 8)
+    if not all(map(math.isfinite, (d4, d6, d8))):  # the powers are out of range
+        squarings = max(1, math.frexp(float(abs(a).max()))[1] + n.bit_length())
+        found = expm(a * a.real.dtype.type(2.0**-squarings))
+        for _ in range(squarings):
+            found = found @ found
+        return found.redistribute(layout)
     degree, squarings, theta = 13, 0, max(d6, d8)
     for m, limit in ((3, max(d4, d6)), (5, max(d4, d6)), (7, theta), (9, theta)):
         if limit <= THETA[m] and not _excess(a, m, 0):

@@ -12,7 +12,8 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.namespace import isfinite, where
+from parlinalg.array.joining import stack
+from parlinalg.array.namespace import isfinite, isnan, where
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.shapes import has_values, values_needed
@@ -253,18 +254,29 @@ def pinv(x: DistArray, /, *, rtol: Any = None) -> DistArray:
 
 
 def cond(x: DistArray, p: Any = None) -> DistArray:
-    """Return the condition numbers of matrices, in a norm of `matrix_norm`; None is 2."""
-    if p in (None, 2, -2):
-        s = svdvals(x)
-        if not s.shape[-1]:
-            raise LinAlgError("cond is not defined on empty matrices")
-        high, low = s.max(axis=-1), s.min(axis=-1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            found: DistArray = high / low if p != -2 else low / high
-        return found
+    """Return the condition numbers of matrices, in a norm of `matrix_norm`; None is 2.  Of singular ones it is inf."""
     from parlinalg.linalg import matrix_norm
 
-    return matrix_norm(x, ord=p) * matrix_norm(inv(x), ord=p)
+    if x.ndim > 1 and not math.prod(x.shape[-2:]):
+        raise LinAlgError(f"cond is not defined on empty matrices, of shape {x.shape}")
+    if p in (None, 2, -2):
+        s = svdvals(x)
+        high, low = s.max(axis=-1), s.min(axis=-1)
+        with np.errstate(all="ignore"):
+            found: DistArray = high / low if p != -2 else low / high
+    else:
+        size: Any = math.inf
+        try:
+            size = matrix_norm(inv(x), ord=p)
+        except LinAlgError:
+            if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+                raise
+            if x.ndim > 2:  # some are singular
+                each = [cond(x[at], p) for at in np.ndindex(*x.shape[:-2])]
+                return reshape(stack(each), x.shape[:-2]).redistribute(Layout(*x.layout.dims[:-2]))
+        with np.errstate(all="ignore"):
+            found = matrix_norm(x, ord=p) * size
+    return where(isnan(found), found.dtype.type(math.inf), found)  # as of zeros
 
 
 # ------------------------------------------------------------------------------------------------ helpers

@@ -16,7 +16,7 @@ import numpy as np
 from parlinalg.array.core import DistArray
 from parlinalg.array.create import computed
 from parlinalg.array.joining import stack
-from parlinalg.array.namespace import broadcast_to
+from parlinalg.array.namespace import broadcast_to, tril
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
@@ -29,7 +29,7 @@ from parlinalg.linalg.factors import (
     SlogdetResult,
     _matrix,
     _refuse,
-    parity,
+    determinant,
 )
 
 
@@ -96,17 +96,11 @@ class LocalLU(Local):
     @property
     def det(self) -> np.ndarray:
         """The determinant of A."""
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            value = self.diagonal.prod(dtype=self._t.dtype) * parity(self.order) if self.zero is None else 0
-        return np.asarray(value, self._t.dtype)
+        return np.asarray(determinant(self.diagonal, self.order)[0], self._t.dtype)
 
     def slogdet(self) -> tuple[Any, Any]:
         """Return the sign (or phase) of the determinant and the logarithm of its size."""
-        if self.zero is not None:
-            return 0, -math.inf
-        sizes = np.abs(self.diagonal)
-        sign = (self.diagonal / sizes).prod(dtype=self._t.dtype) * parity(self.order)
-        return sign, float(np.log(sizes.astype(np.float64)).sum())
+        return determinant(self.diagonal, self.order)[1:]
 
 
 class LocalQR(Local):
@@ -254,7 +248,7 @@ class CholeskyStack(FactorStack):
 
     def __init__(self, a: DistArray, block: int | None = None) -> None:
         a = _matrix(a, "cholesky", square=True)
-        super().__init__(a, "cholesky", lambda x: CholeskyFactor(x, block), LocalCholesky)
+        super().__init__(tril(a), "cholesky", lambda x: CholeskyFactor(x, block), LocalCholesky)
 
     @property
     def L(self) -> DistArray:

@@ -468,6 +468,8 @@ def test_ranks_outside_the_grid(world, backend):
         ]
         solution = linalg.lstsq(z, z[:, :2])
         assert solution.rank == 5
+        for each in (solution.s, *linalg.qr(z)):
+            assert each.block.shape == grid.block_shape(each.layout, each.shape)
         wanted = [np.linalg.det(a), [np.linalg.det(a)], np.linalg.solve(a, b), np.linalg.cholesky(a @ a.T + np.eye(40))]
         for got, want in zip((*found, solution.x), (*wanted, np.eye(5)[:, :2]), strict=True):
             np.testing.assert_allclose(got.gather(), want, rtol=1e-9, atol=1e-12)

@@ -297,6 +297,66 @@ def test_the_same_steps_on_every_number_of_ranks(grid):
     assert abs(len(steps) - 50) <= 2
 
 
+@pytest.mark.parametrize("largest", [False, True])
+def test_eigenvalues_stay_where_they_are_found(grid, largest):
+    """Of steps beyond convergence rounding errors make no values of their own."""
+    for seed in range(2):
+        a = random(13, 13, dtype=complex, seed=seed)
+        a = a @ a.conj().T
+        w = np.linalg.eigvalsh(a)
+        values, v = lobpcg(placed(grid, a, 3), placed(grid, random(13, 3), 1), tol=0, maxiter=100, largest=largest)
+        close(values, w[:-4:-1] if largest else w[:3], 1e-9)
+        assert np.abs(a @ v.gather() - v.gather() * values.gather()).max() < 1e-9 * w[-1]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_outside_the_grid(world, backend):
+    """They take every step with the others, and hold blocks without elements."""
+    n = 20
+    for size in {1, world.size - 1}:
+        with pla.Grid({"a": size}, world, backend, idle=True) as grid:
+            for dtype in (float, complex):
+                a, w = definite(n, dtype)
+                b, start = random(n, dtype=dtype), random(n, 3, dtype=dtype)
+                A, B, X = (pla.distribute(v, grid, Layout("a", *[None] * (v.ndim - 1))) for v in (a, b, start))
+                want = np.linalg.solve(a, b)
+                found = [(f(A, B, rtol=1e-12)[0], want) for f in (cg, minres, gmres)]
+                found += [(lsqr(A, B, atol=1e-13, btol=1e-13, iter_lim=100).x, want)]
+                found += [(cg(A, X, rtol=1e-12)[0], np.linalg.solve(a, start))]
+                for pairs in (eigsh(A, 3), lobpcg(A, X, maxiter=200, tol=1e-8), svds(A, 3)):
+                    values = pairs[1] if len(pairs) == 3 else pairs[0]
+                    found += [(values, w[-3:] if values[0].item() < values[-1].item() else w[:-4:-1])]
+                    found += [(abs(vectors) * 0, np.zeros(vectors.shape)) for vectors in pairs]
+                for x, right in found:
+                    assert x.block.shape == grid.block_shape(x.layout, x.shape)
+                    close(x, right, 1e-7)
+
+
+def test_numpys_whole_numbers(grid):
+    a, w = definite(6)
+    A, B = placed(grid, a, 1), placed(grid, random(6), 1)
+    two = np.int64(2)
+    close(eigsh(A, two).eigenvalues, w[-2:], 1e-12)
+    close(svds(A, two).S, w[:-3:-1], 1e-12)
+    close(gmres(A, B, rtol=1e-12, restart=np.int64(6), maxiter=two)[0], np.linalg.solve(a, random(6)), 1e-10)
+
+
+def test_single_precision_stays(grid):
+    for x in svds(placed(grid, random(9, 7, dtype="float32"), 2), 3):
+        assert x.dtype == "float32"
+
+
+def test_zeros_solve_systems_of_zeros(grid):
+    """As SciPy's: the first guess counts for the other systems."""
+    a = definite(6)[0]
+    b = random(6, 2) * [0, 1]
+    for method in (cg, minres, gmres):
+        x, info = method(placed(grid, a, 1), placed(grid, b, 1), placed(grid, random(6, 2, seed=4), 2), rtol=1e-10)
+        assert info == 0
+        assert not x.gather()[:, 0].any()
+        close(x, np.linalg.solve(a, b), 1e-8)
+
+
 def test_wrong_use(grid):
     a, b = placed(grid, definite(6)[0], 1), placed(grid, random(6), 1)
     wrong = [
@@ -335,6 +395,17 @@ def test_wrong_use(grid):
         (lambda: eigsh(lambda x: x, 2), ValueError, "eigsh of a function takes a DistArray v0"),
         (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, or a stack of them, not \(6,\)"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
+        (lambda: eigsh(a, 2, v0=b * 0), ValueError, "eigsh: v0 is zero"),
+        *(
+            (call, TypeError, "complex128, but the method computes in float64; begin with complex vectors")
+            for call in (
+                lambda: cg(lambda x: x * 1j, b),
+                lambda: gmres(a, b, M=lambda x: x * 1j),
+                lambda: lsqr((lambda x: x * 1j, lambda x: x * -1j), b),
+                lambda: eigsh(lambda x: x * 1j, 2, v0=b),
+                lambda: lobpcg(lambda x: x * 1j, b[:, None]),
+            )
+        ),
     ]
     for call, error, text in wrong:
         with pytest.raises(error, match=text):

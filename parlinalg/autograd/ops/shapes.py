@@ -70,8 +70,9 @@ def reshape(x: Tensor, shape: Any) -> Tensor:
         return x
     with unmoved():
         y = x.data.reshape(shape)
-    rest, local = x.layout.with_partial(()), x.block.shape
-    return record("reshape", y, [x], [lambda g: (g.reshape(local), rest)])
+    rest, local, inside = x.layout.with_partial(()), x.block.shape, x.grid.inside
+    zeros = x.grid.backend.zeros
+    return record("reshape", y, [x], [lambda g: (g.reshape(local) if inside else zeros(local, g.dtype), rest)])
 
 
 def transpose(x: Tensor, order: Sequence[int] | None = None) -> Tensor:

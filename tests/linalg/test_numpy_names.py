@@ -1,0 +1,201 @@
+"""NumPy's functions of linear algebra on distributed arrays: the results, dtypes and errors that NumPy has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import Layout, linalg
+from tests.cases import grids, layouts, same
+
+pytestmark = pytest.mark.one_in(8)
+
+INF = np.inf
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids=["one axis", "two axes", "three axes"])
+def grid(request, world, backend):
+    found = grids(world.size)
+    return pla.Grid(found[request.param % len(found)], world, backend, idle=True)
+
+
+def random(*shape, seed=0, dtype=float):
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal(shape)
+    return (a + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else a).astype(dtype)
+
+
+def placed(grid, a, seed=0):
+    """The array in a layout of this grid that the seed chooses."""
+    every = layouts(grid.axes, np.ndim(a), partial=False)
+    return pla.distribute(a, grid, every[seed % len(every)])
+
+
+@pytest.mark.parametrize("order", [1, -1, 2, -2, 2.0, np.int64(2), np.float64(-2), INF, -INF, "fro", "nuc"])
+def test_norms_of_matrices(grid, order):
+    for a in (random(5, 3), random(2, 4, 4, dtype=complex), np.arange(-20, 4, dtype=np.int8).reshape(6, 4)):
+        x = placed(grid, a, 1)
+        for keepdims in (False, True):
+            want = np.asarray(np.linalg.matrix_norm(a, ord=order, keepdims=keepdims))
+            same(np.linalg.matrix_norm(x, ord=order, keepdims=keepdims), want, 1e-13)
+            same(linalg.matrix_norm(x, ord=order, keepdims=keepdims), want, 1e-13)
+            same(np.linalg.norm(x, order, (-2, -1), keepdims), want, 1e-13)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3, -1, INF, -INF])
+def test_norms_of_vectors_of_whole_numbers(grid, order):
+    """They are computed in float64: squares of small integers leave their range."""
+    a = np.array([[100, -7, 1], [90, 3, -128]], np.int8)
+    same(linalg.vector_norm(placed(grid, a), ord=order, axis=1), np.linalg.vector_norm(a, ord=order, axis=1), 1e-14)
+
+
+def test_norms_of_nothing(grid):
+    """They are 0, but for the least of sizes, which there is none of."""
+    for shape in ((0, 3), (3, 0), (2, 0, 0)):
+        x = placed(grid, np.zeros(shape))
+        for order in (1, 2, INF, "fro", "nuc"):
+            for found in (np.linalg.norm(x, order, (-2, -1)), linalg.matrix_norm(x, ord=order)):
+                same(found, np.zeros(shape[:-2]))
+        with pytest.raises(ValueError, match="no elements"):
+            np.linalg.norm(x, -1 if shape[-1] == 0 else -INF, (-2, -1))
+    none = placed(grid, np.zeros(0))
+    for found in (np.linalg.norm(none, INF), linalg.vector_norm(none, ord=INF)):
+        same(found, np.zeros(()))
+
+
+@pytest.mark.parametrize("p", [None, 2, -2, 1, -1, INF, -INF, "fro", "nuc"])
+def test_condition_numbers(grid, p):
+    """Of singular matrices they are infinite; in a stack only those."""
+    regular, singular = random(4, 4), np.diag([1.0, 0, 2, 3])
+    for a in (regular, np.stack([regular, singular, regular.T]), np.zeros((3, 3)), np.zeros((0, 4, 4))):
+        found = np.linalg.cond(placed(grid, a, 2), p)
+        finite = np.isfinite(found.gather())
+        with np.errstate(all="ignore"):
+            every = a.reshape(-1, *a.shape[-2:])  # of some singular ones NumPy does not find the nuclear norm
+            wants = [INF if p == "nuc" and not x.any(axis=0).all() else np.linalg.cond(x, p) for x in every]
+        want = np.reshape(wants, a.shape[:-2])
+        if p == -2 and a.any():  # 0, or rounding
+            same(found, want, 1e-12)
+            continue
+        np.testing.assert_array_equal(finite, [True, False, True] if a.shape == (3, 4, 4) else a.any() or not a.size)
+        np.testing.assert_allclose(found.gather()[finite], want[finite], rtol=1e-10)
+    for empty in ((0, 0), (2, 0, 0)):
+        with pytest.raises(np.linalg.LinAlgError, match="cond is not defined on empty matrices"):
+            np.linalg.cond(placed(grid, np.zeros(empty)), p)
+
+
+def test_powers(grid):
+    for a in (np.array([[1, 2], [3, 4]]), np.array([[True, False], [True, True]]), np.array([[np.nan, 1], [2, 3]])):
+        for n in (0, 1, np.int64(0)):
+            same(np.linalg.matrix_power(placed(grid, a, 1), n), np.linalg.matrix_power(a, n))
+    stack = random(2, 3, 3)
+    x = placed(grid, stack, 3)
+    assert linalg.matrix_power(x, 0).layout == x.layout
+    for n in (2.0, 0.5, 0.0, "2"):
+        with pytest.raises(TypeError, match="matrix_power takes a whole number for n, not"):
+            np.linalg.matrix_power(x, n)
+    for shape in ((2, 3), (3,)):
+        with pytest.raises(np.linalg.LinAlgError, match="matrix_power takes square matrices"):
+            np.linalg.matrix_power(placed(grid, np.ones(shape)), 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+def test_determinants_whose_factors_leave_the_range(grid, dtype):
+    """Of a product that overflows or underflows on its way, and ends within the range of numbers."""
+    large = float(np.finfo(dtype).max) ** 0.7
+    values = np.array([large, large, -3 / large, 2 / large])
+    for way in (1, -1):
+        a = np.diag(values[::way]).astype(dtype)
+        a[[0, 1]] = a[[1, 0]]
+        x = placed(grid, a, 1)
+        for found in (linalg.det(x), linalg.lu_factor(x).det, linalg.lu_factor(pla.stack([x] * 9)).det[3]):
+            assert found.dtype == dtype
+            np.testing.assert_allclose(found.gather(), 6, rtol=1e-3 if dtype == "float32" else 1e-11)
+    assert linalg.det(x * 0).gather() == 0
+
+
+def test_triangles_that_are_read(grid):
+    """NumPy's `upper` and UPLO="U" read upper triangles; results lie like the matrix."""
+    for dtype in (float, complex):
+        s = random(5, 5, dtype=dtype)
+        s = s @ s.conj().T + np.eye(5)
+        a = np.triu(s) + np.tril(np.full((5, 5), 7.0), -1)
+        for seed in range(3):
+            x = placed(grid, a, seed)
+            upper = np.linalg.cholesky(x, upper=True)
+            assert upper.layout == x.layout
+            same(upper, np.linalg.cholesky(s, upper=True), 1e-13)
+            w, v = np.linalg.eigh(x, "U")
+            assert v.layout == x.layout
+            same(w, np.linalg.eigvalsh(s), 1e-13)
+            np.testing.assert_allclose(s @ v.gather(), v.gather() * w.gather(), atol=1e-12)
+    with pytest.raises(ValueError, match="UPLO argument must be 'L' or 'U'"):
+        np.linalg.eigh(x, "X")
+
+
+def test_ranks(grid):
+    a = np.stack([np.diag([1.0, 0.1, 0.01]), np.diag([1.0, 1e-3, 1e-3]), np.zeros((3, 3))])
+    x, tol = placed(grid, a, 2), np.array([0.05, 1e-4, 0.5])
+    limits = pla.distribute(tol, grid, Layout(None))
+    same(np.linalg.matrix_rank(x, limits), np.linalg.matrix_rank(a, tol))
+    same(np.linalg.matrix_rank(x, rtol=limits), np.linalg.matrix_rank(a, rtol=tol))
+    same(np.linalg.pinv(x, limits), np.linalg.pinv(a, tol), 1e-12)
+    for vector in (np.zeros(3), np.array([0, 1.0]), np.zeros(0)):
+        assert int(np.linalg.matrix_rank(placed(grid, vector))) == np.linalg.matrix_rank(vector)
+
+
+def test_solutions_lie_like_the_right_hand_side(grid):
+    a = random(7, 7) + 7 * np.eye(7)
+    for seed in range(4):
+        b = placed(grid, random(7), seed)
+        x = linalg.solve(placed(grid, a, seed), b)
+        assert x.layout == b.layout
+        same(x, np.linalg.solve(a, random(7)), 1e-12)
+
+
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_stacks_of_triangles(grid, lower, adjoint, unit):
+    """The other triangles are not read, and zeros on a diagonal are found, which pivots would hide."""
+    n, side = 4, np.tril if lower else np.triu
+    for count in (1, 13):
+        a = random(count, n, n) / 3 + 2 * np.eye(n)
+        t = side(a)
+        if unit:
+            t[:, range(n), range(n)] = 1
+        given = np.where(side(np.ones((n, n)), (-1 if lower else 1) * unit) == 1, a, np.nan)
+        b = random(count, n, 2)
+        x = linalg.solve_triangular(
+            placed(grid, given, 1), placed(grid, b, 2), lower=lower, adjoint=adjoint, unit_diagonal=unit
+        )
+        same(x, np.linalg.solve(t.swapaxes(-1, -2) if adjoint else t, b), 1e-12)
+        if unit:
+            continue
+        for i in range(n):
+            a[-1] = 1 / (3 + np.arange(n * n).reshape(n, n))
+            a[-1, i, i] = 0
+            with pytest.raises(np.linalg.LinAlgError, match=r"[Ss]ingular"):
+                linalg.solve_triangular(placed(grid, a, 1), placed(grid, b, 2), lower=lower, adjoint=adjoint)
+
+
+def test_only_lower_triangles_of_stacks_are_factored(grid):
+    s = random(13, 4, 4)
+    s = s @ s.swapaxes(-1, -2) + np.eye(4)
+    a = np.where(np.tril(np.ones((4, 4))) == 1, s, np.nan)
+    for count in (1, 13):
+        same(linalg.cho_factor(placed(grid, a[:count], 1)).L, np.linalg.cholesky(s[:count]), 1e-12)
+
+
+def test_exponentials_of_matrices_whose_powers_leave_the_range(grid):
+    """Stiff systems: the exponential of a very negative matrix is 0, not an error."""
+    for dtype, size in (("float32", 1e5), ("float64", 1e200), ("float64", 1e60)):
+        a = -size * np.diag([1, 2, 3]).astype(dtype)
+        same(linalg.expm(placed(grid, a, 1)), np.zeros((3, 3), dtype))
+
+
+def test_subnormal_matrices_are_not_refined(grid):
+    """Their inverse scale is no number."""
+    a, b = placed(grid, np.diag([1e-310, 2e-310]), 1), placed(grid, np.array([1.0, 2.0]))
+    np.testing.assert_array_equal(linalg.solve(a, b, refine=True).gather(), linalg.solve(a, b).gather())
