@@ -108,6 +108,7 @@ def test_too_little_shared_memory_is_an_error_that_says_what_helps() -> None:
     assert (done.returncode, done.stdout.count("went on")) == (0, 2), done.stderr
 
 
+@pytest.mark.one_in(3)
 def test_64_megabytes_are_enough_for_twelve_ranks() -> None:
     """Docker's default; two trainings of six ranks at the same time, say."""
     program = (

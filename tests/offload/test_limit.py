@@ -26,6 +26,7 @@ def trained(path, mode, **options):
     return json.loads(told.stdout)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.serial
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="cannot be had here: no /proc")

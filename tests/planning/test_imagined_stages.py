@@ -66,6 +66,7 @@ def test_few_stages_stand_for_all(case):
     assert some == {rank: every[rank] for rank in some}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.serial
 def test_ranks_of_one_class_have_as_many_layers():
     case = "1f1b", 1, 8, 14

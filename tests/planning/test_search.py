@@ -64,6 +64,7 @@ REACH = [  # on 64 ranks
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fixed", REACH, ids=str)
 def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
