@@ -495,7 +495,9 @@ def _link(
     processor = _processor(comm, backend, groups[-1], most)
     for group in groups:
         group.free()
-    points = {op: [(p, float(n), median(s)) for (p, n), s in found.items()] for op, found in times.items()}
+    own = {op: [(p, float(n), median(s)) for (p, n), s in found.items()] for op, found in times.items()}
+    first = comm.share(own)[members[0]]  # whose groups are whole; the last of an odd number has one without a partner
+    points = {op: [(p, n, s) for p, n, s in rows] for op, rows in first.items()}
     latency = min(s for _, _, s in points["send"])
     _, longest, seconds = max(points["send"])
     bandwidth = longest / max(seconds - latency, 1e-9)

@@ -71,4 +71,4 @@ def test_all_processes_end(across_hosts: Run, tmp_path: Path, program: str, host
     took = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
     assert done.returncode not in (0, 124)
     assert len(took) == 3, "two hosts, and mpiexec"
-    assert all(seconds is not None and seconds < LIMIT + 10 for seconds in took), (took, done.stderr)
+    assert all(seconds is not None and seconds < LIMIT + 20 for seconds in took), (took, done.stderr)  # slow machines
