@@ -45,7 +45,7 @@ from parlinalg.comm.startup import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
-from tests.runs import MANY, WHOLE, WHOLE_SHARES, begin, chosen, seed_of, whole  # noqa: E402
+from tests.runs import ALONE_SHARE, MANY, WHOLE, WHOLE_SHARES, begin, chosen, seed_of, whole  # noqa: E402
 from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
@@ -161,7 +161,8 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
     if backend == "numpy" and (named or _home(item, whole(seed)) == ranks > 1):
         mark = item.get_closest_marker("one_in")
         few = full or "PARLINALG_TEST_REPORT" not in os.environ  # asked for, not launched by the run of all tests
-        kin = mark.args[0] if mark else 1 if named or _home(item) == ranks > min(WHOLE) else WHOLE_SHARES[ranks]
+        kin = 1 if named else ALONE_SHARE if _home(item) == ranks > min(WHOLE) else WHOLE_SHARES[ranks]
+        kin = mark.args[0] if mark else kin
         return few or chosen(item.name, ranks, backend, kin, seed)
     return chosen(item.name, ranks, backend, 1 if full else share, seed)
 

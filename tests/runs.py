@@ -1,4 +1,4 @@
-"""The tests in other processes: under mpiexec, and, beside the tests of this process, those that mostly wait."""
+"""The tests in other processes: under mpiexec, and, beside the tests of this process, those that start others."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter 
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
 WHOLE = [2, 4]
 """Commits run large parts of the tests in turn on 2 and on 4 ranks, and on the others of these a small one."""
-WHOLE_SHARES = {2: 2, 4: 4}  # every other test on 2 ranks, every fourth one on 4, which take more than twice as long
-TURNS = [[(4, "cupy"), (8, "numpy")], [(4, "cupy"), (3, "numpy"), (5, "numpy")],
-         [(4, "cupy"), (6, "numpy"), (7, "numpy")], [(4, "cupy"), (12, "numpy")]]  # fmt: skip
+WHOLE_SHARES = {2: 3, 4: 6}  # every third test on 2 ranks, every sixth one on 4, which take more than twice as long
+ALONE_SHARE = 2
+"""Of tests that run on so many ranks and no fewer, one in so many runs."""
+TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(4, "cupy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 12, (1, "cupy"): 16, (2, "numpy"): 30, (3, "numpy"): 9, (4, "numpy"): 60, (4, "cupy"): 40,
+SHARES = {(1, "numpy"): 12, (1, "cupy"): 16, (2, "numpy"): 30, (3, "numpy"): 12, (4, "numpy"): 60, (4, "cupy"): 40,
           (5, "numpy"): 9, (6, "numpy"): 30, (7, "numpy"): 9, (8, "numpy"): 120, (12, "numpy"): 15}  # fmt: skip
 """In these runs one in so many of the tests that also run on other numbers of ranks, unless it is their turn to run
 all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
-APART = ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
-         "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_launching.py",
-         "tests/testing/test_users.py")  # fmt: skip
-"""Files whose tests mostly wait for ranks that they start: if all tests run, a process of their own runs these."""
+APART = [
+    ("tests/array/test_files.py", "tests/backend/test_devices.py", "tests/comm/test_startup.py", "tests/datasets/",
+     "tests/linalg/test_failures.py", "tests/offload/", "tests/test_bench.py", "tests/test_docs.py",
+     "tests/test_readme.py", "tests/test_tour.py", "tests/train/test_damage.py", "tests/train/test_hybrid.py",
+     "tests/train/test_launch.py", "tests/train/test_lock.py"),
+    ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
+     "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_launching.py", "tests/testing/test_users.py"),
+]  # fmt: skip
+"""Files whose tests start programs and wait for them: if all tests run, two processes more run these, each one part."""
 MANY = 1000  # tests, from which on all are said to run
 
 Files = Callable[[int, str, int], list[str]]
-_beside = ThreadPoolExecutor(1)
-_away: list[str] = []
+_beside = ThreadPoolExecutor(len(APART))
 _files: list[Files] = []  # which files a run reads, known where all tests are to run
 _ahead: dict[tuple[int, str], Future[Run]] = {}
+_apart: list[Future[Run]] = []
 
 
 def chosen(name: str, ranks: int, backend: str, share: int, seed: int) -> bool:
@@ -105,9 +111,9 @@ def outcome(ranks: int, backend: str, config: pytest.Config) -> Run:
     return _run(ranks, backend, config) if ahead is None else ahead.result()
 
 
-def apart() -> Run | None:
-    """How the tests of `APART` went in a process of their own; None if they run in this one."""
-    return _ahead[0, "numpy"].result() if (0, "numpy") in _ahead else None
+def apart(part: int) -> Run | None:
+    """How the tests of a part of `APART` went in a process of their own; None if they run in this one."""
+    return _apart[part].result() if _apart else None
 
 
 def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None:
@@ -118,23 +124,25 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
     runs = [item.callspec.params for item in items if getattr(item, "originalname", "") == "test_on_ranks"]
     if len(items) < MANY or not runs or config.getoption("--collect-only"):
         return
-    away = [item for item in items if item.nodeid.startswith(APART)]
-    config.hook.pytest_deselected(items=away)
-    _away[:] = [item.nodeid for item in away]
-    items[:] = [item for item in items if not item.nodeid.startswith(APART)]
+    for part in APART:
+        away = [item for item in items if item.nodeid.startswith(part)]
+        config.hook.pytest_deselected(items=away)
+        items[:] = [item for item in items if not item.nodeid.startswith(part)]
+        _apart.append(_beside.submit(_run, 0, "numpy", config, [item.nodeid for item in away]))
     _files.append(files)
-    for ranks, backend in [(0, "numpy"), *((run["ranks"], run["backend"]) for run in runs if run["ranks"] == 1)]:
+    for ranks, backend in [(run["ranks"], run["backend"]) for run in runs if run["ranks"] == 1]:
         _ahead[ranks, backend] = _beside.submit(_run, ranks, backend, config)
 
 
-def _run(ranks: int, backend: str, config: pytest.Config) -> Run:
+def _run(ranks: int, backend: str, config: pytest.Config, tests: Sequence[str] = ()) -> Run:
+    """Run the tests of a number of ranks, or these tests without mpiexec, for which it is 0."""
     full = config.getoption("--full")
     share = SHARES.get((ranks, backend), 1)
     if config.getoption("--runs"):
         share = config.getoption("--share")
     elif (ranks, backend) == (whole(config.getoption("--seed")), "numpy"):
         share = 1
-    paths: Sequence[str] = _away if ranks == 0 else config.getoption("--run-paths").split()
+    paths = tests or config.getoption("--run-paths").split()
     arguments = ["-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
     if ranks:
         arguments += ["--share", str(share), "--seed", str(config.getoption("--seed"))]

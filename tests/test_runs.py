@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import launch, mpiexec
-from tests.runs import LIMIT, RUNS, TURNS, WHOLE, Run, apart, chosen, outcome, runs_of, seed_of, whole
+from tests.runs import APART, LIMIT, RUNS, TURNS, WHOLE, Run, apart, chosen, outcome, runs_of, seed_of, whole
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,11 +28,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.serial
 @pytest.mark.timeout(LIMIT + 60)
-def test_files_apart(runs_done: list[str]) -> None:
-    """Those of `runs.APART`, which a process of their own runs when all tests run."""
-    run = apart()
+@pytest.mark.parametrize("part", range(len(APART)))
+def test_files_apart(part: int, runs_done: list[str]) -> None:
+    """Those of `runs.APART`, which processes of their own run when all tests run."""
+    run = apart(part)
     if run is not None:
-        runs_done.append(said(run, "apart"))
+        runs_done.append(said(run, f"apart, part {part}"))
 
 
 @pytest.mark.serial

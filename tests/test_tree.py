@@ -8,6 +8,7 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, int]]:
     """The absolute names of the modules a file imports anywhere, for types too, with their lines."""
     found = []

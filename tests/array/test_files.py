@@ -524,6 +524,7 @@ sys.stdout.write(f"old {found.shape} {float(found.sum())} {os.listdir(folder)}\\
 
 
 @pytest.mark.serial
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["disk", "limit"])
 @each_format
 def test_a_full_disk(tmp_path, suffix, kind):

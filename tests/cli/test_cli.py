@@ -217,6 +217,7 @@ def test_nan_in_the_data_is_named(tmp_path: Path) -> None:
     refused(run(2, "train", "digits", "--set", "data=data.npz", cwd=tmp_path), "x holds nan in sample 7")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signals_end_all_ranks_at_the_next_step(name: str, tmp_path: Path) -> None:
     command = [*mpiexec(), "-n", "3", sys.executable, "-m", "parlinalg", "train", "digits", "--set", "epochs=9999"]

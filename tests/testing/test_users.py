@@ -31,6 +31,7 @@ def guide(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [(), WITHOUT], ids=["pytest-mpi", "alone"])
 def test_the_guides_tests(guide: Path, options: tuple[str, ...]) -> None:
     plain = run(guide, 0, "-rs", *options)
