@@ -1,7 +1,7 @@
 """How the tests run.
 
-`python -m pytest` starts no MPI itself: it runs every test once on a single rank without MPI, and `test_runs.py`
-starts the same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy.
+`python -m pytest` starts no MPI itself: it runs the tests on a single rank without MPI, and `test_runs.py` starts the
+same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy, parts of them that `--seed` chooses.
 `mpiexec -n 4 python -m pytest --with-mpi tests/grid` runs some of them on 4 ranks directly.  Marks:
 
 - none: the test runs on any number of ranks;
@@ -45,7 +45,7 @@ from parlinalg.comm.startup import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
-from tests.runs import ALONE_SHARE, MANY, WHOLE, WHOLE_SHARES, begin, chosen, seed_of, whole  # noqa: E402
+from tests.runs import ALONE_SHARE, HERE_SHARE, MANY, WHOLE, WHOLE_SHARES, begin, chosen, seed_of, whole  # noqa: E402
 from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
@@ -132,9 +132,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if RANKS is None and BACKEND == "numpy":
         config.stash[COLLECTED] = list(items)
+    share = config.getoption("--share")
+    if RANKS is None and len(items) >= MANY and not config.getoption("--full"):
+        share = max(share, HERE_SHARE)
     wanted, unwanted = [], []
     for item in items:
-        (wanted if runs_on(item, SIZE, BACKEND, config.getoption("--share")) else unwanted).append(item)
+        (wanted if runs_on(item, SIZE, BACKEND, share) else unwanted).append(item)
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = wanted

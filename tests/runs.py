@@ -22,6 +22,8 @@ RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
 WHOLE = [2, 4]
 """Commits run large parts of the tests in turn on 2 and on 4 ranks, and on the others of these a small one."""
 WHOLE_SHARES = {2: 3, 4: 6}  # every third test on 2 ranks, every sixth one on 4, which take more than twice as long
+HERE_SHARE = 3
+"""Of tests that can communicate, and run on one rank without MPI, one in so many if all are to run."""
 ALONE_SHARE = 2
 """Of tests that run on so many ranks and no fewer, one in so many runs."""
 TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(4, "cupy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
