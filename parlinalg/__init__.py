@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from parlinalg import autograd, datasets, fft, hints, linalg, nn, optim, parallel, pipeline, random
+from parlinalg import autograd, fft, hints, linalg, random
 from parlinalg.array import (
     DistArray,
     asnumpy,
@@ -39,28 +39,45 @@ from parlinalg.layout import Layout
 from parlinalg.linalg.planner import plan_linalg
 from parlinalg.matmul import plan_matmul
 from parlinalg.plan import Plan
-from parlinalg.planning.imagine import classes_of_stages, imagine, imagine_together
-from parlinalg.planning.machine import load_machine
-from parlinalg.planning.search import plan_training
 from parlinalg.sequence import sequence_order
-from parlinalg.train import (
-    CheckpointHook,
-    Checkpoints,
-    EarlyStopHook,
-    Engine,
-    EvaluateHook,
-    Hook,
-    InterleavedPipelineSchedule,
-    LogHook,
-    Mesh,
-    NonPipelineSchedule,
-    PipelineSchedule,
-    ProgressHook,
-    RunHook,
-    Trainer,
-    initialize,
-    launch,
-)
+
+if TYPE_CHECKING:  # what only training and planning need is imported when it is first asked for
+    from parlinalg import datasets, nn, optim, parallel, pipeline
+    from parlinalg.planning.imagine import classes_of_stages, imagine, imagine_together
+    from parlinalg.planning.machine import load_machine
+    from parlinalg.planning.search import plan_training
+    from parlinalg.train import (
+        CheckpointHook,
+        Checkpoints,
+        EarlyStopHook,
+        Engine,
+        EvaluateHook,
+        Hook,
+        InterleavedPipelineSchedule,
+        LogHook,
+        Mesh,
+        NonPipelineSchedule,
+        PipelineSchedule,
+        ProgressHook,
+        RunHook,
+        Trainer,
+        launch,
+    )
+    from parlinalg.train.initialize import initialize
+else:
+    __getattr__ = hints.missing(__name__, later={
+        **dict.fromkeys((
+            "datasets", "nn", "offload", "optim", "parallel", "pipeline", "planning", "schemes", "state_dict", "train",
+        ), ""),
+        **dict.fromkeys(("classes_of_stages", "imagine", "imagine_together"), "planning.imagine"),
+        "load_machine": "planning.machine",
+        "plan_training": "planning.search",
+        **dict.fromkeys((
+            "CheckpointHook", "Checkpoints", "EarlyStopHook", "Engine", "EvaluateHook", "Hook",
+            "InterleavedPipelineSchedule", "LogHook", "Mesh", "NonPipelineSchedule", "PipelineSchedule", "ProgressHook",
+            "RunHook", "Trainer", "initialize", "launch",
+        ), "train"),
+    })  # fmt: skip
 
 # functions, once the modules of these names are imported
 from parlinalg.array import array  # isort: skip
@@ -144,5 +161,6 @@ __all__ = [
 __all__ += namespace.__all__
 __all__ += extras.__all__
 
-if not TYPE_CHECKING:  # names of other libraries
-    __getattr__ = hints.missing(__name__)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,10 +7,11 @@ program asks `parlinalg`, `parlinalg.nn`, … for them.
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 _LINEAR = 'nn.Linear(…, mesh.scheme, mesh.grid, kind="expand") into a block, kind="contract" out of it, on every grid'
 _CLASSIFIER = "nn.Classifier(…, mesh.scheme, mesh.grid), on every grid"
@@ -230,13 +231,25 @@ def key_hint(name: str) -> str:
     return "" if found is None else f"here it is {found}.  "
 
 
-def missing(module: str) -> Callable[[str], NoReturn]:
+def missing(module: str, later: Mapping[str, str] = {}) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, whose AttributeError gives the counterpart here of another library's name.
 
     `from module import name` turns an AttributeError into an ImportError of its own: it gets one that says the same.
+
+    Parameters
+    ----------
+    module : str
+    later : mapping of str to str
+        Names that are imported when they are first asked for, and the modules within this one that have them; "" for
+        modules within it themselves.
     """
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> Any:
+        if name in later:
+            own = importlib.import_module(f"{module}.{later[name] or name}")
+            value = getattr(own, name) if later[name] else own
+            setattr(sys.modules[module], name, value)
+            return value
         found = NAMES.get(name)
         caller: Any = sys._getframe(1)
         if found is not None:
@@ -244,7 +257,9 @@ def missing(module: str) -> Callable[[str], NoReturn]:
             if caller.f_code.co_name == "_handle_fromlist" and find_spec(f"{module}.{name}") is None:
                 raise ImportError(text, name=module)
             raise AttributeError(text, name=name)
-        near = [] if name.startswith("_") else difflib.get_close_matches(name, sys.modules[module].__dict__, n=1)
+        near = (
+            [] if name.startswith("_") else difflib.get_close_matches(name, {*vars(sys.modules[module]), *later}, n=1)
+        )
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), name=name
         )

@@ -101,9 +101,20 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_importing_is_light() -> None:
     done = run_python(
         "import sys, parlinalg; print(sorted({m.split('.')[0] for m in sys.modules} & "
-        "{'mpi4py', 'cupy', 'matplotlib', 'scipy', 'numba', 'sklearn', 'tqdm', 'threadpoolctl'}))"
+        "{'mpi4py', 'cupy', 'matplotlib', 'scipy', 'numba', 'sklearn', 'tqdm', 'threadpoolctl'})); "
+        "late = ('parlinalg.train', 'parlinalg.planning', 'parlinalg.nn'); "
+        "print([m for m in sys.modules if m.startswith(late)])"
     )
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert done.stdout.split() == ["[]", "[]"], done.stdout + done.stderr
+
+
+def test_all_names_of_the_package_are_there_when_they_are_asked_for() -> None:
+    done = run_python(
+        "import parlinalg; told = set(dir(parlinalg)); "
+        "print([n for n in parlinalg.__all__ if n not in told or not hasattr(parlinalg, n)]); "
+        "from parlinalg import *; print(launch.__module__, nn.Linear.__module__)"
+    )
+    assert done.stdout.split() == ["[]", "parlinalg.train.mesh", "parlinalg.nn.linear"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("block", ["None", "broken"], ids=["not installed", "without a library"])

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +304,8 @@ def ranks_map(comm: Comm) -> list[dict[str, Any]]:
 
 def about_mpi() -> dict[str, str]:
     """Facts about the MPI that mpi4py loads: `library`, `standard`, `mpi4py` and `threads`, or the `problem`."""
+    from importlib.metadata import PackageNotFoundError, version  # takes long, and few programs ask
+
     try:
         own = version("mpi4py")
     except PackageNotFoundError:
