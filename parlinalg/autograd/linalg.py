@@ -388,6 +388,7 @@ class TensorQR(TensorFactor):
 
     def Q(self, columns: int | None = None) -> Tensor:
         """Return the first columns of Q [m, m], by default min(m, n) of them."""
+        columns = None if columns is None else factors.whole("columns of Q", columns, 0, self.shape[-2])
         q = self.factor.Q(None if columns is None else max(columns, min(self.shape[-2:])))
         return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from copy import copy
 from functools import cached_property
@@ -24,7 +25,7 @@ from parlinalg.linalg import kernels, triangular
 from parlinalg.linalg.blocks import TALL, arrangement, block_size, layers
 from parlinalg.linalg.cholesky import Cholesky
 from parlinalg.linalg.lu import LU
-from parlinalg.linalg.qr import QR, orthogonalized, reflect
+from parlinalg.linalg.qr import QR, nearly_orthogonalized, orthogonalized, reflect
 from parlinalg.linalg.tiles import SIZE, Board, Numbers, Tiles, clear_above, move
 from parlinalg.matmul import matmul
 
@@ -379,7 +380,8 @@ class QRFactor(Factor):
 
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
-        m, k = self.shape[0], min(self.shape) if columns is None else columns
+        m, k = self.shape[0], min(self.shape)
+        k = k if columns is None else whole("columns of Q", columns, 0, m)
         every = self.tiles.columns(k)
         q = self.grid.backend.empty((0, 0), self.dtype)
         if self.grid.inside:
@@ -527,7 +529,7 @@ def qr_factor(a: DistArray, block: int | None = None) -> QRFactor | QRStack:
     if _matrix(a, "qr").ndim > 2:
         from parlinalg.linalg.stacks import QRStack
 
-        return QRStack(a, block)
+        return QRStack(a, _no_layers(block, None))
     return QRFactor(a, block)
 
 
@@ -725,10 +727,22 @@ def _small(x: DistArray) -> bool:
     return x.grid.size == 1 and min(x.shape) <= SIZE
 
 
-def tall_qr(x: DistArray) -> QRResult | None:
+@primitive
+def triangle_of_qr(x: DistArray) -> DistArray:
+    """Return R [..., k, n] of the factorizations A = Q R of matrices [..., m, n], as `qr` does, and make no Q."""
+    x = _matrix(x, "qr")
+    one = x.ndim == 2
+    if one and not (x.grid.backend.cpu and _small(x)) and (found := tall_qr(x, with_q=False)) is not None:
+        return found.R
+    if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
+        return _batches("qr", lambda xp, a: xp.linalg.qr(a, "r"), triangle_of_qr, x)[0]
+    return QRFactor(x).R
+
+
+def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
     """Return Q and R of a matrix of few columns by its Gram matrix, without a trip to tiles; None if it is not sound.
 
-    Each rank has R for a while, and as many rows as columns at least.
+    Each rank has R for a while, and as many rows as columns at least.  Without Q its last products are left out.
     """
     (m, n), grid, layout = x.shape, x.grid, x.layout.with_partial(())
     rest = by_rows(x)
@@ -738,10 +752,11 @@ def tall_qr(x: DistArray) -> QRResult | None:
     if grid.inside:
         y = x.redistribute(rest).block.copy(order="C")
         with np.errstate(all="ignore"):
-            r, sound = orthogonalized(y, grid.everyone)
+            r, sound = orthogonalized(y, grid.everyone) if with_q else nearly_orthogonalized(y, grid.everyone)[:2]
     if grid.world.share(sound, others="alike").count(False):
         return None
-    q = DistArray(y, (m, n), rest, grid).redistribute(layout)
+    q = DistArray(y, (m, n), rest, grid)
+    q = q.redistribute(layout) if with_q else q
     block = grid.block(layout, (n, n)) if grid.inside else (range(0), range(0))
     mine = namespace(r).ascontiguousarray(r[block[0].start : block[0].stop, block[1].start : block[1].stop])
     return QRResult(q, DistArray(mine, (n, n), layout, grid))
@@ -922,10 +937,29 @@ def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> D
     return x
 
 
+def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """Return a whole number, which may be NumPy's; raise ValueError if it is none, too small or too large.
+
+    >>> whole("k", np.int64(3), 1)
+    3
+    """
+    try:
+        found = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or (least is not None and found < least) or (most is not None and found > most):
+        limits = f" of at least {least}" if most is None else f" from {least} to {most}"
+        raise ValueError(f"{what} is a whole number{'' if least is None else limits}, not {value!r}")
+    return found
+
+
+def _rows(block: Any) -> int:
+    return whole("block, the rows and columns of a tile,", block, 1)
+
+
 def _tiles(a: DistArray, block: int | None, routine: str, depth: int | None = 1) -> Tiles:
     """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses."""
-    if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
-        raise ValueError(f"block is the rows of a tile, a positive int, not {block!r}")
+    block = None if block is None else _rows(block)
     grid, (m, n) = a.grid, a.shape[-2:]
     near = not grid.inside or grid.everyone.local_size == grid.size
     if depth is None:
@@ -951,9 +985,9 @@ def at_work(grid: Grid, routine: str) -> int:
 
 def _no_layers(block: int | None, depth: int | None) -> int | None:
     """Return `block`; refuse layers for stacks, whose matrices have ranks of their own."""
-    if depth not in (None, 1):
+    if depth is not None and whole("depth, the number of layers,", depth, 1) != 1:
         raise ValueError(f"depth={depth!r} is for one matrix; stacks of matrices have no layers")
-    return block
+    return block if block is None else _rows(block)
 
 
 def _refuse(odd: bool | float, name: str) -> None:

@@ -10,9 +10,8 @@ and those of all systems are summed by the same all-reduce.  A system that has e
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
+from parlinalg.linalg.factors import whole
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 from parlinalg.matmul.execute import execute
@@ -225,13 +225,6 @@ def applied(a: Any, name: str, n: int | None = None, square: bool = True, stacks
     if not callable(a):
         raise TypeError(f"{name} takes a DistArray or a function of DistArrays for a matrix, not {type(a).__name__}")
     return a
-
-
-def whole(what: str, value: Any, least: int) -> int:
-    """Return a whole number; raise ValueError if it is none, or too small."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
-        raise ValueError(f"{what} is a whole number of at least {least}, not {value!r}")
-    return operator.index(value)
 
 
 def converted(y: DistArray, dtype: np.dtype[Any], what: str) -> DistArray:
@@ -603,10 +596,10 @@ def _least(h: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, float]:
 class LsqrResult(NamedTuple):
     """The result of `lsqr`, in SciPy's order: the solution, why it ended, iterations, and norms.
 
-    `istop` is 0 if x = 0 is the solution, 1 if A x = b is solved to the tolerances, 2 if the least squares are, and 7
-    if the iterations did not suffice.  `r1norm` is ‖b − A x‖, `r2norm` has the damping in it, `anorm` and `acond`
-    estimate A's Frobenius norm and condition, `arnorm` is ‖Aᴴ r‖, `xnorm` ‖x‖.  Of many systems all but `itn` are
-    NumPy arrays [..., k], the same on all ranks.
+    `istop` is 0 if x0, by default 0, is the solution, 1 if A x = b is solved to the tolerances, 2 if the least squares
+    are, and 7 if the iterations did not suffice.  `r1norm` is ‖b − A x‖, `r2norm` has the damping in it, `anorm` and
+    `acond` estimate A's Frobenius norm and condition, `arnorm` is ‖Aᴴ r‖, `xnorm` ‖x‖.  Of many systems all but `itn`
+    are NumPy arrays [..., k], the same on all ranks.
     """
 
     x: DistArray
@@ -623,9 +616,9 @@ class LsqrResult(NamedTuple):
 @primitive
 def lsqr(
     A: DistArray | tuple[Apply, Apply], b: DistArray, damp: float = 0.0, atol: float = 1e-6, btol: float = 1e-6,
-    *, iter_lim: int | None = None, callback: Callable[[DistArray], Any] | None = None,
+    *, iter_lim: int | None = None, x0: DistArray | None = None, callback: Callable[[DistArray], Any] | None = None,
 ) -> LsqrResult:  # fmt: skip
-    """Return the x for which ‖b − A x‖² + damp² ‖x‖² is least (Paige and Saunders 1982).
+    """Return the x for which ‖b − A x‖² + damp² ‖x − x0‖² is least (Paige and Saunders 1982).
 
     Parameters
     ----------
@@ -638,6 +631,8 @@ def lsqr(
         It ends when ‖r‖ ≤ btol ‖b‖ + atol ‖A‖ ‖x‖, or ‖Aᴴ r‖ ≤ atol ‖A‖ ‖r‖.
     iter_lim : int, optional
         2 n by default.
+    x0 : DistArray, optional
+        Where to begin, of the solution's shape; zeros by default.
     callback : function, optional
         Called with x after each iteration.
 
@@ -657,7 +652,7 @@ def lsqr(
         forward, backward = A
     else:
         raise TypeError(f"lsqr takes a DistArray or two functions (of x and of y: A x, Aᴴ y), not {type(A).__name__}")
-    kinds = [x.dtype for x in (A, b) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
+    kinds = [x.dtype for x in (A, b, x0) if isinstance(x, DistArray)] or [np.dtype(np.float32)]
     dtype = np.result_type(*kinds, np.float32)
     u, back = columns("lsqr", b, [A])
     u = u.astype(dtype, copy=False)
@@ -669,14 +664,20 @@ def lsqr(
             raise LinAlgError("lsqr met NaNs or infinities")
         return x * vectors.factor(np.where(size > 0, _ratio(1.0, size, True), 1.0)), size
 
+    norm = start = None
+    if x0 is not None:
+        start = _first_guess(x0, A, b, u).astype(dtype, copy=False)
+        norm, u = high.norm(u), u - converted(forward(start).redistribute(u.layout), dtype, "lsqr: A x")
     u, beta = scaled(u, high)
     v = converted(backward(u).summed(), dtype, "lsqr: Aᴴ y")
     wide = Vectors(v)
     v, alpha = scaled(v, wide)
-    x, w = v * 0.0, v.copy()
-    norm, rho_bar, phi_bar = beta, alpha, beta
+    x, w = v * 0.0 if start is None else start.redistribute(v.layout).copy(), v.copy()
+    norm, rho_bar, phi_bar = beta if norm is None else norm, alpha, beta
     frobenius = directions = damped = x_length = np.zeros(high.systems)
-    iterations = 2 * v.shape[0 if v.ndim == 1 else -2] if iter_lim is None else iter_lim
+    if start is not None:
+        start, x_length = x, wide.norm(x)
+    iterations = 2 * v.shape[0 if v.ndim == 1 else -2] if iter_lim is None else whole("lsqr: iter_lim", iter_lim, 0)
     assumed = assumed_steps(u)
     if assumed is not None:
         iterations, atol, btol = min(iterations, assumed), -1.0, -1.0  # no test of convergence is passed
@@ -709,7 +710,21 @@ def lsqr(
         istop = np.where(solved, 1, np.where(least, 2, istop))
     if assumed is not None:
         istop = np.ones_like(istop)
-    r1 = np.sqrt(np.maximum(0.0, r2**2 - (damp * x_length) ** 2))
+    moved = x_length if start is None else wide.norm(x - start)
+    r1 = np.sqrt(np.maximum(0.0, r2**2 - (damp * moved) ** 2))
     numbers = (r1, r2, frobenius, frobenius * np.sqrt(directions), ar, x_length)
     ended, *lengths = (each if high.systems else np.asarray(each).item() for each in (istop, *numbers))
     return LsqrResult(back(x), ended, done, *lengths)
+
+
+def _first_guess(x0: Any, a: Any, b: DistArray, u: DistArray) -> DistArray:
+    """Return x0 of `lsqr` as the columns of the systems, which lie like those of the right-hand side u."""
+    if not isinstance(x0, DistArray) or not x0.ndim or x0.grid is not b.grid:
+        raise ValueError(f"lsqr: x0 is a DistArray of the solution's shape on b's grid, not {x0!r}")
+    lead, one = u.shape[:-2], u.ndim == 1
+    n = a.shape[-1] if isinstance(a, DistArray) else x0.shape[0 if one or x0.ndim == 1 else -2]
+    inner = (n,) if one else (*lead, n, u.shape[-1])
+    shape = (n, *b.shape[1:]) if one else (*lead, n) if b.ndim == 1 else inner
+    if x0.shape not in (shape, inner):
+        raise ValueError(f"lsqr: x0 has the shape of the solution, {shape}, not {x0.shape}")
+    return reshape(x0.summed(), inner).redistribute(u.layout)

@@ -6,9 +6,8 @@ where the values of a matrix say so, and take the matrices of a stack one after 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +18,9 @@ from parlinalg.array.joining import stack
 from parlinalg.array.namespace import eye
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
+from parlinalg.linalg.factors import LinAlgError, LUFactor, qr, whole
 from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied, assumed_steps, converted, lead_of
-from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd
+from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd, svdvals
 from parlinalg.matmul import matmul
 from parlinalg.random.generator import default_rng
 
@@ -30,8 +29,9 @@ WHICH: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "SM": np.abs,
     "LA": np.negative,
     "SA": lambda w: w,
+    "BE": lambda w: np.minimum(2 * np.arange(len(w))[::-1], 2 * np.arange(len(w)) + 1),
 }
-"""By what eigenvalues come first."""
+"""By what eigenvalues, rising, come first; of "BE" the last, the first, the last but one and so on."""
 AGAIN = 4
 """Steps of `lobpcg` after which products with the vectors are computed, in place of combined from those before."""
 
@@ -39,9 +39,7 @@ AGAIN = 4
 def _count(k: Any, n: int, name: str, most: int) -> int:
     if most < 1:
         raise ValueError(f"{name}: a matrix with {n} column{'s' * (n != 1)} is too small for any k; take svd or eigh")
-    if isinstance(k, bool) or not isinstance(k, SupportsIndex) or not 1 <= operator.index(k) <= most:
-        raise ValueError(f"{name}: k is a whole number from 1 to {most} for {n} columns, not {k!r}")
-    return operator.index(k)
+    return whole(f"{name}: of {n} columns k", k, 1, most)
 
 
 def _matrices(a: Any, name: str) -> DistArray:
@@ -97,8 +95,8 @@ def _one_by_one(
 @primitive
 def eigsh(
     A: Operator, k: int = 6, *, sigma: float | None = None, which: str = "LM", v0: DistArray | None = None,
-    ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0,
-) -> EighResult:  # fmt: skip
+    ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0, return_eigenvectors: bool = True,
+) -> Any:  # fmt: skip
     """Return k eigenvalues, rising, and their eigenvectors [n, k] of a Hermitian matrix.
 
     Parameters
@@ -108,8 +106,9 @@ def eigsh(
     sigma : float, optional
         Find the eigenvalues next to it: `which` is of 1 / (w − sigma) then, and A is a DistArray, of which A − sigma I
         is factored once.
-    which : {"LM", "SM", "LA", "SA"}
-        The largest or smallest by size, or algebraically.  Small ones take many products without `sigma`.
+    which : {"LM", "SM", "LA", "SA", "BE"}
+        The largest or smallest by size, or algebraically, or half of them from both ends, of an odd number one more
+        from the high end.  Small ones take many products without `sigma`.
     v0 : DistArray [n], optional
         Where to begin; the vectors lie like it.  Random by default, the same on every grid.
     ncv : int, optional
@@ -118,6 +117,8 @@ def eigsh(
         Restarts, 10 n by default.
     tol : float
         Relative accuracy of the eigenvalues; 0 for what the dtype has.
+    return_eigenvectors : bool
+        False for the eigenvalues alone.
 
     A step takes one product and two all-reduces (Lanczos with thick restarts and full orthogonalization: Wu and Simon
     2000).  Arguments are those of `scipy.sparse.linalg.eigsh`.
@@ -135,8 +136,13 @@ def eigsh(
     times = applied(A, "eigsh", n, stacks=True)
     k = _count(k, n, "eigsh", n - 1)
     dtype = _precise(A, v0)
+    if isinstance(sigma, complex | np.complexfloating):
+        raise TypeError(f"eigsh: sigma is a real number, as the eigenvalues of Hermitian matrices are, not {sigma!r}")
     if lead_of(A):
         options: Any = {"sigma": sigma, "which": which, "v0": v0, "ncv": ncv, "maxiter": maxiter, "tol": tol}
+        if not return_eigenvectors:
+            one = lambda a: (eigsh(a, k, **options, return_eigenvectors=False),)  # noqa: E731
+            return _one_by_one(one, [A], [("values", (k,))], dtype)[0]
         shapes = [("values", (k,)), ("m", (n, k))]
         return EighResult(*_one_by_one(lambda a: eigsh(a, k, **options), [A], shapes, dtype))
     if v0 is None:
@@ -151,16 +157,15 @@ def eigsh(
         times = shifted.solve
     v = v0.summed().astype(dtype)
     vectors = Vectors(v)
-    held = min(n, max(2 * k + 1, 20) if ncv is None else ncv)
-    if not k < held <= n:
-        raise ValueError(f"eigsh: ncv is a whole number above k = {k} and up to {n}, not {ncv!r}")
+    held = min(n, max(2 * k + 1, 20)) if ncv is None else whole(f"eigsh: of k = {k} ncv", ncv, k + 1, n)
     basis, t = Basis(vectors, held + 1), np.zeros((held, held), vectors.dtype)
     if not (size := vectors.norm(v)) and vectors.grid.backend.values:
         raise ValueError("eigsh: v0 is zero; it says where to begin")
     basis.append(v, size)
     eps = float(np.finfo(dtype).eps)
     draws, assumed = default_rng(0), assumed_steps(v)
-    turns = 10 * n if maxiter is None else maxiter
+    maxiter = 10 * n if maxiter is None else whole("eigsh: maxiter", maxiter, 1)
+    turns = maxiter
     turns = turns if assumed is None else min(turns, assumed)
     for turn in range(turns):
         last, scale = 0.0, 1.0
@@ -189,7 +194,9 @@ def eigsh(
             wanted = np.sort(wanted)
             found = values[wanted] if sigma is None else sigma + 1 / values[wanted]
             rising = np.argsort(found)
-            return EighResult(*_assembled(basis, found[rising], s[:, wanted[rising]], v))
+            if not return_eigenvectors:
+                return _values(found[rising], v)
+            return EighResult(_values(found[rising], v), _assembled(basis, s[:, wanted[rising]], v))
         kept = order[: min(held - 1, k + max(1, (held - k) // 2))]
         basis.turn(s[:, kept])
         basis.rows[len(kept)] = basis.rows[held]
@@ -197,9 +204,7 @@ def eigsh(
         t[:] = 0
         t[range(len(kept)), range(len(kept))] = values[kept]
     done = int((bounds[wanted] <= enough[wanted]).sum())
-    raise LinAlgError(
-        f"eigsh: {done} of {k} eigenvalues converged in {maxiter or 10 * n} restarts; raise maxiter or ncv"
-    )
+    raise LinAlgError(f"eigsh: {done} of {k} eigenvalues converged in {maxiter} restarts; raise maxiter or ncv")
 
 
 def _start(a: DistArray, n: int) -> DistArray:
@@ -207,43 +212,69 @@ def _start(a: DistArray, n: int) -> DistArray:
     return default_rng(0).normal(size=n, grid=a.grid, layout=Layout(a.layout.dims[0]))
 
 
-def _assembled(basis: Basis, values: np.ndarray, s: np.ndarray, like: DistArray) -> tuple[DistArray, DistArray]:
-    grid, n, k = like.grid, like.shape[0], len(values)
+def _values(w: np.ndarray, like: DistArray) -> DistArray:
+    return _vector(np.ascontiguousarray(w, np.zeros(0, like.dtype).real.dtype), Layout(None), like.grid)
+
+
+def _assembled(basis: Basis, s: np.ndarray, like: DistArray) -> DistArray:
+    grid, n, k = like.grid, like.shape[0], s.shape[1]
     basis.turn(s)
     block = like.xp.ascontiguousarray(basis.rows[: k if grid.inside else 0].T)
-    w = np.ascontiguousarray(values, np.zeros(0, like.dtype).real.dtype)
-    layout = Layout(like.layout.dims[0], None)
-    return _vector(w, Layout(None), grid), DistArray(block, (n, k), layout, grid)
+    return DistArray(block, (n, k), Layout(like.layout.dims[0], None), grid)
 
 
 @primitive
 def svds(
-    A: DistArray, k: int = 6, *, ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0
-) -> SVDResult:
+    A: DistArray, k: int = 6, *, ncv: int | None = None, maxiter: int | None = None, tol: float = 0.0,
+    return_singular_vectors: bool | str = True,
+) -> Any:  # fmt: skip
     """Return the k largest singular values, falling, of a matrix [..., m, n], with U [..., m, k] and Vᴴ [..., k, n].
 
     By `eigsh` of AᴴA (or A Aᴴ, which is smaller), and the singular values of A on its vectors, so that relative
     accuracy is lost only of values below the square root of eps times the largest.  The matrices of a stack are taken
     one after the other.
+
+    Parameters
+    ----------
+    ncv, maxiter, tol
+        As of `eigsh`.
+    return_singular_vectors : {True, False, "u", "vh"}
+        False for the singular values alone; "u" or "vh" for one side's vectors, with None for the other's.
     """
-    A = _matrices(A, "svds")
+    A, wanted = _matrices(A, "svds"), return_singular_vectors
+    if not (isinstance(wanted, bool | np.bool_) or (isinstance(wanted, str) and wanted in ("u", "vh"))):
+        raise ValueError(f"svds: return_singular_vectors is True, False, 'u' or 'vh', not {wanted!r}")
     m, n = A.shape[-2:]
+    k = _count(k, n, "svds", min(m, n) - 1)
+    every = {"U": ("m", (m, k)), "S": ("values", (k,)), "Vh": ("n", (k, n))}
+    names = ["S"] if not wanted else ["U", "S"] if wanted == "u" else ["S", "Vh"] if wanted == "vh" else list(every)
+
+    def one(a: DistArray) -> list[DistArray]:
+        found = _svds(a, k, names, ncv=ncv, maxiter=maxiter, tol=tol)
+        return [found[name] for name in names]
+
     if A.ndim > 2:
-        k = _count(k, min(m, n), "svds", min(m, n) - 1)
-        shapes = [("m", (m, k)), ("values", (k,)), ("n", (k, n))]
-        solve = lambda a: svds(a, k, ncv=ncv, maxiter=maxiter, tol=tol)  # noqa: E731
-        return SVDResult(*_one_by_one(solve, [A], shapes, _precise(A)))
+        parts = _one_by_one(one, [A], [every[name] for name in names], _precise(A))
+    else:
+        parts = one(A)
+    found = dict(zip(names, parts, strict=True))
+    return SVDResult(found.get("U"), found["S"], found.get("Vh")) if wanted else found["S"]  # type: ignore[arg-type]
+
+
+def _svds(A: DistArray, k: int, names: Sequence[str], **options: Any) -> dict[str, DistArray]:
+    """Return the named results of `svds` for one matrix."""
+    (m, n), adjoint = A.shape, A.mT.conj()
     if m < n:
-        turned = svds(A.mT.conj(), k, ncv=ncv, maxiter=maxiter, tol=tol)
-        return SVDResult(turned.Vh.mT.conj(), turned.S, turned.U.mT.conj())
-    k = _count(k, n, "svds", n - 1)
-    adjoint = A.mT.conj()
+        other = {"U": "Vh", "S": "S", "Vh": "U"}
+        turned = _svds(adjoint, k, [other[name] for name in names], **options)
+        return {other[name]: x if name == "S" else x.mT.conj() for name, x in turned.items()}
     first = _start(adjoint, n)
-    _, v = eigsh(
-        lambda x: matmul(adjoint, matmul(A, x)), k, v0=first.astype(_precise(A)), ncv=ncv, maxiter=maxiter, tol=tol,
-    )  # fmt: skip
+    _, v = eigsh(lambda x: matmul(adjoint, matmul(A, x)), k, v0=first.astype(_precise(A)), **options)
+    if names == ["S"]:
+        return {"S": svdvals(matmul(A, v))}
     u, s, turn = svd(matmul(A, v), full_matrices=False)
-    return SVDResult(u, s, matmul(turn, v.mT.conj()))
+    found = {"U": u, "S": s}
+    return found | {"Vh": matmul(turn, v.mT.conj())} if "Vh" in names else found
 
 
 @primitive
@@ -264,7 +295,7 @@ def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> 
     """
     A = _matrices(A, "range_finder")
     m, n = A.shape[-2:]
-    size = _count(size, n, "range_finder", min(m, n))
+    size, n_iter = _count(size, n, "range_finder", min(m, n)), whole("range_finder: n_iter", n_iter, 0)
     adjoint = A.mT.conj()
     dtype = np.result_type(A.dtype, np.float32)
     y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[-1], None))
@@ -283,7 +314,7 @@ def svd_lowrank(A: DistArray, k: int = 6, *, oversamples: int = 10, n_iter: int 
     """
     A = _matrices(A, "svd_lowrank")
     least = min(A.shape[-2:])
-    k = _count(k, A.shape[-1], "svd_lowrank", least)
+    k, oversamples = _count(k, A.shape[-1], "svd_lowrank", least), whole("svd_lowrank: oversamples", oversamples, 0)
     q = range_finder(A, min(least, k + oversamples), n_iter=n_iter, seed=seed)
     u, s, vh = svd(matmul(q.mT.conj(), A), full_matrices=False)
     return SVDResult(matmul(q, u[..., :k]), s[..., :k], vh[..., :k, :])
@@ -323,7 +354,7 @@ def lobpcg(
     """
     if not isinstance(X, DistArray) or X.ndim < 2:
         raise ValueError(f"lobpcg takes X as a DistArray [..., n, k], not {getattr(X, 'shape', type(X).__name__)}")
-    n, k = X.shape[-2:]
+    (n, k), maxiter = X.shape[-2:], whole("lobpcg: maxiter", maxiter, 0)
     if k < 1 or 3 * k > n:
         raise ValueError(f"lobpcg takes 1 to {n // 3} vectors of {n} elements, not {k}; eigh has all of them")
     dtype = _precise(A, X, B)

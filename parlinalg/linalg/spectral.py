@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,17 @@ from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
 from parlinalg.linalg.bidiagonal import TALL, Bidiagonal, singular_values
 from parlinalg.linalg.eigh import Half, Tridiagonal, blocks, tridiagonal_values, vectors, workers
-from parlinalg.linalg.factors import LinAlgError, QRFactor, _batches, _matrix, _refuse, _tiles, inv, qr_factor
+from parlinalg.linalg.factors import (
+    LinAlgError,
+    QRFactor,
+    _batches,
+    _matrix,
+    _refuse,
+    _tiles,
+    inv,
+    qr_factor,
+    whole,
+)
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul
 
@@ -105,9 +114,14 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
     if by_index is not None and by_value is not None:
         raise ValueError(f"{name} takes subset_by_index or subset_by_value, not both")
     if by_index is not None:
-        low, high = (operator.index(i) for i in by_index)
-        if not 0 <= low <= high < n:
-            raise ValueError(f"subset_by_index is (first, last) with 0 <= first <= last < {n}, not {by_index}")
+        try:
+            low, high = (whole("an index", i, 0, n - 1) for i in by_index)
+        except ValueError:
+            low, high = n, 0
+        if low > high:
+            raise ValueError(
+                f"subset_by_index is (first, last), whole numbers with 0 <= first <= last < {n}, not {by_index}"
+            )
         return lambda values: slice(low, high + 1)
     if by_value is None:
         return lambda values: slice(0, n)

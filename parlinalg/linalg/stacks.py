@@ -30,6 +30,7 @@ from parlinalg.linalg.factors import (
     _matrix,
     _refuse,
     determinant,
+    whole,
 )
 
 
@@ -342,7 +343,8 @@ class QRStack(FactorStack):
 
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [..., m, m], by default min(m, n) of them, in the layout of A."""
-        m, k = self.shape[-2], min(self.shape[-2:]) if columns is None else columns
+        m, k = self.shape[-2], min(self.shape[-2:])
+        k = k if columns is None else whole("columns of Q", columns, 0, m)
         return self._results(lambda f: f.Q(k), (m, k))
 
     def solve(self, b: DistArray) -> DistArray:

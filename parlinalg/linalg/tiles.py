@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain, combinations, pairwise, permutations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -371,11 +371,12 @@ def depths(sizes: Mapping[str, int]) -> list[int]:
 
 def _layered(sizes: Mapping[str, int], shape: str, depth: int) -> Cut:
     """Return the axes along which the layers lie: those that leave layers nearest to a square."""
-    if depth == 1 and depth is not True:
+    known = isinstance(depth, SupportsIndex) and not isinstance(depth, bool | np.bool_)
+    if known and depth == 1:
         return ()
     axes = [a for a, n in sizes.items() if n > 1]
     cuts = [cut for k in range(len(axes) + 1) for cut in combinations(axes, k)]
-    found = [cut for cut in cuts if span_of(cut, sizes) == depth and depth is not True]
+    found = [cut for cut in cuts if known and span_of(cut, sizes) == depth]
     if not found:
         raise ValueError(
             f"depth is a number of layers, one of {', '.join(map(str, depths(sizes)))} on a grid {dict(sizes)}, "

@@ -221,7 +221,7 @@ class TestLayers:
 
     def test_a_number_of_layers_that_the_grid_has_not(self, grid):
         x = pla.eye(9, grid=grid)
-        for depth in (0, 5, 2.5, "2", True):
+        for depth in (0, 5, 2.5, 1.0, "2", True, np.True_):
             with pytest.raises(ValueError, match=r"depth is a number of layers, one of 1.*on a grid"):
                 linalg.cholesky(x, depth=depth)
         with pytest.raises(ValueError, match="stacks of matrices have no layers"):
@@ -422,8 +422,30 @@ class TestErrors:
             linalg.solve(pla.ones((3, 3), grid), pla.ones(4, grid))
         with pytest.raises(TypeError, match="float32, float64, complex64 and complex128, not float16"):
             linalg.det(pla.ones((3, 3), grid, dtype=np.float16))
-        with pytest.raises(ValueError, match="block is the rows of a tile, a positive int, not 0"):
-            linalg.qr_factor(m, 0)
+
+    def test_what_is_no_whole_number(self, grid):
+        """NumPy's whole numbers are taken; numbers with a point and truth values are not."""
+        x = pla.eye(9, grid=grid)
+        stack = pla.stack([x] * 2)
+        for make in (linalg.qr_factor, linalg.lu_factor, linalg.cho_factor):
+            assert make(x, np.int32(4)).tiles.size == 4
+            for block in (0, -1, 2.0, np.float64(2), True, np.True_, "4", np.array([1, 2])):
+                for a in (x, stack):
+                    with pytest.raises(ValueError, match="block, the rows and columns of a tile, is a whole number"):
+                        make(a, block)
+        for a in (x, stack):
+            assert linalg.qr_factor(a).Q(np.int64(3)).shape == (*a.shape[:-1], 3)
+            for columns in (2.0, True, -1, 10):
+                with pytest.raises(ValueError, match="columns of Q is a whole number from 0 to 9, not"):
+                    linalg.qr_factor(a).Q(columns)
+        for depth in (2, 1.0, True):
+            with pytest.raises(ValueError, match="depth"):
+                linalg.lu_factor(stack, depth=depth)
+        same(linalg.eigvalsh(x, subset_by_index=(np.int64(1), np.uint8(2))), np.ones(2))
+        for subset in ((1.0, 2), (False, True), (2, 1), (0, 9)):
+            for function in (linalg.eigh, linalg.eigvalsh):
+                with pytest.raises(ValueError, match="subset_by_index is"):
+                    function(x, subset_by_index=subset)
 
 
 def test_the_trip_to_tiles_receives_what_is_lacking(grid):

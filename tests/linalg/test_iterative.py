@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.sparse.linalg
 
 import parlinalg as pla
 from parlinalg.layout import Layout
@@ -332,12 +333,82 @@ def test_ranks_outside_the_grid(world, backend):
                     close(x, right, 1e-7)
 
 
+@pytest.mark.parametrize("damp", [0, 1.5])
+def test_least_squares_from_a_first_guess(grid, damp):
+    """As SciPy's: ‖x − x0‖ is damped; fewer iterations from a good guess, none from the solution."""
+    a, b, guess = random(23, 9, seed=4), random(23, seed=5), random(9, seed=6)
+    A, B, G = placed(grid, a, 1), placed(grid, b, 1), placed(grid, guess, 2)
+    for operator in (A, (lambda x: A @ x, lambda y: A.mT @ y)):
+        found = lsqr(operator, B, damp, 1e-13, 1e-13, x0=G)
+        want = scipy.sparse.linalg.lsqr(a, b, damp, 1e-13, 1e-13, x0=guess)
+        assert found.istop in (1, 2)
+        close(found.x, want[0], 1e-9)
+        for name, right in zip(("r1norm", "r2norm"), want[3:5], strict=True):
+            assert abs(getattr(found, name) - right) < 1e-9
+        assert abs(found.xnorm - np.linalg.norm(want[0])) < 1e-9
+    x = lsqr(A, B, 0.0, 1e-13, 1e-13).x
+    again = lsqr(A, B, 0.0, 1e-8, 1e-8, x0=x)
+    assert again.itn <= 2 < lsqr(A, B, 0.0, 1e-8, 1e-8).itn
+    close(again.x, x.gather(), 1e-12)
+    zero = lsqr(A, B * 0, damp, x0=x * 0)
+    assert (zero.istop, zero.itn) == (0, 0)
+    column = lsqr(A, B[:, None], damp, 1e-13, 1e-13, x0=G[:, None])
+    close(column.x, want[0][:, None], 1e-9)
+
+
+def test_stacks_of_least_squares_from_first_guesses(grid):
+    a, b, guess = random(3, 13, 5, seed=4), random(3, 13, 2, seed=5), random(3, 5, 2, seed=6)
+    A = placed(grid, a, 3)
+    found = lsqr(A, placed(grid, b, 2), 0.5, 1e-13, 1e-13, x0=placed(grid, guess, 1))
+    each = [
+        [scipy.sparse.linalg.lsqr(a[i], b[i, :, j], 0.5, 1e-13, 1e-13, x0=guess[i, :, j]) for j in range(2)]
+        for i in range(3)
+    ]
+    close(found.x, np.array([[column[0] for column in row] for row in each]).swapaxes(1, 2), 1e-9)
+    close(found.r1norm, np.array([[column[3] for column in row] for row in each]), 1e-9)
+    one = lsqr(A, placed(grid, b[0, :, 0], 1), x0=placed(grid, guess[..., 0], 2), atol=1e-13, btol=1e-13)
+    close(one.x, np.stack([np.linalg.lstsq(m, b[0, :, 0])[0] for m in a]), 1e-8)
+
+
+def test_both_ends_of_a_spectrum_and_values_alone(grid):
+    n = 37
+    a, w = definite(n, "complex128", low=-20)
+    A = placed(grid, a, 1)
+    for k, wanted in ((1, w[-1:]), (4, w[[0, 1, -2, -1]]), (5, w[[0, 1, -3, -2, -1]])):
+        values, v = eigsh(A, k, which="BE")
+        close(values, wanted, 1e-11)
+        close(A @ v, (v * values).gather(), 1e-9)
+        close(eigsh(A, k, which="BE", return_eigenvectors=False), wanted, 1e-11)
+    alone = eigsh(stacked(A, 2), 3, which="SA", return_eigenvectors=False)
+    close(alone, np.stack([w[:3]] * 2), 1e-11)
+    close(eigsh(A, 3, sigma=float(w[15]) + 0.01, return_eigenvectors=False), w[14:17], 1e-11)
+
+
+@pytest.mark.parametrize("shape", [(20, 13), (13, 20), (2, 13, 20)], ids=str)
+def test_some_singular_vectors(grid, shape):
+    a = random(*shape, seed=6)
+    s = np.linalg.svd(a, compute_uv=False)[..., :3]
+    A = placed(grid, a, 1)
+    every = svds(A, 3)
+    close(svds(A, 3, return_singular_vectors=False), s, 1e-10)
+    left = svds(A, 3, return_singular_vectors="u")
+    right = svds(A, 3, return_singular_vectors="vh")
+    assert left.Vh is right.U is None
+    close(left.S, s, 1e-10)
+    close(right.S, s, 1e-10)
+    close(abs(left.U), abs(every.U.gather()), 1e-9)
+    close(abs(right.Vh), abs(every.Vh.gather()), 1e-9)
+
+
 def test_numpys_whole_numbers(grid):
     a, w = definite(6)
     A, B = placed(grid, a, 1), placed(grid, random(6), 1)
     two = np.int64(2)
     close(eigsh(A, two).eigenvalues, w[-2:], 1e-12)
     close(svds(A, two).S, w[:-3:-1], 1e-12)
+    close(eigsh(A, two, ncv=np.int32(5), maxiter=np.int64(99)).eigenvalues, w[-2:], 1e-12)
+    close(svd_lowrank(A, two, oversamples=np.int64(4), n_iter=two).S, w[:-3:-1], 1e-9)
+    assert lsqr(A, B, iter_lim=two).itn == 2
     close(gmres(A, B, rtol=1e-12, restart=np.int64(6), maxiter=two)[0], np.linalg.solve(a, random(6)), 1e-10)
 
 
@@ -388,11 +459,25 @@ def test_wrong_use(grid):
         (lambda: minres(a, b * np.nan), ValueError, "minres takes finite numbers"),
         (lambda: gmres(a, b, restart=0), ValueError, "restart is a whole number of at least 1, not 0"),
         (lambda: lsqr(a, b[:3]), np.linalg.LinAlgError, r"lsqr takes a matrix \[m, n\] and b \[m\]"),
-        (lambda: eigsh(a, 6), ValueError, "k is a whole number from 1 to 5 for 6 columns, not 6"),
+        (lambda: eigsh(a, 6), ValueError, "of 6 columns k is a whole number from 1 to 5, not 6"),
         (lambda: eigsh(a[:1, :1], 1), ValueError, "eigsh: a matrix with 1 column is too small for any k"),
         (lambda: svd_lowrank(a[:0], 1), ValueError, "svd_lowrank: a matrix with 6 columns is too small for any k"),
-        (lambda: eigsh(a, 2, which="LR"), ValueError, "which is one of 'LM', 'SM', 'LA', 'SA', not 'LR'"),
+        (lambda: eigsh(a, 2, which="LR"), ValueError, "which is one of 'LM', 'SM', 'LA', 'SA', 'BE', not 'LR'"),
         (lambda: eigsh(lambda x: x, 2), ValueError, "eigsh of a function takes a DistArray v0"),
+        (lambda: eigsh(a, 2.0), ValueError, "of 6 columns k is a whole number from 1 to 5, not 2.0"),
+        (lambda: eigsh(a, True), ValueError, "of 6 columns k is a whole number from 1 to 5, not True"),
+        (lambda: eigsh(a, 2, ncv=2), ValueError, "eigsh: of k = 2 ncv is a whole number from 3 to 6, not 2"),
+        (lambda: eigsh(a, 2, ncv=5.0), ValueError, "ncv is a whole number from 3 to 6, not 5.0"),
+        (lambda: eigsh(a, 2, maxiter=0), ValueError, "maxiter is a whole number of at least 1, not 0"),
+        (lambda: eigsh(a, 2, sigma=1j), TypeError, "sigma is a real number, as the eigenvalues of Hermitian matrices"),
+        (lambda: svds(a, 2, maxiter=2.5), ValueError, "maxiter is a whole number of at least 1, not 2.5"),
+        (lambda: svds(a, 2, return_singular_vectors="v"), ValueError, "is True, False, 'u' or 'vh', not 'v'"),
+        (lambda: svd_lowrank(a, 2, n_iter=1.0), ValueError, "n_iter is a whole number of at least 0, not 1.0"),
+        (lambda: svd_lowrank(a, 2, oversamples=True), ValueError, "oversamples is a whole number of at least 0"),
+        (lambda: lobpcg(a, b[:, None], maxiter=1.5), ValueError, "maxiter is a whole number of at least 0, not 1.5"),
+        (lambda: lsqr(a, b, iter_lim=1.5), ValueError, "iter_lim is a whole number of at least 0, not 1.5"),
+        (lambda: lsqr(a, b, x0=b[:2]), ValueError, r"x0 has the shape of the solution, \(6,\), not \(2,\)"),
+        (lambda: lsqr(a, b, x0=np.zeros(6)), ValueError, "x0 is a DistArray of the solution's shape on b's grid"),
         (lambda: svds(b, 2), np.linalg.LinAlgError, r"svds takes a matrix, or a stack of them, not \(6,\)"),
         (lambda: lobpcg(a, a), ValueError, "lobpcg takes 1 to 2 vectors of 6 elements, not 6"),
         (lambda: eigsh(a, 2, v0=b * 0), ValueError, "eigsh: v0 is zero"),
