@@ -468,9 +468,16 @@ _right = known(
 )  # fmt: skip
 
 
+# A function that reads lower triangles has a Hermitian gradient, which belongs to both triangles.
+_mirrored = known("eigh", "x found", x=lambda g: g)
+as_op(spectral.mirrored)(lambda x: _mirrored(x, spectral.mirrored(x.data)))
+
+
 @as_op(linalg.eigh)
-def eigh(x: Tensor, /, *, subset_by_index: Any = None, subset_by_value: Any = None) -> spectral.EighResult:
+def eigh(x: Any, /, b: Any = None, *, subset_by_index: Any = None, subset_by_value: Any = None) -> spectral.EighResult:
     """Return the eigenvalues and eigenvectors of Hermitian matrices; derivatives of some need all vectors."""
+    if b is not None:
+        return spectral.generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     choose = spectral._chooser(x.data, "eigh", subset_by_index, subset_by_value)
     w, v = linalg.eigh(x.data)
     if subset_by_index is subset_by_value is None:
@@ -481,8 +488,10 @@ def eigh(x: Tensor, /, *, subset_by_index: Any = None, subset_by_value: Any = No
 
 
 @as_op(linalg.eigvalsh)
-def eigvalsh(x: Tensor, /, **subset: Any) -> Tensor:
+def eigvalsh(x: Any, /, b: Any = None, **subset: Any) -> Any:
     """Return the eigenvalues of Hermitian matrices; their derivatives need the vectors."""
+    if b is not None:
+        return linalg.eigvalsh(spectral.standard(x, b, "eigvalsh")[0], **subset)
     return eigh(x, **subset).eigenvalues if wants(x) else Tensor(linalg.eigvalsh(x.data, **subset))
 
 

@@ -12,7 +12,7 @@ from parlinalg.array.core import DistArray
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
-from parlinalg.array.namespace import isfinite, isnan, where
+from parlinalg.array.namespace import isfinite, isnan, tril, where
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
 from parlinalg.backend.shapes import has_values, values_needed
@@ -28,8 +28,11 @@ from parlinalg.linalg.factors import (
     _matrix,
     _refuse,
     _tiles,
+    cho_factor,
+    cholesky,
     inv,
     qr_factor,
+    solve_triangular,
     whole,
 )
 from parlinalg.linalg.tiles import Tiles
@@ -53,7 +56,7 @@ class SVDResult(NamedTuple):
 
 @primitive
 def eigh(
-    x: DistArray, /, *, subset_by_index: tuple[int, int] | None = None,
+    x: DistArray, /, b: DistArray | None = None, *, subset_by_index: tuple[int, int] | None = None,
     subset_by_value: tuple[float, float] | None = None,
 ) -> EighResult:  # fmt: skip
     """Return the eigenvalues [..., n], rising, and eigenvectors [..., n, n] of Hermitian matrices.
@@ -63,6 +66,10 @@ def eigh(
 
     Parameters
     ----------
+    b : DistArray [..., n, n], optional
+        Hermitian and positive definite: then the eigenvalues are those of A v = w B v, as `scipy.linalg.eigh` finds
+        them, and Vᴴ B V = I.  By Cholesky's factor of B and triangular solves, which lose as many digits as the
+        condition number of B has.
     subset_by_index : (int, int), optional
         The first and the last number of the eigenvalues that are wanted, as `scipy.linalg.eigh` counts: (n - 3, n - 1)
         are the three largest.
@@ -71,7 +78,14 @@ def eigh(
 
     Of a Tensor, derivatives are those of functions that do not depend on which basis the vectors of equal values are:
     terms 1 / (wⱼ - wᵢ) of values that differ by at most 10 n ε of the largest count as 0.
+
+    Raises
+    ------
+    LinAlgError
+        If a leading minor of B is not positive, which it names.
     """
+    if b is not None:
+        return generalized(x, b, subset_by_index=subset_by_index, subset_by_value=subset_by_value)
     x = _matrix(x, "eigh", square=True)
     choose = _chooser(x, "eigh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
@@ -92,10 +106,12 @@ def eigh(
 
 @primitive
 def eigvalsh(
-    x: DistArray, /, *, subset_by_index: tuple[int, int] | None = None,
+    x: DistArray, /, b: DistArray | None = None, *, subset_by_index: tuple[int, int] | None = None,
     subset_by_value: tuple[float, float] | None = None,
 ) -> DistArray:  # fmt: skip
     """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
+    if b is not None:
+        x = standard(x, b, "eigvalsh")[0]
     x = _matrix(x, "eigvalsh", square=True)
     choose = _chooser(x, "eigvalsh", subset_by_index, subset_by_value)
     if x.ndim > 2 or _alone(x, subset_by_value):
@@ -106,6 +122,36 @@ def eigvalsh(
     at = choose(values) if x.grid.inside else slice(0, 0)
     at = slice(*map(int, reduced.tiles.worst([at.start, at.stop])))
     return _vector(values[at], Layout(x.layout.dims[-1]), x.grid)
+
+
+def generalized(a: DistArray, b: DistArray, **subset: Any) -> EighResult:
+    """Return the eigenvalues and vectors of A v = w B v; the arguments are those of `eigh`."""
+    c, l = standard(a, b, "eigh")
+    w, y = eigh(c, **subset)
+    return EighResult(w, solve_triangular(l, y, lower=True, adjoint=True))
+
+
+def standard(a: DistArray, b: DistArray, name: str) -> tuple[DistArray, DistArray]:
+    """Return L⁻¹ A L⁻ᴴ, in the layout of A, and L, for B = L Lᴴ; of both only the lower triangles are read."""
+    if a.shape[-2:] != b.shape[-2:]:
+        raise LinAlgError(f"{name} takes matrices a and b of one size, not of shapes {a.shape} and {b.shape}")
+    try:
+        l = cholesky(b) if b.ndim == 2 else cho_factor(b).L  # which names the minor of a stack's matrix
+    except LinAlgError as error:
+        raise LinAlgError(f"{name} takes a positive definite b: {error}") from None
+    half = solve_triangular(l, mirrored(a), lower=True)
+    return solve_triangular(l, half.mT.conj(), lower=True).mT.conj(), l
+
+
+@primitive
+def mirrored(x: DistArray) -> DistArray:
+    """Return the Hermitian matrices with these lower triangles, in their layout; of diagonals the real parts count."""
+    x = _matrix(x, "eigh", square=True)
+    lower = tril(x, k=-1)
+    diagonal = tril(x) - lower
+    if x.dtype.kind == "c":
+        diagonal = diagonal.real.astype(x.dtype)
+    return lower + diagonal + lower.mT.conj().redistribute(lower.layout)
 
 
 def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[[Any], slice]:

@@ -162,6 +162,12 @@ def some_of_eigh(la: Any, x: Any, **subset: Any) -> Any:
     return columns(v) * whole(w)[..., None, :] + whole(la.eigvalsh(x, **subset))[..., None, :]
 
 
+def of_pencil(la: Any, x: Any, y: Any, **subset: Any) -> Any:
+    """Eigenvalues and vectors of A v = w B v."""
+    w, v = la.eigh(hermitian(x), positive(y), **subset)
+    return columns(v) * whole(w)[..., None, :] + whole(la.eigvalsh(hermitian(x), positive(y), **subset))[..., None, :]
+
+
 def matrix_exponential(la: Any, x: Any) -> Any:
     return la.expm(x) if hasattr(la, "expm") else la.matrix_exp(x)
 
@@ -194,6 +200,8 @@ EXAMPLES: dict[str, list[Example]] = {
             torch=False,
         ),
         *each(lambda la, x: some_of_eigh(la, hermitian(x), subset_by_value=(-0.5, 99)), SQUARE, torch=False),
+        *each(of_pencil, SQUARE, STACK, more=((0, 0),), torch=False),
+        *each(lambda la, x, y: of_pencil(la, x, y, subset_by_index=(1, 2)), SQUARE, more=((0, 0),), torch=False),
     ],
     "eig": [
         *each(of_eig, SQUARE, STACK),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.linalg
 
 import parlinalg as pla
 from parlinalg import linalg
@@ -56,6 +57,76 @@ def test_eigh(grid):
         ratio(norm(v.conj().T @ v - np.eye(n)), 1, n, dtype, (name, n, dtype, "orthogonality"))
         others = linalg.eigvalsh(x).gather()
         ratio(np.abs(others - w).max(initial=0), norm(s), n, dtype, (name, "values alone"))
+
+
+def pencil(n, dtype, stacks=(), seed=2):
+    """A Hermitian matrix and a positive definite one, or stacks of them."""
+    rng = np.random.default_rng(seed)
+    a, b = (random((*stacks, n, n), dtype, rng) for _ in range(2))
+    a, b = a + a.conj().swapaxes(-1, -2), b @ b.conj().swapaxes(-1, -2) / max(1, n) + np.eye(n, dtype=dtype)
+    return a.astype(dtype), b.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eigh_of_two_matrices(grid, dtype):
+    """As SciPy finds them: A v = w B v, of which lower triangles are read, and vectors that B makes orthonormal."""
+    every = layouts(grid.axes, 2, partial=False)
+    for n in (0, 1, 5, 37):
+        a, b = pencil(n, dtype)
+        x, y = (
+            pla.distribute(np.where(np.tri(n, dtype=bool), each, np.nan), grid, every[(n + 3 * i) % len(every)])
+            for i, each in enumerate((a if a.dtype.kind == "f" else (a + 2j * np.eye(n)).astype(dtype), b))
+        )
+        w, v = linalg.eigh(x, y)
+        assert v.layout == x.layout
+        assert (w.dtype, v.dtype) == (a.real.dtype, a.dtype)
+        values, vectors = w.gather(), v.gather()
+        rest = a @ vectors - b @ vectors * values
+        ratio(norm(rest), norm(a) + norm(b) * np.abs(values).max(initial=0), n, dtype, "residual")
+        ratio(norm(vectors.conj().T @ b @ vectors - np.eye(n)), 1, n, dtype, "orthogonality")
+        want = scipy.linalg.eigh(a, b, eigvals_only=True) if n else np.zeros(0, a.real.dtype)
+        same(w, want, 100 * n * eps(dtype))
+        same(linalg.eigvalsh(x, b=y), want, 100 * n * eps(dtype))
+        if n > 1:
+            same(linalg.eigvalsh(x, y, subset_by_index=(1, n - 2)), want[1 : n - 1], 100 * n * eps(dtype))
+            some = linalg.eigh(x, y, subset_by_value=(float(want[1]) - 1e-3, float(want[3]) + 1e-3))
+            same(some.eigenvalues, want[1:4], 100 * n * eps(dtype))
+            assert some.eigenvectors.shape == (n, 3)
+            ratio(norm(a @ some[1].gather() - b @ some[1].gather() * want[1:4]), norm(a), n, dtype, "some")
+
+
+@pytest.mark.parametrize("count", [2, 13])
+def test_eigh_of_stacks_of_two_matrices(grid, count):
+    a, b = pencil(4, complex, (count,))
+    x, y = (pla.distribute(each, grid, layouts(grid.axes, 3, partial=False)[1]) for each in (a, b))
+    for p, q, u, v in ((x, y, a, b), (x, y[0], a, [b[0]] * count), (x[1], y, [a[1]] * count, b)):
+        want = np.stack([scipy.linalg.eigh(*each, eigvals_only=True) for each in zip(u, v, strict=True)])
+        w, z = linalg.eigh(p, q)
+        same(w, want, 1e-12)
+        same(linalg.eigvalsh(p, q), want, 1e-12)
+        np.testing.assert_allclose((p @ z).gather(), ((q @ z) * w[..., None, :]).gather(), atol=1e-11)
+
+
+def test_wrong_pairs_of_matrices(grid):
+    a, b = pencil(9, float)
+    x = pla.distribute(a, grid, grid.default_layout(a.shape))
+    b[4, 4] = -1
+    y = pla.distribute(b, grid, grid.default_layout(a.shape))
+    wrong = r"{} takes a positive definite b: .*leading minor of order 5 is not"
+    for function in (linalg.eigh, linalg.eigvalsh):
+        name = function.__name__
+        with pytest.raises(np.linalg.LinAlgError, match=wrong.format(name)):
+            function(x, y)
+        for count in (2, 13):
+            stack = pla.stack([pla.eye(9, grid=grid)] * (count - 1) + [y])
+            with pytest.raises(np.linalg.LinAlgError, match=rf"matrix \({count - 1},\): .*minor of order 5 is not"):
+                function(x, stack)
+        with pytest.raises(np.linalg.LinAlgError, match=rf"{name} takes matrices a and b of one size, not of shapes"):
+            function(x, y[:4, :4])
+        with pytest.raises(ValueError, match="finite numbers"):
+            function(x, y * np.nan)
+        with pytest.raises(TypeError, match="takes DistArrays, not ndarray"):
+            function(x, b)
 
 
 @pytest.mark.parametrize(
