@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray, axis_of, delivered, same_grid
+from parlinalg.array.dispatch import takes_over
 from parlinalg.array.joining import diagonal, stack
 from parlinalg.array.reductions import dims_of, settled, total
 from parlinalg.array.shapes import reshape
@@ -287,6 +288,7 @@ def cross(a: Any, b: Any, axisa: int = -1, axisb: int = -1, axisc: int = -1, axi
     a, b = (_NUMPY.moveaxis(x, axis_of(at, x.ndim), -1) for x, at in ((a, axisa), (b, axisb)))
     if a.shape[-1] != 3 or b.shape[-1] != 3:
         raise ValueError(f"cross takes vectors of 3 elements, not of {a.shape[-1]} and {b.shape[-1]}")
+    a, b = (x.redistribute(x.layout.with_partial(()).with_dim(x.ndim - 1, None)) for x in (a, b))
     (a0, a1, a2), (b0, b1, b2) = ([x[..., i] for i in range(3)] for x in (a, b))
     found = [a1 * b2 - a2 * b1, a2 * b0 - a0 * b2, a0 * b1 - a1 * b0]
     return stack(found, axis_of(axisc, found[0].ndim + 1))
@@ -295,6 +297,11 @@ def cross(a: Any, b: Any, axisa: int = -1, axisb: int = -1, axisc: int = -1, axi
 def multi_dot(arrays: Sequence[Any], out: Any = None) -> DistArray:
     """Return the product of matrices, the first and last of which may be vectors, in an order of few operations."""
     given = [_array(a, "linalg.multi_dot") for a in arrays]
+    return einsum(chain(given), *given, out=out, optimize="greedy")
+
+
+def chain(given: Sequence[Any]) -> str:
+    """Return the subscripts of a product of matrices, the first and last of which may be vectors."""
     if len(given) < 2:
         raise ValueError(f"multi_dot takes at least two arrays, not {len(given)}")
     for i, a in enumerate(given):
@@ -307,10 +314,13 @@ def multi_dot(arrays: Sequence[Any], out: Any = None) -> DistArray:
     letters[0] = letters[0] if given[0].ndim == 2 else letters[0][1]
     letters[-1] = letters[-1] if given[-1].ndim == 2 else letters[-1][0]
     ends = [letters[0][0] if given[0].ndim == 2 else "", letters[-1][1] if given[-1].ndim == 2 else ""]
-    return einsum(_written(letters, "".join(ends)), *given, out=out, optimize="greedy")
+    return _written(letters, "".join(ends))
 
 
 def _array(value: Any, name: str) -> DistArray:
+    """Return an operand with nothing left to sum; what takes its place as it is."""
+    if takes_over(value):
+        return value
     found = operand(value, name)
     if not isinstance(found, DistArray):
         raise ValueError(f"np.{name} takes arrays with dims, not the scalar {value!r}; multiply by it with *")

@@ -253,15 +253,7 @@ def _linalg_diagonal(x: DistArray, offset: int = 0) -> DistArray:
 
 @handles(np.linalg.vector_norm)
 def _vector_norm(x: DistArray, axis: Axis = None, keepdims: Any = False, ord: Any = 2) -> DistArray:
-    if axis is None or isinstance(axis, tuple):
-        dims = reductions.dims_of(axis, x.ndim)
-        rest = [d for d in range(x.ndim) if d not in dims]
-        flat = x.transpose([*rest, *dims])
-        flat = shapes.reshape(flat, (*(x.shape[d] for d in rest), math.prod(x.shape[d] for d in dims)))
-        found = reductions.norm(flat, ord, -1)
-        kept = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-        return shapes.reshape(found, kept) if keepdims else found
-    return reductions.norm(x, ord, axis, bool(keepdims))
+    return reductions.vector_norm(x, 2 if ord is None else ord, reductions.dims_of(axis, x.ndim), bool(keepdims))
 
 
 # ------------------------------------------------------------------ elementwise

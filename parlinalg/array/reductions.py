@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -182,47 +183,59 @@ def norm(a: DistArray, ord: Any = None, axis: Axis = None, keepdims: bool = Fals
 
     Of integers it is computed in float64, of 16-bit floats in float32.
     """
-    given, a = a.dtype, settled(a, "linalg.norm")
-    if given.kind not in "fc":
-        given = np.dtype(np.float64)
-    a = a.astype(work_dtype(given), copy=False)
-
-    def finished(value: DistArray, power: float = 1) -> DistArray:
-        block = value.block
-        root = a.xp.sqrt(block) if power == 0.5 else block if power == 1 else block**power
-        return value.like(_as(a.xp.asarray(root), given if given.kind == "f" else block.dtype))
-
     if axis is None and (ord is None or (ord in ("f", "fro") and a.ndim == 2) or (ord == 2 and a.ndim == 1)):
-        return finished(total(_squares(a), None, None, keepdims), 0.5)
+        return vector_norm(a, 2, tuple(range(a.ndim)), keepdims)
     dims = tuple(range(a.ndim)) if axis is None else axis if isinstance(axis, tuple) else (operator.index(axis),)
     dims_of(dims, a.ndim)
     if len(dims) == 1:
         if isinstance(ord, str):
             raise ValueError(f"norm: {ord!r} is a norm of matrices; these are vectors, along axis {dims[0]}")
-        if ord in (math.inf, -math.inf):
-            return finished(_end(abs(a), ord, dims, keepdims))
-        if ord == 0:
-            return finished(total((a != 0).astype(abs(a[:0]).dtype), dims, None, keepdims))
-        if ord is None or ord == 2:
-            return finished(total(_squares(a), dims, None, keepdims), 0.5)
-        sizes = abs(a)
-        return finished(total(sizes if ord == 1 else sizes**ord, dims, None, keepdims), 1 if ord == 1 else 1 / ord)
+        return vector_norm(a, 2 if ord is None else ord, dims, keepdims)
     if len(dims) != 2:
         raise ValueError(f"norm of vectors or matrices: axis {dims} names {len(dims)} dims, not one or two")
     row, column = (d % a.ndim for d in dims)
     if ord in (None, "fro", "f"):
-        return finished(total(_squares(a), dims, None, keepdims), 0.5)
+        return vector_norm(a, 2, dims, keepdims)
     if ord in (1, -1, math.inf, -math.inf):
+        a, finished = _measured(a)
         along, other = (row, column) if abs(ord) == 1 else (column, row)
-        sums = total(abs(a), along, None, True)
-        largest = _end(sums, ord, (other,), True)
-        return finished(largest if keepdims else np.squeeze(largest, axis=(row, column)))  # type: ignore[arg-type]
+        largest = extreme_size(total(abs(a), along, None, True), ord, (other,), True)
+        return finished(largest if keepdims else np.squeeze(largest, axis=(row, column)))
     raise ValueError(
         f"norm: a norm of matrices has the order None, 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}"
     )
 
 
-def _end(sizes: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool) -> DistArray:
+def vector_norm(a: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool) -> DistArray:
+    """Return the norms of vectors, whose elements lie along any number of dims."""
+    a, finished = _measured(a)
+    if ord in (math.inf, -math.inf):
+        return finished(extreme_size(abs(a), ord, dims, keepdims))
+    if ord == 0:
+        return finished(total((a != 0).astype(np.zeros(0, a.dtype).real.dtype), dims, None, keepdims))
+    if ord == 2:
+        return finished(total(_squares(a), dims, None, keepdims), 0.5)
+    sizes = abs(a)
+    return finished(total(sizes if ord == 1 else sizes**ord, dims, None, keepdims), 1 if ord == 1 else 1 / ord)
+
+
+def _measured(a: DistArray) -> tuple[DistArray, Callable[..., DistArray]]:
+    """Return the array in the dtype in which a norm is computed, and what makes a power of sums the norm."""
+    given, a = a.dtype, settled(a, "linalg.norm")
+    if given.kind in "biu":
+        given = np.dtype(np.float64)
+    a = a.astype(work_dtype(given), copy=False)
+
+    def finished(value: Any, power: float = 1) -> DistArray:
+        block = value.block
+        root = a.xp.sqrt(block) if power == 0.5 else block if power == 1 else block**power
+        found: DistArray = value.like(_as(a.xp.asarray(root), given if given.kind != "c" else block.dtype))
+        return found
+
+    return a, finished
+
+
+def extreme_size(sizes: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool = False) -> DistArray:
     """Return the largest sizes, 0 of none, or for an order below 0 the smallest ones."""
     if ord > 0 and not math.prod(sizes.shape[d] for d in dims):
         return total(sizes, dims, None, keepdims)

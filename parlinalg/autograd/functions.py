@@ -406,6 +406,7 @@ tensordot = differentiable(namespace.tensordot, x1=of_left, x2=of_right, moves=T
 
 as_op(np.tensordot)(lambda a, b, axes=2: tensordot(a, b, axes=axes))
 as_op(np.linalg.tensordot)(lambda x1, x2, axes=2: tensordot(x1, x2, axes=axes))
+as_op(np.linalg.multi_dot)(lambda arrays, out=None: einsum(contraction.chain(arrays), *arrays))
 
 
 def contraction_of(arrays: list[DistArray], inputs: list[str], output: str) -> DistArray:
@@ -555,7 +556,7 @@ def vdot(a: Any, b: Any) -> Tensor:
     return (a.conj() * b).sum()
 
 
-@as_op(np.vecdot)
+@as_op(np.vecdot, np.linalg.vecdot)
 def vecdot(x1: Any, x2: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
     """Return the sums of conj(x1) x2 along a dim."""
     return np_.sum(x1.conj() * x2, axis=axis, keepdims=keepdims)
@@ -592,6 +593,13 @@ def vector_norm(x: Tensor, /, *, axis: Any = None, keepdims: bool = False, ord: 
     if math.isfinite(ord):
         return _norm(x, axis=axis, keepdims=keepdims, ord=ord)
     return (np_.max if ord > 0 else np_.min)(abs(x), axis=axis, keepdims=keepdims)
+
+
+as_op(np.linalg.vector_norm)(
+    lambda x, axis=None, keepdims=False, ord=2: vector_norm(
+        x, axis=axis, keepdims=keepdims, ord=2 if ord is None else ord
+    )
+)
 
 
 @as_op(reductions.norm)
@@ -657,15 +665,16 @@ differentiable(fft._transform, x=of_transform, conjugate=False)
 # ------------------------------------------------------------------------------------------------ made of the others
 composed(
     np.all, np.amax, np.amin, np.any, np.append, np.argmax, np.argmin, np.argsort, np.array_split, np.around,
-    np.average, np.broadcast_arrays, np.broadcast_to, np.clip, np.concatenate, np.copy, np.cumprod, np.cumsum, np.diag,
-    np.diagonal, np.diff, np.dot, np.expand_dims, np.flatnonzero, np.flip, np.fliplr, np.flipud, np.hstack, np.imag,
-    np.linalg.cholesky, np.linalg.cond, np.linalg.det, np.linalg.diagonal, np.linalg.eig, np.linalg.eigh,
-    np.linalg.eigvals, np.linalg.eigvalsh, np.linalg.inv, np.linalg.lstsq, np.linalg.matmul, np.linalg.matrix_norm,
-    np.linalg.matrix_power, np.linalg.matrix_rank, np.linalg.matrix_transpose, np.linalg.norm, np.linalg.pinv,
-    np.linalg.qr, np.linalg.slogdet, np.linalg.solve, np.linalg.svd, np.linalg.svdvals, np.linalg.trace,
-    np.linalg.vecdot, np.matrix_transpose, np.max, np.mean, np.min, np.moveaxis, np.nonzero, np.pad, np.prod, np.ravel,
-    np.real, np.repeat, np.reshape, np.roll, np.rollaxis, np.round, np.select, np.sort, np.split, np.hsplit, np.vsplit,
-    np.dsplit, np.squeeze, np.stack, np.std, np.sum, np.swapaxes, np.take, np.take_along_axis, np.tile, np.trace,
-    np.transpose, np.tril, np.triu, np.unstack, np.var, np.vdot, np.vstack, np.where,
+    np.average, np.broadcast_arrays, np.broadcast_to, np.clip, np.concatenate, np.copy, np.cross, np.cumprod, np.cumsum,
+    np.diag, np.diagonal, np.diff, np.dot, np.expand_dims, np.flatnonzero, np.flip, np.fliplr, np.flipud, np.hstack,
+    np.imag, np.linalg.cholesky, np.linalg.cond, np.linalg.cross, np.linalg.det, np.linalg.diagonal, np.linalg.eig,
+    np.linalg.eigh, np.linalg.eigvals, np.linalg.eigvalsh, np.linalg.inv, np.linalg.lstsq, np.linalg.matmul,
+    np.linalg.matrix_norm, np.linalg.matrix_power, np.linalg.matrix_transpose, np.linalg.norm, np.linalg.pinv,
+    np.linalg.qr, np.linalg.slogdet, np.linalg.solve, np.linalg.svd, np.linalg.svdvals, np.linalg.tensorinv,
+    np.linalg.tensorsolve, np.linalg.trace, np.matrix_transpose, np.max, np.mean, np.min, np.moveaxis, np.nonzero,
+    np.pad, np.prod, np.ravel, np.real, np.repeat, np.reshape, np.roll, np.rollaxis, np.round, np.select, np.sort,
+    np.split, np.hsplit, np.vsplit, np.dsplit, np.squeeze, np.stack, np.std, np.sum, np.swapaxes, np.take,
+    np.take_along_axis, np.tile, np.trace, np.transpose, np.tril, np.triu, np.unstack, np.var, np.vdot, np.vstack,
+    np.where,
     *(getattr(np.fft, name) for name in (*INVERSE, "fftshift", "ifftshift")),
 )  # fmt: skip

@@ -156,6 +156,7 @@ def solve_triangular(a: Any, b: Any, **options: Any) -> Tensor:
     return _solve_triangular(a, b, **options)
 
 
+differentiable(linalg.regrouped, x=lambda g, like: linalg.regrouped(g, like.shape), moves=True)
 differentiable(linalg.inv, x=lambda g, y: -(y.mT @ g @ y.mT))
 
 
@@ -305,6 +306,12 @@ def qr(x: Tensor, /, *, mode: str = "reduced") -> factors.QRResult:
     """Return Q and R of matrices whose first min(m, n) columns are independent."""
     q, r = linalg.qr(x.data, mode=mode)
     return factors.QRResult(_q(x, q, q, r), _r(x, r, q, r))
+
+
+@as_op(factors.triangle_of_qr)
+def triangle_of_qr(x: Tensor) -> Tensor:
+    """Return R of a QR factorization; its derivative needs Q."""
+    return qr(x).R if wants(x) else Tensor(factors.triangle_of_qr(x.data))  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------ factor objects
@@ -512,7 +519,7 @@ def wants(x: Tensor) -> bool:
     return x.requires_grad and tracing()
 
 
-constant(linalg.matrix_rank, moves=True)
+constant(linalg.matrix_rank, np.linalg.matrix_rank, moves=True)
 refused(
     "it stops where an answer is good enough; solve and its kin have derivatives",
     linalg.cg, linalg.minres, linalg.gmres, linalg.lsqr, linalg.eigsh, linalg.svds, linalg.svd_lowrank,

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import numpy as np
 
-from parlinalg.array import reductions
+from parlinalg.array import contraction, reductions
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
-from parlinalg.array.joining import dims_of, take
+from parlinalg.array.joining import dims_of
 from parlinalg.array.namespace import (
     broadcast_to,
     expand_dims,
     eye,
     matrix_transpose,
-    max,
-    min,
     moveaxis,
     sum,
     tensordot,
     vecdot,
 )
+from parlinalg.array.reductions import extreme_size
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
 from parlinalg.linalg.factors import (
@@ -41,6 +39,8 @@ from parlinalg.linalg.factors import (
     slogdet,
     solve,
     solve_triangular,
+    triangle_of_qr,
+    whole,
 )
 from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres
@@ -116,18 +116,9 @@ def outer(x1: DistArray, x2: DistArray, /) -> DistArray:
 
 def cross(x1: DistArray, x2: DistArray, /, *, axis: int = -1) -> DistArray:
     """Return the cross products of the vectors of three elements along a dim."""
-    if not -min_ndim(x1, x2) <= axis < 0:
-        raise ValueError(f"cross takes an axis from {-min_ndim(x1, x2)} to -1, not {axis}")
-    if x1.shape[axis] != 3 or x2.shape[axis] != 3:
-        raise ValueError(f"cross takes vectors of 3 elements, not of {x1.shape[axis]} and {x2.shape[axis]}")
-    forward, backward = np.array([1, 2, 0]), np.array([2, 0, 1])
-    a, b = (x.redistribute(x.layout.with_partial(()).with_dim(axis, None)) for x in (x1, x2))
-    left = take(a, forward, axis) * take(b, backward, axis)
-    return left - take(a, backward, axis) * take(b, forward, axis)
-
-
-def min_ndim(x1: DistArray, x2: DistArray) -> int:
-    return x1.ndim if x1.ndim < x2.ndim else x2.ndim
+    if not -min(x1.ndim, x2.ndim) <= axis < 0:
+        raise ValueError(f"cross takes an axis from {-min(x1.ndim, x2.ndim)} to -1, not {axis}")
+    return contraction.cross(x1, x2, axis=axis)
 
 
 def diagonal(x: DistArray, /, *, offset: int = 0) -> DistArray:
@@ -143,18 +134,7 @@ def trace(x: DistArray, /, *, offset: int = 0, dtype: Any = None) -> DistArray:
 @primitive
 def vector_norm(x: DistArray, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> DistArray:
     """Return the vector norms over dims (default: all): (Σ |x|^ord)^(1/ord), or of `ord` 0, inf and -inf."""
-    dims = tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim)
-    size = abs(x) if x.dtype.kind not in "biu" else abs(x.astype(np.float64))
-    if ord in (math.inf, -math.inf):
-        return _end(size, ord, dims, keepdims)
-    if ord == 0:
-        return sum(x != 0, axis=dims, keepdims=keepdims, dtype=size.dtype)
-    if ord == 1:
-        return sum(size, axis=dims, keepdims=keepdims)
-    if ord == 2:
-        return np.sqrt(sum(size * size, axis=dims, keepdims=keepdims))  # type: ignore[return-value]
-    powers = sum(size**ord, axis=dims, keepdims=keepdims)
-    return powers ** (1 / ord)
+    return reductions.vector_norm(x, ord, tuple(range(x.ndim)) if axis is None else dims_of(axis, x.ndim), keepdims)
 
 
 def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") -> DistArray:
@@ -165,19 +145,12 @@ def matrix_norm(x: DistArray, /, *, keepdims: bool = False, ord: Any = "fro") ->
     if ord not in (1, -1, math.inf, -math.inf):
         if ord in (2, -2, "nuc"):
             s = svdvals(x)
-            value = sum(s, axis=-1) if ord == "nuc" else _end(s, ord, (-1,))
+            value = sum(s, axis=-1) if ord == "nuc" else extreme_size(s, ord, (-1,))
             return reshape(value, (*x.shape[:-2], 1, 1)) if keepdims else value
         raise ValueError(f"ord is 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, not {ord!r}")
     size = abs(x) if x.dtype.kind not in "biu" else abs(x.astype(np.float64))
-    found = _end(sum(size, axis=-2 if abs(ord) == 1 else -1, keepdims=True), ord, (-2, -1), keepdims=True)
+    found = extreme_size(sum(size, axis=-2 if abs(ord) == 1 else -1, keepdims=True), ord, (-2, -1), keepdims=True)
     return found if keepdims else reshape(found, x.shape[:-2])
-
-
-def _end(sizes: DistArray, ord: float, dims: tuple[int, ...], keepdims: bool = False) -> DistArray:
-    """Return the largest sizes, 0 of none, or for an order below 0 the smallest ones."""
-    if ord > 0 and not math.prod(sizes.shape[d] for d in dims):
-        return sum(sizes, axis=dims, keepdims=keepdims)
-    return (max if ord > 0 else min)(sizes, axis=dims, keepdims=keepdims)
 
 
 def matrix_power(x: DistArray, n: int, /) -> DistArray:
@@ -195,8 +168,8 @@ def matrix_power(x: DistArray, n: int, /) -> DistArray:
     if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         raise LinAlgError(f"matrix_power takes square matrices, not of shape {x.shape}")
     try:
-        n = operator.index(n)
-    except TypeError:
+        n = whole("n", n)
+    except ValueError:
         raise TypeError(f"matrix_power takes a whole number for n, not {n!r}") from None
     if n < 0:
         return matrix_power(inv(x), -n)
@@ -284,7 +257,14 @@ def _matrix_rank(A: DistArray, tol: Any = None, hermitian: bool = False, rtol: A
 @handles(np.linalg.qr)
 def _qr(a: DistArray, mode: str = "reduced") -> Any:
     if mode == "r":
-        return qr(a).R
+        return triangle_of_qr(a)
+    if mode == "raw":
+        raise ValueError(
+            "np.linalg.qr(mode='raw') gives LAPACK's reflections, which distributed matrices do not have; "
+            "parlinalg.linalg.qr_factor(a) keeps its own, and has R, Q(columns) and solve(b)"
+        )
+    if mode not in ("reduced", "complete"):
+        raise ValueError(f"mode is 'reduced', 'complete' or 'r', not {mode!r}")
     return qr(a, mode=mode)
 
 
@@ -293,14 +273,19 @@ def _matrix_power(a: DistArray, n: int) -> DistArray:
     return matrix_power(a, n)
 
 
+@primitive
+def regrouped(x: DistArray, shape: tuple[int, ...]) -> DistArray:
+    """Return the same elements in another shape; of tensors too they move where they must."""
+    return reshape(x, shape)
+
+
 @handles(np.linalg.tensorinv)
 def _tensorinv(a: DistArray, ind: int = 2) -> DistArray:
-    if ind < 1:
-        raise ValueError(f"tensorinv takes an ind of at least 1, not {ind!r}")
+    ind = whole("tensorinv: ind", ind, 1)
     size = math.prod(a.shape[ind:])
     if math.prod(a.shape[:ind]) != size:
         raise LinAlgError(f"tensorinv takes dims whose first {ind} have as many elements as the others, not {a.shape}")
-    return reshape(inv(reshape(a, (size, size))), (*a.shape[ind:], *a.shape[:ind]))
+    return regrouped(inv(regrouped(a, (size, size))), (*a.shape[ind:], *a.shape[:ind]))
 
 
 @handles(np.linalg.tensorsolve)
@@ -313,4 +298,4 @@ def _tensorsolve(a: DistArray, b: DistArray, axes: Any = None) -> DistArray:
         raise LinAlgError(
             f"tensorsolve takes a of b's dims and others of as many elements, not {a.shape} and {b.shape}"
         )
-    return reshape(solve(reshape(a, (size, size)), reshape(b, (size,))), shape)
+    return regrouped(solve(regrouped(a, (size, size)), regrouped(b, (size,))), shape)

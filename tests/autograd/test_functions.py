@@ -405,6 +405,10 @@ EXTRAS: dict[str, list[Case]] = {
         Case(lambda x: pla.cov(x, rowvar=False, bias=True), Z),
         Case(lambda x, y: pla.cov(x, y), X, Y, whole=(0,)),
     ],
+    "cross": [
+        Case(pla.cross, VECTORS, VECTORS[::-1] ** 2, whole=(1,)),
+        Case(lambda x, y: pla.cross(x, y, axisa=0), VECTORS.T.copy(), numbers(3), whole=(0, -1)),
+    ],
     "cumprod": [Case(lambda x: pla.cumprod(x, 1), X)],
     "cumsum": [Case(lambda x: pla.cumsum(x, 0), X)],
     "diag": [Case(pla.diag, X), Case(pla.diag, LINE)],

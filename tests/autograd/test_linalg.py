@@ -12,8 +12,8 @@ import parlinalg as pla
 from parlinalg import Grid, Layout, Tensor, linalg
 from parlinalg.linalg import factors, spectral
 from tests.autograd.cases import close, cut, numbers, tensor, value_and_gradients
-from tests.autograd.decompositions import EXAMPLES, hermitian, positive, spaced, whole
-from tests.autograd.test_functions import LAYOUTS
+from tests.autograd.decompositions import EXAMPLES, hermitian, polar, positive, projection, spaced, whole
+from tests.autograd.test_functions import LAYOUTS, Case
 
 pytestmark = pytest.mark.one_in(8)
 
@@ -263,3 +263,118 @@ def test_names_of_numpy(widest: Grid) -> None:
         assert y.size == size
         y.sum().backward()
         assert x.grad is not None
+
+
+def numpy_solution(a: Any, b: Any) -> Any:
+    return np.linalg.lstsq(a, b, rcond=None)[0]
+
+
+A, B, C, V, CUBES = spaced(4, 4), spaced(4, 4, seed=2), spaced(4, 4, dtype=complex), numbers(4), numbers(2, 4, 3)
+BOTH = (0, 1)
+
+#: Every function of `np.linalg` that has a derivative.
+NUMPY: dict[str, list[Case]] = {
+    "cholesky": [Case(lambda x, u=u: np.linalg.cholesky(positive(x), upper=u), A) for u in (False, True)],
+    "cond": [Case(lambda x, p=p: np.linalg.cond(x, p), A) for p in (None, 1, "fro", -2, np.inf)],
+    "cross": [
+        Case(np.linalg.cross, numbers(4, 3), numbers(4, 3, seed=1)),
+        Case(lambda x, y: np.linalg.cross(x, y, axis=1), CUBES[:, :3], numbers(2, 3, 3, seed=5)),
+        Case(np.cross, numbers(4, 3), numbers(3), whole=(-1,)),
+        Case(lambda x, y: np.cross(x, y, axisa=0, axisc=0), numbers(3, 5), numbers(5, 3, seed=1), whole=BOTH),
+    ],
+    "det": [Case(np.linalg.det, A), Case(np.linalg.det, C)],
+    "diagonal": [Case(lambda x: np.linalg.diagonal(x, offset=1), CUBES)],
+    "eig": [Case(lambda x: abs(whole(np.linalg.eig(x)[0])).sum() * 1.0, A)],
+    "eigh": [Case(lambda x, u=u: np.linalg.eigh(hermitian(x), u)[0] ** 3, A) for u in "LU"],
+    "eigvals": [Case(lambda x: abs(whole(np.linalg.eigvals(x))).sum() * 1.0, C)],
+    "eigvalsh": [Case(lambda x: np.linalg.eigvalsh(hermitian(x)), C)],
+    "inv": [Case(np.linalg.inv, A)],
+    "lstsq": [Case(numpy_solution, spaced(5, 3), numbers(5, 2)), Case(numpy_solution, spaced(5, 3), numbers(5))],
+    "matmul": [Case(np.linalg.matmul, A, B), Case(np.linalg.matmul, A, V)],
+    "matrix_norm": [
+        Case(lambda x, o=o: np.linalg.matrix_norm(x, ord=o, keepdims=o == 2), a)
+        for o in ("fro", "nuc", 1, -1, 2, -2, np.inf, -np.inf)
+        for a in (A, CUBES)
+    ],
+    "matrix_power": [Case(lambda x, n=n: np.linalg.matrix_power(x, n), A) for n in (-2, 0, 3)],
+    "matrix_transpose": [Case(np.linalg.matrix_transpose, CUBES)],
+    "multi_dot": [
+        Case(lambda *x: np.linalg.multi_dot(x), numbers(3, 5), numbers(5, 2), numbers(2, 7)),
+        Case(lambda *x: np.linalg.multi_dot(x), V, A, C, numbers(4, 3)),
+        Case(lambda *x: np.linalg.multi_dot([*x, x[0]]), V, A),
+        Case(lambda *x: np.linalg.multi_dot(x), A, V),
+    ],
+    "norm": [
+        *(Case(lambda x, o=o: np.linalg.norm(x, o), A) for o in (None, "fro", "nuc", 1, -1, 2, -2, np.inf, -np.inf)),
+        *(Case(lambda x, o=o: np.linalg.norm(x, o, axis=-1, keepdims=True), C) for o in (None, 1, 2.5, np.inf)),
+        Case(lambda x: np.linalg.norm(x, 2, (0, 2)), CUBES),
+        Case(np.linalg.norm, CUBES),
+    ],
+    "outer": [Case(np.linalg.outer, V, numbers(3), whole=(0,))],
+    "pinv": [Case(np.linalg.pinv, spaced(5, 3)), Case(lambda x: np.linalg.pinv(x, rtol=1e-9), C)],
+    "qr": [
+        Case(lambda x: abs(np.linalg.qr(x, mode="r")), spaced(5, 3)),
+        Case(lambda x: projection(whole(np.linalg.qr(x, "complete")[0])[:, 3:]), spaced(5, 3)),
+    ],
+    "slogdet": [Case(lambda x: np.linalg.slogdet(x)[1], A), Case(lambda x: np.linalg.slogdet(x)[0], C)],
+    "solve": [Case(np.linalg.solve, A, B), Case(np.linalg.solve, A, V)],
+    "svd": [
+        Case(lambda x: np.linalg.svd(x, compute_uv=False), spaced(5, 3)),
+        Case(lambda x: polar(*np.linalg.svd(x, full_matrices=False)), spaced(5, 3)),
+        Case(lambda x: polar(*np.linalg.svd(hermitian(x), hermitian=True)), C),
+    ],
+    "svdvals": [Case(np.linalg.svdvals, spaced(3, 5))],
+    "tensordot": [
+        Case(lambda x, y: np.linalg.tensordot(x, y, axes=1), CUBES, spaced(3, 2)),
+        Case(lambda x, y: np.linalg.tensordot(x, y, axes=((0, 2), (2, 0))), CUBES, numbers(3, 5, 2)),
+    ],
+    "tensorinv": [
+        Case(np.linalg.tensorinv, spaced(6, 6).reshape(2, 3, 3, 2), whole=(0, 1, 2, 3)),
+        Case(lambda x: np.linalg.tensorinv(x, ind=1), spaced(6, 6).reshape(6, 3, 2)),
+    ],
+    "tensorsolve": [
+        Case(np.linalg.tensorsolve, spaced(6, 6).reshape(2, 3, 6), numbers(2, 3)),
+        Case(lambda x, y: np.linalg.tensorsolve(x, y, axes=(0,)), spaced(6, 6).reshape(6, 2, 3), numbers(2, 3)),
+    ],
+    "trace": [Case(lambda x: np.linalg.trace(x, offset=-1), CUBES), Case(np.linalg.trace, C)],
+    "vecdot": [
+        Case(np.linalg.vecdot, C, spaced(4, 4, seed=3, dtype=complex)),
+        Case(lambda x, y: np.linalg.vecdot(x, y, axis=0), A, B),
+    ],
+    "vector_norm": [
+        *(Case(lambda x, o=o: np.linalg.vector_norm(x, ord=o, axis=(0, 2)), CUBES) for o in (1, 2, 3, np.inf, -np.inf)),
+        Case(lambda x: np.linalg.vector_norm(x, axis=1, keepdims=True), C),
+        Case(np.linalg.vector_norm, C),
+    ],
+}
+NUMPY_CONSTANT = {"matrix_rank": (lambda x: np.linalg.matrix_rank(x), lambda x: np.linalg.matrix_rank(x[..., 0]))}
+
+
+@pytest.mark.serial
+def test_every_function_of_np_linalg_has_its_line() -> None:
+    names = {name for name in np.linalg.__all__ if name != "LinAlgError"}
+    assert names == {*NUMPY, *NUMPY_CONSTANT}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_functions_of_np_linalg(name: str, grid: Grid) -> None:
+    """Values are NumPy's, and gradients those of finite differences; operands may be tensors or arrays."""
+    for i, case in enumerate(NUMPY[name]):
+        every = case.layouts() if max(a.ndim for a in case.arrays) < 4 else [[Layout("a", "b", None, None)]]
+        layouts = every[i % len(every)]
+        inputs = [tensor(a, grid, layout) for a, layout in zip(case.arrays, layouts, strict=True)]
+        y = case.function(*inputs)
+        assert isinstance(y, Tensor)
+        close(y.gather(), case.function(*case.arrays), 1e-11)
+        pla.check_gradients(case.function, inputs, tol=1e-6, directions=1)
+        for only in range(len(inputs)) if len(inputs) > 1 else ():
+            mixed = case.function(*(x if k == only else x.data for k, x in enumerate(inputs)))
+            assert mixed.requires_grad
+            close(mixed.gather(), y.gather())
+
+
+@pytest.mark.parametrize("name", NUMPY_CONSTANT)
+def test_constants_of_np_linalg(name: str, widest: Grid) -> None:
+    x = tensor(A, widest, Layout("a", None))
+    for function in NUMPY_CONSTANT[name]:
+        assert int(function(x)) == function(A)

@@ -7,6 +7,7 @@ import pytest
 
 import parlinalg as pla
 from parlinalg import Layout, linalg
+from parlinalg.linalg import factors
 from tests.cases import grids, layouts, same
 
 pytestmark = pytest.mark.one_in(8)
@@ -50,6 +51,13 @@ def test_norms_of_vectors_of_whole_numbers(grid, order):
     same(linalg.vector_norm(placed(grid, a), ord=order, axis=1), np.linalg.vector_norm(a, ord=order, axis=1), 1e-14)
 
 
+def test_norms_of_halves(grid):
+    """They are computed in float32, whose squares do not overflow, and rounded once."""
+    a = np.array([[300.0, 400.0], [3e-4, 4e-4]], np.float16)
+    for norm in (linalg.vector_norm, np.linalg.vector_norm):
+        same(norm(placed(grid, a, 1), axis=1), np.linalg.norm(a.astype(np.float32), axis=1).astype(np.float16), 0)
+
+
 def test_norms_of_nothing(grid):
     """They are 0, but for the least of sizes, which there is none of."""
     for shape in ((0, 3), (3, 0), (2, 0, 0)):
@@ -85,6 +93,43 @@ def test_condition_numbers(grid, p):
             np.linalg.cond(placed(grid, np.zeros(empty)), p)
 
 
+@pytest.mark.parametrize(
+    "shape", [(33, 33), (90, 7), (400, 9), (40, 90), (5, 0), (0, 3), (2, 9, 4), (13, 4, 6)], ids=str
+)
+def test_r_alone(grid, shape, monkeypatch):
+    """It is that of `qr`, and Q is not made for it."""
+    x = placed(grid, random(*shape), 1)
+    want = linalg.qr(x).R
+
+    def refused(*args, **kwargs):
+        raise AssertionError("Q is computed")
+
+    monkeypatch.setattr(factors.QRFactor, "Q", refused)
+    monkeypatch.setattr(factors, "orthogonalized", refused)
+    found = np.linalg.qr(x, mode="r")
+    assert found.layout == want.layout
+    same(found, want.gather(), 1e-13)
+
+
+def test_modes_of_qr(grid):
+    x = placed(grid, random(7, 4), 1)
+    same(abs(np.linalg.qr(x, "complete").R), abs(np.linalg.qr(random(7, 4), "complete").R), 1e-13)
+    with pytest.raises(ValueError, match=r"mode='raw'.* gives LAPACK's reflections.*qr_factor"):
+        np.linalg.qr(x, "raw")
+    with pytest.raises(ValueError, match="mode is 'reduced', 'complete' or 'r', not 'full'"):
+        np.linalg.qr(x, "full")
+
+
+def test_cross_products(grid):
+    """Of vectors along any dim, cut or not, that broadcast."""
+    a, b = random(4, 3, 5), random(3, seed=1)
+    for seed in range(3):
+        x, y, z = placed(grid, a, seed), placed(grid, b, seed + 1), placed(grid, a[::-1].copy(), seed + 2)
+        same(np.cross(x, y, axisa=1), np.cross(a, b, axisa=1), 1e-14)
+        same(np.linalg.cross(x, z, axis=1), np.linalg.cross(a, a[::-1], axis=1), 1e-14)
+        same(linalg.cross(x, z, axis=-2), np.cross(a, a[::-1], axis=-2), 1e-14)
+
+
 def test_powers(grid):
     for a in (np.array([[1, 2], [3, 4]]), np.array([[True, False], [True, True]]), np.array([[np.nan, 1], [2, 3]])):
         for n in (0, 1, np.int64(0)):
@@ -92,7 +137,7 @@ def test_powers(grid):
     stack = random(2, 3, 3)
     x = placed(grid, stack, 3)
     assert linalg.matrix_power(x, 0).layout == x.layout
-    for n in (2.0, 0.5, 0.0, "2"):
+    for n in (2.0, 0.5, 0.0, "2", True, np.True_):
         with pytest.raises(TypeError, match="matrix_power takes a whole number for n, not"):
             np.linalg.matrix_power(x, n)
     for shape in ((2, 3), (3,)):
