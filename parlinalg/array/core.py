@@ -698,6 +698,22 @@ def axis_of(axis: Any, ndim: int) -> int:
     return dim % ndim
 
 
+def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """Return a whole number, which may be NumPy's; raise ValueError if it is none, too small or too large.
+
+    >>> whole("k", np.int64(3), 1)
+    3
+    """
+    try:
+        found = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or (least is not None and found < least) or (most is not None and found > most):
+        limits = f" of at least {least}" if most is None else f" from {least} to {most}"
+        raise ValueError(f"{what} is a whole number{'' if least is None else limits}, not {value!r}")
+    return found
+
+
 def check_out(out: Any, shape: tuple[int, ...], what: str) -> None:
     """Raise an error unless `out` is distributed and has the shape of the result."""
     if not isinstance(out, DistArray):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import transfer
-from parlinalg.array.core import DistArray, native, refused_dtype
+from parlinalg.array.core import DistArray, native, refused_dtype, whole
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.shapes import shape_of
 from parlinalg.comm.check import array_checksum, sample_checksum
@@ -332,6 +332,7 @@ def eye(
     dtype: Any = None, device: Any = None,
 ) -> DistArray:  # fmt: skip
     """Return a matrix with ones on diagonal number k, zeros elsewhere."""
+    k = whole("k, the number of a diagonal,", k)
     shape, grid, layout = placed((n_rows, n_rows if n_cols is None else n_cols), grid, layout, device)
     kind = np.float64 if dtype is None else dtype
     return computed("eye", lambda i, j: j - i == k, shape, grid, layout, kind)

@@ -16,7 +16,7 @@ import numpy as np
 
 from parlinalg.array import create, joining, products, reductions, shapes, sorting
 from parlinalg.array.align import together
-from parlinalg.array.core import Axis, DistArray, axis_of, delivered, native
+from parlinalg.array.core import Axis, DistArray, axis_of, delivered, native, whole
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.ufuncs import operand
 from parlinalg.layout import Layout
@@ -224,6 +224,7 @@ def _trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any =
     first, second = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
     if first == second:
         raise ValueError(f"trace takes two dims, axis1 and axis2, not {axis1} twice")
+    offset = whole("offset, the number of a diagonal,", offset)
     a = a.transpose([d for d in range(a.ndim) if d not in (first, second)] + [first, second])
     layout = Layout(*a.layout.dims[-2:])
     mask = create.computed("trace", lambda i, j: i + offset == j, a.shape[-2:], a.grid, layout, np.bool_)

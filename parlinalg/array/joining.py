@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, narrowed, spread
-from parlinalg.array.core import DistArray, axis_of, mismatch, same_grid
+from parlinalg.array.core import DistArray, axis_of, mismatch, same_grid, whole
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.indexing import copy_part, getitem
 from parlinalg.array.rows import fetch
@@ -284,7 +284,7 @@ def triangle(a: DistArray, k: int, *, lower: bool) -> DistArray:
     """Return the matrices with zeros above (or below) diagonal number k."""
     if a.ndim < 2:
         raise ValueError(f"a triangle is one of matrices; the array has shape {a.shape}")
-    i, j = positions(a, a.ndim - 2), positions(a, a.ndim - 1)
+    i, j, k = positions(a, a.ndim - 2), positions(a, a.ndim - 1), whole("k, the number of a diagonal,", k)
     kept = j - i <= k if lower else j - i >= k
     return a.like(a.xp.where(kept, a.block, a.dtype.type(0)) if a.grid.inside else a.block)
 
@@ -295,6 +295,7 @@ def diagonal(a: DistArray, offset: int = 0, axis1: int = 0, axis2: int = 1) -> D
     d, e = axis_of(axis1, a.ndim), axis_of(axis2, a.ndim)
     if d == e:
         raise ValueError(f"a diagonal is one of two dims; {axis1} and {axis2} are one")
+    offset = whole("offset, the number of a diagonal,", offset)
     order = [i for i in range(a.ndim) if i not in (d, e)]
     turned = a.transpose((*order, d, e))
     n = max(0, min(a.shape[d] + min(offset, 0), a.shape[e] - max(offset, 0)))
@@ -308,6 +309,7 @@ def diagonal_matrix(v: DistArray, k: int = 0) -> DistArray:
     """Return the matrix with the elements of `v` on diagonal number k, zeros elsewhere."""
     from parlinalg.array.rows import store
 
+    k = whole("k, the number of a diagonal,", k)
     n = v.shape[0] + abs(k)
     layout = v.grid.default_layout((n, n))
     out = v.like(v.grid.backend.zeros(v.grid.block_shape(layout, (n, n)), v.dtype), layout, (n, n))

@@ -19,6 +19,7 @@ import numpy as np
 
 from parlinalg import linalg
 from parlinalg.array import DistArray, create, joining
+from parlinalg.array.core import whole
 from parlinalg.autograd.functions import np_, of_product
 from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
@@ -395,7 +396,7 @@ class TensorQR(TensorFactor):
 
     def Q(self, columns: int | None = None) -> Tensor:
         """Return the first columns of Q [m, m], by default min(m, n) of them."""
-        columns = None if columns is None else factors.whole("columns of Q", columns, 0, self.shape[-2])
+        columns = None if columns is None else whole("columns of Q", columns, 0, self.shape[-2])
         q = self.factor.Q(None if columns is None else max(columns, min(self.shape[-2:])))
         return _q(self.a, q if columns is None else q[..., :columns], q, self.factor.R)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import contraction, reductions
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, whole
 from parlinalg.array.dispatch import primitive, takes_over
 from parlinalg.array.functions import handles
 from parlinalg.array.joining import diagonal as _diagonal
@@ -40,7 +40,6 @@ from parlinalg.linalg.factors import (
     solve,
     solve_triangular,
     triangle_of_qr,
-    whole,
 )
 from parlinalg.linalg.general import eig, eigvals
 from parlinalg.linalg.krylov import cg, gmres, lsqr, minres

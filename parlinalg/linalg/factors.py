@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from copy import copy
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, same_grid
+from parlinalg.array.core import DistArray, same_grid, whole
 from parlinalg.array.create import computed, eye
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
@@ -935,22 +934,6 @@ def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> D
     if x.dtype.char not in FLOATING:
         raise TypeError(f"{name} takes float32, float64, complex64 and complex128, not {x.dtype}; convert by astype()")
     return x
-
-
-def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """Return a whole number, which may be NumPy's; raise ValueError if it is none, too small or too large.
-
-    >>> whole("k", np.int64(3), 1)
-    3
-    """
-    try:
-        found = None if isinstance(value, bool | np.bool_) else operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or (least is not None and found < least) or (most is not None and found > most):
-        limits = f" of at least {least}" if most is None else f" from {least} to {most}"
-        raise ValueError(f"{what} is a whole number{'' if least is None else limits}, not {value!r}")
-    return found
 
 
 def _rows(block: Any) -> int:

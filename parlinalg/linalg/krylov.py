@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.namespace import broadcast_to
 from parlinalg.array.shapes import reshape
 from parlinalg.backend.shapes import has_values
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import whole
 from parlinalg.matmul import matmul
 from parlinalg.matmul.assign import assign
 from parlinalg.matmul.execute import execute

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import eye
 from parlinalg.array.shapes import reshape
 from parlinalg.layout import Layout
-from parlinalg.linalg.factors import LinAlgError, LUFactor, qr, whole
+from parlinalg.linalg.factors import LinAlgError, LUFactor, qr
 from parlinalg.linalg.krylov import Basis, Operator, Vectors, applied, assumed_steps, converted, lead_of
 from parlinalg.linalg.spectral import EighResult, SVDResult, _vector, svd, svdvals
 from parlinalg.matmul import matmul
@@ -36,10 +36,12 @@ AGAIN = 4
 """Steps of `lobpcg` after which products with the vectors are computed, in place of combined from those before."""
 
 
-def _count(k: Any, n: int, name: str, most: int) -> int:
+def _count(k: Any, n: int, name: str, most: int, what: str = "k") -> int:
     if most < 1:
-        raise ValueError(f"{name}: a matrix with {n} column{'s' * (n != 1)} is too small for any k; take svd or eigh")
-    return whole(f"{name}: of {n} columns k", k, 1, most)
+        raise ValueError(
+            f"{name}: a matrix with {n} column{'s' * (n != 1)} is too small for any {what}; take svd or eigh"
+        )
+    return whole(f"{name}: of {n} columns {what}", k, 1, most)
 
 
 def _matrices(a: Any, name: str) -> DistArray:
@@ -295,7 +297,7 @@ def range_finder(A: DistArray, size: int, *, n_iter: int = 2, seed: int = 0) -> 
     """
     A = _matrices(A, "range_finder")
     m, n = A.shape[-2:]
-    size, n_iter = _count(size, n, "range_finder", min(m, n)), whole("range_finder: n_iter", n_iter, 0)
+    size, n_iter = _count(size, n, "range_finder", min(m, n), "size"), whole("range_finder: n_iter", n_iter, 0)
     adjoint = A.mT.conj()
     dtype = np.result_type(A.dtype, np.float32)
     y = default_rng(seed).normal(size=(n, size), grid=A.grid, layout=Layout(A.layout.dims[-1], None))

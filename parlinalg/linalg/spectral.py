@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
@@ -33,7 +33,6 @@ from parlinalg.linalg.factors import (
     inv,
     qr_factor,
     solve_triangular,
-    whole,
 )
 from parlinalg.linalg.tiles import Tiles
 from parlinalg.matmul import matmul

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, whole
 from parlinalg.array.create import computed
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to, tril
@@ -30,7 +30,6 @@ from parlinalg.linalg.factors import (
     _matrix,
     _refuse,
     determinant,
-    whole,
 )
 
 

@@ -438,6 +438,16 @@ class TestErrors:
             for columns in (2.0, True, -1, 10):
                 with pytest.raises(ValueError, match="columns of Q is a whole number from 0 to 9, not"):
                     linalg.qr_factor(a).Q(columns)
+        diagonals = (
+            lambda k: linalg.diagonal(x, offset=k), lambda k: linalg.trace(x, offset=k), lambda k: np.trace(x, k),
+            lambda k: pla.diag(x, k), lambda k: pla.diag(x[0], k), lambda k: pla.tril(x, k=k),
+            lambda k: pla.eye(3, k=k),
+        )  # fmt: skip
+        for function in diagonals:
+            function(np.int8(-1))
+            for k in (1.0, np.float32(0.5), True, np.True_, "1"):
+                with pytest.raises(ValueError, match="the number of a diagonal, is a whole number, not"):
+                    function(k)
         for depth in (2, 1.0, True):
             with pytest.raises(ValueError, match="depth"):
                 linalg.lu_factor(stack, depth=depth)
