@@ -312,7 +312,7 @@ def qr(x: Tensor, /, *, mode: str = "reduced") -> factors.QRResult:
 @as_op(factors.triangle_of_qr)
 def triangle_of_qr(x: Tensor) -> Tensor:
     """Return R of a QR factorization; its derivative needs Q."""
-    return qr(x).R if wants(x) else Tensor(factors.triangle_of_qr(x.data))  # type: ignore[return-value]
+    return qr(x).R if wants(x) else Tensor(factors.triangle_of_qr(x.data))
 
 
 # ------------------------------------------------------------------------------------------------ factor objects

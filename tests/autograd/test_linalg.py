@@ -357,9 +357,12 @@ def test_every_function_of_np_linalg_has_its_line() -> None:
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_functions_of_np_linalg(name: str, grid: Grid) -> None:
+def test_functions_of_np_linalg(name: str, grid: Grid, request: pytest.FixtureRequest) -> None:
     """Values are NumPy's, and gradients those of finite differences; operands may be tensors or arrays."""
+    seed, some = request.config.getoption("--seed"), 1 if grid.size == 1 else 3
     for i, case in enumerate(NUMPY[name]):
+        if (i + seed) % some and len(NUMPY[name]) > 1:
+            continue
         every = case.layouts() if max(a.ndim for a in case.arrays) < 4 else [[Layout("a", "b", None, None)]]
         layouts = every[i % len(every)]
         inputs = [tensor(a, grid, layout) for a, layout in zip(case.arrays, layouts, strict=True)]

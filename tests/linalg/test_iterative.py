@@ -371,16 +371,16 @@ def test_stacks_of_least_squares_from_first_guesses(grid):
 
 
 def test_both_ends_of_a_spectrum_and_values_alone(grid):
-    n = 37
+    n = 24
     a, w = definite(n, "complex128", low=-20)
     A = placed(grid, a, 1)
-    for k, wanted in ((1, w[-1:]), (4, w[[0, 1, -2, -1]]), (5, w[[0, 1, -3, -2, -1]])):
-        values, v = eigsh(A, k, which="BE")
+    for k, wanted in ((4, w[[0, 1, -2, -1]]), (5, w[[0, 1, -3, -2, -1]])):
+        values, v = eigsh(A, k, which="BE", ncv=16)
         close(values, wanted, 1e-11)
         close(A @ v, (v * values).gather(), 1e-9)
-        close(eigsh(A, k, which="BE", return_eigenvectors=False), wanted, 1e-11)
-    alone = eigsh(stacked(A, 2), 3, which="SA", return_eigenvectors=False)
-    close(alone, np.stack([w[:3]] * 2), 1e-11)
+    close(eigsh(A, 1, which="BE", return_eigenvectors=False), w[-1:], 1e-11)
+    alone = eigsh(stacked(A[:9, :9], 2), 3, which="SA", return_eigenvectors=False)
+    close(alone, np.stack([np.linalg.eigvalsh(a[:9, :9])[:3]] * 2), 1e-11)
     close(eigsh(A, 3, sigma=float(w[15]) + 0.01, return_eigenvectors=False), w[14:17], 1e-11)
 
 

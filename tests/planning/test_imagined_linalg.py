@@ -101,6 +101,7 @@ def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, deflated):
             return
         linalg.eigh(a, subset_by_index=(20, 40))
         linalg.eigvalsh(a)
+        linalg.eigvalsh(a, 2.0 * pla.eye(n, grid=grid, layout=layout, dtype=a.dtype))
         linalg.svd(r, full_matrices=False)
         linalg.svdvals(r.mT)
         linalg.pinv(r)
@@ -219,10 +220,12 @@ ITERATIONS: dict[str, Callable[..., Any]] = {
     "gmres, few": lambda a, b, told: linalg.gmres(a, b, rtol=0, restart=3, maxiter=2),
     "lsqr": lambda a, b, told: linalg.lsqr(a[:, :31], b, atol=1e-9, btol=1e-9, callback=told),
     "lsqr, few": lambda a, b, told: linalg.lsqr(a, b, atol=0, btol=0, iter_lim=4, callback=told),
+    "lsqr, x0": lambda a, b, told: linalg.lsqr(a, b, x0=0.5 * b, atol=1e-9, btol=1e-9, callback=told),
     "eigsh": lambda a, b, told: linalg.eigsh(a, 3, ncv=9),
     "eigsh, all vectors": lambda a, b, told: linalg.eigsh(a[:20, :20], 9),
     "eigsh, sigma": lambda a, b, told: linalg.eigsh(a, 3, sigma=-0.5),
     "svds": lambda a, b, told: linalg.svds(a[:, :31], 3, ncv=9),
+    "svds, values": lambda a, b, told: linalg.svds(a[:, :31], 3, ncv=9, return_singular_vectors=False),
     "lobpcg": lambda a, b, told: linalg.lobpcg(a, a[:, :4], maxiter=60, callback=told),
     "lobpcg, few": lambda a, b, told: linalg.lobpcg(a, a[:, :4], maxiter=3, tol=0, callback=told),
 }
