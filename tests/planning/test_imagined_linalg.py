@@ -101,7 +101,7 @@ def test_ledgers_of_spectra_are_those_of_real_ranks(world, complex_, deflated):
             return
         linalg.eigh(a, subset_by_index=(20, 40))
         linalg.eigvalsh(a)
-        linalg.eigvalsh(a, 2.0 * pla.eye(n, grid=grid, layout=layout, dtype=a.dtype))
+        linalg.eigvalsh(a[:60, :60], 2.0 * pla.eye(60, grid=grid, layout=layout, dtype=a.dtype))
         linalg.svd(r, full_matrices=False)
         linalg.svdvals(r.mT)
         linalg.pinv(r)
