@@ -322,7 +322,12 @@ def test_ranks_outside_the_grid(world, backend):
                 A, B, X = (pla.distribute(v, grid, Layout("a", *[None] * (v.ndim - 1))) for v in (a, b, start))
                 want = np.linalg.solve(a, b)
                 found = [(f(A, B, rtol=1e-12)[0], want) for f in (cg, minres, gmres)]
-                found += [(lsqr(A, B, atol=1e-13, btol=1e-13, iter_lim=100).x, want)]
+                found += [(lsqr(A, B, atol=1e-13, btol=1e-13, iter_lim=100, x0=x0).x, want) for x0 in (None, B)]
+                found += [(eigsh(A, 3, return_eigenvectors=False), w[-3:])]
+                found += [(svds(A, 3, return_singular_vectors=False), w[:-4:-1])]
+                found += [(svds(A, 3, return_singular_vectors="vh").S, w[:-4:-1])]
+                found += [(pla.linalg.eigvalsh(A, 2.0 * pla.eye(n, grid=grid)), w / 2)]
+                found += [(abs(np.linalg.qr(A, mode="r")), abs(np.linalg.qr(a, mode="r")))]
                 found += [(cg(A, X, rtol=1e-12)[0], np.linalg.solve(a, start))]
                 for pairs in (eigsh(A, 3), lobpcg(A, X, maxiter=200, tol=1e-8), svds(A, 3)):
                     values = pairs[1] if len(pairs) == 3 else pairs[0]
