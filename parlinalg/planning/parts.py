@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from parlinalg.autograd.parameter import settle
 from parlinalg.autograd.rule import memory
 from parlinalg.autograd.tape import walking
 from parlinalg.backend.shapes import WhatIf
+from parlinalg.datasets.tokens import tokenizer
 from parlinalg.errors import ConfigError
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -46,7 +48,13 @@ from parlinalg.train.choices import LANGUAGE, make_criterion
 from parlinalg.train.config import TrainingConfig
 from parlinalg.train.initialize import optimizer_for, reducer_for, update_for
 from parlinalg.train.mesh import OUTSIDE, RING, Mesh, MeshSpec, resolve
-from parlinalg.train.recipes import dataset, declared_classifier, declared_language_model, length_of_sequences
+from parlinalg.train.recipes import (
+    dataset,
+    declared_classifier,
+    declared_language_model,
+    length_of_sequences,
+    require_vocabulary,
+)
 
 ASSUMED = WhatIf(finite=True, norm=1.0)
 """Gradients are finite and not clipped: a step in which nothing is left out."""
@@ -62,11 +70,20 @@ class Inputs:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Inputs:
-        """Return those of a configuration; the data are read only where the model's sizes follow from them."""
+        """Return those of a configuration; the data are read only where the model's sizes follow from them.
+
+        Raises
+        ------
+        ConfigError
+            If the model's `vocab_size` is less than the tokens of the tokenizer, where that is on this machine.
+        """
         if config.model.name in LANGUAGE:
-            known = config.model.options.get("vocab_size")
-            kinds = int(known) if known is not None else int(dataset(config).tokenizer.vocab_size)  # type: ignore[union-attr]
-            return cls(True, kinds, length_of_sequences(config))
+            known, path = config.model.options.get("vocab_size"), config.data.options.get("tokenizer")
+            if known is None or path is None or Path(path).exists():
+                tokens = int(tokenizer(path).vocab_size)
+                known = tokens if known is None else int(known)
+                require_vocabulary(known, tokens)
+            return cls(True, int(known), length_of_sequences(config))
         data: Any = dataset(config)
         return cls(False, int(data.classes), int(data.features))
 

@@ -217,6 +217,15 @@ def _windows(
     return train, Passages(data.validation, length, most, *rest, order=order, starts=data.validation_starts)
 
 
+def require_vocabulary(given: int, tokens: int) -> None:
+    """Raise if a model's `vocab_size` is less than the tokens of the tokenizer."""
+    if given < tokens:
+        raise ConfigError(
+            f"model.vocab_size is {given}, but the tokenizer has {tokens} tokens; leave it out, or give at least "
+            f"{tokens}"
+        )
+
+
 def length_of_sequences(config: TrainingConfig) -> int:
     """Return the tokens of a window of text."""
     return int(config.data.options.get("sequence_length", SEQUENCE))
@@ -225,11 +234,7 @@ def length_of_sequences(config: TrainingConfig) -> int:
 def declared_language_model(config: TrainingConfig, mesh: Mesh, vocabulary: int, length: int) -> Any:
     """Return the declared model, of the sizes that the configuration and the data say."""
     options = {**SIZES, **config.model.options}
-    if options.setdefault("vocab_size", vocabulary) < vocabulary:
-        raise ConfigError(
-            f"model.vocab_size is {options['vocab_size']}, but the tokenizer has {vocabulary} tokens; leave it out, or "
-            f"give at least {vocabulary}"
-        )
+    require_vocabulary(options.setdefault("vocab_size", vocabulary), vocabulary)
     if options.setdefault("max_position_embeddings", length) < length:
         raise ConfigError(
             f"model.max_position_embeddings is {options['max_position_embeddings']}, less than data.sequence_length, "

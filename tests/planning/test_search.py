@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.serial
 
 GPT = {
     "model": {
-        "name": "gpt", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "name": "gpt", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     },
     "data": {"name": "text", "sequence_length": 16}, "dtype": "float32", "batch_size": 8,
 }  # fmt: skip
@@ -239,6 +240,21 @@ def test_files_that_cannot_be_written_are_named(tmp_path):
         done = launch(0, ["-m", "parlinalg", "plan", "train", "text", "-p", "2", "--out", str(out)], timeout=60)
         assert done.returncode == 2
         assert text in done.stderr
+
+
+@pytest.mark.parametrize("tokens", [256, 9])
+def test_a_vocabulary_without_room_for_the_tokens_is_refused(tokens, tmp_path):
+    """As `parlinalg train` refuses it, where the tokenizer is on this machine."""
+    data = {"name": "text", "sequence_length": 16}
+    if tokens != 256:
+        pytest.importorskip("tokenizers")
+        words = {"type": "WordLevel", "unk_token": "w0", "vocab": {f"w{i}": i for i in range(tokens)}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": words}))
+        data["tokenizer"] = str(tmp_path / "tokenizer.json")
+    model = {**GPT["model"], "vocab_size": tokens - 1}
+    with pytest.raises(ConfigError, match=f"model.vocab_size is {tokens - 1}, but the tokenizer has {tokens} tokens"):
+        plan(2, model=model, data=data)
+    assert plan(2, best=1, model=model, data={**data, "tokenizer": "elsewhere/tokenizer.json"}).best
 
 
 def test_classifiers_are_planned():
