@@ -749,6 +749,17 @@ def terms_add(dtype: np.dtype[Any], to: np.dtype[Any]) -> bool:
     return dtype.kind in "fcV" and to.kind in "fcV"
 
 
+def truth(condition: Any, name: str, why: str) -> bool:
+    """Return the truth of an array of one boolean, on every rank; without values what `WhatIf` says under this name.
+
+    Collective, unless the array is replicated.
+    """
+    if condition.grid.backend.values:
+        return bool(condition)
+    condition.gather()  # imagined ranks ask each other as real ones do
+    return bool(condition.grid.backend.assume(name, why))
+
+
 def same_grid(arrays: Sequence[DistArray]) -> Grid:
     """Return the one grid of all these arrays."""
     grid = arrays[0].grid

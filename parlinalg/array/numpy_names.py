@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array import calculus, contraction, create, joining, reductions, shapes, sorting, statistics
-from parlinalg.array.core import Axis, DistArray, axis_of, delivered
+from parlinalg.array.core import Axis, DistArray, axis_of, delivered, truth
 from parlinalg.array.functions import (
     _WRITTEN,
     _array,
@@ -125,7 +125,9 @@ def _nan_extremes(name: str, value: float) -> Callable[..., DistArray]:
 def _nan_places(name: str, value: float) -> Callable[..., DistArray]:
     def search(a: Any, axis: int | None = None, out: Any = None, keepdims: Any = False) -> DistArray:
         a = _array(a, f"nan{name}")
-        if a.dtype.kind in "fV" and not bool(np.all(_numbers_of(a, axis, False))):
+        if a.dtype.kind in "fV" and not truth(
+            _NUMPY.all(_numbers_of(a, axis, False)), "finite", "whether there are slices of NaNs alone"
+        ):
             raise ValueError("All-NaN slice encountered")
         found = sorting.arg_extreme(_filled_nan(a, value), name.removeprefix("arg"), axis, bool(keepdims))
         return delivered(found, out, f"nan{name}")

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.align import spread, together
-from parlinalg.array.core import Axis, DistArray, axis_of, same_grid
+from parlinalg.array.core import Axis, DistArray, axis_of, same_grid, truth
 from parlinalg.array.create import distribute
 from parlinalg.array.joining import concatenate
 from parlinalg.array.reductions import dims_of, mean, settled, total
 from parlinalg.array.shapes import reshape
 from parlinalg.array.sorting import gathered, searchsorted, used
 from parlinalg.array.ufuncs import operand
+from parlinalg.backend import namespace
 from parlinalg.backend.halves import work_dtype
 from parlinalg.layout import Layout, cut_lengths
 from parlinalg.redistribute import redistribute
@@ -335,7 +336,7 @@ def _counted(
     if grid.inside:
         mine = grid.backend.to_host(a.block).reshape(-1)
         block = count(mine, None if weights is None else grid.backend.to_host(weights.block).reshape(-1))
-        block = grid.backend.from_host(np.ascontiguousarray(block.astype(dtype, copy=False)))
+        block = grid.backend.from_host(namespace(block).ascontiguousarray(block.astype(dtype, copy=False)))
     else:
         block = grid.backend.zeros((0,), dtype)
     layout = grid.default_layout((bins,))
@@ -526,7 +527,9 @@ def digitize(x: DistArray, bins: Any, right: bool = False) -> DistArray:
         raise ValueError(f"np.digitize takes edges of one dim, not of shape {bins.shape}")
     edges = bins if isinstance(bins, DistArray) else distribute(bins, x.grid, Layout(None))
     steps = edges[1:] - edges[:-1] if edges.dtype.kind != "u" else edges[1:].astype(float) - edges[:-1]
-    rises, falls = (bool((test(steps, 0)).all()) for test in (np.greater_equal, np.less_equal))
+    rises, falls = (
+        truth(test(steps, 0).all(), "finite", "whether edges rise") for test in (np.greater_equal, np.less_equal)
+    )
     if not (rises or falls):
         raise ValueError("np.digitize takes edges that rise or fall")
     if rises:
@@ -558,7 +561,7 @@ def average(
     kind = np.result_type(a.dtype, given.dtype, *((np.float64,) if a.dtype.kind in "biu" else ()))
     ones = given if given.shape == a.shape else _NUMPY.broadcast_to(given, a.shape)
     scale = total(ones, dims, kind, keepdims)
-    if bool((scale == 0).any()):
+    if not truth((scale != 0).all(), "finite", "whether the weights sum to zero"):
         raise ZeroDivisionError("Weights sum to zero, can't be normalized")
     found = total(_NUMPY.multiply(a, given, dtype=kind), dims, None, keepdims) / scale
     return (found, scale) if returned else found
@@ -595,11 +598,11 @@ def cov(
         w: Any = operand(value, "cov") if isinstance(value, DistArray) else distribute(
             np.asarray(value, float), m.grid, Layout(None))  # fmt: skip
         w = w.astype(float)
-        if name == "fweights" and not bool((w == _NUMPY.round(w)).all()):
+        if name == "fweights" and not truth((w == _NUMPY.round(w)).all(), "finite", "whether weights are whole"):
             raise TypeError("fweights must be integer")
         if w.ndim > 1 or w.shape[0] != x.shape[1]:
             raise RuntimeError(f"np.cov takes {name} of one dim of {x.shape[1]} samples, not of shape {w.shape}")
-        if bool((w < 0).any()):
+        if not truth((~(w < 0)).all(), "finite", "whether weights are at least 0"):
             raise ValueError(f"{name} cannot be negative")
         weights = w if weights is None else weights * w
         aweights = w if name == "aweights" else aweights

@@ -16,6 +16,7 @@ import numpy as np
 
 from parlinalg.array.align import broadcast_shape, is_explicit, together
 from parlinalg.array.core import DistArray, check_out, delivered, effective, mismatch, native, same_grid, terms_add
+from parlinalg.backend.shapes import has_values
 from parlinalg.errors import LayoutError
 from parlinalg.grid import Grid
 
@@ -207,12 +208,17 @@ def _check_partial(ufunc: np.ufunc, operands: Sequence[Any], dtype: Any, out: Se
                 )
 
 
+def _some(odd: Any) -> bool:
+    """Return True if there are elements at an edge; arrays without values count as having none."""
+    return has_values(odd) and bool(odd.any())
+
+
 def _floor_divide(x: Any, y: Any, **kwargs: Any) -> Any:
     """`np.floor_divide`, but an infinite quotient is infinite, and a vanishing one zero (NumPy: NaN, and 0 or -1)."""
     result = np.floor_divide(x, y, **kwargs)
     if result.dtype.kind == "f":
         infinite = (np.isinf(x) | np.isinf(y)) & ~np.isnan(x) & ~np.isnan(y)
-        if infinite.any():
+        if _some(infinite):
             with np.errstate(all="ignore"):
                 quotient = np.true_divide(x, y)
                 result = np.where(infinite, np.copysign(np.floor(np.abs(quotient)), quotient), result)
@@ -224,7 +230,7 @@ def _expm1(x: Any, **kwargs: Any) -> Any:
     result = np.expm1(x, **kwargs)
     if result.dtype.kind == "c":
         odd = (x.imag == 0) | ~np.isfinite(x.real) | ~np.isfinite(x.imag)
-        if odd.any():
+        if _some(odd):
             with np.errstate(all="ignore"):
                 whole, low, high = np.exp(x), np.isneginf(x.real), np.isposinf(x.real)
                 bent = ~np.isfinite(x.imag)
@@ -244,7 +250,7 @@ def _tanh(x: Any, **kwargs: Any) -> Any:
     result = np.tanh(x, **kwargs)
     if result.dtype.kind == "c":
         odd = np.isinf(x.real) & np.isfinite(x.imag)
-        if odd.any():
+        if _some(odd):
             edges = np.empty_like(result)
             edges.real, edges.imag = result.real, np.copysign(0.0, x.imag)
             result = np.where(odd, edges, result)

@@ -19,7 +19,7 @@ import numpy as np
 
 from parlinalg import linalg
 from parlinalg.array import DistArray, create, joining
-from parlinalg.array.core import whole
+from parlinalg.array.core import truth, whole
 from parlinalg.autograd.functions import np_, of_product
 from parlinalg.autograd.ops.arithmetic import Frame
 from parlinalg.autograd.primitives import as_op, constant, differentiable, refused
@@ -569,7 +569,7 @@ def along(function: Any, a: DistArray, g: DistArray) -> DistArray:
 
 def of_root(g: DistArray, y: DistArray, x: DistArray) -> DistArray:
     """Return Z of Yᴴ Z + Z Yᴴ = g."""
-    if not bool((x == adjoint(x)).all()):
+    if not truth((x == adjoint(x)).all(), "hermitian", "whether the matrix of sqrtm is Hermitian"):
         return along(linalg.sqrtm, adjoint(x), g)
     w, v = linalg.eigh(y)
     sums = w[..., None, :] + w[..., :, None]

@@ -62,6 +62,33 @@ def unpivoted(a: Block) -> tuple[Block, Block, Block]:
 # ------------------------------------------------------------------ eigenvalues and singular values
 
 
+def schur(h: Block, vectors: bool) -> tuple[Block, Block, Block, int]:
+    """Return arrays for T and Z of a Schur form, an array for the eigenvalues, and 0, if the iteration converges."""
+    h.device.assume("finite", "whether the QR iteration converges")
+    n = len(h)
+    h.device.kernel("hseqr", (2 + vectors) * h.nbytes, (25 if vectors else 10) * n**3, h.dtype)
+    t, z = (h.device.empty((m, m), h.dtype) for m in (n, n if vectors else 1))
+    return t, z, h.device.empty((n,), np.result_type(h.dtype, np.complex64)), 0
+
+
+def triangular_vectors(t: Block) -> Block:
+    """Return an array for the eigenvectors of a Schur form."""
+    t.device.kernel("trevc", 2 * t.nbytes, t.size * len(t), t.dtype)
+    return t.device.empty(t.shape, t.dtype)
+
+
+def square_root(t: Block) -> tuple[Block, float]:
+    """Return an array for the root of a Schur form, and 0 for its least eigenvalue: there is a root."""
+    t.device.kernel("trsyl", 2 * t.nbytes, t.size * len(t), t.dtype)
+    return t.device.empty(t.shape, t.dtype), 0.0
+
+
+def exponential(a: Block) -> Block:
+    """Return an array for the exponentials of matrices."""
+    a.device.kernel("expm", 2 * a.nbytes, 8 * a.size * a.shape[-1], a.dtype)
+    return a.device.empty(a.shape, a.dtype)
+
+
 def reflector(x: Block) -> tuple[Block, Block, Block]:
     """Return arrays for v, tau and beta of a reflection of a vector."""
     x.device.kernel("larfg", 2 * x.nbytes, x.size, x.dtype)

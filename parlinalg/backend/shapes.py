@@ -61,16 +61,23 @@ class WhatIf:
     iterations : int
         The steps that an iteration takes which would stop where it has converged: products of `cg`, `minres`, `gmres`,
         `lsqr` and `lobpcg`, bases filled by `eigsh` and `svds`, and each estimate of a norm by `expm`.
+    refinements : int
+        The corrections of a solution by `solve` and `lstsq` with `refine=True`, at most 10 and 5 of them.
     pivots : str
         "even": every grid row has its share of the pivots of each panel of LU, and no rows of a rank are exchanged.
     conditioned : bool
         The columns of matrices are independent enough that products alone orthogonalize panels of QR, and the rank is
         full; if not, each panel goes through a tree, and one singular value counts as 0.
+    balancing : int
+        The rounds in which `eig` and `eigvals` balance a matrix, at most 20, of which no row isolates an eigenvalue.
     deflation : str
         "none": no merge of divide and conquer (`eigh`, `svd`) finds a vector that it need not compute, the most work.
+    selected : float
+        The fraction, from 0 to 1, of the eigenvalues that lie within `subset_by_value`; all is the most work.
     condition : float
         ‖A‖ ‖A⁻¹‖ in Frobenius norms of the matrices of `polar`, by which `svd` begins on several GPUs: the steps follow
-        from it.  Matrices that are not `conditioned` are singular.
+        from it, and of `lstsq` with `refine=True` those between two corrections.  Matrices that are not `conditioned`
+        are singular.
     hermitian : bool
         The matrix of `sqrtm` is Hermitian; if not, its Schur form is asked for, which depends on values.
     """
@@ -81,9 +88,12 @@ class WhatIf:
     token: int = 0
     routing: str | Sequence[float] = "even"
     iterations: int = 10
+    refinements: int = 2
     pivots: str = "even"
     conditioned: bool = True
+    balancing: int = 1
     deflation: str = "none"
+    selected: float = 1.0
     condition: float = 1e4
     hermitian: bool = True
 
@@ -102,8 +112,11 @@ class WhatIf:
         for name, known in (("pivots", "even"), ("deflation", "none")):
             if (given := getattr(self, name)) != known:
                 raise ConfigError(f"{name}={given!r} is not known; what can be assumed is {known!r}")
-        if self.iterations < 1:
-            raise ConfigError(f"iterations={self.iterations} should be at least 1")
+        for name in ("iterations", "refinements", "balancing"):
+            if (given := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={given} should be at least 1")
+        if not 0 <= self.selected <= 1:
+            raise ConfigError(f"selected={self.selected} should be a fraction, from 0 to 1")
         if not 1 <= self.condition < math.inf:
             raise ConfigError(f"condition={self.condition} should be a finite number of at least 1")
 
@@ -417,10 +430,13 @@ class ShapeArray(NDArrayOperatorsMixin):
     def __float__(self) -> float:
         return self.item()
 
-    def item(self, *_: Any) -> float:
+    def item(self, *_: Any) -> Any:
         if self.size != 1:
             raise ValueError(f"only an array of one element is a number, not one of shape {self.shape}")
-        return float(self.device.assume("number", "the number that an array has"))
+        if self.dtype.kind == "b":
+            raise values_needed("the truth of an array")
+        number = float(self.device.assume("number", "the number that an array has"))
+        return number if self.dtype.kind not in "iu" else int(number)
 
     def tolist(self) -> Any:
         if self.ndim == 0:
@@ -851,8 +867,8 @@ class Namespace:
     def flip(self, a: Any, axis: Any = None) -> Any:
         return a._view(np.flip(a._a, axis)) if isinstance(a, ShapeArray) else np.flip(a, axis)
 
-    def diagonal(self, a: Any, *args: Any) -> Any:
-        return a.diagonal(*args)
+    def diagonal(self, a: Any, *args: Any, **kwargs: Any) -> Any:
+        return a._view(a._a.diagonal(*args, **kwargs)) if isinstance(a, ShapeArray) else np.diagonal(a, *args, **kwargs)
 
     def split(self, a: Any, where: Any, axis: int = 0) -> Any:
         if not isinstance(a, ShapeArray):
@@ -1074,6 +1090,45 @@ class Namespace:
 
     around = round
 
+    def _elementwise(self, name: str, dtype: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if not _has(inputs):
+            return getattr(np, name)(*inputs, **kwargs)
+        return self._device.made(np.broadcast_shapes(*map(_shape, inputs)), dtype, name)
+
+    def isclose(self, a: Any, b: Any, rtol: Any = 1e-5, atol: Any = 1e-8, equal_nan: bool = False) -> Any:
+        return self._elementwise("isclose", np.bool_, a, b, rtol, atol, equal_nan=equal_nan)
+
+    def isreal(self, a: Any) -> Any:
+        return self._elementwise("isreal", np.bool_, a)
+
+    def iscomplex(self, a: Any) -> Any:
+        return self._elementwise("iscomplex", np.bool_, a)
+
+    def angle(self, a: Any, deg: bool = False) -> Any:
+        return self._elementwise("angle", a.real.dtype, a, deg=deg)
+
+    def sinc(self, a: Any) -> Any:
+        return self._elementwise("sinc", a.dtype, a)
+
+    def i0(self, a: Any) -> Any:
+        return self._elementwise("i0", a.dtype, a)
+
+    def convolve(self, a: Any, v: Any, mode: str = "full") -> Any:
+        if not _has((a, v)):
+            plain: Any = np.convolve
+            return plain(a, v, mode)
+        n, m = sorted((a.size, v.size))
+        self._device.kernel("convolve", a.nbytes + v.nbytes, n * m, a.dtype)
+        length = {"full": n + m - 1, "same": m, "valid": m - n + 1}[mode]
+        return ShapeArray(self._device, length, np.result_type(a.dtype, v.dtype))
+
+    def histogram(self, a: Any, bins: Any = 10, range: Any = None, density: Any = None, weights: Any = None) -> Any:
+        if not _has((a, bins, weights)):
+            return np.histogram(a, bins, range, density, weights)
+        count = len(bins) - 1 if _shape(bins) else int(bins)
+        self._device.kernel("histogram", a.nbytes, a.size, a.dtype)
+        return ShapeArray(self._device, count, np.int64 if weights is None else weights.dtype), bins
+
     def nan_to_num(self, a: Any, copy: bool = True, **_: Any) -> Any:
         return self.clip(a, out=None if copy else a)
 
@@ -1238,11 +1293,13 @@ class Factorizations:
     def __init__(self, device: ShapesBackend) -> None:
         self._device = device
 
-    def _factored(self, name: str, a: Any, *shapes: tuple[int, ...], real: tuple[int, ...] | None = None) -> Any:
+    def _factored(
+        self, name: str, a: Any, *shapes: tuple[int, ...], real: tuple[int, ...] | None = None, dtype: Any = None
+    ) -> Any:
         """Return arrays of these shapes for what a function makes of matrices, and a real one if that is given."""
         self._device.assume("finite", f"whether linalg.{name} of a matrix succeeds")
         self._device.kernel(f"linalg.{name}", 2 * a.nbytes, a.size * min(a.shape[-2:]), a.dtype)
-        found = [ShapeArray(self._device, shape, a.dtype) for shape in shapes]
+        found = [ShapeArray(self._device, shape, a.dtype if dtype is None else dtype) for shape in shapes]
         if real is not None:
             found.append(ShapeArray(self._device, real, a.real.dtype))
         return found
@@ -1275,6 +1332,36 @@ class Factorizations:
         *lead, m, n = a.shape
         k = m if mode == "complete" else min(m, n)
         return tuple(self._factored("qr", a, (*lead, m, k), (*lead, k, n)))
+
+    def eig(self, a: Any) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eig(a)
+        return tuple(self._factored("eig", a, a.shape[:-1], a.shape, dtype=np.result_type(a.dtype, np.complex64)))
+
+    def eigvals(self, a: Any) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.eigvals(a)
+        return self._factored("eigvals", a, a.shape[:-1], dtype=np.result_type(a.dtype, np.complex64))[0]
+
+    def cholesky(self, a: Any) -> Any:
+        return self._factored("cholesky", a, a.shape)[0] if isinstance(a, ShapeArray) else self._numpy.cholesky(a)
+
+    def inv(self, a: Any) -> Any:
+        return self._factored("inv", a, a.shape)[0] if isinstance(a, ShapeArray) else self._numpy.inv(a)
+
+    def det(self, a: Any) -> Any:
+        return self._factored("det", a, a.shape[:-2])[0] if isinstance(a, ShapeArray) else self._numpy.det(a)
+
+    def slogdet(self, a: Any) -> Any:
+        if not isinstance(a, ShapeArray):
+            return self._numpy.slogdet(a)
+        return tuple(self._factored("slogdet", a, a.shape[:-2], real=a.shape[:-2]))
+
+    def solve(self, a: Any, b: Any) -> Any:
+        if not _has((a, b)):
+            return self._numpy.solve(a, b)
+        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return self._factored("solve", a, (*lead, *b.shape[-2:]), dtype=np.result_type(a.dtype, b.dtype))[0]
 
     def lstsq(self, a: Any, b: Any, rcond: Any = None) -> Any:
         if not _has((a, b)):

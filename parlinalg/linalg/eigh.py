@@ -549,6 +549,7 @@ def vectors(reduced: Tridiagonal, choose: Callable[[np.ndarray], slice]) -> tupl
         memory.give_back(8 * n * len(rows))
         values, z = tridiagonal_vectors(reduced.d, reduced.e, rows, grid.everyone, choose)
         memory.give_back(z.nbytes)
+    if grid.inside or not has_values(values):
         at = choose(values)
     failed, start, stop = tiles.worst([not kernels.finite(values), at.start, at.stop])
     if failed:

@@ -200,11 +200,7 @@ class LUFactor(Factor):
         self.diagonal = work.diagonal
         if late and not kernels.finite(self.diagonal):
             finite = finite and kernels.finite(a.summed().block)
-        zeros = np.zeros(0, int)
-        if self.grid.backend.values:
-            zeros = np.flatnonzero(self.diagonal == 0)
-        else:
-            self.grid.backend.assume("finite", "whether a pivot is 0")
+        zeros = kernels.zeros(self.diagonal)
         odd, zero = tiles.worst([not finite, n - zeros[0] if len(zeros) else 0])
         _refuse(odd, "lu_factor" if b is None else "solve")
         self.zero = n - int(zero) if zero else None
@@ -258,7 +254,7 @@ class LUFactor(Factor):
                 found[at] = rows
         if self.grid.world.size > self.grid.size:  # ranks outside the grid have none
             told = self.grid.world.share(found.tolist() if self.grid.inside else None, others="alike")
-            found = np.array(next(each for each in told if each is not None), np.int64)
+            found = np.array(next((each for each in told if each is not None), found), np.int64)
         return found
 
     @property
@@ -419,11 +415,9 @@ class QRFactor(Factor):
     def zero(self) -> int | None:
         """The first zero of R's diagonal; None where A has full rank.  The first use is collective."""
         k, zeros = min(self.shape), np.zeros(0, int)
-        if not self.grid.backend.values:
-            self.grid.backend.assume("finite", "whether the columns are independent")
-        elif self.grid.inside:
+        if self.grid.inside:
             numbers, diagonal = self._diagonal()
-            zeros = numbers[kernels.to_host(diagonal) == 0]
+            zeros = numbers[kernels.zeros(diagonal)]
         found = int(self.tiles.worst([k - zeros[0] if len(zeros) else 0])[0])
         return k - found if found else None
 
@@ -620,17 +614,19 @@ def refined(a: DistArray, b: DistArray, depth: int | None = None) -> DistArray:
 
     bound = float(abs(a).sum(axis=1).max()) * float(np.finfo(dtype).eps) * math.sqrt(n)
 
-    def lacking(x: DistArray, r: DistArray) -> np.ndarray:
-        """Return the columns whose residual is larger than rounding makes it (LAPACK's `dsgesv`)."""
-        excess = abs(r).max(axis=0) - bound * abs(x).max(axis=0)
-        return np.flatnonzero(~(np.asarray(excess.tolist()) <= 0))
+    from parlinalg.linalg.krylov import assumed_steps, gmres
 
-    from parlinalg.linalg.krylov import gmres
+    assumed = assumed_steps(b, "refinements", "how often a solution is corrected")
+
+    def lacking(x: DistArray, r: DistArray, turn: int) -> np.ndarray:
+        """Return the columns whose residual is larger than rounding makes it (LAPACK's `dsgesv`)."""
+        excess = (abs(r).max(axis=0) - bound * abs(x).max(axis=0)).gather()
+        return np.flatnonzero(~(excess <= 0) if assumed is None else np.full(b.shape[1], turn < assumed))
 
     x = approximate(b)
     for turn in range(2 * ROUNDS):
         r = b - matmul(a, x)
-        left = lacking(x, r)
+        left = lacking(x, r, turn)
         if not len(left):
             return x.redistribute(b.layout.with_partial(()))
         if turn < ROUNDS:
@@ -848,13 +844,10 @@ def _diagonal(a: DistArray) -> tuple[bool, int]:
     """Return of what this rank has of the diagonal whether it is finite, and n less the number of its first 0, or 0."""
     if not a.grid.inside:
         return True, 0
-    if not a.grid.backend.values:
-        a.grid.backend.assume("finite", "whether a triangle is regular")
-        return True, 0
     rows, columns = a.grid.block(a.layout, a.shape)
     first, last = max(rows.start, columns.start), min(rows.stop, columns.stop)
     own = a.block[first - rows.start :, first - columns.start :].diagonal()[: max(0, last - first)]
-    zeros = np.flatnonzero(kernels.to_host(own) == 0)
+    zeros = kernels.zeros(own)
     return kernels.finite(own), a.shape[0] - first - int(zeros[0]) if len(zeros) else 0
 
 
@@ -1005,6 +998,10 @@ def _batches(
     cut = grid.default_layout(stacks)
     layout = Layout(*cut.dims, None, None)
     blocks = [a.redistribute(layout).block for a in arrays]
+    lead = len(stacks)
+    if not grid.inside:  # no matrices, but of these shapes
+        lead = max(1, lead)
+        blocks = [grid.backend.empty((*[0] * lead, *a.shape[-2:]), a.dtype) for a in arrays]
     if lower:
         blocks = [namespace(block).tril(block) for block in blocks]
     problem = ""
@@ -1017,16 +1014,15 @@ def _batches(
     except LinAlgError as error:
         problem = f"{name}: {error}"
     blocks = list(results) if isinstance(results, tuple) else [results]
-    everyone = grid.world.share(
-        (problem, [] if problem else [block.shape[len(stacks) :] for block in blocks]), others="alike"
-    )
-    told = [each for each, _ in everyone]
+    told = grid.world.share(problem, others="alike")
     _refuse(ODD in told, name)
     if any(told):
         raise LinAlgError(next(filter(None, told)))
     made = []
-    for block, core in zip(blocks, everyone[0][1], strict=True):  # ranks outside of the grid have no shapes
-        layout = Layout(*cut.dims, *[None] * (block.ndim - len(stacks)))
-        x = DistArray(block, (*stacks, *core), layout, grid)
+    for block in blocks:
+        core = block.shape[lead:]
+        layout, shape = Layout(*cut.dims, *[None] * len(core)), (*stacks, *core)
+        block = block if grid.inside else grid.backend.zeros(grid.block_shape(layout, shape), block.dtype)
+        x = DistArray(block, shape, layout, grid)
         made.append(x.redistribute(Layout(*rest.dims[: x.ndim])))
     return tuple(made)

@@ -8,7 +8,9 @@ import numpy as np
 
 from parlinalg.array.core import DistArray
 from parlinalg.array.dispatch import primitive
+from parlinalg.backend import backend_of, namespace
 from parlinalg.layout import Layout
+from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import LinAlgError, _batches, _matrix, _tiles
 from parlinalg.linalg.hessenberg import (
     Hessenberg,
@@ -57,13 +59,8 @@ def eig(x: DistArray, /) -> EigResult:
     right = sent_home(form.eigenvectors(), n, x.dtype, layout, grid)
     across = Layout(grid.axes, None)
     v = matmul(form.vectors(layout), right, layout=across)
-    xp, block = grid.backend.xp, v.block
-    if x.dtype.kind != "c":  # a pair of eigenvalues has the real and the imaginary parts of its vectors in turn
-        at = np.flatnonzero(form.values.imag > 0)
-        re, im = block[:, xp.asarray(at)], block[:, xp.asarray(at + 1)]
-        block = block.astype(complex_)
-        block[:, xp.asarray(at)], block[:, xp.asarray(at + 1)] = re + 1j * im, re - 1j * im
-    v = DistArray(block, (n, n), across, grid)
+    if x.dtype.kind != "c":
+        v = v.like(_paired(v.block, form.values) if grid.inside else v.block.astype(complex_))
     if n:
         v = v / abs(v).max(axis=0)
         v = v / np.sqrt((abs(v) ** 2).sum(axis=0))
@@ -91,6 +88,17 @@ def _on_host(x: DistArray, function: Any, block: Any) -> tuple[Any, ...]:
     return tuple(backend.from_host(a.astype(np.result_type(x.dtype, np.complex64))) for a in parts)
 
 
+def _paired(block: Any, values: np.ndarray) -> Any:
+    """Return the complex columns of eigenvectors of a real matrix.
+
+    A pair of eigenvalues has the real and the imaginary parts of its vectors in turn.
+    """
+    xp, sign = namespace(block), backend_of(block).from_host(np.sign(values.imag))
+    real = xp.where(sign < 0, xp.roll(block, 1, axis=1), block)
+    imaginary = xp.where(sign > 0, xp.roll(block, -1, axis=1), xp.where(sign < 0, -block, block.dtype.type(0)))
+    return real + 1j * imaginary
+
+
 class Schur:
     """The Schur form A = S T S⁻¹, with S unitary, or with `balance` a diagonal of powers of two times a unitary matrix.
 
@@ -110,7 +118,7 @@ class Schur:
         rows, columns = tiles.rows(n), tiles.columns(n)
         a = tiles.bring(x, rows, columns, host=True)
         self.scale = _scaled(tiles, [a], a.dtype, name)
-        self._rows, self._powers = rows, np.zeros(n)
+        self._rows, self._powers, xp = rows, np.zeros(n), kernels.on_host(grid.backend)
         if balance and grid.inside:
             order, low, high = isolated(tiles, a, n)
             if (order != np.arange(n)).any():
@@ -124,9 +132,9 @@ class Schur:
         self._reduced = Hessenberg(tiles, a, n)
         places = tiles.places(rows, columns)
         h = move(a, places, alone(n, grid), grid)
-        self.values = np.zeros(n, np.result_type(x.dtype, np.complex64))
+        self.values: np.ndarray = xp.zeros(n, np.result_type(x.dtype, np.complex64))
         self.t: np.ndarray | None = None
-        self._z = np.empty((0, 0), x.dtype)
+        self._z: np.ndarray = xp.empty((0, 0), x.dtype)
         failed = 0
         if grid.inside and grid.rank == 0:
             self.t, z, self.values, failed = schur(h, vectors)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from parlinalg.array.core import DistArray
+from parlinalg.backend import shape_solver
+from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
@@ -38,11 +40,11 @@ class Hessenberg:
     def _panel(self, a: np.ndarray, k: int, b: int) -> None:
         """Reduce b columns from k on, then apply A := (I - V Tᴴ Vᴴ) (A - Y Vᴴ) to what is right of them."""
         tiles, n, rows, columns = self.tiles, self.n, self.rows, self.columns
-        every, right = tiles.grid.everyone, partial(first, columns)
-        v, y, t = np.zeros((n - k - 1, b), a.dtype), np.zeros((n, b), a.dtype), np.zeros((b, b), a.dtype)
+        every, right, xp = tiles.grid.everyone, partial(first, columns), kernels.on_host(tiles.grid.backend)
+        v, y, t = (xp.zeros((m, b), a.dtype) for m in (n - k - 1, n, b))
         for q in range(b):
             j = k + q
-            x = np.zeros(n, a.dtype)
+            x = xp.zeros(n, a.dtype)
             mine = tiles.j == tiles.owner(j)[1]
             if mine:  # column j, with the reflections of this panel from the right
                 x[rows] = a[:, right(j)]
@@ -55,17 +57,15 @@ class Hessenberg:
             low[q + 1 :] = 0
             if mine:
                 a[:, right(j)] = x[rows]
-            if not tau:
-                continue
-            found = np.zeros(n, a.dtype)
+            found = xp.zeros(n, a.dtype)
             found[rows] = a[:, right(j + 1) :] @ v[columns[right(j + 1) :] - k - 1, q]
             every.all_reduce(found)
             inner = v[:, :q].conj().T @ v[:, q]
             t[:q, q], t[q, q] = -tau * (t[:q, :q] @ inner), tau
             y[:, q] = tau * (found - y[:, :q] @ inner)
         after, top = right(k + b), first(rows, k + 1)
-        behind = np.ascontiguousarray(kernels.adjoint(v[columns[after:] - k - 1]))
-        kernels.subtract(a[:, after:], np.ascontiguousarray(y[rows]), behind)
+        behind = xp.ascontiguousarray(kernels.adjoint(v[columns[after:] - k - 1]))
+        kernels.subtract(a[:, after:], xp.ascontiguousarray(y[rows]), behind)
         below = v[rows[top:] - k - 1]
         reflect(tiles, below, kernels.adjoint(t), a[top:, after:])
         self._kept.append((k + 1, below, t))
@@ -85,7 +85,7 @@ def alone(n: int, grid: Grid) -> Places:
 
 def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid: Grid) -> DistArray:
     """Return a matrix that the first rank has, in a layout.  Collective over the grid."""
-    block = np.empty((0, 0), dtype) if whole is None else whole
+    block = kernels.on_host(grid.backend).empty((0, 0), dtype) if whole is None else whole
     rest, _ = resting(layout, (n, n), grid.sizes)
     block = move(block, alone(n, grid), rest, grid)
     return DistArray(grid.backend.from_host(block), (n, n), layout, grid)
@@ -96,6 +96,8 @@ def schur(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndar
 
     Without `vectors` T and Z are of no use.
     """
+    if not has_values(h):
+        return shape_solver.schur(h, vectors)
     n, real = len(h), h.dtype.kind != "c"
     t = np.array(h, order="F")
     z = np.zeros((n, n) if vectors else (1, 1), h.dtype, order="F")
@@ -114,6 +116,8 @@ def schur(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def triangular_vectors(t: np.ndarray) -> np.ndarray:
     """Return the right eigenvectors of a Schur form; of a real one the real and imaginary parts of pairs in turn."""
+    if not has_values(t):
+        return shape_solver.triangular_vectors(t)
     n = len(t)
     x = np.zeros((n, n), t.dtype, order="F")
     more = [np.zeros(n, t.real.dtype)] if t.dtype.kind == "c" else []
@@ -139,10 +143,7 @@ def isolated(tiles: Tiles, a: np.ndarray, n: int) -> tuple[Numbers, int, int]:
     back: list[int] = []
     rest = np.ones(n, bool)
     while rest.any():
-        counts = np.zeros((2, n))
-        counts[0, rows] = full @ rest[columns].astype(np.float32)
-        counts[1, columns] = rest[rows].astype(np.float32) @ full
-        tiles.grid.everyone.all_reduce(counts)
+        counts = _summed(tiles, n, full @ rest[columns].astype(np.float32), rest[rows].astype(np.float32) @ full)
         empty_row, empty_column = rest & (counts == 0)
         if empty_row.any():
             back = [*np.flatnonzero(empty_row).tolist(), *back]
@@ -166,13 +167,12 @@ def exponents(tiles: Tiles, a: np.ndarray, n: int, low: int, high: int) -> np.nd
     size[(rows[:, None] == columns[None, :]) | (rows < low)[:, None] | (rows >= high)[:, None]] = 0
     size[:, (columns < low) | (columns >= high)] = 0
     most = int(np.finfo(a.dtype).maxexp * 0.45)
-    powers, before = np.zeros(n), 0.0
+    powers, before, backend = np.zeros(n), 0.0, tiles.grid.backend
+    assumed = None if backend.values else backend.assume("balancing", "how many rounds balance a matrix")
 
     def sums(powers: np.ndarray) -> np.ndarray:
-        found, scaled = np.zeros((2, n)), size * np.exp2(powers[columns][None, :] - powers[rows][:, None])
-        found[0, rows], found[1, columns] = scaled.sum(axis=1), scaled.sum(axis=0)
-        tiles.grid.everyone.all_reduce(found)
-        return found
+        scaled = size * np.exp2(powers[columns][None, :] - powers[rows][:, None])
+        return _summed(tiles, n, scaled.sum(axis=1), scaled.sum(axis=0))
 
     for sweep in range(SWEEPS):
         by_row, by_column = sums(powers)
@@ -181,7 +181,19 @@ def exponents(tiles: Tiles, a: np.ndarray, n: int, low: int, high: int) -> np.nd
         step = np.zeros(n)
         step[both] = np.log2(by_row[both] / by_column[both]) / 4
         powers = np.clip(powers + step, -most, most)
-        if np.abs(step).max(initial=0) < 0.5:
+        if np.abs(step).max(initial=0) < 0.5 if assumed is None else sweep + 1 == assumed:
             break
     found = np.round(powers)
     return found if float(sums(found)[0].sum()) < 0.95 * before else np.zeros(n)
+
+
+def _summed(tiles: Tiles, n: int, by_row: np.ndarray, by_column: np.ndarray) -> np.ndarray:
+    """Return the sums of all ranks' numbers, one for each of n rows and columns, [2, n]; ones of arrays without values.
+
+    Collective.
+    """
+    rows, columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
+    found: np.ndarray = kernels.on_host(tiles.grid.backend).zeros((2, n))
+    found[0, rows], found[1, columns] = by_row, by_column
+    tiles.grid.everyone.all_reduce(found)
+    return found if has_values(found) else np.ones((2, n))

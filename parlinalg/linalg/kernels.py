@@ -54,6 +54,14 @@ def finite(block: Block) -> bool:
         return bool(xp.isfinite(block.sum())) or bool(xp.isfinite(block).all())
 
 
+def zeros(a: Block) -> np.ndarray:
+    """Return the places of the zeros in a vector, on the host: of pivots, or of elements of a diagonal."""
+    if not has_values(a):
+        backend_of(a).assume("finite", "whether a pivot is 0")
+        return np.zeros(0, np.intp)
+    return np.flatnonzero(to_host(a) == 0)
+
+
 def beside(a: np.ndarray, like: Block) -> Block:
     """Return an array of the host on the device of another one: itself if that is the host."""
     return backend_of(like).from_host(a)

@@ -95,6 +95,7 @@ class Vectors:
                 handle.wait()
             if not self.grid.backend.values:
                 found[...] = 1  # none decides: an iteration takes the steps that are assumed
+                return found
             if self.grid.size == self.grid.world.size:
                 return found
             mine = None if self.comm is None else found.view(np.float64).ravel().tolist()
@@ -360,10 +361,12 @@ class _System:
         return f" of system {tuple(int(i) for i in np.argwhere(wrong)[0])}" if np.ndim(wrong) else ""
 
 
-def assumed_steps(like: DistArray) -> int | None:
-    """Return the steps that an iteration takes on arrays without values; None where their values tell."""
+def assumed_steps(
+    like: DistArray, name: str = "iterations", why: str = "how many iterations suffice"
+) -> int | None:  # fmt: skip
+    """Return the steps that are assumed, under a name of `WhatIf`, of arrays without values; None where values tell."""
     backend = like.grid.backend
-    return None if backend.values else int(backend.assume("iterations", "how many iterations suffice"))
+    return None if backend.values else int(backend.assume(name, why))
 
 
 def _ratio(x: Any, y: Any, where: Any) -> np.ndarray:

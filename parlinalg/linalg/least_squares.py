@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, same_grid
+from parlinalg.array.core import DistArray, same_grid, truth
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.shapes import reshape
-from parlinalg.backend import namespace
+from parlinalg.backend import backend_of, namespace
 from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
@@ -32,9 +32,10 @@ from parlinalg.linalg.factors import (
     by_rows,
     solve_triangular,
 )
+from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
-from parlinalg.linalg.spectral import _inverse, _limit, svd, svdvals
+from parlinalg.linalg.spectral import _assumed_rank, _counted, _inverse, _limit, svd, svdvals
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]
@@ -49,6 +50,8 @@ ROUNDS = 5
 """The most times that the residual is computed anew."""
 INNER = 30
 """The most steps of conjugate gradients between two residuals."""
+RTOL = 1e-6
+"""The residual, beside the first one, with which these steps end."""
 
 
 class LstsqResult(NamedTuple):
@@ -179,7 +182,8 @@ def _alone(a: DistArray, b: DistArray, limit: float) -> Found:
         raise LinAlgError(wrong)
     layout = Layout(None, None)
     values = DistArray(s, (min(m, n),), Layout(None), grid)
-    return DistArray(x, (n, b.shape[1]), layout, grid), max(r for _, r in told), values
+    found = max(r for _, r in told) if grid.backend.values else _assumed_rank(grid, min(m, n))
+    return DistArray(x, (n, b.shape[1]), layout, grid), found, values
 
 
 def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Found, Pseudoinverse]:
@@ -220,14 +224,6 @@ def _maybe_full(grid: Grid, least: float, most: float, limit: float) -> bool:
     if not grid.backend.values:
         return bool(grid.backend.assume("conditioned", "the rank of a matrix"))
     return least > limit * most
-
-
-def _counted(count: DistArray, k: int) -> int:
-    """Return the number of the k singular values that count; of imagined matrices all, or all but one."""
-    backend = count.grid.backend
-    if not backend.values:
-        return k if backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
-    return int(count)
 
 
 def _products(a: DistArray, b: DistArray, limit: float) -> Found | None:
@@ -313,7 +309,7 @@ def _stacked(
         return (x, _scalar(rank, np.int64, a.grid), s, *squares, *_orthogonal(parts, s))
 
     x, ranks, s, *others = _batches("lstsq", local, one, a, b, like=1)
-    full = bool((ranks == k).all())
+    full = truth((ranks == k).all(), "conditioned", "the rank of a matrix")
     squares = others.pop(0) if m > n else None
     parts: Pseudoinverse = ()
     if others:  # A = Q R, or Aᴴ if A has more columns than rows
@@ -342,16 +338,24 @@ def _of_each(xp: Any, a: Any, b: Any, limit: float, wide: bool) -> tuple[Any, ..
     right = b if wide else _adjoint(q) @ b
     y = xp.zeros((count, k, sides), a.dtype)
     regular = kept.all(axis=1) & (xp.diagonal(r, axis1=1, axis2=2) != 0).all(axis=1)
-    some = xp.flatnonzero(regular)
+    some = _chosen(regular, True)
     if len(some):
         y[some] = xp.linalg.solve(t[some], right[some])
-    some = xp.flatnonzero(~regular)
+    some = _chosen(regular, False)
     if len(some):
         u, values, vh = xp.linalg.svd(t[some], full_matrices=False)
         inverse = xp.where(kept[some], 1 / xp.where(kept[some], values, 1), 0).astype(real)
         y[some] = _adjoint(vh) @ (inverse[:, :, None] * (_adjoint(u) @ right[some]))
     found = (q @ y if wide else y, kept.sum(axis=1), s, q, r)
     return tuple(each.reshape(*lead, *each.shape[1:]) for each in found)
+
+
+def _chosen(regular: Any, wanted: bool) -> Any:
+    """Return the numbers of the matrices that are regular, or not; imagined ones are alike."""
+    if has_values(regular):
+        return namespace(regular).flatnonzero(regular == wanted)
+    full = backend_of(regular).assume("conditioned", "the rank of a matrix")
+    return np.arange(len(regular) if full == wanted else 0)
 
 
 def _adjoint(a: Any) -> Any:
@@ -409,8 +413,14 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
     s = svdvals(factor.R).astype(np.float64)
     most, least = float(s.max()), float(s.min())  # on ranks outside of the grid too
     doubt = max(20.0, math.sqrt(max(m, n))) * float(np.finfo(np.float32).eps)
-    if not least > (limit + doubt) * most:
+    if not _maybe_full(a.grid, least, most, limit + doubt):
         return None
+    assumed, steps = assumed_steps(b, "refinements", "how often a solution is corrected"), None
+    if assumed is not None:  # the columns of B are orthonormal but for a rounding of A, which the condition enlarges
+        condition = a.grid.backend.assume("condition", "how far conjugate gradients get in a step")
+        if condition * (limit + doubt) >= 1:
+            return None
+        steps = max(1, math.ceil(math.log(RTOL) / math.log(condition * float(np.finfo(np.float32).eps) / 2)))
     back = a.mT.conj()
     bound = float(np.finfo(a.dtype).eps) * math.sqrt(k) * most
 
@@ -422,10 +432,10 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
 
     x = zeros((n, b.shape[1]), dtype=a.dtype, grid=a.grid, layout=b.layout)
     r = b
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
         g = r if wide else matmul(back, r)
         right = factor.substituted(g, adjoint=True)
-        y = _conjugate_gradients(normal, right)
+        y = _conjugate_gradients(normal, right, RTOL, steps)
         step = factor.substituted(y)
         x = x + (matmul(back, step) if wide else step).redistribute(x.layout)
         r = b - matmul(a, x)
@@ -435,7 +445,8 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
         else:
             g = matmul(back, r)
             good = (_lengths(factor.substituted(g, adjoint=True)) <= bound * length) | (_lengths(g) <= bound * left)
-        if bool(good.all()):
+        enough = good.all().gather()  # all ranks ask, whether values tell or not
+        if enough if assumed is None else turn + 1 >= assumed:
             return x * (sizes * scale), k, s / scale
     return None
 
@@ -446,18 +457,24 @@ def _lengths(x: DistArray) -> DistArray:
     return squares**0.5
 
 
-def _conjugate_gradients(apply: Callable[[DistArray], DistArray], b: DistArray, rtol: float = 1e-6) -> DistArray:
-    """Return about the y of M y = b for a Hermitian matrix M near the identity, a function, each column by itself."""
+def _conjugate_gradients(
+    apply: Callable[[DistArray], DistArray], b: DistArray, rtol: float, steps: int | None
+) -> DistArray:  # fmt: skip
+    """Return about the y of M y = b for a Hermitian matrix M near the identity, a function, each column by itself.
+
+    It takes so many `steps`, if they are given, instead of those that its residuals ask for.
+    """
     y, r, p = b * 0.0, b, b
     squares = (abs(r) ** 2).sum(axis=0)
     enough = squares * rtol**2
-    for _ in range(INNER):
+    for step in range(INNER):
         q = apply(p).redistribute(p.layout)
         curvature = (p.conj() * q).real.sum(axis=0)
         rate = squares / (curvature + (curvature == 0))
         y, r = y + p * rate, r - q * rate
         before, squares = squares, (abs(r) ** 2).sum(axis=0)
-        if bool((squares <= enough).all()):
+        converged = (squares <= enough).all().gather()
+        if converged if steps is None else step + 1 >= steps:
             break
         p = r + p * (squares / (before + (before == 0)))
     return y

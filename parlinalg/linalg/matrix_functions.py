@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray
+from parlinalg.array.core import DistArray, truth
 from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import concatenate
+from parlinalg.backend import shape_solver
+from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import (
     LinAlgError,
@@ -26,7 +27,7 @@ from parlinalg.linalg.factors import (
 from parlinalg.linalg.general import Schur
 from parlinalg.linalg.hessenberg import sent_home
 from parlinalg.linalg.krylov import assumed_steps
-from parlinalg.linalg.spectral import eigh, svd
+from parlinalg.linalg.spectral import _counted, eigh, svd
 from parlinalg.matmul import matmul
 
 # ------------------------------------------------------------------------------------------------ exponential
@@ -49,7 +50,7 @@ def expm(x: DistArray, /) -> DistArray:
     """
     x = _matrix(x, "expm", square=True)
     if x.ndim > 2:
-        return _batches("expm", lambda xp, a: _scipy("expm", x, a), expm, x)[0]
+        return _batches("expm", lambda xp, a: _exponentials(x, a), expm, x)[0]
     a, layout = _finite(x, "expm"), x.layout.with_partial(())
     n = x.shape[0]
     if not n:
@@ -199,28 +200,39 @@ def sqrtm(x: DistArray, /) -> DistArray:
         root = np.sqrt(root if x.dtype.kind != "c" else root.astype(x.dtype))
         return matmul(v * root, v.mT.conj(), layout=layout)
     form = Schur(x, "sqrtm", balance=False)
-    values, t = form.values, form.t
-    if x.dtype.kind != "c":
-        real = values.real[values.imag == 0]
-        negative, most = form.tiles.worst([float(-real.min(initial=0)), float(abs(values).max())])
-        if negative > n * float(np.finfo(x.dtype).eps) * most:
-            raise _negative(-negative / float(form.scale))
-        if t is not None:
-            zeros = np.flatnonzero((values.imag == 0) & (values.real < 0))
-            t[zeros, zeros] = 0
-    t = None if t is None else _root(t)
-    if form.tiles.worst([t is not None and not np.isfinite(t).all()])[0]:
+    taken: tuple[Any, float] = (None, 0.0) if form.t is None else _principal(form.t, form.values)
+    root, least = taken
+    negative, singular = form.tiles.worst([-least, root is not None and not kernels.finite(root)])
+    if negative:
+        raise _negative(-negative / float(form.scale))
+    if singular:
         raise LinAlgError("the matrix is singular and has no square root")
-    if t is not None:
-        t /= np.sqrt(form.scale)
+    if root is not None:
+        root /= np.sqrt(form.scale)
     s = form.vectors(layout)
-    return matmul(matmul(s, sent_home(t, n, x.dtype, layout, x.grid)), s.mT.conj(), layout=layout)
+    return matmul(matmul(s, sent_home(root, n, x.dtype, layout, x.grid)), s.mT.conj(), layout=layout)
 
 
 def _negative(value: float) -> LinAlgError:
     return LinAlgError(
         f"the matrix has the eigenvalue {value:.6g}, and so no real square root; x.astype(complex) has one"
     )
+
+
+def _principal(t: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return the principal root of a Schur form with these eigenvalues, NaNs where there is none; and 0.
+
+    Of a real form with an eigenvalue below 0, beyond rounding, return anything and the least one.
+    """
+    if not has_values(t):
+        return shape_solver.square_root(t)
+    if t.dtype.kind != "c":
+        negative = np.flatnonzero((values.imag == 0) & (values.real < 0))
+        least = float(values.real[negative].min(initial=0))
+        if least < -len(t) * float(np.finfo(t.dtype).eps) * float(abs(values).max()):
+            return t, least
+        t[negative, negative] = 0
+    return _root(t), 0.0
 
 
 def _root(t: np.ndarray) -> np.ndarray:
@@ -366,7 +378,7 @@ def _frobenius(a: DistArray) -> float:
 def _rank(s: DistArray, shape: tuple[int, ...], rcond: float | None) -> int:
     if rcond is None:
         rcond = float(np.finfo(s.dtype).eps) * max(shape)
-    return int((s > s.max() * s.dtype.type(rcond)).sum()) if s.size else 0
+    return _counted((s > s.max() * s.dtype.type(rcond)).sum(), s.size) if s.size else 0
 
 
 def _one(a: DistArray, name: str) -> DistArray:
@@ -406,19 +418,10 @@ def _finite(x: DistArray, name: str) -> DistArray:
     return x
 
 
-def truth(condition: Any, name: str, why: str) -> bool:
-    """Return the truth of a condition that all ranks have; without values what `WhatIf` says under this name."""
-    backend = condition.grid.backend
-    if backend.values:
-        return bool(condition)
-    found = bool(backend.assume(name, why))
-    condition.item()  # what ranks ask each other they ask here too
-    return found
-
-
-def _scipy(name: str, x: DistArray, block: Any) -> Any:
-    """Return what a function of SciPy gives for this rank's matrices."""
+def _exponentials(x: DistArray, block: Any) -> Any:
+    """Return the exponentials of this rank's matrices, by SciPy."""
+    if not has_values(block):
+        return shape_solver.exponential(block)
     import scipy.linalg
 
-    function: Callable[..., Any] = getattr(scipy.linalg, name)
-    return x.grid.backend.from_host(function(x.grid.backend.to_host(block)).astype(x.dtype, copy=False))
+    return x.grid.backend.from_host(scipy.linalg.expm(x.grid.backend.to_host(block)).astype(x.dtype, copy=False))

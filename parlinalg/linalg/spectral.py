@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parlinalg.array.core import DistArray, whole
+from parlinalg.array.core import DistArray, truth, whole
 from parlinalg.array.create import zeros
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import isfinite, isnan, tril, where
 from parlinalg.array.shapes import reshape
 from parlinalg.backend import namespace
-from parlinalg.backend.shapes import has_values, values_needed
+from parlinalg.backend.shapes import has_values
 from parlinalg.grid import Grid
 from parlinalg.layout import Layout
 from parlinalg.linalg import bidiagonal, kernels
@@ -118,7 +118,7 @@ def eigvalsh(
         return every if subset_by_index is None else every[..., choose(None)]
     reduced, scale = _tridiagonal(x, "eigvalsh")
     values = tridiagonal_values(reduced.d, reduced.e) / scale
-    at = choose(values) if x.grid.inside else slice(0, 0)
+    at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
     at = slice(*map(int, reduced.tiles.worst([at.start, at.stop])))
     return _vector(values[at], Layout(x.layout.dims[-1]), x.grid)
 
@@ -175,9 +175,14 @@ def _chooser(x: DistArray, name: str, by_index: Any, by_value: Any) -> Callable[
         raise ValueError(f"subset_by_value is (low, high) with low < high, not {by_value}")
     if x.ndim > 2:
         raise ValueError(f"subset_by_value is of one matrix, not of a stack of shape {x.shape}; take subset_by_index")
-    if not x.grid.backend.values:
-        raise values_needed("subset_by_value", "take subset_by_index, or imagine all eigenvalues")
-    return lambda values: slice(*np.searchsorted(values, [least, most], side="right").tolist())
+
+    def within(values: np.ndarray) -> slice:
+        if not has_values(values):
+            part = x.grid.backend.assume("selected", "how many eigenvalues lie within subset_by_value")
+            return slice(0, round(part * n))
+        return slice(*np.searchsorted(values, [least, most], side="right").tolist())
+
+    return within
 
 
 @primitive
@@ -243,7 +248,7 @@ def polar_svd(x: DistArray, full_matrices: bool) -> SVDResult | None:
     (Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms", 2013).  A matrix with more
     rows than columns is factored by QR first.
     """
-    from parlinalg.linalg.matrix_functions import halley, truth
+    from parlinalg.linalg.matrix_functions import halley
 
     (m, n), layout = x.shape, x.layout.with_partial(())
     if not n:
@@ -283,6 +288,17 @@ def _limit(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
     if isinstance(rtol, DistArray) and rtol.ndim:
         rtol = reshape(rtol, (*rtol.shape, 1))
     return largest * rtol
+
+
+def _counted(count: DistArray, k: int) -> int:
+    """Return the number of the k singular values that count; of imagined matrices all, or all but one."""
+    found = count.gather()
+    return int(found) if count.grid.backend.values else _assumed_rank(count.grid, k)
+
+
+def _assumed_rank(grid: Grid, k: int) -> int:
+    """Return the rank of an imagined matrix of k singular values."""
+    return k if grid.backend.assume("conditioned", "the rank of a matrix") else max(0, k - 1)
 
 
 def _inverse(s: DistArray, kept: DistArray) -> DistArray:

@@ -18,6 +18,7 @@ from parlinalg.array.create import computed
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to, tril
 from parlinalg.array.shapes import reshape
+from parlinalg.backend import namespace
 from parlinalg.layout import Layout
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import (
@@ -53,7 +54,7 @@ class LocalCholesky(Local):
     """A = L Lᴴ of a matrix that a rank has; `minor` is the order of the first minor that is not positive, or 0."""
 
     def __init__(self, a: np.ndarray) -> None:
-        t = np.array(a, order="C")
+        t = namespace(a).array(a, order="C")
         self.minor = kernels.cholesky(t) if len(a) else 0
         self._t = np.tril(t)
         if self.minor:
@@ -61,7 +62,7 @@ class LocalCholesky(Local):
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """Return x of A x = b."""
-        x = np.array(b, order="C")
+        x = namespace(b).array(b, order="C")
         for adjoint in (False, True):
             kernels.substitute(self._t, x, lower=True, adjoint=adjoint)
         return x
@@ -72,14 +73,14 @@ class LocalLU(Local):
 
     def __init__(self, a: np.ndarray) -> None:
         t, self.order = kernels.lu(a)
-        self._t = np.ascontiguousarray(t)
+        self._t = namespace(t).ascontiguousarray(t)
         self.diagonal = np.diag(self._t).copy()
-        zeros = np.flatnonzero(self.diagonal == 0)
+        zeros = kernels.zeros(self.diagonal)
         self.zero = int(zeros[0]) if len(zeros) else None
 
     def solve(self, b: np.ndarray, adjoint: bool = False) -> np.ndarray:
         """Return x of A x = b, or with `adjoint` of Aᴴ x = b."""
-        x = np.array(b if adjoint else b[self.order], order="C")
+        x = namespace(b).array(b if adjoint else b[self.order], order="C")
         triangles = [(True, True), (False, False)]
         for lower, unit in reversed(triangles) if adjoint else triangles:
             kernels.substitute(self._t, x, lower=lower, adjoint=adjoint, unit=unit)
@@ -109,7 +110,7 @@ class LocalQR(Local):
     def __init__(self, a: np.ndarray) -> None:
         self.q, self.r = np.linalg.qr(a)
         self._a = a
-        zeros = np.flatnonzero(np.diag(self.r) == 0)
+        zeros = kernels.zeros(np.diag(self.r))
         self.zero = int(zeros[0]) if len(zeros) else None
 
     def Q(self, columns: int) -> np.ndarray:
@@ -119,7 +120,7 @@ class LocalQR(Local):
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """Return the x for which ‖A x - b‖ is least, for m ≥ n."""
-        x = np.ascontiguousarray(kernels.adjoint(self.q) @ b)
+        x = namespace(b).ascontiguousarray(kernels.adjoint(self.q) @ b)
         kernels.substitute(self.r, x)
         return x
 
@@ -201,7 +202,7 @@ class FactorStack(Factor):
             each = [one(f) if b is None else one(f, b[at]) for f, at in zip(self.held, indices, strict=True)]
             return reshape(stack(each), shape).redistribute(final)
         layout = Layout(*self._cut.dims, *[None] * len(core))
-        out = np.empty(grid.block_shape(layout, shape), dtype)
+        out = kernels.on_host(grid.backend).empty(grid.block_shape(layout, shape), dtype)
         sides: Any = None
         if b is not None:
             moved = b.redistribute(Layout(*self._cut.dims, None, None))

@@ -142,7 +142,9 @@ def test_ledgers_of_matrix_optimizers_are_those_of_real_ranks(world, name, stage
 
 @pytest.mark.ranks(1, 4, full=(8,))
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (1, 4)], ids=str)
-def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes):
+def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes, monkeypatch):
+    monkeypatch.setattr(pla.Grid, "cores", 64)  # real ranks have a core each, as imagined ones do
+
     def program(grid):
         a = pla.distribute(np.eye(45), grid, pla.Layout("r", "c"))
         b = pla.distribute(np.ones((45, 7)), grid, pla.Layout("r", "c"))
@@ -153,6 +155,11 @@ def test_ledgers_of_array_functions_are_those_of_real_ranks(world, sizes):
         (a @ a).redistribute(pla.Layout("c", "r")).sum(axis=0)
         pla.mean(a.T + a, axis=1)
         pla.cumsum(a, axis=0)
+        pla.average(b, axis=0, weights=b + 1)
+        for function in (pla.angle, pla.sinc, pla.nanargmax, pla.histogram, np.i0, np.isreal):
+            function(b)
+        for each in (b // 3.0, pla.isclose(a, a.T), pla.expm1(b * 1j), pla.convolve(b[:, 0], b[:, 1])):
+            each.sum()
 
     grid = dict(zip("rc", sizes if world.size == 4 else (world.size, 1), strict=True))
     both(world, grid, program, what_if=pla.WhatIf())
@@ -419,6 +426,11 @@ def test_values_are_refused_by_name_and_line():
             bool(a.block[0, 0] > 0)
         with pytest.raises(pla.ValuesNeeded, match=r"number .*what_if=pla\.WhatIf\(number="):
             float(a.block[0, 0])
+        with (
+            pytest.raises(pla.ValuesNeeded, match=r"the truth of an array .*test_imagined\.py:\d+"),
+            pla.imagine(4, what_if=pla.WhatIf()),
+        ):
+            bool((pla.ones((8, 8), pla.Grid({"r": 4})) > 0).all())
         with pytest.raises(pla.ValuesNeeded, match="differs by rank"):
             world.comm.share(world.rank)
         with pytest.raises(pla.ValuesNeeded, match="nonzero"):

@@ -13,7 +13,7 @@ import parlinalg as pla
 from parlinalg import linalg
 from parlinalg.grid import factorizations
 from parlinalg.linalg import costs as formulas
-from parlinalg.linalg import divide, factors, krylov, least_squares, spectral
+from parlinalg.linalg import divide, factors, hessenberg, krylov, least_squares, spectral
 from parlinalg.linalg.tiles import Deal
 from parlinalg.planning.trace import Kernel
 from tests.planning.test_imagined import DEALS, both, rows
@@ -150,6 +150,10 @@ ASKED = {
     "lstsq": (lambda a: linalg.lstsq(a, a[:, :2]), "the rank of a matrix", "conditioned"),
     "polar": (linalg.polar, "the number of steps of a polar decomposition", "condition"),
     "sqrtm": (linalg.sqrtm, "whether the matrix of sqrtm is Hermitian", "hermitian"),
+    "eig": (linalg.eig, "how many rounds balance a matrix", "balancing"),
+    "subset": (lambda a: linalg.eigh(a, subset_by_value=(0, 1)), "how many eigenvalues lie within", "selected"),
+    "refine": (lambda a: linalg.solve(a, a, refine=True), "how often a solution is corrected", "refinements"),
+    "orth": (linalg.orth, "the rank of a matrix", "conditioned"),
     "gmres": (lambda a: linalg.gmres(a, a[:, 0]), "how many iterations suffice", "iterations"),
     "lsqr": (lambda a: linalg.lsqr(a, a[:, 0]), "how many iterations suffice", "iterations"),
     "eigsh": (linalg.eigsh, "how many iterations suffice", "iterations"),
@@ -321,9 +325,194 @@ def test_ledgers_of_square_roots_are_those_of_real_ranks(world, deflated):
     assert not any(deflated)
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+def test_ledgers_of_subsets_by_value_are_those_of_real_ranks(world):
+    """The fraction says how many eigenvalues lie in the interval, and none is rounded away."""
+    dense = matrix(60)
+    w = np.linalg.eigvalsh(dense)
+    for low, high in ((1.2, 1.5), (0.0, 3.0), (5.0, 6.0)):
+
+        def program(grid: Any, bounds: tuple[float, float] = (low, high)) -> None:
+            a = pla.distribute(dense, grid, layout)
+            found = [linalg.eigvalsh(a, subset_by_value=bounds), *linalg.eigh(a, subset_by_value=bounds)]
+            assert [x.shape[-1] for x in found] == [within] * 3
+
+        within = int(((w > low) & (w <= high)).sum())
+        for sizes, layout in grids(world.size):
+            both(world, sizes, program, what_if=pla.WhatIf(selected=within / 60))
+
+
+def counted(monkeypatch: Any, module: Any, name: str) -> list[Any]:
+    """Return a list that gets an element by each call of a function."""
+    counts: list[Any] = []
+    function = getattr(module, name)
+
+    def counting(*args: Any, **options: Any) -> Any:
+        counts.append(None)
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, counting)
+    return counts
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("complex_", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize("spread", [0, 20])
+def test_ledgers_of_general_eigenvalues_are_those_of_real_ranks(world, complex_, spread, monkeypatch):
+    """A badly scaled matrix takes several rounds to balance; beside them one looks for isolated eigenvalues."""
+    draw = np.random.default_rng(0)
+    dense = draw.standard_normal((45, 45)) + (1j * draw.standard_normal((45, 45)) if complex_ else 0)
+    powers = 2.0 ** draw.integers(-spread, spread + 1, 45)
+    sums = counted(monkeypatch, hessenberg, "_summed")
+    for sizes, layout in grids(world.size):
+        for function in (linalg.eig, linalg.eigvals):
+            sums.clear()
+            with pla.Grid(sizes, world, "numpy") as grid:
+                function(pla.distribute(dense * powers[:, None] / powers, grid, layout))
+            assert (len(sums) > 3) == bool(spread)
+
+            def program(grid: Any, function: Any = function, layout: Any = layout) -> None:
+                function(pla.distribute(dense * powers[:, None] / powers, grid, layout))
+
+            both(world, sizes, program, what_if=pla.WhatIf(balancing=len(sums) - 2))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_ledgers_of_roots_by_schur_forms_are_those_of_real_ranks(world, dtype):
+    dense = (np.random.default_rng(0).standard_normal((30, 30)) + 30 * np.eye(30)).astype(dtype)
+    for sizes, layout in grids(world.size):
+        both(
+            world, sizes, lambda grid, layout=layout: linalg.sqrtm(pla.distribute(dense, grid, layout)),
+            what_if=pla.WhatIf(hermitian=False),
+        )  # fmt: skip
+
+
+STACKS: dict[str, Callable[[Any, Any], Any]] = {
+    "eig": lambda a, b: linalg.eig(a),
+    "eigvals": lambda a, b: linalg.eigvals(a),
+    "expm": lambda a, b: linalg.expm(a * 0.01),
+    "cholesky": lambda a, b: linalg.cholesky(a + a.mT),
+    "inv": lambda a, b: linalg.inv(a),
+    "det": lambda a, b: (linalg.det(a), linalg.slogdet(a)),
+    "solve": lambda a, b: (
+        linalg.solve(a, b),
+        linalg.solve_triangular(a, b),
+        linalg.solve_triangular(a, b, lower=True),
+    ),
+    "lstsq": lambda a, b: linalg.lstsq(a[..., :5], b),
+    "cho_factor": lambda a, b: (f := linalg.cho_factor(a + a.mT), f.L, f.solve(b)),
+    "lu_factor": lambda a, b: (f := linalg.lu_factor(a), f.solve(b), f.solve(b, adjoint=True), f.factors(), f.P, f.det),
+    "qr_factor": lambda a, b: (f := linalg.qr_factor(a), f.R, f.Q(), f.solve(b)),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", STACKS)
+def test_ledgers_of_stacks_are_those_of_real_ranks(world, name):
+    draw = np.random.default_rng(0)
+    dense, sides = draw.standard_normal((9, 7, 7)) + 9 * np.eye(7), draw.standard_normal((9, 7, 2))
+    for sizes, layout in grids(world.size):
+        lying = pla.Layout(layout.dims[0], None, layout.dims[1])
+        both(
+            world, sizes,
+            lambda grid, lying=lying: STACKS[name](*(pla.distribute(x, grid, lying) for x in (dense, sides))),
+            what_if=pla.WhatIf(),
+        )  # fmt: skip
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("condition", [10.0, 1e6], ids=str)
+def test_ledgers_of_refined_solutions_are_those_of_real_ranks(world, condition, monkeypatch):
+    dense, sides = of_condition(45, condition), np.random.default_rng(1).standard_normal((45, 1))
+    products = counted(monkeypatch, factors, "matmul")
+    for sizes, layout in grids(world.size):
+
+        def program(grid: Any, layout: Any = layout) -> None:
+            a, b = pla.distribute(dense, grid, layout), pla.distribute(sides, grid, layout)
+            linalg.solve(a, b, refine=True)
+
+        products.clear()
+        with pla.Grid(sizes, world, "numpy") as grid:
+            program(grid)
+        corrections = len(products) - 1  # the last residual is small enough
+        assert 1 <= corrections < factors.ROUNDS
+        both(world, sizes, program, what_if=pla.WhatIf(refinements=corrections))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("condition", [10.0, 1e8], ids=str)
+def test_ledgers_of_refined_least_squares_are_those_of_real_ranks(world, condition, monkeypatch):
+    """With one step of conjugate gradients for each correction; or with a factorization in full precision at once."""
+    monkeypatch.setattr(least_squares, "INNER", 1)
+    corrections = counted(monkeypatch, least_squares, "_conjugate_gradients")
+    square = of_condition(45, condition)
+    for sizes, layout in grids(world.size):
+        for dense in (square, np.vstack([square, square]), np.hstack([square, square])):
+
+            def program(grid: Any, layout: Any = layout, dense: np.ndarray = dense) -> None:
+                a = pla.distribute(dense, grid, layout)
+                b = pla.distribute(np.random.default_rng(1).standard_normal((len(dense), 2)), grid, layout)
+                linalg.lstsq(a, b, refine=True)
+
+            corrections.clear()
+            with pla.Grid(sizes, world, "numpy") as grid:
+                program(grid)
+            assert (0 < len(corrections) < least_squares.ROUNDS) == (condition == 10)
+            what_if = pla.WhatIf(condition=condition, refinements=max(1, len(corrections)))
+            both(world, sizes, program, what_if=what_if)
+
+
 @pytest.mark.serial
-def test_values_choose_a_subset_of_values():
-    with pla.imagine(4, what_if=pla.WhatIf()):
-        a = pla.zeros((90, 90), pla.Grid({"r": 4}), pla.Layout("r", None))
-        with pytest.raises(pla.ValuesNeeded, match=r"subset_by_value .*test_imagined_linalg\.py:\d+"):
-            linalg.eigh(a, subset_by_value=(0.0, 1.0))
+@pytest.mark.parametrize(("condition", "steps"), [(10.0, [1, 1]), (1e4, [2, 2]), (1e5, [3, 3]), (1e6, [])], ids=str)
+def test_a_condition_says_the_steps_between_two_corrections(condition, steps, monkeypatch):
+    """As many as real matrices of 45 columns take, within one."""
+    found: list[int] = []
+    plain = least_squares._conjugate_gradients
+
+    def counting(apply: Callable[[Any], Any], *args: Any) -> Any:
+        found.append(0)
+
+        def once(y: Any) -> Any:
+            found[-1] += 1
+            return apply(y)
+
+        return plain(once, *args)
+
+    monkeypatch.setattr(least_squares, "_conjugate_gradients", counting)
+    with pla.imagine(4, what_if=pla.WhatIf(condition=condition)):
+        a = pla.zeros((45, 45), pla.Grid({"r": 4}), pla.Layout("r", None))
+        linalg.lstsq(a, a[:, :2], refine=True)
+    assert found == steps
+    found.clear()
+    with pla.Grid({"r": 1}) as grid:
+        a = pla.distribute(of_condition(45, condition), grid)
+        linalg.lstsq(a, pla.ones((45, 2), grid=grid), refine=True)
+    assert len(found) in (len(steps), len(steps) + 1)
+    assert all(abs(taken - steps[0]) <= 1 for taken in found)
+
+
+@pytest.mark.ranks(2, 4)
+def test_ledgers_of_ranks_outside_of_the_grid_are_those_of_real_ones(world):
+    """They know the shapes of what the others find."""
+
+    def program(grid: Any) -> None:
+        a, stack = pla.distribute(dense, grid, pla.Layout("r", None)), pla.distribute(several, grid)
+        found = [
+            *linalg.eigh(a), *linalg.svd(a, full_matrices=False), *linalg.eig(stack), linalg.solve(stack, stack),
+            linalg.eigvalsh(a, subset_by_value=(0.0, 3.0)), linalg.lstsq(a, a[:, :2]).x, linalg.polar(stack).P,
+            linalg.orth(a), linalg.cg(a, a[:, 0], rtol=0, maxiter=3)[0], linalg.det(a), linalg.lu(a)[0],
+        ]  # fmt: skip
+        told.append([(x.shape, x.dtype, x.layout) for x in found])
+
+    dense, draw, told = matrix(30), np.random.default_rng(0), []  # type: ignore[var-annotated]
+    dense = (dense + dense.T) / 2
+    several = draw.standard_normal((5, 6, 6)) + 6 * np.eye(6)
+    both(world, {"r": world.size // 2}, program, what_if=pla.WhatIf())
+    assert told[0] == told[1]
