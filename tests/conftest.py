@@ -30,6 +30,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,19 @@ from parlinalg.comm.startup import launched  # noqa: E402
 from parlinalg.testing.agreement import verdicts  # noqa: E402
 from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
-from tests.runs import ALONE_SHARE, HERE_SHARE, MANY, WHOLE, WHOLE_SHARES, begin, chosen, seed_of, whole  # noqa: E402
+from tests.runs import (  # noqa: E402
+    ALONE_SHARE,
+    APART,
+    APART_SHARE,
+    HERE_SHARE,
+    MANY,
+    WHOLE,
+    WHOLE_SHARES,
+    begin,
+    chosen,
+    seed_of,
+    whole,
+)
 from tests.tuning import Tuning  # noqa: E402
 
 pytest_plugins = ["parlinalg.testing"]
@@ -151,7 +164,9 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
             return False
         mark = item.get_closest_marker("one_in")
         few = full or len(item.config.stash[COLLECTED]) < MANY
-        return mark is None or few or chosen(item.name, 1, backend, mark.args[0], item.config.option.seed)
+        kin = mark.args[0] if mark else APART_SHARE if item.nodeid.startswith((*chain(*APART),)) else 1
+        few = few or item.get_closest_marker("always")
+        return bool(few) or chosen(item.name, 1, backend, kin, item.config.option.seed)
     if mark := item.get_closest_marker("ranks"):
         if ranks not in mark.args and not (full and ranks in mark.kwargs.get("full", ())):
             return False

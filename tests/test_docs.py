@@ -105,6 +105,7 @@ def test_program_of_a_page(page: Path, program: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{name(page)}:\n{program}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name)
 def test_generated_parts_are_up_to_date(page: Path) -> None:
     generate = load(DOCS / "generate.py")

@@ -254,7 +254,8 @@ def test_a_vocabulary_without_room_for_the_tokens_is_refused(tokens, tmp_path):
     model = {**GPT["model"], "vocab_size": tokens - 1}
     with pytest.raises(ConfigError, match=f"model.vocab_size is {tokens - 1}, but the tokenizer has {tokens} tokens"):
         plan(2, model=model, data=data)
-    assert plan(2, best=1, model=model, data={**data, "tokenizer": "elsewhere/tokenizer.json"}).best
+    elsewhere = {**data, "tokenizer": "elsewhere/tokenizer.json"}
+    assert plan(2, best=1, model=model, data=elsewhere, parallel={"data": 2}, zero=0).best
 
 
 def test_classifiers_are_planned():
