@@ -39,8 +39,9 @@ APART = [
      "tests/linalg/test_failures.py", "tests/offload/", "tests/test_bench.py", "tests/test_docs.py",
      "tests/test_readme.py", "tests/test_tour.py", "tests/train/test_damage.py", "tests/train/test_hybrid.py",
      "tests/train/test_launch.py", "tests/train/test_lock.py"),
-    ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/",
-     "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_launching.py", "tests/testing/test_users.py"),
+    ("tests/comm/test_failures.py", "tests/pipeline/test_pipeline_failures.py", "tests/cli/", "tests/cluster/",
+     "tests/planning/test_auto.py", "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_launching.py",
+     "tests/testing/test_users.py"),
 ]  # fmt: skip
 """Files whose tests start programs and wait for them: if all tests run, two processes more run these, each one part."""
 APART_SHARE = 2

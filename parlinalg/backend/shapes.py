@@ -376,9 +376,9 @@ class ShapeArray(NDArrayOperatorsMixin):
         self.device, self._category = device, "buffers"
         self._base: ShapeArray | None = None
         self._n = math.prod(shape) * kind.itemsize if counted else 0
-        plain = kind if kind.isbuiltin == 1 else np.dtype(f"u{kind.itemsize}")  # bfloat16 has no typestr
+        plain = np.dtype(kind.str if kind.kind in "biufc" else f"u{kind.itemsize}")  # bfloat16 has no typestr
         array = np.asarray(_At(shape, plain.str, device.allocate(self._n, math.prod(shape) * kind.itemsize)))
-        self._a = array if plain is kind else array.view(kind)
+        self._a = array if plain == kind else array.view(kind)
 
     def __del__(self) -> None:
         if getattr(self, "_base", self) is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import pickle
 import random
 import tracemalloc
 from collections import Counter
@@ -734,3 +735,14 @@ def test_a_stage_of_one_rank_has_no_values() -> None:
 
     for told in pla.imagine_together(program, 2).values():
         assert told == ("shapes", [], 1, 0, (64,))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ["complex128", "float16", "bool", "bfloat16"])
+def test_arrays_of_dtypes_from_elsewhere(name: str) -> None:
+    """A dtype that was pickled, or whose byte order was set, is equal to NumPy's and another object."""
+    with pla.imagine(ranks=2):
+        grid = pla.Grid({"a": 2})
+        kind = pla.zeros(2, grid, dtype=name).dtype
+        block = grid.backend.empty((3, 2), pickle.loads(pickle.dumps(kind)))
+    assert (block.dtype, block.nbytes) == (kind, 6 * kind.itemsize)
