@@ -48,10 +48,10 @@ from parlinalg.testing.plugin import passed  # noqa: E402
 from tests.launching import ROOT  # noqa: E402
 from tests.runs import (  # noqa: E402
     ALONE_SHARE,
-    APART,
-    APART_SHARE,
     HERE_SHARE,
     MANY,
+    PROGRAMS,
+    PROGRAMS_SHARE,
     WHOLE,
     WHOLE_SHARES,
     begin,
@@ -164,7 +164,7 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
             return False
         mark = item.get_closest_marker("one_in")
         few = full or len(item.config.stash[COLLECTED]) < MANY
-        kin = mark.args[0] if mark else APART_SHARE if item.nodeid.startswith((*chain(*APART),)) else 1
+        kin = mark.args[0] if mark else PROGRAMS_SHARE if item.nodeid.startswith((*chain(*PROGRAMS),)) else 1
         few = few or item.get_closest_marker("always")
         return bool(few) or chosen(item.name, 1, backend, kin, item.config.option.seed)
     if mark := item.get_closest_marker("ranks"):

@@ -21,10 +21,10 @@ LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter 
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
 WHOLE = [2, 4]
 """Commits run large parts of the tests in turn on 2 and on 4 ranks, and on the others of these a small one."""
-WHOLE_SHARES = {2: 4, 4: 8}  # every fourth test on 2 ranks, every eighth one on 4, which take more than twice as long
+WHOLE_SHARES = {2: 5, 4: 10}  # every fifth test on 2 ranks, every tenth one on 4, which take more than twice as long
 HERE_SHARE = 4
 """Of tests that can communicate, and run on one rank without MPI, one in so many if all are to run."""
-ALONE_SHARE = 2
+ALONE_SHARE = 3
 """Of tests that run on so many ranks and no fewer, one in so many runs."""
 TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(4, "cupy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
@@ -34,7 +34,7 @@ SHARES = {(1, "numpy"): 18, (1, "cupy"): 24, (2, "numpy"): 30, (3, "numpy"): 12,
 all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops
 CHECKED = {3}  # in these all that ranks are about to do, and what they hand in, is compared (PARLINALG_CHECK)
-APART = [
+PROGRAMS = [
     ("tests/array/test_files.py", "tests/backend/test_devices.py", "tests/comm/test_startup.py", "tests/datasets/",
      "tests/linalg/test_failures.py", "tests/offload/", "tests/test_bench.py", "tests/test_docs.py",
      "tests/test_readme.py", "tests/test_tour.py", "tests/train/test_damage.py", "tests/train/test_hybrid.py",
@@ -43,16 +43,18 @@ APART = [
      "tests/planning/test_auto.py", "tests/train/test_kills.py", "tests/test_agreement.py", "tests/test_launching.py",
      "tests/testing/test_users.py"),
 ]  # fmt: skip
-"""Files whose tests start programs and wait for them: if all tests run, two processes more run these, each one part."""
-APART_SHARE = 2
+"""Files whose tests start programs and wait for them."""
+PROGRAMS_SHARE = 3
 """Of these tests, unless they are marked `one_in`, one in so many if all are to run."""
+APART = [*PROGRAMS, ("tests/planning/", "tests/backend/", "tests/autograd/test_ring.py")]
+"""If all tests run, processes of their own run these, each one part: a test is in the first part that names it."""
 MANY = 1000  # tests, from which on all are said to run
 
 Files = Callable[[int, str, int], list[str]]
 _beside = ThreadPoolExecutor(len(APART))
 _files: list[Files] = []  # which files a run reads, known where all tests are to run
 _ahead: dict[tuple[int, str], Future[Run]] = {}
-_apart: list[Future[Run]] = []
+_apart: dict[int, Future[Run]] = {}
 
 
 def chosen(name: str, ranks: int, backend: str, share: int, seed: int) -> bool:
@@ -117,8 +119,8 @@ def outcome(ranks: int, backend: str, config: pytest.Config) -> Run:
 
 
 def apart(part: int) -> Run | None:
-    """How the tests of a part of `APART` went in a process of their own; None if they run in this one."""
-    return _apart[part].result() if _apart else None
+    """How the tests of a part of `APART` went in a process of their own; None if none do."""
+    return _apart[part].result() if part in _apart else None
 
 
 def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None:
@@ -129,11 +131,11 @@ def begin(items: list[pytest.Item], config: pytest.Config, files: Files) -> None
     runs = [item.callspec.params for item in items if getattr(item, "originalname", "") == "test_on_ranks"]
     if len(items) < MANY or not runs or config.getoption("--collect-only"):
         return
-    for part in APART:
-        away = [item for item in items if item.nodeid.startswith(part)]
-        config.hook.pytest_deselected(items=away)
-        items[:] = [item for item in items if not item.nodeid.startswith(part)]
-        _apart.append(_beside.submit(_run, 0, "numpy", config, [item.nodeid for item in away]))
+    for part, names in enumerate(APART):
+        if away := [item for item in items if item.nodeid.startswith(names)]:
+            config.hook.pytest_deselected(items=away)
+            items[:] = [item for item in items if not item.nodeid.startswith(names)]
+            _apart[part] = _beside.submit(_run, 0, "numpy", config, [item.nodeid for item in away])
     _files.append(files)
     for ranks, backend in [(run["ranks"], run["backend"]) for run in runs if run["ranks"] == 1]:
         _ahead[ranks, backend] = _beside.submit(_run, ranks, backend, config)

@@ -81,7 +81,7 @@ def test_code_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_code_of_all_pages_on_ranks(tmp_path: Path) -> None:
     for i, page in enumerate(PAGES):
         plain = [b for b in blocks(page) if ranks_of(b) is None and not shows(b)]

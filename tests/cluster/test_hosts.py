@@ -81,7 +81,7 @@ def test_up_twice_and_down_twice(cluster_name: str) -> None:
     assert not [host for host in namespaces() if host.startswith(cluster_name)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_part_for_8_ranks_across_8_hosts(
     across_hosts: Run, full: bool, tmp_path: Path, runs_done: list[str]
 ) -> None:
@@ -101,7 +101,7 @@ def test_the_part_for_8_ranks_across_8_hosts(
     runs_done.append(f" 8 hosts: {outcomes.count('passed')} passed in {time.monotonic() - start:.0f} s")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_interfaces_receive_what_the_ledger_says(across_hosts: Run, tmp_path: Path, runs_done: list[str]) -> None:
     result = tmp_path / "received.json"
     script = str(ROOT / "bench" / "cluster" / "received.py")

@@ -47,7 +47,7 @@ def plan(ranks: int, machine: str = "v100", **more: Any) -> search.TrainingPlan:
     return pla.plan_training({**GPT, **more}, ranks=ranks, machine=machine, **options)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("ranks", "fixed"), NARROW, ids=str)
 def test_the_answer_is_that_of_exhaustive_search(ranks, fixed):
     found, every = plan(ranks, best=3, **fixed), plan(ranks, best=3, exhaustive=True, **fixed)
@@ -65,7 +65,7 @@ REACH = [  # on 64 ranks
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fixed", REACH, ids=str)
 def test_on_64_ranks_the_answer_is_that_of_exhaustive_search(full, fixed):
@@ -135,7 +135,7 @@ def test_the_written_configuration_trains(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_beyond_reach_the_search_is_a_heuristic_and_says_so(monkeypatch):
     fixed = {"parallel": {"sequence": 1, "pipeline": 1}, "model": AGAIN, "zero": 0}
     every = plan(4, best=1, **fixed)
@@ -329,7 +329,7 @@ def test_beyond_reach_what_does_not_fit_names_the_least_memory(monkeypatch):
         plan(2, memory=1 << 16, parallel={"sequence": 1, "pipeline": 1})
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_pipeline_is_not_lost_by_the_schedule_it_is_begun_with(monkeypatch):
     """Where not all is within reach, the fastest pipelines are tried with other schedules and microbatches."""
     monkeypatch.setattr(search, "MANY", 0)
