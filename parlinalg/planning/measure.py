@@ -129,6 +129,8 @@ ALIKE = 1.25
 """Bytes that differ by less than this ratio count as equal: groups of several sizes do not cut a block alike."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
+POLL_SECONDS = 0.004
+"""Seconds for which ranks compute between two polls of them."""
 TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
 """Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
 by which the wait of ranks for each other is measured."""
@@ -470,9 +472,9 @@ def _link(
     most = min(comm.share(len(members)))
     if most < 2:
         return None
-    place = members.index(comm.rank)
+    place, across = members.index(comm.rank), len({comm.nodes[r] for r in members}) > 1
     times: dict[str, dict[tuple[int, int], list[float]]] = {op: {} for op in OPERATIONS}
-    ratios: dict[str, list[float]] = {op: [] for op in BESIDE}
+    ratios: dict[str, list[tuple[float, float]]] = {op: [] for op in BESIDE}
     sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
     starts = [place // size * size for size in sizes]
     groups = [
@@ -491,7 +493,7 @@ def _link(
                     if seconds > SLOW:
                         break
         for op in BESIDE:
-            ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1]))
+            ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1], across))
     processor = _processor(comm, backend, groups[-1], most)
     for group in groups:
         group.free()
@@ -502,28 +504,45 @@ def _link(
     _, longest, seconds = max(points["send"])
     bandwidth = longest / max(seconds - latency, 1e-9)
     found = {op: _operation(rows, bandwidth) for op, rows in points.items()}
-    found |= {op: replace(found[op], beside=min(10.0, max(1.0, median(ratios[op])))) for op in BESIDE}
+    for op, passes in ratios.items():
+        beside, computing = (min(10.0, max(1.0, median(each))) for each in zip(*passes, strict=True))
+        found[op] = replace(found[op], beside=beside, computing=computing)
     return Link(latency, bandwidth, rails, source, processor / crowd, **found)
 
 
-def _beside(comm: Comm, backend: Backend, group: Comm, op: str, size: int) -> float:
+def _beside(
+    comm: Comm, backend: Backend, group: Comm, op: str, size: int, across: bool
+) -> tuple[float, float]:  # fmt: skip
     """Return how many times as long operations take that are in flight together, each waited for in its turn, as those
-    that are made one after the other."""
+    that are made one after the other, and how many times as long as that while their ranks compute.
+
+    The second is 1 within a node, where operations advance at polls only.
+    """
     nbytes = BESIDE_BYTES * size // (size - 1) // (2 if op == "all_reduce" else 1)
     calls = [[_call(group, backend, op, nbytes, wait)[0] for _ in range(4)] for wait in (True, False)]
+    a = backend.zeros((256, 256), np.float32)
+    here = group.size == size
 
-    def together() -> None:
-        for handle in [call() for call in calls[1]]:
+    def together(products: int = 0) -> None:
+        handles = [call() for call in calls[1]] if here else []
+        while products and handles:
+            for _ in range(products):
+                backend.xp.matmul(a, a)
+            while handles and handles[0].test():
+                del handles[0]
+        for handle in handles:
             handle.wait()
 
     def in_turn() -> None:
-        for call in calls[0]:
+        for call in calls[0] if here else ():
             call()
 
-    if group.size != size:
-        together = in_turn = lambda: None
     apart, turned = _together(comm, together), _together(comm, in_turn)
-    return apart / max(turned, 1e-9)
+    if not across:
+        return apart / max(turned, 1e-9), 1.0
+    products = max(1, int(POLL_SECONDS / _together(comm, lambda: backend.xp.matmul(a, a))))
+    computing = _together(comm, partial(together, products))
+    return apart / max(turned, 1e-9), computing / max(apart, 1e-9)
 
 
 def _next(calls: Iterator[Callable[[], Any]]) -> None:

@@ -58,9 +58,11 @@ def test_measured_machine(brief, world) -> None:
             assert all(seconds > 0 for _, _, seconds in rows)
             p, nbytes, seconds = rows[-1]
             assert link.operation(op).beside >= 1
+            assert link.operation(op).computing == 1 or found.network is not None
             on_node = p if found.network is None else found.ranks_per_node  # a point is of ranks that are alone there
             again = found.transfer(op, nbytes, p, p, on_node, world.size).total
             assert again == pytest.approx(seconds, rel=1e-6)
+        assert min(measure._beside(world, NUMPY, world, "all_gather", world.size, across=True)) > 0
 
 
 @pytest.mark.serial
