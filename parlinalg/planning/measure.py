@@ -10,7 +10,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import numpy as np
@@ -139,10 +139,13 @@ FAR, MOST_FAR = 1 << 26, 64
 and the most sets of them."""
 ROWS = ((512, 256), (2048, 512))
 """The sizes at which kernels are measured: blocks that fit into a core's cache, and larger ones."""
+SHORT = (64, 256)
+"""The size at which attention is measured too: its many operations on tiles take their time however short they are."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
-CHAIN, SIDE = 8, 64
-"""The layers by which the overhead of an operation is measured, and the sides of their matrices."""
+CHAIN, SIDE, PASSED = 8, 64, 1 << 20
+"""The layers by which the overhead of an operation is measured, the sides of their matrices, and the bytes that pass
+through the cache between two operations."""
 
 
 def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
@@ -168,13 +171,16 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
         }
         found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
+        crowd = max(1.0, (comm.size if shared else per_node) / units)
+        if crowd > 1:  # the ranks push each other's data out of the caches too
+            every = _agreed(comm, True, lambda: {"overhead": _overhead(backend, gemm["float32"], thread_time)})
+            found["overhead"] = max(found["overhead"], every["overhead"])
         operations = Kernels(
             overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
             floor=found["floor"], asynchronous=backend.cuda,
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
             rates=_rates(found),
         )  # fmt: skip
-        crowd = max(1.0, (comm.size if shared else per_node) / units)
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)
@@ -332,19 +338,22 @@ def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
             function = getattr(xp, name)
             call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
             found[f"rate {name} {x.size}"] = x.size / _seconds(call, backend, 0.02)
+    for rows, width, only in (*((*size, "") for size in ROWS), (*SHORT, "attention")):
         found |= {
             f"rate {name} {size}": size / seconds
-            for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"]).items()
+            for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"], only).items()
         }
     return found
 
 
-def _overhead(backend: Backend, gemm: GemmRate) -> float:
+def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = perf_counter) -> float:
     """Return the seconds of an operation beside its work: the interpreter, the tape, layouts and plans.
 
     Layers of a few thousand elements run forward and backward, and on imagined blocks tell what operations they make.
+    Between them other bytes pass through a processor's cache, as those of large products do in a step: what the
+    interpreter needs comes from farther away then.
     """
-
+    passes = _Passes(backend, clock)
     scheme = discover()["serial"].SCHEME
 
     def layers(grid: Grid) -> Callable[[], None]:
@@ -369,8 +378,32 @@ def _overhead(backend: Backend, gemm: GemmRate) -> float:
     count = len(gemms) + sum(isinstance(e, Kernel) for e in trace.events)
     work = sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
     with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
-        seconds = _seconds(layers(grid), backend, 0.3)
-    return max(1e-7, seconds - work) / count
+        call = layers(grid)
+        if not backend.cuda:
+            grid.polled.append(passes)
+        times: list[float] = []
+        begin = perf_counter()
+        while len(times) < 4 or perf_counter() - begin < 0.3:
+            start, passes.seconds = clock(), 0.0
+            call()
+            backend.synchronize()
+            times.append(clock() - start - passes.seconds)
+    return max(1e-7, median(times[1:]) - work) / count
+
+
+class _Passes:
+    """Passes through memory between operations, and the seconds that they take."""
+
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.blocks = cycle([backend.zeros(PASSED // 4, np.float32) for _ in range(max(1, FAR // PASSED))])
+        self.seconds = 0.0
+
+    def poll(self) -> None:
+        start = self.clock()
+        block = next(self.blocks)
+        block += 1
+        self.seconds += self.clock() - start
 
 
 def _rates(found: dict[str, float]) -> dict[str, float | tuple[tuple[float, float], ...]]:
@@ -387,9 +420,10 @@ CALLS_OF_KERNELS = 9
 
 
 def _timed_kernels(
-    backend: Backend, rows: int, width: int, gemm: GemmRate, call: float
+    backend: Backend, rows: int, width: int, gemm: GemmRate, call: float, only: str = ""
 ) -> dict[tuple[str, int], float]:  # fmt: skip
-    """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples.
+    """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples, or of
+    those whose names begin with `only`.
 
     Attention's are those beside its products.
     """
@@ -420,6 +454,8 @@ def _timed_kernels(
     }
     found: dict[tuple[str, int], float] = {}
     for example in kernels.examples():
+        if not example.name.startswith(only):
+            continue
         given = [samples[name] for name in example.inputs]
         run = _in_turn(example.call, backend, given, 2 * sum(x.nbytes for x in given))
         times.clear()

@@ -27,6 +27,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "RECEIVED", measure.RECEIVED[:3])
     monkeypatch.setattr(measure, "POINT_SECONDS", 0.002)
     monkeypatch.setattr(measure, "ROWS", ((64, 256), (128, 256)))
+    monkeypatch.setattr(measure, "SHORT", (48, 256))
     monkeypatch.setattr(measure, "FAR", 1 << 20)
     monkeypatch.setattr(measure, "PASSES", 1)
     monkeypatch.setattr(measure, "MORE_PASSES", 1)
@@ -46,6 +47,7 @@ def test_measured_machine(brief, world) -> None:
         rows = found.kernels.rates[name]
         assert isinstance(rows, tuple)
         assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
+        assert len(rows) == (3 if name.startswith("attention") else 2)
     assert 1e-7 < found.kernels.overhead < 1e-2
     assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
     assert 0 <= found.overlap.waiting <= 1
@@ -82,6 +84,20 @@ def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     call()
     assert seen[3] == seen[0]
     assert [ref() is not None for ref in alive] == [False, True, True, True]
+
+
+@pytest.mark.serial
+def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass follows each operation, forward and backward, and its time does not count."""
+    passes = []
+
+    def poll(self: measure._Passes) -> None:
+        passes.append(self)
+        self.seconds += 1.0
+
+    monkeypatch.setattr(measure._Passes, "poll", poll)
+    assert measure._overhead(NUMPY, GemmRate(1e15, "by hand")) < 1e-7
+    assert len(passes) >= 4 * measure.CHAIN * 8  # four runs; norm, product, GELU and sum of each layer, both ways
 
 
 @pytest.mark.serial
