@@ -514,7 +514,9 @@ class _Run:
 
     def _drive(self, op: _Operation) -> float:
         """Return the share of an operation's pace that is left while its ranks compute."""
-        return 1.0 if all(self.ranks[m].at_work is None for m in op.members) else 1.0 / op.computing
+        if op.computing == 1.0 or all(self.ranks[m].at_work is None for m in op.members):
+            return 1.0
+        return 1.0 / op.computing
 
     def _latent(self, op: _Operation) -> bool:
         """Return True if an operation's first bytes are on their way."""
@@ -533,7 +535,9 @@ class _Run:
             used = self._transport(rank, rates) if rank.at_work is not None else 0.0
             if used > TRANSPORT_SHARE:
                 slower[rank.number] = TRANSPORT_SHARE / used
-        return {op: min(r * self._drive(op), *(r * slower.get(m, 1.0) for m in op.members)) for op, r in rates.items()}
+        if not slower and all(op.computing == 1.0 for op in rates):
+            return rates
+        return {op: r * min(self._drive(op), *(slower.get(m, 1.0) for m in op.members)) for op, r in rates.items()}
 
     def _transport(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
         """Return the share of a rank's processor that the transport of its operations takes at these rates."""
