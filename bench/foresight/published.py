@@ -253,6 +253,10 @@ SHORT = """- Each setting here is one run. At 1 Gbit/s and on 4 ranks the doctor
   done with its backward pass after 50 ms, the last after 430 ms. More of them share one core than the other then, and
   those that are done take a core by polling. The model has no such drift: data parallelism and ZeRO-3 are still 25% to
   27% too fast at 1 Gbit/s.
+- In the run at 1 Gbit/s the ranks that waited while two measured products took part of their cores: a thread of each
+  looked a thousand times a second how far its operation was. Products of 256³ were measured at 50 GFLOP/s of a
+  core; eight ranks that computed at once, in another hour, made 67 to 73 of each core. The doctor lets them sleep
+  now, and was not run again: without this the predictions would be faster still.
 - Not the cause: lost packets (none or two a step), the order of starts in traces, and Python's lock (a shorter switch
   interval changes nothing). The thread that lets operations progress takes 18% of what ranks compute in a backward
   pass of 4 hosts on one core; without it the step is 7% shorter there.

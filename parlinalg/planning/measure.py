@@ -242,13 +242,15 @@ def measure_disk(comm: Comm, folder: Path) -> planning.Disk:
 
 
 def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return the means of what the ranks at work measure at once, on all ranks; the others sleep meanwhile."""
+    """Return the means of what the ranks at work measure at once, on all ranks; the others sleep meanwhile.
+
+    They start no operation before: between nodes a thread of each would look a thousand times a second how far it is.
+    """
     comm.barrier()
     mine = measure() if at_work else {}
-    if comm.size > 1:
-        handle = comm.all_reduce(np.zeros(1), wait=False)
-        while not handle.test():
-            sleep(0.02)
+    crowded, comm.crowded = comm.crowded, True  # then a barrier is waited for asleep
+    comm.barrier()
+    comm.crowded = crowded
     found = [f for f in comm.share(mine) if f]
     return {key: sum(f[key] for f in found) / len(found) for key in found[0] if all(key in f for f in found)}
 

@@ -86,6 +86,18 @@ def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ref() is not None for ref in alive] == [False, True, True, True]
 
 
+def test_ranks_that_do_not_measure_are_asleep(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those at work tell the others what they found, and nothing is in flight meanwhile, nor polled in the barrier."""
+    crowded, barrier = [], world.barrier
+    monkeypatch.setattr(world, "all_reduce", None)
+    monkeypatch.setattr(world, "barrier", lambda: (crowded.append(world.crowded), barrier()))
+    before = world.crowded
+    found = measure._agreed(world, world.rank == world.size - 1, lambda: {"a": 1.0 + world.rank})
+    assert found == {"a": float(world.size)}
+    assert crowded == [before, True]
+    assert world.crowded == before
+
+
 @pytest.mark.serial
 def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass follows each operation, forward and backward, and its time does not count."""
