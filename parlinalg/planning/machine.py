@@ -375,6 +375,11 @@ class Operation:
         "how many times as long it takes when others of the same ranks are in flight with it",
         1.0,
     )
+    computing: float = key(
+        number(1, 1000, "a ratio"),
+        "how many times as long it takes while its ranks compute, each of its messages waiting for who passes it on",
+        1.0,
+    )
 
 
 def _operation(where: str, value: Any) -> Operation:
@@ -613,9 +618,17 @@ class Machine:
     # -------------------------------------------------------------------------------------------- communicating
     def beside(self, op: str, level: str) -> float:
         """Return how many times as long an operation takes that is not waited for at once."""
+        found = self._measured(op, level)
+        return 1.0 if found is None else found.beside
+
+    def computing(self, op: str, level: str) -> float:
+        """Return how many times as long an operation takes while its ranks compute."""
+        found = self._measured(op, level)
+        return 1.0 if found is None else found.computing
+
+    def _measured(self, op: str, level: str) -> Operation | None:
         link = self.node if level == "node" or self.network is None else self.network
-        found = getattr(link, op, None) if op in OPERATIONS else None
-        return 1.0 if found is None else float(found.beside)
+        return getattr(link, op, None) if op in OPERATIONS else None
 
     def transfer(self, op: str, nbytes: float, ranks: int, local: int, on_node: int, size: int) -> Transfer:
         """Return what an operation between ranks costs.

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,8 @@ ALIKE = 1.25
 """Bytes that differ by less than this ratio count as equal: groups of several sizes do not cut a block alike."""
 BESIDE, BESIDE_BYTES = ("all_gather", "reduce_scatter", "all_reduce"), 1 << 20
 """The operations that are also measured in flight together, and the bytes that a rank receives in one."""
+POLL_SECONDS = 0.004
+"""Seconds for which ranks compute between two polls of them."""
 TURN_SECONDS, TURNS, TURN_BYTES = (0.0005, 0.001, 0.002, 0.004, 0.008), 8, 1 << 16
 """Seconds of products before an operation, how often they follow each other, and the bytes that a rank receives in one,
 by which the wait of ranks for each other is measured."""
@@ -137,10 +139,13 @@ FAR, MOST_FAR = 1 << 26, 64
 and the most sets of them."""
 ROWS = ((512, 256), (2048, 512))
 """The sizes at which kernels are measured: blocks that fit into a core's cache, and larger ones."""
+SHORT = (64, 256)
+"""The size at which attention is measured too: its many operations on tiles take their time however short they are."""
 SUMS = tuple(3 << k for k in range(13, 27, 2))
 """Bytes read and written by the sums that measure the bandwidth."""
-CHAIN, SIDE = 8, 64
-"""The layers by which the overhead of an operation is measured, and the sides of their matrices."""
+CHAIN, SIDE, PASSED = 8, 64, 1 << 20
+"""The layers by which the overhead of an operation is measured, the sides of their matrices, and the bytes that pass
+through the cache between two operations."""
 
 
 def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Machine:
@@ -166,13 +171,16 @@ def measure_machine(comm: Comm, name: str, device: str = "auto") -> planning.Mac
             for dtype in ("float64", "float32", *(("float16", "bfloat16") if backend.cuda else ()))
         }
         found = _agreed(comm, at_work, partial(_operations, backend, gemm["float32"]))
+        crowd = max(1.0, (comm.size if shared else per_node) / units)
+        if crowd > 1:  # the ranks push each other's data out of the caches too
+            every = _agreed(comm, True, lambda: {"overhead": _overhead(backend, gemm["float32"], thread_time)})
+            found["overhead"] = max(found["overhead"], every["overhead"])
         operations = Kernels(
             overhead=found["overhead"], bandwidth=found[f"sum {SUMS[-1]}"], source=source, call=found["call"],
             floor=found["floor"], asynchronous=backend.cuda,
             points=tuple((float(n), found[f"sum {n}"]) for n in SUMS),
             rates=_rates(found),
         )  # fmt: skip
-        crowd = max(1.0, (comm.size if shared else per_node) / units)
         node = _link(comm, backend, [r for r in range(comm.size) if here[r] == here[comm.rank]], units, source, crowd)
         if node is None:
             node = Link(1e-6, operations.bandwidth / 2, units, f"half the memory's bandwidth: {source}", 0.0)
@@ -234,13 +242,15 @@ def measure_disk(comm: Comm, folder: Path) -> planning.Disk:
 
 
 def _agreed(comm: Comm, at_work: bool, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return the means of what the ranks at work measure at once, on all ranks; the others sleep meanwhile."""
+    """Return the means of what the ranks at work measure at once, on all ranks; the others sleep meanwhile.
+
+    They start no operation before: between nodes a thread of each would look a thousand times a second how far it is.
+    """
     comm.barrier()
     mine = measure() if at_work else {}
-    if comm.size > 1:
-        handle = comm.all_reduce(np.zeros(1), wait=False)
-        while not handle.test():
-            sleep(0.02)
+    crowded, comm.crowded = comm.crowded, True  # then a barrier is waited for asleep
+    comm.barrier()
+    comm.crowded = crowded
     found = [f for f in comm.share(mine) if f]
     return {key: sum(f[key] for f in found) / len(found) for key in found[0] if all(key in f for f in found)}
 
@@ -330,19 +340,22 @@ def _operations(backend: Backend, gemm: GemmRate) -> dict[str, float]:
             function = getattr(xp, name)
             call = _in_turn(function, backend, [x] * function.nin, x.nbytes * (function.nin + 1))
             found[f"rate {name} {x.size}"] = x.size / _seconds(call, backend, 0.02)
+    for rows, width, only in (*((*size, "") for size in ROWS), (*SHORT, "attention")):
         found |= {
             f"rate {name} {size}": size / seconds
-            for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"]).items()
+            for (name, size), seconds in _timed_kernels(backend, rows, width, gemm, found["call"], only).items()
         }
     return found
 
 
-def _overhead(backend: Backend, gemm: GemmRate) -> float:
+def _overhead(backend: Backend, gemm: GemmRate, clock: Callable[[], float] = perf_counter) -> float:
     """Return the seconds of an operation beside its work: the interpreter, the tape, layouts and plans.
 
     Layers of a few thousand elements run forward and backward, and on imagined blocks tell what operations they make.
+    Between them other bytes pass through a processor's cache, as those of large products do in a step: what the
+    interpreter needs comes from farther away then.
     """
-
+    passes = _Passes(backend, clock)
     scheme = discover()["serial"].SCHEME
 
     def layers(grid: Grid) -> Callable[[], None]:
@@ -367,8 +380,32 @@ def _overhead(backend: Backend, gemm: GemmRate) -> float:
     count = len(gemms) + sum(isinstance(e, Kernel) for e in trace.events)
     work = sum(e.flops / gemm.at(e.m, e.n, e.k, e.batch) for e in gemms)
     with Grid({"own": 1}, SingleComm(), backend=backend.name) as grid:
-        seconds = _seconds(layers(grid), backend, 0.3)
-    return max(1e-7, seconds - work) / count
+        call = layers(grid)
+        if not backend.cuda:
+            grid.polled.append(passes)
+        times: list[float] = []
+        begin = perf_counter()
+        while len(times) < 4 or perf_counter() - begin < 0.3:
+            start, passes.seconds = clock(), 0.0
+            call()
+            backend.synchronize()
+            times.append(clock() - start - passes.seconds)
+    return max(1e-7, median(times[1:]) - work) / count
+
+
+class _Passes:
+    """Passes through memory between operations, and the seconds that they take."""
+
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.blocks = cycle([backend.zeros(PASSED // 4, np.float32) for _ in range(max(1, FAR // PASSED))])
+        self.seconds = 0.0
+
+    def poll(self) -> None:
+        start = self.clock()
+        block = next(self.blocks)
+        block += 1
+        self.seconds += self.clock() - start
 
 
 def _rates(found: dict[str, float]) -> dict[str, float | tuple[tuple[float, float], ...]]:
@@ -385,9 +422,10 @@ CALLS_OF_KERNELS = 9
 
 
 def _timed_kernels(
-    backend: Backend, rows: int, width: int, gemm: GemmRate, call: float
+    backend: Backend, rows: int, width: int, gemm: GemmRate, call: float, only: str = ""
 ) -> dict[tuple[str, int], float]:  # fmt: skip
-    """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples.
+    """Return the seconds of a call of each kernel with its elements, medians over the calls of the examples, or of
+    those whose names begin with `only`.
 
     Attention's are those beside its products.
     """
@@ -418,6 +456,8 @@ def _timed_kernels(
     }
     found: dict[tuple[str, int], float] = {}
     for example in kernels.examples():
+        if not example.name.startswith(only):
+            continue
         given = [samples[name] for name in example.inputs]
         run = _in_turn(example.call, backend, given, 2 * sum(x.nbytes for x in given))
         times.clear()
@@ -470,9 +510,9 @@ def _link(
     most = min(comm.share(len(members)))
     if most < 2:
         return None
-    place = members.index(comm.rank)
+    place, across = members.index(comm.rank), len({comm.nodes[r] for r in members}) > 1
     times: dict[str, dict[tuple[int, int], list[float]]] = {op: {} for op in OPERATIONS}
-    ratios: dict[str, list[float]] = {op: [] for op in BESIDE}
+    ratios: dict[str, list[tuple[float, float]]] = {op: [] for op in BESIDE}
     sizes = sorted({*(2**k for k in range(1, most.bit_length())), most})
     starts = [place // size * size for size in sizes]
     groups = [
@@ -491,7 +531,7 @@ def _link(
                     if seconds > SLOW:
                         break
         for op in BESIDE:
-            ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1]))
+            ratios[op].append(_beside(comm, backend, groups[-1], op, sizes[-1], across))
     processor = _processor(comm, backend, groups[-1], most)
     for group in groups:
         group.free()
@@ -502,28 +542,45 @@ def _link(
     _, longest, seconds = max(points["send"])
     bandwidth = longest / max(seconds - latency, 1e-9)
     found = {op: _operation(rows, bandwidth) for op, rows in points.items()}
-    found |= {op: replace(found[op], beside=min(10.0, max(1.0, median(ratios[op])))) for op in BESIDE}
+    for op, passes in ratios.items():
+        beside, computing = (min(10.0, max(1.0, median(each))) for each in zip(*passes, strict=True))
+        found[op] = replace(found[op], beside=beside, computing=computing)
     return Link(latency, bandwidth, rails, source, processor / crowd, **found)
 
 
-def _beside(comm: Comm, backend: Backend, group: Comm, op: str, size: int) -> float:
+def _beside(
+    comm: Comm, backend: Backend, group: Comm, op: str, size: int, across: bool
+) -> tuple[float, float]:  # fmt: skip
     """Return how many times as long operations take that are in flight together, each waited for in its turn, as those
-    that are made one after the other."""
+    that are made one after the other, and how many times as long as that while their ranks compute.
+
+    The second is 1 within a node, where operations advance at polls only.
+    """
     nbytes = BESIDE_BYTES * size // (size - 1) // (2 if op == "all_reduce" else 1)
     calls = [[_call(group, backend, op, nbytes, wait)[0] for _ in range(4)] for wait in (True, False)]
+    a = backend.zeros((256, 256), np.float32)
+    here = group.size == size
 
-    def together() -> None:
-        for handle in [call() for call in calls[1]]:
+    def together(products: int = 0) -> None:
+        handles = [call() for call in calls[1]] if here else []
+        while products and handles:
+            for _ in range(products):
+                backend.xp.matmul(a, a)
+            while handles and handles[0].test():
+                del handles[0]
+        for handle in handles:
             handle.wait()
 
     def in_turn() -> None:
-        for call in calls[0]:
+        for call in calls[0] if here else ():
             call()
 
-    if group.size != size:
-        together = in_turn = lambda: None
     apart, turned = _together(comm, together), _together(comm, in_turn)
-    return apart / max(turned, 1e-9)
+    if not across:
+        return apart / max(turned, 1e-9), 1.0
+    products = max(1, int(POLL_SECONDS / _together(comm, lambda: backend.xp.matmul(a, a))))
+    computing = _together(comm, partial(together, products))
+    return apart / max(turned, 1e-9), computing / max(apart, 1e-9)
 
 
 def _next(calls: Iterator[Callable[[], Any]]) -> None:

@@ -321,6 +321,7 @@ class _Operation:
     latency: float = 0.0
     left: float = 0.0
     turned: bool = False  # a rank that has computed waits for it
+    computing: float = 1.0  # times as long as it takes while its ranks compute
     credit: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -438,7 +439,7 @@ class _Run:
                 pass
             rates = self._rates()
             soonest = min(
-                [op.latency for op in self.flying if op.begun < math.inf and op.latency > _SOON and self._advances(op)]
+                [op.latency / self._drive(op) for op in self.flying if self._latent(op)]
                 + [op.left / rate for op, rate in rates.items() if rate > 0]
                 + [c / self._pace(op, rates) for op in self.flying if op.begun < math.inf for c in self._credits(op)]
                 + [rank.work / self._speed(rank, rates) for rank in self.ranks if rank.at_work is not None]
@@ -465,14 +466,15 @@ class _Run:
     def _pass(self, seconds: float, rates: Mapping[_Operation, float]) -> None:
         """Let time pass, in which nothing changes."""
         speeds = [self._speed(rank, rates) if rank.at_work is not None else 0.0 for rank in self.ranks]
+        drives = {op: self._drive(op) for op in self.flying}
         self.now += seconds
         for op in list(self.flying):
             if op.begun == math.inf:
                 continue
             rate, used = rates.get(op, 0.0), 0.0
-            if op.latency > _SOON and self._advances(op):
-                used = seconds
-                op.latency = max(0.0, op.latency - seconds)
+            if self._latent(op):
+                used = seconds * drives[op]
+                op.latency = max(0.0, op.latency - used)
             elif rate > 0:
                 used = seconds * rate
                 op.left = max(0.0, op.left - used)
@@ -510,6 +512,16 @@ class _Run:
         """Return True if a rank waits inside a call, or has reached its end, so that what is in flight advances."""
         return not self.polled or self.ranks[rank].waits is not None or self.ranks[rank].over
 
+    def _drive(self, op: _Operation) -> float:
+        """Return the share of an operation's pace that is left while its ranks compute."""
+        if op.computing == 1.0 or all(self.ranks[m].at_work is None for m in op.members):
+            return 1.0
+        return 1.0 / op.computing
+
+    def _latent(self, op: _Operation) -> bool:
+        """Return True if an operation's first bytes are on their way."""
+        return op.begun < math.inf and op.latency > _SOON and self._advances(op)
+
     def _advances(self, op: _Operation) -> bool:
         return all(self._inside(m) or op.credit.get(m, 0.0) > _SOON for m in op.members)
 
@@ -523,7 +535,9 @@ class _Run:
             used = self._transport(rank, rates) if rank.at_work is not None else 0.0
             if used > TRANSPORT_SHARE:
                 slower[rank.number] = TRANSPORT_SHARE / used
-        return {op: r * min(slower.get(m, 1.0) for m in op.members) for op, r in rates.items()} if slower else rates
+        if not slower and all(op.computing == 1.0 for op in rates):
+            return rates
+        return {op: r * min(self._drive(op), *(slower.get(m, 1.0) for m in op.members)) for op, r in rates.items()}
 
     def _transport(self, rank: _Rank, rates: Mapping[_Operation, float]) -> float:
         """Return the share of a rank's processor that the transport of its operations takes at these rates."""
@@ -564,7 +578,7 @@ class _Run:
 
     def _pace(self, op: _Operation, rates: Mapping[_Operation, float]) -> float:
         """Return the share of an operation that is done in a second."""
-        return (1.0 if op.latency > _SOON else rates[op]) / op.transfer.total
+        return (self._drive(op) if op.latency > _SOON else rates[op]) / op.transfer.total
 
     def _credits(self, op: _Operation) -> list[float]:
         """Return what its ranks let an operation advance until they poll again, if it advances."""
@@ -655,6 +669,7 @@ class _Run:
             op.latency, op.left = op.transfer.latency, op.transfer.seconds
             if not self._blocks(rank, start):
                 op.left *= self.machine.beside(start.op, op.transfer.level)
+                op.computing = self.machine.computing(start.op, op.transfer.level)
         op.posted[rank.number] = start
         rank.calls[start.call] = op
         rank.flying[op] = None

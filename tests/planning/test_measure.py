@@ -27,6 +27,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "RECEIVED", measure.RECEIVED[:3])
     monkeypatch.setattr(measure, "POINT_SECONDS", 0.002)
     monkeypatch.setattr(measure, "ROWS", ((64, 256), (128, 256)))
+    monkeypatch.setattr(measure, "SHORT", (48, 256))
     monkeypatch.setattr(measure, "FAR", 1 << 20)
     monkeypatch.setattr(measure, "PASSES", 1)
     monkeypatch.setattr(measure, "MORE_PASSES", 1)
@@ -46,6 +47,7 @@ def test_measured_machine(brief, world) -> None:
         rows = found.kernels.rates[name]
         assert isinstance(rows, tuple)
         assert all(elements >= 1 << 14 and rate > 1e6 for elements, rate in rows)
+        assert len(rows) == (3 if name.startswith("attention") else 2)
     assert 1e-7 < found.kernels.overhead < 1e-2
     assert len(found.overlap.turns) == (len(measure.TURN_SECONDS) if world.size > 1 else 0)
     assert 0 <= found.overlap.waiting <= 1
@@ -58,9 +60,11 @@ def test_measured_machine(brief, world) -> None:
             assert all(seconds > 0 for _, _, seconds in rows)
             p, nbytes, seconds = rows[-1]
             assert link.operation(op).beside >= 1
+            assert link.operation(op).computing == 1 or found.network is not None
             on_node = p if found.network is None else found.ranks_per_node  # a point is of ranks that are alone there
             again = found.transfer(op, nbytes, p, p, on_node, world.size).total
             assert again == pytest.approx(seconds, rel=1e-6)
+        assert min(measure._beside(world, NUMPY, world, "all_gather", world.size, across=True)) > 0
 
 
 @pytest.mark.serial
@@ -80,6 +84,32 @@ def test_operands_come_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     call()
     assert seen[3] == seen[0]
     assert [ref() is not None for ref in alive] == [False, True, True, True]
+
+
+def test_ranks_that_do_not_measure_are_asleep(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those at work tell the others what they found, and nothing is in flight meanwhile, nor polled in the barrier."""
+    crowded, barrier = [], world.barrier
+    monkeypatch.setattr(world, "all_reduce", None)
+    monkeypatch.setattr(world, "barrier", lambda: (crowded.append(world.crowded), barrier()))
+    before = world.crowded
+    found = measure._agreed(world, world.rank == world.size - 1, lambda: {"a": 1.0 + world.rank})
+    assert found == {"a": float(world.size)}
+    assert crowded == [before, True]
+    assert world.crowded == before
+
+
+@pytest.mark.serial
+def test_overhead_without_the_passes_between_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass follows each operation, forward and backward, and its time does not count."""
+    passes = []
+
+    def poll(self: measure._Passes) -> None:
+        passes.append(self)
+        self.seconds += 1.0
+
+    monkeypatch.setattr(measure._Passes, "poll", poll)
+    assert measure._overhead(NUMPY, GemmRate(1e15, "by hand")) < 1e-7
+    assert len(passes) >= 4 * measure.CHAIN * 8  # four runs; norm, product, GELU and sum of each layer, both ways
 
 
 @pytest.mark.serial

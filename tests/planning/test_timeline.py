@@ -253,6 +253,17 @@ def test_operations_beside_computing_take_longer() -> None:
     assert run(gather(0, 1.0), SECOND, Wait(0)).seconds == pytest.approx(1)
 
 
+@pytest.mark.parametrize("latency", [0.0, 0.5])
+def test_operations_advance_slowly_while_ranks_compute(latency: float) -> None:
+    """A quarter of a second's work is done, latency or bytes, in the second in which the ranks compute."""
+    ways = Operation((Algorithm("one", latency),), computing=4.0)
+    machine = replace(round_machine(), node=replace(round_machine().node, all_gather=ways))
+    assert run(gather(0, 1.0 - latency), Wait(0), machine=machine).seconds == pytest.approx(1)
+    assert run(gather(0, 1.0 - latency), SECOND, Wait(0), machine=machine).seconds == pytest.approx(1.75)
+    late = run(gather(0, 1.0 - latency), *[SECOND] * 5, Wait(0), machine=machine)
+    assert [i.stop for i in late.intervals if i.kind == "communication"] == pytest.approx([4])
+
+
 def test_a_device_hides_the_host() -> None:
     figures = {"asynchronous": "true", "overhead": 0.25}
     assert run(SECOND, SECOND, SECOND, **figures).seconds == pytest.approx(3.25)
