@@ -29,7 +29,20 @@ KEPT = HERE / "results" / "tables.json"
 MEMORY = HERE / "results" / "memory.json"
 
 from measured import sections  # noqa: E402
-from systems import KORTHIKANTI, MPT, MT_NLG, Megatron, Published, Run, fastest, narayanan  # noqa: E402
+from systems import (  # noqa: E402
+    KORTHIKANTI,
+    LLAMA_3,
+    MPT,
+    MPT_H100,
+    MT_NLG,
+    NVIDIA,
+    TORCHTITAN,
+    Megatron,
+    Published,
+    Run,
+    fastest,
+    narayanan,
+)
 
 from parlinalg.planning.machine import Machine, load_machine  # noqa: E402
 from parlinalg.planning.parts import Inputs, Part, trace_part  # noqa: E402
@@ -73,24 +86,28 @@ def weak_scaling(machine: Machine) -> str:
     )
 
 
-def steps(published: Sequence[Published], machine: Machine, megatron: bool) -> str:
-    """Return published seconds of steps beside the predictions."""
+MEGATRON, FUSED = "with Megatron-LM's kernels", "with fused attention"
+
+
+def steps(published: Sequence[Published], machine: Machine, other: str | None = None) -> str:
+    """Return published seconds of steps beside the predictions, of the library's program and of another one."""
     head = ["run", "published s", "the library's program", "error"]
-    head += ["with Megatron-LM's kernels", "error"] * megatron + ["memory a GPU, as predicted", "what bounds it"]
+    head += [other, "error"] * (other is not None) + ["memory a GPU, as predicted", "what bounds it"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     own, theirs = [], []
     for each in published:
-        planned = each.run.predict(machine)
+        planned, *fused = each.run.predict_fused(machine) if other == FUSED else [each.run.predict(machine)]
         own.append(planned.seconds / each.seconds - 1)
         row = [each.name, f"{each.seconds:.2f}", f"{planned.seconds:.2f}", f"{100 * own[-1]:+.1f}%"]
-        if megatron:
-            seconds = each.run.predict(machine, Megatron).seconds
-            theirs.append(seconds / each.seconds - 1)
-            row += [f"{seconds:.2f}", f"{100 * theirs[-1]:+.1f}%"]
+        if other is not None:
+            second = fused[0] if fused else each.run.predict(machine, Megatron)
+            theirs.append(second.seconds / each.seconds - 1)
+            row += [f"{second.seconds:.2f}", f"{100 * theirs[-1]:+.1f}%"]
+            planned = second if fused else planned
         row += [f"{planned.bytes / 1e9:.0f} GB", bound(planned.causes)]
         lines.append("| " + " | ".join(row) + " |")
     text = f"\n\nThe library's program: {summary(own)}."
-    return "\n".join(lines) + text + (f" With Megatron-LM's kernels: {summary(theirs)}." if megatron else "")
+    return "\n".join(lines) + text + ("" if other is None else f" {other[0].upper()}{other[1:]}: {summary(theirs)}.")
 
 
 # ------------------------------------------------------------------------------------------------ tensor parallelism
@@ -197,9 +214,13 @@ def of_four(name: str) -> Machine:
 
 TABLES: dict[str, Callable[[], str]] = {
     "narayanan": lambda: weak_scaling(load_machine("a100")),
-    "korthikanti": lambda: steps(KORTHIKANTI, load_machine("a100"), True),
-    "mpt": lambda: steps(MPT, load_machine("a100"), False),
-    "mt_nlg": lambda: steps(MT_NLG, load_machine("a100"), True),
+    "korthikanti": lambda: steps(KORTHIKANTI, load_machine("a100"), MEGATRON),
+    "mpt": lambda: steps(MPT, load_machine("a100"), FUSED),
+    "torchtitan": lambda: steps(TORCHTITAN, load_machine("a100"), FUSED),
+    "mt_nlg": lambda: steps(MT_NLG, load_machine("a100"), MEGATRON),
+    "mpt_h100": lambda: steps(MPT_H100, load_machine("h100"), FUSED),
+    "nvidia": lambda: steps(NVIDIA, load_machine("h100"), FUSED),
+    "llama_3": lambda: steps(LLAMA_3, load_machine("h100"), FUSED),
     "v100": lambda: claims(of_four("v100"), "float16"),
     "a100": lambda: claims(of_four("a100"), "float32"),
     "eight": lambda: claims(load_machine("v100"), "float16"),
