@@ -372,7 +372,12 @@ class Algorithm:
 
     steps: str = key(word(*STEPS), "the messages one after the other among p ranks, as a word")
     latency: float = key(SECONDS, "seconds of a step")
-    efficiency: float = key(SHARE, "the share of the link's bandwidth that long messages reach", 1.0)
+    efficiency: float = key(
+        number(0.0, 2.0, "a share of the bandwidth", above=True),
+        "the share of the link's bandwidth that long messages reach, of what a rank receives without a switch "
+        "that adds: above 1 where one does",
+        1.0,
+    )
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,14 @@ def test_more_bytes_take_no_less(name: str, op: str, ranks: int, local: int, nby
     assert more >= 0.6 * few  # between measured points the sums are not smooth
 
 
+def test_a_switch_that_adds_moves_fewer_bytes() -> None:
+    """8 H100s: all-reduces of 1 GiB at 480 GB/s of what rings move, 2 (p - 1) / p of it, and all-gathers at 360."""
+    node = load_machine("h100")
+    received = 2 * 7 * 2**30 / 8
+    rates = [received / node.transfer(op, received, 8, 8, 8, 8).total for op in ("all_reduce", "all_gather")]
+    assert rates == pytest.approx([4.8e11, 3.6e11], rel=0.01)
+
+
 def test_products_with_vectors_pass_memory_once():
     machine = load_machine("a100")
     seconds = machine.gemm_seconds(Gemm(1, 1, 1, 1 << 28, "float32"))
