@@ -378,8 +378,9 @@ half the rate, and recomputation makes it once more; rows of 4,096 tokens are th
 
 ### FSDP of PyTorch
 
-torchtitan's [report of 2024](https://github.com/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md):
-Llama 2 and 3 on 64 A100-80GB with FSDP2 and the attention of PyTorch, in bfloat16, of the rows that recompute all blocks
+PyTorch, torchtitan's
+[report of 2024](https://github.com/pytorch/torchtitan/blob/041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md):
+Llama 2 and 3 on 64 A100-80GB with FSDP2 and PyTorch's fused attention, in bfloat16; the rows that recompute all blocks
 or none. Here they are the library's Llama with ZeRO 3. The seconds follow from the tokens a second of each GPU.
 
 {torchtitan}
@@ -411,33 +412,33 @@ bears on a row.
 
 ### FSDP on H100s
 
-The same [benchmarks of LLM Foundry](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md),
-table "H100 80GB BF16": MPT models with fully sharded data parallelism on nodes of 8 H100-80GB, a sample of the rows of 1B
-and more with 1,024 to 32,768 tokens. Here they are the library's GPT with ZeRO 3, recomputed by blocks where the table says so.
+The same
+[benchmarks of LLM Foundry](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md),
+table "H100 80GB BF16": MPT models with fully sharded data parallelism on nodes of 8 H100-80GB, a sample of the rows of
+1B and more with 1,024 to 32,768 tokens. Here they are the library's GPT with ZeRO 3, with recomputed blocks where the
+table says so.
 
 {mpt_h100}
 
 ### NeMo on H100s
 
-NVIDIA's DGX Cloud benchmarks, releases of early 2025 with NeMo 24.09, in bfloat16:
-[GPT-3 175B](https://github.com/NVIDIA/dgxc-benchmarking/blob/0b71cfda5163540778e2a3d2db59858bf62f96f7/nemo_megatron/README_175b.md)
-with 4 tensor × 8 pipeline ranks of 12 chunks, and Llama 3.1
-[8B](https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd91f9be958fed4773ae95d941a3356a82/llama3.1/README_8b.md),
-[70B](https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd91f9be958fed4773ae95d941a3356a82/llama3.1/README_70b.md) (4 × 4, 5
-chunks) and
-[405B](https://github.com/NVIDIA/dgxc-benchmarking/blob/143b90dd91f9be958fed4773ae95d941a3356a82/llama3.1/README_405b.md) (8 × 9, 7
-chunks), each sequence of 8,192 tokens on 2 ranks of a ring ("context parallel"); microbatches of one sequence, sequence
-cuts, ZeRO 1, no recomputation. The recipes are those at these commits; the seconds of a step are as told there.
+NVIDIA's DGX Cloud benchmarks of early 2025, NeMo 24.09 in bfloat16: GPT-3 175B with 4 tensor × 8 pipeline ranks of 12
+chunks; Llama 3.1 8B, 70B (4 × 4, 5 chunks) and 405B (8 × 9, 7 chunks), each sequence of 8,192 tokens on a ring of 2
+ranks ("context parallel"). Microbatches are one sequence; with sequence cuts and ZeRO 1, without recomputation. The
+seconds of a step are those of the recipes
+[nemo_megatron/README_175b.md](https://github.com/NVIDIA/dgxc-benchmarking/tree/0b71cfda5163540778e2a3d2db59858bf62f96f7)
+and [llama3.1/README_8b.md, README_70b.md and
+README_405b.md](https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82).
 
 {nvidia}
 
 ### Llama 3
 
-Grattafiori et al., "The Llama 3 herd of models" (2024), table 4: 405B on 8,192 and 16,384 H100s with 8 tensor × 16 pipeline
-ranks, the last row with a context of 131,072 tokens on 16 ranks. The seconds follow from the 430, 400 and 380 teraFLOP/s
-a GPU, with half of the pairs of attention. The paper does not say how many chunks the schedule of its table has: here a
+Grattafiori et al., "The Llama 3 herd of models" (2024), table 4: 405B on 8,192 and 16,384 H100s with 8 tensor × 16
+pipeline ranks, in the last row with 131,072 tokens on a ring of 16 ranks. The seconds follow from the 430, 400 and 380
+teraFLOP/s a GPU, with half of the pairs of attention. The paper does not say how many chunks its schedule has: here a
 chunk is a layer, the embedding or the head (16 × 8 = 126 + 2, as the paper takes a layer from the first and from the
-last rank), a microbatch one sequence.
+last rank), and a microbatch one sequence.
 
 {llama_3}
 
