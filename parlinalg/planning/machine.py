@@ -536,11 +536,6 @@ class Machine:
         Bytes of a rank.
     gemm : dict of str to GemmRate
         By dtype.
-    attention : dict of str to FusedAttention
-        By dtype of the queries.
-    fused_attention : bool
-        True if attention of such queries is counted as this kernel, which the library does not have: its own computes
-        in float32.  A file says so, or `with_fused_attention`.
     kernels : Kernels
     node, network : Link
         Within a node, and between nodes; None if it has one node.
@@ -549,6 +544,11 @@ class Machine:
         None where blocks are in host memory.
     disk : Disk or None
         None where nothing is to be offloaded to one.
+    attention : dict of str to FusedAttention
+        By dtype of the queries.
+    fused_attention : bool
+        True if attention of such queries is counted as this kernel, which the library does not have: its own computes
+        in float32.  A file says so, or `with_fused_attention`.
     """
 
     name: str = key(word(), "the machine's name")
@@ -565,11 +565,6 @@ class Machine:
     network: Link | None = key(
         lambda where, value: read(Link, where, value), "a table, what joins the nodes; left out for one node", None
     )
-    attention: Mapping[str, FusedAttention] = key(
-        table(lambda where, value: read(FusedAttention, where, value)),
-        "a table [attention.DTYPE] a dtype, the rates of a fused kernel of attention", MappingProxyType({}),
-    )  # fmt: skip
-    fused_attention: bool = key(boolean, "true to count attention as that kernel", False)
     cores_of: str = key(word("node", "world"), "whose ranks share the cores", "node")
     host: Host | None = key(
         lambda where, value: read(Host, where, value), "a table, the memory beside a device; none: it is the memory",
@@ -579,6 +574,11 @@ class Machine:
         lambda where, value: read(Disk, where, value), "a table, the disk of a node; none: nothing is offloaded to it",
         None,
     )  # fmt: skip
+    attention: Mapping[str, FusedAttention] = key(
+        table(lambda where, value: read(FusedAttention, where, value)),
+        "a table [attention.DTYPE] a dtype, the rates of a fused kernel of attention", MappingProxyType({}),
+    )  # fmt: skip
+    fused_attention: bool = key(boolean, "true to count attention as that kernel", False)
 
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""
