@@ -375,6 +375,8 @@ from the tokens a second of each GPU.
 
 The worst rows of the library's program are those of 7B and 13B that recompute. MosaicML's attention is in bfloat16, the
 library's in TF32, at half the rate, and recomputation makes it once more; rows of 4,096 tokens are the worst for it.
+With fused attention all rows but one are too fast: the rates are those of FlashAttention-2, and these runs had the
+first version, in Triton.
 
 ### FSDP of PyTorch
 
@@ -436,8 +438,8 @@ slow as Triton's by chance, and all else is too fast.
 
 NVIDIA's DGX Cloud benchmarks of early 2025, NeMo 24.09 in bfloat16: GPT-3 175B with 4 tensor × 8 pipeline ranks of 12
 chunks; Llama 3.1 8B, 70B (4 × 4, 5 chunks) and 405B (8 × 9, 7 chunks), each sequence of 8,192 tokens on a ring of 2
-ranks ("context parallel"). Microbatches are one sequence; with sequence cuts and ZeRO 1, without recomputation. The
-seconds of a step are those of the recipes
+ranks ("context parallel"). Microbatches are one sequence; with sequence cuts and ZeRO 1. GPT-3's recipe recomputes
+nothing, and Llama's are assumed not to either. The seconds of a step are those of the recipes
 [nemo_megatron/README_175b.md](https://github.com/NVIDIA/dgxc-benchmarking/tree/0b71cfda5163540778e2a3d2db59858bf62f96f7)
 and [llama3.1/README_8b.md, README_70b.md and
 README_405b.md](https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be958fed4773ae95d941a3356a82).
@@ -445,10 +447,10 @@ README_405b.md](https://github.com/NVIDIA/dgxc-benchmarking/tree/143b90dd91f9be9
 {nvidia}
 
 What is left has the same sign in all rows, and causes that are the library's own: gathers and reductions of sequence
-cuts are waited for (8 to 12% of a step), which NeMo overlaps with products (`ub_tp_comm_overlap`); rotary positions and
-what precedes attention on a ring are single operations in float32 on a GPU, which is most of the other kernels of Llama
-8B; the distributed optimizer's gathers are not hidden either. The memory is more than these systems need: 405B fitted
-80 GB without recomputation, where the library would keep 100 to 113 GB.
+cuts are waited for (8 to 12% of a step), which NeMo overlaps with products (`ub_tp_comm_overlap`); rotary positions are
+single operations in float32 on a GPU, with what else is in float32 about half of the other kernels of Llama 8B; ZeRO's
+gathers are not hidden either, where NeMo has `overlap_param_sync`. The memory is more than these systems need: 405B
+fitted 80 GB, where the library would keep 100 to 113 GB.
 
 ### Llama 3
 

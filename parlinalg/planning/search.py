@@ -1473,7 +1473,7 @@ class TrainingPlan:
             "time       " + ", ".join(f"{cause} {100 * s:.0f}%" for cause, s in list(first.causes.items())[:6])
         )
         lines.append(
-            f"speed      {first.throughput / self.ranks:,.{0 if first.throughput >= 1000 * self.ranks else 1}f} {unit} "
+            f"speed      {first.throughput / self.ranks:,.{0 if first.throughput >= 100 * self.ranks else 1}f} {unit} "
             f"and {shown_rate(first.rate)} a rank; MFU is of {shown_rate(first.rate / first.mfu)}, what large products "
             f"reach"
         )
