@@ -66,7 +66,7 @@ def test_the_fastest_run_that_fits_is_taken(systems: Any) -> None:
     """Each run is also predicted alone; those that do not fit the memory are left out."""
     machine = load_machine("a100")
     runs = [
-        systems.Run(64, 4, 4, 4, 16, pipeline=2, chunks=chunks, microbatch=rows, sequence=32, vocabulary=64)
+        systems.Run(64, 4, 4, 4, 16, pipeline=2, chunks=chunks, microbatch=rows, sequence=32, vocabulary=256)
         for chunks, rows in ((1, 1), (1, 8))
     ]
     run, planned = systems.fastest(runs, machine)
@@ -88,7 +88,7 @@ def test_gradients_of_bfloat16_are_added_and_reduced_in_float32(systems: Any) ->
                 parts.append(super().trace(*args, **more))
                 return parts[-1]
 
-        run = systems.Run(64, 4, 4, 8, 16, pipeline=2, sequence=32, vocabulary=64, recompute="block", dtype=dtype)
+        run = systems.Run(64, 4, 4, 8, 16, pipeline=2, sequence=32, vocabulary=256, recompute="block", dtype=dtype)
         run.predict(load_machine("a100"), Kept)
     for half, wide in zip(found["float16"], found["bfloat16"], strict=True):
         added, reduced = [], []
