@@ -6,7 +6,7 @@
 The library's GPT or Llama, its tape, reducer, ZeRO, pipeline schedule and optimizer run without values on imagined
 ranks, one of each class, and the planner's `Looks.full` times the traces on a machine's file.  `Megatron` has the same
 traces with the kernels of the published software in place of the library's: those of Megatron-LM before 2023, which
-stores attention's scores.
+stores attention's scores.  Later software is predicted with fused attention (`Machine.with_fused_attention`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Run:
 
     `cuts` is Megatron's sequence parallelism, `recompute` as of `nn.GPT`; attention's scores are never kept by the
     library, which is what Megatron's selective recomputation comes to.  With `fused` the published software's products
-    add to the gradients of earlier microbatches (`gradient_accumulation_fusion`, in Megatron-LM since 2022).
+    add to the gradients of earlier microbatches (`gradient_accumulation_fusion`, in Megatron-LM since 2022).  With an
+    `intermediate` size the model is a Llama with so many `kv_heads`, else a GPT.  `context` ranks share a sequence on a
+    ring.
     """
 
     hidden: int
@@ -58,10 +60,13 @@ class Run:
     dtype: str = "float16"
     dropout: float = 0.1
     fused: bool = False
+    kv_heads: int | None = None
+    intermediate: int | None = None
+    context: int = 1
 
     @property
     def data(self) -> int:
-        return self.ranks // (self.tensor * self.pipeline)
+        return self.ranks // (self.tensor * self.pipeline * self.context)
 
     @property
     def microbatches(self) -> int:
@@ -69,8 +74,8 @@ class Run:
 
     @property
     def flops(self) -> float:
-        """Operations of a step as Narayanan et al. count them: 72 B s l h² (1 + s/6h + V/12lh), and with recomputed
-        blocks 96 B s l h² (1 + s/6h + V/16lh)."""
+        """Operations of a GPT's step as Narayanan et al. count them: 72 B s l h² (1 + s/6h + V/12lh), and with
+        recomputed blocks 96 B s l h² (1 + s/6h + V/16lh)."""
         b, s, l, h, v = self.batch, self.sequence, self.layers, self.hidden, self.vocabulary
         return (96 if self.recompute == "block" else 72) * b * s * l * h**2 * (1 + s / (6 * h)) + 6 * b * s * h * v
 
@@ -87,6 +92,12 @@ class Run:
             "hidden_size": self.hidden, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
             "resid_pdrop": p, "attn_pdrop": p, "embd_pdrop": p,
         }  # fmt: skip
+        if self.intermediate is not None:
+            model = {k: v for k, v in model.items() if k != "attn_pdrop"}
+            model |= {
+                "name": "llama", "intermediate_size": self.intermediate, "num_key_value_heads": self.kv_heads,
+                "attention_dropout": p,
+            }  # fmt: skip
         data = {"name": "text", "sequence_length": self.sequence}
         return {"model": model, "data": data, "batch_size": self.batch, "precision": self.dtype}
 
@@ -97,19 +108,41 @@ class Run:
             tensor = TensorConfig(size=self.tensor, mode="1d", sequence_parallel=self.cuts)
         schedule = None if self.pipeline == 1 else "interleaved" if self.chunks > 1 else "1f1b"
         return Candidate(
-            self.data, self.pipeline, 1, 1, tensor, self.zero, self.microbatches, schedule,
+            self.data, self.pipeline, self.context, 1, tensor, self.zero, self.microbatches, schedule,
             self.chunks if self.chunks > 1 else None, self.recompute, self.dtype,
         )  # fmt: skip
 
-    def predict(self, machine: Machine, looks: type[Looks] = Looks) -> Planned:
-        """Return the step on a machine, by the trace of the library's program or of another software's kernels."""
+    def predict(self, machine: Machine, looks: type[Looks] = Looks, known: dict[str, Part] | None = None) -> Planned:
+        """Return the step on a machine, by the trace of the library's program or of another software's kernels.
+
+        `known` are traces of the library's program of this run, which are taken again, on another machine.
+        """
         made = looks(parse(self.configuration()), self.ranks, machine, self.batch)
         if isinstance(made, Megatron):
             made.run = self
+        if isinstance(made, Traced):
+            made.known = {} if known is None else known
         return made.full(self.candidate())
+
+    def predict_fused(self, machine: Machine) -> tuple[Planned, Planned]:
+        """Return the step of the library's program on a machine, without and with fused attention."""
+        known: dict[str, Part] = {}
+        return self.predict(machine, Traced, known), self.predict(machine.with_fused_attention(), Traced, known)
 
 
 # ------------------------------------------------------------------------------------------------ other kernels
+class Traced(Looks):
+    """Looks that take known traces again: they do not depend on the machine's figures."""
+
+    known: dict[str, Part]
+
+    def trace(self, *args: Any, **more: Any) -> Part:
+        key = repr((args, more))
+        if key not in self.known:
+            self.known[key] = super().trace(*args, **more)
+        return self.known[key]
+
+
 class Megatron(Looks):
     """Traces with Megatron-LM's kernels of 2021 and 2022 in place of the library's.
 
@@ -300,6 +333,96 @@ MPT = tuple(
 of 1,024 to 4,096 tokens."""
 
 
+MPT_H100 = tuple(
+    Published(
+        f"{name}, {sequence:,} tokens, on {ranks}",
+        Run(*sizes, ranks, ranks * microbatch * times, microbatch=microbatch, sequence=sequence, vocabulary=50368,
+            recompute="block" if again else None, zero=3, dtype="bfloat16", dropout=0.0),
+        microbatch * times * sequence / tokens,
+    )
+    for name, sizes, ranks, sequence, microbatch, times, again, tokens in (
+        ("1B", (2048, 24, 16), 8, 1024, 18, 4, False, 48910), ("1B", (2048, 24, 16), 8, 2048, 14, 1, False, 45455),
+        ("1B", (2048, 24, 16), 64, 2048, 20, 1, False, 44402), ("1B", (2048, 24, 16), 8, 8192, 3, 4, False, 29157),
+        ("3B", (2560, 32, 20), 16, 2048, 10, 3, False, 24142), ("3B", (2560, 32, 20), 64, 2048, 6, 3, False, 22525),
+        ("3B", (2560, 32, 20), 8, 4096, 5, 6, False, 20964), ("3B", (2560, 32, 20), 8, 8192, 3, 6, False, 16578),
+        ("7B", (4096, 32, 32), 8, 1024, 64, 2, True, 10203), ("7B", (4096, 32, 32), 8, 2048, 6, 1, False, 10643),
+        ("7B", (4096, 32, 32), 8, 4096, 16, 2, True, 8611), ("7B", (4096, 32, 32), 8, 32768, 2, 2, True, 3318),
+        ("13B", (5120, 40, 40), 8, 2048, 2, 1, False, 4792), ("13B", (5120, 40, 40), 64, 2048, 2, 1, False, 4800),
+        ("13B", (5120, 40, 40), 8, 4096, 10, 3, True, 4717), ("13B", (5120, 40, 40), 8, 16384, 3, 3, True, 2985),
+        ("30B", (7168, 48, 56), 8, 2048, 3, 21, True, 2002), ("30B", (7168, 48, 56), 32, 2048, 14, 3, True, 2308),
+        ("30B", (7168, 48, 56), 8, 4096, 1, 21, True, 1802), ("70B", (8192, 80, 64), 32, 2048, 2, 16, True, 882),
+        ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 1039),
+    )
+)  # fmt: skip
+"""MosaicML, LLM Foundry, scripts/train/benchmarking: H100 80GB, bfloat16, a sample of the rows of 1B and more."""
+
+LLAMA = {
+    "7B": (4096, 32, 32, 32, 11008), "8B": (4096, 32, 32, 8, 14336), "13B": (5120, 40, 40, 40, 13824),
+    "70B": (8192, 80, 64, 8, 28672), "405B": (16384, 126, 128, 8, 53248),
+}  # fmt: skip
+"""Hidden size, layers, heads, kv heads and intermediate size of Llama 2 (7B, 13B, 70B) and 3 (8B, 70B, 405B)."""
+
+
+def llama(size: str, ranks: int, batch: int, **more: Any) -> Run:
+    """Return a run of Llama 3, of which `more` is as of `Run`."""
+    hidden, layers, heads, kv_heads, intermediate = LLAMA[size]
+    options: dict[str, Any] = {"sequence": 8192, "vocabulary": 128256, "dtype": "bfloat16", "dropout": 0.0, **more}
+    return Run(hidden, layers, heads, ranks, batch, kv_heads=kv_heads, intermediate=intermediate, **options)
+
+
+NVIDIA = (
+    *(
+        Published(
+            f"GPT-3 175B on {ranks}",
+            Run(12288, 96, 96, ranks, batch, 4, 8, 12, cuts=True, zero=1, dtype="bfloat16", fused=True), seconds,
+        )
+        for ranks, batch, seconds in ((128, 256, 8.309), (512, 1024, 8.42), (2048, 4096, 8.49))
+    ),
+    *(
+        Published(f"Llama 3.1 {size} on {ranks}", llama(size, ranks, batch, zero=1, context=2, **split), seconds)
+        for size, split, rows in (
+            ("8B", {}, ((8, 128, 12.91), (128, 2048, 13.10))),
+            ("70B", {"tensor": 4, "pipeline": 4, "chunks": 5, "cuts": True},
+             ((64, 128, 14.72), (512, 1024, 14.89), (2048, 4096, 14.98))),
+            ("405B", {"tensor": 8, "pipeline": 9, "chunks": 7, "cuts": True},
+             ((576, 252, 17.20), (1152, 504, 17.52), (2304, 1008, 17.62))),
+        )
+        for ranks, batch, seconds in rows
+    ),
+)  # fmt: skip
+"""NVIDIA, dgxc-benchmarking, nemo_megatron/README_175b.md, llama3.1/README_{8b,70b,405b}.md: NeMo 24.09, bfloat16."""
+
+
+def _meta(ranks: int, batch: int, sequence: int, context: int, rate: float) -> Published:
+    """Return a row of Llama 3's table 4 as seconds of a step, from operations a second of a GPU (10¹²).
+
+    The operations are those of the products with the 405 billion weights and of attention, of whose pairs a causal mask
+    leaves half.
+    """
+    hidden, layers = LLAMA["405B"][:2]
+    flops = 6 * batch * sequence * (405e9 + layers * sequence * hidden)
+    run = llama("405B", ranks, batch, tensor=8, pipeline=16, chunks=8, cuts=True, zero=1, sequence=sequence,
+                context=context)  # fmt: skip
+    return Published(f"405B, {sequence:,} tokens, on {ranks:,}", run, flops / (ranks * rate * 1e12))
+
+
+LLAMA_3 = (
+    _meta(8192, 2048, 8192, 1, 430), _meta(16384, 2048, 8192, 1, 400), _meta(16384, 128, 131072, 16, 380),
+)  # fmt: skip
+"""Grattafiori et al. 2024, table 4; chunks of one layer, as 126 layers and the two ends are 16 × 8, are assumed."""
+
+TORCHTITAN = tuple(
+    Published(name, replace(llama(size, 64, 64 * rows, microbatch=rows, zero=3), **more), rows * sequence / tokens)
+    for name, size, rows, sequence, tokens, more in (
+        ("Llama 3 70B, full recomputation", "70B", 1, 8192, 331, {"recompute": "block"}),
+        ("Llama 2 13B", "13B", 2, 4096, 2162, {"sequence": 4096, "vocabulary": 32000}),
+        ("Llama 2 70B, full recomputation", "70B", 2, 4096, 353,
+         {"recompute": "block", "sequence": 4096, "vocabulary": 32000}),
+    )
+)  # fmt: skip
+"""PyTorch, torchtitan, docs/performance.md of 2024: 64 A100 80GB, FSDP2; rows whose recomputation the library has."""
+
+
 def fastest(runs: list[Run], machine: Machine) -> tuple[Run, Planned]:
     """Return the fastest of runs that fit into the memory, of which a paper does not say which it was.
 
@@ -332,7 +455,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     for name, default in (
         ("tensor", 1), ("pipeline", 1), ("chunks", 1), ("microbatch", 1), ("sequence", 2048), ("vocabulary", 51200),
-        ("zero", 0),
+        ("zero", 0), ("context", 1), ("kv-heads", None), ("intermediate", None),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cuts", action="store_true", help="Megatron's sequence cuts")
@@ -343,11 +466,13 @@ def main() -> int:
     args = vars(parser.parse_args())
     machine = load_machine(args.pop("machine"))
     run = Run(**args)
-    for name, looks in (("the library's program", Looks), ("with Megatron-LM's kernels", Megatron)):
-        found = run.predict(machine, looks)
+    steps = dict(zip(("the library's program", "with fused attention"), run.predict_fused(machine), strict=True))
+    if run.intermediate is None and run.context == 1:
+        steps["with Megatron-LM's kernels"] = run.predict(machine, Megatron)
+    for name, found in steps.items():
         print(
             f"{name}: {found.seconds:.4g} s a step, {found.throughput / run.ranks:.0f} tokens/s "
-            f"and {run.flops / found.seconds / run.ranks / 1e12:.0f} teraFLOP/s a rank, {found.bytes / 1e9:.1f} GB\n"
+            f"and {found.rate / 1e12:.0f} teraFLOP/s of the model a rank, {found.bytes / 1e9:.1f} GB\n"
             + "    "
             + ", ".join(f"{cause} {100 * share:.0f}%" for cause, share in found.causes.items() if share > 0.005)
         )

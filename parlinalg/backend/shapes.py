@@ -124,8 +124,11 @@ class WhatIf:
 class Recorder(Protocol):
     """The device's listener: it is told what is computed, sent and held, in program order."""
 
-    def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int) -> None: ...
+    def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "") -> None: ...
     def kernel(self, name: str, nbytes: int, elements: int, dtype: str) -> None: ...
+    def attention(
+        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str
+    ) -> None: ...  # fmt: skip
     def memory(self, category: str, nbytes: int) -> None: ...
     def start(
         self, op: str, axes: tuple[str, ...], ranks: tuple[int, ...], nbytes: int, sent: int, peer: int | None,
@@ -248,10 +251,21 @@ class ShapesBackend:
         if self.recorder is not None and not self._within and elements:
             self.recorder.kernel(name, nbytes, elements, _name_of(dtype))
 
-    def product(self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1) -> None:
-        """Note `batch` products of m×k and k×n matrices by so many calls of BLAS."""
+    def attention(
+        self, name: str, nbytes: int, elements: int, dtype: Any, flops: int, width: int, given: Any
+    ) -> None:  # fmt: skip
+        """Note the kernel of attention, after its products: those on the pairs that are seen take so many operations,
+        with heads of so many features and queries of the dtype `given`."""
+        if self.recorder is not None and not self._within and elements:
+            self.recorder.attention(name, nbytes, elements, _name_of(dtype), flops, width, _name_of(given))
+
+    def product(
+        self, batch: int, m: int, n: int, k: int, dtype: Any, calls: int = 1, attention: Any = None
+    ) -> None:  # fmt: skip
+        """Note `batch` products of m×k and k×n matrices by so many calls of BLAS; `attention` as of `Gemm`."""
         if self.recorder is not None and not self._within and batch * m * n * k:
-            self.recorder.product(batch, m, n, k, _name_of(dtype), calls)
+            of = "" if attention is None else _name_of(attention)
+            self.recorder.product(batch, m, n, k, _name_of(dtype), calls, of)
 
     def span(self, name: str, begins: bool) -> None:
         """Note that a named stretch of the program begins or ends."""

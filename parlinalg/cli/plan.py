@@ -90,6 +90,10 @@ def _add_train(what: Commands) -> None:
     train.add_argument(
         "--global-batch", type=int, metavar="N", help="samples of a step (default: the configuration's batch_size)"
     )  # fmt: skip
+    train.add_argument(
+        "--fused-attention", action="store_true",
+        help="count attention as one kernel of 16-bit products, by the machine's rates, as in other systems of today",
+    )  # fmt: skip
     train.add_argument("--best", type=int, default=10, metavar="N", help="how many to show (default: %(default)s)")
     train.add_argument("--out", metavar="FILE", help="write the configuration of the best, for parlinalg train")
     train.add_argument(
@@ -108,7 +112,7 @@ def run_train(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out} is a folder: give the name of a file, such as best.py")
     plan = plan_training(
         args.config, ranks=args.ranks, machine=args.machine, memory=args.memory, global_batch=args.global_batch,
-        best=args.best, settings=args.set,
+        best=args.best, settings=args.set, fused_attention=args.fused_attention,
     )  # fmt: skip
     if speaks():
         tell(plan.explain())

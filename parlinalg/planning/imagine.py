@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from parlinalg.backend.shapes import ShapesBackend, WhatIf
 from parlinalg.comm.imagined import EndedError, ImaginedComm, Representatives, within
 from parlinalg.errors import ConfigError
-from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
+from parlinalg.planning.trace import Attention, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 if TYPE_CHECKING:
     from parlinalg.train.mesh import Configuration
@@ -28,11 +28,16 @@ class TraceRecorder:
     def __init__(self, trace: Trace) -> None:
         self.trace, self._add, self._calls = trace, trace.events.append, 0
 
-    def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int) -> None:
-        self._add(Gemm(batch, m, n, k, dtype, calls))
+    def product(self, batch: int, m: int, n: int, k: int, dtype: str, calls: int, attention: str = "") -> None:
+        self._add(Gemm(batch, m, n, k, dtype, calls, attention))
 
     def kernel(self, name: str, nbytes: int, elements: int, dtype: str) -> None:
         self._add(Kernel(name, nbytes, elements, dtype))
+
+    def attention(
+        self, name: str, nbytes: int, elements: int, dtype: str, flops: int, width: int, given: str
+    ) -> None:  # fmt: skip
+        self._add(Attention(name, nbytes, elements, dtype, flops, width, given))
 
     def memory(self, category: str, nbytes: int) -> None:
         self._add(Memory(category, nbytes))

@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 
 from parlinalg.errors import ConfigError, brief
 from parlinalg.files import read_bytes
-from parlinalg.planning.trace import Gemm, Kernel
+from parlinalg.planning.trace import Attention, Gemm, Kernel
 from parlinalg.units import ITEMSIZE, parse_bytes
 
 FOLDER = Path(__file__).parent / "machines"
 GEMM_DTYPES = ("float64", "float32", "bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
 HOST_COPY, DISK_READ, DISK_WRITE = "copies to and from host memory", "reads from a disk", "writes to a disk"
 OFFLOADS = (HOST_COPY, DISK_READ, DISK_WRITE)
 """The kernels that move what is offloaded; their names are the causes of a step's time."""
@@ -312,6 +313,20 @@ class GemmRate:
 
 
 @dataclass(frozen=True)
+class FusedAttention:
+    """A kernel that computes attention of 16-bit floats in their own products, as FlashAttention does.
+
+    The operations are those of the pairs of queries and keys that are seen: two products forward, and five backward.
+    """
+
+    forward: tuple[tuple[float, float], ...] = key(
+        points(DIM, RATE), "rows features of a head, operations a second of the forward pass"
+    )
+    backward: tuple[tuple[float, float], ...] = key(points(DIM, RATE), "likewise of the backward pass")
+    source: str = key(word(), "where the figures are from")
+
+
+@dataclass(frozen=True)
 class Kernels:
     """Operations on blocks that are no products."""
 
@@ -357,7 +372,12 @@ class Algorithm:
 
     steps: str = key(word(*STEPS), "the messages one after the other among p ranks, as a word")
     latency: float = key(SECONDS, "seconds of a step")
-    efficiency: float = key(SHARE, "the share of the link's bandwidth that long messages reach", 1.0)
+    efficiency: float = key(
+        number(0.0, 2.0, "a share of the bandwidth", above=True),
+        "the share of the link's bandwidth that long messages reach, of what a rank receives without a switch "
+        "that adds: above 1 where one does",
+        1.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -529,6 +549,11 @@ class Machine:
         None where blocks are in host memory.
     disk : Disk or None
         None where nothing is to be offloaded to one.
+    attention : dict of str to FusedAttention
+        By dtype of the queries.
+    fused_attention : bool
+        True if attention of such queries is counted as this kernel, which the library does not have: its own computes
+        in float32.  A file says so, or `with_fused_attention`.
     """
 
     name: str = key(word(), "the machine's name")
@@ -554,10 +579,41 @@ class Machine:
         lambda where, value: read(Disk, where, value), "a table, the disk of a node; none: nothing is offloaded to it",
         None,
     )  # fmt: skip
+    attention: Mapping[str, FusedAttention] = key(
+        table(lambda where, value: read(FusedAttention, where, value)),
+        "a table [attention.DTYPE] a dtype, the rates of a fused kernel of attention", MappingProxyType({}),
+    )  # fmt: skip
+    fused_attention: bool = key(boolean, "true to count attention as that kernel", False)
 
     def crowd(self, on_node: int, size: int) -> float:
         """Return how many times longer a rank computes because others share its core."""
         return max(1.0, (on_node if self.cores_of == "node" else size) / self.cores)
+
+    # -------------------------------------------------------------------------------------------- attention
+    def with_fused_attention(self) -> Machine:
+        """Return the machine with attention of 16-bit floats counted as one kernel of such products.
+
+        Raises
+        ------
+        ConfigError
+            If the machine's file has no rates of such a kernel.
+
+        >>> load_machine("h100").with_fused_attention().fuses("bfloat16")
+        True
+        """
+        if not self.attention:
+            raise ConfigError(
+                f"the machine {self.name} has no rates of fused attention: add a table [attention.bfloat16] to its file"
+            )
+        return replace(self, fused_attention=True)
+
+    def fuses(self, dtype: str) -> bool:
+        """Return True if attention of queries of a dtype is counted as one kernel."""
+        return self.fused_attention and self._fused(dtype) is not None
+
+    def _fused(self, dtype: str) -> FusedAttention | None:
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "")
+        return self.attention.get(dtype) or self.attention.get(other)
 
     # -------------------------------------------------------------------------------------------- computing
     def gemm_seconds(self, gemm: Gemm) -> float:
@@ -601,6 +657,12 @@ class Machine:
             return kernel.nbytes / self.host.bandwidth
         if self.disk is not None and kernel.name in (DISK_READ, DISK_WRITE):
             return kernel.nbytes / (self.disk.read if kernel.name == DISK_READ else self.disk.write)
+        if isinstance(kernel, Attention) and self.fuses(kernel.given):
+            fused = self._fused(kernel.given)
+            assert fused is not None
+            rates = sorted(fused.backward if kernel.name.endswith("backward") else fused.forward)
+            through = kernel.nbytes / self.kernels.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
+            return max(self.kernels.floor, through, kernel.flops / between(rates, kernel.width))
         return self.kernels.seconds(kernel)
 
     def shared_by(self, on_node: int) -> Machine:
@@ -772,7 +834,14 @@ def parse_machine(text: str | bytes, name: str = "machine.toml") -> Machine:
     for dtype in made.gemm:
         if dtype not in GEMM_DTYPES:
             raise ConfigError(f"{name}: gemm.{dtype}: rates are those of the dtypes {', '.join(GEMM_DTYPES)}")
-    return made
+    for dtype, fused in made.attention.items():
+        if dtype not in HALVES:
+            raise ConfigError(f"{name}: attention.{dtype}: a fused kernel takes the dtypes {', '.join(HALVES)}")
+        if not (fused.forward and fused.backward):
+            raise ConfigError(
+                f"{name}: attention.{dtype}: forward and backward need a row at least, such as [128, 5e14]"
+            )
+    return made.with_fused_attention() if made.fused_attention else made
 
 
 def machine_text(machine: Machine, head: str = "") -> str:

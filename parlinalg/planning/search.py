@@ -473,6 +473,8 @@ class Planned:
         Tokens a second of a language model, else samples.
     mfu : float
         The model's operations over what the ranks could do at the machine's rate of large products.
+    rate : float
+        The model's operations a second, of one rank.
     stage : int
         The pipeline rank whose memory is the fullest.
     traced : bool
@@ -492,6 +494,7 @@ class Planned:
     causes: Mapping[str, float]
     throughput: float
     mfu: float
+    rate: float
     stage: int = 0
     traced: bool = True
     host: int = 0
@@ -1129,10 +1132,11 @@ class Looks:
     ) -> Planned:  # fmt: skip
         units = self.batch * (self.inputs.length if self.inputs.language else 1)
         peak = self.machine.peak(c.dtype or self.config.dtype) / self.machine.crowd(self.node, self.ranks)
-        mfu = self.model_flops / (seconds * self.ranks * peak)
+        rate = self.model_flops / (seconds * self.ranks)
         return Planned(
-            c, config, seconds, memory, *moved, bubble, causes, units / seconds, mfu, stage, traced, host, disk
-        )
+            c, config, seconds, memory, *moved, bubble, causes, units / seconds, rate / peak, rate, stage, traced, host,
+            disk,
+        )  # fmt: skip
 
 
 class Guess(NamedTuple):
@@ -1468,6 +1472,11 @@ class TrainingPlan:
         lines.append(
             "time       " + ", ".join(f"{cause} {100 * s:.0f}%" for cause, s in list(first.causes.items())[:6])
         )
+        lines.append(
+            f"speed      {first.throughput / self.ranks:,.{0 if first.throughput >= 100 * self.ranks else 1}f} {unit} "
+            f"and {shown_rate(first.rate)} a rank; MFU is of {shown_rate(first.rate / first.mfu)}, what large products "
+            f"reach"
+        )
         if self.lost:
             lines += ["", "lost"]
             wide0 = max(len(what) for what, _, _ in self.lost)
@@ -1502,6 +1511,16 @@ def shown_share(share: float) -> str:
     ('41%', '0.42%')
     """
     return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.2g}%"
+
+
+def shown_rate(flops: float) -> str:
+    """Return operations a second as text.
+
+    >>> shown_rate(5.312e14), shown_rate(3.4e9)
+    ('531 TFLOP/s', '3.4 GFLOP/s')
+    """
+    name, unit = ("T", 1e12) if flops >= 1e12 else ("G", 1e9) if flops >= 1e9 else ("M", 1e6)
+    return f"{flops / unit:.3g} {name}FLOP/s"
 
 
 def why_slower(other: Planned, best: Planned) -> str:
@@ -1544,6 +1563,7 @@ def plan_training(
     config: TrainingConfig | Mapping[str, Any] | str | Path, *, ranks: int,
     machine: Machine | str | PathLike[str] | None = None, memory: int | str | None = None,
     global_batch: int | None = None, best: int = 10, settings: Sequence[str] = (), exhaustive: bool = False,
+    fused_attention: bool = False,
 ) -> TrainingPlan:  # fmt: skip
     """Return the fastest ways to train a model on so many ranks of a machine.  Pure: nothing is computed or sent.
 
@@ -1568,6 +1588,9 @@ def plan_training(
         Values of the configuration to replace, as on the command line.
     exhaustive : bool
         Trace every candidate in full: for tests of the search.
+    fused_attention : bool
+        Count attention of 16-bit floats as one kernel of 16-bit products, by the rates in the machine's file.  Such
+        kernels are what other systems of today run; the library's attention computes in float32.
 
     Raises
     ------
@@ -1584,6 +1607,7 @@ def plan_training(
     given = _values(config, settings)
     checked = parse(given)
     found = load_machine(_named(checked) if machine is None else machine)
+    found = found.with_fused_attention() if fused_attention else found
     limit = _room(found, ranks) if memory is None else _bytes(memory)
     batch = checked.batch_size if global_batch is None else global_batch
     looks = Looks(checked, ranks, found, batch)

@@ -28,7 +28,7 @@ from parlinalg.pipeline import drawing
 from parlinalg.pipeline.schedule import Op, Schedule
 from parlinalg.pipeline.simulate import Costs, Simulation, simulate
 from parlinalg.planning.machine import OFFLOADS, Machine, Transfer
-from parlinalg.planning.trace import Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
+from parlinalg.planning.trace import Attention, Gemm, Kernel, Memory, Span, Start, Test, Trace, Wait
 
 TRANSPORT_SHARE = 0.5
 """The most of a computing rank's processor that transport takes.
@@ -351,8 +351,9 @@ class _Rank:
         return self.next >= len(self.events) and self.at_work is None and self.waits is None
 
 
-def _about(event: Gemm | Kernel) -> tuple[str, str]:
-    return ("gemm", "product") if isinstance(event, Gemm) else ("kernel", event.name)
+def _about(event: Gemm | Kernel, machine: Machine) -> tuple[str, str]:
+    fused = isinstance(event, Attention) and machine.fuses(event.given)  # its work is products'
+    return ("gemm", "product") if fused or isinstance(event, Gemm) else ("kernel", event.name)
 
 
 @lru_cache(maxsize=4096)
@@ -487,9 +488,7 @@ class _Run:
             if rank.at_work is not None:
                 rank.work -= seconds * speed
                 if rank.work <= max(_SOON, 1e-12 * self.now):
-                    kind, name = (
-                        ("gemm", "product") if isinstance(rank.at_work, Gemm) else ("kernel", rank.at_work.name)
-                    )
+                    kind, name = _about(rank.at_work, self.machine)
                     self._note(rank, kind, name, rank.began, self.now, rank.at_work)
                     rank.at_work, rank.clock = None, self.now
 
@@ -604,6 +603,9 @@ class _Run:
         before = rank.next
         while rank.next < len(rank.events):
             event = rank.events[rank.next]
+            if isinstance(event, Gemm) and self.machine.fuses(event.attention):
+                rank.next += 1  # the kernel that follows has its work
+                continue
             if isinstance(event, Gemm | Kernel):
                 if rank.clock > self.now + _SOON and (rank.flying or self.uneven):
                     break
@@ -655,7 +657,7 @@ class _Run:
             rank.at_work, rank.work, rank.began = event, max(seconds, 1e-14) + late, self.now
             return True
         stop = rank.clock + seconds
-        self._note(rank, *_about(event), rank.clock, stop, event)
+        self._note(rank, *_about(event, self.machine), rank.clock, stop, event)
         rank.clock = stop
         return False
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """`batch` products of m×k and k×n matrices; `calls` BLAS calls make them."""
+    """`batch` products of m×k and k×n matrices; `calls` BLAS calls make them.
+
+    `attention` is the dtype of the queries whose scores they make or use, empty for all other products.
+    """
 
     batch: int
     m: int
@@ -15,6 +18,7 @@ class Gemm:
     k: int
     dtype: str
     calls: int = 1
+    attention: str = ""
 
     @property
     def flops(self) -> int:
@@ -34,6 +38,19 @@ class Kernel:
     nbytes: int
     elements: int
     dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Kernel):
+    """The kernel of attention, after its products, and what a fused kernel that does all would compute.
+
+    `flops` are the operations of the products on the pairs that are seen, without those that a block of scores then
+    hides; `width` is the features of a head, `given` the dtype of the queries.
+    """
+
+    flops: int
+    width: int
+    given: str
 
 
 @dataclass(frozen=True, slots=True)

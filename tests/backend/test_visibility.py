@@ -49,6 +49,10 @@ def test_pairs(at, keys, causal, window, kind, seed):
                 scores = np.zeros((items.stop - items.start, 1, 1, rows.stop - rows.start, b - a))
                 visible.hide(scores, items, heads, rows, slice(a, b))
                 found[:, rows, a:b] = scores[:, 0, 0] == 0
+                count = visible.pairs(rows.start, rows.stop, a, b)
+                least = int((scores[0] == 0).sum())
+                assert count == least or kind or visible.edges(rows, slice(a, b)) is None
+                assert least <= count <= scores[0].size
         assert (found == seen[items]).all()
 
 

@@ -24,7 +24,7 @@ from parlinalg.linalg import costs as formulas
 from parlinalg.linalg import factors
 from parlinalg.linalg.tiles import Deal
 from parlinalg.parallel import GradientReducer, WeightGatherer, ZeRO, clip_gradient_norm, examine
-from parlinalg.planning.trace import Gemm, Memory, Span, Start, Wait
+from parlinalg.planning.trace import Attention, Gemm, Memory, Span, Start, Wait
 from tests.models import KINDS, every_scheme, loss_of, make
 from tests.pipeline.running import pipeline
 from tests.training import sizes_for
@@ -746,3 +746,34 @@ def test_arrays_of_dtypes_from_elsewhere(name: str) -> None:
         kind = pla.zeros(2, grid, dtype=name).dtype
         block = grid.backend.empty((3, 2), pickle.loads(pickle.dumps(kind)))
     assert (block.dtype, block.nbytes) == (kind, 6 * kind.itemsize)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("ring", [1, 2])
+def test_attention_counts_the_pairs_that_are_seen(ring):
+    """Causal attention of 16-bit floats over s tokens has s (s + 1) / 2 pairs, or on a ring a share of them that all
+    ranks have alike: 2 products of them forward and 5 backward, and as many products of blocks of scores before it."""
+    batch, length, heads, width = 2, 1536, 4, 16
+    with pla.imagine(ring, what_if=pla.WhatIf(), target="gpu") as world:
+        grid = pla.Grid({"s": ring})
+        layout = pla.Layout(None, "s" if ring > 1 else None, None, None, None)
+        x = pla.Tensor(pla.zeros((batch, length, heads, 3, width), grid, layout, "bfloat16"), requires_grad=True)
+        order = pla.sequence_order(length, ring, "zigzag") if ring > 1 else None
+        with world.trace() as trace:
+            if ring > 1:
+                y = ops.ring_attention(x, axis="s", causal=True, positions=order)
+            else:
+                y = ops.attention(x, causal=True)
+            ops.sum(y).backward()
+    kernels = [e for e in trace.events if isinstance(e, Attention)]
+    flops = Counter[str]()
+    for e in kernels:
+        flops[e.name] += e.flops
+        assert (e.width, e.given, e.dtype) == (width, "bfloat16", "float32")
+    once = 2 * batch * heads * width * (length * (length + 1) // 2)
+    shares = {name: n * ring / once for name, n in flops.items()}
+    assert shares == pytest.approx({"attention.forward": 2, "attention.backward": 5}, rel=0 if ring == 1 else 1e-3)
+    inside = [e for e in trace.events if isinstance(e, Gemm) and e.attention]
+    assert {e.attention for e in inside} == {"bfloat16"}
+    blocks = sum(2 * width * e.elements * (2 if e.name.endswith("forward") else 5) for e in kernels)
+    assert flops.total() < blocks == sum(e.flops for e in inside)

@@ -20,7 +20,7 @@ from parlinalg.planning.machine import (
     machines,
     parse_machine,
 )
-from parlinalg.planning.trace import Gemm, Kernel
+from parlinalg.planning.trace import Attention, Gemm, Kernel
 from tests.planning.machines import round_machine, text
 
 pytestmark = pytest.mark.serial
@@ -108,6 +108,46 @@ def test_a_disk_is_read_and_written_at_its_rates() -> None:
     assert shared.disk is not None
     assert shared.disk.size == 1 << 30
     assert machine.shared_by(1) == machine
+
+
+FUSED = 'forward = [[64, 1e7], [128, 2e7]]\nbackward = [[64, 5e6]]\nsource = "by hand"\n'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("bfloat16", "float32", "m.toml: attention.float32: a fused kernel takes the dtypes bfloat16, float16"),
+        ("forward = [[64, 1e7], [128, 2e7]]\n", "", r"m.toml: attention.bfloat16.forward is missing: rows features"),
+        ("[[64, 5e6]]", "[]", r"m.toml: attention.bfloat16: forward and backward need a row at least, such as"),
+        ("[64, 5e6]", "[64]", r"m.toml: attention.bfloat16.backward\[0\] = \[64\]: it should be a list of 2 numbers"),
+    ],
+)
+def test_wrong_fused_attention(old: str, new: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_machine(f"{text()}\n[attention.bfloat16]\n{FUSED}".replace(old, new, 1), "m.toml")
+
+
+def test_fused_attention_has_its_rates() -> None:
+    """By the features of a head, between rows by logarithm; no faster than its bytes pass through memory; 16 bits."""
+    machine = parse_machine(f"{text()}\n[attention.bfloat16]\n{FUSED}")
+    assert not machine.fuses("bfloat16")
+    fused = machine.with_fused_attention()
+    assert parse_machine(machine_text(fused)) == fused
+    assert [fused.fuses(dtype) for dtype in ("bfloat16", "float16", "float32", "")] == [True, True, False, False]
+
+    def seconds(name: str, flops: int, width: int, nbytes: int = 8, given: str = "float16") -> float:
+        event = Attention(f"attention.{name}", nbytes, 4, "float32", flops, width, given)
+        return fused.kernel_seconds(event)
+
+    assert [seconds("forward", 10**7, width) for width in (32, 64, 128, 256)] == pytest.approx([1, 1, 0.5, 0.5])
+    assert seconds("forward", 10**7, 90) == pytest.approx(64 / 90)
+    assert seconds("backward", 10**7, 128) == 2
+    assert seconds("forward", 10**6, 128, 3 * 10**6) == 3
+    assert seconds("forward", 10**6, 64, given="float32") == seconds("forward", 0, 64)
+    with pytest.raises(ConfigError, match=r"round has no rates of fused attention: add a table \[attention.bfloat16\]"):
+        round_machine().with_fused_attention()
+    with pytest.raises(ConfigError, match="round has no rates of fused attention"):
+        parse_machine(f"fused_attention = true\n{text()}")
 
 
 def test_machines_that_are_not_there(tmp_path: Path) -> None:
@@ -204,6 +244,14 @@ def test_more_bytes_take_no_less(name: str, op: str, ranks: int, local: int, nby
     on_node = max(local, machine.ranks_per_node)
     few, more = (machine.transfer(op, n, ranks, local, on_node, ranks).total for n in (nbytes, nbytes * times))
     assert more >= 0.6 * few  # between measured points the sums are not smooth
+
+
+def test_a_switch_that_adds_moves_fewer_bytes() -> None:
+    """8 H100s: all-reduces of 1 GiB at 480 GB/s of what rings move, 2 (p - 1) / p of it, and all-gathers at 360."""
+    node = load_machine("h100")
+    received = 2 * 7 * 2**30 / 8
+    rates = [received / node.transfer(op, received, 8, 8, 8, 8).total for op in ("all_reduce", "all_gather")]
+    assert rates == pytest.approx([4.8e11, 3.6e11], rel=0.01)
 
 
 def test_products_with_vectors_pass_memory_once():

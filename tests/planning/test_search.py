@@ -42,8 +42,11 @@ NARROW = [
 ]
 
 
+OPTIONS = "memory", "global_batch", "best", "exhaustive", "fused_attention"
+
+
 def plan(ranks: int, machine: str = "v100", **more: Any) -> search.TrainingPlan:
-    options = {k: more.pop(k) for k in ("memory", "global_batch", "best", "exhaustive") if k in more}
+    options = {k: more.pop(k) for k in OPTIONS if k in more}
     return pla.plan_training({**GPT, **more}, ranks=ranks, machine=machine, **options)
 
 
@@ -104,6 +107,27 @@ def test_what_is_given_stays(tmp_path):
     assert resolve(written, 4) == resolve(made.best[0].config, 4)
     assert written.schedule == made.best[0].config.schedule
     assert re.search(r"1 +\d.* ms .*pipeline 2", made.explain())
+
+
+def test_a_form_that_is_given_whole_is_predicted():
+    """One candidate, with the speed of a rank by the model's operations; fused attention needs 16-bit floats."""
+    given = {
+        "parallel": {"data": 2, "pipeline": 2, "sequence": 1, "tensor": {"size": 2, "mode": "1d"}}, "zero": 1,
+        "schedule": {"name": "1f1b", "microbatches": 2}, "model": AGAIN,
+    }  # fmt: skip
+    made = plan(8, "h100", precision="bfloat16", **given)
+    assert made.candidates == made.traced == 1
+    one = made.best[0]
+    looks = search.Looks(load({**GPT, **given}), 8, load_machine("h100"), 8)
+    assert one.rate * one.seconds * 8 == pytest.approx(looks.model_flops)
+    assert one.mfu == pytest.approx(one.rate / 7.3e14)
+    rate = f"{one.throughput / 8:,.0f} tokens/s and {one.rate / 1e9:.3g} GFLOP/s"
+    assert f"speed      {rate} a rank; MFU is of 730 TFLOP/s" in made.explain()
+    fused = plan(8, "h100", precision="bfloat16", fused_attention=True, **given).best[0]
+    assert fused.seconds < one.seconds
+    assert fused.memory == one.memory
+    wide = [plan(8, "h100", precision=None, fused_attention=on, **given).best[0].seconds for on in (False, True)]
+    assert wide[0] == wide[1]
 
 
 @pytest.mark.one_in(3)
@@ -236,8 +260,12 @@ def test_files_that_cannot_be_written_are_named(tmp_path):
     made = plan(2, best=1, model=AGAIN, **fixed)
     with pytest.raises(ConfigError, match=r"cannot write .*none.best.py: No such file"):
         made.write(tmp_path / "none" / "best.py")
-    for out, text in ((tmp_path, "is a folder: give"), (tmp_path / "none" / "best.py", "there is no folder")):
-        done = launch(0, ["-m", "parlinalg", "plan", "train", "text", "-p", "2", "--out", str(out)], timeout=60)
+    for more, text in (
+        (["--out", str(tmp_path)], "is a folder: give"),
+        (["--out", str(tmp_path / "none" / "best.py")], "there is no folder"),
+        (["--machine", "laptop", "--fused-attention"], "the machine laptop has no rates of fused attention"),
+    ):
+        done = launch(0, ["-m", "parlinalg", "plan", "train", "text", "-p", "2", *more], timeout=60)
         assert done.returncode == 2
         assert text in done.stderr
 

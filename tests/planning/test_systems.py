@@ -37,11 +37,36 @@ def test_a_row_is_what_the_page_says(systems: Any) -> None:
 
 
 @pytest.mark.one_in(3)
+def test_a_row_of_h100s_is_what_the_page_says(systems: Any) -> None:
+    row = systems.NVIDIA[0]
+    line = next(each for each in PAGE.read_text().splitlines() if each.startswith(f"| {row.name} |"))
+    published, own, _, fused = (cell.strip() for cell in line.split("|")[2:6])
+    assert float(published) == pytest.approx(row.seconds, abs=0.01)
+    made = row.run.predict_fused(load_machine("h100"))
+    assert [each.seconds for each in made] == pytest.approx([float(own), float(fused)], rel=0.01)
+
+
+def test_traces_are_taken_again_on_another_machine(systems: Any) -> None:
+    """A Llama on a ring: the traces of the first prediction serve for the second, which is that of a run of its own."""
+    run = systems.Run(
+        64, 2, 4, 8, 8, tensor=2, context=2, sequence=64, vocabulary=256, cuts=True, dtype="bfloat16", dropout=0.0,
+        kv_heads=2, intermediate=96,
+    )  # fmt: skip
+    machine = load_machine("h100")
+    both = run.predict_fused(machine)
+    alone = run.predict(machine), run.predict(machine.with_fused_attention())
+    assert [each.seconds for each in both] == [each.seconds for each in alone]
+    assert both[1].seconds < both[0].seconds
+    assert both[0].config.model.options["num_key_value_heads"] == 2
+    assert (run.data, both[0].candidate.sequence) == (2, 2)
+
+
+@pytest.mark.one_in(3)
 def test_the_fastest_run_that_fits_is_taken(systems: Any) -> None:
     """Each run is also predicted alone; those that do not fit the memory are left out."""
     machine = load_machine("a100")
     runs = [
-        systems.Run(64, 4, 4, 4, 16, pipeline=2, chunks=chunks, microbatch=rows, sequence=32, vocabulary=64)
+        systems.Run(64, 4, 4, 4, 16, pipeline=2, chunks=chunks, microbatch=rows, sequence=32, vocabulary=256)
         for chunks, rows in ((1, 1), (1, 8))
     ]
     run, planned = systems.fastest(runs, machine)
@@ -63,7 +88,7 @@ def test_gradients_of_bfloat16_are_added_and_reduced_in_float32(systems: Any) ->
                 parts.append(super().trace(*args, **more))
                 return parts[-1]
 
-        run = systems.Run(64, 4, 4, 8, 16, pipeline=2, sequence=32, vocabulary=64, recompute="block", dtype=dtype)
+        run = systems.Run(64, 4, 4, 8, 16, pipeline=2, sequence=32, vocabulary=256, recompute="block", dtype=dtype)
         run.predict(load_machine("a100"), Kept)
     for half, wide in zip(found["float16"], found["bfloat16"], strict=True):
         added, reduced = [], []

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from parlinalg.errors import ConfigError
 from parlinalg.pipeline.schedules import make_schedule
 from parlinalg.planning import trace as events_of
-from parlinalg.planning.machine import Algorithm, Machine, Operation
+from parlinalg.planning.machine import Algorithm, FusedAttention, Machine, Operation
 from parlinalg.planning.timeline import Stage, Timeline, cut, pipeline_timeline, timeline
-from parlinalg.planning.trace import Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait
+from parlinalg.planning.trace import Attention, Event, Gemm, Kernel, Memory, Span, Start, Trace, Wait
 from tests.planning.machines import round_machine
 
 pytestmark = pytest.mark.serial
@@ -46,6 +46,23 @@ def test_computing_adds_up() -> None:
     assert found.exposed == found.idle == 0
     assert found.utilisation() == pytest.approx(2 / 3.25)  # both ranks do the same
     assert found.throughput(6.5) == pytest.approx(2)
+
+
+def test_fused_attention_is_one_product() -> None:
+    """With fused attention its products take no time of their own; those of float32, and others, take theirs."""
+    rates = FusedAttention(((64, 1e6),), ((64, 1e6),), "by hand")
+    machine = replace(round_machine(), attention={"bfloat16": rates})
+    events: list[Event] = [
+        Gemm(1, 1000, 1000, 500, "float32"), Gemm(2, 1000, 1000, 500, "float32", 2, "bfloat16"),
+        Attention("attention.forward", 8, 4, "float32", 3 * 10**6, 64, "bfloat16"),
+        Gemm(1, 1000, 1000, 500, "float32", 1, "float32"),
+        Attention("attention.forward", 4 * 10**6, 4, "float32", 3 * 10**6, 64, "float32"),
+    ]  # fmt: skip
+    plain = timeline(Trace(0, 1, events), machine)
+    assert plain.seconds == pytest.approx(1 + 2 + 8e-6 + 1 + 4)
+    fused = timeline(Trace(0, 1, events), machine.with_fused_attention())
+    assert fused.seconds == pytest.approx(1 + 3 + 1 + 4)
+    assert dict(fused.shares())["products"] == pytest.approx(5 / 9)
 
 
 def test_blocking_communication_is_exposed() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -488,9 +489,12 @@ def _(
     return None
 
 
-def _tell(device: ShapesBackend, task: _Task, products: int, name: str, blocks: tuple[Block, ...]) -> None:
+def _tell(
+    device: ShapesBackend, task: _Task, products: int, name: str, blocks: tuple[Block, ...], given: np.dtype[Any]
+) -> None:  # fmt: skip
     """Tell a device of a pass: so many products of each block of queries and its keys, and a kernel of the scores."""
-    width, scores = task.width, 0
+    width, scores, seen = task.width, 0, 0
+    pairs = cache(task.visible.pairs)
     shapes: Counter[tuple[int, int]] = Counter()
     calls: Counter[tuple[int, int]] = Counter()
     for b, h in task.units():
@@ -501,13 +505,14 @@ def _tell(device: ShapesBackend, task: _Task, products: int, name: str, blocks: 
             shapes[m, n] += heads
             calls[m, n] += heads * len(spans)
             scores += heads * m * n
+            seen += heads * task.group * sum(pairs(rows.start, rows.stop, at, stop) for at, stop in spans)
     for (m, n), batch in shapes.items():
         for i in range(products):  # of both kinds in turn: scores by features, features by scores
             columns, inner = (n, width) if i % 2 == 0 else (width, n)
-            device.product(batch, m, columns, inner, task.work, calls[m, n])
+            device.product(batch, m, columns, inner, task.work, calls[m, n], given)
     task.pairs += scores
-    held = [x for x in blocks if x is not None]
-    device.kernel(name, sum(x.nbytes for x in held), scores, task.work)
+    nbytes = sum(x.nbytes for x in blocks if x is not None)
+    device.attention(name, nbytes, scores, task.work, 2 * products * width * seen, width, given)
 
 
 @forward.shapes
@@ -524,7 +529,7 @@ def _(
     lse = device.empty((task.batch, task.heads, task.group, task.queries), task.work)
     if poll is not None:
         poll()
-    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept))
+    _tell(device, task, 2, "attention.forward", (q, k, v, out, lse, kept), q.dtype)
     count(forward=task.pairs)
     return out, lse, kept
 
@@ -540,7 +545,8 @@ def _(
         task.ones = None
     if poll is not None:
         poll()
-    _tell(device, task, 4 if kept is not None else 5, "attention.backward", (dout, q, k, v, out, lse, kept, *into))
+    blocks = dout, q, k, v, out, lse, kept, *into
+    _tell(device, task, 4 if kept is not None else 5, "attention.backward", blocks, q.dtype)
     count(backward=task.pairs)
 
 

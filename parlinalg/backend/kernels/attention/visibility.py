@@ -276,6 +276,15 @@ class Visible:
                 after = -((-lag - self.window) // step) - 1
         return after, upto
 
+    def pairs(self, first: int, last: int, start: int, stop: int) -> int:
+        """Return how many pairs causality and the window leave of queries `first` to `last - 1` and keys `start` to
+        `stop - 1`."""
+        n, m = last - first, stop - start
+        if (edges := self.edges(slice(first, last), slice(start, stop))) is None:
+            return n * m
+        i = np.arange(n)
+        return int(np.maximum(0, np.minimum(m, i + edges[0] + 1) - np.maximum(0, i + edges[1] + 1)).sum())
+
     def _hide_far(self, scores: Block, rows: slice, keys: slice) -> None:
         """Hide what causality and the window hide."""
         edges = self.edges(rows, keys)
