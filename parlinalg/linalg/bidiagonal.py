@@ -66,7 +66,7 @@ class Bidiagonal(Reduction):
         gi, gj = deal.coords[lent.comm.rank]
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
-        if LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
+        if self.keep and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         xp = self.xp

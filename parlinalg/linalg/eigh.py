@@ -145,7 +145,7 @@ class Tridiagonal(Reduction):
         take the same bits: else columns of rounding errors would give each rank reflections of its own.
         """
         half, dtype, m, xp = cast("Half", self._half), self.dtype, self.n - k, self.xp
-        at = half.begin(k)
+        at = half.begin(k, less=self.keep)
         columns = lent.total(half.columns(k, b))
         both, tau = xp.zeros((2 * b, m), dtype), xp.zeros(b, dtype)  # v and w of each column, one in a row
         mine, term = share(0, m, lent.comm), xp.empty(m + 2 * b + 1, dtype)
@@ -245,17 +245,15 @@ def _columns_loop(pair: Any, found: Any, both: Any, column: Any, start: int, aft
             pair[j, 1] = column[0, start + j] - second[j] - w_j - corner * own
 
 
-def workers(tiles: Tiles, keep: bool = True) -> Deal:
+def workers(tiles: Tiles) -> Deal:
     """Return how a matrix is dealt that is reduced: to all ranks, or to as many of a node as it has cores for.
 
-    Where ranks outnumber cores each column's sums would wait for all to have their turn.  Without `keep`, for values
-    alone, a rank gets at most twice its share: there are no blocks of vectors beside which more would count little.
+    Where ranks outnumber cores each column's sums would wait for all to have their turn.
     """
     grid = tiles.grid
     if not grid.inside or grid.everyone.local_size < grid.size or grid.cores >= grid.size:
         return tiles
-    ranks = grid.cores if keep else max(grid.cores, -(-grid.size // 2))
-    return Deal({"worker": ranks}, tiles.size, "wide")
+    return Deal({"worker": grid.cores}, tiles.size, "wide")
 
 
 class Half:
@@ -279,13 +277,16 @@ class Half:
         self.dtype, self.n, self._blocks, self._xp = dtype, n, blocks, xp
         self._order = np.argsort(np.arange(n) // deal.size % math.lcm(deal.R, deal.C), kind="stable")
 
-    def begin(self, k: int) -> np.ndarray:
-        """Take the matrix from row and column k on; return where the elements of vectors stand, by their numbers."""
+    def begin(self, k: int, less: bool) -> np.ndarray:
+        """Take the matrix from row and column k on; return where the elements of vectors stand, by their numbers.
+
+        With `less` memory of what is before is given up, for the reflections.
+        """
         at = np.full(self.n, -1)
         order = self._order[self._order >= k]
         at[order] = np.arange(len(order))
         for block in self._blocks:
-            block.begin(k, at)
+            block.begin(k, at, less)
         return at
 
     def columns(self, k: int, b: int) -> np.ndarray:
@@ -358,9 +359,9 @@ class _Rectangle:
         self.a, other = (lower, upper) if wide else (upper, lower)
         self.a += kernels.adjoint(other)
 
-    def begin(self, k: int, at: np.ndarray) -> None:
+    def begin(self, k: int, at: np.ndarray, less: bool) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
-        if LESS * self.a[top:, left:].size <= self.a.size:  # memory is for the reflections now
+        if less and LESS * self.a[top:, left:].size <= self.a.size:
             self.a, self.numbers = self.a[top:, left:].copy(), (self.numbers[0][top:], self.numbers[1][left:])
             top = left = 0
         self.at, self.rest, self.corner = at, self.a[top:, left:], (top, left)
@@ -400,9 +401,9 @@ class _Triangle:
         if self.whole:
             self.a += kernels.adjoint(namespace(a).tril(a, -1))
 
-    def begin(self, k: int, at: np.ndarray) -> None:
+    def begin(self, k: int, at: np.ndarray, less: bool) -> None:
         top = first(self.numbers, k)
-        if LESS * (len(self.a) - top) ** 2 <= self.a.size:
+        if less and LESS * (len(self.a) - top) ** 2 <= self.a.size:
             self.a, self.numbers, top = self.a[top:, top:].copy(), self.numbers[top:], 0
         self.at, self.top, self.rest, self.here = at, top, self.a[top:, top:], at[self.numbers[top:]]
         self.i = slice(int(self.here[0]), int(self.here[-1]) + 1) if len(self.here) else slice(0, 0)

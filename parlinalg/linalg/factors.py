@@ -403,6 +403,7 @@ class QRFactor(Factor):
     def only_q(self, columns: int | None = None) -> DistArray:
         """Return what `Q` does, and give up R before it and the reflections with it."""
         self._work.a = self._work.a[:, :0].copy()
+        self.__dict__.pop("_r", None)
         return self._q(columns, last=True)
 
     def _q(self, columns: int | None, last: bool = False) -> DistArray:

@@ -107,10 +107,7 @@ def eigvalsh(
     x: DistArray, /, b: DistArray | None = None, *, subset_by_index: tuple[int, int] | None = None,
     subset_by_value: tuple[float, float] | None = None,
 ) -> DistArray:  # fmt: skip
-    """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`.
-
-    No reflections are kept.  Where ranks of one node outnumber its cores, at least every other one reduces the matrix.
-    """
+    """Return the eigenvalues [..., n], rising, of Hermitian matrices, of which lower triangles are read; see `eigh`."""
     if b is not None:
         x = standard(x, b, "eigvalsh")[0]
     x = _matrix(x, "eigvalsh", square=True)
@@ -395,7 +392,7 @@ def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], nam
 def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:
     """Return the reduction of a matrix, with its reflections if they are to `keep`, and by what it was multiplied."""
     tiles, n = _tiles(x, None, "eigh"), x.shape[0]
-    deal, grid = workers(tiles, keep), x.grid
+    deal, grid = workers(tiles), x.grid
     found = blocks(tiles, deal, x)
     scale = _scaled(tiles, [each.a for each in found], x.dtype, name)
     xp, here = kernels.on_host(grid.backend), grid.inside and grid.rank < len(deal.coords)
@@ -417,7 +414,7 @@ def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[B
         x = q.R
         q = q if keep else None
     tiles = _tiles(x, None, "svd")
-    deal = workers(tiles, keep)
+    deal = workers(tiles)
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
     t = tiles.bring_to(x, want, host=True)
     scale = _scaled(tiles, [t], t.dtype, name)
