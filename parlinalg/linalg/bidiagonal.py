@@ -15,7 +15,7 @@ from parlinalg.backend import memory, shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.divide import bidiagonal_vectors
-from parlinalg.linalg.eigh import Kept, Reduction, first, places, reflector, share, to_tiles
+from parlinalg.linalg.eigh import LESS, Kept, Reduction, first, places, reflector, share, to_tiles
 from parlinalg.linalg.tiles import Board, Deal, Tiles
 
 TALL = 1.5
@@ -33,12 +33,16 @@ class Bidiagonal(Reduction):
         How the matrix is dealt to the ranks that reduce it: the first ones of the grid (`workers`).
     held : list
         This rank's tiles, of that deal, which are taken out of the list and overwritten.
+    keep : bool
+        See `Reduction`.
     """
 
-    def __init__(self, tiles: Tiles, workers: Deal, held: list[np.ndarray], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, tiles: Tiles, workers: Deal, held: list[np.ndarray], shape: tuple[int, int], keep: bool = True
+    ) -> None:  # fmt: skip
         m, n = self.shape = shape
         a = held.pop()
-        super().__init__(tiles, n, a.dtype)
+        super().__init__(tiles, n, a.dtype, keep)
         self._left, self._right = Kept(tiles.rows(m)[tiles.i]), Kept(tiles.rows(n)[tiles.i])
         self._deal, self._a, self._at = workers, a, (0, 0)  # where the tiles that are still needed begin
         del a
@@ -56,18 +60,18 @@ class Bidiagonal(Reduction):
     def _wide(self, k: int) -> int:
         return sum(self.shape) - 2 * k + 2
 
-    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
+    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
         """Reduce b columns and rows from k on, apply A := A - V Yᴴ - X Uᴴ to what is behind; return [V, U, tau, pi]."""
         (m, n), a, deal = self.shape, self._a, self._deal
         gi, gj = deal.coords[lent.comm.rank]
         rows, columns = deal.rows(m)[gi][self._at[0] :], deal.columns(n)[gj][self._at[1] :]
         low, left = first(rows, k), first(columns, k)
-        if 2 * a[low:, left:].size <= a.size:  # memory is for the reflections now
+        if self.keep and LESS * a[low:, left:].size <= a.size:  # memory is for the reflections now
             self._a = a = a[low:, left:].copy()
             self._at, rows, columns = (self._at[0] + low, self._at[1] + left), rows[low:], columns[left:]
         xp = self.xp
-        v, x = xp.zeros((b, m - k), a.dtype), xp.zeros((b, m - k), a.dtype)  # columns of V and X, one in a row
-        u, y = xp.zeros((b, n - k), a.dtype), xp.zeros((b, n - k), a.dtype)
+        vx, yu = xp.zeros((2 * b, m - k), a.dtype), xp.zeros((2 * b, n - k), a.dtype)
+        v, x, y, u = vx[:b], vx[b:], yu[:b], yu[b:]  # columns of V and X, and of Y and U, one in a row
         tau, pi = xp.zeros(b, a.dtype), xp.zeros(b, a.dtype)
         down, right = partial(first, rows), partial(first, columns)
         low, left = down(k), right(k)
@@ -109,9 +113,10 @@ class Bidiagonal(Reduction):
             found = lent.total(found)
             found[: q + 1] = 0
             x[q] = pi[q] * found
-        below, later = rows[down(k + b) :] - k, columns[right(k + b) :] - k
-        both, other = np.concatenate([v[:, below], x[:, below]]), np.concatenate([y[:, later], u[:, later]])
-        kernels.subtract(a[down(k + b) :, right(k + b) :], both.T, np.conj(other))
+        below, later = places(rows[down(k + b) :] - k), places(columns[right(k + b) :] - k)
+        kernels.subtract(a[down(k + b) :, right(k + b) :], vx[:, below].T, yu[:, later].conj())
+        if not self.keep:
+            return None
         return np.concatenate([v, u, tau[:, None], pi[:, None]], axis=1)
 
     def left(self, z: np.ndarray) -> None:

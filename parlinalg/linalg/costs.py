@@ -599,7 +599,7 @@ def lstsq(
     alone : bool
         Of a tall matrix one rank finds the singular values (`planner.by_one`).
     trees, sound, workers : optional
-        As of `qr`, by the Gram matrix of a tall matrix, and of `bidiagonal`.
+        As of `qr`, by the Gram matrix of a tall matrix, and of `bidiagonal`, for values alone.
     """
     deal, (m, n) = costs.deal, shape
     wide, k, own = m < n, min(shape), Layout(*sides_layout.dims)
@@ -649,13 +649,15 @@ def lstsq(
 
 def _singular_values(costs: Costs, layout: Layout, n: int, deal: Deal, workers: Deal | None) -> None:
     """Add what the singular values of R [n, n] and their number above a limit receive."""
-    bidiagonal(costs.turned(deal), layout, (n, n), workers)
+    bidiagonal(costs.turned(deal), layout, (n, n), workers, keep=False)
     for size in (2, 1):  # the largest one, with whether it is a number, and how many count
         costs.sum_of("rank", layout.dims[1], (), size)
 
 
 # ------------------------------------------------------------------------------------------------ reductions
-def tridiagonal(costs: Costs, layout: Layout, n: int, workers: Deal | None = None) -> Costs:
+def tridiagonal(
+    costs: Costs, layout: Layout, n: int, workers: Deal | None = None, *, keep: bool = True
+) -> Costs:  # fmt: skip
     """Add what `eigh` receives to make a Hermitian matrix tridiagonal.
 
     That is an all-reduce of each panel, and for a column an all-reduce of the product with the matrix and an
@@ -665,6 +667,8 @@ def tridiagonal(costs: Costs, layout: Layout, n: int, workers: Deal | None = Non
     ----------
     workers : Deal, optional
         How the matrix is dealt to fewer ranks, which reduce it where ranks outnumber cores; the others get the result.
+    keep : bool
+        With the reflections, which values alone do not need.
     """
     deal = costs.deal if workers is None else workers
     place, ranks = costs.everyone.place, deal.R * deal.C
@@ -683,19 +687,23 @@ def tridiagonal(costs: Costs, layout: Layout, n: int, workers: Deal | None = Non
             width = 1 if q + 1 == b else 2
             costs.all_gather("columns of the reduction", group, width * m, width * own, who)
     if some:
-        _to_others(costs, n, ranks, lambda k: n - k + 1)
+        _to_others(costs, n, ranks, (lambda k: n - k + 1) if keep else None)
     return costs
 
 
-def _to_others(costs: Costs, n: int, ranks: int, wide: Callable[[int], int]) -> None:
-    """Add what all ranks receive of a reduction by the first `ranks` ones, with so many numbers for a reflection."""
+def _to_others(costs: Costs, n: int, ranks: int, wide: Callable[[int], int] | None) -> None:
+    """Add what all ranks receive of a reduction by the first `ranks` ones, with so many numbers for a reflection.
+
+    With None the reflections are not kept.
+    """
     for size in (n, max(0, n - 1)):
         costs.broadcast("diagonals to other ranks", costs.everyone, size, 0)
+    if wide is None:
+        return
     every = [b * wide(k) for k, b in panels(n, PANEL)]
-    for start in range(0, len(every), TOGETHER * ranks):
+    for start in range(0, len(every), ranks):
         own = np.zeros(len(costs.i), int)
-        for rank in range(ranks):
-            own[rank] = sum(every[start + rank * TOGETHER :][:TOGETHER])
+        own[: len(every[start : start + ranks])] = every[start : start + ranks]
         costs.all_gather("reflections to other ranks", costs.everyone, own.sum(), own)
 
 
@@ -753,10 +761,12 @@ def _from_rows(costs: Costs, n: int, wanted: int) -> None:
     costs.trip("vectors to work", have, deal.places(deal.rows(n), deal.columns(wanted)))
 
 
-def bidiagonal(costs: Costs, layout: Layout, shape: tuple[int, int], workers: Deal | None = None) -> Costs:
+def bidiagonal(
+    costs: Costs, layout: Layout, shape: tuple[int, int], workers: Deal | None = None, *, keep: bool = True
+) -> Costs:  # fmt: skip
     """Add what `svd` receives to make a matrix [m, n], m ≥ n, bidiagonal: four all-reduces a column.
 
-    `workers` are those of `tridiagonal`.
+    `workers` and `keep` are those of `tridiagonal`.
     """
     m, n = shape
     deal = costs.deal if workers is None else workers
@@ -771,7 +781,7 @@ def bidiagonal(costs: Costs, layout: Layout, shape: tuple[int, int], workers: De
         costs.all_reduce(name, group, m - k, who, times=2 * b - last)
         costs.all_reduce(name, group, n - k, who, times=2 * (b - last))
     if ranks < len(place):
-        _to_others(costs, n, ranks, lambda k: m + n - 2 * k + 2)
+        _to_others(costs, n, ranks, (lambda k: m + n - 2 * k + 2) if keep else None)
     return costs
 
 

@@ -27,8 +27,8 @@ from parlinalg.linalg.tiles import Board, board
 LEAF = 64
 """Rows of a part that LAPACK solves."""
 STRIP = 128
-"""Columns of the vectors of a merge that exist at once."""
-SOME = 1 << 16
+"""Columns of the vectors of a merge that exist at once, at the most: not many more elements than a rank has of w."""
+SOME = 1 << 14
 """Differences of a merge's values that exist at once."""
 
 Part = tuple[np.ndarray, np.ndarray]
@@ -150,8 +150,9 @@ def _turned(
     out[:, others], out[:, len(wanted) :] = known, last
     del w, known
     places = np.flatnonzero(wanted < k)
-    for start in range(0, len(places), STRIP):
-        at = places[start : start + STRIP]
+    step = max(STRIP // 4, min(STRIP, len(out) // 2))
+    for start in range(0, len(places), step):
+        at = places[start : start + step]
         u, columns = vector(wanted[at], order), _side_by_side(at)
         scale = 1 / np.sqrt(np.einsum("ij,ij->j", u, u))
         for (part, _), j, factor in zip(blocks, inner, factors, strict=True):
@@ -314,8 +315,8 @@ def bidiagonal_vectors(
             mine, others = (rows[(rows >= low) & (rows < end)] - low for end in (high, high + more))
             return _bidiagonal_leaf(d[low:high], e[low : high - 1 + more], mine, others)
         at = (low + high) // 2
-        one, two = part(lent, low, at, 1), part(lent, at + 1, high, more)
-        return _joined(lent, one, two, d[at], e[at], int(np.isin(at, rows)), more)
+        own = int(np.isin(at, rows))
+        return _joined(lent, part(lent, low, at, 1), part(lent, at + 1, high, more), d[at], e[at], own, more)
 
     with board(comm, 2 * n, d.dtype) as lent:
         values, left, right = part(lent, 0, n, 0)

@@ -28,6 +28,8 @@ PANEL = 32
 """Columns whose reflections are applied to the rest of the matrix at once."""
 TOGETHER = 4
 """Panels whose reflections are applied to vectors at once."""
+LESS = 1.3
+"""Elements by those that are still needed from which on these are copied, and the others given up."""
 STRIP = 256
 """Rows of a triangle that are updated at once."""
 TINY = 1e-25
@@ -43,16 +45,18 @@ class Reduction(ABC):
         The diagonal of what is left and what is beside it, on every rank; real.
     xp : module
         The namespace of arrays on the host: NumPy, but on imagined ranks.
+    keep : bool
+        The reflections are kept, which vectors need and values do not.
     """
 
-    def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any]) -> None:
-        self.tiles, self.n, self.dtype = tiles, n, dtype
+    def __init__(self, tiles: Tiles, n: int, dtype: np.dtype[Any], keep: bool) -> None:
+        self.tiles, self.n, self.dtype, self.keep = tiles, n, dtype, keep
         real, self.xp = np.zeros(0, dtype).real.dtype, kernels.on_host(tiles.grid.backend)
         self.d, self.e = self.xp.zeros(n, real), self.xp.zeros(max(0, n - 1), real)
 
     @abstractmethod
-    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
-        """Reduce b columns from k on, update what is behind them, and return their reflections, [b, `_wide(k)`]."""
+    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
+        """Reduce b columns from k on, update what is behind them; return the reflections to keep, [b, `_wide(k)`]."""
 
     @abstractmethod
     def _keep(self, k: int, message: np.ndarray) -> None:
@@ -72,9 +76,12 @@ class Reduction(ABC):
             comm = everyone.sub(range(ranks), everyone.axes) if some else everyone
             with board(comm, most, self.dtype) as lent:
                 for turn, (k, b) in enumerate(panels):
-                    message = xp.ascontiguousarray(self._panel(lent, k, b))
+                    found = self._panel(lent, k, b)
+                    if found is None:
+                        continue
+                    message = xp.ascontiguousarray(found)
                     self._keep(k, message)
-                    if some and turn // TOGETHER % ranks == everyone.rank:  # each gives some panels to the others
+                    if some and turn % ranks == everyone.rank:  # they take turns to give panels to the others
                         held.append(message.reshape(-1))
             if some:
                 comm.free()
@@ -83,19 +90,20 @@ class Reduction(ABC):
         everyone.barrier()  # the others wait without a core, then get the reflections
         for line in (self.d, self.e):
             everyone.broadcast(line, 0)
-        step = ranks * TOGETHER
+        if not self.keep:
+            return
         sizes = [b * self._wide(k) for k, b in panels]
-        most = max((sum(sizes[start : start + step]) for start in range(0, len(panels), step)), default=0)
+        most = max((sum(sizes[start : start + ranks]) for start in range(0, len(panels), ranks)), default=0)
         with board(everyone, -(-most // everyone.size), self.dtype) as lent:
-            for start in range(0, len(panels), step):
-                counts = [sum(sizes[i : i + TOGETHER]) for i in range(start, start + step, TOGETHER)]
-                mine = xp.concatenate([xp.empty(0, self.dtype), *held[:TOGETHER]])[:, None]
-                del held[:TOGETHER]
-                found, at = lent.gather(mine, counts + [0] * (everyone.size - ranks)), 0
+            for start in range(0, len(panels), ranks):
+                counts = sizes[start : start + ranks]
+                mine = held.pop(0) if held else xp.empty(0, self.dtype)
+                every, at = lent.gather(mine[:, None], counts + [0] * (everyone.size - len(counts))), 0
+                del mine
                 if everyone.rank < ranks:
                     continue
-                for (k, b), size in zip(panels[start : start + step], sizes[start : start + step], strict=True):
-                    self._keep(k, found[at : at + size].reshape(b, -1).copy())
+                for (k, b), size in zip(panels[start : start + ranks], counts, strict=True):
+                    self._keep(k, every[at : at + size].reshape(b, -1).copy())
                     at += size
 
 
@@ -110,10 +118,14 @@ class Tridiagonal(Reduction):
         How the matrix is dealt to the ranks that reduce it: the first ones of the grid (`workers`).
     half : Half or None
         The elements with which this rank computes, of that deal; overwritten.  None on the other ranks.
+    keep : bool
+        See `Reduction`.
     """
 
-    def __init__(self, tiles: Tiles, workers: Deal, half: Half | None, n: int, dtype: np.dtype[Any]) -> None:
-        super().__init__(tiles, n, dtype)
+    def __init__(
+        self, tiles: Tiles, workers: Deal, half: Half | None, n: int, dtype: np.dtype[Any], keep: bool = True
+    ) -> None:  # fmt: skip
+        super().__init__(tiles, n, dtype, keep)
         self._kept, self._half = Kept(tiles.rows(n)[tiles.i]), half
         if tiles.grid.inside:
             self._run(workers, max(n * min(PANEL, n), n + 2 * PANEL))
@@ -126,14 +138,14 @@ class Tridiagonal(Reduction):
     def _wide(self, k: int) -> int:
         return self.n - k + 1
 
-    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray:
+    def _panel(self, lent: Board, k: int, b: int) -> np.ndarray | None:
         """Reduce b columns from k on, apply A := A - V Wᴴ - W Vᴴ to what is right of them; return [V, tau].
 
         Vectors have the elements from number k on in the order of `half`.  Of sums each rank makes its share, and all
         take the same bits: else columns of rounding errors would give each rank reflections of its own.
         """
         half, dtype, m, xp = cast("Half", self._half), self.dtype, self.n - k, self.xp
-        at = half.begin(k)
+        at = half.begin(k, less=self.keep)
         columns = lent.total(half.columns(k, b))
         both, tau = xp.zeros((2 * b, m), dtype), xp.zeros(b, dtype)  # v and w of each column, one in a row
         mine, term = share(0, m, lent.comm), xp.empty(m + 2 * b + 1, dtype)
@@ -161,7 +173,10 @@ class Tridiagonal(Reduction):
             if q + 1 < b:
                 x = whole[:, 1].copy()
             both[old + 1, done] = 0
+        del columns, x
         half.update(k + b, both)
+        if not self.keep:
+            return None
         return np.concatenate([both[::2, at[k:]], tau[:, None]], axis=1)
 
     def times(self, z: np.ndarray) -> None:
@@ -262,13 +277,16 @@ class Half:
         self.dtype, self.n, self._blocks, self._xp = dtype, n, blocks, xp
         self._order = np.argsort(np.arange(n) // deal.size % math.lcm(deal.R, deal.C), kind="stable")
 
-    def begin(self, k: int) -> np.ndarray:
-        """Take the matrix from row and column k on; return where the elements of vectors stand, by their numbers."""
+    def begin(self, k: int, less: bool) -> np.ndarray:
+        """Take the matrix from row and column k on; return where the elements of vectors stand, by their numbers.
+
+        With `less` memory of what is before is given up, for the reflections.
+        """
         at = np.full(self.n, -1)
         order = self._order[self._order >= k]
         at[order] = np.arange(len(order))
         for block in self._blocks:
-            block.begin(k, at)
+            block.begin(k, at, less)
         return at
 
     def columns(self, k: int, b: int) -> np.ndarray:
@@ -286,9 +304,8 @@ class Half:
 
     def update(self, k: int, both: np.ndarray) -> None:
         """Subtract V Wᴴ + W Vᴴ from row and column k on; `both` has columns of V and W, in turn, one in a row."""
-        other = both.reshape(-1, 2, both.shape[1])[:, ::-1].reshape(both.shape).conj()
         for block in self._blocks:
-            block.update(k, both, other)
+            block.update(k, both)
 
 
 def parts(deal: Deal, n: int, ranks: int) -> Iterator[tuple[bool, Places]]:
@@ -342,9 +359,9 @@ class _Rectangle:
         self.a, other = (lower, upper) if wide else (upper, lower)
         self.a += kernels.adjoint(other)
 
-    def begin(self, k: int, at: np.ndarray) -> None:
+    def begin(self, k: int, at: np.ndarray, less: bool) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
-        if 2 * self.a[top:, left:].size <= self.a.size:  # memory is for the reflections now
+        if less and LESS * self.a[top:, left:].size <= self.a.size:
             self.a, self.numbers = self.a[top:, left:].copy(), (self.numbers[0][top:], self.numbers[1][left:])
             top = left = 0
         self.at, self.rest, self.corner = at, self.a[top:, left:], (top, left)
@@ -368,10 +385,10 @@ class _Rectangle:
         if not isinstance(self.j, slice):
             y[self.j] = right
 
-    def update(self, k: int, both: np.ndarray, other: np.ndarray) -> None:
+    def update(self, k: int, both: np.ndarray) -> None:
         top, left = (first(numbers, k) for numbers in self.numbers)
         rows, columns = (self.at[numbers[start:]] for numbers, start in zip(self.numbers, (top, left), strict=True))
-        kernels.subtract(self.a[top:, left:], both[:, rows].T, other[:, columns])
+        kernels.subtract(self.a[top:, left:], both[:, rows].T, _swapped(both, columns))
 
 
 class _Triangle:
@@ -384,9 +401,9 @@ class _Triangle:
         if self.whole:
             self.a += kernels.adjoint(namespace(a).tril(a, -1))
 
-    def begin(self, k: int, at: np.ndarray) -> None:
+    def begin(self, k: int, at: np.ndarray, less: bool) -> None:
         top = first(self.numbers, k)
-        if 2 * (len(self.a) - top) ** 2 <= self.a.size:
+        if less and LESS * (len(self.a) - top) ** 2 <= self.a.size:
             self.a, self.numbers, top = self.a[top:, top:].copy(), self.numbers[top:], 0
         self.at, self.top, self.rest, self.here = at, top, self.a[top:, top:], at[self.numbers[top:]]
         self.i = slice(int(self.here[0]), int(self.here[-1]) + 1) if len(self.here) else slice(0, 0)
@@ -404,13 +421,20 @@ class _Triangle:
         else:
             blas.add_hermitian(y[self.i], self.a, self.top, v[self.i])
 
-    def update(self, k: int, both: np.ndarray, other: np.ndarray) -> None:
+    def update(self, k: int, both: np.ndarray) -> None:
         top = first(self.numbers, k)
         rest, at = self.a[top:, top:], self.at[self.numbers[top:]]
-        x, w = both[:, at].T, other[:, at]
+        x, w = both[:, at].T, _swapped(both, at)
         for start in range(0, len(rest), STRIP):
             end = len(rest) if self.whole else start + STRIP
             kernels.subtract(rest[start : start + STRIP, :end], x[start : start + STRIP], w[:, :end])
+
+
+def _swapped(both: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the conjugates of these columns, the two rows of each pair in the other's place."""
+    rows = np.arange(len(both)).reshape(-1, 2)[:, ::-1].reshape(-1, 1)
+    found: np.ndarray = both[rows, columns]
+    return found.conj()
 
 
 def _run(numbers: np.ndarray) -> Any:
@@ -432,7 +456,8 @@ class Kept:
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
         self._open: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._closed: list[tuple[int, np.ndarray, np.ndarray]] = []  # row number, this rank's rows of V from there, T
+        self._closed: list[tuple[int, np.ndarray, np.ndarray]] = []
+        """Row numbers, this rank's rows of V from there on, and the upper triangles T, one row behind the other."""
 
     def add(self, k: int, v: np.ndarray, tau: np.ndarray) -> None:
         """Keep the reflections of a panel: row i of v, from element number k of vectors on, and tau[i]."""
@@ -447,13 +472,14 @@ class Kept:
         k, longest, _ = self._open[0]
         xp = namespace(longest)
         v = xp.zeros((sum(len(x) for _, x, _ in self._open), longest.shape[1]), longest.dtype)
-        at = 0
-        for start, each, _ in self._open:
+        at, taus = 0, [tau for _, _, tau in self._open]
+        del longest
+        while self._open:
+            start, each, _ = self._open.pop(0)
             v[at : at + len(each), start - k :] = each
             at += len(each)
-        t = triangle(v.T, np.concatenate([tau for _, _, tau in self._open]))
+        t = triangle(v.T, np.concatenate(taus))[np.triu_indices(len(v))]
         self._closed.append((k, xp.ascontiguousarray(v[:, places(self._rows[first(self._rows, k) :] - k)]).T, t))
-        self._open = []
 
     def times(self, tiles: Tiles, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by the product of all reflections and z.  Collective.
@@ -462,9 +488,11 @@ class Kept:
         """
         if not self._closed:
             return
-        with board(tiles.down, self._closed[0][2].shape[0] * z.shape[1], z.dtype) as lent:
+        with board(tiles.down, self._closed[0][1].shape[1] * z.shape[1], z.dtype) as lent:
             while self._closed:
-                k, v, t = self._closed.pop()
+                k, v, upper = self._closed.pop()
+                t = namespace(v).zeros((v.shape[1], v.shape[1]), v.dtype)
+                t[np.triu_indices(len(t))] = upper
                 reflect(tiles, v, t, z[first(self._rows, k) :], lent)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parlinalg.array.core import DistArray, same_grid, whole
-from parlinalg.array.create import computed, eye
+from parlinalg.array.create import computed
 from parlinalg.array.dispatch import primitive
 from parlinalg.array.joining import stack
 from parlinalg.array.namespace import broadcast_to, tril, triu
@@ -157,11 +157,25 @@ class CholeskyFactor(Factor):
         return self._home(x, self.rows, columns, n, matrix, b)
 
 
+class Identity(NamedTuple):
+    """Right-hand sides [n, n] for an inverse, of which each rank makes its own, and the layout of the inverse."""
+
+    shape: tuple[int, int]
+    layout: Layout
+
+    def tiles(self, tiles: Tiles, columns: list[Numbers], dtype: np.dtype[Any]) -> Any:
+        """Return this rank's rows and columns on tiles, as `Tiles.bring` does."""
+        grid = tiles.grid
+        if not grid.inside:
+            return grid.backend.empty((0, 0), dtype)
+        return _ones_where_equal(*tiles.places(tiles.rows(self.shape[0]), columns)[grid.rank], grid, dtype)
+
+
 class LUFactor(Factor):
     """The factorization P A = L U of a square matrix, by tournament pivoting; made by `lu_factor`."""
 
     def __init__(
-        self, a: DistArray, block: int | None = None, b: DistArray | None = None, depth: int | None = None
+        self, a: DistArray, block: int | None = None, b: DistArray | Identity | None = None, depth: int | None = None
     ) -> None:  # fmt: skip
         a = _matrix(a, "lu_factor")
         super().__init__(a)
@@ -181,11 +195,16 @@ class LUFactor(Factor):
         else:
             t = tiles.layered(tiles.bring(a, tiles.rows(m), self._columns), self._columns)
         if b is not None:
-            sides = tiles.layered(tiles.bring(b, tiles.rows(m), more), more)
+            if isinstance(b, Identity):
+                sides = b.tiles(tiles, more, a.dtype)
+            else:
+                sides = tiles.bring(b, tiles.rows(m), more)
+            sides = tiles.layered(sides, more)
             if tiles.D == 1 and self.grid.inside:
                 t[:, t.shape[1] - width :] = sides
             else:
                 t = namespace(t).hstack([t, sides])
+            del sides
         # on the host U's diagonal tells: what is not finite in a row gets there, at the latest where the row is a pivot
         late = m == n and isinstance(t, np.ndarray)
         finite = kernels.finite(t[:, t.shape[1] - width :] if late else t)
@@ -287,7 +306,7 @@ class LUFactor(Factor):
             )
         return self._home(x, after, columns, n, matrix, b)
 
-    def carried(self, b: DistArray) -> DistArray:
+    def carried(self, b: DistArray | Identity) -> DistArray:
         """Return the solutions of the right-hand sides that rode along."""
         self.check()
         n = self.shape[0]
@@ -331,10 +350,13 @@ class LUFactor(Factor):
 
 
 class QRFactor(Factor):
-    """The factorization A = Q R by Householder reflections; made by `qr_factor`."""
+    """The factorization A = Q R by Householder reflections; made by `qr_factor`.
+
+    Without `keep` it is R and Qᴴ b for the b that rides along, and nothing else is turned by Q.
+    """
 
     def __init__(
-        self, a: DistArray, block: int | None = None, b: DistArray | None = None, name: str = "qr"
+        self, a: DistArray, block: int | None = None, b: DistArray | None = None, name: str = "qr", keep: bool = True
     ) -> None:  # fmt: skip
         a = _matrix(a, name)
         super().__init__(a)
@@ -350,8 +372,9 @@ class QRFactor(Factor):
             sides = self.tiles.bring(b, self.rows, self._more)
             if self.grid.inside:
                 t[:, t.shape[1] - width :] = sides
+            del sides
         finite = kernels.finite(t)
-        self._work = QR(self.tiles, t, (m, n), extra)
+        self._work = QR(self.tiles, t, (m, n), extra, keep)
         with np.errstate(all="ignore"):
             self._work.run()
         _refuse(self.tiles.worst([not finite])[0], name)
@@ -375,17 +398,23 @@ class QRFactor(Factor):
 
     def Q(self, columns: int | None = None) -> DistArray:
         """Return the first columns of Q [m, m], by default min(m, n) of them, in the layout of A."""
+        return self._q(columns)
+
+    def only_q(self, columns: int | None = None) -> DistArray:
+        """Return what `Q` does, and give up R before it and the reflections with it."""
+        self._work.a = self._work.a[:, :0].copy()
+        self.__dict__.pop("_r", None)
+        return self._q(columns, last=True)
+
+    def _q(self, columns: int | None, last: bool = False) -> DistArray:
         m, k = self.shape[0], min(self.shape)
         k = k if columns is None else whole("columns of Q", columns, 0, m)
         every = self.tiles.columns(k)
         q = self.grid.backend.empty((0, 0), self.dtype)
         if self.grid.inside:
-            rows, mine = self.rows[self.tiles.i], every[self.tiles.j]
-            if self.grid.backend.values:
-                q = (kernels.beside(rows, q)[:, None] == kernels.beside(mine, q)[None, :]).astype(self.dtype)
-            else:
-                q = self.grid.backend.zeros((len(rows), len(mine)), self.dtype)
-            self._work.times(q, mine)
+            mine = every[self.tiles.j]
+            q = _ones_where_equal(self.rows[self.tiles.i], mine, self.grid, self.dtype)
+            self._work.times(q, mine, last)
         return self.tiles.home(q, self.rows, every, (m, k), self.layout)
 
     def _diagonal(self) -> tuple[Numbers, Any]:
@@ -669,7 +698,8 @@ def inv(x: DistArray, /) -> DistArray:
     x = _matrix(x, "inv", square=True)
     if x.ndim > 2:
         return _batches("inv", lambda xp, a: xp.linalg.inv(a), inv, x)[0]
-    return solved(x, eye(x.shape[0], dtype=x.dtype, grid=x.grid, layout=x.layout.with_partial(())))[0]
+    one = Identity(x.shape, x.layout.with_partial(()))  # type: ignore[arg-type]
+    return LUFactor(x, b=one).carried(one)
 
 
 @primitive
@@ -709,12 +739,13 @@ def qr(x: DistArray, /, *, mode: str = "reduced") -> QRResult:
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
         return QRResult(*_batches("qr", lambda xp, a: tuple(xp.linalg.qr(a, mode)), lambda a: qr(a, mode=mode), x))
     m, n = x.shape
-    work = qr_factor(x)
+    work = QRFactor(x)
+    r = work.R
     if mode == "reduced" or m <= n:
-        return QRResult(work.Q(), work.R)
+        return QRResult(work.only_q(), r)
     from parlinalg.array.joining import pad
 
-    return QRResult(work.Q(m), pad(work.R, ((0, m - n), (0, 0))))
+    return QRResult(work.only_q(m), pad(r, ((0, m - n), (0, 0))))
 
 
 def _small(x: DistArray) -> bool:
@@ -731,7 +762,36 @@ def triangle_of_qr(x: DistArray) -> DistArray:
         return found.R
     if not one or (x.grid.size == 1 and not x.grid.backend.cpu) or _small(x):
         return _batches("qr", lambda xp, a: xp.linalg.qr(a, "r"), triangle_of_qr, x)[0]
-    return QRFactor(x).R
+    return QRFactor(x, keep=False).R
+
+
+def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
+    """Return Q [m, n] and P [n, n] with orthonormal columns [Q; P] that span those of [scale A; I], in the layout of A.
+
+    Each rank makes its rows of the identity, and the reflections are held once, not by all ranks of a node.
+    """
+    (m, n), grid, layout = a.shape, a.grid, a.layout
+    tiles = _tiles(a, None, "qr", shape=(m + n, n))
+    rows, columns = tiles.rows(m + n), tiles.columns(n)
+    tops, rest = [x[x < m] for x in rows], [x[x >= m] - m for x in rows]
+    first = last = t = tiles.bring(a, tops, columns)
+    if grid.inside:
+        mine, at = columns[tiles.j], len(tops[tiles.i])
+        t *= a.real.dtype.type(scale)
+        t = namespace(t).concatenate([t, _ones_where_equal(rest[tiles.i], mine, grid, a.dtype)])
+        del first, last
+        work = QR(tiles, t, (m + n, n), keep="own")
+        del t
+        with np.errstate(all="ignore"):
+            work.run()
+        work.a = work.a[:, :0].copy()  # R is not needed
+        q = _ones_where_equal(rows[tiles.i], mine, grid, a.dtype)
+        work.times(q, mine, last=True)
+        first, last = q[:at], q[at:]
+        del q
+    found = tiles.home(first, tops, columns, (m, n), layout)
+    del first
+    return found, tiles.home(last, rest, columns, (n, n), layout)
 
 
 def tall_qr(x: DistArray, with_q: bool = True) -> QRResult | None:
@@ -929,14 +989,27 @@ def _matrix(x: Any, name: str, square: bool = False, vectors: bool = False) -> D
     return x
 
 
+def _ones_where_equal(rows: Numbers, columns: Numbers, grid: Grid, dtype: np.dtype[Any]) -> Any:
+    """Return these rows and columns of the identity, on the device of the grid's blocks."""
+    backend = grid.backend
+    if not backend.values:
+        return backend.zeros((len(rows), len(columns)), dtype)
+    return (backend.from_host(rows)[:, None] == backend.from_host(columns)[None, :]).astype(dtype)
+
+
 def _rows(block: Any) -> int:
     return whole("block, the rows and columns of a tile,", block, 1)
 
 
-def _tiles(a: DistArray, block: int | None, routine: str, depth: int | None = 1) -> Tiles:
-    """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses."""
+def _tiles(
+    a: DistArray, block: int | None, routine: str, depth: int | None = 1, shape: tuple[int, int] | None = None
+) -> Tiles:  # fmt: skip
+    """Return the tiles of a matrix, by default of the size and with None of the layers that the planner chooses.
+
+    They are those for a matrix of another `shape`, if it is given.
+    """
     block = None if block is None else _rows(block)
-    grid, (m, n) = a.grid, a.shape[-2:]
+    grid, (m, n) = a.grid, shape or a.shape[-2:]
     near = not grid.inside or grid.everyone.local_size == grid.size
     if depth is None:
         depth = layers(routine, m, n, grid.sizes, near or not grid.backend.host_memory, a.dtype.itemsize)

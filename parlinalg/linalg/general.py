@@ -22,7 +22,7 @@ from parlinalg.linalg.hessenberg import (
     triangular_vectors,
 )
 from parlinalg.linalg.spectral import _scaled, _vector
-from parlinalg.linalg.tiles import move
+from parlinalg.linalg.tiles import move, turned
 from parlinalg.matmul import matmul
 
 
@@ -42,7 +42,7 @@ def eig(x: DistArray, /) -> EigResult:
 
     The matrix is balanced, as by LAPACK's `geev`: small eigenvalues of badly scaled matrices are accurate, but
     |A v - w v| may then be larger than rounding beside |A|.  It is reduced to Hessenberg form on all ranks; one rank,
-    which holds three n × n matrices for a while, finds the Schur form by LAPACK's QR iteration, about 25 n³ operations.
+    which holds two n × n matrices for a while, finds the Schur form by LAPACK's QR iteration, about 25 n³ operations.
     The other ranks wait.
 
     Raises
@@ -59,11 +59,12 @@ def eig(x: DistArray, /) -> EigResult:
     right = sent_home(form.eigenvectors(), n, x.dtype, layout, grid)
     across = Layout(grid.axes, None)
     v = matmul(form.vectors(layout), right, layout=across)
+    del right
     if x.dtype.kind != "c":
         v = v.like(_paired(v.block, form.values) if grid.inside else v.block.astype(complex_))
     if n:
-        v = v / abs(v).max(axis=0)
-        v = v / np.sqrt((abs(v) ** 2).sum(axis=0))
+        v /= abs(v).max(axis=0)
+        v /= np.sqrt((abs(v) ** 2).sum(axis=0))
     values = _vector(form.values / form.scale, Layout(layout.dims[-1]), grid)
     return EigResult(values, v.redistribute(layout))
 
@@ -96,7 +97,9 @@ def _paired(block: Any, values: np.ndarray) -> Any:
     xp, sign = namespace(block), backend_of(block).from_host(np.sign(values.imag))
     real = xp.where(sign < 0, xp.roll(block, 1, axis=1), block)
     imaginary = xp.where(sign > 0, xp.roll(block, -1, axis=1), xp.where(sign < 0, -block, block.dtype.type(0)))
-    return real + 1j * imaginary
+    found = 1j * imaginary
+    found += real
+    return found
 
 
 class Schur:
@@ -117,7 +120,7 @@ class Schur:
         tiles, n, grid = self.tiles, x.shape[0], x.grid
         rows, columns = tiles.rows(n), tiles.columns(n)
         a = tiles.bring(x, rows, columns, host=True)
-        self.scale = _scaled(tiles, [a], a.dtype, name)
+        self.scale, real = _scaled(tiles, [a], a.dtype, name), a.real.dtype
         self._rows, self._powers, xp = rows, np.zeros(n), kernels.on_host(grid.backend)
         if balance and grid.inside:
             order, low, high = isolated(tiles, a, n)
@@ -129,16 +132,18 @@ class Schur:
             a *= np.exp2(self._powers[columns[tiles.j]][None, :] - self._powers[rows[tiles.i]][:, None]).astype(
                 a.real.dtype
             )
-        self._reduced = Hessenberg(tiles, a, n)
+        self._reduced = Hessenberg(tiles, a, n, vectors)
         places = tiles.places(rows, columns)
-        h = move(a, places, alone(n, grid), grid)
+        h = move(a.T, turned(places), alone(n, grid), grid).T  # in Fortran's order
+        del a
         self.values: np.ndarray = xp.zeros(n, np.result_type(x.dtype, np.complex64))
         self.t: np.ndarray | None = None
         self._z: np.ndarray = xp.empty((0, 0), x.dtype)
         failed = 0
         if grid.inside and grid.rank == 0:
             self.t, z, self.values, failed = schur(h, vectors)
-            self._z = z if vectors else self._z
+            self._z, self.t = (z, self.t) if vectors else (self._z, None)
+        del h
         if tiles.worst([abs(failed)])[0]:
             raise LinAlgError("Eigenvalues did not converge")
         if grid.inside:
@@ -146,13 +151,15 @@ class Schur:
             if vectors:
                 self._z = move(self._z, alone(n, grid), places, grid)
                 self._reduced.times(self._z)
-                self._z *= np.exp2(self._powers[rows[tiles.i]]).astype(a.real.dtype)[:, None]
+                self._z *= np.exp2(self._powers[rows[tiles.i]]).astype(real)[:, None]
 
     def vectors(self, layout: Layout) -> DistArray:
-        """Return S in a layout.  Collective."""
+        """Return S in a layout, and give it up here.  Collective."""
         n = self.x.shape[0]
-        return self.tiles.home(self._z, self._rows, self.tiles.columns(n), (n, n), layout)
+        z, self._z = self._z, self._z[:0].copy()
+        return self.tiles.home(z, self._rows, self.tiles.columns(n), (n, n), layout)
 
     def eigenvectors(self) -> np.ndarray | None:
-        """Return the eigenvectors of T, on the first rank alone (`triangular_vectors`)."""
-        return None if self.t is None else triangular_vectors(self.t)
+        """Return the eigenvectors of T, on the first rank alone (`triangular_vectors`), and give up T."""
+        t, self.t = self.t, None
+        return None if t is None else triangular_vectors(t)

@@ -27,10 +27,13 @@ SWEEPS = 20
 
 
 class Hessenberg:
-    """The reduction A = Q H Qᴴ of a square matrix, of which this rank has tiles; H replaces A."""
+    """The reduction A = Q H Qᴴ of a square matrix, of which this rank has tiles; H replaces A.
 
-    def __init__(self, tiles: Tiles, a: np.ndarray, n: int) -> None:
-        self.tiles, self.n = tiles, n
+    Without `keep` the reflections are not kept, and nothing is turned by Q.
+    """
+
+    def __init__(self, tiles: Tiles, a: np.ndarray, n: int, keep: bool = True) -> None:
+        self.tiles, self.n, self._keep = tiles, n, keep
         self.rows, self.columns = tiles.rows(n)[tiles.i], tiles.columns(n)[tiles.j]
         self._kept: list[tuple[int, np.ndarray, np.ndarray]] = []  # row number, this rank's rows of V from there on, T
         if tiles.grid.inside:
@@ -68,7 +71,8 @@ class Hessenberg:
         kernels.subtract(a[:, after:], xp.ascontiguousarray(y[rows]), behind)
         below = v[rows[top:] - k - 1]
         reflect(tiles, below, kernels.adjoint(t), a[top:, after:])
-        self._kept.append((k + 1, below, t))
+        if self._keep:
+            self._kept.append((k + 1, below, t))
 
     def times(self, z: np.ndarray) -> None:
         """Replace z, of which this rank has the same rows, by Q z.  Collective over the grid."""
@@ -94,12 +98,12 @@ def sent_home(whole: np.ndarray | None, n: int, dtype: Any, layout: Layout, grid
 def schur(h: np.ndarray, vectors: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return T, Z, the eigenvalues, and LAPACK's `info` of a Hessenberg matrix H = Z T Zᴴ; real of a real one.
 
-    Without `vectors` T and Z are of no use.
+    In Fortran's order H is overwritten.  Without `vectors` T and Z are of no use.
     """
     if not has_values(h):
         return shape_solver.schur(h, vectors)
     n, real = len(h), h.dtype.kind != "c"
-    t = np.array(h, order="F")
+    t = np.asfortranarray(h)
     z = np.zeros((n, n) if vectors else (1, 1), h.dtype, order="F")
     parts = [np.zeros(n, h.dtype) for _ in range(1 + real)]
     if not n:

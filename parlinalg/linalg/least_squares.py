@@ -35,7 +35,7 @@ from parlinalg.linalg.factors import (
 from parlinalg.linalg.krylov import assumed_steps
 from parlinalg.linalg.planner import by_one
 from parlinalg.linalg.qr import nearly_orthogonalized
-from parlinalg.linalg.spectral import _assumed_rank, _counted, _inverse, _limit, svd, svdvals
+from parlinalg.linalg.spectral import _assumed_rank, _counted, _inverse, _limit, svd, svdvals, values_of
 from parlinalg.matmul import matmul
 
 Pseudoinverse = tuple[Any, ...]
@@ -190,21 +190,29 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
     """Return x, the rank and the singular values, and with `keep` the parts of the pseudoinverse."""
     wide = a.shape[0] < a.shape[1]
     k = min(a.shape)
-    factor = QRFactor(a.mT.conj(), name="lstsq") if wide else QRFactor(a, b=b, name="lstsq")
+
+    def factored() -> QRFactor:
+        if wide:
+            return QRFactor(a.mT.conj(), name="lstsq")
+        return QRFactor(a, b=b, name="lstsq", keep=keep)
+
+    factor: QRFactor | None = (made := factored())
     if wide:
-        _refuse(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
-    r = factor.R
-    rank = 0
+        _refuse(made.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
-    least, most = factor.extremes() if k else (0.0, 0.0)
-    if k and _maybe_full(a.grid, least, most, limit):
-        s = svdvals(r)
-        rank = _counted((s > _limit(r, s, limit, 0)).sum(), k)
-    if rank == k:
-        if not k:
-            s = zeros((0,), dtype=r.real.dtype, grid=r.grid)
-        x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
-        return (x, rank, s), ("wide" if wide else "tall", factor.Q(), r) if keep else ()
+    least, most = made.extremes() if k else (0.0, 0.0)
+    if not k or _maybe_full(a.grid, least, most, limit):
+        x = made.turned(made.substituted(b, adjoint=True)) if wide else made.carried(b, solve=True)
+        held = [made.R]
+        if not keep:  # the singular values need the memory
+            del made
+            factor = None
+        s = values_of(held, "lstsq") if k else zeros((0,), dtype=a.real.dtype, grid=a.grid)
+        rank = _counted((s > _limit(a, s, limit, 0)).sum(), k) if k else 0
+        if rank == k:
+            return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R) if factor else ()
+    factor = factor or factored()
+    r = factor.R
     u, s, vh = svd(r, full_matrices=False)
     kept = s > _limit(r, s, limit, 0)
     inverse = _inverse(s, kept)
@@ -409,7 +417,7 @@ def refined(a: DistArray, b: DistArray, limit: float) -> Found | None:
     a = a * scale
     sizes = sizes + (sizes == 0)
     b = b / sizes
-    factor = QRFactor((a.mT.conj() if wide else a).astype(LOWER[a.dtype.char]), name="lstsq")
+    factor = QRFactor((a.mT.conj() if wide else a).astype(LOWER[a.dtype.char]), name="lstsq", keep=False)
     s = svdvals(factor.R).astype(np.float64)
     most, least = float(s.max()), float(s.min())  # on ranks outside of the grid too
     doubt = max(20.0, math.sqrt(max(m, n))) * float(np.finfo(np.float32).eps)

@@ -10,18 +10,18 @@ import numpy as np
 from parlinalg.array.core import DistArray, truth
 from parlinalg.array.create import eye, ones
 from parlinalg.array.dispatch import primitive
-from parlinalg.array.joining import concatenate
 from parlinalg.backend import shape_solver
 from parlinalg.backend.shapes import has_values
 from parlinalg.linalg import kernels
 from parlinalg.linalg.factors import (
     LinAlgError,
+    LUFactor,
+    QRFactor,
     _batches,
     _matrix,
     _refuse,
     cho_factor,
-    qr_factor,
-    solve,
+    q_above_identity,
     solve_triangular,
 )
 from parlinalg.linalg.general import Schur
@@ -55,56 +55,96 @@ def expm(x: DistArray, /) -> DistArray:
     n = x.shape[0]
     if not n:
         return a.copy()
-    one = eye(n, dtype=a.dtype, grid=a.grid, layout=layout)
     with np.errstate(over="ignore", invalid="ignore"):
-        powers = [one, a @ a]  # A⁰, A², A⁴, …
-        powers.append(powers[1] @ powers[1])
-        powers.append(powers[1] @ powers[2])
-        d4, d6 = (_norm(powers[k], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
-        d8 = _estimate(8, powers[2], powers[2]) ** (1 / 8)
+        powers = [matmul(a, a, layout=layout)]  # A², A⁴, …
+        powers.append(matmul(powers[0], powers[0], layout=layout))
+        powers.append(matmul(powers[0], powers[1], layout=layout))
+        d4, d6 = (_norm(powers[k - 1], 2 * k) ** (1 / (2 * k)) for k in (2, 3))
+        d8 = _estimate(8, powers[1], powers[1]) ** (1 / 8)
     if not all(map(math.isfinite, (d4, d6, d8))):  # the powers are out of range
+        del powers
         squarings = max(1, math.frexp(float(abs(a).max()))[1] + n.bit_length())
         found = expm(a * a.real.dtype.type(2.0**-squarings))
         for _ in range(squarings):
-            found = found @ found
-        return found.redistribute(layout)
+            found = matmul(found, found, layout=layout)
+        return found
     degree, squarings, theta = 13, 0, max(d6, d8)
     for m, limit in ((3, max(d4, d6)), (5, max(d4, d6)), (7, theta), (9, theta)):
         if limit <= THETA[m] and not _excess(a, m, 0):
             degree = m
             break
     else:
-        d10 = _estimate(10, powers[2], powers[3]) ** (1 / 10)
+        d10 = _estimate(10, powers[1], powers[2]) ** (1 / 10)
         theta = min(theta, max(d8, d10))
         squarings = max(0, math.ceil(math.log2(theta / THETA[13]))) if theta else 0
         squarings += _excess(a, 13, squarings)
     if degree == 9:
-        powers.append(powers[2] @ powers[2])
-    if squarings:
-        real = a.real.dtype.type
-        a = a * real(2.0**-squarings)
-        powers = [p * real(2.0 ** (-2 * k * squarings)) for k, p in enumerate(powers)]
-    odd, even = _pade(a, powers, degree)
-    found = solve(even - odd, even + odd)
+        powers.append(matmul(powers[1], powers[1], layout=layout))
+    odd, even = _pade(a, powers, degree, 2.0**-squarings)
+    _combine([(odd, [-1, 1]), (even, [1, 1])], [odd, even])
+    factor = LUFactor(odd, b=even)
+    del odd, even
+    found = factor.carried(a)
+    del factor
     for _ in range(squarings):
-        found = found @ found
-    return found.redistribute(layout)
+        found = matmul(found, found, layout=layout)
+    return found
 
 
-def _pade(a: DistArray, powers: list[DistArray], m: int) -> tuple[DistArray, DistArray]:
-    """Return the odd and the even part of the numerator of the Padé approximant of degree m, by the powers of A²."""
-    f, real = math.factorial, a.real.dtype.type
+def _pade(a: DistArray, powers: list[DistArray], m: int, scale: float) -> tuple[DistArray, DistArray]:
+    """Return the odd and the even part of the numerator of the Padé approximant of degree m of `scale * A`.
+
+    Parameters
+    ----------
+    powers : list of DistArray
+        Those of the square of A, from the first one on, which lie like A; they are overwritten, and taken out of the
+        list.
+    """
+    f, layout = math.factorial, powers[0].layout
+    for k in range(len(powers) if scale != 1 else 0):
+        powers[k].writable()[...] *= a.real.dtype.type(scale ** (2 * k + 2))
     b = [f(2 * m - j) * f(m) / (f(2 * m) * f(j) * f(m - j)) for j in range(m + 1)]
-
-    def combined(coefficients: list[float], first: int = 0) -> DistArray:
-        terms = [powers[first + k] * real(c) for k, c in enumerate(coefficients)]
-        return sum(terms[1:], start=terms[0])
-
     if m < 13:
-        return a @ combined(b[1::2]), combined(b[::2])
-    odd = powers[3] @ combined(b[9::2], 1) + combined(b[1:9:2])
-    even = powers[3] @ combined(b[8::2], 1) + combined(b[:8:2])
-    return a @ odd, even
+        odd, even = powers[:2]
+        _combine([(odd, b[3::2]), (even, b[2::2])], powers)
+    else:
+        inner = powers[0].copy()
+        _combine([(inner, b[9::2])], powers)
+        odd = matmul(powers[2], inner, layout=layout)
+        del inner
+        _combine([(odd, [*b[3:9:2], 1])], [*powers, odd])
+        _combine([(powers[0], b[8::2]), (powers[1], b[2:8:2])], powers)
+        even = matmul(powers.pop(), powers[0], layout=layout)
+        _combine([(even, [1, 1])], [even, powers[1]])
+    powers.clear()
+    for each, constant in ((odd, b[1]), (even, b[0])):
+        _add_to_diagonal(each, constant)
+    return matmul(a, odd, alpha=scale, layout=layout), even
+
+
+TOGETHER = 1 << 14
+"""Elements of a block of which sums are made at once."""
+
+
+def _combine(sums: list[tuple[DistArray, list[float]]], terms: list[DistArray]) -> None:
+    """Replace each array by the sum of coefficients times terms.  All lie alike; terms may be among the arrays."""
+    real, every = terms[0].real.dtype.type, [each.block for each in terms]
+    outs = [each.writable() for each, _ in sums]
+    rows = max(1, TOGETHER // max(1, every[0].shape[1]))
+    for start in range(0, len(every[0]), rows):
+        at = slice(start, start + rows)
+        found = [sum(real(c) * x[at] for c, x in zip(some, every, strict=False)) for _, some in sums]
+        for out, part in zip(outs, found, strict=True):
+            out[at] = part
+
+
+def _add_to_diagonal(a: DistArray, value: float) -> None:
+    """Add a number to the elements of the diagonal of a matrix, in place."""
+    if not a.grid.inside:
+        return
+    block, (rows, columns) = a.writable(), a.grid.block(a.layout, a.shape)
+    at = np.arange(max(rows.start, columns.start), min(rows.stop, columns.stop))
+    block[at - rows.start, at - columns.start] += a.real.dtype.type(value)
 
 
 def _norm(a: DistArray, power: int) -> float:
@@ -153,7 +193,7 @@ def _excess(a: DistArray, m: int, squarings: int) -> int:
     size, one = abs(a), _norm(a, 1)
     if not one:
         return 0
-    size = size / size.dtype.type(one)
+    size /= size.dtype.type(one)
     v = ones(a.shape[0], grid=a.grid, dtype=size.dtype)
     for _ in range(2 * m + 1):
         v = v @ size
@@ -200,7 +240,9 @@ def sqrtm(x: DistArray, /) -> DistArray:
         root = np.sqrt(root if x.dtype.kind != "c" else root.astype(x.dtype))
         return matmul(v * root, v.mT.conj(), layout=layout)
     form = Schur(x, "sqrtm", balance=False)
-    taken: tuple[Any, float] = (None, 0.0) if form.t is None else _principal(form.t, form.values)
+    t, form.t = form.t, None
+    taken: tuple[Any, float] = (None, 0.0) if t is None else _principal(t, form.values)
+    del t
     root, least = taken
     negative, singular = form.tiles.worst([-least, root is not None and not kernels.finite(root)])
     if negative:
@@ -320,9 +362,8 @@ def halley(a: DistArray) -> DistArray | None:
     if not largest:
         return eye(m, n, dtype=a.dtype, grid=a.grid, layout=layout)
     x = a / real(largest)
-    x = x / real(_frobenius(x))
-    one = eye(n, dtype=a.dtype, grid=a.grid, layout=layout)
-    low = _least(qr_factor(x).R, one, eps)
+    x /= real(_frobenius(x))
+    low = _least(QRFactor(x, keep=False).R, eps)
     for _ in range(12):
         if abs(low - 1) < 10 * eps:
             break
@@ -333,30 +374,37 @@ def halley(a: DistArray) -> DistArray | None:
         r = p + q - 1
         low = min(1.0, low * (p + q * low**2) / (1 + r * low**2))
         if r > 100:
-            stacked = qr_factor(concatenate([x * real(math.sqrt(r)), one], axis=0).redistribute(layout)).Q()
-            step, weight = matmul(stacked[:m], stacked[m:].mT.conj()), (p - q / r) / math.sqrt(r)
+            upper, lower = q_above_identity(x, math.sqrt(r))
+            step, weight = matmul(upper, lower.mT.conj(), layout=layout), (p - q / r) / math.sqrt(r)
+            del upper, lower
         else:
-            w = cho_factor((one + (x.mT.conj() @ x) * real(r)).redistribute(layout))
-            step, weight = w.solve(x.mT.conj()).mT.conj(), p - q / r
-        x = (x * real(q / r) + step * real(weight)).redistribute(layout)
+            inner = matmul(x.mT.conj(), x, alpha=r, layout=layout)
+            _add_to_diagonal(inner, 1)
+            w = cho_factor(inner)
+            del inner
+            step, weight = w.solve(x.mT.conj()).mT.conj().redistribute(layout), p - q / r
+            del w
+        _combine([(x, [q / r, weight])], [x, step])
+        del step
     for _ in range(4):
-        inner = x.mT.conj() @ x
-        odd = float(abs(inner - one).max())
+        inner = matmul(x.mT.conj(), x, layout=layout)
+        _add_to_diagonal(inner, -1)
+        odd = float(abs(inner).max())
         if odd <= 10 * eps or not values:
             return x
         if not odd < 0.5:
             break
-        x = (x * real(1.5) - (x @ inner) * real(0.5)).redistribute(layout)  # Newton and Schulz's step
+        x = x - matmul(x, inner, alpha=0.5, layout=layout)  # Newton and Schulz's step
     if odd <= 100 * n * eps:
         return x
     return None
 
 
-def _least(r: DistArray, one: DistArray, eps: float) -> float:
+def _least(r: DistArray, eps: float) -> float:
     """Return a lower bound of the least singular value of R, or of one within rounding of 0 what may stand for it."""
     floor = eps / (10 * r.shape[0])
     try:
-        inverse = solve_triangular(r, one)
+        inverse = solve_triangular(r, eye(r.shape[0], dtype=r.dtype, grid=r.grid, layout=r.layout))
     except LinAlgError:
         return floor
     size, backend = _frobenius(inverse), r.grid.backend

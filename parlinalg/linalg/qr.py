@@ -8,7 +8,7 @@ conditioned (Demmel, Grigori, Hoemmen and Langou, 2012).  Its reflections are th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,12 +40,17 @@ class QR(Panels):
     Attributes
     ----------
     kept : list of Reflections
+        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With "own" a rank that has
+        all rows of Y keeps Y of the panels of its own grid column alone, and receives the others when they turn.
     trees : list of int
         The first columns of the panels that went through the tree, as far as this rank knows.
     """
 
-    def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
+    def __init__(
+        self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0, keep: bool | Literal["own"] = True
+    ) -> None:  # fmt: skip
         super().__init__(tiles, a, shape, extra)
+        self._keep, self._shared_out = keep, keep == "own" and tiles.R == 1
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
 
@@ -95,22 +100,39 @@ class QR(Panels):
         r *= head[2 * b][:, None]
 
     def take(self, k: int, b: int, panel: Any) -> Any:
-        panel = panel if self._lanes is None else panel.copy()
-        self.kept.append(Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b]))
-        return self.kept[-1]
+        own = not self._shared_out or self.tiles.owner(k)[1] == self.tiles.j
+        if self._keep and own and self._lanes is not None:
+            panel = panel.copy()
+        found = Reflections(k, panel[2 * b :], panel[:b], panel[b : 2 * b])
+        if self._keep:
+            self.kept.append(found if own else Reflections(k, None, panel[:b].copy(), None))
+        return found
 
     def update(self, step: Any, first: int, last: int) -> None:
         b = self.a[self.row(step.k) :, first:last]
         kernels.subtract(b, step.y, kernels.adjoint(step.t) @ self.board.total(kernels.adjoint(step.y) @ b))
 
-    def times(self, b: Any, numbers: np.ndarray | None = None) -> None:
+    def times(self, b: Any, numbers: np.ndarray | None = None, last: bool = False) -> None:
         """Replace b, of which this rank has the same rows, by Q b.  Collective.
 
-        If b is the identity's columns of these numbers, a reflection turns none before its own.
+        If b is the identity's columns of these numbers, a reflection turns none before its own.  If this is the
+        `last` use of the reflections, they are given up one after the other.
         """
-        for each in reversed(self.kept):
+        kept = self.kept if last else self.kept.copy()
+        while kept:
+            each = kept.pop()
             first = 0 if numbers is None else int(np.searchsorted(numbers, each.k))
-            reflect(self.tiles, each.y, each.t, b[self.row(each.k) :, first:])
+            reflect(self.tiles, self._whole(each), each.t, b[self.row(each.k) :, first:])
+
+    def _whole(self, each: Reflections) -> Any:
+        """Return this rank's rows of Y, which one grid column has if all ranks have the same ones.  Collective."""
+        if not self._shared_out:
+            return each.y
+        y = each.y
+        if y is None:
+            y = namespace(self.a).empty((len(self.rows) - self.row(each.k), len(each.t)), self.a.dtype)
+        self.tiles.across.broadcast(y, self.tiles.owner(each.k)[1])
+        return y
 
 
 def orthogonalized(y: Any, comm: Comm) -> tuple[Any, bool]:

@@ -31,7 +31,6 @@ from parlinalg.linalg.factors import (
     cho_factor,
     cholesky,
     inv,
-    qr_factor,
     solve_triangular,
 )
 from parlinalg.linalg.tiles import Tiles
@@ -116,7 +115,7 @@ def eigvalsh(
     if x.ndim > 2 or _alone(x, subset_by_value):
         every = _batches("eigvalsh", lambda xp, a: xp.linalg.eigvalsh(a), eigvalsh, x, lower=True)[0]
         return every if subset_by_index is None else every[..., choose(None)]
-    reduced, scale = _tridiagonal(x, "eigvalsh")
+    reduced, scale = _tridiagonal(x, "eigvalsh", keep=False)
     values = tridiagonal_values(reduced.d, reduced.e) / scale
     at = choose(values) if x.grid.inside or not has_values(values) else slice(0, 0)
     at = slice(*map(int, reduced.tiles.worst([at.start, at.stop])))
@@ -216,7 +215,7 @@ def svd(x: DistArray, /, *, full_matrices: bool = True) -> SVDResult:
         return SVDResult(first, turned.S, last)
     if not x.grid.backend.cpu and (found := polar_svd(x, full_matrices)) is not None:
         return found
-    reduced, scale, q = _bidiagonal(x, "svd")
+    reduced, scale, q = _bidiagonal([x], "svd")
     tiles, top = reduced.tiles, reduced.shape[0]
     values, left, right = bidiagonal.vectors(reduced)
     k = m if full_matrices and q is None else n
@@ -273,11 +272,14 @@ def svdvals(x: DistArray, /) -> DistArray:
     x = _matrix(x, "svdvals")
     if x.ndim > 2 or _alone(x):
         return _batches("svdvals", lambda xp, a: xp.linalg.svd(a, compute_uv=False), svdvals, x)[0]
-    if x.shape[0] < x.shape[1]:
-        x = x.mT
-    reduced, scale, _ = _bidiagonal(x, "svdvals")
-    s = singular_values(reduced.d, reduced.e)
-    return _vector(s / scale, Layout(x.layout.dims[-1]), x.grid)
+    return values_of([x if x.shape[0] >= x.shape[1] else x.mT], "svdvals")
+
+
+def values_of(held: list[DistArray], name: str) -> DistArray:
+    """Return the singular values of a matrix [m, n] with m ≥ n, which is taken out of a list and held no longer."""
+    layout, grid = Layout(held[0].layout.dims[-1]), held[0].grid
+    reduced, scale, _ = _bidiagonal(held, name, keep=False)
+    return _vector(singular_values(reduced.d, reduced.e) / scale, layout, grid)
 
 
 def _limit(x: DistArray, s: DistArray, rtol: Any, least: float) -> DistArray:
@@ -387,8 +389,8 @@ def _scaled(tiles: Tiles, parts: Sequence[np.ndarray], dtype: np.dtype[Any], nam
     return real(scale)
 
 
-def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
-    """Return the reduction of a matrix and by what it was multiplied."""
+def _tridiagonal(x: DistArray, name: str, keep: bool = True) -> tuple[Tridiagonal, Any]:
+    """Return the reduction of a matrix, with its reflections if they are to `keep`, and by what it was multiplied."""
     tiles, n = _tiles(x, None, "eigh"), x.shape[0]
     deal, grid = workers(tiles), x.grid
     found = blocks(tiles, deal, x)
@@ -396,24 +398,29 @@ def _tridiagonal(x: DistArray, name: str) -> tuple[Tridiagonal, Any]:
     xp, here = kernels.on_host(grid.backend), grid.inside and grid.rank < len(deal.coords)
     half = Half(deal, n, x.dtype, found, xp) if here else None
     del found
-    return Tridiagonal(tiles, deal, half, n, x.dtype), scale
+    return Tridiagonal(tiles, deal, half, n, x.dtype, keep), scale
 
 
-def _bidiagonal(x: DistArray, name: str) -> tuple[Bidiagonal, Any, Any]:
-    """Return the reduction of a matrix [m, n] with m ≥ n, its factor, and the QR factorization before it, if any."""
+def _bidiagonal(given: list[DistArray], name: str, keep: bool = True) -> tuple[Bidiagonal, Any, Any]:
+    """Return the reduction of a matrix [m, n] with m ≥ n, its factor, and the QR factorization before it, if any.
+
+    The matrix is taken out of the list.  Without `keep`, for values alone, no reflections are kept.
+    """
+    x = given.pop()
     m, n = x.shape
     q = None
     if m > TALL * n and n:
-        q = qr_factor(x)
+        q = QRFactor(x, keep=keep)
         x = q.R
+        q = q if keep else None
     tiles = _tiles(x, None, "svd")
     deal = workers(tiles)
     want = deal.spread(deal.rows(x.shape[0]), deal.columns(n), x.grid.size)
     t = tiles.bring_to(x, want, host=True)
     scale = _scaled(tiles, [t], t.dtype, name)
-    held = [t]
-    del t
-    return Bidiagonal(tiles, deal, held, x.shape), scale, q  # type: ignore[arg-type]
+    held, shape = [t], x.shape
+    del t, x
+    return Bidiagonal(tiles, deal, held, shape, keep), scale, q  # type: ignore[arg-type]
 
 
 def _completed(q: Any, u: DistArray, columns: int, layout: Layout) -> DistArray:

@@ -233,7 +233,8 @@ def test_lstsq(grid, dtype, deals, way, monkeypatch):
             trees = set().union(*grid.world.share(factor._work.trees))
         costs = formulas.lstsq(
             counting(grid, deal, dtype), layout, shape, sides, other, values=Deal(tiles.sizes, tiles.size, tiles.shape),
-            alone=alone, trees=trees, sound=sound or not n > 1, workers=workers(tiles),
+            alone=alone, trees=trees, sound=sound or not n > 1,
+            workers=workers(tiles),
         )  # fmt: skip
         equal(book, costs, grid, (shape, deal, layout, other, sides))
 
@@ -248,7 +249,7 @@ def test_reductions(grid, dtype, deals):
         equal(book, costs, grid, (n, deal, layout))
         a = random((n + n // 3, n), dtype, rng)
         with pla.ledger(grid) as book:
-            reduced, *_ = spectral._bidiagonal(pla.distribute(a, grid, layout), "svd")
+            reduced, *_ = spectral._bidiagonal([pla.distribute(a, grid, layout)], "svd")
         costs = formulas.bidiagonal(counting(grid, deal), layout, a.shape, workers(reduced.tiles))
         equal(book, costs, grid, (n, deal, layout))
 

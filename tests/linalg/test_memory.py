@@ -1,0 +1,69 @@
+"""Memory of a rank: the most that its arrays take in a call, beside its blocks of what goes in and comes out."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import parlinalg as pla
+from parlinalg import linalg
+from parlinalg.grid import Grid
+
+N, COLUMNS = 512, 16
+SQUARE = {
+    "cholesky": linalg.cholesky, "lu": linalg.lu, "lu_factor": linalg.lu_factor, "qr": linalg.qr, "inv": linalg.inv,
+    "eigh": linalg.eigh, "eigvalsh": linalg.eigvalsh, "svd": lambda a: linalg.svd(a, full_matrices=False),
+    "svdvals": linalg.svdvals, "polar": linalg.polar, "expm": linalg.expm, "sqrtm": linalg.sqrtm,
+}  # fmt: skip
+BOUNDS = {"eigvalsh": 3.6, "svdvals": 3.8, "expm": 3.6, "lstsq": 3.7}
+"""Where it is not 3: at this size panels, 2 × 32 columns and as many rows, are as large as a block."""
+SIDES = {"solve": linalg.solve, "lstsq": linalg.lstsq}
+
+
+@pytest.fixture(autouse=True)
+def ways(monkeypatch):
+    """The ways of 4 ranks with a core each."""
+    monkeypatch.setattr(Grid, "cores", 4)
+
+
+def held(x) -> int:
+    """The bytes of this rank's blocks, or of its tiles of a factorization."""
+    if hasattr(x, "apart"):
+        return int(x.apart()[0].nbytes)
+    return sum(map(held, x)) if isinstance(x, tuple) else int(x.block.nbytes) if hasattr(x, "block") else 0
+
+
+def most(call, inputs) -> float:
+    """The most bytes that this rank's arrays have in a call, with the inputs, over those of its blocks."""
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    found = call()
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return (held(inputs) + peak) / (held(inputs) + held(found))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", [*SQUARE, *SIDES])
+def test_memory_is_a_few_times_the_blocks(make_grid, name):
+    grid = make_grid({"r": 2, "c": 2})
+    if not grid.backend.cpu:  # which holds its blocks elsewhere
+        return
+    rng = np.random.default_rng(5)
+
+    def case(n):
+        a = rng.uniform(-1, 1, (n, n))
+        if name in ("cholesky", "sqrtm"):  # symmetric, so that no single rank finds a Schur form
+            a = a @ a.T + n * np.eye(n)
+        if name == "expm":
+            a *= 4 / np.sqrt(n)
+        x, y = (pla.distribute(each, grid, grid.default_layout(each.shape)) for each in (a, a[:, :COLUMNS].copy()))
+        return (lambda: SQUARE[name](x), (x,)) if name in SQUARE else (lambda: SIDES[name](x, y), (x, y))
+
+    case(100)[0]()  # what is imported and compiled once
+    ratio = max(grid.world.share(most(*case(N))))
+    assert ratio < BOUNDS.get(name, 3), ratio
