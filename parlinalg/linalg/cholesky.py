@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from parlinalg.backend import namespace
 from parlinalg.comm import Handle
+from parlinalg.comm.base import DONE
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles
@@ -35,9 +37,13 @@ class Cholesky(Panels):
         lower triangle is NaN or infinite.
     """
 
+    LANES = 8
+    UNREAD = 5
+
     def __init__(self, tiles: Tiles, a: Any, n: int, target: tuple[Any, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
         self.minor, self.finite, self._target = 0, True, target
+        self.STRIP = max(1, self.STRIP // tiles.size) * tiles.size  # whole tiles
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
 
@@ -49,10 +55,62 @@ class Cholesky(Panels):
         else:
             super().run()
 
+    # ------------------------------------------------------------------ two panels at once
+    @property
+    def _paired(self) -> bool:
+        """True if whole panels lie in common memory, two beside each other."""
+        return self._lanes is not None and self.tiles.R == self.tiles.D == 1
+
+    def _pair(self, k: int) -> Any:
+        """Return the place of the panel from column k on and its neighbour, with all rows from the first one's on."""
+        first = self._number(k) // 2
+        place = self._lanes.reshape(self.LANES // 2, -1)[first % (self.LANES // 2)]
+        rows, width = len(self.rows) - 2 * first * self.tiles.size, 2 * self.tiles.size
+        return place[: rows * width].reshape(rows, width)
+
+    def _run(self, n: int, size: int) -> None:
+        """Factor the matrix, if panels lie in pairs with half as many updates of what is right of both.
+
+        Each reads and writes that once, and products with twice the inner dim are faster.
+        """
+        if not self._paired:
+            super()._run(n, size)
+            return
+        step, width = None, len(self.columns)
+        for k in range(0, n, 2 * size):
+            middle, end = min(k + size, n), min(k + 2 * size, n)
+            c = self.column(end)
+            if step is not None:
+                self._strips(step, self.column(k), c, DONE)
+            handle, panel = self.factor(k, middle - k)
+            second: Handle | None = None
+            for start in range(c, width if step is not None else c, self.STRIP):
+                if second is None and handle.test():
+                    second = self._second(k, middle, end, panel)
+                self.update(step, start, min(start + self.STRIP, width))
+            if second is None:
+                handle.wait()
+                second = self._second(k, middle, end, panel)
+            second.wait()
+            both = self._pair(k)[:, : end - k]
+            self._show(middle, end - middle, both[middle - k :, middle - k :])
+            step = both[end - k :], kernels.adjoint(both[self.columns[c:] - k]), end, c
+
+    def _second(self, k: int, middle: int, end: int, panel: Any) -> Handle:
+        """Update the second panel of two by the first one, from column k on, factor it, and begin to pass it on."""
+        self._show(k, middle - k, panel)
+        if middle == end:
+            return DONE
+        c, d, left = self.column(middle), self.column(end), panel[middle - k :]
+        if c < d:
+            self.update((left, kernels.adjoint(left[: end - middle]), middle, c), c, d)
+        return self.factor(middle, end - middle)[0]
+
+    # ------------------------------------------------------------------ one panel
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         i, j = self.tiles.owner(k)
         r, c, xp = self.row(k), self.column(k), namespace(self.a)
-        panel = self.message(k, (len(self.rows) - r) * b).reshape(-1, b)
+        panel = self._room(k, len(self.rows) - r, b)
         if self.tiles.j == j:
             panel[...] = self.a[r:, c : c + b]
             top = b if self.tiles.i == i else 0
@@ -70,18 +128,30 @@ class Cholesky(Panels):
                 self.a[r:, c : c + b] = panel
         return self.pass_on(k, panel, j), panel
 
+    def _room(self, k: int, rows: int, b: int) -> Any:
+        """Return room for the panel from column k on, of so many rows and columns."""
+        message = self.message(k, rows * b)
+        if not self._paired:
+            return message.reshape(rows, b)
+        return self._pair(k)[-rows:, k % (2 * self.tiles.size) :][:, :b]
+
     def _note(self, corner: Any) -> None:
         if isinstance(corner, np.ndarray):
             self.finite = self.finite and kernels.finite(corner.diagonal())
 
+    def _show(self, k: int, b: int, panel: Any) -> None:
+        """Copy a panel to the target."""
+        if self._target is None:
+            return
+        out, rows, columns = self._target
+        first, last = max(k, columns.start), min(k + b, columns.stop)
+        if first < last:
+            part, top = out[:, first - columns.start : last - columns.start], max(0, k - rows.start)
+            part[:top] = 0
+            part[top:] = panel[max(k, rows.start) - k : max(k, rows.stop) - k, first - k : last - k]
+
     def take(self, k: int, b: int, panel: Any) -> Any:
-        if self._target is not None:
-            out, rows, columns = self._target
-            first, last = max(k, columns.start), min(k + b, columns.stop)
-            if first < last:
-                part, top = out[:, first - columns.start : last - columns.start], max(0, k - rows.start)
-                part[:top] = 0
-                part[top:] = panel[max(k, rows.start) - k : max(k, rows.stop) - k, first - k : last - k]
+        self._show(k, b, panel)
         r, c = self.row(k + b), self.column(k + b)
         mine = panel[self._mine[np.searchsorted(self._mine, r) :] - self.row(k)]
         if self.tiles.R == 1:  # all the rows, in the order of the columns
@@ -94,10 +164,31 @@ class Cholesky(Panels):
 
     def update(self, step: Any, first: int, last: int) -> None:
         left, right, r, c = step
+        if not isinstance(self.a, np.ndarray):  # one large product is faster than many that leave out what is above
+            top = self.row(self.columns[first])
+            kernels.subtract(self.a[top:, first:last], left[top - r :], right[:, first - c : last - c])
+            return
         tiles = self.columns[first:last] // self.tiles.size
         edges = [first, *(first + 1 + np.flatnonzero(np.diff(tiles))).tolist(), last]
-        tops = [self.row(self.columns[at]) for at in edges[:-1]]  # above the diagonal nothing is needed
-        if not isinstance(self.a, np.ndarray):  # one large product is faster than many that leave that out
-            edges, tops = [first, last], tops[:1]
-        for top, bottom, end in zip(tops, [*tops[1:], len(self.rows)], edges[1:], strict=True):
-            kernels.subtract(self.a[top:bottom, first:end], left[top - r : bottom - r], right[:, first - c : end - c])
+        self._below(step, edges, len(self.rows))
+
+    def _below(self, step: Any, edges: Sequence[int], bottom: int) -> None:
+        """Update what is on and below the diagonal of tiles of columns with these edges, in the rows above `bottom`.
+
+        The rows below the last tile are updated in one product of all columns, which is faster than one a tile; then
+        those above in the same way for each half of the tiles.
+        """
+        left, right, r, c = step
+        first, last = edges[0], edges[-1]
+        top, under = self.row(self.columns[edges[-2]]), self.row(self.columns[last - 1] + 1)
+        if under < bottom:
+            kernels.subtract(
+                self.a[under:bottom, first:last], left[under - r : bottom - r], right[:, first - c : last - c]
+            )
+        bottom = min(under, bottom)
+        if len(edges) > 2:
+            middle = len(edges) // 2
+            self._below(step, edges[: middle + 1], bottom)
+            self._below(step, edges[middle:], bottom)
+        elif top < bottom:
+            kernels.subtract_square(self.a[top:bottom, first:last], left[top - r : bottom - r])
