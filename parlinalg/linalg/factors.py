@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
-CROWDED = 2
-"""Ranks of a node by its cores up to which only as many as cores factor a matrix."""
+CROWDED = 4
+"""The most ranks a core for which only as many ranks as cores factor a matrix."""
 ODD = "NaNs or infinities"
 
 
