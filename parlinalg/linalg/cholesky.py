@@ -9,7 +9,6 @@ import numpy as np
 
 from parlinalg.backend import namespace
 from parlinalg.comm import Handle
-from parlinalg.comm.base import DONE
 from parlinalg.linalg import kernels
 from parlinalg.linalg.panels import Panels
 from parlinalg.linalg.tiles import Tiles
@@ -37,9 +36,6 @@ class Cholesky(Panels):
         lower triangle is NaN or infinite.
     """
 
-    LANES = 8
-    UNREAD = 5
-
     def __init__(self, tiles: Tiles, a: Any, n: int, target: tuple[Any, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
         self.minor, self.finite, self._target = 0, True, target
@@ -55,62 +51,10 @@ class Cholesky(Panels):
         else:
             super().run()
 
-    # ------------------------------------------------------------------ two panels at once
-    @property
-    def _paired(self) -> bool:
-        """True if whole panels lie in common memory, two beside each other."""
-        return self._lanes is not None and self.tiles.R == self.tiles.D == 1
-
-    def _pair(self, k: int) -> Any:
-        """Return the place of the panel from column k on and its neighbour, with all rows from the first one's on."""
-        first = self._number(k) // 2
-        place = self._lanes.reshape(self.LANES // 2, -1)[first % (self.LANES // 2)]
-        rows, width = len(self.rows) - 2 * first * self.tiles.size, 2 * self.tiles.size
-        return place[: rows * width].reshape(rows, width)
-
-    def _run(self, n: int, size: int) -> None:
-        """Factor the matrix, if panels lie in pairs with half as many updates of what is right of both.
-
-        Each reads and writes that once, and products with twice the inner dim are faster.
-        """
-        if not self._paired:
-            super()._run(n, size)
-            return
-        step, width = None, len(self.columns)
-        for k in range(0, n, 2 * size):
-            middle, end = min(k + size, n), min(k + 2 * size, n)
-            c = self.column(end)
-            if step is not None:
-                self._strips(step, self.column(k), c, DONE)
-            handle, panel = self.factor(k, middle - k)
-            second: Handle | None = None
-            for start in range(c, width if step is not None else c, self.STRIP):
-                if second is None and handle.test():
-                    second = self._second(k, middle, end, panel)
-                self.update(step, start, min(start + self.STRIP, width))
-            if second is None:
-                handle.wait()
-                second = self._second(k, middle, end, panel)
-            second.wait()
-            both = self._pair(k)[:, : end - k]
-            self._show(middle, end - middle, both[middle - k :, middle - k :])
-            step = both[end - k :], kernels.adjoint(both[self.columns[c:] - k]), end, c
-
-    def _second(self, k: int, middle: int, end: int, panel: Any) -> Handle:
-        """Update the second panel of two by the first one, from column k on, factor it, and begin to pass it on."""
-        self._show(k, middle - k, panel)
-        if middle == end:
-            return DONE
-        c, d, left = self.column(middle), self.column(end), panel[middle - k :]
-        if c < d:
-            self.update((left, kernels.adjoint(left[: end - middle]), middle, c), c, d)
-        return self.factor(middle, end - middle)[0]
-
-    # ------------------------------------------------------------------ one panel
     def factor(self, k: int, b: int) -> tuple[Handle, Any]:
         i, j = self.tiles.owner(k)
         r, c, xp = self.row(k), self.column(k), namespace(self.a)
-        panel = self._room(k, len(self.rows) - r, b)
+        panel = self.message(k, (len(self.rows) - r) * b).reshape(-1, b)
         if self.tiles.j == j:
             panel[...] = self.a[r:, c : c + b]
             top = b if self.tiles.i == i else 0
@@ -128,30 +72,18 @@ class Cholesky(Panels):
                 self.a[r:, c : c + b] = panel
         return self.pass_on(k, panel, j), panel
 
-    def _room(self, k: int, rows: int, b: int) -> Any:
-        """Return room for the panel from column k on, of so many rows and columns."""
-        message = self.message(k, rows * b)
-        if not self._paired:
-            return message.reshape(rows, b)
-        return self._pair(k)[-rows:, k % (2 * self.tiles.size) :][:, :b]
-
     def _note(self, corner: Any) -> None:
         if isinstance(corner, np.ndarray):
             self.finite = self.finite and kernels.finite(corner.diagonal())
 
-    def _show(self, k: int, b: int, panel: Any) -> None:
-        """Copy a panel to the target."""
-        if self._target is None:
-            return
-        out, rows, columns = self._target
-        first, last = max(k, columns.start), min(k + b, columns.stop)
-        if first < last:
-            part, top = out[:, first - columns.start : last - columns.start], max(0, k - rows.start)
-            part[:top] = 0
-            part[top:] = panel[max(k, rows.start) - k : max(k, rows.stop) - k, first - k : last - k]
-
     def take(self, k: int, b: int, panel: Any) -> Any:
-        self._show(k, b, panel)
+        if self._target is not None:
+            out, rows, columns = self._target
+            first, last = max(k, columns.start), min(k + b, columns.stop)
+            if first < last:
+                part, top = out[:, first - columns.start : last - columns.start], max(0, k - rows.start)
+                part[:top] = 0
+                part[top:] = panel[max(k, rows.start) - k : max(k, rows.stop) - k, first - k : last - k]
         r, c = self.row(k + b), self.column(k + b)
         mine = panel[self._mine[np.searchsorted(self._mine, r) :] - self.row(k)]
         if self.tiles.R == 1:  # all the rows, in the order of the columns

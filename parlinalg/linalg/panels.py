@@ -49,6 +49,10 @@ class Sum(Handle):
         return True
 
 
+LANES = 6
+"""Panels in common memory at once: a rank may be so many behind, less 2, before the others wait for it."""
+
+
 class Panels(ABC):
     """A factorization of this rank's tiles, in place.
 
@@ -63,16 +67,9 @@ class Panels(ABC):
         Of the ranks of this grid column.
     STRIP : int
         Columns that are updated at once; between strips messages in progress move on.
-    LANES : int
-        Panels in common memory at once.
-    UNREAD : int
-        A rank that comes to a panel no longer reads those that are so many before it, or more, nor what shares their
-        place.
     """
 
     STRIP = 512
-    LANES = 6
-    UNREAD = 2
 
     def __init__(self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0) -> None:
         self.tiles, self.a, self.shape = tiles, a, shape
@@ -124,13 +121,12 @@ class Panels(ABC):
             self._run(n, size)
             return
         with ExitStack() as stack:
-            room = -(-self.LANES * panel * self.a.itemsize // 8)
+            room = -(-LANES * panel * self.a.itemsize // 8)
             numbers = Meeting.SPREAD * tiles.across.size
             lanes = stack.enter_context(common(tiles.across, (room + numbers,), np.int64))
             if lanes is not None:
-                places = self.LANES + 2 - self.UNREAD
-                self._passing = Passing(tiles.across, lanes[room:], places, seldom=not len(self.columns))
-                self._lanes = lanes[:room].view(self.a.dtype)[: self.LANES * panel].reshape(self.LANES, panel)
+                self._passing = Passing(tiles.across, lanes[room:], LANES, seldom=not len(self.columns))
+                self._lanes = lanes[:room].view(self.a.dtype)[: LANES * panel].reshape(LANES, panel)
             self.board = stack.enter_context(board(tiles.down, wide * size, self.a.dtype))
             try:
                 self._run(n, size)
@@ -196,7 +192,7 @@ class Panels(ABC):
         if self._lanes is None:
             return namespace(self.a).empty(size, self.a.dtype)
         self._passing.room(self._number(k), self.tiles.owner(k)[1] == self.tiles.j)
-        return self._lanes[self._number(k) % self.LANES, :size]
+        return self._lanes[self._number(k) % LANES, :size]
 
     def pass_on(self, k: int, message: Any, root: int) -> Handle:
         """Begin to give the panel from column k on, in its `message`, from grid column `root` to the others."""
