@@ -36,7 +36,7 @@ WORD_FLOPS = 256
 CALL_FLOPS = 1 << 19
 """Floating-point operations that take as long as a collective call of few elements."""
 
-GEMM_DEPTH = 24
+GEMM_DEPTH = 40
 """The inner dim at which products of matrices run at half their rate."""
 
 GEMV_STRIP = 1 << 19

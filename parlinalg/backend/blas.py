@@ -211,9 +211,27 @@ def added(y: Any, x: Any, w: Any, scale: float = 1) -> bool:
     (m, n), k = y.shape, x.shape[1]
     sizes = map(ctypes.c_int64, (m, n, k))
     gemm(
-        ROWS, turn_x, turn_w, *sizes, _number(y.dtype, scale), ctypes.c_void_p(x.ctypes.data), ctypes.c_int64(ld_x),
-        ctypes.c_void_p(w.ctypes.data), ctypes.c_int64(ld_w), _number(y.dtype, 1), ctypes.c_void_p(y.ctypes.data),
-        ctypes.c_int64(ld),
+        ROWS, turn_x, turn_w, *sizes, _number(y.dtype, scale), _address(x), ctypes.c_int64(ld_x), _address(w),
+        ctypes.c_int64(ld_w), _number(y.dtype, 1), _address(y), ctypes.c_int64(ld),
+    )  # fmt: skip
+    return True
+
+
+def added_square(y: np.ndarray, x: np.ndarray, scale: float = 1) -> bool:
+    """Add `scale * (x @ xᴴ)` to the lower triangle of y, in rows, if BLAS can; return True if it did.
+
+    The upper triangle of y is not changed.
+    """
+    if not y.size or not x.size or not _in_blas(y) or y.dtype != x.dtype:
+        return False
+    kind = y.dtype.kind
+    rank_k, (turn, ld), (turn_x, ld_x) = _cblas("herk" if kind == "c" else "syrk", y.dtype), _lying(y), _lying(x)
+    if rank_k is None or turn != AS_IT_IS or turn_x != AS_IT_IS:
+        return False
+    real = np.finfo(y.dtype).dtype
+    rank_k(
+        ROWS, LOWER, AS_IT_IS, *map(ctypes.c_int64, x.shape), _number(real, scale), _address(x), ctypes.c_int64(ld_x),
+        _number(real, 1), _address(y), ctypes.c_int64(ld),
     )  # fmt: skip
     return True
 
@@ -248,7 +266,7 @@ def substituted(
     trsm(
         ROWS, RIGHT if right else LEFT, LOWER if lower else UPPER, operation,
         UNIT if unit else DIAGONAL, *map(ctypes.c_int64, b.shape), _number(b.dtype, 1),
-        ctypes.c_void_p(t.ctypes.data), ctypes.c_int64(ld_t), ctypes.c_void_p(b.ctypes.data), ctypes.c_int64(ld),
+        _address(t), ctypes.c_int64(ld_t), _address(b), ctypes.c_int64(ld),
     )  # fmt: skip
     return True
 
@@ -374,6 +392,11 @@ def _number(dtype: np.dtype[Any], value: float) -> Any:
     if dtype.char in "fd":
         return {"f": ctypes.c_float, "d": ctypes.c_double}[dtype.char](value)
     return ({"F": ctypes.c_float, "D": ctypes.c_double}[dtype.char] * 2)(value, 0)
+
+
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    """Return where an array's elements begin; `array.ctypes.data` takes twice as long."""
+    return ctypes.c_void_p(array.__array_interface__["data"][0])
 
 
 _LETTERS = {"f": "s", "d": "d", "F": "c", "D": "z"}

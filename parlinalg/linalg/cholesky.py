@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class Cholesky(Panels):
     def __init__(self, tiles: Tiles, a: Any, n: int, target: tuple[Any, range, range] | None = None):
         super().__init__(tiles, a, (n, n))
         self.minor, self.finite, self._target = 0, True, target
+        self.STRIP = max(1, self.STRIP // tiles.size) * tiles.size  # whole tiles
         self._meet = [np.isin(self.columns, x).nonzero()[0] for x in self.every_row]  # my columns, by their grid row
         self._mine = np.isin(self.rows, self.columns).nonzero()[0]  # my rows that the ranks of my column need
 
@@ -94,10 +96,31 @@ class Cholesky(Panels):
 
     def update(self, step: Any, first: int, last: int) -> None:
         left, right, r, c = step
+        if not isinstance(self.a, np.ndarray):  # one large product is faster than many that leave out what is above
+            top = self.row(self.columns[first])
+            kernels.subtract(self.a[top:, first:last], left[top - r :], right[:, first - c : last - c])
+            return
         tiles = self.columns[first:last] // self.tiles.size
         edges = [first, *(first + 1 + np.flatnonzero(np.diff(tiles))).tolist(), last]
-        tops = [self.row(self.columns[at]) for at in edges[:-1]]  # above the diagonal nothing is needed
-        if not isinstance(self.a, np.ndarray):  # one large product is faster than many that leave that out
-            edges, tops = [first, last], tops[:1]
-        for top, bottom, end in zip(tops, [*tops[1:], len(self.rows)], edges[1:], strict=True):
-            kernels.subtract(self.a[top:bottom, first:end], left[top - r : bottom - r], right[:, first - c : end - c])
+        self._below(step, edges, len(self.rows))
+
+    def _below(self, step: Any, edges: Sequence[int], bottom: int) -> None:
+        """Update what is on and below the diagonal of tiles of columns with these edges, in the rows above `bottom`.
+
+        The rows below the last tile are updated in one product of all columns, which is faster than one a tile; then
+        those above in the same way for each half of the tiles.
+        """
+        left, right, r, c = step
+        first, last = edges[0], edges[-1]
+        top, under = self.row(self.columns[edges[-2]]), self.row(self.columns[last - 1] + 1)
+        if under < bottom:
+            kernels.subtract(
+                self.a[under:bottom, first:last], left[under - r : bottom - r], right[:, first - c : last - c]
+            )
+        bottom = min(under, bottom)
+        if len(edges) > 2:
+            middle = len(edges) // 2
+            self._below(step, edges[: middle + 1], bottom)
+            self._below(step, edges[middle:], bottom)
+        elif top < bottom:
+            kernels.subtract_square(self.a[top:bottom, first:last], left[top - r : bottom - r])

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 LinAlgError = np.linalg.LinAlgError
 FLOATING = "fdFD"
+CROWDED = 4
+"""The most ranks a core for which only as many ranks as cores factor a matrix."""
 ODD = "NaNs or infinities"
 
 
@@ -1026,9 +1028,9 @@ def at_work(grid: Grid, routine: str) -> int:
     """Return how many ranks of one node factor a matrix: all, or as many as it has cores for.
 
     Where ranks outnumber cores, those beyond would wait for their turn in every step.  But those at work hold more
-    then: so only for `cholesky`, which needs a triangle, and up to twice their share.
+    then: so only for `cholesky`, which needs a triangle, and up to `CROWDED` times their share.
     """
-    fewer = routine == "cholesky" and grid.backend.host_memory and grid.cores < grid.size <= 2 * grid.cores
+    fewer = routine == "cholesky" and grid.backend.host_memory and grid.cores < grid.size <= CROWDED * grid.cores
     return grid.cores if fewer else grid.size
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from parlinalg.backend import Backend, backend_of, blas, namespace, shape_solver
-from parlinalg.backend.blas import added, substituted
+from parlinalg.backend.blas import added, added_square, substituted
 from parlinalg.backend.shapes import has_values, values_needed
 
 Block = Any
@@ -125,6 +125,12 @@ def subtract(y: Block, x: Block, w: Block) -> None:
     """Subtract `x @ w` from y, in place."""
     if y.size and x.size and not added(y, x, w, -1):
         y -= x @ w
+
+
+def subtract_square(y: Block, x: Block) -> None:
+    """Subtract `x @ xᴴ` from the lower triangle of y, in place; above it y is arbitrary after it."""
+    if not isinstance(y, np.ndarray) or not added_square(y, x, -1):
+        subtract(y, x, adjoint(x))
 
 
 def substitute(

@@ -486,7 +486,7 @@ def move(
         heights: dict[int, np.ndarray] = {}  # for each tile of columns, or turn: the rows of a part that travel
         widths: dict[int, np.ndarray] = {}  # and the columns
         for p, q in permutations(range(size), 2):
-            if at[p] == at[q]:
+            if at[p] == at[q] and len(have[p][1]) and len(want[q][1]):
                 (rows, *_), (columns, *_) = (common(x, y) for x, y in zip(have[p], want[q], strict=True))
                 if id(rows) not in heights:
                     above = np.searchsorted(rows, np.arange(0, n, step)) if lower else np.zeros(-(-n // step), int)

@@ -95,6 +95,28 @@ def test_a_product_of_two_host_matrices_is_added_by_the_blas():
     assert sum(done) > 0.6 * len(done)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+def test_a_square_is_added_to_the_lower_triangle(dtype):
+    if blas._in_openblas("scipy_cblas_dsyrk64_") is None:
+        pytest.skip("cannot be had here: a NumPy with an OpenBLAS of its own")
+    rng = np.random.default_rng(7)
+
+    def whole(*shape):
+        real, imaginary = rng.integers(-9, 9, (2, *shape))
+        return (real + 1j * imaginary if np.dtype(dtype).kind == "c" else real).astype(dtype)
+
+    for n, k in itertools.product((1, 2, 7, 64), (1, 3, 40)):
+        around, x = whole(n + 2, n + 3), whole(n, k + 2)[:, 1 : k + 1]
+        at = np.arange(n)
+        around[at + 1, at + 2] = around[at + 1, at + 2].real  # as on the diagonal of a Hermitian matrix
+        want = around.copy()
+        want[1:-1, 2:-1] -= np.tril(x @ x.conj().T)
+        assert blas.added_square(around[1:-1, 2:-1], x, -1)
+        np.testing.assert_array_equal(around, want)
+        assert n == 1 or not blas.added_square(around[1:-1, 2:-1].T, x)  # BLAS takes rows
+        np.testing.assert_array_equal(around, want)
+
+
 def test_a_read_only_sum_is_refused():
     y = np.ones((3, 3))
     y.flags.writeable = False
