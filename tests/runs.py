@@ -21,15 +21,15 @@ LIMIT = 600.0  # seconds a run may take; each of its tests has its own, shorter 
 RUNS = [(1, "cupy"), (1, "numpy"), (2, "numpy"), (4, "numpy")]
 WHOLE = [2, 4]
 """Commits run large parts of the tests in turn on 2 and on 4 ranks, and on the others of these a small one."""
-WHOLE_SHARES = {2: 5, 4: 10}  # every fifth test on 2 ranks, every tenth one on 4, which take more than twice as long
-HERE_SHARE = 4
+WHOLE_SHARES = {2: 6, 4: 18}  # one in so many tests on 2 and on 4 ranks, where they take more than twice as long
+HERE_SHARE = 5
 """Of tests that can communicate, and run on one rank without MPI, one in so many if all are to run."""
 ALONE_SHARE = 3
 """Of tests that run on so many ranks and no fewer, one in so many runs."""
 TURNS = [[(8, "numpy")], [(3, "numpy"), (5, "numpy")], [(4, "cupy")], [(6, "numpy"), (7, "numpy")], [(12, "numpy")]]
 """Of these each commit that runs all tests on 2 ranks takes the next; with --full all run."""
-SHARES = {(1, "numpy"): 18, (1, "cupy"): 24, (2, "numpy"): 30, (3, "numpy"): 12, (4, "numpy"): 60, (4, "cupy"): 40,
-          (5, "numpy"): 9, (6, "numpy"): 30, (7, "numpy"): 9, (8, "numpy"): 120, (12, "numpy"): 15}  # fmt: skip
+SHARES = {(1, "numpy"): 24, (1, "cupy"): 30, (2, "numpy"): 30, (3, "numpy"): 18, (4, "numpy"): 60, (4, "cupy"): 40,
+          (5, "numpy"): 9, (6, "numpy"): 40, (7, "numpy"): 9, (8, "numpy"): 120, (12, "numpy"): 20}  # fmt: skip
 """In these runs one in so many of the tests that also run on other numbers of ranks, unless it is their turn to run
 all; with --full and in runs that are asked for by --runs all of them, or one in --share."""
 COMPILED = {2, 6}  # in these runs of NumPy blocks of any size go through compiled loops

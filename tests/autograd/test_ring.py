@@ -21,6 +21,8 @@ from parlinalg.comm import Comm
 from parlinalg.layout import pieces
 from tests.autograd.cases import agree, close, cut, numbers, tensor, value_and_gradients
 
+pytestmark = pytest.mark.timeout(180)  # the first one compiles loops
+
 B, H, G, E = 3, 3, 2, 4
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 5}, "sides": {"window": 4}}
 ORDERS = ("contiguous", "striped", "zigzag")

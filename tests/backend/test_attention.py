@@ -13,7 +13,7 @@ from parlinalg.backend.kernels import attention as kernel
 from parlinalg.backend.kernels.attention.blocks import Blocks
 from parlinalg.backend.kernels.attention.visibility import TokenPositions, Visible
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(180)]  # the first one compiles loops
 
 B, S, T, H, G, E = 2, 37, 41, 2, 2, 4
 SMALL = kernel.Limits(rows=16, keys=7, scores=300)
