@@ -312,47 +312,46 @@ MT_NLG = tuple(
 )
 """Smith et al. 2022, section 2.4."""
 
-MPT = tuple(
-    Published(
-        f"{name}, {sequence} tokens, on {ranks}",
-        Run(*sizes, ranks, ranks * microbatch * times, microbatch=microbatch, sequence=sequence, vocabulary=50368,
-            recompute="block" if again else None, zero=3, dtype="bfloat16", dropout=0.0),
-        microbatch * times * sequence / tokens,
-    )
-    for name, sizes, ranks, sequence, microbatch, times, again, tokens in (
-        ("1B", (2048, 24, 16), 8, 2048, 14, 4, False, 20513), ("3B", (2560, 32, 20), 8, 2048, 10, 2, False, 10811),
-        ("3B", (2560, 32, 20), 8, 4096, 5, 6, False, 9457), ("7B", (4096, 32, 32), 8, 1024, 64, 2, True, 4357),
-        ("7B", (4096, 32, 32), 8, 2048, 6, 2, False, 4641), ("7B", (4096, 32, 32), 8, 4096, 16, 2, True, 3684),
-        ("13B", (5120, 40, 40), 8, 2048, 2, 3, False, 2262), ("13B", (5120, 40, 40), 8, 4096, 10, 3, True, 2060),
-        ("30B", (7168, 48, 56), 8, 1024, 6, 21, True, 946), ("30B", (7168, 48, 56), 8, 2048, 3, 21, True, 916),
-        ("30B", (7168, 48, 56), 8, 4096, 1, 21, True, 814), ("70B", (8192, 80, 64), 32, 2048, 2, 16, True, 373),
-        ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 410),
-    )
+
+def _mpt(*rows: tuple[str, tuple[int, int, int], int, int, int, int, bool, int]) -> tuple[Published, ...]:
+    """Return rows of MosaicML's tables: name, (width, layers, heads), GPUs, tokens of a sample, microbatch, how many of
+    them, whether blocks are recomputed, and tokens a second of a GPU."""
+    return tuple(
+        Published(
+            f"{name}, {sequence} tokens, on {ranks}",
+            Run(*sizes, ranks, ranks * microbatch * times, microbatch=microbatch, sequence=sequence, vocabulary=50368,
+                recompute="block" if again else None, zero=3, dtype="bfloat16", dropout=0.0),
+            microbatch * times * sequence / tokens,
+        )
+        for name, sizes, ranks, sequence, microbatch, times, again, tokens in rows
+    )  # fmt: skip
+
+
+MPT = _mpt(
+    ("1B", (2048, 24, 16), 8, 2048, 14, 4, False, 20513), ("3B", (2560, 32, 20), 8, 2048, 10, 2, False, 10811),
+    ("3B", (2560, 32, 20), 8, 4096, 5, 6, False, 9457), ("7B", (4096, 32, 32), 8, 1024, 64, 2, True, 4357),
+    ("7B", (4096, 32, 32), 8, 2048, 6, 2, False, 4641), ("7B", (4096, 32, 32), 8, 4096, 16, 2, True, 3684),
+    ("13B", (5120, 40, 40), 8, 2048, 2, 3, False, 2262), ("13B", (5120, 40, 40), 8, 4096, 10, 3, True, 2060),
+    ("30B", (7168, 48, 56), 8, 1024, 6, 21, True, 946), ("30B", (7168, 48, 56), 8, 2048, 3, 21, True, 916),
+    ("30B", (7168, 48, 56), 8, 4096, 1, 21, True, 814), ("70B", (8192, 80, 64), 32, 2048, 2, 16, True, 373),
+    ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 410),
 )  # fmt: skip
 """MosaicML, LLM Foundry, scripts/train/benchmarking: A100 80GB, 1600 Gbit/s, a sample of the rows of 1B and more and
 of 1,024 to 4,096 tokens."""
 
 
-MPT_H100 = tuple(
-    Published(
-        f"{name}, {sequence:,} tokens, on {ranks}",
-        Run(*sizes, ranks, ranks * microbatch * times, microbatch=microbatch, sequence=sequence, vocabulary=50368,
-            recompute="block" if again else None, zero=3, dtype="bfloat16", dropout=0.0),
-        microbatch * times * sequence / tokens,
-    )
-    for name, sizes, ranks, sequence, microbatch, times, again, tokens in (
-        ("1B", (2048, 24, 16), 8, 1024, 18, 4, False, 48910), ("1B", (2048, 24, 16), 8, 2048, 14, 1, False, 45455),
-        ("1B", (2048, 24, 16), 64, 2048, 20, 1, False, 44402), ("1B", (2048, 24, 16), 8, 8192, 3, 4, False, 29157),
-        ("3B", (2560, 32, 20), 16, 2048, 10, 3, False, 24142), ("3B", (2560, 32, 20), 64, 2048, 6, 3, False, 22525),
-        ("3B", (2560, 32, 20), 8, 4096, 5, 6, False, 20964), ("3B", (2560, 32, 20), 8, 8192, 3, 6, False, 16578),
-        ("7B", (4096, 32, 32), 8, 1024, 64, 2, True, 10203), ("7B", (4096, 32, 32), 8, 2048, 6, 1, False, 10643),
-        ("7B", (4096, 32, 32), 8, 4096, 16, 2, True, 8611), ("7B", (4096, 32, 32), 8, 32768, 2, 2, True, 3318),
-        ("13B", (5120, 40, 40), 8, 2048, 2, 1, False, 4792), ("13B", (5120, 40, 40), 64, 2048, 2, 1, False, 4800),
-        ("13B", (5120, 40, 40), 8, 4096, 10, 3, True, 4717), ("13B", (5120, 40, 40), 8, 16384, 3, 3, True, 2985),
-        ("30B", (7168, 48, 56), 8, 2048, 3, 21, True, 2002), ("30B", (7168, 48, 56), 32, 2048, 14, 3, True, 2308),
-        ("30B", (7168, 48, 56), 8, 4096, 1, 21, True, 1802), ("70B", (8192, 80, 64), 32, 2048, 2, 16, True, 882),
-        ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 1039),
-    )
+MPT_H100 = _mpt(
+    ("1B", (2048, 24, 16), 8, 1024, 18, 4, False, 48910), ("1B", (2048, 24, 16), 8, 2048, 14, 1, False, 45455),
+    ("1B", (2048, 24, 16), 64, 2048, 20, 1, False, 44402), ("1B", (2048, 24, 16), 8, 8192, 3, 4, False, 29157),
+    ("3B", (2560, 32, 20), 16, 2048, 10, 3, False, 24142), ("3B", (2560, 32, 20), 64, 2048, 6, 3, False, 22525),
+    ("3B", (2560, 32, 20), 8, 4096, 5, 6, False, 20964), ("3B", (2560, 32, 20), 8, 8192, 3, 6, False, 16578),
+    ("7B", (4096, 32, 32), 8, 1024, 64, 2, True, 10203), ("7B", (4096, 32, 32), 8, 2048, 6, 1, False, 10643),
+    ("7B", (4096, 32, 32), 8, 4096, 16, 2, True, 8611), ("7B", (4096, 32, 32), 8, 32768, 2, 2, True, 3318),
+    ("13B", (5120, 40, 40), 8, 2048, 2, 1, False, 4792), ("13B", (5120, 40, 40), 64, 2048, 2, 1, False, 4800),
+    ("13B", (5120, 40, 40), 8, 4096, 10, 3, True, 4717), ("13B", (5120, 40, 40), 8, 16384, 3, 3, True, 2985),
+    ("30B", (7168, 48, 56), 8, 2048, 3, 21, True, 2002), ("30B", (7168, 48, 56), 32, 2048, 14, 3, True, 2308),
+    ("30B", (7168, 48, 56), 8, 4096, 1, 21, True, 1802), ("70B", (8192, 80, 64), 32, 2048, 2, 16, True, 882),
+    ("70B", (8192, 80, 64), 64, 2048, 8, 4, True, 1039),
 )  # fmt: skip
 """MosaicML, LLM Foundry, scripts/train/benchmarking: H100 80GB, bfloat16, a sample of the rows of 1B and more."""
 

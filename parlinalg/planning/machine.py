@@ -609,9 +609,11 @@ class Machine:
 
     def fuses(self, dtype: str) -> bool:
         """Return True if attention of queries of a dtype is counted as one kernel."""
-        return self.fused_attention and self._fused(dtype) is not None
+        return self._fused(dtype) is not None
 
     def _fused(self, dtype: str) -> FusedAttention | None:
+        if not self.fused_attention:
+            return None
         other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "")
         return self.attention.get(dtype) or self.attention.get(other)
 
@@ -657,9 +659,7 @@ class Machine:
             return kernel.nbytes / self.host.bandwidth
         if self.disk is not None and kernel.name in (DISK_READ, DISK_WRITE):
             return kernel.nbytes / (self.disk.read if kernel.name == DISK_READ else self.disk.write)
-        if isinstance(kernel, Attention) and self.fuses(kernel.given):
-            fused = self._fused(kernel.given)
-            assert fused is not None
+        if isinstance(kernel, Attention) and (fused := self._fused(kernel.given)):
             rates = sorted(fused.backward if kernel.name.endswith("backward") else fused.forward)
             through = kernel.nbytes / self.kernels.bandwidth_at(kernel.nbytes) if kernel.nbytes > 0 else 0.0
             return max(self.kernels.floor, through, kernel.flops / between(rates, kernel.width))
