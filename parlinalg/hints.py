@@ -1,7 +1,7 @@
-"""Names of NumPy, Colossal-AI, Megatron-LM, DeepSpeed and PyTorch, and their counterparts here.  Pure data.
+"""Names of NumPy, Colossal-AI, Megatron-LM, DeepSpeed and PyTorch, and their counterparts here.
 
 `KEYS` are keys of configurations, named in the error of an unknown key; `NAMES` are names of modules, named where a
-program asks `parlinalg`, `parlinalg.nn`, … for them.
+program asks `parlinalg`, `parlinalg.nn`, … for them: `missing` makes the `__getattr__` of these modules.
 """
 
 from __future__ import annotations

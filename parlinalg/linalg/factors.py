@@ -782,7 +782,7 @@ def q_above_identity(a: DistArray, scale: float) -> tuple[DistArray, DistArray]:
         t *= a.real.dtype.type(scale)
         t = namespace(t).concatenate([t, _ones_where_equal(rest[tiles.i], mine, grid, a.dtype)])
         del first, last
-        work = QR(tiles, t, (m + n, n), keep="own")
+        work = QR(tiles, t, (m + n, n), share_out=True)
         del t
         with np.errstate(all="ignore"):
             work.run()

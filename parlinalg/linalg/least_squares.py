@@ -196,22 +196,22 @@ def _factored(a: DistArray, b: DistArray, limit: float, keep: bool) -> tuple[Fou
             return QRFactor(a.mT.conj(), name="lstsq")
         return QRFactor(a, b=b, name="lstsq", keep=keep)
 
-    factor: QRFactor | None = (made := factored())
+    factor = factored()
     if wide:
-        _refuse(made.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
+        _refuse(factor.tiles.worst([not kernels.finite(b.block)])[0], "lstsq")
     # no singular value is above the least |R[i, i]|, and some value is at least the largest |R[i, j]|
-    least, most = made.extremes() if k else (0.0, 0.0)
+    least, most = factor.extremes() if k else (0.0, 0.0)
     if not k or _maybe_full(a.grid, least, most, limit):
-        x = made.turned(made.substituted(b, adjoint=True)) if wide else made.carried(b, solve=True)
-        held = [made.R]
+        x = factor.turned(factor.substituted(b, adjoint=True)) if wide else factor.carried(b, solve=True)
+        held = [factor.R]
         if not keep:  # the singular values need the memory
-            del made
-            factor = None
+            del factor
         s = values_of(held, "lstsq") if k else zeros((0,), dtype=a.real.dtype, grid=a.grid)
         rank = _counted((s > _limit(a, s, limit, 0)).sum(), k) if k else 0
         if rank == k:
-            return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R) if factor else ()
-    factor = factor or factored()
+            return (x, rank, s), ("wide" if wide else "tall", factor.Q(), factor.R) if keep else ()
+        if not keep:
+            factor = factored()
     r = factor.R
     u, s, vh = svd(r, full_matrices=False)
     kept = s > _limit(r, s, limit, 0)

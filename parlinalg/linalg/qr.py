@@ -8,7 +8,7 @@ conditioned (Demmel, Grigori, Hoemmen and Langou, 2012).  Its reflections are th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -40,17 +40,24 @@ class QR(Panels):
     Attributes
     ----------
     kept : list of Reflections
-        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With "own" a rank that has
-        all rows of Y keeps Y of the panels of its own grid column alone, and receives the others when they turn.
+        Those of all panels; without `keep`, where nothing else is to be turned by Q, none.  With `share_out` a rank
+        that has all rows of Y keeps Y of the panels of its own grid column alone, and receives the others when they
+        turn.
     trees : list of int
         The first columns of the panels that went through the tree, as far as this rank knows.
     """
 
     def __init__(
-        self, tiles: Tiles, a: Any, shape: tuple[int, int], extra: int = 0, keep: bool | Literal["own"] = True
-    ) -> None:  # fmt: skip
+        self,
+        tiles: Tiles,
+        a: Any,
+        shape: tuple[int, int],
+        extra: int = 0,
+        keep: bool = True,
+        share_out: bool = False,
+    ) -> None:
         super().__init__(tiles, a, shape, extra)
-        self._keep, self._shared_out = keep, keep == "own" and tiles.R == 1
+        self._keep, self._shared_out = keep, share_out and tiles.R == 1
         self.kept: list[Reflections] = []
         self.trees: list[int] = []
 
