@@ -10,8 +10,8 @@ same tests under mpiexec on 2, 3, 4, … ranks and on the stand-in for CuPy, par
   `ranks(1, full=(4,))`: with `--full` on those too;
 - `always`: it runs on every one of them, in runs too that take a part of the tests;
 - `core`: it runs on 4 and 8 ranks (grids of 2×2 and 2×2×2) in any case;
-- `one_in(3)`, of a test that takes long or has many kin: where all tests are to run, one in three of these runs, which
-  ones by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
+- `one_in(3)`, of a test that takes long or has many kin: where all tests are to run, at most one in three of these
+  runs, which ones by `--seed`, as those of a run on several ranks; with `--full`, or asked for by its path, it runs;
 - `mpi(min_size=2)`: it needs at least so many, as in pytest-mpi; every test that is not `serial` carries this mark,
   with `min_size=1` where it gives no other.  `--with-mpi` is implied, `--only-mpi` leaves the serial tests out.
 
@@ -180,7 +180,7 @@ def runs_on(item: pytest.Item, ranks: int, backend: str, share: int) -> bool:
         mark = item.get_closest_marker("one_in")
         few = full or "PARLINALG_TEST_REPORT" not in os.environ  # asked for, not launched by the run of all tests
         kin = 1 if named else ALONE_SHARE if _home(item) == ranks > min(WHOLE) else WHOLE_SHARES[ranks]
-        kin = mark.args[0] if mark else kin
+        kin = max(kin, mark.args[0]) if mark else kin
         return few or chosen(item.name, ranks, backend, kin, seed)
     return chosen(item.name, ranks, backend, 1 if full else share, seed)
 

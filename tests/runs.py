@@ -44,7 +44,7 @@ PROGRAMS = [
      "tests/testing/test_users.py"),
 ]  # fmt: skip
 """Files whose tests start programs and wait for them."""
-PROGRAMS_SHARE = 3
+PROGRAMS_SHARE = 4
 """Of these tests, unless they are marked `one_in`, one in so many if all are to run."""
 APART = [*PROGRAMS, ("tests/planning/", "tests/backend/", "tests/autograd/test_ring.py")]
 """If all tests run, processes of their own run these, each one part: a test is in the first part that names it."""
